@@ -1,0 +1,39 @@
+# Every target works from a fresh clone with only python3 (>= 3.11) and make: .venv is made when it is missing.
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test lint types check bench clean
+
+quickstart: $(VENV)/.base
+	$(BIN)/lightning-rl quickstart $(ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest tests $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+check: lint types test
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/gateway.py
+
+$(VENV)/.base: pyproject.toml
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e .
+	touch $@
+
+$(VENV)/.dev: pyproject.toml
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e ".[dev]"
+	touch $@ $(VENV)/.base
+
+clean:
+	rm -rf $(VENV) dist build

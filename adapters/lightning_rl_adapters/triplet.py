@@ -1,0 +1,44 @@
+"""The classic adapter: a forest as (prompt, response, reward) triplets, one per call, each with its whole prompt."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from lightning_rl_adapters.forest import Forest, Node
+
+
+class Triplet(msgspec.Struct, kw_only=True):
+    """One call: P prompt ids, R response ids, R logprobs (nats) or None, and the reward that reached it."""
+
+    call_id: str
+    agent: str | None
+    model: str
+    prompt_token_ids: list[int]
+    response_token_ids: list[int]
+    response_logprobs: list[float] | None
+    reward: float | None
+
+
+def triplets(forest: Forest, rewards: Mapping[str, float]) -> list[Triplet]:
+    """The triplets of an attempt in order of arrival; `reward` is None for a call that `rewards` does not name."""
+    return [
+        Triplet(
+            call_id=call_id,
+            agent=node.call.agent,
+            model=node.call.model,
+            prompt_token_ids=prompt_ids(node),
+            response_token_ids=node.call.response_ids,
+            response_logprobs=node.call.logprobs,
+            reward=rewards.get(call_id),
+        )
+        for call_id, node in forest.nodes.items()
+    ]
+
+
+def prompt_ids(node: Node) -> list[int]:
+    """The whole prompt of a call: everything on its path before its own response."""
+    ids: list[int] = []
+    for ancestor in node.path()[:-1]:
+        ids += ancestor.call.prompt_ids
+        ids += ancestor.call.response_ids
+    return ids + node.call.prompt_ids

@@ -1,0 +1,48 @@
+"""Train the agent you already have: the public names, loaded when first used (importing this loads no torch)."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_rl.agent import Agent, rollout
+    from lightning_rl.algorithms.base import Algorithm
+    from lightning_rl.algorithms.ppo import PPO, VERL
+    from lightning_rl.emit import emit_reward
+    from lightning_rl.resources import LLM, ProxyLLM
+    from lightning_rl.trainer import Trainer
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Agent": "lightning_rl.agent",
+    "rollout": "lightning_rl.agent",
+    "Algorithm": "lightning_rl.algorithms.base",
+    "PPO": "lightning_rl.algorithms.ppo",
+    "VERL": "lightning_rl.algorithms.ppo",
+    "emit_reward": "lightning_rl.emit",
+    "LLM": "lightning_rl.resources",
+    "ProxyLLM": "lightning_rl.resources",
+    "Trainer": "lightning_rl.trainer",
+}
+
+__all__ = [
+    "LLM",
+    "PPO",
+    "VERL",
+    "Agent",
+    "Algorithm",
+    "ProxyLLM",
+    "Trainer",
+    "emit_reward",
+    "rollout",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'lightning_rl' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

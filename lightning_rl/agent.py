@@ -1,0 +1,184 @@
+"""Agents: an ordinary function or a class, and how one of them is run on a claimed rollout.
+
+The function is not changed: `@rollout` only reads its signature, and the decorated object is still called as before.
+"""
+
+import asyncio
+import functools
+import importlib
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning_rl.emit import collect_rewards, finite
+from lightning_rl.resources import LLM, ProxyLLM
+
+if TYPE_CHECKING:
+    from lightning_rl.store.contract import Claim
+
+
+class Agent:
+    """The class form: subclass it and define `rollout`; the two others default to it.
+
+    Each may be async. `resources["main_llm"]` is a `ProxyLLM`, to be resolved by hand: `.resolve(rollout)`.
+    """
+
+    def rollout(self, task: Any, resources: Mapping[str, Any], rollout: Any) -> Any:
+        """Run the agent once on `task`; returns a reward, a dict of rewards, or None when it emitted one."""
+        raise NotImplementedError(f"{type(self).__name__} defines no rollout(task, resources, rollout)")
+
+    def training_rollout(self, task: Any, resources: Mapping[str, Any], rollout: Any) -> Any:
+        """What a rollout of mode `train` runs."""
+        return self.rollout(task, resources, rollout)
+
+    def validation_rollout(self, task: Any, resources: Mapping[str, Any], rollout: Any) -> Any:
+        """What a rollout of mode `val` or `test` runs."""
+        return self.rollout(task, resources, rollout)
+
+
+class FunctionAgent(Agent):
+    """A function as an agent: arguments are injected by name, and calling it calls the function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self._injected = _injected_parameters(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def rollout(self, task: Any, resources: Mapping[str, Any], rollout: Any) -> Any:
+        """Call the function with the task and the resources that its signature names."""
+        given: dict[str, Any] = {}
+        for name, resource in self._injected.items():
+            if name == "resources":
+                given[name] = resources
+            elif name == "rollout":
+                given[name] = rollout
+            else:
+                given[name] = _resolved(resources, resource, rollout)
+        return self.function(task, **given)
+
+    def __reduce__(self) -> Any:
+        # By reference where the child can import it, so that module state (an open client, say) is not copied.
+        module, name = self.function.__module__, self.function.__qualname__
+        if module != "__main__" and _lookup(module, name) is self:
+            return _lookup, (module, name)
+        return FunctionAgent, (self.function,)
+
+
+def rollout(function: Callable[..., Any]) -> FunctionAgent:
+    """Make a function trainable: `def agent(task, llm) -> float`, sync or async.
+
+    The first parameter is the task; `llm` is `main_llm`; any other parameter annotated `LLM` takes the resource of its
+    own name; `resources` and `rollout` give all. Raises TypeError naming a parameter that nothing can fill.
+    """
+    return FunctionAgent(function)
+
+
+def as_agent(candidate: Any) -> Agent:
+    """`candidate` as an Agent: an instance, an Agent class, or a plain function."""
+    if isinstance(candidate, Agent):
+        return candidate
+    if isinstance(candidate, type) and issubclass(candidate, Agent):
+        return candidate()
+    if callable(candidate):
+        return FunctionAgent(candidate)
+    raise TypeError(f"an agent is a function, an Agent or an Agent class, got {candidate!r}")
+
+
+def run_agent(
+    agent: Agent,
+    claim: "Claim",
+    await_result: Callable[[Awaitable[Any]], Any] = lambda awaitable: asyncio.run(_wait(awaitable)),
+) -> dict[str, float] | None:
+    """Run the agent on a claimed rollout; the rewards by name, or None where there was none.
+
+    A returned reward is the final one. Raises what the agent raises, and ValueError naming the rollout for a reward
+    that is no finite number or for two different final ones.
+    """
+    rollout = claim.rollout
+    run = agent.training_rollout if rollout.mode == "train" else agent.validation_rollout
+    resources = {name: _resource(value) for name, value in claim.resources.items()}
+    with collect_rewards() as rewards:
+        returned = run(rollout.task, resources, rollout)
+        if inspect.isawaitable(returned):
+            returned = await_result(returned)
+    for name, value in _returned_rewards(returned, rollout.rollout_id).items():
+        if name == "reward" and rewards.get(name, value) != value:
+            raise ValueError(
+                f"rollout {rollout.rollout_id} has two final rewards: emitted {rewards[name]}, "
+                f"returned {value}; return None or emit under another name"
+            )
+        rewards[name] = value
+    return rewards or None
+
+
+def _returned_rewards(returned: Any, rollout_id: str) -> dict[str, float]:
+    if returned is None:
+        return {}
+    where = f"rollout {rollout_id}"
+    if isinstance(returned, Mapping):
+        if "reward" not in returned:
+            raise ValueError(f"{where} returned rewards {sorted(returned)} without one named 'reward'")
+        return {str(k): finite(v, f"{where}, reward {k!r}") for k, v in returned.items()}
+    return {"reward": finite(returned, where)}
+
+
+async def _wait(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+def _resource(value: Mapping[str, Any]) -> Any:
+    if value.get("type") != "llm":
+        return value
+    llm = LLM(
+        model=value["model"],
+        base_url=value["base_url"],
+        anthropic_base_url=value["anthropic_base_url"],
+        api_key=value["api_key"],
+        sampling_parameters=value.get("sampling_parameters", {}),
+    )
+    return ProxyLLM(model=llm.model, sampling_parameters=llm.sampling_parameters, claimed=llm)
+
+
+def _resolved(resources: Mapping[str, Any], name: str, rollout: Any) -> Any:
+    if name not in resources:
+        raise KeyError(f"the agent asks for resource {name!r}; there are {sorted(resources)}")
+    resource = resources[name]
+    return resource.resolve(rollout) if isinstance(resource, ProxyLLM) else resource
+
+
+def _injected_parameters(function: Callable[..., Any]) -> dict[str, str]:
+    """Parameter name -> resource name, for every parameter after the task."""
+    parameters = list(inspect.signature(function).parameters.values())
+    if not parameters:
+        raise TypeError(f"{function.__qualname__} takes no task: its first parameter is the task")
+    injected: dict[str, str] = {}
+    for parameter in parameters[1:]:
+        if parameter.name == "llm":
+            injected["llm"] = "main_llm"
+        elif parameter.name in ("resources", "rollout") or _is_llm(parameter.annotation):
+            injected[parameter.name] = parameter.name
+        elif parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        ):
+            raise TypeError(
+                f"{function.__qualname__}: nothing fills parameter {parameter.name!r}; name it 'llm', 'resources' "
+                "or 'rollout', annotate it LLM, or give it a default"
+            )
+    return injected
+
+
+def _is_llm(annotation: Any) -> bool:
+    if isinstance(annotation, str):  # `from __future__ import annotations`
+        return annotation.rsplit(".", 1)[-1] == "LLM"
+    return annotation is LLM
+
+
+def _lookup(module: str, qualname: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found

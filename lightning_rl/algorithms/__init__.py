@@ -1,0 +1,1 @@
+"""Algorithms: what to roll out, and what to learn from it."""

@@ -1,0 +1,67 @@
+"""Finished rollouts as the trainer sees them: reward, rows, and what became of every sampled token.
+
+Only the counting attempt of a rollout has rows; the tokens of its other attempts are excluded, by reason.
+"""
+
+from collections import Counter
+
+import msgspec
+
+from lightning_rl.store.contract import Rollout, RolloutTrace
+from lightning_rl_adapters import credit, forest, rows
+from lightning_rl_adapters.call import calls_of
+from lightning_rl_adapters.rows import Row
+
+
+class Trajectory(msgspec.Struct, kw_only=True):
+    """One ended rollout.
+
+    `reward` is None where it takes no part in its group (infrastructure failed, or `agent_failure: exclude`).
+    `excluded` counts sampled tokens that no row can train, by reason; the masks of `rows` hold all others.
+    """
+
+    rollout_id: str
+    group_id: str
+    reward: float | None
+    rows: list[Row]
+    calls: int
+    sampled_tokens: int
+    excluded: dict[str, int]
+    agent_failed: bool
+
+
+def trajectory_of(trace: RolloutTrace, *, agent_failure: float | None, max_tokens: int) -> Trajectory:
+    """Read a rollout's trace.
+
+    `agent_failure` is the reward of a rollout whose agent failed or gave none (None: it is left out); rows longer than
+    `max_tokens` are excluded as overlong.
+    """
+    rollout = trace.rollout
+    excluded: Counter[str] = Counter()
+    counting = forest.build([])
+    for attempt in trace.attempts:
+        if attempt.attempt.attempt_id == rollout.counting_attempt_id:
+            counting = forest.build(calls_of(attempt.spans))
+        else:
+            excluded[_why_not_counting(rollout)] += sum(len(call.response_ids) for call in calls_of(attempt.spans))
+    infrastructure = rollout.counting_attempt_id is None
+    agent_failed = not infrastructure and (rollout.status == "failed" or rollout.reward is None)
+    reward = agent_failure if agent_failed else rollout.reward
+    calls = [node.call for node in counting.nodes.values()]
+    excluded["undelivered"] += sum(len(call.response_ids) for call in calls if not call.delivered)
+    return Trajectory(
+        rollout_id=rollout.rollout_id,
+        group_id=rollout.group_id or rollout.rollout_id,
+        reward=None if infrastructure else reward,
+        rows=rows.cut(counting, credit.final(counting, reward or 0.0), max_tokens=max_tokens),
+        calls=len(calls),
+        sampled_tokens=sum(len(call.response_ids) for call in calls),
+        excluded=dict(excluded),
+        agent_failed=agent_failed,
+    )
+
+
+def _why_not_counting(rollout: Rollout) -> str:
+    if rollout.counting_attempt_id is not None:
+        return "superseded"
+    return "cancelled" if rollout.status == "cancelled" else "infrastructure"

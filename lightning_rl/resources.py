@@ -1,0 +1,64 @@
+"""Resources: the named, versioned things that an algorithm gives an agent.
+
+An agent only ever holds an `LLM`: a plain base URL and a key of its own. `ProxyLLM` is what the algorithm publishes; it
+becomes an `LLM` per rollout and attempt.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LLM:
+    """An endpoint that any SDK can be pointed at.
+
+    `base_url` ends in `/v1` (OpenAI SDKs), `anthropic_base_url` does not (Anthropic SDKs). `sampling_parameters` are
+    the algorithm's: the gateway applies them by itself, they are here to be read.
+    """
+
+    model: str
+    base_url: str
+    api_key: str = field(repr=False)
+    anthropic_base_url: str = ""
+    sampling_parameters: dict[str, Any] = field(default_factory=dict)
+
+    def env(self) -> dict[str, str]:
+        """The environment variables that point OpenAI's and Anthropic's SDKs at this endpoint."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "OPENAI_MODEL": self.model,
+            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
+            "ANTHROPIC_AUTH_TOKEN": self.api_key,
+            "ANTHROPIC_MODEL": self.model,
+        }
+
+    def for_agent(self, name: str) -> "LLM":
+        """The same endpoint behind the door that names the calling agent; its calls carry the tag `name`."""
+        root = self.anthropic_base_url.rstrip("/")
+        if "/agent/" in root:
+            root = root[: root.index("/agent/")]
+        tagged = f"{root}/agent/{name}"
+        return replace(self, base_url=f"{tagged}/v1", anthropic_base_url=tagged)
+
+
+@dataclass(frozen=True)
+class ProxyLLM:
+    """The policy behind the gateway, as the algorithm publishes it and as class agents receive it.
+
+    `sampling_parameters` replace the agent's in training rollouts, `val_sampling_parameters` in validation.
+    """
+
+    model: str
+    sampling_parameters: dict[str, Any] = field(default_factory=dict)
+    val_sampling_parameters: dict[str, Any] = field(default_factory=dict)
+    claimed: LLM | None = None
+
+    def resolve(self, rollout: Any) -> LLM:
+        """The plain `LLM` of the rollout's present attempt. Raises RuntimeError outside a claimed rollout."""
+        if self.claimed is None:
+            raise RuntimeError(
+                f"rollout {getattr(rollout, 'rollout_id', rollout)!r} is not claimed: "
+                "a ProxyLLM has a URL only inside a runner"
+            )
+        return self.claimed

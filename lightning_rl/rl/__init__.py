@@ -1,0 +1,1 @@
+"""Pure numerics: advantages, losses, aggregation. No model, no IO."""

@@ -1,0 +1,47 @@
+"""What a person sees while a run goes on: step, reward, validation, calls per second, time left."""
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class ConsoleTracker:
+    """A progress line on a terminal; one line per step where the output is a file."""
+
+    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._total = total_steps
+        self._validation = ""
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[note]}"),
+            TextColumn("elapsed"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("train", total=total_steps, note="starting")
+        self._progress.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of `step`; validations stay on the screen."""
+        if "val/reward" in metrics:
+            self._validation = f"held-out {metrics['val/reward']:.3f}"
+            self._progress.console.print(f"[bold]step {step:>4}[/]  validation reward {metrics['val/reward']:.3f}")
+        if "critic/rewards/mean" not in metrics:
+            return
+        reward, calls = metrics["critic/rewards/mean"], metrics["perf/calls_per_s"]
+        note = f"reward {reward:.3f}  {self._validation}  {calls:.0f} calls/s"
+        self._progress.update(self._task, completed=step, note=note)
+        if not self._console.is_terminal:
+            left = (self._total - step) * metrics["timing_s/step"]
+            self._console.print(f"step {step}/{self._total}  {note}  about {left:.0f} s left", soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        self._progress.stop()

@@ -1,0 +1,1 @@
+"""Rows -> tensors -> an optimizer step -> a checkpoint."""

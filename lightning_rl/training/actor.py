@@ -1,0 +1,159 @@
+"""The policy under training: log probabilities of rows, and the PPO update.
+
+Everything is computed at the trained tokens alone. Loss and gradient are sums of weighted token losses, so
+micro-batches only say how much is computed at once.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_rl.rl.aggregation import token_weights
+from lightning_rl.rl.losses import entropy, ppo_clip
+from lightning_rl.training.batch import MicroBatch, TrainingSequence, collate, micro_batches, mini_batches
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    """verl's `actor_rollout_ref.actor`, resolved; `mini_batch_rollouts` is ppo_mini_batch_size x rollout.n."""
+
+    mini_batch_rollouts: int
+    micro_batch_rows: int | None
+    micro_batch_tokens: int | None
+    ppo_epochs: int
+    clip_ratio_low: float
+    clip_ratio_high: float
+    clip_ratio_c: float
+    loss_agg_mode: str
+    loss_scale_factor: float | None
+    entropy_coeff: float
+    grad_clip: float
+    lr: float
+    lr_warmup_steps: int
+    betas: tuple[float, float]
+    weight_decay: float
+
+
+class Actor:
+    """A causal LM with its optimizer."""
+
+    def __init__(self, model: nn.Module, config: ActorConfig, pad_id: int) -> None:
+        self.model = model
+        self.config = config
+        self.optimizer_steps = 0
+        self._pad_id = pad_id
+        self._device = next(model.parameters()).device
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        )
+        warmup = max(config.lr_warmup_steps, 0)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda step: min(1.0, (step + 1) / (warmup + 1))
+        )
+
+    @torch.inference_mode()
+    def log_probs(self, sequences: list[TrainingSequence]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+        """Per sequence the log probabilities (nats) of its trained tokens, float32 [K], at their own temperature."""
+        found: dict[int, np.ndarray[Any, np.dtype[np.float32]]] = {}
+        for micro in self._micro_batches(sequences):
+            batch = collate(micro, self._pad_id, self._device)
+            values, _ = self._forward(batch)
+            parts = np.split(values.float().cpu().numpy(), np.cumsum([len(s.trained) for s in micro])[:-1])
+            found.update({id(s): part for s, part in zip(micro, parts, strict=True)})
+        return [found[id(s)] for s in sequences]
+
+    def update(self, sequences: list[TrainingSequence]) -> dict[str, float]:
+        """One PPO update over sequences whose `old_log_probs` are set; verl's `actor/...` metrics."""
+        metrics: list[dict[str, float]] = []
+        self.model.train()
+        for _ in range(self.config.ppo_epochs):
+            for mini in mini_batches(sequences, self.config.mini_batch_rollouts):
+                metrics.append(self._optimizer_step(mini))
+        self.model.eval()
+        return {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]} if metrics else {}
+
+    def accumulate(self, mini: list[TrainingSequence]) -> dict[str, float]:
+        """Add the gradient of one mini-batch's loss to the parameters' `.grad`; its metrics."""
+        weight_of = self._weights(mini)
+        trained = sum(len(s.trained) for s in mini)
+        sums: dict[str, float] = dict.fromkeys(
+            ("actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "actor/entropy"), 0.0
+        )
+        for micro in self._micro_batches(mini):
+            batch = collate(micro, self._pad_id, self._device)
+            log_probs, entropies = self._forward(batch, with_entropy=True)
+            old = self._gather(_old_log_probs(s) for s in micro)
+            weights = self._gather(np.full(len(s.trained), weight_of[s.rollout], np.float32) for s in micro)
+            policy = ppo_clip(
+                log_probs,
+                old,
+                self._gather(s.advantages for s in micro),
+                clip_low=self.config.clip_ratio_low,
+                clip_high=self.config.clip_ratio_high,
+                clip_c=self.config.clip_ratio_c,
+            )
+            pg_loss = (weights * policy.loss).sum()
+            loss = pg_loss
+            if self.config.entropy_coeff:
+                loss = loss - self.config.entropy_coeff * (weights * entropies).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                sums["actor/pg_loss"] += pg_loss.item()
+                sums["actor/pg_clipfrac"] += policy.clipped.sum().item() / trained
+                sums["actor/pg_clipfrac_lower"] += policy.clipped_lower.sum().item() / trained
+                sums["actor/ppo_kl"] += (old - log_probs).sum().item() / trained
+                sums["actor/entropy"] += entropies.sum().item() / trained
+        return sums
+
+    def _optimizer_step(self, mini: list[TrainingSequence]) -> dict[str, float]:
+        self._optimizer.zero_grad(set_to_none=True)
+        metrics = self.accumulate(mini)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
+        if not torch.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient norm is {norm.item()} after {self.optimizer_steps} optimizer steps; lower actor.optim.lr"
+            )
+        metrics["actor/grad_norm"] = norm.item()
+        metrics["actor/lr"] = float(self._schedule.get_last_lr()[0])
+        self._optimizer.step()
+        self._schedule.step()
+        self.optimizer_steps += 1
+        return metrics
+
+    def _forward(self, batch: MicroBatch, *, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
+        """Log probabilities [K] of the trained tokens, and the entropies [K] of their distributions (if asked for)."""
+        logits = self.model(input_ids=batch.token_ids, use_cache=False).logits
+        at = logits[batch.row, batch.position - 1].float() / batch.temperature[:, None]
+        target = batch.token_ids[batch.row, batch.position]
+        log_probs = torch.log_softmax(at, dim=-1).gather(-1, target[:, None]).squeeze(-1)
+        if not with_entropy:
+            return log_probs, log_probs
+        if self.config.entropy_coeff:
+            return log_probs, entropy(at)
+        with torch.no_grad():
+            return log_probs, entropy(at)
+
+    def _weights(self, mini: list[TrainingSequence]) -> dict[int, float]:
+        tokens: dict[int, int] = {}
+        for sequence in mini:
+            tokens[sequence.rollout] = tokens.get(sequence.rollout, 0) + len(sequence.trained)
+        weights = token_weights(
+            list(tokens.values()), self.config.loss_agg_mode, scale_factor=self.config.loss_scale_factor
+        )
+        return dict(zip(tokens, weights.tolist(), strict=True))
+
+    def _micro_batches(self, sequences: list[TrainingSequence]) -> Iterable[list[TrainingSequence]]:
+        return micro_batches(sequences, rows=self.config.micro_batch_rows, tokens=self.config.micro_batch_tokens)
+
+    def _gather(self, parts: Iterable[np.ndarray[Any, np.dtype[np.float32]]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(list(parts))).to(self._device)
+
+
+def _old_log_probs(sequence: TrainingSequence) -> np.ndarray[Any, np.dtype[np.float32]]:
+    if sequence.old_log_probs is None:
+        raise ValueError("old_log_probs are not set; compute them before the update")
+    return sequence.old_log_probs

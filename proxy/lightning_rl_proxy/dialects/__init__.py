@@ -1,0 +1,1 @@
+"""One file a dialect: wire <-> internal, pure translation without IO."""

@@ -1,0 +1,1 @@
+"""Engines: what samples tokens, one file a wire format."""

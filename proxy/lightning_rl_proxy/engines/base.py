@@ -1,0 +1,51 @@
+"""All the gateway knows of inference: token ids in, token ids with logprobs out, and how it ended."""
+
+from collections.abc import AsyncIterator
+from typing import NamedTuple, Protocol
+
+from lightning_rl_adapters.call import VersionRange
+from lightning_rl_proxy.sampling import Sampling
+
+
+class Tokens(NamedTuple):
+    """Some sampled tokens with their logprobs (nats), or None where the engine gives none."""
+
+    token_ids: list[int]
+    logprobs: list[float] | None
+
+
+class Finish(NamedTuple):
+    """How a generation ended: `stop | length | abort`, the stop token that matched, and who sampled which tokens."""
+
+    reason: str
+    stop_match: int | None
+    version_spans: list[VersionRange]
+
+
+class EngineUnavailable(Exception):
+    """The engine could not be reached or failed: the request may be tried again."""
+
+
+class EngineRefused(Exception):
+    """The engine cannot serve this request as it is: trying again will not help."""
+
+
+class Engine(Protocol):
+    """An engine behind the gateway. `logprob_kind` says what its logprobs are (see `Call.logprob_kind`)."""
+
+    model: str
+    policy_version: int
+
+    def generate(
+        self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0
+    ) -> AsyncIterator[Tokens | Finish]:
+        """Sample: yields `Tokens` one or more times and at last one `Finish`."""
+        ...
+
+    def logprob_kind(self, sampling: Sampling) -> str:
+        """What the logprobs of this engine are under `sampling`."""
+        ...
+
+    async def close(self) -> None:
+        """Free the connections."""
+        ...

@@ -1,0 +1,36 @@
+"""Errors that reach a client: each says its status, what to do, and whether a retry can help.
+
+SDKs retry 408, 409, 429 and 5xx by themselves unless `x-should-retry` says otherwise, so every error says it.
+"""
+
+
+class GatewayError(Exception):
+    """An answer that is an error. `param` names the request field at fault, `kind` is the dialect's error type."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        retry: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.retry = retry
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers that tell an SDK whether to try again, and after how many seconds."""
+        headers = [(b"x-should-retry", b"true" if self.retry else b"false")]
+        if self.retry:
+            headers.append((b"retry-after", b"1"))
+        return headers
+
+
+def closed(attempt_id: str) -> GatewayError:
+    """The attempt has ended: whatever still calls is a zombie."""
+    return GatewayError(409, f"attempt {attempt_id} is closed: its rollout has ended or was retried", kind="conflict")

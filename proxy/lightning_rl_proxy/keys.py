@@ -1,0 +1,43 @@
+"""Attempt keys: a key names its attempt and its last second, and the signature proves that we issued it.
+
+A key opens the model doors of its own attempt and nothing else. Checks take constant time. Whether the attempt is
+still open is not in the key: the ledger says so.
+"""
+
+import base64
+import hashlib
+import hmac
+import time
+
+from lightning_rl_proxy.address import Address
+
+_PREFIX = "lrl-attempt"
+# Ids may hold every other URL-safe character, so the fields are parted by one that they cannot hold.
+_SEPARATOR = ":"
+
+
+class KeyRefused(Exception):
+    """The key is not one of ours, is damaged, or is past its last second."""
+
+
+def sign_attempt_key(secret: bytes, rollout_id: str, attempt_id: str, expires_at: int) -> str:
+    """The key of an attempt, valid until `expires_at` (seconds since the epoch)."""
+    payload = _SEPARATOR.join((_PREFIX, rollout_id, attempt_id, str(expires_at)))
+    return payload + _SEPARATOR + _signature(secret, payload)
+
+
+def verify_attempt_key(secret: bytes, key: str, *, now: float | None = None) -> Address:
+    """The attempt that a key opens. Raises KeyRefused."""
+    payload, _, signature = key.rpartition(_SEPARATOR)
+    expected = _signature(secret, payload)
+    if not hmac.compare_digest(signature.encode(), expected.encode()):
+        raise KeyRefused("this API key is not one of this gateway's attempt keys")
+    _, rollout_id, attempt_id, expires_at = payload.split(_SEPARATOR)
+    if (time.time() if now is None else now) > int(expires_at):
+        raise KeyRefused(f"the key of attempt {attempt_id} has expired")
+    return Address(rollout_id, attempt_id)
+
+
+def _signature(secret: bytes, payload: str) -> str:
+    digest = hmac.digest(secret, payload.encode(), hashlib.sha256)
+    return base64.urlsafe_b64encode(digest[:24]).decode()

@@ -1,0 +1,198 @@
+"""A gateway over a ledger in memory and an engine that says what the test scripts; the tokenizer is a real one."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from lightning_rl_adapters.call import Call, VersionRange, calls_of
+from lightning_rl_adapters.span import Span
+from lightning_rl_proxy.address import Address, base_url
+from lightning_rl_proxy.engines.base import EngineUnavailable, Finish, Tokens
+from lightning_rl_proxy.gateway import Gateway
+from lightning_rl_proxy.keys import sign_attempt_key
+from lightning_rl_proxy.ledger import AttemptInfo
+from lightning_rl_proxy.rendering import FastTokenizer, LibraryRenderer, load_renderer
+from lightning_rl_proxy.router import Router
+from lightning_rl_proxy.sampling import Sampling
+
+TOKENIZER = Path(__file__).parents[2] / "examples" / "sql_agent" / "checkpoint"
+SECRET = b"a secret of the tests"
+MODEL = "policy"
+
+
+class MemoryLedger:
+    """A ledger in memory; every attempt is open until it is put into `closed`."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.closed: set[str] = set()
+        self.mode = "train"
+        self.sampling: dict[str, float | int] = {"temperature": 1.0, "max_tokens": 64}
+        self.failures = 0
+
+    async def attempt(self, rollout_id: str, attempt_id: str) -> AttemptInfo | None:
+        if rollout_id == "unknown":
+            return None
+        return AttemptInfo(
+            rollout_id=rollout_id,
+            attempt_id=attempt_id,
+            mode=self.mode,
+            open=attempt_id not in self.closed,
+            sampling=self.sampling,
+            seed_key=rollout_id,
+        )
+
+    async def add_spans(self, spans: Sequence[Span]) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise OSError("the disk is busy")
+        known = {span.span_id for span in self.spans}
+        self.spans += [span for span in spans if span.span_id not in known]
+
+    def calls(self, rollout_id: str = "r1") -> list[Call]:
+        return calls_of([span for span in self.spans if span.rollout_id == rollout_id])
+
+
+class ScriptedEngine:
+    """Says the scripted answers in turn (then `ok`), each closed by the turn's end token, with its index as logprob.
+
+    While `hold` is set, generations wait; `fail` makes the next ones fail.
+    """
+
+    model = MODEL
+    policy_version = 7
+
+    def __init__(self, tokenizer: FastTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self.script: deque[str] = deque()
+        self.prompts: list[list[int]] = []
+        self.samplings: list[Sampling] = []
+        self.hold: asyncio.Event | None = None
+        self.fail = 0
+        self.aborted = 0
+
+    async def generate(
+        self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0
+    ) -> AsyncIterator[Tokens | Finish]:
+        self.prompts.append(prompt)
+        self.samplings.append(sampling)
+        text = self.script.popleft() if self.script else "ok"
+        if self.fail:
+            self.fail -= 1
+            raise EngineUnavailable("scripted failure")
+        if self.hold is not None:
+            try:
+                await self.hold.wait()
+            except asyncio.CancelledError:
+                self.aborted += 1
+                raise
+        ids = self._tokenizer.encode(text)
+        cut = text.endswith("...")  # as if max_tokens had been reached
+        ids = ids if cut else [*ids, self._end]
+        yield Tokens(ids, [-0.25 * (i + 1) for i in range(len(ids))])
+        yield Finish("length" if cut else "stop", None if cut else self._end, [VersionRange(7, 0, len(ids))])
+
+    def logprob_kind(self, sampling: Sampling) -> str:
+        return "greedy" if sampling.temperature == 0 else "sampled"
+
+    async def close(self) -> None:
+        pass
+
+
+class Served:
+    """A gateway that listens on the loopback, and the parts that a test looks at."""
+
+    def __init__(self, url: str, gateway: Gateway, ledger: MemoryLedger, engine: ScriptedEngine, loop: Any) -> None:
+        self.url = url
+        self.gateway = gateway
+        self.ledger = ledger
+        self.engine = engine
+        self._loop = loop
+
+    def base_url(self, rollout_id: str = "r1", attempt_id: str = "a1", agent: str | None = None) -> str:
+        return base_url(self.url, Address(rollout_id, attempt_id, agent))
+
+    def key(self, rollout_id: str = "r1", attempt_id: str = "a1", expires_in: float = 600) -> str:
+        return sign_attempt_key(SECRET, rollout_id, attempt_id, int(time.time() + expires_in))
+
+    def run(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        """Run a coroutine on the gateway's own loop."""
+
+        async def call() -> Any:
+            return await work()
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(30)
+
+    def seal(self, rollout_id: str = "r1", attempt_id: str = "a1") -> None:
+        self.run(lambda: self.gateway.seal(rollout_id, attempt_id))
+
+    def eventually(self, what: Callable[[], bool]) -> None:
+        """Wait until `what` holds."""
+        deadline = time.monotonic() + 20
+        while not what():
+            assert time.monotonic() < deadline, "it never happened"
+            time.sleep(0.005)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> FastTokenizer:
+    return FastTokenizer(TOKENIZER)
+
+
+@pytest.fixture(scope="session")
+def renderer() -> LibraryRenderer:
+    return load_renderer(TOKENIZER, "qwen3", MODEL)
+
+
+@pytest.fixture
+def served(tokenizer: FastTokenizer, renderer: LibraryRenderer, tmp_path: Path) -> Iterator[Served]:
+    ledger, engine, router = MemoryLedger(), ScriptedEngine(tokenizer), Router(MODEL)
+    router.register(engine)
+    gateway = Gateway(
+        ledger=ledger,
+        secret=SECRET,
+        journal=tmp_path / "journal",
+        renderer=renderer,
+        router=router,
+        grace_seconds=0.2,
+    )
+    with listening(gateway) as (url, loop):
+        yield Served(url, gateway, ledger, engine, loop)
+
+
+@contextmanager
+def listening(gateway: Gateway) -> Iterator[tuple[str, Any]]:
+    """Serve a gateway from a thread of its own."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        port = listener.getsockname()[1]
+        started = threading.Event()
+        loops: list[asyncio.AbstractEventLoop] = []
+        server = uvicorn.Server(uvicorn.Config(gateway, log_level="warning", lifespan="off"))
+
+        async def serve() -> None:
+            loops.append(asyncio.get_running_loop())
+            await gateway.start()
+            started.set()
+            await server.serve(sockets=[listener])
+            await gateway.stop()
+
+        thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        thread.start()
+        assert started.wait(20)
+        try:
+            yield f"http://127.0.0.1:{port}", loops[0]
+        finally:
+            server.should_exit = True
+            thread.join(20)
