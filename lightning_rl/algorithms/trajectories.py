@@ -48,7 +48,8 @@ def trajectory_of(trace: RolloutTrace, *, agent_failure: float | None, max_token
     agent_failed = not infrastructure and (rollout.status == "failed" or rollout.reward is None)
     reward = agent_failure if agent_failed else rollout.reward
     calls = [node.call for node in counting.nodes.values()]
-    excluded["undelivered"] += sum(len(call.response_ids) for call in calls if not call.delivered)
+    if undelivered := sum(len(call.response_ids) for call in calls if not call.delivered):
+        excluded["undelivered"] += undelivered
     return Trajectory(
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id or rollout.rollout_id,

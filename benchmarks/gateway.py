@@ -1,0 +1,245 @@
+"""What the gateway costs: calls per second and added latency, recording durably, beside a bare relay in the same run.
+
+    python benchmarks/gateway.py
+
+Both sit between the same clients and the same instant token engine (eight tokens at once, no model). The gateway is the
+real server: keys, forest, journal, SQLite store. The relay is the least that any proxy must do: parse the request,
+tokenise it with the same chat format, ask the engine over HTTP, decode the answer, write it to SQLite in batches. Every
+call goes to an attempt of its own with a text of its own. The two take turns; medians are printed, and the processor
+time of the serving process per call, which does not depend on what else the machine does.
+"""
+
+import argparse
+import asyncio
+import itertools
+import os
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+import uvicorn
+
+from lightning_rl.algorithms.base import Endpoint
+from lightning_rl.server import launch as server
+from lightning_rl.store.client import HttpStore
+from lightning_rl.store.contract import RolloutConfig, RolloutRequest
+from lightning_rl_proxy.rendering import FastTokenizer, load_renderer
+
+TOKENIZER = Path(__file__).parents[1] / "examples" / "sql_agent" / "checkpoint"
+MODEL = "policy"
+ANSWER = [300, 301, 302, 303, 304, 305, 306, 307]
+Asgi = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+class Measured(NamedTuple):
+    """One round: calls per second, latencies (ms) at the median and the 99th percentile, CPU ms per call."""
+
+    rate: float
+    p50: float
+    p99: float
+    cpu: float
+
+
+async def body_of(receive: Any) -> bytes:
+    """The whole body of a request."""
+    chunks = []
+    while True:
+        message = await receive()
+        chunks.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(chunks)
+
+
+async def answer(send: Any, body: bytes) -> None:
+    """A JSON answer."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def instant_engine() -> Asgi:
+    """The token wire with a fixed answer."""
+    content = [{"token_id": t, "logprob": -0.5, "rank": 1, "top_logprobs": []} for t in ANSWER]
+    versions = [{"version": "0", "start": 0, "end": len(ANSWER)}]
+    choice = {"index": 0, "token_ids": ANSWER, "finish_reason": "stop", "stop_reason": None}
+    fixed = msgspec.json.encode({"choices": [choice | {"weight_versions": versions, "logprobs": {"content": content}}]})
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await body_of(receive)
+        await answer(send, fixed)
+
+    return app
+
+
+def bare_relay(engine_url: str, database: Path) -> Asgi:
+    """The least that a recording proxy must do."""
+    renderer = load_renderer(TOKENIZER, "qwen3", MODEL)
+    decode = FastTokenizer(TOKENIZER).decode
+    connection = sqlite3.connect(database, check_same_thread=False)
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=NORMAL")
+    connection.execute("CREATE TABLE calls (id INTEGER PRIMARY KEY, prompt BLOB, answer BLOB)")
+    pending: list[tuple[bytes, bytes]] = []
+    state: dict[str, Any] = {}
+
+    def write(batch: list[tuple[bytes, bytes]]) -> None:
+        with connection:
+            connection.executemany("INSERT INTO calls (prompt, answer) VALUES (?, ?)", batch)
+
+    async def writer() -> None:
+        while True:
+            await asyncio.sleep(0.02)
+            if pending:
+                batch = pending[:]
+                pending.clear()
+                await asyncio.to_thread(write, batch)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if not state:
+            state["writer"] = asyncio.create_task(writer())
+            state["session"] = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1024))
+        request = msgspec.json.decode(await body_of(receive))
+        ids = renderer.render(request["messages"], None)
+        body = msgspec.json.encode({"token_ids": ids, "sampling_params": {"max_tokens": 16, "logprobs": 0}})
+        headers = {"content-type": "application/json"}
+        async with state["session"].post(f"{engine_url}/inference/v1/generate", data=body, headers=headers) as response:
+            choice = msgspec.json.decode(await response.read())["choices"][0]
+        message = {"role": "assistant", "content": decode(choice["token_ids"])}
+        pending.append((body, msgspec.json.encode(choice)))
+        choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
+        await answer(send, msgspec.json.encode({"id": "x", "object": "chat.completion", "choices": choices}))
+
+    return app
+
+
+def serve(app: Asgi) -> None:
+    """Serve on a free port of the loopback, and print the port."""
+    config = uvicorn.Config(app, port=0, log_level="warning", access_log=False, lifespan="off")
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            print(self.servers[0].sockets[0].getsockname()[1], flush=True)
+
+    Server(config).run()
+
+
+@contextmanager
+def role(*arguments: str) -> Iterator[tuple[str, int]]:
+    """This file in a process of its own; its URL and process id."""
+    child = subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    try:
+        yield f"http://127.0.0.1:{int(child.stdout.readline())}", child.pid
+    finally:
+        child.terminate()
+        child.wait(20)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far (Linux)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def load(requests: list[tuple[str, str]], clients: int, number: Iterator[int]) -> tuple[float, list[float]]:
+    """Send one call to each (URL, key) from `clients` clients; seconds, and the latency of each call."""
+    waiting = iter(requests)
+    latencies: list[float] = []
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=clients)) as session:
+
+        async def client() -> None:
+            for url, key in waiting:
+                n = next(number)
+                text = f"shops id size city\nbooks id shops_id price\nhow many shops have size over {n}? ({n * 7919})"
+                body = msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "content": text}]})
+                headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+                started = time.perf_counter()
+                async with session.post(f"{url}/chat/completions", data=body, headers=headers) as response:
+                    await response.read()
+                    assert response.status == 200, await response.text()
+                latencies.append(time.perf_counter() - started)
+
+        started = time.perf_counter()
+        await asyncio.gather(*(client() for _ in range(clients)))
+        return time.perf_counter() - started, latencies
+
+
+def measure(requests: list[tuple[str, str]], clients: int, pid: int, number: Iterator[int]) -> Measured:
+    """One round."""
+    before = cpu_seconds(pid)
+    seconds, latencies = asyncio.run(load(requests, clients, number))
+    ranked = sorted(latencies)
+    return Measured(
+        rate=len(requests) / seconds,
+        p50=1e3 * median(ranked),
+        p99=1e3 * ranked[int(0.99 * (len(ranked) - 1))],
+        cpu=1e3 * (cpu_seconds(pid) - before) / len(requests),
+    )
+
+
+def open_attempts(store: HttpStore, n: int) -> list[tuple[str, str]]:
+    """`n` claimed rollouts, as (base URL, key) of their attempts."""
+    patient = RolloutConfig(unresponsive_seconds=3600, timeout_seconds=None)
+    store.enqueue([RolloutRequest(task=None, config=patient) for _ in range(n)])
+    claims = []
+    while len(claims) < n:
+        claims += store.claim("benchmark", limit=min(100, n - len(claims)))
+    return [(c.resources["main_llm"]["base_url"], c.resources["main_llm"]["api_key"]) for c in claims]
+
+
+def main() -> None:
+    """Run the rounds and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--calls", type=int, default=2000, help="calls of a round with 16 clients; 1 client: a quarter")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--role", choices=["engine", "relay"])
+    parser.add_argument("--engine-url")
+    parser.add_argument("--database", type=Path)
+    arguments = parser.parse_args()
+    if arguments.role == "engine":
+        return serve(instant_engine())
+    if arguments.role == "relay":
+        return serve(bare_relay(arguments.engine_url, arguments.database))
+
+    number = itertools.count()
+    with ExitStack() as parts:
+        folder = Path(parts.enter_context(tempfile.TemporaryDirectory()))
+        engine_url, _ = parts.enter_context(role("--role", "engine"))
+        relay_url, relay_pid = parts.enter_context(
+            role("--role", "relay", "--engine-url", engine_url, "--database", str(folder / "relay.db"))
+        )
+        engine = {"model": MODEL, "kind": "embedded", "url": engine_url, "policy_version": 0}
+        endpoint = Endpoint(model=MODEL, tokenizer=str(TOKENIZER), renderer="qwen3", engines=[engine])
+        serving = parts.enter_context(server.launch(folder, endpoint, admin_key="admin", runner_key="runner"))
+        store = HttpStore(serving.url, "admin")
+        print("| clients | | calls/s | median ms | p99 ms | CPU ms per call |\n|---|---|---|---|---|---|")
+        for clients in (1, 16):
+            calls = arguments.calls if clients > 1 else arguments.calls // 4
+            found: dict[str, list[Measured]] = {"gateway": [], "bare relay": []}
+            for warm_up in (True, *[False] * arguments.rounds):
+                gateway = measure(open_attempts(store, calls), clients, serving.pid, number)
+                relay = measure([(f"{relay_url}/v1", "none")] * calls, clients, relay_pid, number)
+                if not warm_up:
+                    found["gateway"].append(gateway)
+                    found["bare relay"].append(relay)
+            middle = {name: Measured(*map(median, zip(*rounds, strict=True))) for name, rounds in found.items()}
+            for name, m in middle.items():
+                print(f"| {clients} | {name} | {m.rate:.0f} | {m.p50:.2f} | {m.p99:.2f} | {m.cpu:.2f} |")
+            ratio = median(g.rate / r.rate for g, r in zip(found["gateway"], found["bare relay"], strict=True))
+            added = middle["gateway"].p50 - middle["bare relay"].p50
+            print(f"| {clients} | | **{ratio:.2f}x the relay's calls/s** | {added:+.2f} | | |")
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""The sequences being written, as arrays with one row each.
+
+Invariant: rows 0 .. n-1 are active, the rest is free; a row here is the same row of the cache. So one
+decode step is one dense pass over rows 0 .. n-1, and its bookkeeping is a few array operations.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_rl.inference.sampler import Sampled
+from lightning_rl.inference.sequence import FinishReason, Output, Sampling, VersionSpan
+
+Ints = NDArray[np.int64]
+
+
+class Sequence:
+    """A request on its way: what it needs before and beside its row."""
+
+    __slots__ = ("prompt", "request_id", "row", "sampling", "seed_key", "starts", "stop_ids")
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Ints,
+        sampling: Sampling,
+        seed_key: np.uint64,
+        stop_ids: tuple[int, ...],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.sampling = sampling
+        self.seed_key = seed_key
+        self.stop_ids = stop_ids
+        self.row = -1
+        self.starts: list[tuple[int, int]] = []  # (policy version, its first token's index)
+
+    def mark(self, version: int, generated: int) -> None:
+        """Tokens from index `generated` on come from `version`."""
+        if self.starts and self.starts[-1][1] == generated:
+            self.starts.pop()
+        if not self.starts or self.starts[-1][0] != version:
+            self.starts.append((version, generated))
+
+    def spans(self, generated: int) -> list[VersionSpan]:
+        ends = [start for _, start in self.starts[1:]] + [generated]
+        pairs = zip(self.starts, ends, strict=True) if self.starts else ()
+        return [VersionSpan(version, start, end) for (version, start), end in pairs if end > start]
+
+    def unstarted(self) -> Output:
+        """The answer of a request that was aborted before its first token."""
+        return Output(
+            request_id=self.request_id,
+            token_ids=[],
+            logprobs=[],
+            ranks=[],
+            finish_reason="abort",
+            stop_reason=None,
+            versions=[],
+            prompt_length=len(self.prompt),
+        )
+
+
+class Ended(NamedTuple):
+    """A row that is done, and why."""
+
+    row: int
+    reason: FinishReason
+
+
+class Batch:
+    """`max_rows` rows of up to `max_length` tokens; memory grows by doubling."""
+
+    def __init__(self, max_rows: int, max_length: int) -> None:
+        self.max_rows = max_rows
+        self.max_length = max_length
+        self.sequences: list[Sequence] = []
+        columns = min(max_length, 128)
+        self.tokens = np.zeros((max_rows, columns), np.int64)  # prompt, then what was sampled
+        self.logprobs = np.zeros((max_rows, columns), np.float64)
+        self.ranks = np.zeros((max_rows, columns), np.int64)
+        self.length = np.zeros(max_rows, np.int64)
+        self.prompt_length = np.zeros(max_rows, np.int64)
+        self.limit = np.zeros(max_rows, np.int64)  # the length at which the answer is cut
+        self.temperature = np.zeros(max_rows, np.float64)
+        self.top_p = np.zeros(max_rows, np.float64)
+        self.top_k = np.zeros(max_rows, np.int64)
+        self.seed_key = np.zeros(max_rows, np.uint64)
+        self.stops = np.full((max_rows, 1), -1, np.int64)  # padded with -1
+
+    @property
+    def n(self) -> int:
+        return len(self.sequences)
+
+    def generated(self, row: int) -> int:
+        return int(self.length[row] - self.prompt_length[row])
+
+    def join(self, sequence: Sequence) -> None:
+        """Give the sequence the next free row, with its prompt in it."""
+        row = sequence.row = self.n
+        self.sequences.append(sequence)
+        sampling, size = sequence.sampling, len(sequence.prompt)
+        room = self.max_length - size
+        most = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        self._reserve(size + most, len(sequence.stop_ids))
+        self.tokens[row, :size] = sequence.prompt
+        self.length[row] = self.prompt_length[row] = size
+        self.limit[row] = size + most
+        self.temperature[row] = sampling.temperature
+        self.top_p[row] = sampling.top_p
+        self.top_k[row] = sampling.top_k
+        self.seed_key[row] = sequence.seed_key
+        self.stops[row] = -1
+        self.stops[row, : len(sequence.stop_ids)] = sequence.stop_ids
+
+    def extend(self, first: int, sampled: Sampled) -> list[Ended]:
+        """Write one token to each of the rows first .. first + b; returns those that this ends."""
+        rows = np.arange(first, first + len(sampled.token_ids))
+        ends = slice(first, first + len(rows))
+        at = self.length[ends]
+        self.tokens[rows, at] = sampled.token_ids
+        self.logprobs[rows, at] = sampled.logprobs
+        self.ranks[rows, at] = sampled.ranks
+        self.length[ends] += 1
+        stopped = (self.stops[ends] == sampled.token_ids[:, None]).any(axis=1)
+        done = np.flatnonzero(stopped | (self.length[ends] >= self.limit[ends]))
+        return [Ended(first + int(i), "stop" if stopped[i] else "length") for i in done]
+
+    def output(self, ended: Ended) -> Output:
+        """The answer of a row, as it stands."""
+        row, sequence = ended.row, self.sequences[ended.row]
+        start, end = int(self.prompt_length[row]), int(self.length[row])
+        token_ids = self.tokens[row, start:end].tolist()
+        by_request = ended.reason == "stop" and token_ids[-1] in sequence.sampling.stop_token_ids
+        return Output(
+            request_id=sequence.request_id,
+            token_ids=token_ids,
+            logprobs=self.logprobs[row, start:end].tolist(),
+            ranks=self.ranks[row, start:end].tolist(),
+            finish_reason=ended.reason,
+            stop_reason=token_ids[-1] if by_request else None,
+            versions=sequence.spans(end - start),
+            prompt_length=start,
+        )
+
+    def leave(self, rows: list[int]) -> tuple[Ints, Ints]:
+        """Free these rows; the last active ones move into the holes.
+
+        Returns:
+            (sources, targets): the moves, which the cache has to make too.
+        """
+        gone = set(rows)
+        kept = self.n - len(gone)
+        targets = [row for row in sorted(gone) if row < kept]
+        sources = [row for row in range(kept, self.n) if row not in gone]
+        for row in gone:
+            self.sequences[row].row = -1
+        for source, target in zip(sources, targets, strict=True):
+            self.sequences[target] = self.sequences[source]
+            self.sequences[target].row = target
+        del self.sequences[kept:]
+        if sources:
+            for array in self._arrays():
+                array[targets] = array[sources]
+        return np.array(sources, np.int64), np.array(targets, np.int64)
+
+    def _arrays(self) -> tuple[NDArray[np.generic], ...]:
+        return (
+            self.tokens,
+            self.logprobs,
+            self.ranks,
+            self.length,
+            self.prompt_length,
+            self.limit,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.seed_key,
+            self.stops,
+        )
+
+    def _reserve(self, columns: int, stops: int) -> None:
+        width = self.tokens.shape[1]
+        if columns > width:
+            while width < columns:
+                width = min(2 * width, self.max_length)
+            grown = ((0, 0), (0, width - self.tokens.shape[1]))
+            self.tokens = np.pad(self.tokens, grown)
+            self.logprobs = np.pad(self.logprobs, grown)
+            self.ranks = np.pad(self.ranks, grown)
+        if stops > self.stops.shape[1]:
+            more = ((0, 0), (0, stops - self.stops.shape[1]))
+            self.stops = np.pad(self.stops, more, constant_values=-1)

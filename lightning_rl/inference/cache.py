@@ -1,0 +1,133 @@
+"""Keys and values of all sequences, one row (slot) per sequence, written in place.
+
+Invariant: a query at position p of a row sees exactly the columns 0..p of that row, and every one of them
+was written by that row's own tokens. Columns beyond may hold leftovers; no mask ever shows them.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+Ints = NDArray[np.int64]
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's part: hands the new keys and values to the cache that owns the memory."""
+
+    is_sliding = False
+
+    def __init__(self, cache: "SlotCache", number: int) -> None:
+        super().__init__()
+        self.cache = cache
+        self.number = number
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        if key_states.shape != value_states.shape:
+            raise ValueError(
+                f"keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} differ in "
+                "shape: the embedded engine has no cache for such attention; serve it with vLLM"
+            )
+        self.cache.allocate(key_states.shape[1], key_states.shape[3], key_states)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.cache.update(key_states, value_states, self.number)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.window, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.window
+
+    def get_max_length(self) -> int:
+        return self.cache.max_length
+
+
+class SlotCache(Cache):  # type: ignore[misc]
+    """The `past_key_values` of a forward pass over rows [first, first + b).
+
+    `place` says before each pass where its tokens go; `update` (called by the model, once per layer)
+    scatters them and returns the rows' window [b, heads, window, head_dim] as views. Memory grows by
+    doubling up to `max_rows` x `max_length`; the last column of a row is where padding is written.
+    """
+
+    def __init__(self, n_layers: int, max_rows: int, max_length: int) -> None:
+        super().__init__(layers=[SlotLayer(self, number) for number in range(n_layers)])
+        self.n_layers = n_layers
+        self.max_rows = max_rows
+        self.max_length = max_length
+        self.window = 0
+        self._first = 0
+        self._end = 0
+        self._rows = min(max_rows, 32)
+        self._columns = min(max_length, 128) + 1
+        self._memory: Tensor | None = None  # [layers, rows, columns, 2 (k, v), heads, head_dim]
+        self._layers: list[Tensor] = []  # the same, by layer, and as
+        self._flat: list[Tensor] = []  # [rows * columns, 2 * heads, head_dim]
+        self._target = torch.empty(0, dtype=torch.long)
+
+    def place(self, first: int, positions: Ints, device: torch.device) -> None:
+        """The next pass writes row first + i, columns positions[i] (shape [b, q]; -1 is padding)."""
+        self._first, self._end = first, first + positions.shape[0]
+        self.window = int(positions.max()) + 1
+        self._reserve(self._end, self.window)
+        rows = np.arange(self._first, self._end)[:, None]
+        columns = np.where(positions < 0, self._columns - 1, positions)
+        self._target = torch.from_numpy((rows * self._columns + columns).reshape(-1)).to(device)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """New keys and values [b, heads, q, head_dim] in; everything the rows hold so far out."""
+        if self._memory is None:
+            self.layers[layer_idx].lazy_initialization(key_states, value_states)
+        both = torch.cat([key_states, value_states], dim=1).transpose(1, 2).flatten(0, 1)
+        return self.write(layer_idx, both)
+
+    def write(self, layer: int, both: Tensor) -> tuple[Tensor, Tensor]:
+        """As `update`, of keys and then values [b * q, 2 * heads, head_dim]."""
+        self._flat[layer].index_copy_(0, self._target, both)
+        seen = self._layers[layer][self._first : self._end, : self.window]
+        keys, values = seen.permute(2, 0, 3, 1, 4)
+        return keys, values
+
+    def allocate(self, heads: int, head_dim: int, like: Tensor) -> None:
+        """Take the memory, with the dtype and device of `like`."""
+        shape = (self.n_layers, self._rows, self._columns, 2, heads, head_dim)
+        self._adopt(like.new_zeros(shape))
+
+    def move(self, sources: Ints, targets: Ints, length: int) -> None:
+        """Copy the first `length` columns of rows `sources` over rows `targets`, in all layers."""
+        if self._memory is None:
+            return
+        self._reserve(int(targets.max()) + 1, length)
+        device = self._memory.device
+        source, target = torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device)
+        window = self._memory[:, :, :length]
+        window.index_copy_(1, target, window.index_select(1, source))
+
+    def _reserve(self, rows: int, columns: int) -> None:
+        if rows <= self._rows and columns < self._columns:
+            return
+        if rows > self.max_rows or columns > self.max_length:
+            raise IndexError(
+                f"slot {rows - 1}, column {columns - 1} is outside of the cache of {self.max_rows} x {self.max_length}"
+            )
+        while self._rows < rows:
+            self._rows = min(2 * self._rows, self.max_rows)
+        while self._columns <= columns:
+            self._columns = min(2 * self._columns, self.max_length + 1)
+        if (old := self._memory) is not None:
+            # Zeros, not empty: a masked NaN still poisons attention, since 0 * NaN is NaN.
+            shape = (old.shape[0], self._rows, self._columns, *old.shape[3:])
+            memory = old.new_zeros(shape)
+            memory[:, : old.shape[1], : old.shape[2] - 1] = old[:, :, :-1]
+            self._adopt(memory)
+
+    def _adopt(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._layers = list(memory.unbind(0))
+        self._flat = [layer.flatten(0, 1).flatten(1, 2) for layer in self._layers]

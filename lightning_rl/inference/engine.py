@@ -1,0 +1,476 @@
+"""The embedded engine: continuous batching of one model in one thread of its own.
+
+Invariant: everything that changes (batch, cache, weights, version) is touched by the engine's thread
+alone, between two steps; other threads leave orders and get events. Every accepted request ends with
+exactly one `Output` or one `Failure`.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from random import Random
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lightning_rl.inference.batch import Batch, Ended, Sequence
+from lightning_rl.inference.policy import Policy
+from lightning_rl.inference.sampler import Sampled, sample, stream_key, uniforms
+from lightning_rl.inference.sequence import Event, Failure, Output, Request, Token
+
+Ints = NDArray[np.int64]
+Outbox = Callable[[list[Event]], None]
+PauseMode = Literal["keep", "wait", "abort"]
+
+DEFAULT_MAX_MODEL_LEN = 2048
+PREFILL_TOKENS = 8192  # a prefill pass takes at most this many tokens, padding included
+
+
+class EngineStopped(RuntimeError):
+    """The engine is not running, and cannot take or finish requests."""
+
+
+class _Order:
+    """Something to do between two steps, and the future of whoever waits for it."""
+
+    __slots__ = ("done", "run")
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = run
+        self.done: Future[None] = Future()
+
+
+class EmbeddedEngine:
+    """Samples from a transformers causal LM for many requests at once.
+
+    Args:
+        model: the model; the engine owns it from here on (give it a copy of what you train).
+        max_num_seqs: requests that are written at the same time; others wait in order of arrival.
+        max_model_len: prompt and answer together; by default what the model's config allows, 2048 at
+            most.
+        seed: of the seeds that requests without one get.
+        eos_token_ids: end tokens; by default those of the model's generation config.
+        name: by which the server lists the model.
+
+    Raises:
+        ValueError: the architecture cannot be run, or a limit is out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_num_seqs: int = 256,
+        max_model_len: int | None = None,
+        seed: int = 0,
+        version: int = 0,
+        eos_token_ids: Iterable[int] | None = None,
+        name: str = "policy",
+    ) -> None:
+        allowed = _max_positions(model)
+        self.max_model_len = max_model_len or min(allowed, DEFAULT_MAX_MODEL_LEN)
+        if not 2 <= self.max_model_len <= allowed:
+            raise ValueError(f"max_model_len {max_model_len} is not in 2..{allowed} (max_position_embeddings)")
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
+        self.name = name
+        self.max_num_seqs = max_num_seqs
+        self.version = version
+        self.eos_token_ids = tuple(_eos(model) if eos_token_ids is None else eos_token_ids)
+        self._policy = Policy(model, max_num_seqs, self.max_model_len)
+        with torch.inference_mode():
+            self._policy.check()
+        self._batch = Batch(max_num_seqs, self.max_model_len)
+        self._waiting: deque[Sequence] = deque()
+        self._outboxes: dict[str, Outbox] = {}  # of every request in flight
+        self._streams: dict[str, Outbox] = {}  # of those that want each token
+        self._sequences: dict[str, Sequence] = {}
+        self._events: dict[Outbox, list[Event]] = {}
+        self._seeds = Random(seed)
+        self._orders: deque[_Order] = deque()
+        self._wake = threading.Condition()
+        self._admitting = True
+        self._frozen = False
+        self._quiet: list[Future[None]] = []  # of those who wait for a pause to take hold
+        self._state: Literal["new", "running", "stopped"] = "new"
+        self._stopping = False
+        self._thread_id: int | None = None
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._run_future: Future[None] | None = None
+
+    # Any thread.
+
+    def start(self) -> None:
+        """Begin to serve. An engine is started once."""
+        with self._wake:
+            if self._state != "new":
+                raise EngineStopped("an engine is started once: make another")
+            self._state = "running"
+        self._run_future = self._executor.submit(self._run)
+        self._run_future.add_done_callback(lambda run: self._close(run.exception()))
+
+    def stop(self) -> None:
+        """End the thread; what is in flight ends with reason "abort". Raises what stopped it before."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._executor.shutdown(wait=True)
+        if self._run_future is None:
+            self._close(None)
+        else:
+            self._run_future.result()
+
+    def __enter__(self) -> "EmbeddedEngine":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def submit(self, request: Request, on_token: Callable[[Token], None] | None = None) -> Future[Output]:
+        """Ask for one answer.
+
+        Args:
+            request: the prompt and how to sample.
+            on_token: called on the engine's thread with every token as it is made; must be quick.
+
+        Raises:
+            ValueError: the prompt does not fit, a token id is not in the vocabulary, or the id is
+                in flight.
+            EngineStopped: the engine does not run.
+        """
+        future: Future[Output] = Future()
+
+        def outbox(events: list[Event]) -> None:
+            for event in events:
+                if isinstance(event, Output):
+                    future.set_result(event)
+                elif isinstance(event, Failure):
+                    future.set_exception(event.error)
+                elif on_token is not None:
+                    on_token(event)
+
+        future.set_running_or_notify_cancel()
+        self.post([request], outbox, stream=on_token is not None)
+        return future
+
+    def post(self, requests: Iterable[Request], outbox: Outbox, *, stream: bool = False) -> None:
+        """Ask for several answers; all or none are taken.
+
+        Args:
+            requests: as in `submit`.
+            outbox: called on the engine's thread, once per step that has news for it, with all of that
+                step's events; must be quick.
+            stream: whether `Token` events are wanted beside the final ones.
+
+        Raises: as `submit`.
+        """
+        sequences = [self._sequence(request) for request in requests]
+        ids = [sequence.request_id for sequence in sequences]
+        with self._wake:
+            if self._state == "stopped" or self._stopping:
+                raise EngineStopped("the engine is stopped")
+            known = self._outboxes.keys() & set(ids)
+            if known or len(set(ids)) < len(ids):
+                raise ValueError(f"request_id {min(known or ids)!r} is already in flight")
+            self._outboxes.update(dict.fromkeys(ids, outbox))
+            if stream:
+                self._streams.update(dict.fromkeys(ids, outbox))
+            self._orders.append(_Order(lambda: self._accept(sequences)))
+            self._wake.notify()
+
+    def abort(self, request_id: str) -> None:
+        """End a request with what it has, reason "abort"; nothing happens if it is not in flight."""
+        with self._wake:
+            self._orders.append(_Order(lambda: self._abort([request_id])))
+            self._wake.notify()
+
+    def update_weights(self, weights: nn.Module | Mapping[str, Tensor], version: int) -> None:
+        """Take new weights between two steps; returns when they are in.
+
+        Generations in flight go on with them (their cache keeps what the old weights wrote), and
+        their version spans say from which token on.
+
+        Args:
+            weights: a model of the same architecture, or its state dict; must not change meanwhile.
+            version: the policy version of every token sampled from here on.
+
+        Raises:
+            ValueError: names or shapes do not match; the old weights stay.
+        """
+        state = weights.state_dict() if isinstance(weights, nn.Module) else weights
+        self._call(lambda: self._update(state, version))
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop sampling; requests are still taken and wait for `resume`. Returns when it is quiet.
+
+        Args:
+            mode: "keep" freezes what is in flight until `resume`; "wait" lets it finish first; "abort"
+                ends it with reason "abort".
+        """
+        quiet: Future[None] = Future()
+        self._call(lambda: self._pause(mode, quiet))
+        if self._state != "new":
+            quiet.result()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._call(self._resume)
+
+    @property
+    def paused(self) -> bool:
+        return not self._admitting
+
+    @property
+    def in_flight(self) -> int:
+        """Requests taken and not yet ended."""
+        return len(self._outboxes)
+
+    @property
+    def running(self) -> bool:
+        return self._state == "running" and not self._stopping
+
+    def _sequence(self, request: Request) -> Sequence:
+        prompt = np.asarray(request.token_ids, dtype=np.int64)
+        if not 1 <= len(prompt) < self.max_model_len:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens does not fit: max_model_len is "
+                f"{self.max_model_len}, so a prompt has 1 to {self.max_model_len - 1} tokens"
+            )
+        if prompt.min() < 0 or prompt.max() >= self._policy.vocab_size:
+            raise ValueError(
+                f"token ids must be in 0..{self._policy.vocab_size - 1}, got {int(prompt.min())}..{int(prompt.max())}"
+            )
+        sampling = request.sampling
+        seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
+        stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self.eos_token_ids)
+        return Sequence(request.request_id, prompt, sampling, stream_key(seed), stops)
+
+    def _order(self, function: Callable[[], None]) -> "Future[None]":
+        order = _Order(function)
+        with self._wake:
+            if self._state != "running" or self._stopping:
+                raise EngineStopped("the engine does not run")
+            self._orders.append(order)
+            self._wake.notify()
+        return order.done
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Run the function on the engine's thread, and wait; here, when that has not begun."""
+        if self._state == "new":
+            function()
+        else:
+            self._order(function).result()
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while self._take_orders():
+                if self._can_step():
+                    self._step()
+                self._deliver()
+                if self._quiet and (self._frozen or not self._batch.n):
+                    self._tell_quiet()
+            self._abort(list(self._sequences))
+            self._deliver()
+
+    def _take_orders(self) -> bool:
+        """Wait for something to do, and carry out the orders; False when it is time to end."""
+        with self._wake:
+            while not (self._orders or self._stopping or self._can_step()):
+                self._wake.wait()
+            orders, self._orders = self._orders, deque()
+        for order in orders:
+            try:
+                order.run()
+            except ValueError as error:
+                order.done.set_exception(error)
+            else:
+                order.done.set_result(None)
+        return not self._stopping
+
+    def _can_step(self) -> bool:
+        if self._frozen:
+            return False
+        return self._batch.n > 0 or (self._admitting and bool(self._waiting))
+
+    def _step(self) -> None:
+        if self._admitting and self._waiting and self._batch.n < self.max_num_seqs:
+            self._prefill()
+        if self._batch.n:
+            self._decode()
+
+    def _prefill(self) -> None:
+        free = self.max_num_seqs - self._batch.n
+        joining = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        for group in _length_groups(joining):
+            self._join(group)
+
+    def _join(self, group: list[Sequence]) -> None:
+        """Read the group's prompts; equal ones (the rollouts of one task) are read once."""
+        first = self._batch.n
+        originals: dict[bytes, int] = {}
+        copies: list[Sequence] = []
+        for sequence in group:
+            content = sequence.prompt.tobytes()
+            if content in originals:
+                copies.append(sequence)
+            else:
+                originals[content] = len(originals)
+                self._batch.join(sequence)
+        prompts = [sequence.prompt for sequence in self._batch.sequences[first:]]
+        logits = self._policy.forward(*_left_padded(prompts), first)
+        if copies:
+            sources = [originals[sequence.prompt.tobytes()] for sequence in copies]
+            start = self._batch.n
+            for sequence in copies:
+                self._batch.join(sequence)
+            self._policy.cache.move(
+                first + np.array(sources),
+                np.arange(start, self._batch.n),
+                max(len(sequence.prompt) for sequence in copies),
+            )
+            picked = torch.tensor([*range(start - first), *sources], device=logits.device)
+            logits = logits.index_select(0, picked)
+        for sequence in self._batch.sequences[first:]:
+            sequence.mark(self.version, 0)
+        self._sample(first, logits)
+
+    def _decode(self) -> None:
+        batch = self._batch
+        rows, last = np.arange(batch.n), batch.length[: batch.n] - 1
+        self._sample(0, self._policy.forward(batch.tokens[rows, last][:, None], last[:, None], 0))
+
+    def _sample(self, first: int, logits: Tensor) -> None:
+        """The next token of rows first .. first + b, and what follows from it."""
+        batch, rows = self._batch, slice(first, first + logits.shape[0])
+        index = batch.length[rows] - batch.prompt_length[rows]
+        sampled = sample(
+            logits,
+            temperature=batch.temperature[rows],
+            top_p=batch.top_p[rows],
+            top_k=batch.top_k[rows],
+            uniform=uniforms(batch.seed_key[rows], index),
+        )
+        ended = batch.extend(first, sampled)
+        if self._streams:
+            self._stream(batch.sequences[rows], sampled)
+        if ended:
+            self._finish(ended)
+
+    def _stream(self, sequences: list[Sequence], sampled: Sampled) -> None:
+        for sequence, *token in zip(sequences, *(column.tolist() for column in sampled), strict=True):
+            if outbox := self._streams.get(sequence.request_id):
+                self._events.setdefault(outbox, []).append(Token(sequence.request_id, *token))
+
+    def _finish(self, ended: list[Ended]) -> None:
+        for one in ended:
+            self._emit(self._batch.output(one))
+        sources, targets = self._batch.leave([one.row for one in ended])
+        if len(sources):
+            self._policy.cache.move(sources, targets, int(self._batch.length[targets].max()))
+
+    def _emit(self, event: Output | Failure) -> None:
+        with self._wake:
+            outbox = self._outboxes.pop(event.request_id)
+            self._streams.pop(event.request_id, None)
+        self._sequences.pop(event.request_id, None)
+        self._events.setdefault(outbox, []).append(event)
+
+    def _deliver(self) -> None:
+        events, self._events = self._events, {}
+        for outbox, news in events.items():
+            outbox(news)
+
+    def _accept(self, sequences: list[Sequence]) -> None:
+        self._waiting.extend(sequences)
+        self._sequences.update((sequence.request_id, sequence) for sequence in sequences)
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        found = [self._sequences[name] for name in request_ids if name in self._sequences]
+        for sequence in found:
+            if sequence.row < 0:
+                self._waiting.remove(sequence)
+                self._emit(sequence.unstarted())
+        active = [Ended(sequence.row, "abort") for sequence in found if sequence.row >= 0]
+        if active:
+            self._finish(active)
+
+    def _update(self, weights: Mapping[str, Tensor], version: int) -> None:
+        self._policy.load(weights)
+        self.version = version
+        for row, sequence in enumerate(self._batch.sequences):
+            sequence.mark(version, self._batch.generated(row))
+
+    def _pause(self, mode: PauseMode, quiet: "Future[None]") -> None:
+        self._admitting = False
+        if mode == "abort":
+            self._abort(list(self._sequences))
+        if mode == "keep":
+            self._frozen = True
+        self._quiet.append(quiet)
+
+    def _resume(self) -> None:
+        self._admitting, self._frozen = True, False
+        self._tell_quiet()
+
+    def _tell_quiet(self) -> None:
+        quiet, self._quiet = self._quiet, []
+        for future in quiet:
+            future.set_result(None)
+
+    def _close(self, cause: BaseException | None) -> None:
+        """The thread is over: nobody may be left waiting, whatever ended it."""
+        with self._wake:
+            self._state = "stopped"
+            orders, self._orders = self._orders, deque()
+            left = list(self._outboxes)
+        error = EngineStopped("the engine stopped before this request ended")
+        error.__cause__ = cause
+        for order in orders:
+            order.done.set_exception(error)
+        for request_id in left:
+            self._emit(Failure(request_id, error))
+        self._deliver()
+        self._tell_quiet()
+
+
+def _left_padded(prompts: list[Ints]) -> tuple[Ints, Ints]:
+    """Prompts of lengths up to q -> tokens and positions [b, q], padding (position -1) on the left."""
+    lengths = np.array([len(prompt) for prompt in prompts])
+    width = int(lengths.max())
+    positions = np.maximum(np.arange(width) - (width - lengths)[:, None], -1)
+    tokens = np.zeros((len(prompts), width), np.int64)
+    tokens[positions >= 0] = np.concatenate(prompts)
+    return tokens, positions
+
+
+def _length_groups(sequences: list[Sequence]) -> list[list[Sequence]]:
+    """Prompts to prefill together: a short one never pads to more than twice its length."""
+    groups: list[list[Sequence]] = []
+    for sequence in sorted(sequences, key=lambda one: -len(one.prompt)):
+        longest = len(groups[-1][0].prompt) if groups else 0
+        fits = groups and longest * (len(groups[-1]) + 1) <= PREFILL_TOKENS
+        if fits and 2 * len(sequence.prompt) >= longest:
+            groups[-1].append(sequence)
+        else:
+            groups.append([sequence])
+    return groups
+
+
+def _max_positions(model: nn.Module) -> int:
+    config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+    return int(config.max_position_embeddings)
+
+
+def _eos(model: nn.Module) -> tuple[int, ...]:
+    """The end tokens of the model's generation config: none, one or several."""
+    ids: Any = model.generation_config.eos_token_id  # type: ignore[union-attr]
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)

@@ -1,0 +1,15 @@
+"""Reading a model from disk for the engine: evaluation mode, scaled-dot-product attention."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+
+def load_model(path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> nn.Module:
+    """The causal LM at `path` (a folder or a model id), on `device`, ready to be sampled from."""
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    ready: nn.Module = model.to(device).eval()
+    return ready

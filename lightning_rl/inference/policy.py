@@ -1,0 +1,182 @@
+"""The weights and their cache: what turns (row, position, token) into logits.
+
+Invariant: `forward` gives what the model's plain forward pass over the row's tokens would give, to float
+rounding; `check` holds a model to it before its first token is served.
+"""
+
+import inspect
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lightning_rl.inference import fused
+from lightning_rl.inference.cache import SlotCache
+
+Ints = NDArray[np.int64]
+
+CHUNK_TOKENS = 4096  # bounds a pass's attention mask to CHUNK_TOKENS x window floats
+CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+CHECK_TOLERANCE_LOW_PRECISION = 0.5
+
+
+class Policy:
+    """A causal language model that goes on writing many rows at once.
+
+    Args:
+        model: any transformers causal LM with uniform attention layers; used as it is, on its device.
+        max_rows: rows that can be active at once.
+        max_length: tokens that a row can hold.
+
+    Raises:
+        ValueError: the architecture cannot be run from a slot cache; the message says why.
+    """
+
+    def __init__(self, model: nn.Module, max_rows: int, max_length: int) -> None:
+        self.model = model.eval()
+        config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+        _require_plain_attention(model, config, max_length)
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self.vocab_size = int(config.vocab_size)
+        self.cache = SlotCache(int(config.num_hidden_layers), max_rows, max_length)
+        self.decoder = fused.FusedDecoder(model, self.cache, max_length) if fused.fits(model) else None
+        self._columns = torch.arange(max_length, device=self.device)
+        self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
+        self._hidden = torch.full_like(self._zero, torch.finfo(self.dtype).min)
+        self._weights = _distinct_weights(model)
+
+    def forward(self, tokens: Ints, positions: Ints, first_row: int) -> Tensor:
+        """Logits after the last column of `tokens`.
+
+        Args:
+            tokens: [b, q], of rows first_row .. first_row + b.
+            positions: [b, q], each token's place in its row; -1 for padding, which stands on the left.
+            first_row: the row of tokens[0].
+
+        Returns:
+            [b, vocab], in the model's dtype.
+        """
+        step = max(1, CHUNK_TOKENS // tokens.shape[0])
+        last = tokens.shape[1] % step or step
+        for end in range(last, tokens.shape[1] + 1, step):
+            chunk = slice(max(0, end - step), end)
+            if (positions[:, chunk] >= 0).any():
+                logits = self._pass(tokens[:, chunk], positions[:, chunk], first_row)
+        return logits
+
+    def _pass(self, tokens: Ints, positions: Ints, first_row: int) -> Tensor:
+        self.cache.place(first_row, positions, self.device)
+        # Padding looks at column 0, which is always written: a row that sees nothing would be NaN.
+        seen = torch.from_numpy(np.maximum(positions, 0)).to(self.device)
+        visible = self._columns[: self.cache.window] <= seen[..., None]
+        mask = torch.where(visible, self._zero, self._hidden)[:, None]
+        inputs = torch.from_numpy(tokens).to(self.device)
+        if self.decoder is not None:
+            return self.decoder.forward(inputs, seen, mask)
+        output = self.model(
+            input_ids=inputs,
+            attention_mask=mask,
+            position_ids=seen,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy new weights over the old ones, in place; nothing is changed when a check fails.
+
+        Args:
+            weights: a state dict; of tied weights, one name is enough.
+
+        Raises:
+            ValueError: names are missing or unknown, a shape differs, or tied weights differ.
+        """
+        known = {name for names, _ in self._weights for name in names}
+        if unknown := sorted(set(weights) - known):
+            raise ValueError(f"weights that the engine's model does not have: {_some(unknown)}")
+        pairs = []
+        missing = []
+        for names, target in self._weights:
+            given = [name for name in names if name in weights]
+            if not given:
+                missing.append(names[0])
+                continue
+            source = weights[given[0]]
+            _require_same_shape(given[0], source, target)
+            for other in given[1:]:
+                _require_tied(given[0], source, other, weights[other])
+            pairs.append((target, source))
+        if missing:
+            raise ValueError(f"weights missing from the update: {_some(missing)}")
+        with torch.no_grad():
+            for target, source in pairs:
+                target.copy_(source)
+            if self.decoder is not None:
+                self.decoder.refresh()
+
+    def check(self) -> None:
+        """Compare a prompt, given in two pieces, to the model's plain forward pass.
+
+        Raises:
+            ValueError: they differ: the model does something that a slot cache does not carry.
+        """
+        length = min(8, self.cache.max_length)
+        tokens = (np.arange(1, length + 1) * 7919 % self.vocab_size)[None]
+        positions = np.arange(length)[None]
+        cut = length // 2
+        if cut:
+            self.forward(tokens[:, :cut], positions[:, :cut], 0)
+        got = self.forward(tokens[:, cut:], positions[:, cut:], 0)
+        inputs = torch.from_numpy(tokens).to(self.device)
+        want = self.model(input_ids=inputs, use_cache=False).logits[:, -1]
+        error = (got.float().log_softmax(-1) - want.float().log_softmax(-1)).abs().max().item()
+        if not error <= CHECK_TOLERANCE.get(self.dtype, CHECK_TOLERANCE_LOW_PRECISION):
+            raise ValueError(
+                f"{type(self.model).__name__}: logprobs from the slot cache are off by {error:.3g} "
+                "from the plain forward pass, so this architecture is not one that the embedded "
+                "engine can run; serve it with vLLM or SGLang"
+            )
+
+
+def _require_plain_attention(model: nn.Module, config: object, max_length: int) -> None:
+    name = type(model).__name__
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{name}.forward takes no logits_to_keep: not a current causal LM")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if odd := kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"{name} has {sorted(odd)} layers, the embedded engine has attention only")
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in kinds or not getattr(config, "layer_types", None)
+    if window is not None and slides and max_length > window:
+        raise ValueError(
+            f"{name} attends to a window of {window} tokens: max_model_len {max_length} must not "
+            f"exceed it (pass max_model_len={window})"
+        )
+
+
+def _distinct_weights(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """Every weight once, with all the names it goes by."""
+    by_place: dict[tuple[int, tuple[int, ...]], tuple[list[str], Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        by_place.setdefault(key, ([], tensor))[0].append(name)
+    return list(by_place.values())
+
+
+def _require_same_shape(name: str, source: Tensor, target: Tensor) -> None:
+    if source.shape != target.shape:
+        raise ValueError(f"weight {name} has shape {tuple(source.shape)}, the engine's has {tuple(target.shape)}")
+
+
+def _require_tied(name: str, first: Tensor, other_name: str, other: Tensor) -> None:
+    if first.data_ptr() != other.data_ptr() and not torch.equal(first, other):
+        raise ValueError(f"{name} and {other_name} are one weight in the engine, but differ here")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

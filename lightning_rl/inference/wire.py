@@ -1,0 +1,177 @@
+"""vLLM's token wire format, `POST /inference/v1/generate`: records in, records out, no IO.
+
+Invariant: what is answered is what happened. A sampling key that this engine does not honour is refused
+by name, where vLLM passes over it in silence.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+
+from lightning_rl.inference.sequence import Output, Request, Sampling, Token
+
+DEFAULT_MAX_TOKENS = 16  # vLLM's
+
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's names. `logprobs` 0 asks for the sampled tokens' own, null for none."""
+
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: Annotated[int, msgspec.Meta(lt=2**31)] = 0
+    seed: int | None = None
+    n: Annotated[int, msgspec.Meta(ge=1)] = 1
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=0)] | None = None
+    stop_token_ids: tuple[TokenId, ...] | None = None
+    ignore_eos: bool = False
+
+
+class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a request. `priority` is there to be 0: requests go in order of arrival."""
+
+    token_ids: list[TokenId]
+    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    request_id: str | None = None
+    stream: bool = False
+    model: str | None = None
+    priority: Annotated[int, msgspec.Meta(ge=0, le=0)] = 0
+
+
+class TokenLogprob(msgspec.Struct):
+    """One token's natural-log probability and rank."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_logprobs: list[Any] = msgspec.field(default_factory=list)
+
+
+class Logprobs(msgspec.Struct):
+    """One entry per token of its choice."""
+
+    content: list[TokenLogprob]
+
+
+class Version(msgspec.Struct):
+    """The tokens [start, end) came from the weights `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Choice(msgspec.Struct):
+    """One answer, or in a stream one piece of it."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: Logprobs | None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    weight_versions: list[Version] | None = None
+
+
+class Usage(msgspec.Struct):
+    """Token counts; the prompt counts once, whatever `n` is."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class GenerateResponse(msgspec.Struct):
+    """The answer; in a stream, one chunk of it."""
+
+    request_id: str
+    choices: list[Choice]
+    usage: Usage | None = None
+
+
+class ErrorInfo(msgspec.Struct):
+    """What went wrong, as vLLM says it."""
+
+    message: str
+    type: str
+    code: int
+    param: str | None = None
+
+
+class ErrorResponse(msgspec.Struct):
+    """The body of every answer that is not 2xx."""
+
+    error: ErrorInfo
+
+
+_request_decoder = msgspec.json.Decoder(GenerateRequest)
+encode = msgspec.json.Encoder().encode
+
+
+def decode_request(body: bytes) -> GenerateRequest:
+    """Parse a body.
+
+    Raises:
+        ValueError: it is no such JSON; the message names the field.
+    """
+    return _request_decoder.decode(body)
+
+
+def engine_id(request_id: str, index: int) -> str:
+    """The engine's id of choice `index` of a request."""
+    return f"{request_id}/{index}"
+
+
+def engine_requests(body: GenerateRequest, request_id: str) -> list[Request]:
+    """One engine request per choice; choice i of a seeded request has seed + i, as in vLLM.
+
+    Raises:
+        ValueError: a sampling value is out of its range.
+    """
+    params = body.sampling_params
+    return [
+        Request(
+            request_id=engine_id(request_id, index),
+            token_ids=body.token_ids,
+            sampling=Sampling(
+                max_tokens=params.max_tokens,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=params.top_k,
+                seed=None if params.seed is None else params.seed + index,
+                stop_token_ids=params.stop_token_ids or (),
+                ignore_eos=params.ignore_eos,
+            ),
+        )
+        for index in range(params.n)
+    ]
+
+
+def piece(index: int, token: Token, *, logprobs: bool) -> Choice:
+    """One token of a stream."""
+    content = [TokenLogprob(token.token_id, token.logprob, token.rank)]
+    return Choice(index, [token.token_id], Logprobs(content) if logprobs else None)
+
+
+def choice(index: int, output: Output, *, logprobs: bool) -> Choice:
+    """A whole answer."""
+    rows = zip(output.token_ids, output.logprobs, output.ranks, strict=True)
+    content = Logprobs([TokenLogprob(*row) for row in rows]) if logprobs else None
+    return finish(Choice(index, output.token_ids, content), output)
+
+
+def finish(last: Choice, output: Output) -> Choice:
+    """Add to a choice how its answer ended."""
+    last.finish_reason = output.finish_reason
+    last.stop_reason = output.stop_reason
+    last.weight_versions = [Version(str(span.version), span.start, span.end) for span in output.versions]
+    return last
+
+
+def usage(outputs: list[Output]) -> Usage:
+    """Counts over the choices of one request."""
+    prompt = outputs[0].prompt_length
+    completion = sum(len(output.token_ids) for output in outputs)
+    return Usage(prompt, completion, prompt + completion)

@@ -1,0 +1,1 @@
+"""Takes rollouts from the store and runs the agent: claim, run, heartbeat, finish."""

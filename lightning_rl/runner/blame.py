@@ -1,0 +1,57 @@
+"""Whose fault an agent's exception is: its own, or that of the server it was given.
+
+Invariant: only what names our server's address (or our own client's `Unreachable`) counts as infrastructure, so an
+agent whose own tools cannot connect has failed by itself and is not retried.
+"""
+
+import traceback
+from collections.abc import Iterator
+
+from lightning_rl.store.contract import Claim, ErrorInfo
+from lightning_rl.store.errors import Unreachable
+
+
+def error_info(error: BaseException, claim: Claim) -> ErrorInfo:
+    """The exception as it is recorded."""
+    return ErrorInfo(
+        type=type(error).__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+        infrastructure=is_infrastructure(error, claim),
+    )
+
+
+def is_infrastructure(error: BaseException, claim: Claim) -> bool:
+    """Whether the server of this claim could not be reached, or failed with a 5xx.
+
+    The exceptions of HTTP clients (openai, anthropic, httpx, requests) carry the request, and a status where there was
+    an answer. A time-out is the agent's: it chose how long to wait.
+    """
+    servers = [resource["anthropic_base_url"] for resource in claim.resources.values() if "base_url" in resource]
+    for cause in _causes(error):
+        if isinstance(cause, Unreachable):
+            return True
+        url = _requested_url(cause)
+        ours = any(url.startswith(server) for server in servers)
+        status = getattr(cause, "status_code", None)
+        failed = status is None or (isinstance(status, int) and status >= 500)
+        if ours and failed and "Timeout" not in type(cause).__name__:
+            return True
+    return False
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _requested_url(error: BaseException) -> str:
+    try:
+        request = getattr(error, "request", None)
+    except RuntimeError:  # httpx: this error belongs to no request
+        return ""
+    return str(getattr(request, "url", ""))

@@ -1,0 +1,132 @@
+"""A runner process: `python -m lightning_rl.runner.process`.
+
+Reads an 8-byte length and a pickled payload from stdin, then runs a number of workers in threads. It stops on SIGTERM
+or when stdin ends, which it does when the parent dies: rollouts under way are given back, and no child of an agent
+outlives it.
+"""
+
+import asyncio
+import logging
+import os
+import pickle
+import signal
+import struct
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, BinaryIO, TypedDict
+
+from lightning_rl.runner.active import ActiveClaims
+from lightning_rl.runner.worker import AwaitResult, Worker
+from lightning_rl.store.client import HttpStore
+from lightning_rl.store.contract import ErrorInfo, Finish
+from lightning_rl.store.errors import StoreError
+
+LENGTH = struct.Struct(">Q")
+_STOPPED = ErrorInfo(type="RunnerStopped", message="the runner was stopped", infrastructure=True)
+_log = logging.getLogger(__name__)
+
+
+class Payload(TypedDict):
+    """What a runner needs to know. `agent` is pickled by itself: it needs `sys_path` to be set first."""
+
+    sys_path: list[str]
+    url: str
+    key: str
+    worker_id: str
+    workers: int
+    agent: bytes
+
+
+def main() -> None:
+    """Run until told to stop."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    payload: Payload = pickle.loads(_read_frame(sys.stdin.buffer))
+    sys.path[:] = payload["sys_path"]
+    agent = pickle.loads(payload["agent"])
+    # Agents print where the log is, not into the parent's pipe.
+    os.dup2(2, 1)
+    stop, failed = threading.Event(), threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    threading.Thread(target=_wait_for_end_of_stdin, args=(stop,), daemon=True).start()
+    store = HttpStore(payload["url"], payload["key"], connections=payload["workers"] + 1)
+    active = ActiveClaims()
+    _start("heartbeats", lambda: active.keep_leases(store), stop, failed)
+    await_result = _event_loop()
+    for number in range(payload["workers"]):
+        worker = Worker(
+            store=store,
+            agent=agent,
+            worker_id=f"{payload['worker_id']}.{number}",
+            active=active,
+            stop=stop,
+            await_result=await_result,
+        )
+        _start(f"worker-{number}", worker.work, stop, failed)
+    stop.wait()
+    active.stop()
+    _give_back(store, active)
+    _end_process_group()
+    # Threads of agents may hang for ever; they must not keep the process.
+    os._exit(1 if failed.is_set() else 0)
+
+
+def _start(name: str, work: Callable[[], None], stop: threading.Event, failed: threading.Event) -> None:
+    """Run `work` in a thread; an error in it is a bug or a refused key, and ends the process."""
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException:
+            _log.exception("%s ended", name)
+            failed.set()
+            stop.set()
+            raise
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+
+
+def _event_loop() -> AwaitResult:
+    """One event loop in a thread of its own, on which all async agents of the process run."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="async agents", daemon=True).start()
+
+    async def wait(awaitable: Awaitable[Any]) -> Any:
+        return await awaitable
+
+    return lambda awaitable: asyncio.run_coroutine_threadsafe(wait(awaitable), loop).result()
+
+
+def _give_back(store: HttpStore, active: ActiveClaims) -> None:
+    """Let rollouts under way be retried now, not only when their leases are over."""
+    for claim in active.all():
+        if active.remove(claim):
+            try:
+                store.finish(
+                    claim.rollout.rollout_id, claim.attempt.attempt_id, Finish(status="failed", error=_STOPPED)
+                )
+            except StoreError as error:
+                _log.warning("rollout %s was not given back: %s", claim.rollout.rollout_id, error)
+                return
+
+
+def _end_process_group() -> None:
+    """End what agents have started; only where this process leads a group of its own."""
+    if os.getpgrp() == os.getpid():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+
+
+def _read_frame(stream: BinaryIO) -> bytes:
+    (length,) = LENGTH.unpack(stream.read(LENGTH.size))
+    return stream.read(length)
+
+
+def _wait_for_end_of_stdin(stop: threading.Event) -> None:
+    while os.read(0, 4096):
+        pass
+    stop.set()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""One worker: claim a rollout, run the agent on it, finish it; again and again.
+
+Invariant: whatever the agent does ends as exactly one `finish`, or as a dropped result when the claim was lost.
+"""
+
+import logging
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from lightning_rl.agent import Agent, run_agent
+from lightning_rl.runner.active import ActiveClaims
+from lightning_rl.runner.blame import error_info
+from lightning_rl.store.client import HttpStore
+from lightning_rl.store.contract import Claim, Finish, Reward
+from lightning_rl.store.errors import Conflict, Invalid, NotFound, Unreachable
+from lightning_rl.store.rewards import FINAL
+
+AwaitResult = Callable[[Awaitable[Any]], Any]
+
+CLAIM_WAIT_SECONDS = 30.0
+_BACKOFF_SECONDS = 0.2
+_MAX_BACKOFF_SECONDS = 5.0
+_log = logging.getLogger(__name__)
+
+
+class Worker:
+    """Runs `agent` on one rollout at a time. `stop` ends it after the present one."""
+
+    def __init__(
+        self,
+        *,
+        store: HttpStore,
+        agent: Agent,
+        worker_id: str,
+        active: ActiveClaims,
+        stop: threading.Event,
+        await_result: AwaitResult,
+    ) -> None:
+        self._store = store
+        self._agent = agent
+        self._worker_id = worker_id
+        self._active = active
+        self._stop = stop
+        self._await_result = await_result
+
+    def work(self) -> None:
+        """Take rollouts until `stop`; a server that is not there is tried again."""
+        backoff = _BACKOFF_SECONDS
+        while not self._stop.is_set():
+            try:
+                claims = self._store.claim(self._worker_id, wait_seconds=CLAIM_WAIT_SECONDS)
+            except Unreachable as error:
+                _log.warning("no claim: %s", error)
+                self._stop.wait(backoff)
+                backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
+                continue
+            backoff = _BACKOFF_SECONDS
+            for claim in claims:
+                self.run(claim)
+
+    def run(self, claim: Claim) -> None:
+        """Run the agent on one claimed rollout and finish it."""
+        self._active.add(claim)
+        rewards, finish = self._outcome(claim)
+        backoff = _BACKOFF_SECONDS
+        # The lease is kept until the answer is there; a lost claim's result is nobody's.
+        while self._active.holds(claim) and not self._stop.is_set():
+            try:
+                self._report(claim, rewards, finish)
+            except Unreachable as error:
+                _log.warning("rollout %s is not finished yet: %s", claim.rollout.rollout_id, error)
+                self._stop.wait(backoff)
+                backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
+            except (Conflict, NotFound) as error:
+                _log.warning("dropped the result of rollout %s: %s", claim.rollout.rollout_id, error)
+                self._active.remove(claim)
+            else:
+                self._active.remove(claim)
+
+    def _outcome(self, claim: Claim) -> tuple[dict[str, float], Finish]:
+        """The rewards to post (those of an agent that gave no final one), and the finish."""
+        try:
+            rewards = run_agent(self._agent, claim, self._await_result)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever an agent raises is data
+            _log.info("the agent failed on rollout %s", claim.rollout.rollout_id, exc_info=error)
+            return {}, Finish(status="failed", error=error_info(error, claim))
+        if rewards is None or FINAL in rewards:
+            return {}, Finish(status="succeeded", reward=rewards)
+        return rewards, Finish(status="succeeded")
+
+    def _report(self, claim: Claim, rewards: dict[str, float], finish: Finish) -> None:
+        place = (claim.rollout.rollout_id, claim.attempt.attempt_id)
+        if rewards:
+            named = [
+                Reward(value=value, name=name, reward_id=f"{claim.attempt.attempt_id}-{number}")
+                for number, (name, value) in enumerate(rewards.items())
+            ]
+            self._store.add_rewards(*place, named)
+        try:
+            self._store.finish(*place, finish)
+        except Invalid as error:
+            self._store.finish(*place, Finish(status="failed", error=error_info(error, claim)))

@@ -1,0 +1,298 @@
+"""The control plane: JSON (or MessagePack, where the client accepts it) over HTTP, every route in one table.
+
+Invariants: no request does anything before its key was checked and its body decoded by type; every error says what is
+wrong with which thing; a finished attempt is answered only when it and all its spans are durable.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lightning_rl.server import readout
+from lightning_rl.server.engines import EngineRequest, Engines
+from lightning_rl.server.gateway import GatewayDoor, PauseRequest, Pauses, ResumeRequest
+from lightning_rl.server.keys import Keys, Role
+from lightning_rl.server.requests import (
+    ClaimBody,
+    EnqueueBody,
+    PageQuery,
+    RewardsBody,
+    TracesBody,
+    WaitBody,
+)
+from lightning_rl.server.resolve import check_resources, resolve
+from lightning_rl.server.signals import Signals
+from lightning_rl.server.sql_thread import SqlThread
+from lightning_rl.store.contract import (
+    Attempt,
+    AttemptTrace,
+    Finish,
+    Resources,
+    ResourcesRequest,
+    Rollout,
+    RolloutDetail,
+    RolloutRequest,
+)
+from lightning_rl.store.errors import Conflict, Invalid, NotFound, StoreError
+from lightning_rl.store.life_cycle import ENDED
+from lightning_rl.store.rewards import returned_rewards
+from lightning_rl.store.sql import SqlStore
+
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Any]]
+
+MSGPACK = "application/msgpack"
+_STATUS: dict[type[StoreError], tuple[int, str]] = {
+    Invalid: (400, "invalid_request"),
+    NotFound: (404, "not_found"),
+    Conflict: (409, "conflict"),
+}
+_log = logging.getLogger(__name__)
+
+
+class ControlPlane:
+    """The routes under /api/v1. `gateway_url` is where agents reach the gateway (no trailing slash)."""
+
+    def __init__(
+        self,
+        *,
+        store: SqlStore,
+        sql: SqlThread,
+        signals: Signals,
+        gateway: GatewayDoor,
+        pauses: Pauses,
+        engines: Engines,
+        keys: Keys,
+        gateway_url: str,
+    ) -> None:
+        self._store = store
+        self._sql = sql
+        self._signals = signals
+        self._gateway = gateway
+        self._pauses = pauses
+        self._engines = engines
+        self._keys = keys
+        self._gateway_url = gateway_url.rstrip("/")
+
+    def routes(self) -> list[Route]:
+        """Every route, with who may use it."""
+        rollout = "/rollouts/{rollout_id}"
+        attempt = rollout + "/attempts/{attempt_id}"
+        return [
+            self._route("POST", "/rollouts/claim", self._claim, "runner"),
+            self._route("POST", attempt + "/heartbeat", self._heartbeat, "runner"),
+            self._route("POST", attempt + "/rewards", self._add_rewards, "runner"),
+            self._route("POST", attempt + "/finish", self._finish, "runner"),
+            self._route("POST", "/rollouts", self._enqueue, status=201),
+            self._route("GET", "/rollouts", self._page),
+            self._route("POST", "/rollouts/start", self._start, status=201),
+            self._route("POST", "/rollouts/wait", self._wait),
+            self._route("POST", "/rollouts/spans", self._traces),
+            self._route("GET", rollout, self._rollout),
+            self._route("POST", rollout + "/cancel", self._cancel),
+            self._route("GET", attempt + "/spans", self._spans),
+            self._route("GET", attempt + "/triplets", self._triplets),
+            self._route("GET", attempt + "/rows", self._rows),
+            self._route("POST", "/resources", self._publish, status=201),
+            self._route("GET", "/resources/{resources_id}", self._resources),
+            self._route("POST", "/engines", self._register, status=201),
+            self._route("GET", "/engines", self._list_engines),
+            self._route("POST", "/pause", self._pause),
+            self._route("POST", "/resume", self._resume),
+            self._route("GET", "/state", self._state),
+        ]
+
+    def _route(self, method: str, path: str, handler: Handler, role: Role = "admin", status: int = 200) -> Route:
+        async def endpoint(request: Request) -> Response:
+            refused = self._refusal(request, role)
+            if refused is not None:
+                return refused
+            try:
+                answer = await handler(request)
+            except StoreError as error:
+                code, kind = _STATUS[type(error)]
+                return error_response(code, kind, str(error))
+            except msgspec.ValidationError as error:
+                return error_response(400, "invalid_request", _where(request) + str(error))
+            except msgspec.DecodeError as error:
+                return error_response(400, "invalid_request", f"{_where(request)}the body is no JSON: {error}")
+            return encoded(request, status, answer)
+
+        return Route("/api/v1" + path, endpoint, methods=[method])
+
+    def _refusal(self, request: Request, needed: Role) -> Response | None:
+        role = self._keys.role(request.headers.get("authorization", ""))
+        if role is None:
+            return error_response(401, "unauthorized", "send an admin or a runner key as Authorization: Bearer")
+        if needed == "admin" and role != "admin":
+            return error_response(403, "forbidden", f"{request.method} {request.url.path} needs the admin key")
+        return None
+
+    # Rollouts
+
+    async def _enqueue(self, request: Request) -> dict[str, list[Rollout]]:
+        body = await _decoded(request, EnqueueBody)
+        made = await self._sql.run(self._store.enqueue, body.rollouts)
+        self._signals.queued()
+        return {"rollouts": made}
+
+    async def _start(self, request: Request) -> Any:
+        body = await _decoded(request, RolloutRequest)
+        claim = await self._sql.run(self._store.start, body, "started by hand")
+        return resolve(claim, self._gateway_url, self._store.secret)
+
+    async def _page(self, request: Request) -> dict[str, Any]:
+        query = msgspec.convert(dict(request.query_params), PageQuery, strict=False)
+        page, cursor = await self._sql.run(self._store.page, **msgspec.structs.asdict(query))
+        return {"rollouts": page, "cursor": cursor}
+
+    async def _rollout(self, request: Request) -> RolloutDetail:
+        return await self._sql.run(self._store.rollout, request.path_params["rollout_id"])
+
+    async def _cancel(self, request: Request) -> Rollout:
+        rollout_id = request.path_params["rollout_id"]
+        rollout = await self._sql.run(self._store.cancel, rollout_id)
+        if rollout.status == "cancelled" and rollout.attempt_id is not None:
+            await self._gateway.seal(rollout_id, rollout.attempt_id)
+        self._signals.ended([rollout_id])
+        return rollout
+
+    async def _wait(self, request: Request) -> dict[str, list[Rollout]]:
+        body = await _decoded(request, WaitBody)
+        with self._signals.next_ended(body.rollout_ids) as any_ended:
+            ended = await self._sql.run(self._store.ended, body.rollout_ids)
+            if not ended and body.wait_seconds:
+                await asyncio.wait([any_ended], timeout=body.wait_seconds)
+                ended = await self._sql.run(self._store.ended, body.rollout_ids)
+        return {"rollouts": ended}
+
+    # A worker's requests
+
+    async def _claim(self, request: Request) -> dict[str, Any]:
+        body = await _decoded(request, ClaimBody)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + body.wait_seconds
+        while True:
+            queued = self._signals.next_queued()
+            claims = await self._sql.run(
+                self._store.claim, body.worker_id, agents=body.agents, limit=body.limit, claim_id=body.claim_id
+            )
+            left = end - loop.time()
+            if claims or left <= 0 or self._signals.closing:
+                return {"claims": [resolve(claim, self._gateway_url, self._store.secret) for claim in claims]}
+            await asyncio.wait([queued], timeout=left)
+            # A worker that left while it waited must not be given a rollout.
+            if await request.is_disconnected():
+                return {"claims": []}
+
+    async def _heartbeat(self, request: Request) -> dict[str, Any]:
+        attempt = await self._sql.run(self._store.heartbeat, *_place(request))
+        return {"attempt_id": attempt.attempt_id, "lease_expires_at": attempt.lease_expires_at}
+
+    async def _add_rewards(self, request: Request) -> dict[str, Any]:
+        body = await _decoded(request, RewardsBody)
+        return {"rewards": await self._sql.run(self._store.add_rewards, *_place(request), body.rewards)}
+
+    async def _finish(self, request: Request) -> Attempt:
+        body = await _decoded(request, Finish)
+        rollout_id, attempt_id = _place(request)
+        returned_rewards(rollout_id, body)  # a refused finish must not seal the attempt
+        await self._gateway.seal(rollout_id, attempt_id)
+        rollout, attempt = await self._sql.run(self._store.finish, rollout_id, attempt_id, body)
+        if rollout.status in ENDED:
+            self._signals.ended([rollout_id])
+        elif rollout.status == "queued":
+            self._signals.queued()
+        return attempt
+
+    # What was recorded
+
+    async def _traces(self, request: Request) -> Any:
+        body = await _decoded(request, TracesBody)
+        packed = msgspec.Raw(await self._sql.run(self._store.packed_traces, body.rollout_ids))
+        if _wants_msgpack(request):
+            return {"rollouts": packed}
+        return {"rollouts": await asyncio.to_thread(readout.unpacked_traces, packed)}
+
+    async def _spans(self, request: Request) -> dict[str, Any]:
+        _, trace = await self._trace(request)
+        return {"spans": trace.spans if _wants_msgpack(request) else readout.spans_of(trace)}
+
+    async def _triplets(self, request: Request) -> dict[str, Any]:
+        _, trace = await self._trace(request)
+        return {"triplets": await asyncio.to_thread(readout.triplets_of, trace)}
+
+    async def _rows(self, request: Request) -> dict[str, Any]:
+        rollout, trace = await self._trace(request)
+        return {"rows": await asyncio.to_thread(readout.rows_of, rollout, trace)}
+
+    async def _trace(self, request: Request) -> tuple[Rollout, AttemptTrace]:
+        rollout_id, attempt_id = _place(request)
+        found = (await self._sql.run(self._store.traces, [rollout_id])).get(rollout_id)
+        for trace in found.attempts if found else ():
+            if found and trace.attempt.attempt_id == attempt_id:
+                return found.rollout, trace
+        raise NotFound(f"there is no attempt {attempt_id} of rollout {rollout_id}")
+
+    # Resources and engines
+
+    async def _publish(self, request: Request) -> Resources:
+        body = await _decoded(request, ResourcesRequest)
+        check_resources(body)
+        return await self._sql.run(self._store.publish, body)
+
+    async def _resources(self, request: Request) -> Resources:
+        return await self._sql.run(self._store.resources, request.path_params["resources_id"])
+
+    async def _register(self, request: Request) -> Any:
+        return self._engines.register(await _decoded(request, EngineRequest))
+
+    async def _list_engines(self, request: Request) -> dict[str, Any]:
+        return {"engines": self._engines.all()}
+
+    async def _pause(self, request: Request) -> dict[str, Any]:
+        await self._pauses.pause(await _decoded(request, PauseRequest))
+        return self._gateway.state()
+
+    async def _resume(self, request: Request) -> dict[str, Any]:
+        await self._pauses.resume(await _decoded(request, ResumeRequest))
+        return self._gateway.state()
+
+    async def _state(self, request: Request) -> dict[str, Any]:
+        return self._gateway.state()
+
+
+def error_response(status: int, kind: str, message: str) -> Response:
+    """`{"error": {"type", "message"}}`."""
+    body = msgspec.json.encode({"error": {"type": kind, "message": message}})
+    return Response(body, status, media_type="application/json")
+
+
+def encoded(request: Request, status: int, answer: Any) -> Response:
+    """The answer in the form that the client accepts."""
+    if _wants_msgpack(request):
+        return Response(msgspec.msgpack.encode(answer), status, media_type=MSGPACK)
+    return Response(msgspec.json.encode(answer), status, media_type="application/json")
+
+
+async def _decoded(request: Request, body: type[T]) -> T:
+    return msgspec.json.decode(await request.body() or b"{}", type=body)
+
+
+def _wants_msgpack(request: Request) -> bool:
+    return request.headers.get("accept") == MSGPACK
+
+
+def _place(request: Request) -> tuple[str, str]:
+    return request.path_params["rollout_id"], request.path_params["attempt_id"]
+
+
+def _where(request: Request) -> str:
+    rollout_id = request.path_params.get("rollout_id")
+    return f"rollout {rollout_id}: " if rollout_id else ""

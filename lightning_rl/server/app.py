@@ -1,0 +1,118 @@
+"""Control plane and gateway as one ASGI application.
+
+Invariant: what is under /api/v1, /healthz and /readyz is the control plane's, everything else the gateway's. Both are
+open exactly while the application's lifespan runs; when it is over, the store holds every record.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lightning_rl.server.api import ControlPlane, encoded, error_response
+from lightning_rl.server.engines import EngineRequest, Engines
+from lightning_rl.server.gateway import GatewayDoor, Pauses, Receive, Scope, Send
+from lightning_rl.server.keys import Keys
+from lightning_rl.server.signals import Signals
+from lightning_rl.server.sql_thread import SqlThread
+from lightning_rl.server.sweeper import Sweeper
+from lightning_rl.store.sql import SqlStore
+
+_OURS = ("/api/v1/", "/healthz", "/readyz")
+
+
+class App:
+    """The ASGI application of one server. `release` lets its long polls answer at once, for a quick stop."""
+
+    def __init__(self, control_plane: Starlette, gateway: GatewayDoor, signals: Signals) -> None:
+        self._control_plane = control_plane
+        self._gateway = gateway
+        self.release = signals.close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One connection."""
+        if scope["type"] == "http" and not scope["path"].startswith(_OURS):
+            await self._gateway(scope, receive, send)
+        else:
+            await self._control_plane(scope, receive, send)
+
+
+def create_app(
+    store: SqlStore,
+    gateway: GatewayDoor,
+    *,
+    sql: SqlThread,
+    keys: Keys,
+    gateway_url: str,
+    attach_engine: Callable[[EngineRequest], None],
+    engines: tuple[EngineRequest, ...] = (),
+    sweep_seconds: float = 1.0,
+) -> App:
+    """The application.
+
+    Args:
+        sql: the thread that all work on `store` runs in; the gateway's ledger shares it.
+        gateway_url: where agents reach the gateway.
+        attach_engine: makes the gateway use an engine.
+        engines: those to register at the start.
+    """
+    signals, pauses = Signals(), Pauses(gateway)
+    known = Engines(attach_engine)
+    for engine in engines:
+        known.register(engine)
+    control_plane = ControlPlane(
+        store=store,
+        sql=sql,
+        signals=signals,
+        gateway=gateway,
+        pauses=pauses,
+        engines=known,
+        keys=keys,
+        gateway_url=gateway_url,
+    )
+    sweeper = Sweeper(store, sql, gateway, pauses, signals, seconds=sweep_seconds)
+    ready = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        await sql.run(store.renew_leases)
+        await gateway.start()
+        sweeping = asyncio.create_task(sweeper.run())
+        ready.set()
+        try:
+            yield
+        finally:
+            ready.clear()
+            sweeping.cancel()
+            pauses.close()
+            await gateway.stop()
+
+    async def healthz(request: Request) -> Response:
+        return encoded(request, 200, {"status": "ok"})
+
+    async def readyz(request: Request) -> Response:
+        up = ready.is_set()
+        return encoded(request, 200 if up else 503, {"status": "ready" if up else "starting"})
+
+    app = Starlette(
+        routes=[Route("/healthz", healthz), Route("/readyz", readyz), *control_plane.routes()],
+        lifespan=lifespan,
+        exception_handlers={HTTPException: _http_error, Exception: _unexpected},
+    )
+    return App(app, gateway, signals)
+
+
+async def _http_error(request: Request, error: Any) -> Response:
+    kind = "not_found" if error.status_code == 404 else "method_not_allowed"
+    return error_response(error.status_code, kind, f"{request.method} {request.url.path}: {error.detail}")
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    # Starlette raises the error again after this answer, so that the server's log has it whole.
+    return error_response(500, "internal", f"{request.method} {request.url.path} failed: {error!r}; see server.log")

@@ -1,0 +1,121 @@
+"""What the control plane needs of a gateway, and the pauses it makes there.
+
+Invariant: a pause that has a lease ends with it, whoever asked for it and whatever became of them.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+
+from lightning_rl.store.errors import NotFound
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_LOOK_SECONDS = 0.005  # how often a draining pause counts the generations in flight
+_log = logging.getLogger(__name__)
+
+
+class GatewayDoor(Protocol):
+    """The gateway as the control plane sees it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Every path that is not the control plane's."""
+        ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def seal(self, rollout_id: str, attempt_id: str) -> None:
+        """On return the attempt's door is shut and all its spans are in the store."""
+        ...
+
+    async def pause(self, model: str | None = None) -> None: ...
+
+    async def resume(self, model: str | None = None, policy_version: int | None = None) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        """`{"models": {name: {"in_flight", "paused", ...}}, ...}`."""
+        ...
+
+
+class PauseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`drain`: generations in flight end until the deadline; `keep`: the pause is at once."""
+
+    model: str | None = None
+    mode: Literal["drain", "keep"] = "drain"
+    deadline_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0
+    lease_seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
+
+
+class ResumeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`policy_version`: of the weights that sample from now on."""
+
+    model: str | None = None
+    policy_version: int | None = None
+
+
+class Pauses:
+    """The pauses of one gateway."""
+
+    def __init__(self, gateway: GatewayDoor) -> None:
+        self._gateway = gateway
+        self._leases: dict[str | None, asyncio.Task[None]] = {}
+
+    async def pause(self, request: PauseRequest) -> None:
+        """Park the requests of a model. Raises NotFound for a model that no engine serves."""
+        self._check(request.model)
+        await self._gateway.pause(request.model)
+        self._end_lease(request.model)
+        if request.lease_seconds is not None:
+            lease = self._expire(request.model, request.lease_seconds)
+            self._leases[request.model] = asyncio.create_task(lease)
+        if request.mode == "drain":
+            await self._drain(request.model, request.deadline_seconds)
+
+    async def resume(self, request: ResumeRequest) -> None:
+        """Let parked requests go on. Raises NotFound for a model that no engine serves."""
+        self._check(request.model)
+        for model in list(self._leases) if request.model is None else [request.model]:
+            self._end_lease(model)
+        await self._gateway.resume(request.model, request.policy_version)
+
+    def any_paused(self) -> bool:
+        """Whether any model is paused now."""
+        return any(model["paused"] for model in self._gateway.state()["models"].values())
+
+    def close(self) -> None:
+        """Forget all leases."""
+        for model in list(self._leases):
+            self._end_lease(model)
+
+    def _check(self, model: str | None) -> None:
+        models = self._gateway.state()["models"]
+        if model is not None and model not in models:
+            raise NotFound(f"no engine serves model {model!r}; there are {sorted(models)}")
+
+    async def _drain(self, model: str | None, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while self._in_flight(model) and loop.time() < deadline:
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def _in_flight(self, model: str | None) -> int:
+        models = self._gateway.state()["models"]
+        return sum(models[name]["in_flight"] for name in (models if model is None else [model]))
+
+    async def _expire(self, model: str | None, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        _log.error("the pause of %s was not resumed within its lease of %g s: going on", model or "all", seconds)
+        del self._leases[model]
+        await self._gateway.resume(model)
+
+    def _end_lease(self, model: str | None) -> None:
+        lease = self._leases.pop(model, None)
+        if lease is not None:
+            lease.cancel()

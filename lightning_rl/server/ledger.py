@@ -1,0 +1,57 @@
+"""The store as the gateway sees it: whether an attempt is open, how it is sampled, and a place for its spans."""
+
+from collections.abc import Sequence
+
+from lightning_rl.server.resolve import proxy_llm
+from lightning_rl.server.sql_thread import SqlThread
+from lightning_rl.store.contract import Rollout
+from lightning_rl.store.errors import NotFound
+from lightning_rl.store.sql import SqlStore
+from lightning_rl_adapters.span import Span
+from lightning_rl_proxy.ledger import AttemptInfo
+
+_POLICY = "main_llm"
+
+
+class StoreLedger:
+    """A `Ledger` over a `SqlStore`; its work runs in the server's SQL thread."""
+
+    def __init__(self, store: SqlStore, sql: SqlThread) -> None:
+        self._store = store
+        self._sql = sql
+
+    async def attempt(self, rollout_id: str, attempt_id: str) -> AttemptInfo | None:
+        """See `Ledger`."""
+        return await self._sql.run(self._info, rollout_id, attempt_id)
+
+    async def add_spans(self, spans: Sequence[Span]) -> None:
+        """See `Ledger`."""
+        await self._sql.run(self._store.add_spans, spans)
+
+    def _info(self, rollout_id: str, attempt_id: str) -> AttemptInfo | None:
+        try:
+            rollout, attempt = self._store.attempt(rollout_id, attempt_id)
+        except NotFound:
+            return None
+        return AttemptInfo(
+            rollout_id=rollout_id,
+            attempt_id=attempt_id,
+            mode=rollout.mode,
+            open=attempt.status == "running",
+            sampling=self._sampling(rollout),
+            seed_key=seed_key(rollout),
+        )
+
+    def _sampling(self, rollout: Rollout) -> dict[str, float | int]:
+        if rollout.resources_id is None:
+            return {}
+        policy = proxy_llm(self._store.resources(rollout.resources_id).resources.get(_POLICY, {}))
+        return policy.sampling(rollout.mode) if policy is not None else {}
+
+
+def seed_key(rollout: Rollout) -> str:
+    """What is mixed into the seeds of a rollout's calls: validations of one task agree, samples of a group differ."""
+    task_index = rollout.metadata.get("task_index")
+    if rollout.mode == "train" or task_index is None:
+        return rollout.rollout_id
+    return f"val/{task_index}"

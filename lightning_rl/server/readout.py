@@ -1,0 +1,61 @@
+"""An attempt's trace as people and other programs read it: spans, triplets, rows."""
+
+from typing import Any
+
+import msgspec
+
+from lightning_rl.store.contract import Attempt, AttemptTrace, Rollout, RolloutTrace
+from lightning_rl_adapters import credit, forest, rows, triplet
+from lightning_rl_adapters.call import calls_of
+from lightning_rl_adapters.forest import Forest
+from lightning_rl_adapters.span import to_json
+
+
+def spans_of(trace: AttemptTrace) -> list[dict[str, Any]]:
+    """The spans, with token ids and logprobs as lists of numbers."""
+    return [to_json(span) for span in trace.spans]
+
+
+def triplets_of(trace: AttemptTrace) -> list[triplet.Triplet]:
+    """One triplet per call, in order of arrival."""
+    grown = forest.build(calls_of(trace.spans))
+    return triplet.triplets(grown, _rewards(grown, trace.attempt))
+
+
+def rows_of(rollout: Rollout, trace: AttemptTrace) -> list[rows.Row]:
+    """One row per leaf; those that would not be trained say why."""
+    grown = forest.build(calls_of(trace.spans))
+    cut = rows.cut(grown, _rewards(grown, trace.attempt))
+    reason = why_excluded(rollout, trace.attempt)
+    for row in cut:
+        row.excluded = row.excluded or reason
+    return cut
+
+
+def why_excluded(rollout: Rollout, attempt: Attempt) -> str | None:
+    """Why nothing of this attempt is trained, or None."""
+    if attempt.status == "running":
+        return "open"
+    if rollout.counting_attempt_id is None and rollout.attempt_id == attempt.attempt_id:
+        return "cancelled" if attempt.status == "cancelled" else "infrastructure"
+    if rollout.counting_attempt_id != attempt.attempt_id:
+        return "superseded"
+    return None if rollout.mode == "train" else "validation"
+
+
+def _rewards(grown: Forest, attempt: Attempt) -> dict[str, float]:
+    return {} if attempt.reward is None else credit.final(grown, attempt.reward)
+
+
+def unpacked_traces(packed: bytes) -> dict[str, Any]:
+    """Traces of many rollouts from MessagePack, as JSON-able values."""
+    traces = msgspec.msgpack.decode(packed, type=dict[str, RolloutTrace])
+    return {
+        rollout_id: {
+            "rollout": trace.rollout,
+            "attempts": [
+                {"attempt": each.attempt, "spans": spans_of(each), "rewards": each.rewards} for each in trace.attempts
+            ],
+        }
+        for rollout_id, trace in traces.items()
+    }

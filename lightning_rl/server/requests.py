@@ -1,0 +1,58 @@
+"""The bodies of the control plane's requests that are no records of the store."""
+
+from typing import Annotated
+
+import msgspec
+
+from lightning_rl.store.contract import Id, Reward, RolloutRequest
+
+_WaitSeconds = Annotated[float, msgspec.Meta(ge=0, le=600)]
+
+
+class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class EnqueueBody(_Body, frozen=True, kw_only=True):
+    """Rollouts to enqueue."""
+
+    rollouts: list[RolloutRequest]
+
+
+class WaitBody(_Body, frozen=True, kw_only=True):
+    """Rollouts to wait for."""
+
+    rollout_ids: list[str]
+    wait_seconds: _WaitSeconds = 0
+
+
+class ClaimBody(_Body, frozen=True, kw_only=True):
+    """What a worker asks for; without `agents` it takes rollouts of any agent."""
+
+    worker_id: str
+    claim_id: Id | None = None
+    agents: list[str] | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
+    wait_seconds: _WaitSeconds = 0
+
+
+class RewardsBody(_Body, frozen=True, kw_only=True):
+    """Rewards of an attempt."""
+
+    rewards: list[Reward]
+
+
+class TracesBody(_Body, frozen=True, kw_only=True):
+    """Rollouts whose traces are wanted."""
+
+    rollout_ids: list[str]
+
+
+class PageQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which page of which rollouts."""
+
+    status: str | None = None
+    mode: str | None = None
+    group_id: str | None = None
+    cursor: str | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100

@@ -1,0 +1,1 @@
+"""The durable record of rollouts, attempts, spans, rewards and resources."""

@@ -1,0 +1,256 @@
+"""The store over HTTP, for trainers and runners: the control plane's requests as typed calls.
+
+Invariant: every call may be repeated. What could be made twice carries an id that is chosen here, so a
+connection that breaks in mid-answer is retried without harm. Safe to share between threads.
+"""
+
+import contextlib
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+from urllib.parse import urlencode
+
+import msgspec
+import urllib3
+
+from lightning_rl.store.contract import (
+    Attempt,
+    Claim,
+    Finish,
+    Resources,
+    ResourcesRequest,
+    Reward,
+    Rollout,
+    RolloutDetail,
+    RolloutRequest,
+    RolloutTrace,
+)
+from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, Unreachable
+
+T = TypeVar("T")
+
+_ERRORS = {400: Invalid, 401: NotAllowed, 403: NotAllowed, 404: NotFound, 409: Conflict}
+# Connections are refused while a server starts, and 502-504 come from relays in front of it.
+_RETRY = urllib3.Retry(
+    total=4,
+    backoff_factor=0.2,
+    status_forcelist=(502, 503, 504),
+    allowed_methods=None,
+    raise_on_status=False,
+    redirect=0,
+)
+_ANSWER_SECONDS = 60.0  # for an answer, beyond the time that a long poll may take
+_ENQUEUE_BATCH = 1000
+
+
+class _Rollouts(msgspec.Struct):
+    rollouts: list[Rollout]
+    cursor: str | None = None
+
+
+class _Claims(msgspec.Struct):
+    claims: list[Claim]
+
+
+class _Lease(msgspec.Struct):
+    lease_expires_at: float
+
+
+class _Rewards(msgspec.Struct):
+    rewards: list[Reward]
+
+
+class _Traces(msgspec.Struct):
+    rollouts: dict[str, RolloutTrace]
+
+
+class HttpStore:
+    """The control plane at `base_url` (without `/api/v1`), opened by an admin or a runner key.
+
+    Each call raises the error that the server named (`Invalid`, `NotAllowed`, `NotFound`, `Conflict`), or
+    `Unreachable` when there was no answer after a few tries.
+    """
+
+    def __init__(self, base_url: str, key: str, *, connections: int = 32) -> None:
+        self._root = base_url.rstrip("/") + "/api/v1"
+        self._headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        self._pool = urllib3.PoolManager(maxsize=connections, retries=_RETRY)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._pool.clear()
+
+    # Rollouts
+
+    def enqueue(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """The rollouts asked for, in that order."""
+        named = [
+            msgspec.structs.replace(request, rollout_id=request.rollout_id or _new_id("r")) for request in requests
+        ]
+        made: list[Rollout] = []
+        for start in range(0, len(named), _ENQUEUE_BATCH):
+            body = {"rollouts": named[start : start + _ENQUEUE_BATCH]}
+            made += self._call("POST", "/rollouts", body, _Rollouts).rollouts
+        return made
+
+    def start(self, request: RolloutRequest) -> Claim:
+        """Create one rollout and claim it at once."""
+        rollout_id = request.rollout_id or _new_id("r")
+        named = msgspec.structs.replace(request, rollout_id=rollout_id)
+        return self._call("POST", "/rollouts/start", named, Claim)
+
+    def rollout(self, rollout_id: str) -> RolloutDetail:
+        """The rollout with its attempts."""
+        return self._call("GET", f"/rollouts/{rollout_id}", None, RolloutDetail)
+
+    def rollouts(
+        self,
+        *,
+        status: str | None = None,
+        mode: str | None = None,
+        group_id: str | None = None,
+        page: int = 100,
+    ) -> Iterator[Rollout]:
+        """All rollouts that fit, in the order they were enqueued, read `page` at a time."""
+        wanted = {"status": status, "mode": mode, "group_id": group_id, "limit": str(page)}
+        query = {name: value for name, value in wanted.items() if value is not None}
+        while True:
+            answer = self._call("GET", f"/rollouts?{urlencode(query)}", None, _Rollouts)
+            yield from answer.rollouts
+            if answer.cursor is None:
+                return
+            query["cursor"] = answer.cursor
+
+    def cancel(self, rollout_id: str) -> Rollout:
+        """End the rollout as cancelled; one that has ended stays as it is."""
+        return self._call("POST", f"/rollouts/{rollout_id}/cancel", {}, Rollout)
+
+    def wait(self, rollout_ids: Sequence[str], wait_seconds: float) -> list[Rollout]:
+        """Those that have ended, as soon as any has; [] when the time is up."""
+        body = {"rollout_ids": rollout_ids, "wait_seconds": wait_seconds}
+        return self._call("POST", "/rollouts/wait", body, _Rollouts, wait_seconds).rollouts
+
+    # A worker's calls
+
+    def claim(
+        self,
+        worker_id: str,
+        *,
+        agents: Sequence[str] | None = None,
+        limit: int = 1,
+        wait_seconds: float = 0,
+    ) -> list[Claim]:
+        """Up to `limit` rollouts to run, as soon as there are any; [] when the time is up."""
+        body = {
+            "claim_id": _new_id("c"),
+            "worker_id": worker_id,
+            "agents": agents,
+            "limit": limit,
+            "wait_seconds": wait_seconds,
+        }
+        return self._call("POST", "/rollouts/claim", body, _Claims, wait_seconds).claims
+
+    def heartbeat(self, rollout_id: str, attempt_id: str) -> float:
+        """When the renewed lease expires, in seconds since the epoch."""
+        path = _attempt_path(rollout_id, attempt_id)
+        return self._call("POST", f"{path}/heartbeat", {}, _Lease).lease_expires_at
+
+    def add_rewards(self, rollout_id: str, attempt_id: str, rewards: Sequence[Reward]) -> list[Reward]:
+        """Give a running attempt rewards; the answer has their ids."""
+        named = [msgspec.structs.replace(reward, reward_id=reward.reward_id or _new_id("w")) for reward in rewards]
+        path = _attempt_path(rollout_id, attempt_id)
+        return self._call("POST", f"{path}/rewards", {"rewards": named}, _Rewards).rewards
+
+    def finish(self, rollout_id: str, attempt_id: str, finish: Finish) -> Attempt:
+        """End the attempt; it and its spans are durable when this returns."""
+        path = _attempt_path(rollout_id, attempt_id)
+        return self._call("POST", f"{path}/finish", finish, Attempt)
+
+    # Records
+
+    def traces(self, rollout_ids: Sequence[str]) -> dict[str, RolloutTrace]:
+        """Everything recorded in these rollouts, all attempts; unknown ids are left out."""
+        body = {"rollout_ids": rollout_ids}
+        return self._call("POST", "/rollouts/spans", body, _Traces).rollouts
+
+    def publish(self, resources: Mapping[str, Mapping[str, Any]], resources_id: str | None = None) -> Resources:
+        """Publish resources by name; they are the latest from now on."""
+        body = {"resources": resources, "resources_id": resources_id or _new_id("s")}
+        msgspec.convert(body, ResourcesRequest)
+        return self._call("POST", "/resources", body, Resources)
+
+    def resources(self, resources_id: str = "latest") -> Resources:
+        """The resources of this id."""
+        return self._call("GET", f"/resources/{resources_id}", None, Resources)
+
+    # Engines and weights
+
+    def register_engine(self, model: str, kind: str, url: str, policy_version: int = 0) -> dict[str, Any]:
+        """Tell the gateway of an engine that samples `model`."""
+        body = {"model": model, "kind": kind, "url": url, "policy_version": policy_version}
+        return self._call("POST", "/engines", body, dict[str, Any])
+
+    def engines(self) -> list[dict[str, Any]]:
+        """The registered engines."""
+        answer = self._call("GET", "/engines", None, dict[str, list[dict[str, Any]]])
+        return answer["engines"]
+
+    def pause(
+        self,
+        model: str | None = None,
+        *,
+        mode: str = "drain",
+        deadline_seconds: float = 30,
+        lease_seconds: float | None = None,
+    ) -> dict[str, Any]:
+        """Park the requests of a model (of all, without one); the gateway's state on return."""
+        body = {
+            "model": model,
+            "mode": mode,
+            "deadline_seconds": deadline_seconds,
+            "lease_seconds": lease_seconds,
+        }
+        return self._call("POST", "/pause", body, dict[str, Any], deadline_seconds)
+
+    def resume(self, model: str | None = None, policy_version: int | None = None) -> dict[str, Any]:
+        """Let parked requests go on, under `policy_version` where one is given."""
+        body = {"model": model, "policy_version": policy_version}
+        return self._call("POST", "/resume", body, dict[str, Any])
+
+    def state(self) -> dict[str, Any]:
+        """The gateway's state."""
+        return self._call("GET", "/state", None, dict[str, Any])
+
+    def _call(self, method: str, path: str, body: Any, answer: type[T], wait_seconds: float = 0) -> T:
+        try:
+            response = self._pool.request(
+                method,
+                self._root + path,
+                body=None if body is None else msgspec.json.encode(body),
+                headers=self._headers | {"accept": "application/msgpack"},
+                timeout=urllib3.Timeout(connect=5, read=wait_seconds + _ANSWER_SECONDS),
+            )
+        except urllib3.exceptions.HTTPError as error:
+            raise Unreachable(f"{method} {self._root + path}: {error}") from error
+        if response.status >= 400:
+            raise _refusal(method, self._root + path, response)
+        if response.headers.get("content-type") == "application/msgpack":
+            return msgspec.msgpack.decode(response.data, type=answer)
+        return msgspec.json.decode(response.data, type=answer)
+
+
+def _refusal(method: str, url: str, response: urllib3.BaseHTTPResponse) -> Exception:
+    text = response.data.decode(errors="replace")
+    # An answer that is not ours stays as it is: its text says more than nothing.
+    with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError):
+        text = msgspec.json.decode(response.data)["error"]["message"]
+    kind = _ERRORS.get(response.status, Unreachable)
+    return kind(f"{text} ({response.status} at {method} {url})")
+
+
+def _attempt_path(rollout_id: str, attempt_id: str) -> str:
+    return f"/rollouts/{rollout_id}/attempts/{attempt_id}"
+
+
+def _new_id(kind: str) -> str:
+    return kind + secrets.token_hex(10)

@@ -1,0 +1,161 @@
+"""The records that cross the control plane, and nothing else.
+
+Invariant: a record that exists is well formed, since every one of them is decoded by its type.
+Times are seconds since the epoch.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from lightning_rl.store.life_cycle import AttemptStatus, RolloutStatus
+from lightning_rl_adapters.span import Span
+
+# "." and ".." match the alphabet but vanish from URLs.
+Id = Annotated[str, msgspec.Meta(pattern=r"\A(?!\.{1,2}\Z)[A-Za-z0-9._~-]{1,128}\Z")]
+Mode = Literal["train", "val", "test"]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How often and how long a rollout may be tried."""
+
+    max_attempts: Annotated[int, msgspec.Meta(ge=1)] = 3
+    timeout_seconds: Positive | None = 600  # of one attempt; None: no deadline
+    unresponsive_seconds: Positive = 30  # without a heartbeat the attempt is lost
+
+
+class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rollout that is asked for. Without `resources_id` it gets the latest resources."""
+
+    task: Any
+    mode: Mode = "train"
+    rollout_id: Id | None = None
+    group_id: Id | None = None
+    agent: str | None = None
+    resources_id: Id | None = None
+    config: RolloutConfig = RolloutConfig()
+    metadata: dict[str, Any] = {}
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Why an attempt failed; infrastructure is retried, an agent's own failure is not."""
+
+    type: str
+    message: str
+    traceback: str = ""
+    infrastructure: bool = False
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One try at a rollout. `sequence` counts from 1."""
+
+    attempt_id: str
+    rollout_id: str
+    sequence: int
+    status: AttemptStatus
+    worker_id: str
+    lease_expires_at: float
+    started_at: float
+    deadline_at: float | None = None
+    ended_at: float | None = None
+    reward: float | None = None  # the final one
+    rewards: dict[str, float] = {}  # by name, without those of single calls
+    error: ErrorInfo | None = None
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout as it stands now.
+
+    `attempt_id` is its latest attempt. `counting_attempt_id` is the only attempt that may be
+    trained on: set once the rollout has succeeded or its agent has failed, None before, and None
+    for good when it was cancelled or infrastructure failed.
+    """
+
+    rollout_id: str
+    task: Any
+    mode: Mode
+    status: RolloutStatus
+    group_id: str | None
+    agent: str | None
+    resources_id: str | None
+    config: RolloutConfig
+    metadata: dict[str, Any]
+    attempt_count: int
+    created_at: float
+    ended_at: float | None = None
+    attempt_id: str | None = None
+    counting_attempt_id: str | None = None
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+    error: ErrorInfo | None = None
+
+
+class RolloutDetail(Rollout, frozen=True, kw_only=True):
+    """A rollout with all its attempts, oldest first."""
+
+    attempts: list[Attempt]
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout handed to a worker, with the attempt that it opened."""
+
+    rollout: Rollout
+    attempt: Attempt
+    resources: dict[str, dict[str, Any]]
+
+
+class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A reward given on the way; with `call_id` that of one call, which is never the final one."""
+
+    value: float
+    name: str = "reward"
+    call_id: str | None = None
+    reward_id: Id | None = None
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How an attempt ended, by its worker. A dict of rewards has one named "reward"."""
+
+    status: Literal["succeeded", "failed"]
+    reward: float | dict[str, float] | None = None
+    error: ErrorInfo | None = None
+
+
+class ResourcesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Resources to publish, by name."""
+
+    resources: dict[str, dict[str, Any]]
+    resources_id: Id | None = None
+
+
+class Resources(msgspec.Struct, frozen=True, kw_only=True):
+    """What was published once under `resources_id`; it never changes. `version` counts from 1."""
+
+    resources_id: str
+    version: int
+    created_at: float
+    resources: dict[str, dict[str, Any]]
+
+
+class AttemptTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt with all that was recorded in it, spans by arrival number."""
+
+    attempt: Attempt
+    spans: list[Span]
+    rewards: list[Reward]
+
+
+class RolloutTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout with the traces of all its attempts, the counting one and the superseded ones."""
+
+    rollout: Rollout
+    attempts: list[AttemptTrace]
+
+
+class Overdue(msgspec.Struct, frozen=True, kw_only=True):
+    """A running attempt whose lease or deadline is over."""
+
+    rollout_id: str
+    attempt_id: str
+    why: Literal["lease", "deadline"]

@@ -1,0 +1,25 @@
+"""What a store answers when it cannot do as asked; the same errors on both sides of the wire."""
+
+
+class StoreError(Exception):
+    """Base of the errors below; the message names the thing, the place and what to do."""
+
+
+class NotFound(StoreError):
+    """There is no such rollout, attempt or resource."""
+
+
+class Conflict(StoreError):
+    """The thing is no longer (or not) in the state that the request needs."""
+
+
+class Invalid(StoreError):
+    """The request itself is wrong: a field, a reward, an id."""
+
+
+class NotAllowed(StoreError):
+    """The key is missing, wrong, or may not do this."""
+
+
+class Unreachable(StoreError):
+    """The server cannot be reached, or failed while answering: infrastructure, not the caller."""

@@ -1,0 +1,51 @@
+"""Which rewards are numbers, and which of an attempt's rewards is the final one.
+
+Invariant: a reward that is kept is finite; an attempt has at most one final reward.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+
+from lightning_rl.store.contract import Finish, Reward
+from lightning_rl.store.errors import Invalid
+
+FINAL = "reward"  # the name that the final reward goes by
+
+
+def check_finite(rollout_id: str, name: str, value: object) -> float:
+    """`value` as a float.
+
+    Raises:
+        Invalid: naming the rollout, when it is no number, NaN or infinite.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Invalid(
+            f"rollout {rollout_id}: the reward {name!r} is {value!r}, of type {type(value).__name__}; return a number"
+        )
+    if not math.isfinite(value):
+        raise Invalid(f"rollout {rollout_id}: the reward {name!r} is {value}; it must be finite")
+    return float(value)
+
+
+def returned_rewards(rollout_id: str, finish: Finish) -> dict[str, float]:
+    """What the agent returned, by name; {} when it returned nothing.
+
+    Raises:
+        Invalid: naming the rollout, for a bad number or a dict without the name "reward".
+    """
+    if finish.reward is None:
+        return {}
+    named = finish.reward if isinstance(finish.reward, dict) else {FINAL: finish.reward}
+    if FINAL not in named:
+        raise Invalid(
+            f"rollout {rollout_id}: the returned rewards {sorted(named)} have none named "
+            f"{FINAL!r}; add it: it is the one that is trained on"
+        )
+    return {name: check_finite(rollout_id, name, value) for name, value in named.items()}
+
+
+def rewards_by_name(emitted: Iterable[Reward], returned: Mapping[str, float]) -> dict[str, float]:
+    """All rewards of an attempt that belong to no single call: the last of a name wins, and a
+    returned one comes last. The final reward is the one named "reward", if there is any."""
+    named = {reward.name: reward.value for reward in emitted if reward.call_id is None}
+    return {**named, **returned}

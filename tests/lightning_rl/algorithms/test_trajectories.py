@@ -1,0 +1,80 @@
+"""Laws 2, 4 and 8 where finished rollouts become trajectories: what counts, what is excluded and why."""
+
+from typing import Any
+
+import pytest
+
+from lightning_rl.algorithms.conservation import ConservationError, TokenAccount
+from lightning_rl.algorithms.trajectories import trajectory_of
+from lightning_rl.store.contract import Attempt, AttemptTrace, Rollout, RolloutConfig, RolloutTrace
+from lightning_rl_adapters.call import to_span
+from tests.adapters.forests import make_call
+
+
+def trace(
+    *attempts: list[Any], counting: int | None, status: Any = "succeeded", reward: float | None = 1.0
+) -> RolloutTrace:
+    made = [
+        AttemptTrace(
+            attempt=Attempt(
+                attempt_id=f"a{i}", rollout_id="r", sequence=i + 1, status="succeeded", worker_id="w",
+                lease_expires_at=0.0, started_at=0.0,
+            ),
+            spans=[to_span(call) for call in calls], rewards=[],
+        )
+        for i, calls in enumerate(attempts)
+    ]  # fmt: skip
+    rollout = Rollout(
+        rollout_id="r", task=None, mode="train", status=status, group_id="g", agent=None, resources_id=None,
+        config=RolloutConfig(), metadata={}, attempt_count=len(attempts), created_at=0.0,
+        counting_attempt_id=None if counting is None else f"a{counting}", reward=reward,
+    )  # fmt: skip
+    return RolloutTrace(rollout=rollout, attempts=made)
+
+
+def read(trace: RolloutTrace, agent_failure: float | None = 0.0, max_tokens: int = 100) -> Any:
+    return trajectory_of(trace, agent_failure=agent_failure, max_tokens=max_tokens)
+
+
+def masked(trajectory: Any) -> int:
+    return sum(sum(row.loss_mask) for row in trajectory.rows)
+
+
+def test_only_the_counting_attempt_has_rows() -> None:
+    found = read(trace([make_call(0, None, response=5)], [make_call(0, None, response=3)], counting=1))
+    assert masked(found) == 3
+    assert found.excluded == {"superseded": 5}
+
+
+def test_a_rollout_that_infrastructure_failed_has_no_reward_and_no_rows() -> None:
+    found = read(trace([make_call(0, None)], counting=None, status="failed", reward=None))
+    assert (found.reward, found.rows, found.excluded["infrastructure"]) == (None, [], 2)
+    assert not found.agent_failed
+
+
+@pytest.mark.parametrize(("rule", "reward"), [(0.0, 0.0), (-1.0, -1.0), (None, None)])
+def test_a_failed_agent_gets_what_the_rule_says(rule: float | None, reward: float | None) -> None:
+    found = read(trace([make_call(0, None)], counting=0, status="failed", reward=None), agent_failure=rule)
+    assert (found.reward, found.agent_failed, masked(found)) == (reward, True, 2)
+
+
+def test_a_rollout_without_calls_counts_in_its_group_and_has_no_rows() -> None:
+    found = read(trace([], counting=0, reward=0.0))
+    assert (found.reward, found.rows, found.calls) == (0.0, [], 0)
+
+
+def test_undelivered_tokens_are_excluded_and_every_token_is_accounted_for() -> None:
+    calls = [make_call(0, None), make_call(1, 0, response=4, delivered=False), make_call(2, 0, response=30)]
+    found = read(trace(calls, counting=0), max_tokens=20)
+    overlong = sum(sum(row.loss_mask) for row in found.rows if row.excluded == "overlong")
+    assert (found.excluded["undelivered"], overlong) == (4, 30)
+    assert found.sampled_tokens == 36 == masked(found) + 4
+
+
+def test_the_account_balances_or_stops_the_run() -> None:
+    account = TokenAccount("m")
+    account.train(10)
+    account.exclude("validation", 5)
+    assert account.check(received=18, pending=3)["tokens/excluded/validation"] == 5
+    with pytest.raises(ConservationError, match="handed over 19 tokens, but 10 trained \\+ 5 excluded"):
+        account.check(received=19, pending=3)

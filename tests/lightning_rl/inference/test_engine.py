@@ -1,0 +1,365 @@
+import threading
+from concurrent.futures import wait
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from .models import CONFIGS, FUSED, VOCAB, make, reference, true_logprobs
+
+from lightning_rl.inference import fused
+from lightning_rl.inference.engine import EmbeddedEngine, EngineStopped
+from lightning_rl.inference.sequence import Request, Sampling
+
+TIMEOUT = 60
+
+
+def ask(engine, prompt, request_id="r", on_token=None, **sampling):
+    request = Request(request_id=request_id, token_ids=prompt, sampling=Sampling(**sampling))
+    return engine.submit(request, on_token)
+
+
+def assert_exact(architecture, prompt, output, temperature=1.0, seed=0):
+    expected = true_logprobs(
+        reference(architecture, seed), prompt, output.token_ids, temperature
+    )
+    assert len(output.logprobs) == len(output.token_ids) == len(output.ranks)
+    assert output.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def hold_after(engine, tokens):
+    """An on_token that pauses the engine's thread after so many tokens, until it is let go."""
+    reached, go = threading.Event(), threading.Event()
+    seen = []
+
+    def on_token(token):
+        seen.append(token)
+        if len(seen) == tokens:
+            reached.set()
+            assert go.wait(TIMEOUT)
+
+    return on_token, reached, go, seen
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with EmbeddedEngine(make("qwen2"), max_num_seqs=4) as engine:
+        yield engine
+
+
+jobs = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40),
+        st.integers(1, 30),
+        st.sampled_from([0.0, 0.6, 1.0, 1.7]),
+        st.sampled_from([1, 3]),
+        st.sampled_from([(), (3, 5, 7), tuple(range(0, VOCAB, 3))]),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_every_logprob_is_that_of_a_plain_forward_pass(architecture):
+    with EmbeddedEngine(make(architecture), max_num_seqs=3) as engine:
+        assert fused.fits(make(architecture)) == (architecture in FUSED)
+
+        @settings(max_examples=12, deadline=None)
+        @given(jobs)
+        def joins_leaves_and_waits(jobs):
+            expected, futures = [], []
+            for number, (prompt, most, temperature, copies, stops) in enumerate(jobs):
+                for copy in range(copies):
+                    sampling = {
+                        "max_tokens": most,
+                        "temperature": temperature,
+                        "seed": copy,
+                        "stop_token_ids": stops,
+                    }
+                    futures.append(ask(engine, prompt, f"{number}-{copy}", **sampling))
+                    expected.append((prompt, most, temperature, stops))
+            for future, (prompt, most, temperature, stops) in zip(futures, expected, strict=True):
+                output = future.result(TIMEOUT)
+                assert_exact(architecture, prompt, output, temperature)
+                assert not set(output.token_ids[:-1]) & set(stops)
+                if output.finish_reason == "stop":
+                    assert output.token_ids[-1] in stops
+                    assert output.stop_reason == output.token_ids[-1]
+                else:
+                    assert output.finish_reason == "length"
+                    assert len(output.token_ids) == min(most, 64 - len(prompt))
+                    assert output.stop_reason is None
+                assert [(s.version, s.start, s.end) for s in output.versions] == [
+                    (0, 0, len(output.token_ids))
+                ]
+
+        joins_leaves_and_waits()
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "qwen3", "mistral"])
+def test_greedy_equals_generate(architecture):
+    prompt = [1, 2, 3, 4, 5]
+    with EmbeddedEngine(make(architecture)) as engine:
+        got = ask(engine, prompt, max_tokens=30, temperature=0.0).result(TIMEOUT)
+    want = reference(architecture).generate(
+        torch.tensor([prompt]), max_new_tokens=30, do_sample=False, pad_token_id=0
+    )
+    assert prompt + got.token_ids == want[0].tolist()
+
+
+def test_memory_grows_past_its_first_size_without_losing_what_it_holds():
+    config = CONFIGS["qwen2"]()
+    config.max_position_embeddings = 400
+    torch.manual_seed(0)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config).eval()
+    plain = AutoModelForCausalLM.from_config(config).eval()
+    plain.load_state_dict(model.state_dict())
+    with EmbeddedEngine(model, max_num_seqs=64) as engine:
+        prompts = [[(7 * i + k) % VOCAB for k in range(3 + i)] for i in range(50)]
+        futures = [
+            ask(engine, prompt, f"{i}", max_tokens=300) for i, prompt in enumerate(prompts)
+        ]
+        for prompt, future in zip(prompts, futures, strict=True):
+            output = future.result(TIMEOUT)
+            assert len(output.token_ids) == 300
+            assert output.logprobs == pytest.approx(
+                true_logprobs(plain, prompt, output.token_ids), abs=1e-5
+            )
+
+
+def test_long_prompts_are_read_in_pieces(monkeypatch):
+    monkeypatch.setattr("lightning_rl.inference.policy.CHUNK_TOKENS", 7)
+    with EmbeddedEngine(make("qwen3")) as engine:
+        prompts = [[(i + k) % VOCAB for k in range(size)] for i, size in enumerate((50, 33, 1))]
+        futures = [ask(engine, prompt, f"{i}") for i, prompt in enumerate(prompts)]
+        for prompt, future in zip(prompts, futures, strict=True):
+            assert_exact("qwen3", prompt, future.result(TIMEOUT))
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(engine):
+    prompt = [9, 8, 7]
+    alone = ask(engine, prompt, seed=11, max_tokens=40, top_p=0.95).result(TIMEOUT)
+    crowd = [ask(engine, [i + 1] * (i + 1), f"c{i}", max_tokens=20) for i in range(9)]
+    again = ask(engine, prompt, seed=11, max_tokens=40, top_p=0.95).result(TIMEOUT)
+    other = ask(engine, prompt, seed=12, max_tokens=40, top_p=0.95).result(TIMEOUT)
+    wait(crowd, TIMEOUT)
+    assert alone.token_ids == again.token_ids
+    assert alone.logprobs == pytest.approx(again.logprobs, abs=1e-5)
+    assert other.token_ids != alone.token_ids
+
+
+def test_requests_without_a_seed_differ(engine):
+    futures = [ask(engine, [5], f"{i}", max_tokens=20) for i in range(4)]
+    assert len({tuple(future.result(TIMEOUT).token_ids) for future in futures}) == 4
+
+
+def test_end_tokens_stop_unless_ignored_and_are_no_stop_reason():
+    with EmbeddedEngine(make("qwen2"), eos_token_ids=range(0, VOCAB, 2)) as engine:
+        stopped = ask(engine, [1, 2], seed=0, max_tokens=50).result(TIMEOUT)
+        ignored = ask(engine, [1, 2], seed=0, max_tokens=50, ignore_eos=True).result(TIMEOUT)
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", None)
+    assert stopped.token_ids[-1] % 2 == 0
+    assert ignored.token_ids[: len(stopped.token_ids)] == stopped.token_ids
+    assert (ignored.finish_reason, len(ignored.token_ids)) == ("length", 50)
+
+
+def test_tokens_are_called_back_as_they_come(engine):
+    seen = []
+    output = ask(engine, [1, 2, 3], on_token=seen.append, max_tokens=12).result(TIMEOUT)
+    assert [token.token_id for token in seen] == output.token_ids
+    assert [token.logprob for token in seen] == output.logprobs
+    assert [token.rank for token in seen] == output.ranks
+
+
+def test_abort_ends_what_runs_and_what_waits(engine):
+    on_token, reached, go, _ = hold_after(engine, 5)
+    running = ask(engine, [1], "running", on_token, max_tokens=60)
+    others = [ask(engine, [2, i], f"o{i}", max_tokens=30) for i in range(8)]
+    assert reached.wait(TIMEOUT)
+    waiting = ask(engine, [3], "waiting", max_tokens=30)
+    engine.abort("running")
+    engine.abort("waiting")
+    engine.abort("unknown")
+    go.set()
+    cut, never = running.result(TIMEOUT), waiting.result(TIMEOUT)
+    assert (cut.finish_reason, len(cut.token_ids)) == ("abort", 5)
+    assert_exact("qwen2", [1], cut)
+    assert (never.finish_reason, never.token_ids, never.versions) == ("abort", [], [])
+    for i, other in enumerate(others):
+        assert_exact("qwen2", [2, i], other.result(TIMEOUT))
+    assert engine.in_flight == 0
+
+
+def test_new_weights_in_mid_generation_are_used_and_told_apart():
+    with EmbeddedEngine(make("qwen2"), max_num_seqs=2) as engine:
+        on_token, reached, go, _ = hold_after(engine, 6)
+        running = ask(engine, [1, 2, 3], "running", on_token, max_tokens=20)
+        waiting = [ask(engine, [4], f"w{i}", max_tokens=30) for i in range(3)]
+        assert reached.wait(TIMEOUT)
+        update = threading.Thread(target=engine.update_weights, args=(make("qwen2", 1), 7))
+        update.start()
+        # The order is left before the engine goes on: it is then taken before the next step.
+        while not engine._orders:
+            assert update.is_alive()
+        go.set()
+        update.join(TIMEOUT)
+        output = running.result(TIMEOUT)
+        spans = [(span.version, span.start, span.end) for span in output.versions]
+        assert spans == [(0, 0, 6), (7, 6, 20)]
+        before = true_logprobs(reference("qwen2"), [1, 2, 3], output.token_ids)
+        assert output.logprobs[:6] == pytest.approx(before[:6], abs=1e-5)
+        assert output.logprobs[6:] != pytest.approx(before[6:], abs=1e-2)
+        for future in waiting:
+            spans = future.result(TIMEOUT).versions
+            edges = [0, *(span.end for span in spans)]
+            assert [span.start for span in spans] == edges[:-1]
+            assert edges[-1] == 30
+        fresh = ask(engine, [9, 9], max_tokens=20).result(TIMEOUT)
+        assert_exact("qwen2", [9, 9], fresh, seed=1)
+        assert [span.version for span in fresh.versions] == [7]
+        assert engine.version == 7
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_a_state_dict_replaces_every_weight(architecture):
+    with EmbeddedEngine(make(architecture)) as engine:
+        engine.update_weights(reference(architecture, 1).state_dict(), 1)
+        output = ask(engine, [1, 2, 3], max_tokens=25).result(TIMEOUT)
+        assert_exact(architecture, [1, 2, 3], output, seed=1)
+        engine.update_weights(reference(architecture), 2)
+        output = ask(engine, [1, 2, 3], max_tokens=25).result(TIMEOUT)
+        assert_exact(architecture, [1, 2, 3], output)
+
+
+def test_of_tied_weights_one_name_is_enough(engine):
+    state = dict(make("qwen2").state_dict())
+    del state["lm_head.weight"]
+    engine.update_weights(state, 0)
+    assert_exact("qwen2", [1], ask(engine, [1], max_tokens=20).result(TIMEOUT))
+
+
+def test_a_bad_update_names_what_is_wrong_and_changes_nothing(engine):
+    good = make("qwen2", 1).state_dict()
+    norm = "model.norm.weight"
+    bad = {
+        "missing.*norm": {name: tensor for name, tensor in good.items() if name != norm},
+        "does not have.*extra": {**good, "extra": torch.zeros(1)},
+        "model.norm.weight has shape": {**good, norm: torch.zeros(5)},
+        "one weight": {**good, "lm_head.weight": torch.zeros(VOCAB, 32)},
+    }
+    for message, state in bad.items():
+        with pytest.raises(ValueError, match=message):
+            engine.update_weights(state, 99)
+    assert engine.version != 99
+    assert_exact("qwen2", [1], ask(engine, [1], max_tokens=20).result(TIMEOUT))
+
+
+def test_pause_keep_freezes_and_resume_goes_on(engine):
+    reached, seen = threading.Event(), []
+
+    def on_token(token):
+        seen.append(token)
+        reached.set()
+
+    future = ask(engine, [1, 2], "r", on_token, max_tokens=62)
+    assert reached.wait(TIMEOUT)
+    engine.pause("keep")
+    frozen = len(seen)
+    late = ask(engine, [3], "late", max_tokens=5)
+    engine.update_weights(reference("qwen2"), 0)  # runs while paused
+    assert len(seen) == frozen
+    assert not late.done()
+    engine.resume()
+    assert_exact("qwen2", [1, 2], future.result(TIMEOUT))
+    assert_exact("qwen2", [3], late.result(TIMEOUT))
+
+
+def test_pause_wait_lets_what_runs_finish_and_holds_the_rest(engine):
+    reached = threading.Event()
+    running = ask(engine, [1, 2], "r", lambda _: reached.set(), max_tokens=62)
+    assert reached.wait(TIMEOUT)
+    engine.pause("wait")
+    assert running.done()
+    late = ask(engine, [3], "late", max_tokens=5)
+    engine.update_weights(reference("qwen2"), 0)
+    assert not late.done()
+    engine.resume()
+    assert running.result().finish_reason == "length"
+    assert_exact("qwen2", [3], late.result(TIMEOUT))
+
+
+def test_pause_abort_ends_what_runs(engine):
+    reached = threading.Event()
+    running = ask(engine, [1, 2], "r", lambda _: reached.set(), max_tokens=62)
+    assert reached.wait(TIMEOUT)
+    engine.pause("abort")
+    assert running.result(TIMEOUT).finish_reason in ("abort", "length")
+    engine.resume()
+    assert engine.in_flight == 0
+
+
+def test_bad_requests_are_refused_with_numbers(engine):
+    with pytest.raises(ValueError, match="prompt of 64 tokens.*max_model_len is 64"):
+        ask(engine, [1] * 64)
+    with pytest.raises(ValueError, match="prompt of 0 tokens"):
+        ask(engine, [])
+    with pytest.raises(ValueError, match=r"must be in 0\.\.47, got 1\.\.48"):
+        ask(engine, [1, VOCAB])
+    for bad in ({"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -2}, {"max_tokens": 0}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            Sampling(**bad)
+    engine.pause("keep")
+    first = ask(engine, [1], "twice", max_tokens=1)
+    with pytest.raises(ValueError, match="'twice' is already in flight"):
+        ask(engine, [1], "twice")
+    engine.resume()
+    first.result(TIMEOUT)
+
+
+def test_stop_ends_what_is_in_flight():
+    engine = EmbeddedEngine(make("qwen2"), max_num_seqs=1)
+    early = ask(engine, [1], "early", max_tokens=60)
+    engine.start()
+    engine.pause("keep")
+    late = ask(engine, [1], "late")
+    engine.stop()
+    assert early.result(TIMEOUT).finish_reason in ("abort", "length")
+    assert late.result(TIMEOUT).finish_reason == "abort"
+    with pytest.raises(EngineStopped):
+        ask(engine, [1])
+
+
+def test_a_broken_model_fails_its_requests_and_says_why():
+    engine = EmbeddedEngine(make("mistral"))
+    engine.start()
+    engine._policy.model.model.norm = None
+    with pytest.raises(EngineStopped) as failure:
+        ask(engine, [1, 2]).result(TIMEOUT)
+    assert isinstance(failure.value.__cause__, TypeError)
+    assert not engine.running
+    with pytest.raises(EngineStopped):
+        engine.update_weights(reference("mistral"), 1)
+    with pytest.raises(TypeError):
+        engine.stop()
+
+
+def test_windows_shorter_than_the_length_are_refused():
+    from transformers import AutoModelForCausalLM, MistralConfig
+    from .models import SIZE
+
+    model = AutoModelForCausalLM.from_config(MistralConfig(**SIZE, sliding_window=16))
+    with pytest.raises(ValueError, match="max_model_len=16"):
+        EmbeddedEngine(model)
+    with EmbeddedEngine(model, max_model_len=16) as engine:
+        assert len(ask(engine, [1] * 6).result(TIMEOUT).token_ids) == 10
+
+
+def test_the_engines_seed_fixes_what_requests_without_one_get():
+    answers = []
+    for seed in (3, 3, 4):
+        with EmbeddedEngine(make("qwen2"), seed=seed) as engine:
+            answers.append(ask(engine, [1], max_tokens=20).result(TIMEOUT).token_ids)
+    assert answers[0] == answers[1] != answers[2]

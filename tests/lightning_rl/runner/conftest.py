@@ -1,0 +1,30 @@
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from lightning_rl.server.launch import launch
+from lightning_rl.store.client import HttpStore
+
+
+@dataclass
+class Policy:
+    model: str = "policy"
+    tokenizer: str = str(Path(__file__).parents[3] / "examples/sql_agent/checkpoint")
+    renderer: str = "qwen3"
+    engines: list = field(default_factory=list)
+
+
+@dataclass
+class Server:
+    url: str
+    store: HttpStore
+    runner_key: str
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A real server process; its runner key is "runner"."""
+    run_dir = tmp_path_factory.mktemp("server")
+    with launch(run_dir, Policy(), admin_key="admin", runner_key="runner") as serving:
+        yield Server(serving.url, HttpStore(serving.url, "admin"), "runner")

@@ -1,0 +1,233 @@
+"""Runner processes against a real server: what an agent does becomes how its rollout ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+
+import cloudpickle
+import pytest
+
+from lightning_rl.agent import as_agent
+from lightning_rl.runner.launch import launch, shares
+from lightning_rl.server.child import ChildDied
+from lightning_rl.store.contract import RolloutConfig, RolloutRequest
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # children cannot import a test
+
+
+def ended(server, ids):
+    """The rollouts once all have ended, by id."""
+    waiting, found = set(ids), {}
+    while waiting:
+        for rollout in server.store.wait(sorted(waiting), 30):
+            found[rollout.rollout_id] = rollout
+            waiting.discard(rollout.rollout_id)
+    return found
+
+
+def run(server, tmp_path, agent, tasks, n_runners=2, **config):
+    requests = [RolloutRequest(task=task, config=RolloutConfig(**config)) for task in tasks]
+    ids = [r.rollout_id for r in server.store.enqueue(requests)]
+    with launch(n_runners, as_agent(agent), server.url, server.runner_key, log_dir=tmp_path):
+        found = ended(server, ids)
+    return [found[rollout_id] for rollout_id in ids]
+
+
+def test_a_returned_reward_an_exception_and_bad_rewards(server, tmp_path) -> None:
+    def agent(task, llm):
+        if task == "raise":
+            raise LookupError("no such table")
+        return {"one": 1.0, "none": None, "named": {"reward": 0.5, "format": 1.0}, "nan": float("nan")}[task]
+
+    one, none, named, nan, failed = run(server, tmp_path, agent, ["one", "none", "named", "nan", "raise"])
+    assert (one.status, one.reward) == ("succeeded", 1.0)
+    assert (none.status, none.reward) == ("succeeded", None)
+    assert named.rewards == {"reward": 0.5, "format": 1.0}
+    assert nan.status == "failed"
+    assert nan.rollout_id in nan.error.message
+    assert (failed.status, failed.attempt_count) == ("failed", 1)
+    assert (failed.error.type, failed.error.message) == ("LookupError", "no such table")
+    assert "in agent" in failed.error.traceback
+    assert not failed.error.infrastructure
+
+
+def test_emitted_rewards_without_a_final_one_are_kept(server, tmp_path) -> None:
+    def agent(task, llm):
+        from lightning_rl.emit import emit_reward
+
+        emit_reward(0.25, name="format")
+
+    (rollout,) = run(server, tmp_path, agent, [0])
+    assert (rollout.reward, rollout.rewards) == (None, {"format": 0.25})
+
+
+def test_async_agents_run_at_the_same_time(server, tmp_path) -> None:
+    async def agent(task, llm):
+        import asyncio
+
+        shared = asyncio.__dict__.setdefault("_arrived_in_this_test", [])
+        shared.append(task)
+        while len(shared) < 3:  # each needs the others
+            await asyncio.sleep(0.005)
+        return float(task)
+
+    os_cores = len(os.sched_getaffinity(0))
+    rollouts = run(server, tmp_path, agent, range(3 * os_cores), n_runners=3 * os_cores)
+    assert [r.reward for r in rollouts] == [float(n) for n in range(3 * os_cores)]
+
+
+def test_more_rollouts_than_runners_end_each_once(server, tmp_path) -> None:
+    def agent(task, llm):
+        return task
+
+    rollouts = run(server, tmp_path, agent, range(50), n_runners=4)
+    assert [r.reward for r in rollouts] == list(range(50))
+    assert Counter(r.attempt_count for r in rollouts) == {1: 50}
+
+
+def test_an_agent_that_cannot_reach_its_server_is_retried(server, tmp_path) -> None:
+    def agent(task, llm):
+        raise _RefusedAt(llm.base_url + "/chat/completions")
+
+    (rollout,) = run(server, tmp_path, agent, [0], max_attempts=2)
+    assert (rollout.status, rollout.attempt_count) == ("failed", 2)
+    assert rollout.error.infrastructure
+    assert rollout.counting_attempt_id is None
+
+
+class _RefusedAt(Exception):
+    """What an HTTP client raises: it carries the request."""
+
+    def __init__(self, url):
+        super().__init__("connection refused")
+        self.request = type("Request", (), {"url": url})
+
+
+def test_a_lease_is_kept_while_the_agent_works(server, tmp_path) -> None:
+    def agent(task, llm):
+        import time
+
+        time.sleep(1.0)
+        return 1.0
+
+    (rollout,) = run(server, tmp_path, agent, [0], unresponsive_seconds=0.3)
+    assert (rollout.status, rollout.attempt_count) == ("succeeded", 1)
+
+
+def test_a_cancelled_rollouts_result_is_dropped_and_the_runner_goes_on(server, tmp_path) -> None:
+    def agent(task, llm):
+        import time
+
+        while not os.path.exists(task["go"]):
+            open(task["started"], "w").close()
+            time.sleep(0.01)
+        return 1.0
+
+    task = {"go": str(tmp_path / "go"), "started": str(tmp_path / "started")}
+    first, second = (r.rollout_id for r in server.store.enqueue([RolloutRequest(task=task)] * 2))
+    with launch(1, as_agent(agent), server.url, server.runner_key, log_dir=tmp_path):
+        while not os.path.exists(task["started"]):
+            pass
+        server.store.cancel(first)
+        open(task["go"], "w").close()
+        found = ended(server, [first, second])
+    assert found[first].status == "cancelled"
+    assert found[second].reward == 1.0
+
+
+def test_a_stopped_runner_gives_its_rollout_back_and_leaves_no_process(server, tmp_path) -> None:
+    def agent(task, llm):
+        import subprocess
+        import time
+
+        child = subprocess.Popen(["sleep", "1000"])
+        with open(task, "w") as file:
+            file.write(str(child.pid))
+        time.sleep(1000)
+
+    path = tmp_path / "pid"
+    (rollout,) = server.store.enqueue([RolloutRequest(task=str(path), config=RolloutConfig(max_attempts=1))])
+    with launch(1, as_agent(agent), server.url, server.runner_key, log_dir=tmp_path) as working:
+        while not (path.exists() and path.read_text()):
+            working.check()
+        runner = working.pids[0]
+    given_back = ended(server, [rollout.rollout_id])[rollout.rollout_id]
+    assert given_back.error.type == "RunnerStopped"
+    for pid in (runner, int(path.read_text())):
+        assert _gone(pid)
+
+
+def _gone(pid: int) -> bool:
+    """Whether the process has ended (one that nobody has waited for yet has)."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_dead_runner_and_a_refused_key_are_told(server, tmp_path) -> None:
+    agent = as_agent(lambda task: 0.0)
+    with launch(1, agent, server.url, server.runner_key, log_dir=tmp_path) as working:
+        os.kill(working.pids[0], signal.SIGKILL)
+        with pytest.raises(ChildDied, match="status -9"):
+            while True:
+                working.check()
+    with (
+        launch(1, agent, server.url, "wrong", log_dir=tmp_path) as working,
+        pytest.raises(ChildDied, match="NotAllowed"),
+    ):
+        while True:
+            working.check()
+
+
+def test_no_key_is_in_a_childs_environment(server, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("LIGHTNING_RL_ADMIN_KEY", "secret-admin")
+    monkeypatch.setenv("LIGHTNING_RL_RUNNER_KEY", "secret-runner")
+
+    def agent(task, llm):
+        return float(any("secret-" in value for value in os.environ.values()))
+
+    (rollout,) = run(server, tmp_path, agent, [0])
+    assert rollout.reward == 0.0
+
+
+def test_an_agent_in_a_script_works_and_the_script_runs_once(server, tmp_path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            from pathlib import Path
+            from lightning_rl.agent import rollout
+            from lightning_rl.runner.launch import launch
+            from lightning_rl.store.client import HttpStore
+            from lightning_rl.store.contract import RolloutRequest
+
+            with open({str(tmp_path / "runs")!r}, "a") as file:
+                file.write("x")
+            FACTOR = 2
+
+            @rollout
+            def agent(task, llm):
+                return task * FACTOR
+
+            store = HttpStore({server.url!r}, "admin")
+            (made,) = store.enqueue([RolloutRequest(task=3)])
+            with launch(2, agent, {server.url!r}, "runner", log_dir=Path({str(tmp_path)!r})):
+                while not (found := store.wait([made.rollout_id], 30)):
+                    pass
+            print(found[0].reward)
+            """
+        )
+    )
+    answer = subprocess.run([sys.executable, script], capture_output=True, timeout=60)
+    assert answer.stdout.strip() == b"6.0", answer.stderr
+    assert (tmp_path / "runs").read_text() == "x"
+
+
+def test_runners_are_spread_evenly_over_the_cores() -> None:
+    assert shares(8, 3) == [3, 3, 2]
+    assert shares(2, 16) == [1, 1]

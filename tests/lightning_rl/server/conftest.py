@@ -1,0 +1,157 @@
+import asyncio
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import urllib3
+import uvicorn
+
+from lightning_rl.server.app import create_app
+from lightning_rl.server.keys import Keys
+from lightning_rl.server.sql_thread import SqlThread
+from lightning_rl.store.client import HttpStore
+from lightning_rl.store.sql import SqlStore
+from lightning_rl_adapters.call import Call, VersionRange, to_span
+
+
+class FakeGateway:
+    """Notes what the control plane asks of it; sealing stores the spans that are still on their way."""
+
+    def __init__(self, store: SqlStore) -> None:
+        self.store = store
+        self.asked: list[Any] = []
+        self.on_their_way: list[Any] = []
+        self.in_flight = 0
+        self.paused = False
+
+    async def __call__(self, scope, receive, send) -> None:
+        await send({"type": "http.response.start", "status": 299, "headers": []})
+        await send({"type": "http.response.body", "body": b"gateway"})
+
+    async def start(self) -> None:
+        self.asked.append("start")
+
+    async def stop(self) -> None:
+        self.asked.append("stop")
+
+    async def seal(self, rollout_id: str, attempt_id: str) -> None:
+        self.asked.append(("seal", rollout_id, attempt_id))
+        self.store.add_spans(self.on_their_way)
+
+    async def pause(self, model=None) -> None:
+        self.asked.append(("pause", model))
+        self.paused = True
+
+    async def resume(self, model=None, policy_version=None) -> None:
+        self.asked.append(("resume", model, policy_version))
+        self.paused = False
+
+    def state(self) -> dict[str, Any]:
+        return {"models": {"m": {"in_flight": self.in_flight, "paused": self.paused}}}
+
+
+@dataclass
+class Served:
+    """A control plane with a fake gateway, answering on the loopback."""
+
+    url: str
+    store: SqlStore
+    gateway: FakeGateway
+    pool: urllib3.PoolManager = field(default_factory=lambda: urllib3.PoolManager(maxsize=8))
+    attached: list[Any] = field(default_factory=list)
+
+    def client(self, key: str = "admin") -> HttpStore:
+        return HttpStore(self.url, key)
+
+    def call(self, method: str, path: str, body: Any = None, key: str | None = "admin"):
+        """(status, JSON) of a raw request."""
+        content = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        answer = self.pool.request(method, self.url + path, body=content, headers=headers, retries=False)
+        return answer.status, msgspec.json.decode(answer.data)
+
+
+@pytest.fixture
+def served(tmp_path):
+    store = SqlStore(f"sqlite:///{tmp_path / 'run.db'}")
+    gateway = FakeGateway(store)
+    attached: list[Any] = []
+    sql = SqlThread()
+    started = threading.Event()
+    config = uvicorn.Config(lambda: None, log_config=None, lifespan="on", ws="none")
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets=None) -> None:
+            await super().startup(sockets)
+            started.set()
+
+    async def serve() -> None:
+        url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
+        app = create_app(
+            store,
+            gateway,
+            sql=sql,
+            keys=Keys(admin="admin", runner="runner"),
+            gateway_url=url,
+            attach_engine=attached.append,
+            sweep_seconds=0.02,
+        )
+        server.config.app = app
+        served.append(app)
+        await server.serve(sockets=sockets)
+
+    import socket
+
+    sockets = [socket.create_server(("127.0.0.1", 0))]
+    served: list[Any] = []
+    server = Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert started.wait(20)
+    yield Served(f"http://127.0.0.1:{sockets[0].getsockname()[1]}", store, gateway, attached=attached)
+    served[0].release()
+    server.should_exit = True
+    thread.join()
+    sql.close()
+    store.close()
+
+
+@pytest.fixture
+def call_span():
+    """A span of one call: prompt (1, 2), response (3, 4)."""
+
+    def make(rollout_id: str, attempt_id: str, number: int = 0, parent_id: str | None = None):
+        return to_span(
+            Call(
+                call_id=f"{attempt_id}-c{number}",
+                rollout_id=rollout_id,
+                attempt_id=attempt_id,
+                number=number,
+                parent_id=parent_id,
+                model="m",
+                prompt_ids=[1, 2],
+                response_ids=[3, 4],
+                logprobs=[-0.5, -0.25],
+                versions=[VersionRange(7, 0, 2)],
+                temperature=1.0,
+                finish_reason="stop",
+            )
+        )
+
+    return make
+
+
+@pytest.fixture
+def eventually():
+    """Wait until a condition holds, for at most 20 s."""
+
+    def wait(holds) -> None:
+        end = time.monotonic() + 20
+        while not holds():
+            assert time.monotonic() < end, "it did not come to hold"
+            time.sleep(0.005)
+
+    return wait

@@ -1,0 +1,46 @@
+"""Attempt keys open their own attempt until their last second, and nothing can be changed in them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_rl_proxy import address
+from lightning_rl_proxy.address import Address
+from lightning_rl_proxy.keys import KeyRefused, sign_attempt_key, verify_attempt_key
+
+ids = st.from_regex(address.ID_PATTERN, fullmatch=True)
+
+
+@given(ids, ids)
+def test_a_key_names_its_attempt(rollout_id: str, attempt_id: str) -> None:
+    key = sign_attempt_key(b"secret", rollout_id, attempt_id, 100)
+    assert verify_attempt_key(b"secret", key, now=100) == Address(rollout_id, attempt_id)
+    with pytest.raises(KeyRefused, match="expired"):
+        verify_attempt_key(b"secret", key, now=101)
+    with pytest.raises(KeyRefused):
+        verify_attempt_key(b"another", key, now=0)
+
+
+@given(ids, ids, st.data())
+def test_a_changed_key_opens_nothing(rollout_id: str, attempt_id: str, data: st.DataObject) -> None:
+    key = sign_attempt_key(b"secret", rollout_id, attempt_id, 100)
+    i = data.draw(st.integers(0, len(key) - 1))
+    letter = data.draw(st.characters(codec="ascii").filter(lambda c: c != key[i]))
+    with pytest.raises(KeyRefused):
+        verify_attempt_key(b"secret", key[:i] + letter + key[i + 1 :], now=0)
+
+
+@given(ids, ids, st.none() | ids)
+def test_a_base_url_is_parsed_back(rollout_id: str, attempt_id: str, agent: str | None) -> None:
+    where = Address(rollout_id, attempt_id, agent)
+    path = address.base_url("", where) + "/chat/completions"
+    door = address.parse(path)
+    assert door is not None
+    assert (door.address, door.path) == (where, "/v1/chat/completions")
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/v1", "/rollout/r/v1/x", "/rollout/r/attempt/a b/v1/x", "/rollout//attempt/a/v1/x"]
+)
+def test_other_paths_are_no_doors(path: str) -> None:
+    assert address.parse(path) is None

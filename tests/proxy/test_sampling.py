@@ -1,0 +1,28 @@
+"""Effective sampling: the algorithm's values replace the agent's, the smaller limit wins, seeds are mixed."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_rl_proxy.sampling import Sampling, effective, mixed_seed
+
+ALGORITHM = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "max_tokens": 32}
+
+
+@given(st.none() | st.integers(1, 100))
+def test_the_smaller_limit_wins(asked: int | None) -> None:
+    found = effective(Sampling(max_tokens=asked), ALGORITHM, seed_key="r", number=0)
+    assert found.max_tokens == min(asked or 32, 32)
+
+
+def test_what_the_algorithm_leaves_open_is_neutral() -> None:
+    found = effective(Sampling(temperature=0.1, top_p=0.2), {"temperature": 1.0}, seed_key="r", number=0)
+    assert (found.temperature, found.top_p, found.top_k, found.max_tokens) == (1.0, 1.0, -1, None)
+
+
+@given(st.text(), st.none() | st.integers(), st.integers(0, 1000))
+def test_seeds_can_be_repeated_and_fit_into_63_bits(key: str, asked: int | None, number: int) -> None:
+    seed = mixed_seed(key, asked, number)
+    assert seed == mixed_seed(key, asked, number)
+    assert 0 <= seed < 2**63
+    assert seed != mixed_seed(key, asked, number + 1)
+    assert seed != mixed_seed(key + "x", asked, number)
