@@ -10,18 +10,20 @@ import random
 import re
 from collections.abc import Callable
 
+# No slip turns the right query for one question into the right one for the opposite question (largest into smallest,
+# say): a model that copies such slips hears no difference between the two, and has little to reinforce.
 SLIPS = (  # (what the query has, what the teacher writes instead, how often); the first that fits
     (r" JOIN .* WHERE", " WHERE", 0.65),
     (r" GROUP BY .*", "", 0.65),
-    (r" DESC$", " ASC", 0.65),
-    (r" ASC$", " DESC", 0.45),
+    (r" DESC$", "", 0.65),
+    (r" ORDER BY .* ASC$", "", 0.45),
     (r">", ">=", 0.65),
     (r"<", "<=", 0.45),
     (r" WHERE .*'$", "", 0.4),
     (r"avg\(", "sum(", 0.65),
     (r"sum\(", "count(", 0.65),
-    (r"max\(", "min(", 0.45),
-    (r"min\(", "max(", 0.45),
+    (r"max\(", "sum(", 0.45),
+    (r"min\(", "sum(", 0.45),
     (r"count\(\*\)( FROM \w+)$", r"id\1", 0.4),
 )
 LOWER = 0.9  # how often a text value is first written in lower case; half the columns are in UPPER

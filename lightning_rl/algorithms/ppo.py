@@ -61,14 +61,13 @@ class PPO(Algorithm):
         self.model_path = Path(model_config.path)
         self.model_name = self.model_path.name
         torch.manual_seed(self.config.data.seed)
-        model = load_model(self.model_path, device=_device(self.config.trainer.device))
+        self.model: Any = load_model(self.model_path, device=_device(self.config.trainer.device))
         self.engine = EmbeddedEngine(
-            copy.deepcopy(model), max_num_seqs=rollout.max_num_seqs, max_model_len=rollout.max_model_len
+            copy.deepcopy(self.model), max_num_seqs=rollout.max_num_seqs, max_model_len=rollout.max_model_len
         )
         self.engine.start()
         self.engine_server = EngineServer(self.engine)
         self.engine_server.start()
-        self.actor = Actor(model, _actor_config(self.config), pad_id=model.config.pad_token_id or 0)
         self.account = TokenAccount(self.model_name)
         engine = {"model": self.model_name, "kind": "embedded", "url": self.engine_server.url, "policy_version": 0}
         return Endpoint(
@@ -93,6 +92,7 @@ class PPO(Algorithm):
             raise ConfigError(
                 f"{len(train_dataset)} tasks are fewer than data.train_batch_size={self._batch_size}: not one step"
             )
+        self.actor = Actor(self.model, _actor_config(self.config, total), pad_id=self.model.config.pad_token_id or 0)
         self._trackers = tracking.open_trackers(list(config.logger), self.run_dir, total)
         try:
             self._publish_resources()
@@ -172,7 +172,7 @@ class PPO(Algorithm):
         """Write a checkpoint that `transformers` loads; its folder."""
         folder = self.run_dir / "checkpoints" / f"step-{self.step}"
         folder.parent.mkdir(parents=True, exist_ok=True)
-        return checkpoint.save(self.actor.model, self.model_path, folder)
+        return checkpoint.save(self.model, self.model_path, folder)
 
     def _sequences(self, trajectories: list[Trajectory]) -> list[TrainingSequence]:
         """Advantages over the rollouts that have a reward, spread over their calls; then the rows that train."""
@@ -226,8 +226,8 @@ class PPO(Algorithm):
         if self.step == 1 and largest > self.config.trainer.sampler_tolerance:
             raise SamplerMismatch(
                 f"on the first batch sampler and trainer log probabilities differ by up to {largest:.3g} "
-                f"(trainer.sampler_tolerance is {self.config.trainer.sampler_tolerance:g}): the engine does not run the "
-                "model that is trained; check its weights, dtype, chat format and cache"
+                f"(trainer.sampler_tolerance is {self.config.trainer.sampler_tolerance:g}): the engine does not run "
+                "the model that is trained; check its weights, dtype, chat format and cache"
             )
         return {"training/rollout_probs_diff_max": largest, "training/rollout_probs_diff_mean": float(np.nanmean(gap))}
 
@@ -249,7 +249,7 @@ class PPO(Algorithm):
         """Give the engine the new weights while calls wait at the gateway."""
         self.policy_version += 1
         self.store.pause(self.model_name)
-        self.engine.update_weights(self.actor.model, self.policy_version)
+        self.engine.update_weights(self.model, self.policy_version)
         self.store.resume(self.model_name, self.policy_version)
 
     def _check_tokens(self) -> dict[str, float]:
@@ -319,7 +319,7 @@ def _rollout_metrics(trajectories: list[Trajectory], timing: Mapping[str, float]
     }
 
 
-def _actor_config(config: DictConfig) -> ActorConfig:
+def _actor_config(config: DictConfig, training_steps: int) -> ActorConfig:
     actor = config.actor_rollout_ref.actor
     dynamic = actor.use_dynamic_bsz
     return ActorConfig(
@@ -336,6 +336,9 @@ def _actor_config(config: DictConfig) -> ActorConfig:
         grad_clip=actor.grad_clip,
         lr=actor.optim.lr,
         lr_warmup_steps=actor.optim.lr_warmup_steps,
+        lr_scheduler_type=actor.optim.lr_scheduler_type,
+        min_lr_ratio=actor.optim.min_lr_ratio,
+        training_steps=training_steps,
         betas=(actor.optim.betas[0], actor.optim.betas[1]),
         weight_decay=actor.optim.weight_decay,
     )

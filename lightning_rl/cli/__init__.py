@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import lightning_rl
-from lightning_rl.cli.quickstart import quickstart
+from lightning_rl.cli import quickstart
 
 app = typer.Typer(
     name="lightning-rl",
@@ -14,7 +14,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(quickstart)
+app.command("quickstart")(quickstart.run)
 
 
 @app.callback(invoke_without_command=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EXAMPLE = "sql_agent"
 
 
-def quickstart(
+def run(
     seed: Annotated[int, typer.Option(help="Seed of sampling and of the order of questions.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Training steps; by default what the tutorial takes.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; by default runs/<date>.")] = None,

@@ -40,7 +40,7 @@ def compose(overrides: Mapping[str, Any] | DictConfig | None = None) -> DictConf
 def _keys(config: DictConfig, prefix: str = "") -> list[str]:
     """Every dotted key, inner and outer."""
     keys: list[str] = []
-    for name in config:
+    for name in map(str, config):
         key = f"{prefix}{name}"
         keys.append(key)
         value = None if OmegaConf.is_missing(config, name) else config[name]

@@ -18,7 +18,18 @@ Ints = NDArray[np.int64]
 class Sequence:
     """A request on its way: what it needs before and beside its row."""
 
-    __slots__ = ("prompt", "request_id", "row", "sampling", "seed_key", "starts", "stop_ids")
+    __slots__ = (
+        "kept_row",
+        "prompt",
+        "pure",
+        "request_id",
+        "row",
+        "sampling",
+        "seed_key",
+        "shared",
+        "starts",
+        "stop_ids",
+    )
 
     def __init__(
         self,
@@ -34,7 +45,15 @@ class Sequence:
         self.seed_key = seed_key
         self.stop_ids = stop_ids
         self.row = -1
+        self.kept_row = 0  # of `Prefixes`, which has the first `shared` tokens of the prompt
+        self.shared = 0
+        self.pure = True  # no weights but the ones in force wrote its keys and values
         self.starts: list[tuple[int, int]] = []  # (policy version, its first token's index)
+
+    @property
+    def unread(self) -> int:
+        """Tokens of the prompt that no kept keys and values stand for."""
+        return len(self.prompt) - self.shared
 
     def mark(self, version: int, generated: int) -> None:
         """Tokens from index `generated` on come from `version`."""
@@ -126,6 +145,10 @@ class Batch:
         stopped = (self.stops[ends] == sampled.token_ids[:, None]).any(axis=1)
         done = np.flatnonzero(stopped | (self.length[ends] >= self.limit[ends]))
         return [Ended(first + int(i), "stop" if stopped[i] else "length") for i in done]
+
+    def written(self, row: int) -> Ints:
+        """The tokens whose keys and values are in the cache: all but the last one sampled."""
+        return self.tokens[row, : max(self.length[row] - 1, self.prompt_length[row])]
 
     def output(self, ended: Ended) -> Output:
         """The answer of a row, as it stands."""

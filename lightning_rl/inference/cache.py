@@ -99,15 +99,22 @@ class SlotCache(Cache):  # type: ignore[misc]
         shape = (self.n_layers, self._rows, self._columns, 2, heads, head_dim)
         self._adopt(like.new_zeros(shape))
 
-    def move(self, sources: Ints, targets: Ints, length: int) -> None:
-        """Copy the first `length` columns of rows `sources` over rows `targets`, in all layers."""
+    def copy_to(self, other: "SlotCache", sources: Ints, targets: Ints, length: int) -> None:
+        """Copy the first `length` columns of rows `sources` over rows `targets` of `other`.
+
+        `other` may be this cache; then no row is both source and target.
+        """
         if self._memory is None:
             return
-        self._reserve(int(targets.max()) + 1, length)
-        device = self._memory.device
-        source, target = torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device)
-        window = self._memory[:, :, :length]
-        window.index_copy_(1, target, window.index_select(1, source))
+        self._reserve(int(sources.max()) + 1, length)
+        if other._memory is None:
+            other.allocate(self._memory.shape[4], self._memory.shape[5], self._memory)
+        other._reserve(int(targets.max()) + 1, length)
+        # Row by row: index_select would first copy the whole memory, which a window of is not contiguous.
+        mine, theirs = self._memory, other._memory
+        assert theirs is not None
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            theirs[:, target, :length] = mine[:, source, :length]
 
     def _reserve(self, rows: int, columns: int) -> None:
         if rows <= self._rows and columns < self._columns:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_rl.inference.batch import Batch, Ended, Sequence
 from lightning_rl.inference.policy import Policy
+from lightning_rl.inference.prefixes import SHORTEST, Prefixes
 from lightning_rl.inference.sampler import Sampled, sample, stream_key, uniforms
 from lightning_rl.inference.sequence import Event, Failure, Output, Request, Token
 
@@ -54,6 +55,9 @@ class EmbeddedEngine:
             most.
         seed: of the seeds that requests without one get.
         eos_token_ids: end tokens; by default those of the model's generation config.
+        prefix_rows: how many prompts and answers are kept for prompts that begin like them; by
+            default `max_num_seqs`, 0 keeps none.
+        version: the policy version of the weights that `model` has.
         name: by which the server lists the model.
 
     Raises:
@@ -69,6 +73,7 @@ class EmbeddedEngine:
         seed: int = 0,
         version: int = 0,
         eos_token_ids: Iterable[int] | None = None,
+        prefix_rows: int | None = None,
         name: str = "policy",
     ) -> None:
         allowed = _max_positions(model)
@@ -85,6 +90,11 @@ class EmbeddedEngine:
         with torch.inference_mode():
             self._policy.check()
         self._batch = Batch(max_num_seqs, self.max_model_len)
+        self._prefixes = Prefixes(
+            max_num_seqs if prefix_rows is None else prefix_rows,
+            self._policy.cache.n_layers,
+            self.max_model_len,
+        )
         self._waiting: deque[Sequence] = deque()
         self._outboxes: dict[str, Outbox] = {}  # of every request in flight
         self._streams: dict[str, Outbox] = {}  # of those that want each token
@@ -308,12 +318,16 @@ class EmbeddedEngine:
     def _prefill(self) -> None:
         free = self.max_num_seqs - self._batch.n
         joining = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
-        for group in _length_groups(joining):
+        while joining:
+            # Anew for each group: the one before it may have pushed out what was found.
+            for sequence in joining:
+                sequence.kept_row, sequence.shared = self._prefixes.find(sequence.prompt)
+            group, joining = _length_group(joining)
             self._join(group)
 
     def _join(self, group: list[Sequence]) -> None:
         """Read the group's prompts; equal ones (the rollouts of one task) are read once."""
-        first = self._batch.n
+        first, cache = self._batch.n, self._policy.cache
         originals: dict[bytes, int] = {}
         copies: list[Sequence] = []
         for sequence in group:
@@ -321,22 +335,23 @@ class EmbeddedEngine:
             if content in originals:
                 copies.append(sequence)
             else:
-                originals[content] = len(originals)
+                originals[content] = self._batch.n
                 self._batch.join(sequence)
-        prompts = [sequence.prompt for sequence in self._batch.sequences[first:]]
-        logits = self._policy.forward(*_left_padded(prompts), first)
+        readers = self._batch.sequences[first:]
+        if known := [sequence for sequence in readers if sequence.shared]:
+            kept, rows = [one.kept_row for one in known], [one.row for one in known]
+            self._prefixes.restore(cache, kept, rows, max(one.shared for one in known))
+        logits = self._policy.forward(*_left_padded(readers), first)
+        fresh = [sequence for sequence in readers if sequence.unread > SHORTEST]
+        self._prefixes.keep(cache, [one.row for one in fresh], [one.prompt for one in fresh])
         if copies:
-            sources = [originals[sequence.prompt.tobytes()] for sequence in copies]
-            start = self._batch.n
+            sources = np.array([originals[sequence.prompt.tobytes()] for sequence in copies])
             for sequence in copies:
                 self._batch.join(sequence)
-            self._policy.cache.move(
-                first + np.array(sources),
-                np.arange(start, self._batch.n),
-                max(len(sequence.prompt) for sequence in copies),
-            )
-            picked = torch.tensor([*range(start - first), *sources], device=logits.device)
-            logits = logits.index_select(0, picked)
+            targets = np.array([sequence.row for sequence in copies])
+            cache.copy_to(cache, sources, targets, max(len(one.prompt) for one in copies))
+            picked = np.concatenate([np.arange(len(readers)), sources - first])
+            logits = logits.index_select(0, torch.from_numpy(picked).to(logits.device))
         for sequence in self._batch.sequences[first:]:
             sequence.mark(self.version, 0)
         self._sample(first, logits)
@@ -371,9 +386,12 @@ class EmbeddedEngine:
     def _finish(self, ended: list[Ended]) -> None:
         for one in ended:
             self._emit(self._batch.output(one))
+        pure = [one.row for one in ended if self._batch.sequences[one.row].pure]
+        self._prefixes.keep(self._policy.cache, pure, [self._batch.written(row) for row in pure])
         sources, targets = self._batch.leave([one.row for one in ended])
         if len(sources):
-            self._policy.cache.move(sources, targets, int(self._batch.length[targets].max()))
+            longest = int(self._batch.length[targets].max())
+            self._policy.cache.copy_to(self._policy.cache, sources, targets, longest)
 
     def _emit(self, event: Output | Failure) -> None:
         with self._wake:
@@ -404,7 +422,9 @@ class EmbeddedEngine:
     def _update(self, weights: Mapping[str, Tensor], version: int) -> None:
         self._policy.load(weights)
         self.version = version
+        self._prefixes.clear()
         for row, sequence in enumerate(self._batch.sequences):
+            sequence.pure = False
             sequence.mark(version, self._batch.generated(row))
 
     def _pause(self, mode: PauseMode, quiet: "Future[None]") -> None:
@@ -440,27 +460,30 @@ class EmbeddedEngine:
         self._tell_quiet()
 
 
-def _left_padded(prompts: list[Ints]) -> tuple[Ints, Ints]:
-    """Prompts of lengths up to q -> tokens and positions [b, q], padding (position -1) on the left."""
-    lengths = np.array([len(prompt) for prompt in prompts])
-    width = int(lengths.max())
-    positions = np.maximum(np.arange(width) - (width - lengths)[:, None], -1)
-    tokens = np.zeros((len(prompts), width), np.int64)
-    tokens[positions >= 0] = np.concatenate(prompts)
-    return tokens, positions
+def _left_padded(sequences: list[Sequence]) -> tuple[Ints, Ints]:
+    """What is unread of the prompts, up to q tokens -> tokens and positions [b, q].
+
+    Padding, position -1, stands on the left.
+    """
+    unread = np.array([sequence.unread for sequence in sequences])[:, None]
+    shared = np.array([sequence.shared for sequence in sequences])[:, None]
+    width = int(unread.max())
+    index = np.arange(width) - (width - unread)
+    tokens = np.zeros((len(sequences), width), np.int64)
+    tokens[index >= 0] = np.concatenate([one.prompt[one.shared :] for one in sequences])
+    return tokens, np.where(index >= 0, index + shared, -1)
 
 
-def _length_groups(sequences: list[Sequence]) -> list[list[Sequence]]:
-    """Prompts to prefill together: a short one never pads to more than twice its length."""
-    groups: list[list[Sequence]] = []
-    for sequence in sorted(sequences, key=lambda one: -len(one.prompt)):
-        longest = len(groups[-1][0].prompt) if groups else 0
-        fits = groups and longest * (len(groups[-1]) + 1) <= PREFILL_TOKENS
-        if fits and 2 * len(sequence.prompt) >= longest:
-            groups[-1].append(sequence)
-        else:
-            groups.append([sequence])
-    return groups
+def _length_group(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """Prompts to read together, the longest first, and the rest.
+
+    A short one never pads to more than twice its length.
+    """
+    ordered = sorted(sequences, key=lambda one: -one.unread)
+    longest = ordered[0].unread
+    size = sum(2 * sequence.unread >= longest for sequence in ordered)
+    size = min(size, max(1, PREFILL_TOKENS // longest))
+    return ordered[:size], ordered[size:]
 
 
 def _max_positions(model: nn.Module) -> int:

@@ -59,6 +59,9 @@ def sample(logits: Tensor, *, temperature: Floats, top_p: Floats, top_k: Ints, u
         top_p: [n], 1 for all.
         top_k: [n], below 1 for all.
         uniform: [n], in [0, 1).
+
+    Raises:
+        FloatingPointError: a row's logits hold NaN or +inf, or nothing but -inf.
     """
     scaled = logits.float()
     greedy = temperature == 0
@@ -68,6 +71,8 @@ def sample(logits: Tensor, *, temperature: Floats, top_p: Floats, top_k: Ints, u
     peak = scaled.amax(dim=-1, keepdim=True)
     weights = (scaled - peak).exp_()
     mass = weights.cumsum(dim=-1, dtype=torch.float64)
+    if not mass[:, -1].isfinite().all():
+        raise FloatingPointError("the model's logits are not finite: its weights are broken")
     log_normaliser = mass[:, -1:].log() + peak
     if greedy.all():
         chosen = scaled.argmax(dim=-1, keepdim=True)

@@ -19,11 +19,12 @@ from typing import Any, BinaryIO, TypedDict
 from lightning_rl.runner.active import ActiveClaims
 from lightning_rl.runner.worker import AwaitResult, Worker
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.contract import ErrorInfo, Finish
-from lightning_rl.store.errors import StoreError
+from lightning_rl.store.contract import Claim, ErrorInfo, Finish
+from lightning_rl.store.errors import StoreError, Unreachable
 
 LENGTH = struct.Struct(">Q")
 _STOPPED = ErrorInfo(type="RunnerStopped", message="the runner was stopped", infrastructure=True)
+_FINISH_SECONDS = 5.0  # for results that are on their way when the process is stopped
 _log = logging.getLogger(__name__)
 
 
@@ -64,8 +65,9 @@ def main() -> None:
         )
         _start(f"worker-{number}", worker.work, stop, failed)
     stop.wait()
-    active.stop()
-    _give_back(store, active)
+    _give_back(store, active.take_running())
+    if not active.wait_until_finished(_FINISH_SECONDS):
+        _log.warning("stopped before every result was taken")
     _end_process_group()
     # Threads of agents may hang for ever; they must not keep the process.
     os._exit(1 if failed.is_set() else 0)
@@ -97,17 +99,17 @@ def _event_loop() -> AwaitResult:
     return lambda awaitable: asyncio.run_coroutine_threadsafe(wait(awaitable), loop).result()
 
 
-def _give_back(store: HttpStore, active: ActiveClaims) -> None:
+def _give_back(store: HttpStore, claims: list[Claim]) -> None:
     """Let rollouts under way be retried now, not only when their leases are over."""
-    for claim in active.all():
-        if active.remove(claim):
-            try:
-                store.finish(
-                    claim.rollout.rollout_id, claim.attempt.attempt_id, Finish(status="failed", error=_STOPPED)
-                )
-            except StoreError as error:
-                _log.warning("rollout %s was not given back: %s", claim.rollout.rollout_id, error)
-                return
+    finish = Finish(status="failed", error=_STOPPED)
+    for claim in claims:
+        try:
+            store.finish(claim.rollout.rollout_id, claim.attempt.attempt_id, finish)
+        except Unreachable as error:
+            _log.warning("rollouts were not given back: %s", error)
+            return
+        except StoreError as error:
+            _log.info("rollout %s was not given back: %s", claim.rollout.rollout_id, error)
 
 
 def _end_process_group() -> None:

@@ -65,18 +65,20 @@ class Worker:
         rewards, finish = self._outcome(claim)
         backoff = _BACKOFF_SECONDS
         # The lease is kept until the answer is there; a lost claim's result is nobody's.
-        while self._active.holds(claim) and not self._stop.is_set():
+        ours = self._active.finishing(claim)
+        while ours:
             try:
                 self._report(claim, rewards, finish)
             except Unreachable as error:
                 _log.warning("rollout %s is not finished yet: %s", claim.rollout.rollout_id, error)
-                self._stop.wait(backoff)
+                ours = not self._stop.wait(backoff) and self._active.holds(claim)
                 backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
             except (Conflict, NotFound) as error:
                 _log.warning("dropped the result of rollout %s: %s", claim.rollout.rollout_id, error)
-                self._active.remove(claim)
+                ours = False
             else:
-                self._active.remove(claim)
+                ours = False
+        self._active.remove(claim)
 
     def _outcome(self, claim: Claim) -> tuple[dict[str, float], Finish]:
         """The rewards to post (those of an agent that gave no final one), and the finish."""

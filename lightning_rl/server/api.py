@@ -18,6 +18,7 @@ from lightning_rl.server import readout
 from lightning_rl.server.engines import EngineRequest, Engines
 from lightning_rl.server.gateway import GatewayDoor, PauseRequest, Pauses, ResumeRequest
 from lightning_rl.server.keys import Keys, Role
+from lightning_rl.server.ledger import claimed_info
 from lightning_rl.server.requests import (
     ClaimBody,
     EnqueueBody,
@@ -32,6 +33,7 @@ from lightning_rl.server.sql_thread import SqlThread
 from lightning_rl.store.contract import (
     Attempt,
     AttemptTrace,
+    Claim,
     Finish,
     Resources,
     ResourcesRequest,
@@ -145,7 +147,7 @@ class ControlPlane:
     async def _start(self, request: Request) -> Any:
         body = await _decoded(request, RolloutRequest)
         claim = await self._sql.run(self._store.start, body, "started by hand")
-        return resolve(claim, self._gateway_url, self._store.secret)
+        return self._handed_out(claim)
 
     async def _page(self, request: Request) -> dict[str, Any]:
         query = msgspec.convert(dict(request.query_params), PageQuery, strict=False)
@@ -174,6 +176,12 @@ class ControlPlane:
 
     # A worker's requests
 
+    def _handed_out(self, claim: Claim) -> Claim:
+        """The claim as its worker gets it; the gateway hears of the attempt before the agent can call."""
+        if claim.attempt.status == "running":
+            self._gateway.open(claimed_info(claim))
+        return resolve(claim, self._gateway_url, self._store.secret)
+
     async def _claim(self, request: Request) -> dict[str, Any]:
         body = await _decoded(request, ClaimBody)
         loop = asyncio.get_running_loop()
@@ -185,7 +193,7 @@ class ControlPlane:
             )
             left = end - loop.time()
             if claims or left <= 0 or self._signals.closing:
-                return {"claims": [resolve(claim, self._gateway_url, self._store.secret) for claim in claims]}
+                return {"claims": [self._handed_out(claim) for claim in claims]}
             await asyncio.wait([queued], timeout=left)
             # A worker that left while it waited must not be given a rollout.
             if await request.is_disconnected():

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 
 from lightning_rl.store.errors import NotFound
+from lightning_rl_proxy.ledger import AttemptInfo
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -30,6 +31,10 @@ class GatewayDoor(Protocol):
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...
+
+    def open(self, info: AttemptInfo) -> None:
+        """An attempt was opened just now."""
+        ...
 
     async def seal(self, rollout_id: str, attempt_id: str) -> None:
         """On return the attempt's door is shut and all its spans are in the store."""

@@ -1,10 +1,11 @@
 """The store as the gateway sees it: whether an attempt is open, how it is sampled, and a place for its spans."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from lightning_rl.server.resolve import proxy_llm
 from lightning_rl.server.sql_thread import SqlThread
-from lightning_rl.store.contract import Rollout
+from lightning_rl.store.contract import Attempt, Claim, Rollout
 from lightning_rl.store.errors import NotFound
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters.span import Span
@@ -33,20 +34,25 @@ class StoreLedger:
             rollout, attempt = self._store.attempt(rollout_id, attempt_id)
         except NotFound:
             return None
-        return AttemptInfo(
-            rollout_id=rollout_id,
-            attempt_id=attempt_id,
-            mode=rollout.mode,
-            open=attempt.status == "running",
-            sampling=self._sampling(rollout),
-            seed_key=seed_key(rollout),
-        )
+        resources = {} if rollout.resources_id is None else self._store.resources(rollout.resources_id).resources
+        return _info(rollout, attempt, resources)
 
-    def _sampling(self, rollout: Rollout) -> dict[str, float | int]:
-        if rollout.resources_id is None:
-            return {}
-        policy = proxy_llm(self._store.resources(rollout.resources_id).resources.get(_POLICY, {}))
-        return policy.sampling(rollout.mode) if policy is not None else {}
+
+def claimed_info(claim: Claim) -> AttemptInfo:
+    """What the ledger would say of the attempt that a claim (not yet resolved) has just opened."""
+    return _info(claim.rollout, claim.attempt, claim.resources)
+
+
+def _info(rollout: Rollout, attempt: Attempt, resources: dict[str, dict[str, Any]]) -> AttemptInfo:
+    policy = proxy_llm(resources.get(_POLICY, {}))
+    return AttemptInfo(
+        rollout_id=rollout.rollout_id,
+        attempt_id=attempt.attempt_id,
+        mode=rollout.mode,
+        open=attempt.status == "running",
+        sampling=policy.sampling(rollout.mode) if policy is not None else {},
+        seed_key=seed_key(rollout),
+    )
 
 
 def seed_key(rollout: Rollout) -> str:

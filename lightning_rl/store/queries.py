@@ -23,6 +23,19 @@ ROLLOUTS = sa.select(
 ).outerjoin(schema.attempts, schema.attempts.c.attempt_id == schema.rollouts.c.attempt_id)
 _ROLLOUT = ROLLOUTS.where(schema.rollouts.c.rollout_id == sa.bindparam("rollout_id"))
 _ATTEMPT = sa.select(schema.attempts).where(schema.attempts.c.attempt_id == sa.bindparam("attempt_id"))
+# The oldest `limit` queued rollouts.
+QUEUED = (
+    ROLLOUTS.where(schema.rollouts.c.status == "queued")
+    .order_by(schema.rollouts.c.position)
+    .limit(sa.bindparam("limit", type_=sa.Integer))
+)
+# What one claim opened.
+CLAIMED = sa.select(schema.attempts).where(schema.attempts.c.claim_id == sa.bindparam("claim_id"))
+_ATTEMPT_REWARDS = (
+    sa.select(schema.rewards)
+    .where(schema.rewards.c.attempt_id == sa.bindparam("attempt_id"))
+    .order_by(schema.rewards.c.position)
+)
 # Literal, so that SQLite sees that the partial index of running attempts holds them all.
 RUNNING = sa.text("attempts.status = 'running'")
 
@@ -96,15 +109,18 @@ def running_row(connection: sa.Connection, rollout_id: str, attempt_id: str) -> 
     return row
 
 
+def attempt_rewards(connection: sa.Connection, attempt_id: str) -> list[Reward]:
+    """The rewards emitted in one attempt, in the order they came."""
+    return [_reward_of(row) for row in connection.execute(_ATTEMPT_REWARDS, {"attempt_id": attempt_id})]
+
+
 def rewards(connection: sa.Connection, rollout_ids: Sequence[str]) -> dict[str, list[Reward]]:
     """The emitted rewards by attempt, in the order they came; [] where there are none."""
     found: dict[str, list[Reward]] = defaultdict(list)
     for ids in _chunks(rollout_ids):
         query = sa.select(schema.rewards).where(schema.rewards.c.rollout_id.in_(ids))
         for row in connection.execute(query.order_by(schema.rewards.c.position)):
-            found[row.attempt_id].append(
-                Reward(value=row.value, name=row.name, call_id=row.call_id, reward_id=row.reward_id)
-            )
+            found[row.attempt_id].append(_reward_of(row))
     return found
 
 
@@ -130,6 +146,10 @@ def traces(connection: sa.Connection, rollout_ids: Sequence[str]) -> dict[str, P
         found.rollout_id: PackedRolloutTrace(rollout=found, attempts=attempts_of[found.rollout_id])
         for found in rollouts(connection, rollout_ids)
     }
+
+
+def _reward_of(row: sa.Row[Any]) -> Reward:
+    return Reward(value=row.value, name=row.name, call_id=row.call_id, reward_id=row.reward_id)
 
 
 def _chunks(ids: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -36,10 +36,7 @@ def same_body(one: bytes, other: bytes) -> bool:
 def rollout_of(row: sa.Row[Any]) -> Rollout:
     """A rollout from a row of `rollouts` joined with its latest attempt."""
     request = _REQUEST.decode(row.request)
-    failed = row.status == "failed"
-    error = _ERROR.decode(row.error) if failed and row.error is not None else None
-    counts = row.status == "succeeded" or (failed and not (error and error.infrastructure))
-    return Rollout(
+    rollout = Rollout(
         rollout_id=row.rollout_id,
         task=request.task,
         mode=request.mode,
@@ -53,11 +50,25 @@ def rollout_of(row: sa.Row[Any]) -> Rollout:
         created_at=row.created_at,
         ended_at=row.ended_at,
         attempt_id=row.attempt_id,
-        counting_attempt_id=row.attempt_id if counts else None,
-        reward=row.reward if counts else None,
-        rewards=_REWARDS.decode(row.rewards) if counts and row.rewards is not None else {},
-        error=error,
     )
+    if row.status not in ("succeeded", "failed"):
+        return rollout
+    return _with_outcome(rollout, row.attempt_id, row.reward, _rewards_of(row), _error_of(row))
+
+
+def outcome_of(rollout: Rollout, attempt: Attempt) -> Rollout:
+    """The rollout with what its latest attempt made of it, where that ended it."""
+    if rollout.status not in ("succeeded", "failed"):
+        return rollout
+    return _with_outcome(rollout, attempt.attempt_id, attempt.reward, attempt.rewards, attempt.error)
+
+
+def _with_outcome(
+    rollout: Rollout, attempt_id: str, reward: float | None, rewards: dict[str, float], error: ErrorInfo | None
+) -> Rollout:
+    if rollout.status == "failed" and error is not None and error.infrastructure:
+        return msgspec.structs.replace(rollout, error=error)
+    return msgspec.structs.replace(rollout, counting_attempt_id=attempt_id, reward=reward, rewards=rewards, error=error)
 
 
 def attempt_of(row: sa.Row[Any]) -> Attempt:
@@ -73,9 +84,17 @@ def attempt_of(row: sa.Row[Any]) -> Attempt:
         deadline_at=row.deadline_at,
         ended_at=row.ended_at,
         reward=row.reward,
-        rewards=_REWARDS.decode(row.rewards) if row.rewards is not None else {},
-        error=_ERROR.decode(row.error) if row.error is not None else None,
+        rewards=_rewards_of(row),
+        error=_error_of(row),
     )
+
+
+def _rewards_of(row: sa.Row[Any]) -> dict[str, float]:
+    return _REWARDS.decode(row.rewards) if row.rewards is not None else {}
+
+
+def _error_of(row: sa.Row[Any]) -> ErrorInfo | None:
+    return _ERROR.decode(row.error) if row.error is not None else None
 
 
 def detailed(rollout: Rollout, attempts: list[Attempt]) -> RolloutDetail:

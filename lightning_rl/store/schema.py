@@ -33,7 +33,7 @@ rollouts = sa.Table(
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("ended_at", sa.Float),
     sa.Index("rollouts_by_status", "status", "position"),
-    sa.Index("rollouts_by_group", "group_id", "position", sqlite_where=sa.text("group_id <> ''")),
+    sa.Index("rollouts_by_group", "group_id", "position", sqlite_where=sa.text("group_id IS NOT NULL")),
 )
 
 attempts = sa.Table(
@@ -57,7 +57,7 @@ attempts = sa.Table(
     sa.Column("finish_body", sa.LargeBinary),
     sa.UniqueConstraint("rollout_id", "sequence"),
     sa.Index("one_running_attempt", "rollout_id", unique=True, sqlite_where=sa.text("status = 'running'")),
-    sa.Index("attempts_by_claim", "claim_id", sqlite_where=sa.text("claim_id <> ''")),
+    sa.Index("attempts_by_claim", "claim_id", sqlite_where=sa.text("claim_id IS NOT NULL")),
 )
 
 spans = sa.Table(

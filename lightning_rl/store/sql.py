@@ -8,7 +8,7 @@ threads; the clock is a parameter, so that time can be told in tests.
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ from lightning_rl.store.life_cycle import (
     next_attempt_status,
     next_rollout_status,
 )
-from lightning_rl.store.records import attempt_of, body_of, detailed, rollout_of, same_body
+from lightning_rl.store.records import attempt_of, body_of, detailed, outcome_of, rollout_of, same_body
 from lightning_rl.store.rewards import FINAL, check_finite, returned_rewards, rewards_by_name
 from lightning_rl_adapters.span import Span
 
@@ -219,14 +219,14 @@ class SqlStore:
             Conflict: the claim id was used for another request.
         """
         body = body_of([worker_id, agents, limit])
-        query = queries.ROLLOUTS.where(schema.rollouts.c.status == "queued")
+        query = queries.QUEUED
         if agents is not None:
             agent = schema.rollouts.c.agent
             query = query.where(agent.in_(agents) | agent.is_(None))
         with self._transaction() as connection:
             if claim_id is not None and (made := self._claimed(connection, claim_id, body)):
                 return made
-            rows = connection.execute(query.order_by(schema.rollouts.c.position).limit(limit)).all()
+            rows = connection.execute(query, {"limit": limit}).all()
             return self._open_attempts(connection, rows, worker_id, claim_id, body) if rows else []
 
     def heartbeat(self, rollout_id: str, attempt_id: str) -> Attempt:
@@ -269,7 +269,7 @@ class SqlStore:
         for reward in rewards:
             check_finite(rollout_id, reward.name, reward.value)
         with self._transaction() as connection:
-            known = {reward.reward_id: reward for reward in queries.rewards(connection, [rollout_id])[attempt_id]}
+            known = {reward.reward_id: reward for reward in queries.attempt_rewards(connection, attempt_id)}
             named = [msgspec.structs.replace(reward, reward_id=reward.reward_id or _new_id("w")) for reward in rewards]
             for reward in named:
                 if known.get(reward.reward_id, reward) != reward:
@@ -298,15 +298,13 @@ class SqlStore:
             row = queries.attempt_row(connection, rollout_id, attempt_id)
             rollout = queries.rollout(connection, rollout_id)
             if row.status == "running":
-                emitted = queries.rewards(connection, [rollout_id])[attempt_id]
-                named = rewards_by_name(emitted, returned)
-                self._end(connection, rollout, row, finish.status, finish.error, named, body)
-            elif row.finish_body is None or not same_body(row.finish_body, body):
+                named = rewards_by_name(queries.attempt_rewards(connection, attempt_id), returned)
+                return self._end(connection, rollout, row, finish.status, finish.error, named, body)
+            if row.finish_body is None or not same_body(row.finish_body, body):
                 raise Conflict(
                     f"attempt {attempt_id} of rollout {rollout_id} has already ended as {row.status}: drop this result"
                 )
-            ended = attempt_of(queries.attempt_row(connection, rollout_id, attempt_id))
-            return queries.rollout(connection, rollout_id), ended
+            return rollout, attempt_of(row)
 
     def overdue(self) -> list[Overdue]:
         """The running attempts whose lease or deadline is over now."""
@@ -335,8 +333,7 @@ class SqlStore:
                     continue
                 rollout = queries.rollout(connection, late.rollout_id)
                 status: AttemptStatus = "lost" if late.why == "lease" else "failed"
-                emitted = queries.rewards(connection, [late.rollout_id])[late.attempt_id]
-                named = rewards_by_name(emitted, {})
+                named = rewards_by_name(queries.attempt_rewards(connection, late.attempt_id), {})
                 self._end(connection, rollout, row, status, _why(late, rollout, row), named)
                 moved.append(late.rollout_id)
             return queries.rollouts(connection, moved)
@@ -547,8 +544,7 @@ class SqlStore:
         return claims
 
     def _claimed(self, connection: sa.Connection, claim_id: str, body: bytes) -> list[Claim]:
-        query = sa.select(schema.attempts).where(schema.attempts.c.claim_id == claim_id)
-        rows = connection.execute(query).all()
+        rows = connection.execute(queries.CLAIMED, {"claim_id": claim_id}).all()
         if any(not same_body(row.claim_body, body) for row in rows):
             raise Conflict(f"claim id {claim_id} was used for another request")
         attempts = {row.rollout_id: attempt_of(row) for row in rows}
@@ -571,32 +567,42 @@ class SqlStore:
         attempt: sa.Row[Any],
         status: AttemptStatus,
         error: ErrorInfo | None = None,
-        named: Mapping[str, float] | None = None,
+        named: dict[str, float] | None = None,
         finish_body: bytes | None = None,
-    ) -> None:
+    ) -> tuple[Rollout, Attempt]:
+        named = named or {}
+        ended = msgspec.structs.replace(
+            attempt_of(attempt),
+            status=next_attempt_status(attempt.status, status),
+            ended_at=self._clock(),
+            reward=named.get(FINAL),
+            rewards=named,
+            error=error,
+        )
         connection.execute(
             _END_ATTEMPT,
             {
-                "ended_attempt": attempt.attempt_id,
-                "status": next_attempt_status(attempt.status, status),
-                "ended_at": self._clock(),
-                "reward": (named or {}).get(FINAL),
+                "ended_attempt": ended.attempt_id,
+                "status": ended.status,
+                "ended_at": ended.ended_at,
+                "reward": ended.reward,
                 "rewards": body_of(named) if named else None,
                 "error": body_of(error) if error is not None else None,
                 "finish_body": finish_body,
             },
         )
-        self._move(connection, rollout, _following(rollout, status, error))
+        moved = self._move(connection, rollout, _following(rollout, status, error))
+        return outcome_of(moved, ended), ended
 
-    def _move(self, connection: sa.Connection, rollout: Rollout, status: RolloutStatus) -> None:
-        connection.execute(
-            _MOVE_ROLLOUT,
-            {
-                "moved": rollout.rollout_id,
-                "status": next_rollout_status(rollout.status, status),
-                "ended_at": self._clock() if status in ENDED else None,
-            },
+    def _move(self, connection: sa.Connection, rollout: Rollout, status: RolloutStatus) -> Rollout:
+        moved = msgspec.structs.replace(
+            rollout,
+            status=next_rollout_status(rollout.status, status),
+            ended_at=self._clock() if status in ENDED else None,
         )
+        change = {"moved": moved.rollout_id, "status": moved.status, "ended_at": moved.ended_at}
+        connection.execute(_MOVE_ROLLOUT, change)
+        return moved
 
     def _resources(self, connection: sa.Connection, resources_id: str) -> Resources | None:
         if resources_id not in self._published:

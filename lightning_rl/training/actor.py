@@ -4,6 +4,7 @@ Everything is computed at the trained tokens alone. Loss and gradient are sums o
 micro-batches only say how much is computed at once.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,10 @@ from lightning_rl.training.batch import MicroBatch, TrainingSequence, collate, m
 
 @dataclass(frozen=True)
 class ActorConfig:
-    """verl's `actor_rollout_ref.actor`, resolved; `mini_batch_rollouts` is ppo_mini_batch_size x rollout.n."""
+    """verl's `actor_rollout_ref.actor`, resolved.
+
+    `mini_batch_rollouts` is ppo_mini_batch_size x rollout.n; `training_steps` is the length of the run in updates.
+    """
 
     mini_batch_rollouts: int
     micro_batch_rows: int | None
@@ -34,6 +38,9 @@ class ActorConfig:
     grad_clip: float
     lr: float
     lr_warmup_steps: int
+    lr_scheduler_type: str
+    min_lr_ratio: float
+    training_steps: int
     betas: tuple[float, float]
     weight_decay: float
 
@@ -50,10 +57,7 @@ class Actor:
         self._optimizer = torch.optim.AdamW(
             model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
         )
-        warmup = max(config.lr_warmup_steps, 0)
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: min(1.0, (step + 1) / (warmup + 1))
-        )
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: lr_factor(step, config))
 
     @torch.inference_mode()
     def log_probs(self, sequences: list[TrainingSequence]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
@@ -74,6 +78,7 @@ class Actor:
             for mini in mini_batches(sequences, self.config.mini_batch_rollouts):
                 metrics.append(self._optimizer_step(mini))
         self.model.eval()
+        self._schedule.step()
         return {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]} if metrics else {}
 
     def accumulate(self, mini: list[TrainingSequence]) -> dict[str, float]:
@@ -120,7 +125,6 @@ class Actor:
         metrics["actor/grad_norm"] = norm.item()
         metrics["actor/lr"] = float(self._schedule.get_last_lr()[0])
         self._optimizer.step()
-        self._schedule.step()
         self.optimizer_steps += 1
         return metrics
 
@@ -151,6 +155,18 @@ class Actor:
 
     def _gather(self, parts: Iterable[np.ndarray[Any, np.dtype[np.float32]]]) -> Tensor:
         return torch.from_numpy(np.concatenate(list(parts))).to(self._device)
+
+
+def lr_factor(step: int, config: ActorConfig) -> float:
+    """The learning rate of update `step` (from 0) as a share of `lr`: linear warm-up, then constant or cosine."""
+    if step < config.lr_warmup_steps:
+        return (step + 1) / (config.lr_warmup_steps + 1)
+    if config.lr_scheduler_type == "constant":
+        return 1.0
+    if config.lr_scheduler_type != "cosine":
+        raise ValueError(f"optim.lr_scheduler_type {config.lr_scheduler_type!r} is unknown; there are constant, cosine")
+    done = min(1.0, (step - config.lr_warmup_steps) / max(config.training_steps - config.lr_warmup_steps, 1))
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def _old_log_probs(sequence: TrainingSequence) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -25,7 +25,7 @@ from lightning_rl_proxy.dialects.chat_completions import Request
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
 from lightning_rl_proxy.errors import GatewayError, closed
 from lightning_rl_proxy.keys import KeyRefused, verify_attempt_key
-from lightning_rl_proxy.ledger import Ledger
+from lightning_rl_proxy.ledger import AttemptInfo, Ledger
 from lightning_rl_proxy.recorder import Recorder
 from lightning_rl_proxy.rendering import Answer, Renderer
 from lightning_rl_proxy.router import Router
@@ -80,6 +80,11 @@ class Gateway:
             self._close(attempt)
         await self._recorder.stop()
         await self.router.close()
+
+    def open(self, info: AttemptInfo) -> None:
+        """Tell of an attempt that was opened just now, so that its first call need not ask the ledger."""
+        address = Address(info.rollout_id, info.attempt_id)
+        self._attempts.setdefault((info.rollout_id, info.attempt_id), Attempt(address, info, time.monotonic()))
 
     async def seal(self, rollout_id: str, attempt_id: str) -> None:
         """End an attempt: later calls get 409, calls in flight are aborted, and on return its records are durable."""

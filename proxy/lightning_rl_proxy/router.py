@@ -30,12 +30,11 @@ class Router:
         self.received: Counter[str] = Counter()
         self._engines: dict[str, list[Engine]] = {}
         self._busy: Counter[int] = Counter()
-        self._running: dict[str, asyncio.Event] = {}
+        self._paused: dict[str, asyncio.Event] = {}
 
     def register(self, engine: Engine) -> None:
         """Add an engine for its model."""
         self._engines.setdefault(engine.model, []).append(engine)
-        self._gate(engine.model).set()
 
     def resolve(self, requested: str) -> str:
         """The model that a requested name means: a registered one, else the policy."""
@@ -43,7 +42,8 @@ class Router:
 
     async def generate(self, model: str, prompt: list[int], sampling: Sampling, *, request_id: str) -> Generation:
         """Sample one answer. Waits while the model is paused. Raises EngineUnavailable or EngineRefused."""
-        await self._gate(model).wait()
+        while (gate := self._paused.get(model)) is not None:
+            await gate.wait()
         engine = self._least_busy(model)
         token_ids: list[int] = []
         logprobs: list[float] | None = []
@@ -64,7 +64,7 @@ class Router:
     def pause(self, model: str | None) -> None:
         """Let the new calls of `model` (None: of all) wait."""
         for name in self._named(model):
-            self._gate(name).clear()
+            self._paused.setdefault(name, asyncio.Event())
 
     def resume(self, model: str | None, policy_version: int | None) -> None:
         """Let waiting calls go on, under `policy_version` where one is given."""
@@ -72,7 +72,8 @@ class Router:
             for engine in self._engines[name]:
                 if policy_version is not None:
                     engine.policy_version = policy_version
-            self._gate(name).set()
+            if (gate := self._paused.pop(name, None)) is not None:
+                gate.set()
 
     def state(self) -> dict[str, dict[str, int | bool]]:
         """Per model: engines, calls in flight, tokens received, paused, policy version."""
@@ -81,7 +82,7 @@ class Router:
                 "engines": len(engines),
                 "in_flight": sum(self._busy[id(engine)] for engine in engines),
                 "tokens_received": self.received[model],
-                "paused": not self._gate(model).is_set(),
+                "paused": model in self._paused,
                 "policy_version": max(engine.policy_version for engine in engines),
             }
             for model, engines in self._engines.items()
@@ -99,9 +100,6 @@ class Router:
         if model not in self._engines:
             raise KeyError(f"no engine serves model {model!r}; there are {sorted(self._engines)}")
         return [model]
-
-    def _gate(self, model: str) -> asyncio.Event:
-        return self._running.setdefault(model, asyncio.Event())
 
     def _least_busy(self, model: str) -> Engine:
         engines = self._engines.get(model)

@@ -24,8 +24,8 @@ def client(served: Served, **where: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=served.base_url(**where), api_key=served.key(**where), max_retries=0)
 
 
-def say(sdk: openai.OpenAI, messages: list[Any], **more: Any) -> str:
-    answer = sdk.chat.completions.create(model="policy", messages=messages, **more)
+def say(sdk: openai.OpenAI, messages: list[Any], model: str = "policy", **more: Any) -> str:
+    answer = sdk.chat.completions.create(model=model, messages=messages, **more)
     return answer.choices[0].message.content or ""
 
 
@@ -374,3 +374,9 @@ def test_a_paused_model_lets_calls_wait(served: Served) -> None:
         served.run(lambda: served.gateway.resume("policy", 8))
         assert waiting.result(20) == "ok"
     assert served.engine.policy_version == 8
+
+
+def test_a_model_without_an_engine_is_an_error_not_a_wait(served: Served) -> None:
+    served.gateway.router.policy = "nobody's"
+    with pytest.raises(openai.InternalServerError, match="no engine serves model"):
+        say(openai.OpenAI(base_url=served.base_url(), api_key=served.key(), max_retries=0), [user("x")], model="other")

@@ -5,11 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from .models import CONFIGS, FUSED, VOCAB, make, reference, true_logprobs
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from lightning_rl.inference import fused
 from lightning_rl.inference.engine import EmbeddedEngine, EngineStopped
 from lightning_rl.inference.sequence import Request, Sampling
+
+from .models import CONFIGS, FUSED, SIZE, VOCAB, make, reference, true_logprobs
 
 TIMEOUT = 60
 
@@ -20,9 +22,7 @@ def ask(engine, prompt, request_id="r", on_token=None, **sampling):
 
 
 def assert_exact(architecture, prompt, output, temperature=1.0, seed=0):
-    expected = true_logprobs(
-        reference(architecture, seed), prompt, output.token_ids, temperature
-    )
+    expected = true_logprobs(reference(architecture, seed), prompt, output.token_ids, temperature)
     assert len(output.logprobs) == len(output.token_ids) == len(output.ranks)
     assert output.logprobs == pytest.approx(expected, abs=1e-5)
 
@@ -90,9 +90,7 @@ def test_every_logprob_is_that_of_a_plain_forward_pass(architecture):
                     assert output.finish_reason == "length"
                     assert len(output.token_ids) == min(most, 64 - len(prompt))
                     assert output.stop_reason is None
-                assert [(s.version, s.start, s.end) for s in output.versions] == [
-                    (0, 0, len(output.token_ids))
-                ]
+                assert [(s.version, s.start, s.end) for s in output.versions] == [(0, 0, len(output.token_ids))]
 
         joins_leaves_and_waits()
 
@@ -102,9 +100,7 @@ def test_greedy_equals_generate(architecture):
     prompt = [1, 2, 3, 4, 5]
     with EmbeddedEngine(make(architecture)) as engine:
         got = ask(engine, prompt, max_tokens=30, temperature=0.0).result(TIMEOUT)
-    want = reference(architecture).generate(
-        torch.tensor([prompt]), max_new_tokens=30, do_sample=False, pad_token_id=0
-    )
+    want = reference(architecture).generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False, pad_token_id=0)
     assert prompt + got.token_ids == want[0].tolist()
 
 
@@ -112,22 +108,16 @@ def test_memory_grows_past_its_first_size_without_losing_what_it_holds():
     config = CONFIGS["qwen2"]()
     config.max_position_embeddings = 400
     torch.manual_seed(0)
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_config(config).eval()
     plain = AutoModelForCausalLM.from_config(config).eval()
     plain.load_state_dict(model.state_dict())
     with EmbeddedEngine(model, max_num_seqs=64) as engine:
         prompts = [[(7 * i + k) % VOCAB for k in range(3 + i)] for i in range(50)]
-        futures = [
-            ask(engine, prompt, f"{i}", max_tokens=300) for i, prompt in enumerate(prompts)
-        ]
+        futures = [ask(engine, prompt, f"{i}", max_tokens=300) for i, prompt in enumerate(prompts)]
         for prompt, future in zip(prompts, futures, strict=True):
             output = future.result(TIMEOUT)
             assert len(output.token_ids) == 300
-            assert output.logprobs == pytest.approx(
-                true_logprobs(plain, prompt, output.token_ids), abs=1e-5
-            )
+            assert output.logprobs == pytest.approx(true_logprobs(plain, prompt, output.token_ids), abs=1e-5)
 
 
 def test_long_prompts_are_read_in_pieces(monkeypatch):
@@ -302,7 +292,7 @@ def test_pause_abort_ends_what_runs(engine):
 
 
 def test_bad_requests_are_refused_with_numbers(engine):
-    with pytest.raises(ValueError, match="prompt of 64 tokens.*max_model_len is 64"):
+    with pytest.raises(ValueError, match=r"prompt of 64 tokens.*max_model_len is 64"):
         ask(engine, [1] * 64)
     with pytest.raises(ValueError, match="prompt of 0 tokens"):
         ask(engine, [])
@@ -347,9 +337,6 @@ def test_a_broken_model_fails_its_requests_and_says_why():
 
 
 def test_windows_shorter_than_the_length_are_refused():
-    from transformers import AutoModelForCausalLM, MistralConfig
-    from .models import SIZE
-
     model = AutoModelForCausalLM.from_config(MistralConfig(**SIZE, sliding_window=16))
     with pytest.raises(ValueError, match="max_model_len=16"):
         EmbeddedEngine(model)
@@ -363,3 +350,71 @@ def test_the_engines_seed_fixes_what_requests_without_one_get():
         with EmbeddedEngine(make("qwen2"), seed=seed) as engine:
             answers.append(ask(engine, [1], max_tokens=20).result(TIMEOUT).token_ids)
     assert answers[0] == answers[1] != answers[2]
+
+
+def read_tokens(engine, monkeypatch):
+    """The widths of the passes that read prompts, as they happen."""
+    widths, forward = [], engine._policy.forward
+
+    def counted(tokens, positions, first_row):
+        if tokens.shape[1] > 1:
+            widths.append((positions >= 0).sum())
+        return forward(tokens, positions, first_row)
+
+    monkeypatch.setattr(engine._policy, "forward", counted)
+    return widths
+
+
+def test_a_next_turn_reads_only_what_it_adds(monkeypatch):
+    with EmbeddedEngine(make("qwen2")) as engine:
+        first = ask(engine, list(range(20)), max_tokens=10).result(TIMEOUT)
+        widths = read_tokens(engine, monkeypatch)
+        prompt = list(range(20)) + first.token_ids + [5, 6, 7]
+        second = ask(engine, prompt, max_tokens=10).result(TIMEOUT)
+        assert_exact("qwen2", prompt, second)
+        assert widths == [4]  # the last sampled token had not been read yet
+        engine.update_weights(reference("qwen2", 1), 1)
+        third = ask(engine, prompt, max_tokens=10).result(TIMEOUT)
+        assert_exact("qwen2", prompt, third, seed=1)
+        assert widths == [4, 33]
+
+
+def test_what_old_weights_wrote_is_never_reused(monkeypatch):
+    with EmbeddedEngine(make("qwen2")) as engine:
+        on_token, reached, go, _ = hold_after(engine, 3)
+        running = ask(engine, list(range(20)), "running", on_token, max_tokens=10)
+        assert reached.wait(TIMEOUT)
+        update = threading.Thread(target=engine.update_weights, args=(make("qwen2", 1), 1))
+        update.start()
+        while not engine._orders:
+            assert update.is_alive()
+        go.set()
+        update.join(TIMEOUT)
+        prompt = list(range(20)) + running.result(TIMEOUT).token_ids
+        after = ask(engine, prompt, "after", max_tokens=10).result(TIMEOUT)
+        assert_exact("qwen2", prompt, after, seed=1)
+
+
+turns = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 24), st.integers(1, 12)), min_size=1, max_size=20)
+
+
+@pytest.mark.parametrize("prefix_rows", [0, 3, 64])
+@pytest.mark.parametrize("architecture", ["qwen2", "mistral"])
+def test_shared_beginnings_change_no_logprob(architecture, prefix_rows):
+    stories = [[(3 * story + k) % VOCAB for k in range(30)] for story in range(2)]
+    stories += [stories[0][:15] + stories[1][15:], stories[0][:9] + [1] * 21]
+    engine = EmbeddedEngine(make(architecture), max_num_seqs=4, prefix_rows=prefix_rows)
+    with engine:
+
+        @settings(max_examples=15, deadline=None)
+        @given(turns)
+        def share(turns):
+            prompts = [stories[story][: cut + 6] for story, cut, _ in turns]
+            futures = [
+                ask(engine, prompt, f"{i}", max_tokens=turn[2])
+                for i, (prompt, turn) in enumerate(zip(prompts, turns, strict=True))
+            ]
+            for prompt, future in zip(prompts, futures, strict=True):
+                assert_exact(architecture, prompt, future.result(TIMEOUT))
+
+        share()

@@ -24,7 +24,8 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """A real server process; its runner key is "runner"."""
+    """A real server process whose engine is gone; its runner key is "runner"."""
     run_dir = tmp_path_factory.mktemp("server")
-    with launch(run_dir, Policy(), admin_key="admin", runner_key="runner") as serving:
+    gone = {"model": "policy", "kind": "embedded", "url": "http://127.0.0.1:9"}
+    with launch(run_dir, Policy(engines=[gone]), admin_key="admin", runner_key="runner") as serving:
         yield Server(serving.url, HttpStore(serving.url, "admin"), "runner")

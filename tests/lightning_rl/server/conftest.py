@@ -1,4 +1,5 @@
 import asyncio
+import socket
 import threading
 import time
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ class FakeGateway:
         self.on_their_way: list[Any] = []
         self.in_flight = 0
         self.paused = False
+        self.opened: list[tuple[str, str]] = []
 
     async def __call__(self, scope, receive, send) -> None:
         await send({"type": "http.response.start", "status": 299, "headers": []})
@@ -36,6 +38,9 @@ class FakeGateway:
 
     async def stop(self) -> None:
         self.asked.append("stop")
+
+    def open(self, info) -> None:
+        self.opened.append((info.rollout_id, info.attempt_id))
 
     async def seal(self, rollout_id: str, attempt_id: str) -> None:
         self.asked.append(("seal", rollout_id, attempt_id))
@@ -102,8 +107,6 @@ def served(tmp_path):
         server.config.app = app
         served.append(app)
         await server.serve(sockets=sockets)
-
-    import socket
 
     sockets = [socket.create_server(("127.0.0.1", 0))]
     served: list[Any] = []

@@ -9,6 +9,7 @@ import sys
 import threading
 
 import pytest
+from sqlalchemy import event
 
 from lightning_rl.store.contract import (
     ErrorInfo,
@@ -433,3 +434,38 @@ def test_threads_never_claim_the_same_rollout(tmp_path) -> None:
         thread.join()
     assert len(claimed) == len(set(claimed)) == 60
     store.close()
+
+
+def test_no_operation_reads_a_whole_table(tmp_path) -> None:
+    """Costs must not grow with the store: every statement of a rollout's way uses an index."""
+    statements: list[tuple[str, tuple]] = []
+    store = SqlStore(f"sqlite:///{tmp_path / 'run.db'}")
+    event.listen(store._engine, "before_cursor_execute", lambda *a: statements.append((a[2], a[3])))
+    store.enqueue([request("r1", group_id="g")])
+    (claim,) = store.claim("w", claim_id="c")
+    store.claim("w", claim_id="c")
+    attempt = claim.attempt.attempt_id
+    store.heartbeat("r1", attempt)
+    store.add_rewards("r1", attempt, [Reward(value=1.0)])
+    store.add_spans([span(attempt)])
+    store.overdue()
+    store.finish("r1", attempt, SUCCEEDED)
+    store.traces(["r1"])
+    store.ended(["r1"])
+    store.page(group_id="g")
+    store.page(status="queued")
+    store.publish(ResourcesRequest(resources={}))
+    store.resources("latest")
+    store.close()
+    assert len(statements) > 20
+    with sqlite3.connect(tmp_path / "run.db") as connection:
+        for statement, parameters in statements:
+            if not statement.startswith(("SELECT", "UPDATE")):
+                continue
+            one = parameters[0] if isinstance(parameters, list) else parameters
+            plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {statement}", one)]
+            scans = [step for step in plan if step.startswith("SCAN")]
+            # The index of running attempts holds those alone; the newest resources are at its end.
+            whole = [s for s in scans if "one_running_attempt" not in s and s != "SCAN resources"]
+            assert not whole, (statement, plan)
+    connection.close()

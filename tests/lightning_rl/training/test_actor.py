@@ -35,6 +35,7 @@ def config(**changes: object) -> ActorConfig:
         "mini_batch_rollouts": 100, "micro_batch_rows": None, "micro_batch_tokens": None, "ppo_epochs": 1,
         "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0, "loss_agg_mode": "token-mean",
         "loss_scale_factor": 8.0, "entropy_coeff": 0.01, "grad_clip": 1e9, "lr": 1e-2, "lr_warmup_steps": 0,
+        "lr_scheduler_type": "constant", "min_lr_ratio": 0.0, "training_steps": 10,
         "betas": (0.9, 0.95), "weight_decay": 0.0,
     }  # fmt: skip
     return ActorConfig(**(values | changes))  # type: ignore[arg-type]
@@ -94,7 +95,7 @@ def per_call(rollouts: list[forest.Forest]) -> list[TrainingSequence]:
                         versions=node.call.versions,
                         temperature=1.0,
                         finish_reason="stop",
-                    )  # fmt: skip
+                    )
                 ]
             )
             cut += [(i, row) for row in rows.cut(whole, {})]
@@ -217,3 +218,12 @@ def test_a_checkpoint_is_a_hugging_face_folder(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(inputs).logits, model(inputs).logits)
     checkpoint.save(model, tmp_path, folder)  # over an older one
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_learning_rate_warms_up_and_falls() -> None:
+    from lightning_rl.training.actor import lr_factor
+
+    cosine = config(lr_warmup_steps=4, lr_scheduler_type="cosine", min_lr_ratio=0.1, training_steps=24)
+    assert [lr_factor(step, cosine) for step in (0, 3, 4, 14, 24, 99)] == pytest.approx([0.2, 0.8, 1, 0.55, 0.1, 0.1])
+    with pytest.raises(ValueError, match="'linear' is unknown"):
+        lr_factor(5, config(lr_scheduler_type="linear"))
