@@ -26,7 +26,7 @@ CONFIG: dict[str, Any] = {
     },
     # Sampler and trainer agree to 1e-5 here, so the sampler's log probabilities serve as the old ones.
     "algorithm": {"rollout_correction": {"bypass_mode": True}},
-    "trainer": {"total_training_steps": 80, "test_freq": 20},
+    "trainer": {"total_training_steps": 60, "test_freq": 10},
 }
 
 

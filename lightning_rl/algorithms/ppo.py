@@ -63,7 +63,10 @@ class PPO(Algorithm):
         torch.manual_seed(self.config.data.seed)
         self.model: Any = load_model(self.model_path, device=_device(self.config.trainer.device))
         self.engine = EmbeddedEngine(
-            copy.deepcopy(self.model), max_num_seqs=rollout.max_num_seqs, max_model_len=rollout.max_model_len
+            copy.deepcopy(self.model),
+            max_num_seqs=rollout.max_num_seqs,
+            max_model_len=rollout.max_model_len,
+            threads=rollout.num_threads,
         )
         self.engine.start()
         self.engine_server = EngineServer(self.engine)
