@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     from lightning_rl.emit import emit_reward
     from lightning_rl.resources import LLM, ProxyLLM
     from lightning_rl.trainer import Trainer
+    from lightning_rl_adapters.call import Call
+    from lightning_rl_adapters.forest import Forest
+    from lightning_rl_adapters.rows import Row
+    from lightning_rl_adapters.span import Span
+    from lightning_rl_adapters.triplet import Triplet
 
 __version__ = "0.1.0"
 
@@ -23,6 +28,11 @@ _HOME = {
     "LLM": "lightning_rl.resources",
     "ProxyLLM": "lightning_rl.resources",
     "Trainer": "lightning_rl.trainer",
+    "Call": "lightning_rl_adapters.call",
+    "Forest": "lightning_rl_adapters.forest",
+    "Row": "lightning_rl_adapters.rows",
+    "Span": "lightning_rl_adapters.span",
+    "Triplet": "lightning_rl_adapters.triplet",
 }
 
 __all__ = [
@@ -31,8 +41,13 @@ __all__ = [
     "VERL",
     "Agent",
     "Algorithm",
+    "Call",
+    "Forest",
     "ProxyLLM",
+    "Row",
+    "Span",
     "Trainer",
+    "Triplet",
     "emit_reward",
     "rollout",
 ]

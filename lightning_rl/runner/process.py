@@ -42,6 +42,8 @@ class Payload(TypedDict):
 def main() -> None:
     """Run until told to stop."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for client in ("httpx", "httpx2"):  # they log a line for every call of the agent
+        logging.getLogger(client).setLevel(logging.WARNING)
     payload: Payload = pickle.loads(_read_frame(sys.stdin.buffer))
     sys.path[:] = payload["sys_path"]
     agent = pickle.loads(payload["agent"])

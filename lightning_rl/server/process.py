@@ -133,6 +133,7 @@ class _Server(uvicorn.Server):
             http="httptools",
             ws="none",
             access_log=False,
+            proxy_headers=False,
             log_config=None,
             lifespan="on",
             timeout_graceful_shutdown=_LONG_POLL_GRACE_SECONDS,

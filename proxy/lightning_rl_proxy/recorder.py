@@ -6,6 +6,7 @@ journal left by a killed gateway is replayed at the next start; the ledger ignor
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import struct
@@ -20,6 +21,7 @@ from lightning_rl_proxy.ledger import Ledger
 
 _HEADER = struct.Struct("<II")  # length, crc32
 _EMPTIED_ABOVE = 16 * 2**20  # bytes
+_LINGER_SECONDS = 0.02
 _log = logging.getLogger(__name__)
 
 
@@ -35,6 +37,7 @@ class Recorder:
         self._recorded = 0
         self._stored = 0
         self._wake = asyncio.Event()
+        self._urgent = asyncio.Event()
         self._progress = asyncio.Condition()
         self._fd = -1
         self._task: asyncio.Task[None] | None = None
@@ -65,6 +68,9 @@ class Recorder:
     async def stored(self) -> None:
         """Wait until every record made so far is durable in the ledger."""
         target = self._recorded
+        if self._stored >= target:
+            return
+        self._urgent.set()
         async with self._progress:
             await self._progress.wait_for(lambda: self._stored >= target)
 
@@ -72,6 +78,7 @@ class Recorder:
         backoff = 0.05
         while True:
             await self._wake.wait()
+            await self._linger()
             batch = self._pending[: self._max_batch]
             try:
                 await self._ledger.add_spans(batch)
@@ -84,11 +91,19 @@ class Recorder:
             del self._pending[: len(batch)]
             if not self._pending:
                 self._wake.clear()
+                self._urgent.clear()
                 if os.fstat(self._fd).st_size > _EMPTIED_ABOVE:
                     os.ftruncate(self._fd, 0)
             async with self._progress:
                 self._stored += len(batch)
                 self._progress.notify_all()
+
+    async def _linger(self) -> None:
+        """Let more records gather, unless there are many or somebody waits: a batch costs the ledger one commit."""
+        if len(self._pending) < self._max_batch:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LINGER_SECONDS):
+                    await self._urgent.wait()
 
 
 def replay(path: Path) -> Iterator[Span]:

@@ -169,3 +169,10 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
         "import lightning_rl, sys; print([m for m in ('torch', 'transformers', 'sqlalchemy') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there_and_unknown_ones_are_named() -> None:
+    assert all(getattr(lrl, name) is not None for name in lrl.__all__)
+    assert set(lrl.__all__) <= set(dir(lrl))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = lrl.nonsense
