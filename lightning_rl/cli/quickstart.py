@@ -61,7 +61,8 @@ def tell(algorithm: "PPO", run_dir: Path, tutorial: Any, console: "Console") -> 
     console.print(
         f"{int(last['tokens/received'])} tokens came from the engine = {int(last['tokens/trained'])} trained"
         + "".join(f" + {n} {reason}" for reason, n in sorted(excluded.items()))
-        + f" + {int(last['tokens/pending'])} pending"
+        + f" + {int(last['tokens/pending'])} pending",
+        soft_wrap=True,
     )
     console.rule("the run")
     console.print(

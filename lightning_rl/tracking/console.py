@@ -32,7 +32,7 @@ class ConsoleTracker:
         """Show the metrics of `step`; validations stay on the screen."""
         if "val/reward" in metrics:
             self._validation = f"held-out {metrics['val/reward']:.3f}"
-            self._progress.console.print(f"[bold]step {step:>4}[/]  validation reward {metrics['val/reward']:.3f}")
+            self._progress.console.print(f"[bold]step {step:>4}[/]  held-out reward {metrics['val/reward']:.3f}")
         if "critic/rewards/mean" not in metrics:
             return
         reward, calls = metrics["critic/rewards/mean"], metrics["perf/calls_per_s"]
