@@ -24,7 +24,7 @@ from lightning_rl.algorithms.conservation import TokenAccount
 from lightning_rl.algorithms.trajectories import Trajectory, trajectory_of
 from lightning_rl.config import ConfigError, compose
 from lightning_rl.inference.engine import EmbeddedEngine
-from lightning_rl.inference.load import load_model
+from lightning_rl.inference.load import load_model, model_folder
 from lightning_rl.inference.server import EngineServer
 from lightning_rl.rl import advantages
 from lightning_rl.store.contract import RolloutRequest
@@ -58,8 +58,9 @@ class PPO(Algorithm):
                 f"algorithm.adv_estimator {self.config.algorithm.adv_estimator!r} is unknown; there is 'grpo'"
             )
         self.run_dir = run_dir
-        self.model_path = Path(model_config.path)
-        self.model_name = self.model_path.name
+        self.model_path = model_folder(model_config.path)
+        # Under its id a hub's model finds its renderer by itself.
+        self.model_name = self.model_path.name if Path(model_config.path).is_dir() else str(model_config.path)
         torch.manual_seed(self.config.data.seed)
         self.model: Any = load_model(self.model_path, device=_device(self.config.trainer.device))
         self.engine = EmbeddedEngine(

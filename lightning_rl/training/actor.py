@@ -72,6 +72,8 @@ class Actor:
 
     def update(self, sequences: list[TrainingSequence]) -> dict[str, float]:
         """One PPO update over sequences whose `old_log_probs` are set; verl's `actor/...` metrics."""
+        if not sequences:
+            return {}
         metrics: list[dict[str, float]] = []
         self.model.train()
         for _ in range(self.config.ppo_epochs):
@@ -79,7 +81,7 @@ class Actor:
                 metrics.append(self._optimizer_step(mini))
         self.model.eval()
         self._schedule.step()
-        return {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]} if metrics else {}
+        return {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
 
     def accumulate(self, mini: list[TrainingSequence]) -> dict[str, float]:
         """Add the gradient of one mini-batch's loss to the parameters' `.grad`; its metrics."""

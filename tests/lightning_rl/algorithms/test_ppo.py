@@ -55,6 +55,14 @@ def test_agents_that_fail_are_data(tmp_path: Path) -> None:
     assert row["tokens/received"] == row["tokens/trained"] > 0
 
 
+def test_rollouts_without_calls_train_nothing(tmp_path: Path) -> None:
+    algorithm = lrl.PPO(config())
+    lrl.Trainer(some_fail, n_runners=4, run_dir=tmp_path).fit(algorithm, [3, 3, 3, 3])
+    [row] = read(tmp_path / "metrics.jsonl")
+    assert (row["rollouts/rows"], row["tokens/received"], row["critic/rewards/mean"]) == (0, 0, 1)
+    assert "actor/pg_loss" not in row
+
+
 def test_a_rule_may_leave_failed_agents_out(tmp_path: Path) -> None:
     algorithm = lrl.PPO(config() | {"algorithm": {"agent_failure": "exclude"}})
     lrl.Trainer(some_fail, n_runners=4, run_dir=tmp_path).fit(algorithm, [0, 1, 2, 3])

@@ -1,6 +1,9 @@
+from pathlib import Path
+
+import pytest
 import torch
 
-from lightning_rl.inference.load import load_model
+from lightning_rl.inference.load import load_model, model_folder
 
 from .models import make
 
@@ -15,3 +18,16 @@ def test_a_saved_model_comes_back_ready_to_sample(tmp_path):
     with torch.inference_mode():
         assert torch.equal(loaded(input_ids=inputs).logits, model.eval()(input_ids=inputs).logits)
     assert load_model(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_what_is_neither_a_folder_nor_an_id_is_named(tmp_path: Path) -> None:
+    assert model_folder(str(tmp_path)) == tmp_path
+    with pytest.raises(FileNotFoundError, match="'/nope/model' is neither a folder nor a model id"):
+        model_folder("/nope/model")
+
+
+def test_an_id_is_taken_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name: asked.append(name) or str(tmp_path))
+    assert model_folder("Qwen/Qwen3-0.6B") == tmp_path
+    assert asked == ["Qwen/Qwen3-0.6B"]
