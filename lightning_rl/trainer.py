@@ -17,6 +17,7 @@ from lightning_rl.algorithms.base import Algorithm
 from lightning_rl.runner import launch as runners
 from lightning_rl.server import launch as server
 from lightning_rl.store.client import HttpStore
+from lightning_rl.store.errors import Unreachable
 
 
 class Trainer:
@@ -62,7 +63,11 @@ class Trainer:
                 working.check()
 
             algorithm.check = check
-            algorithm.run(train_dataset, val_dataset)
+            try:
+                algorithm.run(train_dataset, val_dataset)
+            except Unreachable:
+                check()  # a dead server is the cause rather than its silence, and its log says why
+                raise
         return algorithm
 
 

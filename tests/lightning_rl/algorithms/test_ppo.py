@@ -1,7 +1,10 @@
 """PPO through the real parts, a step or two: it refuses a wrong engine, and agents that fail are data."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import lightning_rl as lrl
 from lightning_rl.algorithms import ppo as ppo_module
 from lightning_rl.algorithms.ppo import SamplerMismatch
 from lightning_rl.config import ConfigError, compose
+from lightning_rl.server.child import ChildDied
 from lightning_rl.tracking.jsonl import read
 
 ROOT = Path(__file__).parents[3]
@@ -85,6 +89,22 @@ def test_an_engine_with_other_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SamplerMismatch, match="on the first batch sampler and trainer log probabilities differ"):
         trainer.fit(WrongEngine(config()), [0, 1, 2, 3])
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_server_that_dies_ends_the_run_by_name_and_leaves_no_process(tmp_path: Path) -> None:
+    def children(module: str) -> list[int]:
+        command = ["pgrep", "-P", str(os.getpid()), "-f", module]
+        return [int(pid) for pid in subprocess.run(command, capture_output=True, text=True).stdout.split()]
+
+    class ServerDies(lrl.PPO):
+        def roll_out(self, *arguments: Any) -> Any:
+            [server] = children("lightning_rl.server.process")
+            os.kill(server, signal.SIGKILL)
+            return super().roll_out(*arguments)
+
+    with pytest.raises(ChildDied, match=r"the server ended with status -9; the end of .*server\.log"):
+        lrl.Trainer(some_fail, n_runners=2, run_dir=tmp_path).fit(ServerDies(config()), [0, 1, 2, 3])
+    assert children("lightning_rl") == []
 
 
 def test_recomputed_old_log_probs_train_too(tmp_path: Path) -> None:
