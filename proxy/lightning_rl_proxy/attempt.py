@@ -126,13 +126,15 @@ class Attempt:
         """The earlier exchange that an equal request joins instead of sampling anew.
 
         Equal bodies alone are separate samples; it takes a retry mark, or an earlier client that left before its whole
-        answer was written. The oldest whose client is gone comes first.
+        answer was written. The oldest whose client is gone comes first, then the oldest undelivered.
         """
         earlier = self.exchanges.get(body_key, [])
         for exchange in earlier:
             if exchange.client_gone:
                 return exchange
-        return earlier[-1] if marked_as_retry and earlier else None
+        if not marked_as_retry or not earlier:
+            return None
+        return next((exchange for exchange in earlier if not exchange.recorded), earlier[-1])
 
     def _root(
         self,

@@ -305,6 +305,24 @@ def test_a_marked_retry_joins_the_call_in_flight(served: Served) -> None:
     assert len(served.engine.prompts) == 1
 
 
+def test_a_marked_retry_joins_the_oldest_of_several_in_flight(served: Served) -> None:
+    import asyncio
+
+    served.engine.hold = asyncio.Event()
+    body = b'{"model": "policy", "messages": [{"role": "user", "content": "x"}]}'
+    send = (served, "/v1/chat/completions", body, served.key())
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(post, *send)
+        served.eventually(lambda: len(served.engine.prompts) == 1)
+        second = pool.submit(post, *send)
+        served.eventually(lambda: len(served.engine.prompts) == 2)
+        retried = pool.submit(post, *send, **{"x-stainless-retry-count": "1"})
+        served.eventually(lambda: served.gateway.state()["counters"].get("joined_retries", 0) == 1)
+        served.run(_set(served.engine.hold))
+        ids = [answer.result(20).json()["id"] for answer in (first, second, retried)]
+    assert ids[2] == ids[0] != ids[1]
+
+
 def _set(event: Any) -> Any:
     async def work() -> None:
         event.set()
