@@ -33,6 +33,7 @@ from lightning_rl.training.actor import Actor, ActorConfig
 from lightning_rl.training.batch import TrainingSequence, sequence_of
 
 _WAIT_SECONDS = 10.0
+_PAUSE_LEASE_SECONDS = 120.0  # a trainer that dies in mid-update does not park its agents for ever
 
 
 class SamplerMismatch(RuntimeError):
@@ -252,7 +253,7 @@ class PPO(Algorithm):
     def _publish_weights(self) -> None:
         """Give the engine the new weights while calls wait at the gateway."""
         self.policy_version += 1
-        self.store.pause(self.model_name)
+        self.store.pause(self.model_name, lease_seconds=_PAUSE_LEASE_SECONDS)
         self.engine.update_weights(self.model, self.policy_version)
         self.store.resume(self.model_name, self.policy_version)
 

@@ -3,7 +3,9 @@
 It is the tutorial's own `train.py` that runs; this file only finds it, and tells the story of the run afterwards.
 """
 
+import contextlib
 import importlib
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -90,17 +92,17 @@ def _improved(run_dir: Path, algorithm: "PPO", last: int, most: int = 3) -> list
     """Held-out questions that were wrong at first and right at last, as (index, transcript before, and after)."""
     from lightning_rl.store.sql import SqlStore
 
-    store = SqlStore(f"sqlite:///{run_dir / 'store.db'}")
     seed = algorithm.config.data.seed
     found: list[tuple[int, str, str]] = []
-    for index in range(int(1e6)):
-        names = [f"val-{seed}-{step}-{index}-0" for step in (0, last)]
-        traces = store.traces(names)
-        if len(traces) < 2 or len(found) == most:
-            return found
-        before, after = (traces[name] for name in names)
-        if before.rollout.reward == 0 and after.rollout.reward == 1:
-            found.append((index, _transcript("before", before), _transcript("after", after)))
+    with contextlib.closing(SqlStore(f"sqlite:///{run_dir / 'store.db'}")) as store:
+        for index in itertools.count():
+            names = [f"val-{seed}-{step}-{index}-0" for step in (0, last)]
+            traces = store.traces(names)
+            if len(traces) < 2 or len(found) == most:
+                break
+            before, after = (traces[name] for name in names)
+            if before.rollout.reward == 0 and after.rollout.reward == 1:
+                found.append((index, _transcript("before", before), _transcript("after", after)))
     return found
 
 

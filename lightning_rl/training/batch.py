@@ -1,7 +1,7 @@
 """Training rows as arrays, mini-batches of whole rollouts, micro-batches of rows of like length.
 
-A `Sequence` is one row made ready: its tokens, which of them are trained, and what each of those needs. Padding is to
-the right and never trained, so under causal attention it changes nothing.
+A `TrainingSequence` is one row made ready: its tokens, which of them are trained, and what each of those needs.
+Padding is to the right and never trained, so under causal attention it changes nothing.
 """
 
 from collections import defaultdict
