@@ -4,13 +4,22 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test lint types check bench clean
+.PHONY: quickstart test test-chaos test-package docs lint types check bench clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/lightning-rl quickstart $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest tests $(ARGS)
+	$(BIN)/python -m pytest tests -m "not chaos and not package" $(ARGS)
+
+test-chaos: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/chaos -m chaos $(ARGS)
+
+test-package: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/e2e -m package $(ARGS)
+
+docs: $(VENV)/.base
+	$(BIN)/python -m lightning_rl.config.reference > docs/config.md
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_rl.agent import Agent, rollout
     from lightning_rl.algorithms.base import Algorithm
+    from lightning_rl.algorithms.baseline import Baseline
     from lightning_rl.algorithms.ppo import PPO, VERL
     from lightning_rl.emit import emit_reward
     from lightning_rl.resources import LLM, ProxyLLM
@@ -22,6 +23,7 @@ _HOME = {
     "Agent": "lightning_rl.agent",
     "rollout": "lightning_rl.agent",
     "Algorithm": "lightning_rl.algorithms.base",
+    "Baseline": "lightning_rl.algorithms.baseline",
     "PPO": "lightning_rl.algorithms.ppo",
     "VERL": "lightning_rl.algorithms.ppo",
     "emit_reward": "lightning_rl.emit",
@@ -41,6 +43,7 @@ __all__ = [
     "VERL",
     "Agent",
     "Algorithm",
+    "Baseline",
     "Call",
     "Forest",
     "ProxyLLM",
@@ -53,10 +56,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'lightning_rl' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+if not TYPE_CHECKING:  # type checkers know the names above, and report the others
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'lightning_rl' has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -4,17 +4,26 @@ The function is not changed: `@rollout` only reads its signature, and the decora
 """
 
 import asyncio
+import difflib
 import functools
 import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rl.emit import collect_rewards, finite
+from lightning_rl.errors import Explained
 from lightning_rl.resources import LLM, ProxyLLM
 
 if TYPE_CHECKING:
     from lightning_rl.store.contract import Claim
+
+
+class AgentNotFound(Explained, ValueError):
+    """The agent that a command names is not there."""
 
 
 class Agent:
@@ -85,6 +94,36 @@ def as_agent(candidate: Any) -> Agent:
     if callable(candidate):
         return FunctionAgent(candidate)
     raise TypeError(f"an agent is a function, an Agent or an Agent class, got {candidate!r}")
+
+
+def load_agent(spec: str) -> Agent:
+    """The agent at `module:name` or `path/to/file.py:name`; modules are looked for in the current folder too.
+
+    Raises AgentNotFound saying what is wrong with `spec`: its form, the file, the module, or the name. What the module
+    itself raises comes through.
+    """
+    place, _, name = spec.rpartition(":")
+    if not place or not name:
+        raise AgentNotFound(f"agent {spec!r} is neither module:function nor path/to/file.py:function")
+    folder = Path.cwd()
+    if place.endswith(".py"):
+        file = Path(place).resolve()
+        if not file.is_file():
+            raise AgentNotFound(f"agent {spec!r}: there is no file {file}")
+        folder, place = file.parent, file.stem
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # runners import by the same path
+    if importlib.util.find_spec(place.partition(".")[0]) is None:
+        raise AgentNotFound(f"agent {spec!r}: there is no module {place!r} in {folder}, nor installed")
+    module = importlib.import_module(place)
+    candidate: Any = module
+    for part in name.split("."):
+        candidate = getattr(candidate, part, None)
+    if candidate is None:
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise AgentNotFound(f"agent {spec!r}: {module.__file__} has no {name!r}{hint}")
+    return as_agent(candidate)
 
 
 def run_agent(

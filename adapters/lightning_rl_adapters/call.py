@@ -1,7 +1,8 @@
 """A call: one LLM request and one sampled answer, as the forest sees it.
 
 `prompt_ids` holds only what the call adds to its parent's context (parent prompt + parent response); a call without a
-parent holds its whole prompt. Every response token was sampled by the engine, in this order.
+parent holds its whole prompt. Every response token was sampled by the engine, in this order. A call whose tokens
+nobody told (`exact` is false) holds none, only its place.
 """
 
 from collections.abc import Iterable
@@ -25,8 +26,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One sampled answer.
 
     `logprobs` are natural logs, one per response token, or None where the engine gave none. `logprob_kind` is
-    `sampled` (log softmax(logits / temperature) of the effective call) or `greedy` (temperature 0: the logprobs of
-    temperature 1). `number` is the order of arrival in the attempt, from 0.
+    `sampled` (log softmax(logits / temperature) of the effective call), `greedy` (temperature 0: the logprobs of
+    temperature 1) or `raw` (log softmax(logits), whatever the temperature). `number` is the order of arrival in the
+    attempt, from 0. `exact`: the token ids are all there. `trainable`: false for a frozen model's call.
     """
 
     call_id: str
@@ -44,6 +46,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     agent: str | None = None
     logprob_kind: str = "sampled"
     delivered: bool = True
+    exact: bool = True
+    trainable: bool = True
     start_ns: int = 0
     end_ns: int = 0
 
@@ -93,6 +97,8 @@ def to_span(call: Call, **more: Any) -> Span:
             semconv.POLICY_VERSIONS: [[r.version, r.start, r.end] for r in call.versions],
             semconv.SAMPLING_EFFECTIVE: {"temperature": call.temperature},
             semconv.DELIVERED: call.delivered,
+            semconv.EXACT: call.exact,
+            semconv.TRAINABLE: call.trainable,
         }
         | more,
     )
@@ -122,6 +128,9 @@ def from_span(span: Span) -> Call:
         temperature=float(attributes[semconv.SAMPLING_EFFECTIVE]["temperature"]),
         finish_reason=attributes[semconv.FINISH_REASONS][0],
         delivered=attributes[semconv.DELIVERED],
+        # Spans of earlier releases have neither: they were all of token engines.
+        exact=attributes.get(semconv.EXACT, True),
+        trainable=attributes.get(semconv.TRAINABLE, True),
     )
 
 

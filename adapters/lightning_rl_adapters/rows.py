@@ -4,7 +4,7 @@ The trunk (what a fork's branches share) is trained in the row whose first call 
 others it is context: mask 0, no logprob, no version, no call id, reward 0.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -16,7 +16,8 @@ class Row(msgspec.Struct, kw_only=True):
 
     `logprobs`, `policy_versions` and `call_ids` are None where the mask is 0. `rewards` is 0 but on the last sampled
     token of a call. `excluded` is the reason why the whole row is left out (its mask stays), `excluded_calls` the
-    reasons of single calls that are left out (their mask is 0).
+    reasons of single calls that are left out (their mask is 0). A row with a call whose token ids nobody told is not
+    `exact`: its lists hold what is known, and it is excluded as `inexact`; one of a frozen model as `frozen`.
     """
 
     token_ids: list[int]
@@ -27,6 +28,7 @@ class Row(msgspec.Struct, kw_only=True):
     call_ids: list[str | None]
     temperature: list[float | None]
     model: str
+    exact: bool = True
     excluded: str | None = None
     excluded_calls: dict[str, str] = {}
 
@@ -38,28 +40,40 @@ def cut(forest: Forest, rewards: Mapping[str, float], *, max_tokens: int | None 
     row never takes along a trunk whose other branches train.
     """
     leaves = list(forest.leaves())
-    overlong = {leaf for leaf in leaves if max_tokens is not None and _length(leaf) > max_tokens}
-    heirs = _heirs(forest, overlong)
-    return [_row(leaf, rewards, heirs, overlong=leaf in overlong) for leaf in leaves]
+    excluded = {leaf: reason for leaf in leaves if (reason := _why_excluded(leaf, max_tokens)) is not None}
+    heirs = _heirs(forest, excluded)
+    return [_row(leaf, rewards, heirs, excluded.get(leaf)) for leaf in leaves]
+
+
+def _why_excluded(leaf: Node, max_tokens: int | None) -> str | None:
+    if not _exact(leaf):
+        return "inexact"
+    if not leaf.call.trainable:
+        return "frozen"
+    return "overlong" if max_tokens is not None and _length(leaf) > max_tokens else None
+
+
+def _exact(leaf: Node) -> bool:
+    return all(node.call.exact for node in leaf.path())
 
 
 def _length(leaf: Node) -> int:
     return sum(len(node.call.prompt_ids) + len(node.call.response_ids) for node in leaf.path())
 
 
-def _heirs(forest: Forest, overlong: set[Node]) -> dict[Node, Node]:
+def _heirs(forest: Forest, excluded: Collection[Node]) -> dict[Node, Node]:
     """Of each forked or continued node the child whose branch trains it: the first to arrive of those that are kept."""
     kept: dict[Node, bool] = {}
     heirs: dict[Node, Node] = {}
     for node in reversed(forest.nodes.values()):  # children arrive after their parents
         alive = [child for child in node.children if kept[child]]
-        kept[node] = bool(alive) if node.children else node not in overlong
+        kept[node] = bool(alive) if node.children else node not in excluded
         if node.children:
             heirs[node] = (alive or node.children)[0]
     return heirs
 
 
-def _row(leaf: Node, rewards: Mapping[str, float], heirs: Mapping[Node, Node], *, overlong: bool) -> Row:
+def _row(leaf: Node, rewards: Mapping[str, float], heirs: Mapping[Node, Node], excluded: str | None) -> Row:
     path = leaf.path()
     row = Row(
         token_ids=[],
@@ -70,6 +84,8 @@ def _row(leaf: Node, rewards: Mapping[str, float], heirs: Mapping[Node, Node], *
         call_ids=[],
         temperature=[],
         model=leaf.call.model,
+        exact=_exact(leaf),
+        excluded=excluded,
     )
     owned = _owned_from(path, heirs)
     for depth, node in enumerate(path):
@@ -82,9 +98,7 @@ def _row(leaf: Node, rewards: Mapping[str, float], heirs: Mapping[Node, Node], *
             row.excluded_calls[call.call_id] = "undelivered"
         else:
             _append_sampled(row, node, rewards.get(call.call_id, 0.0))
-    if overlong:
-        row.excluded = "overlong"
-    elif row.excluded_calls and not any(row.loss_mask):
+    if excluded is None and row.excluded_calls and not any(row.loss_mask):
         row.excluded = "undelivered"
     return row
 

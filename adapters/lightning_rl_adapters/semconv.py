@@ -26,5 +26,7 @@ SAMPLING_REQUESTED: Final = "lightning_rl.sampling.requested"
 SAMPLING_EFFECTIVE: Final = "lightning_rl.sampling.effective"
 IGNORED_FIELDS: Final = "lightning_rl.ignored_fields"
 DELIVERED: Final = "lightning_rl.delivered"
+EXACT: Final = "lightning_rl.exact"
+TRAINABLE: Final = "lightning_rl.trainable"
 
 CALL_SPAN: Final = "lightning_rl.call"

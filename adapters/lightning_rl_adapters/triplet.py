@@ -8,7 +8,10 @@ from lightning_rl_adapters.forest import Forest, Node
 
 
 class Triplet(msgspec.Struct, kw_only=True):
-    """One call: P prompt ids, R response ids, R logprobs (nats) or None, and the reward that reached it."""
+    """One call: P prompt ids, R response ids, R logprobs (nats) or None, and the reward that reached it.
+
+    Where it is not `exact`, the token ids of the call, or of one before it, are not known: the lists hold what is.
+    """
 
     call_id: str
     agent: str | None
@@ -17,6 +20,7 @@ class Triplet(msgspec.Struct, kw_only=True):
     response_token_ids: list[int]
     response_logprobs: list[float] | None
     reward: float | None
+    exact: bool = True
 
 
 def triplets(forest: Forest, rewards: Mapping[str, float]) -> list[Triplet]:
@@ -30,6 +34,7 @@ def triplets(forest: Forest, rewards: Mapping[str, float]) -> list[Triplet]:
             response_token_ids=node.call.response_ids,
             response_logprobs=node.call.logprobs,
             reward=rewards.get(call_id),
+            exact=all(step.call.exact for step in node.path()),
         )
         for call_id, node in forest.nodes.items()
     ]

@@ -22,7 +22,7 @@ CONFIG: dict[str, Any] = {
             "clip_ratio_high": 0.28,
             "optim": {"lr": 3e-4, "lr_warmup_steps": 5, "betas": [0.9, 0.95]},
         },
-        "rollout": {"n": 16, "max_model_len": 320, "renderer": "qwen3", "val_kwargs": {"temperature": 1.0}},
+        "rollout": {"n": 16, "max_model_len": 320, "val_kwargs": {"temperature": 1.0}},
     },
     # Sampler and trainer agree to 1e-5 here, so the sampler's log probabilities serve as the old ones.
     "algorithm": {"rollout_correction": {"bypass_mode": True}},

@@ -79,6 +79,7 @@ def train_tokenizer(conversations: list[list[Message]], folder: Path) -> None:
         "model_max_length": 512,
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
+        "renderer": "qwen3",  # which the gateway's `auto` looks for
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 

@@ -1,19 +1,28 @@
 """The base of every algorithm: it is opened with a run folder, given a store, and run on datasets."""
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from lightning_rl.store.client import HttpStore
+from lightning_rl.store.contract import RolloutRequest, RolloutTrace
+
+T = TypeVar("T")
+
+_WAIT_SECONDS = 10.0  # between two looks at the processes of the run
 
 
 class Endpoint(msgspec.Struct, kw_only=True):
-    """The policy as the server needs to know it: its name, how its chat format is rendered, and its engines."""
+    """The policy as the server needs to know it: its name, how its chat format is rendered, and its engines.
+
+    Without `tokenizer` (a folder) every model is a chat backend.
+    """
 
     model: str
-    tokenizer: str
+    tokenizer: str | None
     renderer: str
     engines: list[dict[str, Any]]
 
@@ -22,11 +31,17 @@ class Algorithm:
     """Subclass it: `open` starts the engines and says what the gateway serves, `run` does the work.
 
     The Trainer sets `store` between the two, and `check`, which raises when one of the run's processes has died: call
-    it while waiting.
+    it while waiting, or wait with `finished`, which does.
     """
 
     store: HttpStore
     check: Callable[[], None]
+    n_runners = 8  # rollouts at once, where the Trainer is not told
+    resume = False  # whether to go on with a run folder that holds a run
+
+    def default_run_dir(self) -> Path:
+        """The run folder, where the Trainer is not told."""
+        return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
 
     def open(self, run_dir: Path) -> Endpoint:
         """Start what must run before the server; the policy's endpoint."""
@@ -38,3 +53,18 @@ class Algorithm:
 
     def close(self) -> None:
         """Stop what `open` started. Called also after an error."""
+
+    def finished(self, requests: Sequence[RolloutRequest], read: Callable[[RolloutTrace], T]) -> list[T]:
+        """Ask for rollouts (each with an id of its own) and wait; what `read` makes of each, in that order.
+
+        `read` is called as they end, while others still run.
+        """
+        self.store.enqueue(requests)
+        waiting = {str(request.rollout_id) for request in requests}
+        ended: dict[str, T] = {}
+        while waiting:
+            self.check()
+            finished = [r.rollout_id for r in self.store.wait(sorted(waiting), wait_seconds=_WAIT_SECONDS)]
+            ended |= {rollout_id: read(trace) for rollout_id, trace in self.store.traces(finished).items()}
+            waiting.difference_update(finished)
+        return [ended[str(request.rollout_id)] for request in requests]

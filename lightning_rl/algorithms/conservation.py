@@ -5,9 +5,12 @@ recorded spans. The two sides meet only here, so a token lost or doubled anywher
 """
 
 from collections import Counter
+from typing import Any
+
+from lightning_rl.errors import Explained
 
 
-class ConservationError(RuntimeError):
+class ConservationError(Explained, RuntimeError):
     """Tokens were lost or doubled between engine and training: the run must not go on."""
 
 
@@ -28,9 +31,22 @@ class TokenAccount:
         if tokens:
             self.excluded[reason] += tokens
 
+    @property
+    def entered(self) -> int:
+        """All tokens whose end is known."""
+        return self.trained + sum(self.excluded.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The account, for a checkpoint."""
+        return {"trained": self.trained, "excluded": dict(self.excluded)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with an account that was saved."""
+        self.trained, self.excluded = state["trained"], Counter(state["excluded"])
+
     def check(self, received: int, pending: int) -> dict[str, float]:
         """The account as metrics. Raises ConservationError where it does not balance."""
-        entered = self.trained + sum(self.excluded.values())
+        entered = self.entered
         if received != entered + pending:
             reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(self.excluded.items()))
             raise ConservationError(

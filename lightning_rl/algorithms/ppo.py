@@ -3,14 +3,17 @@
 A step rolls out `n` times per task, reads the finished rollouts back as rows, estimates advantages over rollouts,
 updates the policy, and publishes its weights. Sampler and trainer are compared on the first batch, tokens are
 accounted for after every step: a run stops rather than train on wrong data.
+
+A run that is resumed starts at its last checkpoint and asks for the same rollouts again under the same ids: what the
+store already holds of them is trained on as it is, the rest is sampled.
 """
 
-import copy
 import random
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,92 +24,107 @@ from omegaconf import DictConfig
 from lightning_rl import tracking
 from lightning_rl.algorithms.base import Algorithm, Endpoint
 from lightning_rl.algorithms.conservation import TokenAccount
+from lightning_rl.algorithms.metrics import rollout_metrics, timed
+from lightning_rl.algorithms.problems import Problems
 from lightning_rl.algorithms.trajectories import Trajectory, trajectory_of
-from lightning_rl.config import ConfigError, compose
-from lightning_rl.inference.engine import EmbeddedEngine
-from lightning_rl.inference.load import load_model, model_folder
-from lightning_rl.inference.server import EngineServer
+from lightning_rl.config import ConfigError, compose, to_yaml
+from lightning_rl.config.schema import Config, Rollout, ValKwargs
+from lightning_rl.data import load_tasks
+from lightning_rl.errors import Explained
+from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.rl import advantages
-from lightning_rl.store.contract import RolloutRequest
+from lightning_rl.store.contract import RolloutConfig, RolloutRequest
+from lightning_rl.tracking import jsonl
 from lightning_rl.training import checkpoint
 from lightning_rl.training.actor import Actor, ActorConfig
 from lightning_rl.training.batch import TrainingSequence, sequence_of
 
-_WAIT_SECONDS = 10.0
 _PAUSE_LEASE_SECONDS = 120.0  # a trainer that dies in mid-update does not park its agents for ever
 
 
-class SamplerMismatch(RuntimeError):
+class SamplerMismatch(Explained, RuntimeError):
     """The engine's log probabilities are not the trainer's: training on them would be wrong in silence."""
 
 
 class PPO(Algorithm):
-    """Proximal policy optimisation with group-relative advantages, under verl's config keys (see `config/ppo.yaml`)."""
+    """Proximal policy optimisation with group-relative advantages, under verl's config keys (`docs/config.md`)."""
 
-    def __init__(self, config: Mapping[str, Any] | DictConfig | None = None) -> None:
-        self.config = compose(config)
+    console = True  # False: nothing is shown, whatever trainer.logger says
+
+    def __init__(self, config: Mapping[str, Any] | DictConfig | Config | None = None) -> None:
+        self.config = config if isinstance(config, Config) else compose(config)
         self.step = 0
         self.policy_version = 0
         self.history: list[dict[str, float]] = []
+        self.n_runners = self.config.actor_rollout_ref.rollout.agent.num_workers
+        self.resume = self.config.trainer.resume_mode == "auto"
+
+    def default_run_dir(self) -> Path:
+        """See `Algorithm`."""
+        trainer, folder = self.config.trainer, super().default_run_dir()
+        name = folder.name if trainer.experiment_name is None else f"{trainer.experiment_name}-{folder.name}"
+        return folder.parent / (trainer.project_name or "") / name
 
     def open(self, run_dir: Path) -> Endpoint:
         """Load the model and start the embedded engine."""
-        model_config, rollout = self.config.actor_rollout_ref.model, self.config.actor_rollout_ref.rollout
+        rollout = self.config.actor_rollout_ref.rollout
         if rollout.name != "embedded":
-            raise ConfigError(f"actor_rollout_ref.rollout.name {rollout.name!r} is unknown; there is 'embedded'")
-        if self.config.algorithm.adv_estimator != "grpo":
-            raise ConfigError(
-                f"algorithm.adv_estimator {self.config.algorithm.adv_estimator!r} is unknown; there is 'grpo'"
-            )
+            raise ConfigError(f"actor_rollout_ref.rollout.name {rollout.name!r} cannot be started; there is 'embedded'")
+        tracking.check_names(self.config.trainer.logger)
         self.run_dir = run_dir
-        self.model_path = model_folder(model_config.path)
-        # Under its id a hub's model finds its renderer by itself.
-        self.model_name = self.model_path.name if Path(model_config.path).is_dir() else str(model_config.path)
+        (run_dir / "config.yaml").write_text(to_yaml(self.config))
+        self._began_ns = time.time_ns()
+        self._checkpoint = checkpoint.latest(run_dir / "checkpoints") if self.resume else None
         torch.manual_seed(self.config.data.seed)
-        self.model: Any = load_model(self.model_path, device=_device(self.config.trainer.device))
-        self.engine = EmbeddedEngine(
-            copy.deepcopy(self.model),
+        self.policy = EmbeddedPolicy(
+            self.config.actor_rollout_ref.model.path,
+            weights=self._checkpoint,
+            trained=True,
+            device=self.config.trainer.device,
             max_num_seqs=rollout.max_num_seqs,
             max_model_len=rollout.max_model_len,
             threads=rollout.num_threads,
         )
-        self.engine.start()
-        self.engine_server = EngineServer(self.engine)
-        self.engine_server.start()
-        self.account = TokenAccount(self.model_name)
-        engine = {"model": self.model_name, "kind": "embedded", "url": self.engine_server.url, "policy_version": 0}
+        self.policy.start()
+        self.model, self.engine = self.policy.model, self.policy.engine
+        if self.config.actor_rollout_ref.model.enable_gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.account = TokenAccount(self.policy.name)
         return Endpoint(
-            model=self.model_name, tokenizer=str(self.model_path), renderer=rollout.renderer, engines=[engine]
+            model=self.policy.name,
+            tokenizer=str(self.policy.folder),
+            renderer=rollout.renderer,
+            engines=[self.policy.registration()],
         )
 
     def close(self) -> None:
         """Stop the engine."""
-        if hasattr(self, "engine_server"):
-            self.engine_server.stop()
-        if hasattr(self, "engine"):
-            self.engine.stop()
+        if hasattr(self, "policy"):
+            self.policy.close()
 
     def run(self, train_dataset: Sequence[Any] | None, val_dataset: Sequence[Any] | None = None) -> None:
-        """Train on `train_dataset` and report on `val_dataset`."""
-        if not train_dataset:
-            raise ValueError("train_dataset is empty; PPO needs tasks to learn from")
-        config = self.config.trainer
-        batches = self._batches(train_dataset)
-        total = config.total_training_steps or config.total_epochs * (len(train_dataset) // self._batch_size)
-        if total < 1:
-            raise ConfigError(
-                f"{len(train_dataset)} tasks are fewer than data.train_batch_size={self._batch_size}: not one step"
-            )
+        """Train on `train_dataset` and report on `val_dataset`; without them, on the files that the config names."""
+        config, data = self.config.trainer, self.config.data
+        tasks = tasks_of("train", train_dataset, data.train_files)
+        held_out = tasks_of("val", val_dataset, data.val_files)
+        total = 0 if config.val_only else self.steps(len(tasks))
+        if config.val_only and not held_out:
+            raise ConfigError("trainer.val_only needs validation tasks: a val_dataset, or data.val_files")
         self.actor = Actor(self.model, _actor_config(self.config, total), pad_id=self.model.config.pad_token_id or 0)
-        self._trackers = tracking.open_trackers(list(config.logger), self.run_dir, total)
+        self._go_on()
+        self._problems = Problems(self.run_dir, max_tokens=self._max_tokens)
+        names = [name for name in config.logger if name != "console" or self.console]
+        self._trackers = tracking.open_trackers(names, self.run_dir, total, began_at=self.step)
         try:
             self._publish_resources()
-            if val_dataset and config.val_before_train:
-                self._log(self.validate(val_dataset))
-            for self.step, tasks in zip(range(1, total + 1), batches, strict=False):
-                metrics = self.train_step(tasks)
-                if val_dataset and (self._due(config.test_freq) or self.step == total):
-                    metrics |= self.validate(val_dataset)
+            if held_out and (config.val_before_train or config.val_only) and self.step == 0:
+                self._log(self.validate(held_out))
+            batches = islice(self._batches(tasks), self.step, total)
+            for batch in batches:
+                self.step += 1
+                metrics = self.train_step(batch)
+                if held_out and (self._due(config.test_freq) or self.step == total):
+                    metrics |= self.validate(held_out)
                 if self._due(config.save_freq) or self.step == total:
                     self.save()
                 self._log(metrics)
@@ -114,27 +132,39 @@ class PPO(Algorithm):
             for tracker in self._trackers:
                 tracker.close()
 
+    def steps(self, tasks: int) -> int:
+        """How many training steps the config makes of so many tasks. Raises ConfigError where it is not one."""
+        if not tasks:
+            raise ConfigError("train_dataset is empty; PPO needs tasks to learn from")
+        config = self.config.trainer
+        if tasks < self._batch_size:
+            raise ConfigError(
+                f"{tasks} tasks are fewer than data.train_batch_size={self._batch_size}: not one step; "
+                f"give more tasks, or set data.train_batch_size={tasks} or less"
+            )
+        return config.total_training_steps or config.total_epochs * (tasks // self._batch_size)
+
     def train_step(self, tasks: Sequence[tuple[int, Any]]) -> dict[str, float]:
         """One step on (task index, task) pairs; its metrics."""
         timing: dict[str, float] = {}
-        with _timed(timing, "step"):
-            with _timed(timing, "gen"):
+        with timed(timing, "step"):
+            with timed(timing, "gen"):
                 trajectories = self.roll_out("train", tasks, self.config.actor_rollout_ref.rollout.n)
-            with _timed(timing, "adv"):
+            with timed(timing, "adv"):
                 sequences = self._sequences(trajectories)
-            with _timed(timing, "old_log_prob"):
+            with timed(timing, "old_log_prob"):
                 metrics = self._set_old_log_probs(sequences)
-            with _timed(timing, "update_actor"):
+            with timed(timing, "update_actor"), self._memory_advice():
                 metrics |= self.actor.update(sequences)
-            with _timed(timing, "update_weights"):
+            with timed(timing, "update_weights"):
                 self._publish_weights()
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
-        return metrics | _rollout_metrics(trajectories, timing) | self._check_tokens()
+        return metrics | rollout_metrics(trajectories, timing) | self._check_tokens()
 
     def validate(self, val_dataset: Sequence[Any]) -> dict[str, float]:
         """Roll out the validation tasks under validation sampling; `val/...` metrics."""
         timing: dict[str, float] = {}
-        with _timed(timing, "testing"):
+        with timed(timing, "testing"):
             n = self.config.actor_rollout_ref.rollout.val_kwargs.n
             trajectories = self.roll_out("val", list(enumerate(val_dataset)), n)
         for trajectory in trajectories:
@@ -149,35 +179,58 @@ class PPO(Algorithm):
     def roll_out(self, mode: str, tasks: Sequence[tuple[int, Any]], n: int) -> list[Trajectory]:
         """Ask for `n` rollouts of each task, and read them back as they end. Groups are in the order of `tasks`."""
         prefix = f"{mode}-{self.config.data.seed}-{self.step}"
+        agent = self.config.actor_rollout_ref.rollout.agent
         requests = [
             RolloutRequest(
                 task=task,
                 mode=mode,  # type: ignore[arg-type]
                 rollout_id=f"{prefix}-{index}-{k}",
                 group_id=f"{prefix}-{index}",
+                config=RolloutConfig(max_attempts=agent.max_attempts, timeout_seconds=agent.timeout_seconds),
                 metadata={"task_index": f"{index}-{k}", "step": self.step},
             )
             for index, task in tasks
             for k in range(n)
         ]
-        self.store.enqueue(requests)
-        waiting = {str(request.rollout_id) for request in requests}
-        ended: dict[str, Trajectory] = {}
-        while waiting:
-            self.check()
-            finished = [r.rollout_id for r in self.store.wait(sorted(waiting), wait_seconds=_WAIT_SECONDS)]
-            for trace in self.store.traces(finished).values():
-                ended[trace.rollout.rollout_id] = trajectory_of(
-                    trace, agent_failure=self._agent_failure(), max_tokens=self._max_tokens
-                )
-            waiting.difference_update(finished)
-        return [ended[str(request.rollout_id)] for request in requests]
+        read = partial(
+            trajectory_of,
+            agent_failure=self._agent_failure(),
+            max_tokens=self._max_tokens,
+            began_ns=self._began_ns,
+            model=self.policy.name,
+        )
+        trajectories = self.finished(requests, read)
+        self._earlier_tokens -= sum(trajectory.earlier_tokens for trajectory in trajectories)
+        self._problems.report(f"step {self.step}" if mode == "train" else "validation", trajectories)
+        return trajectories
 
     def save(self) -> Path:
-        """Write a checkpoint that `transformers` loads; its folder."""
+        """Write a checkpoint that `transformers` loads and that a run resumes from; its folder."""
         folder = self.run_dir / "checkpoints" / f"step-{self.step}"
         folder.parent.mkdir(parents=True, exist_ok=True)
-        return checkpoint.save(self.model, self.model_path, folder)
+        state = {
+            "step": self.step,
+            "policy_version": self.policy_version,
+            "actor": self.actor.state_dict(),
+            "account": self.account.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
+        return checkpoint.save(self.model, self.policy.folder, folder, state)
+
+    def _go_on(self) -> None:
+        """Take up where the run folder's last checkpoint stands; a fresh run has none."""
+        if self._checkpoint is not None:
+            state = checkpoint.load_state(self._checkpoint)
+            self.step, self.policy_version = state["step"], state["policy_version"]
+            self.actor.load_state_dict(state["actor"])
+            self.account.load_state_dict(state["account"])
+            torch.set_rng_state(state["rng"])
+            self.engine.update_weights(self.model, self.policy_version)
+            self.store.resume(self.policy.name, self.policy_version)
+        self.history = jsonl.keep_until(self.run_dir / "metrics.jsonl", self.step) if self.resume else []
+        # What the store holds beyond the checkpoint is pending until its rollouts are read again.
+        self._earlier_tokens = self._received() - self.account.entered
+        self._began_at = self.step
 
     def _sequences(self, trajectories: list[Trajectory]) -> list[TrainingSequence]:
         """Advantages over the rollouts that have a reward, spread over their calls; then the rows that train."""
@@ -219,7 +272,8 @@ class PPO(Algorithm):
         if bypass:
             for sequence in sequences:
                 sequence.old_log_probs = sequence.rollout_log_probs
-        if bypass and self.step > 1:
+        first = self.step == self._began_at + 1
+        if bypass and not first:
             return {}
         gaps = [np.zeros(1, np.float32)]
         for sequence, own in zip(sequences, self.actor.log_probs(sequences), strict=True):
@@ -228,7 +282,7 @@ class PPO(Algorithm):
                 sequence.old_log_probs = own
         gap = np.concatenate(gaps)
         largest = float(np.nanmax(gap))
-        if self.step == 1 and largest > self.config.trainer.sampler_tolerance:
+        if first and largest > self.config.trainer.sampler_tolerance:
             raise SamplerMismatch(
                 f"on the first batch sampler and trainer log probabilities differ by up to {largest:.3g} "
                 f"(trainer.sampler_tolerance is {self.config.trainer.sampler_tolerance:g}): the engine does not run "
@@ -243,7 +297,7 @@ class PPO(Algorithm):
             {
                 "main_llm": {
                     "type": "proxy_llm",
-                    "model": self.model_name,
+                    "model": self.policy.name,
                     "sampling_parameters": _sampling(rollout, limit),
                     "val_sampling_parameters": _sampling(rollout.val_kwargs, limit),
                 }
@@ -253,14 +307,30 @@ class PPO(Algorithm):
     def _publish_weights(self) -> None:
         """Give the engine the new weights while calls wait at the gateway."""
         self.policy_version += 1
-        self.store.pause(self.model_name, lease_seconds=_PAUSE_LEASE_SECONDS)
+        self.store.pause(self.policy.name, lease_seconds=_PAUSE_LEASE_SECONDS)
         self.engine.update_weights(self.model, self.policy_version)
-        self.store.resume(self.model_name, self.policy_version)
+        self.store.resume(self.policy.name, self.policy_version)
 
     def _check_tokens(self) -> dict[str, float]:
-        state = self.store.state()
-        received = int(state["models"][self.model_name]["tokens_received"])
-        return self.account.check(received, int(state["tokens_pending"]))
+        pending = int(self.store.state()["tokens_pending"])
+        return self.account.check(self._received(), pending + self._earlier_tokens)
+
+    def _received(self) -> int:
+        return int(self.store.state()["models"][self.policy.name]["tokens_received"])
+
+    @contextmanager
+    def _memory_advice(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                actor = self.config.actor_rollout_ref.actor
+                error.add_note(
+                    f"the update of step {self.step} ran out of memory: lower "
+                    f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu (now {actor.ppo_max_token_len_per_gpu}), or "
+                    "set actor_rollout_ref.model.enable_gradient_checkpointing=true, and resume the run"
+                )
+            raise
 
     def _exclude(self, trajectory: Trajectory, reason: str) -> None:
         """Enter all of a trajectory's tokens as excluded: by `reason`, where nothing excluded them before."""
@@ -293,43 +363,24 @@ class PPO(Algorithm):
 
     @property
     def _batch_size(self) -> int:
-        return int(self.config.data.train_batch_size)
+        return self.config.data.train_batch_size
 
     @property
     def _max_tokens(self) -> int:
-        return int(self.config.data.max_prompt_length + self.config.data.max_response_length)
+        return self.config.data.max_prompt_length + self.config.data.max_response_length
 
 
 VERL = PPO
 
 
-def _rollout_metrics(trajectories: list[Trajectory], timing: Mapping[str, float]) -> dict[str, float]:
-    rewards = [t.reward for t in trajectories if t.reward is not None] or [0.0]
-    rows = [row for t in trajectories for row in t.rows]
-    calls = sum(t.calls for t in trajectories)
-    groups = Counter(t.group_id for t in trajectories)
-    return {
-        "critic/rewards/mean": float(np.mean(rewards)),
-        "critic/rewards/max": float(np.max(rewards)),
-        "critic/rewards/min": float(np.min(rewards)),
-        "num_turns/mean": calls / max(len(trajectories), 1),
-        "response_length/mean": float(np.mean([t.sampled_tokens for t in trajectories])),
-        "row_length/mean": float(np.mean([len(row.token_ids) for row in rows] or [0])),
-        "rollouts/rows": float(len(rows)),
-        "rollouts/agent_failed": float(sum(t.agent_failed for t in trajectories)),
-        "rollouts/without_reward": float(sum(t.reward is None for t in trajectories)),
-        "rollouts/groups_of_one": float(sum(size == 1 for size in groups.values())),
-        "perf/calls_per_s": calls / timing["gen"],
-        "perf/tokens_per_s": sum(t.sampled_tokens for t in trajectories) / timing["gen"],
-    }
-
-
-def _actor_config(config: DictConfig, training_steps: int) -> ActorConfig:
+def _actor_config(config: Config, training_steps: int) -> ActorConfig:
     actor = config.actor_rollout_ref.actor
-    dynamic = actor.use_dynamic_bsz
+    rows = actor.ppo_micro_batch_size_per_gpu
+    dynamic = rows is None if actor.use_dynamic_bsz is None else actor.use_dynamic_bsz
     return ActorConfig(
         mini_batch_rollouts=actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
-        micro_batch_rows=None if dynamic else actor.ppo_micro_batch_size_per_gpu,
+        micro_batch_rows=None if dynamic else rows,
+        log_prob_rows=config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu,
         micro_batch_tokens=actor.ppo_max_token_len_per_gpu if dynamic else None,
         ppo_epochs=actor.ppo_epochs,
         clip_ratio_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
@@ -344,12 +395,12 @@ def _actor_config(config: DictConfig, training_steps: int) -> ActorConfig:
         lr_scheduler_type=actor.optim.lr_scheduler_type,
         min_lr_ratio=actor.optim.min_lr_ratio,
         training_steps=training_steps,
-        betas=(actor.optim.betas[0], actor.optim.betas[1]),
+        betas=actor.optim.betas,
         weight_decay=actor.optim.weight_decay,
     )
 
 
-def _sampling(section: DictConfig, max_tokens: int) -> dict[str, float | int]:
+def _sampling(section: Rollout | ValKwargs, max_tokens: int) -> dict[str, float | int]:
     return {
         "temperature": section.temperature,
         "top_p": section.top_p,
@@ -358,14 +409,10 @@ def _sampling(section: DictConfig, max_tokens: int) -> dict[str, float | int]:
     }
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-@contextmanager
-def _timed(timing: dict[str, float], name: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    timing[name] = time.perf_counter() - start
+def tasks_of(name: str, dataset: Sequence[Any] | None, files: str | list[str] | None) -> Sequence[Any]:
+    """The tasks that `fit` was given, or else those of `data.<name>_files`. Raises ConfigError where both are there."""
+    if dataset is not None and files is not None:
+        raise ConfigError(
+            f"tasks come from data.{name}_files={files!r} and from fit's {name}_dataset: give one of them"
+        )
+    return load_tasks(files) if files is not None else dataset or []

@@ -7,7 +7,7 @@ from collections import Counter
 
 import msgspec
 
-from lightning_rl.store.contract import Rollout, RolloutTrace
+from lightning_rl.store.contract import ErrorInfo, Rollout, RolloutTrace
 from lightning_rl_adapters import credit, forest, rows
 from lightning_rl_adapters.call import calls_of
 from lightning_rl_adapters.rows import Row
@@ -18,6 +18,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
 
     `reward` is None where it takes no part in its group (infrastructure failed, or `agent_failure: exclude`).
     `excluded` counts sampled tokens that no row can train, by reason; the masks of `rows` hold all others.
+    `earlier_tokens` are those of all its attempts that were sampled before the present run of the trainer began.
     """
 
     rollout_id: str
@@ -28,22 +29,35 @@ class Trajectory(msgspec.Struct, kw_only=True):
     sampled_tokens: int
     excluded: dict[str, int]
     agent_failed: bool
+    error: ErrorInfo | None = None
+    earlier_tokens: int = 0
 
 
-def trajectory_of(trace: RolloutTrace, *, agent_failure: float | None, max_tokens: int) -> Trajectory:
+def trajectory_of(
+    trace: RolloutTrace,
+    *,
+    agent_failure: float | None,
+    max_tokens: int | None = None,
+    began_ns: int = 0,
+    model: str | None = None,
+) -> Trajectory:
     """Read a rollout's trace.
 
     `agent_failure` is the reward of a rollout whose agent failed or gave none (None: it is left out); rows longer than
-    `max_tokens` are excluded as overlong.
+    `max_tokens` are excluded as overlong; calls that ended before `began_ns` (since the epoch) count as earlier.
+    With a `model` only its calls are read: the token account is per model, and helpers have no place in the policy's.
     """
     rollout = trace.rollout
     excluded: Counter[str] = Counter()
     counting = forest.build([])
+    earlier = 0
     for attempt in trace.attempts:
+        calls = [call for call in calls_of(attempt.spans) if model is None or call.model == model]
+        earlier += sum(len(call.response_ids) for call in calls if call.end_ns < began_ns)
         if attempt.attempt.attempt_id == rollout.counting_attempt_id:
-            counting = forest.build(calls_of(attempt.spans))
+            counting = forest.build(calls)
         else:
-            excluded[_why_not_counting(rollout)] += sum(len(call.response_ids) for call in calls_of(attempt.spans))
+            excluded[_why_not_counting(rollout)] += sum(len(call.response_ids) for call in calls)
     infrastructure = rollout.counting_attempt_id is None
     agent_failed = not infrastructure and (rollout.status == "failed" or rollout.reward is None)
     reward = agent_failure if agent_failed else rollout.reward
@@ -59,6 +73,8 @@ def trajectory_of(trace: RolloutTrace, *, agent_failure: float | None, max_token
         sampled_tokens=sum(len(call.response_ids) for call in calls),
         excluded=dict(excluded),
         agent_failed=agent_failed,
+        error=rollout.error,
+        earlier_tokens=earlier,
     )
 
 

@@ -5,16 +5,17 @@ from typing import Annotated
 import typer
 
 import lightning_rl
-from lightning_rl.cli import quickstart
+from lightning_rl.cli import quickstart, train
 
 app = typer.Typer(
     name="lightning-rl",
-    help="Train the agent you already have.",
+    help="Train the agent you already have. Begin with `lightning-rl quickstart`, then `lightning-rl train --help`.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
 )
 app.command("quickstart")(quickstart.run)
+app.command("train")(train.run)
 
 
 @app.callback(invoke_without_command=True)
@@ -24,8 +25,3 @@ def _root(
     if version:
         typer.echo(lightning_rl.__version__)
         raise typer.Exit
-
-
-def main() -> None:
-    """The entry point of the `lightning-rl` command."""
-    app()

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lightning_rl import tutorial as tutorial_place
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from lightning_rl.algorithms.ppo import PPO
 
-EXAMPLE = "sql_agent"
-
 
 def run(
     seed: Annotated[int, typer.Option(help="Seed of sampling and of the order of questions.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Training steps; by default what the tutorial takes.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; by default runs/<date>.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; by default runs/DATE.")] = None,
 ) -> None:
     """Train a small SQL agent on this machine, without GPU, key or network, and show what it learned."""
     from rich.console import Console
@@ -78,14 +78,11 @@ def tell(algorithm: "PPO", run_dir: Path, tutorial: Any, console: "Console") -> 
 
 
 def _tutorial() -> Any:
-    """The tutorial's `train` module: from the installed package, or from the checkout."""
-    package = Path(__file__).parents[1]
-    for examples in (package / "_examples", package.parent / "examples"):
-        if (examples / EXAMPLE / "train.py").exists():
-            # Runners import the agent by the same name, from the search path that they inherit.
-            sys.path.insert(0, str(examples))
-            return importlib.import_module(f"{EXAMPLE}.train")
-    raise FileNotFoundError(f"the tutorial {EXAMPLE} is neither in {package} nor beside it; reinstall lightning-rl")
+    """The tutorial's `train` module."""
+    folder = tutorial_place.folder()
+    # Runners import the agent by the same name, from the search path that they inherit.
+    sys.path.insert(0, str(folder.parent))
+    return importlib.import_module(f"{folder.name}.train")
 
 
 def _improved(run_dir: Path, algorithm: "PPO", last: int, most: int = 3) -> list[tuple[int, str, str]]:

@@ -1,5 +1,6 @@
 """Reading a model from disk for the engine: evaluation mode, scaled-dot-product attention."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,9 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
+
+# Notebooks without ipywidgets get it from tqdm, whose progress bars we do not show.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 
 def model_folder(path: str) -> Path:

@@ -33,8 +33,8 @@ def is_infrastructure(error: BaseException, claim: Claim) -> bool:
             return True
         url = _requested_url(cause)
         ours = any(url.startswith(server) for server in servers)
-        status = getattr(cause, "status_code", None)
-        failed = status is None or (isinstance(status, int) and status >= 500)
+        status = _status(cause)
+        failed = status is None or status >= 500
         if ours and failed and "Timeout" not in type(cause).__name__:
             return True
     return False
@@ -47,6 +47,15 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(cause))
         yield cause
         cause = cause.__cause__ or cause.__context__
+
+
+def _status(error: BaseException) -> int | None:
+    """The status that was answered, where one was (openai keeps it in the error, httpx and requests in the answer)."""
+    for holder in (error, getattr(error, "response", None)):
+        status = getattr(holder, "status_code", None)
+        if isinstance(status, int):
+            return status
+    return None
 
 
 def _requested_url(error: BaseException) -> str:

@@ -2,10 +2,10 @@
 
 Reads an 8-byte length and a pickled payload from stdin, then runs a number of workers in threads. It stops on SIGTERM
 or when stdin ends, which it does when the parent dies: rollouts under way are given back, and no child of an agent
-outlives it.
+outlives it. It tells its parent on stdout that its agent is there (`started`), that a rollout ended (`finished`), and
+what is wrong.
 """
 
-import asyncio
 import logging
 import os
 import pickle
@@ -13,17 +13,22 @@ import signal
 import struct
 import sys
 import threading
-from collections.abc import Awaitable, Callable
-from typing import Any, BinaryIO, TypedDict
+from collections.abc import Callable
+from functools import cache
+from typing import BinaryIO, TypedDict
 
 from lightning_rl.runner.active import ActiveClaims
-from lightning_rl.runner.worker import AwaitResult, Worker
+from lightning_rl.runner.async_agents import AsyncAgents
+from lightning_rl.runner.crew import Crew
+from lightning_rl.runner.worker import Worker
+from lightning_rl.server.child import TellAlarms, tell
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.contract import Claim, ErrorInfo, Finish
+from lightning_rl.store.contract import RUNNER_STOPPED, Claim, ErrorInfo, Finish
 from lightning_rl.store.errors import StoreError, Unreachable
+from lightning_rl_proxy.alarm import ALARMS
 
 LENGTH = struct.Struct(">Q")
-_STOPPED = ErrorInfo(type="RunnerStopped", message="the runner was stopped", infrastructure=True)
+_STOPPED = ErrorInfo(type=RUNNER_STOPPED, message="the runner was stopped", infrastructure=True)
 _FINISH_SECONDS = 5.0  # for results that are on their way when the process is stopped
 _log = logging.getLogger(__name__)
 
@@ -39,6 +44,11 @@ class Payload(TypedDict):
     agent: bytes
 
 
+def worker_ids(process_id: str, workers: int) -> list[str]:
+    """The ids under which a process's workers claim."""
+    return [f"{process_id}.{number}" for number in range(workers)]
+
+
 def main() -> None:
     """Run until told to stop."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -48,25 +58,32 @@ def main() -> None:
     sys.path[:] = payload["sys_path"]
     agent = pickle.loads(payload["agent"])
     # Agents print where the log is, not into the parent's pipe.
+    parent = os.dup(1)
     os.dup2(2, 1)
+    ALARMS.addHandler(TellAlarms(parent))
     stop, failed = threading.Event(), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     threading.Thread(target=_wait_for_end_of_stdin, args=(stop,), daemon=True).start()
     store = HttpStore(payload["url"], payload["key"], connections=payload["workers"] + 1)
     active = ActiveClaims()
     _start("heartbeats", lambda: active.keep_leases(store), stop, failed)
-    await_result = _event_loop()
-    for number in range(payload["workers"]):
+    async_agents = AsyncAgents()
+    crew = Crew(lambda name, work: _start(name, work, stop, failed), before=async_agents.leave_blocked_loop)
+    tell({"started": True}, parent)
+    for worker_id in worker_ids(payload["worker_id"], payload["workers"]):
         worker = Worker(
             store=store,
             agent=agent,
-            worker_id=f"{payload['worker_id']}.{number}",
+            worker_id=worker_id,
             active=active,
             stop=stop,
-            await_result=await_result,
+            submit=async_agents.submit,
+            replace=lambda lost: crew.replace(lost.worker_id, lost.work),
+            finished=cache(lambda: tell({"finished": True}, parent)),
         )
-        _start(f"worker-{number}", worker.work, stop, failed)
+        crew.start(worker.worker_id, worker.work)
     stop.wait()
+    store.patience_seconds = 0
     _give_back(store, active.take_running())
     if not active.wait_until_finished(_FINISH_SECONDS):
         _log.warning("stopped before every result was taken")
@@ -88,17 +105,6 @@ def _start(name: str, work: Callable[[], None], stop: threading.Event, failed: t
             raise
 
     threading.Thread(target=run, name=name, daemon=True).start()
-
-
-def _event_loop() -> AwaitResult:
-    """One event loop in a thread of its own, on which all async agents of the process run."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="async agents", daemon=True).start()
-
-    async def wait(awaitable: Awaitable[Any]) -> Any:
-        return await awaitable
-
-    return lambda awaitable: asyncio.run_coroutine_threadsafe(wait(awaitable), loop).result()
 
 
 def _give_back(store: HttpStore, claims: list[Claim]) -> None:

@@ -1,11 +1,13 @@
 """One worker: claim a rollout, run the agent on it, finish it; again and again.
 
-Invariant: whatever the agent does ends as exactly one `finish`, or as a dropped result when the claim was lost.
+Invariant: whatever the agent does ends as exactly one `finish`, or as a dropped result when the claim was lost. A
+thread whose claim was lost while its agent ran was replaced: it ends when the agent returns.
 """
 
 import logging
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any
 
 from lightning_rl.agent import Agent, run_agent
@@ -16,7 +18,7 @@ from lightning_rl.store.contract import Claim, Finish, Reward
 from lightning_rl.store.errors import Conflict, Invalid, NotFound, Unreachable
 from lightning_rl.store.rewards import FINAL
 
-AwaitResult = Callable[[Awaitable[Any]], Any]
+Submit = Callable[[Awaitable[Any]], "Future[Any]"]
 
 CLAIM_WAIT_SECONDS = 30.0
 _BACKOFF_SECONDS = 0.2
@@ -25,7 +27,11 @@ _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """Runs `agent` on one rollout at a time. `stop` ends it after the present one."""
+    """Runs `agent` on one rollout at a time. `stop` ends it after the present one.
+
+    `submit` runs what an async agent returns. `replace` is called from another thread with this worker when its own
+    thread is left behind, `finished` after every rollout that ended.
+    """
 
     def __init__(
         self,
@@ -35,21 +41,25 @@ class Worker:
         worker_id: str,
         active: ActiveClaims,
         stop: threading.Event,
-        await_result: AwaitResult,
+        submit: Submit,
+        replace: Callable[["Worker"], None],
+        finished: Callable[[], None],
     ) -> None:
+        self.worker_id = worker_id
         self._store = store
         self._agent = agent
-        self._worker_id = worker_id
         self._active = active
         self._stop = stop
-        self._await_result = await_result
+        self._submit = submit
+        self._replace = replace
+        self._finished = finished
 
-    def work(self) -> None:
-        """Take rollouts until `stop`; a server that is not there is tried again."""
+    def work(self) -> bool:
+        """Take rollouts until `stop`; a server that is not there is tried again. Whether this thread was replaced."""
         backoff = _BACKOFF_SECONDS
         while not self._stop.is_set():
             try:
-                claims = self._store.claim(self._worker_id, wait_seconds=CLAIM_WAIT_SECONDS)
+                claims = self._store.claim(self.worker_id, wait_seconds=CLAIM_WAIT_SECONDS)
             except Unreachable as error:
                 _log.warning("no claim: %s", error)
                 self._stop.wait(backoff)
@@ -57,15 +67,20 @@ class Worker:
                 continue
             backoff = _BACKOFF_SECONDS
             for claim in claims:
-                self.run(claim)
+                if not self.run(claim):
+                    return True
+        return False
 
-    def run(self, claim: Claim) -> None:
-        """Run the agent on one claimed rollout and finish it."""
-        self._active.add(claim)
+    def run(self, claim: Claim) -> bool:
+        """Run the agent on one claimed rollout and finish it; False when it was lost before the agent was done."""
+        self._active.add(claim, lost=lambda: self._replace(self))
         rewards, finish = self._outcome(claim)
         backoff = _BACKOFF_SECONDS
         # The lease is kept until the answer is there; a lost claim's result is nobody's.
         ours = self._active.finishing(claim)
+        if not ours:
+            _log.warning("dropped the result of rollout %s: it was lost before", claim.rollout.rollout_id)
+            return False
         while ours:
             try:
                 self._report(claim, rewards, finish)
@@ -78,18 +93,25 @@ class Worker:
                 ours = False
             else:
                 ours = False
+                self._finished()
         self._active.remove(claim)
+        return True
 
     def _outcome(self, claim: Claim) -> tuple[dict[str, float], Finish]:
         """The rewards to post (those of an agent that gave no final one), and the finish."""
         try:
-            rewards = run_agent(self._agent, claim, self._await_result)
+            rewards = run_agent(self._agent, claim, lambda awaitable: self._result(claim, awaitable))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever an agent raises is data
             _log.info("the agent failed on rollout %s", claim.rollout.rollout_id, exc_info=error)
             return {}, Finish(status="failed", error=error_info(error, claim))
         if rewards is None or FINAL in rewards:
             return {}, Finish(status="succeeded", reward=rewards)
         return rewards, Finish(status="succeeded")
+
+    def _result(self, claim: Claim, awaitable: Awaitable[Any]) -> Any:
+        future = self._submit(awaitable)
+        self._active.on_loss(claim, future.cancel)
+        return future.result()
 
     def _report(self, claim: Claim, rewards: dict[str, float], finish: Finish) -> None:
         place = (claim.rollout.rollout_id, claim.attempt.attempt_id)

@@ -26,10 +26,12 @@ from lightning_rl.server.requests import (
     RewardsBody,
     TracesBody,
     WaitBody,
+    WorkersBody,
 )
 from lightning_rl.server.resolve import check_resources, resolve
 from lightning_rl.server.signals import Signals
 from lightning_rl.server.sql_thread import SqlThread
+from lightning_rl.server.sweeper import Sweeper
 from lightning_rl.store.contract import (
     Attempt,
     AttemptTrace,
@@ -41,7 +43,7 @@ from lightning_rl.store.contract import (
     RolloutDetail,
     RolloutRequest,
 )
-from lightning_rl.store.errors import Conflict, Invalid, NotFound, StoreError
+from lightning_rl.store.errors import Conflict, Invalid, NotFound, StoreError, StoreUnwritable
 from lightning_rl.store.life_cycle import ENDED
 from lightning_rl.store.rewards import returned_rewards
 from lightning_rl.store.sql import SqlStore
@@ -54,6 +56,7 @@ _STATUS: dict[type[StoreError], tuple[int, str]] = {
     Invalid: (400, "invalid_request"),
     NotFound: (404, "not_found"),
     Conflict: (409, "conflict"),
+    StoreUnwritable: (507, "store_unwritable"),
 }
 _log = logging.getLogger(__name__)
 
@@ -70,6 +73,7 @@ class ControlPlane:
         gateway: GatewayDoor,
         pauses: Pauses,
         engines: Engines,
+        sweeper: Sweeper,
         keys: Keys,
         gateway_url: str,
     ) -> None:
@@ -79,6 +83,7 @@ class ControlPlane:
         self._gateway = gateway
         self._pauses = pauses
         self._engines = engines
+        self._sweeper = sweeper
         self._keys = keys
         self._gateway_url = gateway_url.rstrip("/")
 
@@ -91,6 +96,7 @@ class ControlPlane:
             self._route("POST", attempt + "/heartbeat", self._heartbeat, "runner"),
             self._route("POST", attempt + "/rewards", self._add_rewards, "runner"),
             self._route("POST", attempt + "/finish", self._finish, "runner"),
+            self._route("POST", "/workers/died", self._workers_died, "runner"),
             self._route("POST", "/rollouts", self._enqueue, status=201),
             self._route("GET", "/rollouts", self._page),
             self._route("POST", "/rollouts/start", self._start, status=201),
@@ -218,6 +224,10 @@ class ControlPlane:
         elif rollout.status == "queued":
             self._signals.queued()
         return attempt
+
+    async def _workers_died(self, request: Request) -> dict[str, Any]:
+        body = await _decoded(request, WorkersBody)
+        return {"rollouts": await self._sweeper.end(await self._sql.run(self._store.running, body.worker_ids))}
 
     # What was recorded
 

@@ -34,6 +34,7 @@ class App:
         self._control_plane = control_plane
         self._gateway = gateway
         self.release = signals.close
+        self.start_error: Exception | None = None  # why the lifespan did not begin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One connection."""
@@ -53,6 +54,7 @@ def create_app(
     attach_engine: Callable[[EngineRequest], None],
     engines: tuple[EngineRequest, ...] = (),
     sweep_seconds: float = 1.0,
+    own_runners: bool = False,
 ) -> App:
     """The application.
 
@@ -61,11 +63,14 @@ def create_app(
         gateway_url: where agents reach the gateway.
         attach_engine: makes the gateway use an engine.
         engines: those to register at the start.
+        own_runners: all runners are children of the process that starts this server, so that nobody can hold a claim
+            of an earlier session: its attempts are lost at once.
     """
     signals, pauses = Signals(), Pauses(gateway)
     known = Engines(attach_engine)
     for engine in engines:
         known.register(engine)
+    sweeper = Sweeper(store, sql, gateway, pauses, signals, seconds=sweep_seconds)
     control_plane = ControlPlane(
         store=store,
         sql=sql,
@@ -73,16 +78,27 @@ def create_app(
         gateway=gateway,
         pauses=pauses,
         engines=known,
+        sweeper=sweeper,
         keys=keys,
         gateway_url=gateway_url,
     )
-    sweeper = Sweeper(store, sql, gateway, pauses, signals, seconds=sweep_seconds)
     ready = asyncio.Event()
+
+    async def start() -> None:
+        if not own_runners:
+            await sql.run(store.renew_leases)
+        await gateway.start()
+        gateway.carry_on(await sql.run(store.sampled_tokens))
+        if own_runners:
+            await sweeper.end(await sql.run(store.running))
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        await sql.run(store.renew_leases)
-        await gateway.start()
+        try:
+            await start()
+        except Exception as error:
+            application.start_error = error
+            raise
         sweeping = asyncio.create_task(sweeper.run())
         ready.set()
         try:
@@ -105,7 +121,8 @@ def create_app(
         lifespan=lifespan,
         exception_handlers={HTTPException: _http_error, Exception: _unexpected},
     )
-    return App(app, gateway, signals)
+    application = App(app, gateway, signals)
+    return application
 
 
 async def _http_error(request: Request, error: Any) -> Response:

@@ -4,13 +4,13 @@ Invariant: a pause that has a lease ends with it, whoever asked for it and whate
 """
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
 from lightning_rl.store.errors import NotFound
+from lightning_rl_proxy.alarm import ALARMS
 from lightning_rl_proxy.ledger import AttemptInfo
 
 Scope = MutableMapping[str, Any]
@@ -18,7 +18,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _LOOK_SECONDS = 0.005  # how often a draining pause counts the generations in flight
-_log = logging.getLogger(__name__)
 
 
 class GatewayDoor(Protocol):
@@ -38,6 +37,10 @@ class GatewayDoor(Protocol):
 
     async def seal(self, rollout_id: str, attempt_id: str) -> None:
         """On return the attempt's door is shut and all its spans are in the store."""
+        ...
+
+    def carry_on(self, received: dict[str, int]) -> None:
+        """Tokens that earlier processes received, per model."""
         ...
 
     async def pause(self, model: str | None = None) -> None: ...
@@ -116,7 +119,11 @@ class Pauses:
 
     async def _expire(self, model: str | None, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        _log.error("the pause of %s was not resumed within its lease of %g s: going on", model or "all", seconds)
+        ALARMS.error(
+            "the pause of %s was not ended within its lease of %g s: requests go on with the old weights",
+            model or "all models",
+            seconds,
+        )
         del self._leases[model]
         await self._gateway.resume(model)
 

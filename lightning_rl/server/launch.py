@@ -7,16 +7,24 @@ from typing import Any, Protocol
 
 import msgspec
 
+from lightning_rl.errors import Explained
 from lightning_rl.server.child import Child
 
 
 class Policy(Protocol):
-    """What is served: the model's name, the folder of its tokenizer, its renderer, its engines."""
+    """What is served: the model's name, the folder of its tokenizer, its renderer, its engines.
+
+    Without a tokenizer every model is a chat backend.
+    """
 
     model: str
-    tokenizer: str
+    tokenizer: str | None
     renderer: str
     engines: list[dict[str, Any]]
+
+
+class ServerNotStarted(Explained, RuntimeError):
+    """The server cannot start for a reason that its user can remove; the message says which."""
 
 
 class Serving:
@@ -33,10 +41,14 @@ class Serving:
 
 
 @contextmanager
-def launch(run_dir: Path, endpoint: Policy, *, admin_key: str, runner_key: str, port: int = 0) -> Iterator[Serving]:
+def launch(
+    run_dir: Path, endpoint: Policy, *, admin_key: str, runner_key: str, port: int = 0, own_runners: bool = True
+) -> Iterator[Serving]:
     """A server on the loopback whose files are in `run_dir`, for as long as the block runs.
 
-    Raises ChildDied, with the end of `server.log`, when it cannot start.
+    `own_runners`: its runners all live and die with this process, so attempts that still run in the store are lost.
+    Its alarms are logged here as warnings. Raises ServerNotStarted when something stands in the way that the user can
+    remove, and ChildDied, with the end of `server.log`, when it ended otherwise.
     """
     settings = {
         "store": f"sqlite:///{run_dir / 'store.db'}",
@@ -48,6 +60,7 @@ def launch(run_dir: Path, endpoint: Policy, *, admin_key: str, runner_key: str, 
         "renderer": endpoint.renderer,
         "engines": endpoint.engines,
         "port": port,
+        "own_runners": own_runners,
     }
     child = Child(
         "lightning_rl.server.process",
@@ -56,7 +69,20 @@ def launch(run_dir: Path, endpoint: Policy, *, admin_key: str, runner_key: str, 
         first=msgspec.json.encode(settings) + b"\n",
     )
     try:
-        started = msgspec.json.decode(child.first_line())
-        yield Serving(started["url"], child)
+        yield Serving(_started(child, run_dir), child)
     finally:
         child.stop()
+
+
+def _started(child: Child, run_dir: Path) -> str:
+    """The URL of the server, once it answers."""
+    try:
+        child.start()
+    except OSError as error:
+        raise ServerNotStarted(f"the run folder {run_dir} cannot be written: {error}") from error
+    while "url" not in child.told:
+        child.hear(child.next_line())
+        if "error" in child.told:
+            raise ServerNotStarted(child.told["error"])
+    child.listen()
+    return str(child.told["url"])

@@ -1,11 +1,14 @@
 """The server process: `python -m lightning_rl.server.process`.
 
 Reads one JSON line of settings from stdin, prints one JSON line `{"url", "pid"}` on stdout when it answers, and stops
-cleanly on SIGTERM or when stdin ends, which it does when the parent dies. It logs to stderr. Loads no torch.
+cleanly on SIGTERM or when stdin ends, which it does when the parent dies. Where it cannot start for a reason that the
+user can remove, its one line is `{"error"}` and its status 1. What the user must hear of later is a line `{"alarm"}`.
+It logs to stderr. Loads no torch.
 """
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -14,24 +17,28 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import uvicorn
 
 from lightning_rl.server.app import App, create_app
+from lightning_rl.server.attach import attacher
+from lightning_rl.server.child import TellAlarms, tell
 from lightning_rl.server.engines import EngineRequest
 from lightning_rl.server.keys import Keys
 from lightning_rl.server.ledger import StoreLedger
 from lightning_rl.server.sql_thread import SqlThread
 from lightning_rl.store.contract import ResourcesRequest
-from lightning_rl.store.errors import NotFound
+from lightning_rl.store.errors import NotFound, StoreError
 from lightning_rl.store.sql import SqlStore
-from lightning_rl_proxy.engines.vllm import TokenEngine
+from lightning_rl_proxy.alarm import ALARMS
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.rendering import load_renderer
 from lightning_rl_proxy.router import Router
 
 _LONG_POLL_GRACE_SECONDS = 5  # for answers under way when the server stops
+_log = logging.getLogger(__name__)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,11 +49,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     admin_key: str
     runner_key: str
     model: str
-    tokenizer: str
+    tokenizer: str | None = None
     renderer: str = "auto"
     engines: tuple[EngineRequest, ...] = ()
     host: str = "127.0.0.1"
     port: int = 0
+    own_runners: bool = False  # they all end with the process that starts this one
+
+
+class CannotStart(Exception):
+    """What stands in the way, for the user to remove."""
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -60,30 +72,76 @@ def main() -> None:
     """Read the settings, serve until told to stop."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
-    with socket.create_server((settings.host, settings.port), backlog=2048) as listening:
+    ALARMS.addHandler(TellAlarms())
+    try:
+        _listen_and_serve(settings)
+    except CannotStart as error:
+        _log.exception("cannot start")
+        tell({"error": str(error)})
+        sys.exit(1)
+
+
+def _listen_and_serve(settings: Settings) -> None:
+    with _listen(settings.host, settings.port) as listening:
         url = f"http://{settings.host}:{listening.getsockname()[1]}"
         uvicorn_loop = uvicorn.Config(app="", loop="uvloop").get_loop_factory()
         with asyncio.Runner(loop_factory=uvicorn_loop) as runner:
             runner.run(_serve(settings, listening, url))
 
 
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            what = f"port {port} of {host} is in use; choose another or stop what listens there"
+        else:
+            what = f"cannot listen on port {port} of {host} ({error.strerror}); choose another"
+        raise CannotStart(what) from error
+
+
+@contextlib.contextmanager
+def _users_to_solve() -> Iterator[None]:
+    """What a block refuses, a tokenizer, a renderer, a store, as CannotStart."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError, StoreError) as error:
+        raise CannotStart(str(error)) from error
+
+
 async def _serve(settings: Settings, listening: socket.socket, url: str) -> None:
     sql = SqlThread()
-    store = await sql.run(SqlStore, settings.store)
+    with _users_to_solve():
+        store = await sql.run(SqlStore, settings.store)
     try:
-        app = await _app(settings, store, sql, url)
+        with _users_to_solve():
+            app = await _app(settings, store, sql, url)
         server = _Server(app, announce=lambda: _announce(url))
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, server.stop)
         threading.Thread(target=_stop_at_end_of_stdin, args=(loop, server), daemon=True).start()
-        await server.serve(sockets=[listening])
+        try:
+            await server.serve(sockets=[listening])
+        except SystemExit:  # so uvicorn says that the lifespan did not begin
+            _raise_why(settings, app)
     finally:
         await sql.run(store.close)
         sql.close()
 
 
+def _raise_why(settings: Settings, app: App) -> NoReturn:
+    error = app.start_error
+    if isinstance(error, StoreError):
+        raise CannotStart(str(error)) from error
+    if isinstance(error, OSError):
+        raise CannotStart(f"the run folder {settings.run_dir} cannot be written: {error}") from error
+    raise RuntimeError("the application did not start") from error
+
+
 async def _app(settings: Settings, store: SqlStore, sql: SqlThread, url: str) -> App:
-    renderer = load_renderer(Path(settings.tokenizer), settings.renderer, settings.model)
+    renderer = None
+    if settings.tokenizer is not None:
+        renderer = load_renderer(Path(settings.tokenizer), settings.renderer, settings.model)
     router = Router(settings.model)
     gateway = Gateway(
         ledger=StoreLedger(store, sql),
@@ -93,17 +151,6 @@ async def _app(settings: Settings, store: SqlStore, sql: SqlThread, url: str) ->
         router=router,
     )
 
-    def attach(engine: EngineRequest) -> None:
-        router.register(
-            TokenEngine(
-                model=engine.model,
-                kind=engine.kind,
-                url=engine.url,
-                stop_token_ids=renderer.stop_token_ids,
-                policy_version=engine.policy_version,
-            )
-        )
-
     await sql.run(_publish_policy, store, settings.model)
     return create_app(
         store,
@@ -111,8 +158,9 @@ async def _app(settings: Settings, store: SqlStore, sql: SqlThread, url: str) ->
         sql=sql,
         keys=Keys(admin=settings.admin_key, runner=settings.runner_key),
         gateway_url=url,
-        attach_engine=attach,
+        attach_engine=attacher(router, renderer),
         engines=settings.engines,
+        own_runners=settings.own_runners,
     )
 
 
@@ -158,8 +206,7 @@ class _Server(uvicorn.Server):
 
 
 def _announce(url: str) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(Started(url, os.getpid())) + b"\n")
-    sys.stdout.buffer.flush()
+    tell(msgspec.to_builtins(Started(url, os.getpid())))
 
 
 def _stop_at_end_of_stdin(loop: asyncio.AbstractEventLoop, server: _Server) -> None:

@@ -42,6 +42,12 @@ class RewardsBody(_Body, frozen=True, kw_only=True):
     rewards: list[Reward]
 
 
+class WorkersBody(_Body, frozen=True, kw_only=True):
+    """Workers whose process has died."""
+
+    worker_ids: list[str]
+
+
 class TracesBody(_Body, frozen=True, kw_only=True):
     """Rollouts whose traces are wanted."""
 

@@ -1,12 +1,16 @@
 """One thread in which all of a server's store work runs.
 
-Invariant: the event loop never waits on the disk, and store operations happen in the order they were asked for.
+Invariants: the event loop never waits on the disk, and store operations happen in the order they were asked for. From
+the first operation that could not write the store until `writable_again` the store is in trouble, which is told.
 """
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
+
+from lightning_rl.store.errors import StoreUnwritable
+from lightning_rl_proxy.alarm import Trouble
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -17,11 +21,23 @@ class SqlThread:
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sql")
+        self._trouble = Trouble("the store")
+        self.unwritable = False
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What `work(*args, **kwargs)` returns or raises."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, lambda: work(*args, **kwargs))
+        try:
+            return await loop.run_in_executor(self._executor, lambda: work(*args, **kwargs))
+        except StoreUnwritable as error:
+            self.unwritable = True
+            self._trouble.begin(str(error))
+            raise
+
+    def writable_again(self) -> None:
+        """The store was written."""
+        self.unwritable = False
+        self._trouble.end()
 
     def close(self) -> None:
         """Finish what was asked for, then end the thread."""

@@ -6,6 +6,7 @@ connection that breaks in mid-answer is retried without harm. Safe to share betw
 
 import contextlib
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlencode
@@ -25,11 +26,19 @@ from lightning_rl.store.contract import (
     RolloutRequest,
     RolloutTrace,
 )
-from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, Unreachable
+from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, StoreUnwritable, Unreachable
 
 T = TypeVar("T")
 
-_ERRORS = {400: Invalid, 401: NotAllowed, 403: NotAllowed, 404: NotFound, 409: Conflict}
+_UNWRITABLE = 507
+_ERRORS = {
+    400: Invalid,
+    401: NotAllowed,
+    403: NotAllowed,
+    404: NotFound,
+    409: Conflict,
+    _UNWRITABLE: StoreUnwritable,
+}
 # Connections are refused while a server starts, and 502-504 come from relays in front of it.
 _RETRY = urllib3.Retry(
     total=4,
@@ -41,6 +50,8 @@ _RETRY = urllib3.Retry(
 )
 _ANSWER_SECONDS = 60.0  # for an answer, beyond the time that a long poll may take
 _ENQUEUE_BATCH = 1000
+_PATIENCE_SECONDS = 60.0  # with a store that cannot be written
+_MAX_PAUSE_SECONDS = 2.0  # between two tries of that
 
 
 class _Rollouts(msgspec.Struct):
@@ -67,11 +78,15 @@ class _Traces(msgspec.Struct):
 class HttpStore:
     """The control plane at `base_url` (without `/api/v1`), opened by an admin or a runner key.
 
-    Each call raises the error that the server named (`Invalid`, `NotAllowed`, `NotFound`, `Conflict`), or
-    `Unreachable` when there was no answer after a few tries.
+    Each call raises the error that the server named (`Invalid`, `NotAllowed`, `NotFound`, `Conflict`),
+    `StoreUnwritable` when the server could not write its store for `patience_seconds`, or `Unreachable` when there was
+    no answer after a few tries.
     """
 
-    def __init__(self, base_url: str, key: str, *, connections: int = 32) -> None:
+    def __init__(
+        self, base_url: str, key: str, *, connections: int = 32, patience_seconds: float = _PATIENCE_SECONDS
+    ) -> None:
+        self.patience_seconds = patience_seconds
         self._root = base_url.rstrip("/") + "/api/v1"
         self._headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
         self._pool = urllib3.PoolManager(maxsize=connections, retries=_RETRY)
@@ -155,6 +170,10 @@ class HttpStore:
         path = _attempt_path(rollout_id, attempt_id)
         return self._call("POST", f"{path}/heartbeat", {}, _Lease).lease_expires_at
 
+    def workers_died(self, worker_ids: Sequence[str]) -> list[Rollout]:
+        """These workers' process is gone: their attempts are lost now; the rollouts that this moved."""
+        return self._call("POST", "/workers/died", {"worker_ids": worker_ids}, _Rollouts).rollouts
+
     def add_rewards(self, rollout_id: str, attempt_id: str, rewards: Sequence[Reward]) -> list[Reward]:
         """Give a running attempt rewards; the answer has their ids."""
         named = [msgspec.structs.replace(reward, reward_id=reward.reward_id or _new_id("w")) for reward in rewards]
@@ -185,9 +204,26 @@ class HttpStore:
 
     # Engines and weights
 
-    def register_engine(self, model: str, kind: str, url: str, policy_version: int = 0) -> dict[str, Any]:
-        """Tell the gateway of an engine that samples `model`."""
-        body = {"model": model, "kind": kind, "url": url, "policy_version": policy_version}
+    def register_engine(
+        self,
+        model: str,
+        kind: str,
+        url: str | None = None,
+        policy_version: int = 0,
+        *,
+        api_key: str | None = None,
+        remote_model: str | None = None,
+    ) -> dict[str, Any]:
+        """Tell the gateway of an engine that samples `model`, or of a chat backend (kind `openai` or `litellm`) that
+        answers as it; the service knows the model as `remote_model`."""
+        body = {
+            "model": model,
+            "kind": kind,
+            "url": url,
+            "policy_version": policy_version,
+            "api_key": api_key,
+            "remote_model": remote_model,
+        }
         return self._call("POST", "/engines", body, dict[str, Any])
 
     def engines(self) -> list[dict[str, Any]]:
@@ -222,8 +258,26 @@ class HttpStore:
         return self._call("GET", "/state", None, dict[str, Any])
 
     def _call(self, method: str, path: str, body: Any, answer: type[T], wait_seconds: float = 0) -> T:
+        response = self._patiently(method, path, body, wait_seconds)
+        if response.status >= 400:
+            raise _refusal(method, self._root + path, response)
+        if response.headers.get("content-type") == "application/msgpack":
+            return msgspec.msgpack.decode(response.data, type=answer)
+        return msgspec.json.decode(response.data, type=answer)
+
+    def _patiently(self, method: str, path: str, body: Any, wait_seconds: float) -> urllib3.BaseHTTPResponse:
+        """The answer; while the store cannot be written, that of the last try."""
+        began, pause = time.monotonic(), 0.1
+        while True:
+            response = self._request(method, path, body, wait_seconds)
+            if response.status != _UNWRITABLE or time.monotonic() - began >= self.patience_seconds:
+                return response
+            time.sleep(pause)
+            pause = min(2 * pause, _MAX_PAUSE_SECONDS)
+
+    def _request(self, method: str, path: str, body: Any, wait_seconds: float) -> urllib3.BaseHTTPResponse:
         try:
-            response = self._pool.request(
+            return self._pool.request(
                 method,
                 self._root + path,
                 body=None if body is None else msgspec.json.encode(body),
@@ -232,11 +286,6 @@ class HttpStore:
             )
         except urllib3.exceptions.HTTPError as error:
             raise Unreachable(f"{method} {self._root + path}: {error}") from error
-        if response.status >= 400:
-            raise _refusal(method, self._root + path, response)
-        if response.headers.get("content-type") == "application/msgpack":
-            return msgspec.msgpack.decode(response.data, type=answer)
-        return msgspec.json.decode(response.data, type=answer)
 
 
 def _refusal(method: str, url: str, response: urllib3.BaseHTTPResponse) -> Exception:

@@ -18,7 +18,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How often and how long a rollout may be tried."""
+    """How often and how long a rollout may be tried. Attempts that were stopped with their runner do not count."""
 
     max_attempts: Annotated[int, msgspec.Meta(ge=1)] = 3
     timeout_seconds: Positive | None = 600  # of one attempt; None: no deadline
@@ -36,6 +36,13 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     resources_id: Id | None = None
     config: RolloutConfig = RolloutConfig()
     metadata: dict[str, Any] = {}
+
+
+# Errors of attempts that were ended from outside, with their runner or their session: no fault of the rollout's, so
+# they do not count as attempts at it.
+RUNNER_STOPPED = "RunnerStopped"
+SESSION_ENDED = "SessionEnded"
+NOT_COUNTED = frozenset({RUNNER_STOPPED, SESSION_ENDED})
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -154,8 +161,9 @@ class RolloutTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overdue(msgspec.Struct, frozen=True, kw_only=True):
-    """A running attempt whose lease or deadline is over."""
+    """A running attempt that nobody will end: its lease or deadline is over, its worker's process died (`worker`), or
+    the session that it belonged to (`session`)."""
 
     rollout_id: str
     attempt_id: str
-    why: Literal["lease", "deadline"]
+    why: Literal["lease", "deadline", "worker", "session"]

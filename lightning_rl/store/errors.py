@@ -1,7 +1,9 @@
 """What a store answers when it cannot do as asked; the same errors on both sides of the wire."""
 
+from lightning_rl.errors import Explained
 
-class StoreError(Exception):
+
+class StoreError(Explained):
     """Base of the errors below; the message names the thing, the place and what to do."""
 
 
@@ -23,3 +25,7 @@ class NotAllowed(StoreError):
 
 class Unreachable(StoreError):
     """The server cannot be reached, or failed while answering: infrastructure, not the caller."""
+
+
+class StoreUnwritable(Unreachable):
+    """The server answers but cannot write its store: a full disk, most often. What was recorded is kept."""

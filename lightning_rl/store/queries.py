@@ -3,7 +3,7 @@
 Invariant: nothing here writes. Many ids are read in a few statements, not one each.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,10 +11,11 @@ import msgspec
 import sqlalchemy as sa
 
 from lightning_rl.store import schema
-from lightning_rl.store.contract import Reward, Rollout
+from lightning_rl.store.contract import NOT_COUNTED, ErrorInfo, Reward, Rollout
 from lightning_rl.store.errors import Conflict, NotFound
 from lightning_rl.store.life_cycle import ENDED
 from lightning_rl.store.records import attempt_of, rollout_of
+from lightning_rl_adapters import semconv
 
 _CHUNK = 500  # ids per IN (...): every statement has one of few lengths, below SQLite's limit
 
@@ -38,6 +39,27 @@ _ATTEMPT_REWARDS = (
 )
 # Literal, so that SQLite sees that the partial index of running attempts holds them all.
 RUNNING = sa.text("attempts.status = 'running'")
+
+
+_ERRORS = sa.select(schema.attempts.c.error).where(schema.attempts.c.rollout_id == sa.bindparam("rollout_id"))
+_RECORDS = sa.text("SELECT rowid, record FROM spans WHERE rowid > :after ORDER BY rowid LIMIT 256")
+_ID_BYTES = 4  # of a packed token id
+
+
+class _SampledAttributes(msgspec.Struct):
+    """Those attributes of a span that say what a token engine sampled; a frozen model's call is not trainable."""
+
+    model: str | None = msgspec.field(name=semconv.RESPONSE_MODEL, default=None)
+    response_ids: bytes | None = msgspec.field(name=semconv.RESPONSE_IDS, default=None)
+    trainable: bool = msgspec.field(name=semconv.TRAINABLE, default=True)
+
+
+class _Sampled(msgspec.Struct):
+    name: str
+    attributes: _SampledAttributes
+
+
+_SAMPLED = msgspec.msgpack.Decoder(_Sampled)
 
 
 class PackedAttemptTrace(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +131,26 @@ def running_row(connection: sa.Connection, rollout_id: str, attempt_id: str) -> 
     return row
 
 
+def counted_attempts(connection: sa.Connection, rollout_id: str) -> int:
+    """How often the rollout was tried, without the attempts that were stopped from outside."""
+    errors = connection.execute(_ERRORS, {"rollout_id": rollout_id}).scalars()
+    return sum(not _stopped(error) for error in errors)
+
+
+def sampled_tokens(connection: sa.Connection) -> dict[str, int]:
+    """Tokens that engines sampled, per model, over all spans; read a batch at a time."""
+    found: Counter[str] = Counter()
+    last = 0
+    while rows := connection.execute(_RECORDS, {"after": last}).all():
+        for row in rows:
+            span = _SAMPLED.decode(row.record)
+            sampled = span.attributes
+            if span.name == semconv.CALL_SPAN and sampled.trainable and sampled.response_ids:
+                found[str(sampled.model)] += len(sampled.response_ids) // _ID_BYTES
+        last = rows[-1].rowid
+    return dict(found)
+
+
 def attempt_rewards(connection: sa.Connection, attempt_id: str) -> list[Reward]:
     """The rewards emitted in one attempt, in the order they came."""
     return [_reward_of(row) for row in connection.execute(_ATTEMPT_REWARDS, {"attempt_id": attempt_id})]
@@ -146,6 +188,13 @@ def traces(connection: sa.Connection, rollout_ids: Sequence[str]) -> dict[str, P
         found.rollout_id: PackedRolloutTrace(rollout=found, attempts=attempts_of[found.rollout_id])
         for found in rollouts(connection, rollout_ids)
     }
+
+
+def _stopped(error: bytes | None) -> bool:
+    if error is None:
+        return False
+    info = msgspec.json.decode(error, type=ErrorInfo)
+    return info.infrastructure and info.type in NOT_COUNTED
 
 
 def _reward_of(row: sa.Row[Any]) -> Reward:

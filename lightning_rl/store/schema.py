@@ -6,12 +6,18 @@ attempt of a rollout.
 """
 
 import secrets
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
 
+from lightning_rl.store.errors import StoreUnwritable
+
 SCHEMA_VERSION = "1"
+_UNWRITABLE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
 
 metadata = sa.MetaData()
 
@@ -99,17 +105,35 @@ def open_database(url: str) -> sa.Engine:
     """An engine on the SQLite database at `url`, its tables made where they are missing.
 
     Raises:
-        ValueError: for another kind of database, or a file with another schema version.
+        ValueError: for another kind of database, a file that is none, or one with another schema version.
+        StoreUnwritable: the file cannot be written.
     """
     if sa.make_url(url).get_backend_name() != "sqlite":
         raise ValueError(f"the store {url!r} is not SQLite; give sqlite:///path/to/file.db")
     engine = sa.create_engine(url, poolclass=sa.StaticPool, connect_args={"check_same_thread": False})
     event.listen(engine, "connect", _configure)
     event.listen(engine, "begin", _begin_immediate)
-    with engine.begin() as connection:
-        metadata.create_all(connection)
-        _check_version(connection, url)
+    try:
+        with writing(url), engine.begin() as connection:
+            metadata.create_all(connection)
+            _check_version(connection, url)
+    except sa.exc.DatabaseError as error:
+        raise ValueError(f"the store {url} cannot be opened: {error.orig}; choose another file") from error
     return engine
+
+
+@contextmanager
+def writing(url: str) -> Iterator[None]:
+    """Work on the database at `url`. Raises StoreUnwritable where the block failed since it cannot be written."""
+    try:
+        yield
+    except sa.exc.OperationalError as error:
+        if not isinstance(error.orig, sqlite3.Error) or error.orig.sqlite_errorcode & 0xFF not in _UNWRITABLE:
+            raise
+        raise StoreUnwritable(
+            f"the store {sa.make_url(url).database} cannot be written ({error.orig}): free space, or make it "
+            "writable; what was recorded waits in the journal"
+        ) from error
 
 
 def read_secret(connection: sa.Connection) -> bytes:
@@ -117,6 +141,12 @@ def read_secret(connection: sa.Connection) -> bytes:
     made = sa.insert(meta).prefix_with("OR IGNORE")
     connection.execute(made, {"key": "secret", "value": secrets.token_hex(32)})
     return bytes.fromhex(_read(connection, "secret"))
+
+
+def write_time(connection: sa.Connection, now: float) -> None:
+    """Note when the database was last found to be writable."""
+    made = sa.insert(meta).prefix_with("OR REPLACE")
+    connection.execute(made, {"key": "written_at", "value": str(now)})
 
 
 def _configure(driver_connection: Any, _record: object) -> None:

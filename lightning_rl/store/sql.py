@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import sqlalchemy as sa
 
 from lightning_rl.store import queries, schema
 from lightning_rl.store.contract import (
+    SESSION_ENDED,
     Attempt,
     AttemptTrace,
     Claim,
@@ -77,10 +78,12 @@ class SqlStore:
     """The store on the database at `url` (`sqlite:///path`, or `sqlite://` in memory).
 
     Raises:
-        ValueError: for another kind of database or another schema version.
+        ValueError: for another kind of database, a file that is none, or another schema version.
+        StoreUnwritable: here and in every operation, the file cannot be written; nothing of the operation is kept.
     """
 
     def __init__(self, url: str, clock: Callable[[], float] = time.time) -> None:
+        self._url = url
         self._clock = clock
         self._lock = threading.Lock()
         self._engine = schema.open_database(url)
@@ -322,6 +325,14 @@ class SqlStore:
             for row in rows
         ]
 
+    def running(self, worker_ids: Sequence[str] | None = None) -> list[Overdue]:
+        """The running attempts of these workers, whose process has died; without, all of a session that is over."""
+        of = sa.true() if worker_ids is None else schema.attempts.c.worker_id.in_(worker_ids)
+        with self._transaction() as connection:
+            rows = connection.execute(sa.select(schema.attempts).where(queries.RUNNING, of)).all()
+        why: Literal["worker", "session"] = "session" if worker_ids is None else "worker"
+        return [Overdue(rollout_id=row.rollout_id, attempt_id=row.attempt_id, why=why) for row in rows]
+
     def expire(self, overdue: Sequence[Overdue]) -> list[Rollout]:
         """End those of the overdue attempts that still run: a lost one is retried, one past its
         deadline has failed by its agent. The rollouts that this moved."""
@@ -332,7 +343,7 @@ class SqlStore:
                 if row.status != "running":
                     continue
                 rollout = queries.rollout(connection, late.rollout_id)
-                status: AttemptStatus = "lost" if late.why == "lease" else "failed"
+                status: AttemptStatus = "failed" if late.why == "deadline" else "lost"
                 named = rewards_by_name(queries.attempt_rewards(connection, late.attempt_id), {})
                 self._end(connection, rollout, row, status, _why(late, rollout, row), named)
                 moved.append(late.rollout_id)
@@ -345,21 +356,24 @@ class SqlStore:
     def postpone(self, seconds: float) -> None:
         """Move the deadlines of the running attempts: time in which they were parked."""
         with self._transaction() as connection:
-            connection.execute(
-                sa.update(schema.attempts)
-                .where(queries.RUNNING)
-                .values(deadline_at=schema.attempts.c.deadline_at + seconds)
-            )
+            _postpone(connection, seconds)
 
     def renew_leases(self) -> None:
         """Begin the leases of the running attempts anew: nobody could renew them while no server
         was there."""
         with self._transaction() as connection:
-            connection.execute(
-                sa.update(schema.attempts)
-                .where(queries.RUNNING)
-                .values(lease_expires_at=self._clock() + schema.attempts.c.unresponsive_seconds)
-            )
+            self._renew_leases(connection)
+
+    def make_up(self, seconds: float) -> None:
+        """The store could not be written for `seconds`: leases begin anew, deadlines move by as much.
+
+        Raises:
+            StoreUnwritable: it still cannot; this always writes something.
+        """
+        with self._transaction() as connection:
+            schema.write_time(connection, self._clock())
+            _postpone(connection, seconds)
+            self._renew_leases(connection)
 
     # Spans
 
@@ -403,6 +417,11 @@ class SqlStore:
         """Everything recorded in these rollouts, all attempts; unknown ids are left out."""
         packed = self.packed_traces(rollout_ids)
         return msgspec.msgpack.decode(packed, type=dict[str, RolloutTrace])
+
+    def sampled_tokens(self) -> dict[str, int]:
+        """Per model, the tokens that engines sampled in all recorded calls."""
+        with self._transaction() as connection:
+            return queries.sampled_tokens(connection)
 
     def packed_traces(self, rollout_ids: Sequence[str]) -> bytes:
         """`traces` as MessagePack, without unpacking a span."""
@@ -453,9 +472,16 @@ class SqlStore:
 
     # Inside a transaction
 
+    def _renew_leases(self, connection: sa.Connection) -> None:
+        connection.execute(
+            sa.update(schema.attempts)
+            .where(queries.RUNNING)
+            .values(lease_expires_at=self._clock() + schema.attempts.c.unresponsive_seconds)
+        )
+
     @contextmanager
     def _transaction(self) -> Iterator[sa.Connection]:
-        with self._lock, self._connection.begin():
+        with self._lock, schema.writing(self._url), self._connection.begin():
             yield self._connection
 
     def _enqueue(self, connection: sa.Connection, requests: Sequence[RolloutRequest]) -> list[Rollout]:
@@ -591,7 +617,7 @@ class SqlStore:
                 "finish_body": finish_body,
             },
         )
-        moved = self._move(connection, rollout, _following(rollout, status, error))
+        moved = self._move(connection, rollout, _following(connection, rollout, status, error))
         return outcome_of(moved, ended), ended
 
     def _move(self, connection: sa.Connection, rollout: Rollout, status: RolloutStatus) -> Rollout:
@@ -625,12 +651,19 @@ class SqlStore:
         return connection.execute(query).scalar_one_or_none()
 
 
-def _following(rollout: Rollout, ended: AttemptStatus, error: ErrorInfo | None) -> RolloutStatus:
+def _postpone(connection: sa.Connection, seconds: float) -> None:
+    deadline = schema.attempts.c.deadline_at
+    connection.execute(sa.update(schema.attempts).where(queries.RUNNING).values(deadline_at=deadline + seconds))
+
+
+def _following(
+    connection: sa.Connection, rollout: Rollout, ended: AttemptStatus, error: ErrorInfo | None
+) -> RolloutStatus:
     """Where a rollout goes when its running attempt has ended so: infrastructure is retried."""
     if ended in ("succeeded", "cancelled"):
         return ended
     infrastructure = ended == "lost" or (error is not None and error.infrastructure)
-    if infrastructure and rollout.attempt_count < rollout.config.max_attempts:
+    if infrastructure and queries.counted_attempts(connection, rollout.rollout_id) < rollout.config.max_attempts:
         return "queued"
     return "failed"
 
@@ -640,6 +673,16 @@ def _why(late: Overdue, rollout: Rollout, attempt: sa.Row[Any]) -> ErrorInfo:
         return ErrorInfo(
             type="LeaseExpired",
             message=f"no heartbeat of worker {attempt.worker_id} within {attempt.unresponsive_seconds:g} s",
+            infrastructure=True,
+        )
+    if late.why == "worker":
+        return ErrorInfo(
+            type="RunnerDied", message=f"the process of worker {attempt.worker_id} died", infrastructure=True
+        )
+    if late.why == "session":
+        return ErrorInfo(
+            type=SESSION_ENDED,
+            message=f"the session of worker {attempt.worker_id} ended in the middle of the attempt",
             infrastructure=True,
         )
     return ErrorInfo(

@@ -1,8 +1,10 @@
 """Where metrics go. A tracker is anything with `log(step, metrics)` and `close()`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
+
+from lightning_rl.config import ConfigError
 
 
 class Tracker(Protocol):
@@ -17,17 +19,25 @@ class Tracker(Protocol):
         ...
 
 
-def open_trackers(names: list[str], run_dir: Path, total_steps: int) -> list[Tracker]:
-    """The trackers of `trainer.logger`. Raises ValueError for an unknown name."""
+NAMES = ("console", "jsonl")
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises ConfigError for a tracker that there is not."""
+    for name in names:
+        if name not in NAMES:
+            raise ConfigError(f"trainer.logger {name!r} cannot be written to; there are {', '.join(NAMES)}")
+
+
+def open_trackers(names: Sequence[str], run_dir: Path, total_steps: int, began_at: int = 0) -> list[Tracker]:
+    """The trackers of `trainer.logger`, for a run of `total_steps` that begins after step `began_at`."""
     from lightning_rl.tracking.console import ConsoleTracker
     from lightning_rl.tracking.jsonl import JsonlTracker
 
+    check_names(names)
     trackers: list[Tracker] = []
-    for name in names:
-        if name == "console":
-            trackers.append(ConsoleTracker(total_steps))
-        elif name == "jsonl":
-            trackers.append(JsonlTracker(run_dir / "metrics.jsonl"))
-        else:
-            raise ValueError(f"trainer.logger {name!r} is unknown; there are console, jsonl")
+    if "console" in names:
+        trackers.append(ConsoleTracker(total_steps, began_at=began_at))
+    if "jsonl" in names:
+        trackers.append(JsonlTracker(run_dir / "metrics.jsonl"))
     return trackers

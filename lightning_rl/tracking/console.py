@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class ConsoleTracker:
     """A progress line on a terminal; one line per step where the output is a file."""
 
-    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+    def __init__(self, total_steps: int, console: Console | None = None, began_at: int = 0) -> None:
         self._console = console or Console()
         self._total = total_steps
         self._validation = ""
@@ -25,7 +25,7 @@ class ConsoleTracker:
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._progress.add_task("train", total=total_steps, note="starting")
+        self._task = self._progress.add_task("train", total=total_steps, completed=began_at, note="starting")
         self._progress.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -24,3 +24,15 @@ class JsonlTracker:
 def read(path: Path) -> list[dict[str, float]]:
     """The lines of a metrics file, in order."""
     return [msgspec.json.decode(line, type=dict[str, float]) for line in path.read_bytes().splitlines() if line]
+
+
+def keep_until(path: Path, step: int) -> list[dict[str, float]]:
+    """Drop what was written after `step` (a run that goes on from there writes it again); the lines that are kept."""
+    if not path.exists() or not step:
+        path.unlink(missing_ok=True)
+        return []
+    # A run that was killed may have left half a line.
+    whole = path.read_bytes().rpartition(b"\n")[0].splitlines(keepends=True)
+    kept = [line for line in whole if msgspec.json.decode(line)["step"] <= step]
+    path.write_bytes(b"".join(kept).rstrip(b"\n") + b"\n")
+    return read(path)

@@ -22,7 +22,8 @@ from lightning_rl.training.batch import MicroBatch, TrainingSequence, collate, m
 class ActorConfig:
     """verl's `actor_rollout_ref.actor`, resolved.
 
-    `mini_batch_rollouts` is ppo_mini_batch_size x rollout.n; `training_steps` is the length of the run in updates.
+    `mini_batch_rollouts` is ppo_mini_batch_size x rollout.n; `training_steps` is the length of the run in updates;
+    `log_prob_rows` are computed at once by `log_probs` (None: as many as in an update).
     """
 
     mini_batch_rollouts: int
@@ -43,6 +44,7 @@ class ActorConfig:
     training_steps: int
     betas: tuple[float, float]
     weight_decay: float
+    log_prob_rows: int | None = None
 
 
 class Actor:
@@ -59,11 +61,28 @@ class Actor:
         )
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: lr_factor(step, config))
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the weights: optimizer, schedule, count of optimizer steps."""
+        return {
+            "optimizer": self._optimizer.state_dict(),
+            "schedule": self._schedule.state_dict(),
+            "optimizer_steps": self.optimizer_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; the model's weights must be those of the same moment."""
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._schedule.load_state_dict(state["schedule"])
+        self.optimizer_steps = state["optimizer_steps"]
+
     @torch.inference_mode()
     def log_probs(self, sequences: list[TrainingSequence]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Per sequence the log probabilities (nats) of its trained tokens, float32 [K], at their own temperature."""
         found: dict[int, np.ndarray[Any, np.dtype[np.float32]]] = {}
-        for micro in self._micro_batches(sequences):
+        rows = self.config.log_prob_rows
+        for micro in (
+            self._micro_batches(sequences) if rows is None else micro_batches(sequences, rows=rows, tokens=None)
+        ):
             batch = collate(micro, self._pad_id, self._device)
             values, _ = self._forward(batch)
             parts = np.split(values.float().cpu().numpy(), np.cumsum([len(s.trained) for s in micro])[:-1])

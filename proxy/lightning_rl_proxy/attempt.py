@@ -2,7 +2,8 @@
 
 A request's place depends on its messages alone: the deepest answered call whose conversation, as the client saw it,
 is a prefix of the request's. Several that fit are equal for the client; the one answered last is continued. No lock is
-held over a generation, so calls may overlap as they like.
+held over a generation, so calls may overlap as they like. What a chat backend's prompt was in tokens is known after its
+answer, if ever: its place by messages comes first, and `with_prompt` corrects it.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ import msgspec
 from lightning_rl_adapters.call import Call
 from lightning_rl_proxy.address import Address
 from lightning_rl_proxy.ledger import AttemptInfo
-from lightning_rl_proxy.rendering import Answer, Renderer
+from lightning_rl_proxy.rendering import Renderer
 
 
 class LiveCall:
@@ -64,6 +65,15 @@ class Place:
         self.fork_cause = fork_cause
         self.key = key
 
+    def with_prompt(self, prompt_ids: list[int], messages: Sequence[dict[str, Any]]) -> "Place":
+        """This place, now that the ids of its prompt are known; a new root where they do not continue its parent's."""
+        prompt, response = ([], []) if self.parent is None else self.parent.context()
+        context = prompt + response
+        if prompt_ids[: len(context)] != context:
+            return Place(None, prompt_ids, prompt_ids, messages, "not_append_only", self.key)
+        added = prompt_ids[len(context) :]
+        return Place(self.parent, added, prompt_ids, self.new_messages, self.fork_cause, self.key)
+
 
 class Exchange:
     """One request in flight or answered: its task, the calls sampled for it, and whether a client received it."""
@@ -89,6 +99,7 @@ class Attempt:
         self.tokens_received = 0
         self._next_number = 0
         self._answered: dict[bytes, LiveCall] = {}
+        self._models: set[str] = set()  # that have answered
 
     def take_numbers(self, n: int) -> int:
         """Reserve `n` numbers in order of arrival; the first of them."""
@@ -100,27 +111,31 @@ class Attempt:
         self, model: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, renderer: Renderer
     ) -> Place:
         """The place of a request that has just arrived."""
-        keys = conversation_keys(model, tools, messages)
-        for seen in range(len(messages), 0, -1):
-            parent = self._answered.get(keys[seen])
-            if parent is None:
-                continue
-            prompt, response = parent.context()
-            new_messages = messages[seen:]
-            added = renderer.extend(prompt, response, new_messages, tools) if new_messages else None
-            if added is not None:
-                return Place(parent, added, prompt + response + added, new_messages, None, keys[-1])
-            return self._root(messages, tools, renderer, keys[-1], "not_append_only")
-        return self._root(messages, tools, renderer, keys[-1], "edited_history" if self._answered else None)
+        parent, seen, key = self._continued(model, messages, tools)
+        if parent is None:
+            return self._root(messages, tools, renderer, key, self._cause(model))
+        prompt, response = parent.context()
+        new_messages = messages[seen:]
+        added = renderer.extend(prompt, response, new_messages, tools) if new_messages else None
+        if added is None:
+            return self._root(messages, tools, renderer, key, "not_append_only")
+        return Place(parent, added, prompt + response + added, new_messages, None, key)
+
+    def find_turn(self, model: str, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> Place:
+        """The place by messages alone of a request that nobody here renders: without prompt ids."""
+        parent, seen, key = self._continued(model, messages, tools)
+        cause = self._cause(model) if parent is None else None
+        return Place(parent, [], [], messages[seen:], cause, key)
 
     def commit(self, exchange: Exchange) -> None:
         """Make the answers of a delivered exchange continuable; of equal conversations the last answered wins."""
         for key, live in exchange.commits:
             self._answered[key] = live
+            self._models.add(live.call.model)
 
-    def answered(self, place: Place, call: Call, answer: Answer) -> tuple[bytes, LiveCall]:
-        """The key under which a later request will find this answer, and the call to continue then."""
-        return _chain(place.key, answer.message()), LiveCall(call, place.parent)
+    def answered(self, place: Place, call: Call, message: dict[str, Any]) -> tuple[bytes, LiveCall]:
+        """The key under which a later request will find the answer `message`, and the call to continue then."""
+        return _chain(place.key, message), LiveCall(call, place.parent)
 
     def joinable(self, body_key: bytes, *, marked_as_retry: bool) -> Exchange | None:
         """The earlier exchange that an equal request joins instead of sampling anew.
@@ -135,6 +150,20 @@ class Attempt:
         if not marked_as_retry or not earlier:
             return None
         return next((exchange for exchange in earlier if not exchange.recorded), earlier[-1])
+
+    def _continued(
+        self, model: str, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> tuple[LiveCall | None, int, bytes]:
+        """The call that a request continues, how many of its messages that call has seen, and the request's key."""
+        keys = conversation_keys(model, tools, messages)
+        for seen in range(len(messages), 0, -1):
+            if (parent := self._answered.get(keys[seen])) is not None:
+                return parent, seen, keys[-1]
+        return None, 0, keys[-1]
+
+    def _cause(self, model: str) -> str | None:
+        """Why a request that continues nothing is no continuation: None where it is the first of its model."""
+        return "edited_history" if model in self._models else None
 
     def _root(
         self,
@@ -171,11 +200,26 @@ def _chain(key: bytes, message: dict[str, Any]) -> bytes:
 
 def _essence(message: dict[str, Any]) -> tuple[Any, ...]:
     """What a client keeps of a message when it sends it back: not ids, not reasoning, not the spacing at its ends."""
-    calls = [
-        (call.get("function", {}).get("name"), _arguments(call.get("function", {}).get("arguments")))
-        for call in message.get("tool_calls") or ()
-    ]
-    return message.get("role"), (message.get("content") or "").strip(), calls
+    content, tool_calls = message.get("content"), message.get("tool_calls")
+    text = content.strip() if isinstance(content, str) else _text(content)
+    calls = [_tool_call(call) for call in tool_calls] if isinstance(tool_calls, list) else []
+    return message.get("role"), text, calls
+
+
+def _text(content: Any) -> Any:
+    """Content that is no string: parts of text are their text, others (images, sound) stay as they are."""
+    if not content:
+        return ""
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        return "".join(part["text"] for part in content).strip()
+    return content
+
+
+def _tool_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return {name: value for name, value in call.items() if name != "id"} if isinstance(call, dict) else call
+    return function.get("name"), _arguments(function.get("arguments"))
 
 
 def _arguments(text: Any) -> str:

@@ -5,7 +5,10 @@ SDKs retry 408, 409, 429 and 5xx by themselves unless `x-should-retry` says othe
 
 
 class GatewayError(Exception):
-    """An answer that is an error. `param` names the request field at fault, `kind` is the dialect's error type."""
+    """An answer that is an error. `param` names the request field at fault, `kind` is the dialect's error type.
+
+    `retry_after`: the seconds after which to `retry`.
+    """
 
     def __init__(
         self,
@@ -15,6 +18,7 @@ class GatewayError(Exception):
         kind: str = "invalid_request_error",
         param: str | None = None,
         retry: bool = False,
+        retry_after: int = 1,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -22,12 +26,13 @@ class GatewayError(Exception):
         self.kind = kind
         self.param = param
         self.retry = retry
+        self.retry_after = retry_after
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The headers that tell an SDK whether to try again, and after how many seconds."""
         headers = [(b"x-should-retry", b"true" if self.retry else b"false")]
         if self.retry:
-            headers.append((b"retry-after", b"1"))
+            headers.append((b"retry-after", str(self.retry_after).encode()))
         return headers
 
 

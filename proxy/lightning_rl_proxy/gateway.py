@@ -9,41 +9,44 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call, to_span
 from lightning_rl_proxy import address as addresses
+from lightning_rl_proxy import relay
 from lightning_rl_proxy.address import Address
 from lightning_rl_proxy.attempt import Attempt, Exchange, Place, new_call_id
 from lightning_rl_proxy.dialects import chat_completions
-from lightning_rl_proxy.dialects.chat_completions import Request
+from lightning_rl_proxy.dialects.chat_completions import Relayed, Request
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
 from lightning_rl_proxy.errors import GatewayError, closed
 from lightning_rl_proxy.keys import KeyRefused, verify_attempt_key
 from lightning_rl_proxy.ledger import AttemptInfo, Ledger
 from lightning_rl_proxy.recorder import Recorder
 from lightning_rl_proxy.rendering import Answer, Renderer
-from lightning_rl_proxy.router import Router
+from lightning_rl_proxy.router import Router, no_engine
 from lightning_rl_proxy.sampling import effective
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+T = TypeVar("T")
 
 MAX_BODY = 64 * 2**20  # bytes
 _JSON = (b"content-type", b"application/json")
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 502: "api_error"}
 _INFO_SECONDS = 1.0  # how long the ledger's word on an attempt is believed
 _SEALED_REMEMBERED = 65536
 _log = logging.getLogger(__name__)
 
 
 class Gateway:
-    """The proxy. `secret` signs attempt keys, `renderer` speaks the policy's chat format.
+    """The proxy. `secret` signs attempt keys, `renderer` speaks the policy's chat format (None: only chat backends).
 
     `grace_seconds`: how long a call whose client left runs on, waiting for a retry to join it.
     """
@@ -54,7 +57,7 @@ class Gateway:
         ledger: Ledger,
         secret: bytes,
         journal: Path,
-        renderer: Renderer,
+        renderer: Renderer | None,
         router: Router,
         grace_seconds: float = 10.0,
     ) -> None:
@@ -63,7 +66,7 @@ class Gateway:
         self._ledger = ledger
         self._secret = secret
         self._renderer = renderer
-        self._recorder = Recorder(journal, ledger)
+        self._recorder = Recorder(journal, ledger, counters=self.counters)
         self._grace_seconds = grace_seconds
         self._attempts: dict[tuple[str, str], Attempt] = {}
         # The ledger says that an attempt is closed a moment after it was sealed; in between, this does.
@@ -96,6 +99,10 @@ class Gateway:
         if attempt is not None:
             self._close(attempt)
         await self._recorder.stored()
+
+    def carry_on(self, received: dict[str, int]) -> None:
+        """Begin the counts of received tokens where an earlier gateway's records end."""
+        self.router.carry_on(received)
 
     async def pause(self, model: str | None = None) -> None:
         """Let new calls of `model` (None: every model) wait; those in flight go on."""
@@ -192,8 +199,7 @@ class Gateway:
         exchange = attempt.joinable(body_key, marked_as_retry=retry)
         if exchange is None:
             exchange = Exchange(body_key)
-            request = chat_completions.parse(body)
-            exchange.task = asyncio.create_task(self._run(attempt, agent, request, exchange))
+            exchange.task = asyncio.create_task(self._work(attempt, agent, body, exchange))
             attempt.exchanges.setdefault(body_key, []).append(exchange)
         else:
             self.counters["joined_retries"] += 1
@@ -226,27 +232,94 @@ class Gateway:
         attempt.commit(exchange)
         await _respond(send, 200, answer)
 
-    async def _run(self, attempt: Attempt, agent: str | None, request: Request, exchange: Exchange) -> bytes:
-        """Sample the answers of a request; the response body."""
+    def _work(self, attempt: Attempt, agent: str | None, body: bytes, exchange: Exchange) -> Coroutine[Any, Any, bytes]:
+        """What answers a request: a chat backend or the token path. Raises GatewayError for a body that neither can."""
+        fields = chat_completions.decode(body)
+        requested = fields.get("model")
+        model = self.router.resolve(requested if isinstance(requested, str) else "")
+        if self.router.is_backend(model):
+            return self._relay(attempt, agent, chat_completions.parse_relayed(fields), exchange, model)
+        if self._renderer is None:
+            raise _as_gateway_error(no_engine(model))
+        return self._run(attempt, agent, chat_completions.parse(fields), exchange, model, self._renderer)
+
+    async def _relay(
+        self, attempt: Attempt, agent: str | None, request: Relayed, exchange: Exchange, model: str
+    ) -> bytes:
+        """Ask a chat backend for each choice; the response body."""
         first = attempt.take_numbers(request.n)
-        model = self.router.resolve(request.model)
-        place = attempt.find_place(model, request.messages, request.tools, self._renderer)
+        place = attempt.find_turn(model, request.messages, request.tools)
+        self._count_fork(place)
+        answers = await _each(
+            self._ask(attempt, agent, request, exchange, place, model, first + index, index)
+            for index in range(request.n)
+        )
+        return chat_completions.merge(answers)
+
+    async def _ask(
+        self,
+        attempt: Attempt,
+        agent: str | None,
+        request: Relayed,
+        exchange: Exchange,
+        by_messages: Place,
+        model: str,
+        number: int,
+        index: int,
+    ) -> dict[str, Any]:
+        # What an attempt publishes is about its policy: a judge beside it keeps the temperature that it was given.
+        sent = request.body(attempt.info.sampling if model == self.router.policy else {}, index)
+        call_id = new_call_id()
+        start_ns = time.time_ns()
+        answer = await self.router.complete(model, sent)
+        # As in `_sample`, nothing waits from here to the end.
+        place = relay.placed(by_messages, answer, request)
+        if place.fork_cause != by_messages.fork_cause:
+            self._count_fork(place)
+        call = relay.call_of(
+            answer,
+            place,
+            attempt,
+            sent,
+            call_id=call_id,
+            number=number,
+            agent=agent,
+            model=model,
+            start_ns=start_ns,
+            end_ns=time.time_ns(),
+        )
+        if answer.ignored_fields:
+            self.counters["ignored_fields"] += len(answer.ignored_fields)
+        exchange.calls.append((call, relay.attributes(answer, place, request, sent)))
+        exchange.commits.append(attempt.answered(place, call, relay.message_of(answer)))
+        return answer.body
+
+    def _count_fork(self, place: Place) -> None:
         if place.fork_cause is not None:
             self.counters[f"fork_{place.fork_cause}"] += 1
-        answers = await asyncio.gather(
-            *(
-                self._sample(attempt, agent, request, exchange, place, model, number)
-                for number in range(first, first + request.n)
-            ),
-            return_exceptions=True,
+
+    async def _run(
+        self,
+        attempt: Attempt,
+        agent: str | None,
+        request: Request,
+        exchange: Exchange,
+        model: str,
+        renderer: Renderer,
+    ) -> bytes:
+        """Sample the answers of a request; the response body."""
+        first = attempt.take_numbers(request.n)
+        place = attempt.find_place(model, request.messages, request.tools, renderer)
+        self._count_fork(place)
+        answers = await _each(
+            self._sample(attempt, agent, request, exchange, place, model, number, renderer)
+            for number in range(first, first + request.n)
         )
-        for failed in (answer for answer in answers if isinstance(answer, BaseException)):
-            raise failed
         return chat_completions.serialize(
             exchange.calls[0][0].call_id,
             model,
             int(time.time()),
-            [answer for answer in answers if not isinstance(answer, BaseException)],
+            answers,
             len(place.prompt_ids),
             request.logprobs,
         )
@@ -260,6 +333,7 @@ class Gateway:
         place: Place,
         model: str,
         number: int,
+        renderer: Renderer,
     ) -> Answer:
         sampling = effective(request.sampling, attempt.info.sampling, seed_key=attempt.info.seed_key, number=number)
         call_id = new_call_id()
@@ -285,7 +359,7 @@ class Gateway:
             start_ns=start_ns,
             end_ns=time.time_ns(),
         )
-        answer = self._renderer.parse(
+        answer = renderer.parse(
             call_id, place.prompt_ids, call.response_ids, call.logprobs, call.finish_reason, request.tools
         )
         more: dict[str, Any] = {
@@ -304,7 +378,7 @@ class Gateway:
             more[semconv.IGNORED_FIELDS] = request.ignored_fields
             self.counters["ignored_fields"] += len(request.ignored_fields)
         exchange.calls.append((call, more))
-        exchange.commits.append(attempt.answered(place, call, answer))
+        exchange.commits.append(attempt.answered(place, call, answer.message()))
         return answer
 
     def _record(self, exchange: Exchange, *, delivered: bool) -> None:
@@ -353,10 +427,20 @@ class Gateway:
         return msgspec.json.encode({"object": "list", "data": data})
 
 
-def _as_gateway_error(error: Exception) -> GatewayError:
+def _as_gateway_error(error: EngineUnavailable | EngineRefused | GatewayError) -> GatewayError:
     if isinstance(error, EngineUnavailable):
-        return GatewayError(503, str(error), kind="api_error", retry=True)
-    return error if isinstance(error, GatewayError) else GatewayError(400, str(error))
+        return GatewayError(503, str(error), kind="api_error", retry=True, retry_after=error.retry_after)
+    if isinstance(error, EngineRefused):
+        return GatewayError(error.status, str(error), kind=_KINDS.get(error.status, "invalid_request_error"))
+    return error
+
+
+async def _each(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Every result, in order; the first failure is raised only when all have ended, so that none is lost."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for failed in (result for result in results if isinstance(result, BaseException)):
+        raise failed
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 async def _read(receive: Receive) -> bytes:

@@ -4,6 +4,7 @@ A continuation is append-only or it is refused: `extend` adds ids behind exactly
 and then the caller renders anew and records a fork. No text of a sampled answer is ever tokenised again on the way.
 """
 
+import difflib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -81,6 +82,7 @@ class FastTokenizer:
         config_file = path / "tokenizer_config.json"
         config = json.loads(config_file.read_text()) if config_file.exists() else {}
         self.name_or_path = str(path)
+        self.renderer: str | None = config.get("renderer")
         self.unk_token_id = self._special(config.get("unk_token"))
         self.eos_token_id = self._special(config.get("eos_token"))
 
@@ -171,23 +173,29 @@ class LibraryRenderer:
 
 
 def load_renderer(tokenizer_path: Path, name: str, model: str) -> LibraryRenderer:
-    """The renderer `name` (`auto`: the one made for `model`) over `tokenizer_path`/tokenizer.json.
+    """The renderer `name` over `tokenizer_path`/tokenizer.json.
+
+    `auto`: the one made for `model`, else the one that tokenizer_config.json names as `renderer`.
 
     Raises ValueError naming the renderers that there are, and FileNotFoundError for a folder without tokenizer.json.
     """
     if not (tokenizer_path / "tokenizer.json").exists():
         raise FileNotFoundError(f"{tokenizer_path} holds no tokenizer.json")
-    resolved = MODEL_RENDERER_MAP.get(model) if name == "auto" else name
+    tokenizer = FastTokenizer(tokenizer_path)
+    resolved = (MODEL_RENDERER_MAP.get(model) or tokenizer.renderer) if name == "auto" else name
     if resolved is None:
         raise ValueError(
             f"no renderer is known for model {model!r}; name one that fits its chat format, with "
             "actor_rollout_ref.rollout.renderer or `serve --renderer` (qwen3, llama-3, ...)"
         )
-    config = config_from_name(resolved)
+    try:
+        config = config_from_name(resolved)
+    except ValueError as error:
+        near = difflib.get_close_matches(resolved, set(MODEL_RENDERER_MAP.values()), n=1, cutoff=0.0)[0]
+        raise ValueError(f"renderer {resolved!r} is unknown; did you mean {near!r}? {error}") from error
     if hasattr(config, "thinking_retention"):
         # Only with all thinking kept is a new user turn a pure continuation.
         config = config.model_copy(update={"thinking_retention": "all"})
-    tokenizer = FastTokenizer(tokenizer_path)
     return LibraryRenderer(renderers.create_renderer(tokenizer, config), tokenizer.decode)
 
 

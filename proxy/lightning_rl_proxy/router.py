@@ -1,14 +1,17 @@
-"""Which engine samples a call, and when: the least busy one of the model, unless the model is paused.
+"""Which engine or chat backend answers a call, and when: the least busy one of the model, unless the model is paused.
 
-Counts every token at the moment an engine hands it over: these counts are one side of the conservation law.
+A model has engines or chat backends, never both. Counts every token at the moment an engine hands it over: these counts
+are one side of the conservation law.
 """
 
 import asyncio
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from lightning_rl_adapters.call import VersionRange
 from lightning_rl_proxy.engines.base import Engine, EngineUnavailable, Finish
+from lightning_rl_proxy.engines.chat_backend import ChatAnswer, ChatBackend
 from lightning_rl_proxy.sampling import Sampling
 
 
@@ -23,27 +26,39 @@ class Generation(NamedTuple):
 
 
 class Router:
-    """The engines by model. Calls of a paused model wait; `policy` is the model that unknown names go to."""
+    """The engines and chat backends by model. Calls of a paused model wait; unknown names go to the model `policy`."""
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
         self.received: Counter[str] = Counter()
         self._engines: dict[str, list[Engine]] = {}
+        self._backends: dict[str, list[ChatBackend]] = {}
         self._busy: Counter[int] = Counter()
         self._paused: dict[str, asyncio.Event] = {}
 
     def register(self, engine: Engine) -> None:
-        """Add an engine for its model."""
+        """Add an engine for its model. Raises ValueError where chat backends serve a model of that name."""
+        if engine.model in self._backends:
+            raise ValueError(f"model {engine.model!r} is a chat backend's already; give the engine's another name")
         self._engines.setdefault(engine.model, []).append(engine)
+
+    def register_backend(self, backend: ChatBackend) -> None:
+        """Add a chat backend for its model. Raises ValueError where engines serve a model of that name."""
+        if backend.model in self._engines:
+            raise ValueError(f"model {backend.model!r} has token engines already; give the chat backend another name")
+        self._backends.setdefault(backend.model, []).append(backend)
 
     def resolve(self, requested: str) -> str:
         """The model that a requested name means: a registered one, else the policy."""
-        return requested if requested in self._engines else self.policy
+        return requested if requested in self._engines or requested in self._backends else self.policy
+
+    def is_backend(self, model: str) -> bool:
+        """Whether chat backends answer for `model`."""
+        return model in self._backends
 
     async def generate(self, model: str, prompt: list[int], sampling: Sampling, *, request_id: str) -> Generation:
         """Sample one answer. Waits while the model is paused. Raises EngineUnavailable or EngineRefused."""
-        while (gate := self._paused.get(model)) is not None:
-            await gate.wait()
+        await self._not_paused(model)
         engine = self._least_busy(model)
         token_ids: list[int] = []
         logprobs: list[float] | None = []
@@ -61,6 +76,20 @@ class Router:
             self._busy[id(engine)] -= 1
         raise EngineUnavailable(f"the engine of model {model!r} ended request {request_id} without a finish reason")
 
+    async def complete(self, model: str, body: dict[str, Any]) -> ChatAnswer:
+        """One choice of a chat backend. Waits while the model is paused. Raises as `generate` does."""
+        await self._not_paused(model)
+        backend = min(self._backends[model], key=lambda backend: self._busy[id(backend)])
+        self._busy[id(backend)] += 1
+        try:
+            return await backend.complete(body)
+        finally:
+            self._busy[id(backend)] -= 1
+
+    def carry_on(self, received: dict[str, int]) -> None:
+        """Count received tokens on from these, per model: those of earlier processes."""
+        self.received.update(received)
+
     def pause(self, model: str | None) -> None:
         """Let the new calls of `model` (None: of all) wait."""
         for name in self._named(model):
@@ -69,40 +98,63 @@ class Router:
     def resume(self, model: str | None, policy_version: int | None) -> None:
         """Let waiting calls go on, under `policy_version` where one is given."""
         for name in self._named(model):
-            for engine in self._engines[name]:
+            for engine in self._engines.get(name, ()):
                 if policy_version is not None:
                     engine.policy_version = policy_version
             if (gate := self._paused.pop(name, None)) is not None:
                 gate.set()
 
     def state(self) -> dict[str, dict[str, int | bool]]:
-        """Per model: engines, calls in flight, tokens received, paused, policy version."""
-        return {
-            model: {
-                "engines": len(engines),
-                "in_flight": sum(self._busy[id(engine)] for engine in engines),
+        """Per model: engines (or backends), calls in flight, tokens received, paused, policy version, trainable."""
+        trainable: dict[str, dict[str, int | bool]] = {
+            model: self._counts(model, engines)
+            | {
                 "tokens_received": self.received[model],
-                "paused": model in self._paused,
                 "policy_version": max(engine.policy_version for engine in engines),
+                "trainable": True,
             }
             for model, engines in self._engines.items()
         }
+        return trainable | {
+            model: self._counts(model, backends) | {"tokens_received": 0, "policy_version": 0, "trainable": False}
+            for model, backends in self._backends.items()
+        }
 
     async def close(self) -> None:
-        """Free every engine's connections."""
+        """Free every engine's and backend's connections."""
         for engines in self._engines.values():
             for engine in engines:
                 await engine.close()
+        for backends in self._backends.values():
+            for backend in backends:
+                await backend.close()
+
+    async def _not_paused(self, model: str) -> None:
+        while (gate := self._paused.get(model)) is not None:
+            await gate.wait()
+
+    def _counts(self, model: str, served: Sequence[Engine | ChatBackend]) -> dict[str, int | bool]:
+        return {
+            "engines": len(served),
+            "in_flight": sum(self._busy[id(each)] for each in served),
+            "paused": model in self._paused,
+        }
 
     def _named(self, model: str | None) -> list[str]:
+        names = [*self._engines, *self._backends]
         if model is None:
-            return list(self._engines)
-        if model not in self._engines:
-            raise KeyError(f"no engine serves model {model!r}; there are {sorted(self._engines)}")
+            return names
+        if model not in names:
+            raise KeyError(f"no engine serves model {model!r}; there are {sorted(names)}")
         return [model]
 
     def _least_busy(self, model: str) -> Engine:
         engines = self._engines.get(model)
         if not engines:
-            raise EngineUnavailable(f"no engine serves model {model!r}; register one with POST /api/v1/engines")
+            raise no_engine(model)
         return min(engines, key=lambda engine: self._busy[id(engine)])
+
+
+def no_engine(model: str) -> EngineUnavailable:
+    """Nothing answers for `model` (yet)."""
+    return EngineUnavailable(f"no engine serves model {model!r}; register one with POST /api/v1/engines")

@@ -7,6 +7,7 @@ the same, and a validation can be repeated.
 
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -35,6 +36,23 @@ def effective(requested: Sampling, algorithm: Mapping[str, float | int], *, seed
         max_tokens=int(min(limits)) if limits else None,
         seed=mixed_seed(seed_key, requested.seed, number),
     )
+
+
+def published(body: Mapping[str, Any], algorithm: Mapping[str, float | int]) -> dict[str, Any]:
+    """A chat request's body under the parameters that the algorithm gives; what it does not give stays the agent's."""
+    changed = dict(body)
+    for name in _REPLACED:
+        if (value := algorithm.get(name)) is not None:
+            changed[name] = value
+    if changed.get("top_k") == -1:
+        del changed["top_k"]  # all tokens: what services do by themselves, and many know no such field
+    limit = algorithm.get("max_tokens")
+    if limit is not None:
+        asked = [name for name in ("max_tokens", "max_completion_tokens") if isinstance(changed.get(name), int)]
+        changed |= {name: min(changed[name], int(limit)) for name in asked or ()}
+        if not asked:
+            changed["max_tokens"] = int(limit)
+    return changed
 
 
 def mixed_seed(seed_key: str, requested: int | None, number: int) -> int:

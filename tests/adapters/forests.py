@@ -6,8 +6,9 @@ from lightning_rl_adapters.call import Call, VersionRange
 
 
 def make_call(
-    number: int, parent: int | None, prompt: int = 2, response: int = 2, *, delivered: bool = True, model: str = "m"
-) -> Call:
+    number: int, parent: int | None, prompt: int = 2, response: int = 2, *, delivered: bool = True, model: str = "m",
+    exact: bool = True, trainable: bool = True,
+) -> Call:  # fmt: skip
     """Call `number`, whose prompt ids are number*100+i and whose response ids are number*100+50+i."""
     return Call(
         call_id=f"c{number}",
@@ -23,6 +24,8 @@ def make_call(
         temperature=1.0,
         finish_reason="stop",
         delivered=delivered,
+        exact=exact,
+        trainable=trainable,
     )
 
 

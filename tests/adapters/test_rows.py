@@ -116,6 +116,29 @@ def test_an_undelivered_call_is_left_out_by_name() -> None:
     assert not any(second.loss_mask)
 
 
+def test_a_row_with_a_call_that_nobody_told_the_tokens_of_is_inexact_and_left_out() -> None:
+    """Call 1 is unknown: its branch is inexact, whatever comes after; its sibling trains, and the trunk with it."""
+    unknown = make_call(1, 0, prompt=0, response=0, exact=False)
+    calls = [make_call(0, None), unknown, make_call(2, 1), make_call(3, 0)]
+    first, second = cut(calls)
+    assert (first.exact, first.excluded) == (False, "inexact")
+    assert first.token_ids == [0, 1, 50, 51, 200, 201, 250, 251]
+    assert (second.exact, second.excluded, sum(second.loss_mask)) == (True, None, 4)
+    assert "c0" in second.call_ids
+    built = forest.build(calls)
+    assert [triplet.exact for triplet in triplets(built, {})] == [True, False, False, True]
+
+
+def test_a_row_of_no_tokens_at_all_is_a_row() -> None:
+    [row] = cut([make_call(0, None, prompt=0, response=0, exact=False)], max_tokens=1)
+    assert (row.token_ids, row.loss_mask, row.rewards, row.excluded) == ([], [], [], "inexact")
+
+
+def test_a_frozen_models_row_keeps_its_mask_and_is_left_out() -> None:
+    [row] = cut([make_call(0, None, trainable=False)])
+    assert (row.exact, row.excluded, row.loss_mask) == (True, "frozen", [0, 0, 1, 1])
+
+
 @given(attempts())
 def test_triplets_hold_whole_prompts(calls: list[Call]) -> None:
     built = forest.build(calls)

@@ -34,6 +34,8 @@ def recorded_calls(draw: st.DrawFn) -> Call:
         temperature=draw(st.sampled_from([0.0, 0.7, 1.0])),
         finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
         delivered=draw(st.booleans()),
+        exact=draw(st.booleans()),
+        trainable=draw(st.booleans()),
     )
 
 
@@ -41,6 +43,13 @@ def recorded_calls(draw: st.DrawFn) -> Call:
 def test_a_call_comes_back_from_its_stored_span(call: Call) -> None:
     stored = msgspec.msgpack.encode(to_span(call))
     assert from_span(msgspec.msgpack.decode(stored, type=Span)) == call
+
+
+@given(recorded_calls())
+def test_spans_of_earlier_releases_are_exact_and_trainable(call: Call) -> None:
+    span = to_span(call)
+    del span.attributes[semconv.EXACT], span.attributes[semconv.TRAINABLE]
+    assert (from_span(span).exact, from_span(span).trainable) == (True, True)
 
 
 @given(recorded_calls())

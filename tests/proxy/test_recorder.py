@@ -1,12 +1,18 @@
 """The journal: what was recorded survives a cut at any byte, a killed process, and a ledger that fails for a while."""
 
 import asyncio
+import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -93,3 +99,141 @@ asyncio.run(main())
     ledger = MemoryLedger()
     asyncio.run(write(journal, ledger, 0))
     assert [s.span_id for s in ledger.spans] == [f"s{i}" for i in range(20)]
+
+
+# A disk that is full
+
+
+@contextmanager
+def full_disk(journal: Path, free: int = 0) -> Iterator[None]:
+    """Files of this process can grow no more: the journal by `free` bytes, others not at all."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (journal.stat().st_size + free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class Stuck(MemoryLedger):
+    """Takes nothing until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = asyncio.Event()
+
+    async def add_spans(self, spans: Sequence[Span]) -> None:
+        await self.go.wait()
+        await super().add_spans(spans)
+
+
+def names(spans: Iterable[Span]) -> list[str]:
+    return [span.span_id for span in spans]
+
+
+@pytest.mark.parametrize("free", [0, 20])
+def test_a_record_that_does_not_fit_is_cut_off_kept_in_memory_and_written_later(
+    tmp_path: Path, free: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = tmp_path / "journal"
+
+    async def scenario() -> None:
+        ledger, counters = Stuck(), Counter[str]()
+        recorder = Recorder(journal, ledger, counters=counters)
+        await recorder.start()
+        recorder.record(span(5))
+        whole = journal.read_bytes()
+        with full_disk(journal, free):
+            recorder.record(span(6))
+            recorder.record(span(7))
+        assert journal.read_bytes() == whole
+        assert counters["journal_errors"] == 2
+        recorder.record(span(8))
+        assert names(replay(journal)) == ["s5", "s6", "s7", "s8"]
+        ledger.go.set()
+        await recorder.stored()
+        assert names(ledger.spans) == ["s5", "s6", "s7", "s8"]
+        await recorder.stop()
+
+    asyncio.run(scenario())
+    told = [record.getMessage() for record in caplog.records if record.name == "lightning_rl_proxy.alarm"]
+    assert "File too large" in told[0]
+    assert told[1:] == [f"trouble with the journal {journal} is over"]
+
+
+def test_a_journal_that_could_not_even_be_cut_is_cut_before_the_next_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = tmp_path / "journal"
+
+    async def scenario() -> None:
+        recorder = Recorder(journal, Stuck())
+        await recorder.start()
+        recorder.record(span(5))
+        with full_disk(journal, free=20), monkeypatch.context() as broken:
+            broken.setattr(os, "ftruncate", no_disk)
+            recorder.record(span(6))
+        recorder.record(span(7))
+        assert names(replay(journal)) == ["s5", "s6", "s7"]
+
+    asyncio.run(scenario())
+
+
+def no_disk(*args: object) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_full_disk_gets_its_space_back_once_the_ledger_has_all(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+
+    async def scenario() -> None:
+        ledger = MemoryLedger()
+        recorder = Recorder(journal, ledger)
+        await recorder.start()
+        recorder.record(span(5))
+        with full_disk(journal):
+            recorder.record(span(6))
+            await recorder.stored()
+        assert names(ledger.spans) == ["s5", "s6"]
+        assert journal.stat().st_size == 0
+        recorder.record(span(7))
+        assert names(replay(journal)) == ["s7"]
+        await recorder.stop()
+
+    asyncio.run(scenario())
+
+
+def test_whoever_waits_hears_of_a_ledger_that_keeps_failing_and_nothing_is_lost(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        ledger = MemoryLedger()
+        recorder = Recorder(tmp_path / "journal", ledger)
+        await recorder.start()
+        ledger.failures = 1000
+        recorder.record(span(1))
+        with pytest.raises(OSError, match="the disk is busy"):
+            await recorder.stored()
+        ledger.failures = 0
+        while recorder._failures:
+            await asyncio.sleep(0.01)
+        await recorder.stored()
+        assert names(ledger.spans) == ["s1"]
+        await recorder.stop()
+
+    asyncio.run(scenario())
+
+
+def test_what_a_failing_ledger_has_not_taken_at_the_stop_waits_in_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_rl_proxy.recorder._LAST_SECONDS", 0.05)
+    journal = tmp_path / "journal"
+
+    async def scenario() -> None:
+        recorder = Recorder(journal, Stuck())
+        await recorder.start()
+        with full_disk(journal):
+            recorder.record(span(1))
+        await recorder.stop()
+
+    asyncio.run(scenario())
+    assert names(replay(journal)) == ["s1"]

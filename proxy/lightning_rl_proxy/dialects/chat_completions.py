@@ -1,17 +1,18 @@
 """OpenAI Chat Completions: request bytes -> `Request`, sampled answers -> response bytes. Pure.
 
 A field is honoured, or a hint that changes no token (accepted), or changes the answer and cannot be honoured (400
-naming it), or unknown (accepted, recorded and counted).
+naming it), or unknown (accepted, recorded and counted). What goes on to a chat backend is `Relayed`: there all fields
+but `n` and `stream` are the service's business.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering import Answer
-from lightning_rl_proxy.sampling import Sampling
+from lightning_rl_proxy.sampling import Sampling, published
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
@@ -81,13 +82,80 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     ignored_fields: list[str]
 
 
-def parse(body: bytes) -> Request:
-    """The request in `body`. Raises GatewayError(400) naming the field that is wrong or cannot be honoured."""
+class Relayed(msgspec.Struct, frozen=True, kw_only=True):
+    """A chat request that goes on to a service: `fields` as they came, without `n` and `stream`."""
+
+    model: str | None
+    messages: list[dict[str, Any]]
+    tools: Any
+    n: int
+    fields: dict[str, Any]
+
+    def body(self, sampling: Mapping[str, float | int], index: int) -> dict[str, Any]:
+        """The request for choice `index`. Their seeds differ: equal requests with one seed get one answer n times."""
+        body = published(self.fields, sampling)
+        if index and isinstance(body.get("seed"), int):
+            body["seed"] += index
+        return body
+
+
+class _RelayedWire(msgspec.Struct):
+    messages: list[dict[str, Any]]
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
+    stream: bool | None = None
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """The fields of a request. Raises GatewayError(400) for a body that is no JSON object."""
     try:
-        fields = msgspec.json.decode(body, type=dict[str, Any])
-        wire = msgspec.convert(fields, _Wire)
+        return msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.DecodeError as error:  # ValidationError is one too
-        raise GatewayError(400, f"the request body is not a chat completion request: {error}") from error
+        raise _no_request(error) from error
+
+
+def parse_relayed(fields: dict[str, Any]) -> Relayed:
+    """The request that goes on to a service. Raises GatewayError(400) for what no service could be asked."""
+    try:
+        wire = msgspec.convert(fields, _RelayedWire)
+    except msgspec.ValidationError as error:
+        raise _no_request(error) from error
+    if wire.stream:
+        raise _unsupported("stream", True)
+    model = fields.get("model")
+    return Relayed(
+        model=model if isinstance(model, str) else None,
+        messages=wire.messages,
+        tools=fields.get("tools"),
+        n=wire.n or 1,
+        fields={name: value for name, value in fields.items() if name not in ("n", "stream")},
+    )
+
+
+def merge(answers: Sequence[dict[str, Any]]) -> bytes:
+    """One response body of answers that have one choice each; alone, an answer stays as the service gave it."""
+    if len(answers) == 1:
+        return msgspec.json.encode(answers[0])
+    merged = dict(answers[0])
+    merged["choices"] = [answer["choices"][0] | {"index": i} for i, answer in enumerate(answers)]
+    if isinstance(merged.get("usage"), dict):
+        merged["usage"] = _usage([answer.get("usage") for answer in answers])
+    return msgspec.json.encode(merged)
+
+
+def _usage(usages: Sequence[Any]) -> dict[str, int]:
+    """The prompt once, all that was sampled; the finer details of single answers cannot be added up."""
+    counts = [usage if isinstance(usage, dict) else {} for usage in usages]
+    prompt = counts[0].get("prompt_tokens") or 0
+    sampled = sum(count.get("completion_tokens") or 0 for count in counts)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def parse(fields: dict[str, Any]) -> Request:
+    """The request for a token engine. Raises GatewayError(400) naming what is wrong or cannot be honoured."""
+    try:
+        wire = msgspec.convert(fields, _Wire)
+    except msgspec.ValidationError as error:
+        raise _no_request(error) from error
     ignored = []
     for name, value in fields.items():
         if name in _HONOURED or name in _HINTS or value is None:
@@ -95,9 +163,7 @@ def parse(body: bytes) -> Request:
         if name not in _OFF:
             ignored.append(name)
         elif value not in _OFF[name]:
-            raise GatewayError(
-                400, f"{name}={value!r} is not supported here; leave it out", param=name, kind="unsupported_parameter"
-            )
+            raise _unsupported(name, value)
     if not wire.messages:
         raise GatewayError(400, "messages is empty; send at least one", param="messages")
     _check_ranges(wire)
@@ -143,6 +209,16 @@ def serialize_error(error: GatewayError) -> bytes:
     """An error in the shape that OpenAI's SDKs read."""
     return msgspec.json.encode(
         {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.status}}
+    )
+
+
+def _no_request(error: msgspec.DecodeError) -> GatewayError:
+    return GatewayError(400, f"the request body is not a chat completion request: {error}")
+
+
+def _unsupported(name: str, value: Any) -> GatewayError:
+    return GatewayError(
+        400, f"{name}={value!r} is not supported here; leave it out", param=name, kind="unsupported_parameter"
     )
 
 

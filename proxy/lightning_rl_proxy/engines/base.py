@@ -23,11 +23,19 @@ class Finish(NamedTuple):
 
 
 class EngineUnavailable(Exception):
-    """The engine could not be reached or failed: the request may be tried again."""
+    """The engine could not be reached or failed: the request may be tried again, after `retry_after` seconds."""
+
+    def __init__(self, message: str, *, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class EngineRefused(Exception):
-    """The engine cannot serve this request as it is: trying again will not help."""
+    """The engine cannot serve this request as it is: trying again will not help. `status` is what the agent gets."""
+
+    def __init__(self, message: str, *, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Engine(Protocol):

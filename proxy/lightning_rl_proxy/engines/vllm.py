@@ -40,6 +40,14 @@ class _Generated(msgspec.Struct):
     choices: list[_Choice]
 
 
+class _Problem(msgspec.Struct):
+    message: str
+
+
+class _Refused(msgspec.Struct):
+    error: _Problem
+
+
 _decoder = msgspec.json.Decoder(_Generated)
 
 
@@ -69,9 +77,8 @@ class TokenEngine:
     ) -> AsyncIterator[Tokens | Finish]:
         """See `Engine`. Leaving the iterator early closes the connection, which aborts the generation."""
         parameters: dict[str, Any] = msgspec.to_builtins(sampling)
-        parameters |= {"logprobs": 0, "stop_token_ids": self._stop_token_ids}
-        if sampling.max_tokens is None:
-            parameters.pop("max_tokens", None)
+        # An absent max_tokens means 16 on this wire; null means up to the context's end, as chat clients expect.
+        parameters |= {"logprobs": 0, "stop_token_ids": self._stop_token_ids, "max_tokens": sampling.max_tokens}
         body: dict[str, Any] = {"token_ids": prompt, "sampling_params": parameters, "request_id": request_id}
         if priority:
             body["priority"] = priority
@@ -109,7 +116,7 @@ class TokenEngine:
         if response.status >= 500:
             raise EngineUnavailable(f"engine {url} answered {response.status}: {raw[:500]!r}")
         if response.status != 200:
-            raise EngineRefused(f"engine {url} answered {response.status}: {raw[:500].decode(errors='replace')}")
+            raise EngineRefused(f"the engine answered {response.status}: {_message(raw)}")
         return _decoder.decode(raw)
 
     def _versions(self, choice: _Choice) -> list[VersionRange]:
@@ -124,3 +131,11 @@ class TokenEngine:
     def _number(self, version: str | int | None) -> int:
         text = str(version).removeprefix("v")
         return int(text) if text.isdigit() else self.policy_version
+
+
+def _message(body: bytes) -> str:
+    """What an engine's error says; the body itself where it is not the usual JSON."""
+    try:
+        return msgspec.json.decode(body, type=_Refused).error.message
+    except msgspec.DecodeError:
+        return body[:500].decode(errors="replace")

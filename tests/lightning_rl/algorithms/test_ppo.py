@@ -2,7 +2,7 @@
 
 import json
 import os
-import re
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -11,14 +11,13 @@ from typing import Any
 import openai
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
 
 import lightning_rl as lrl
-from lightning_rl.algorithms import ppo as ppo_module
 from lightning_rl.algorithms.ppo import SamplerMismatch
-from lightning_rl.config import ConfigError, compose
+from lightning_rl.config import ConfigError
 from lightning_rl.server.child import ChildDied
 from lightning_rl.tracking.jsonl import read
+from lightning_rl.trainer import RunFolderBusy, RunFolderUsed
 
 ROOT = Path(__file__).parents[3]
 CHECKPOINT = ROOT / "examples" / "sql_agent" / "checkpoint"
@@ -121,22 +120,110 @@ def test_recomputed_old_log_probs_train_too(tmp_path: Path) -> None:
 def test_too_few_tasks_are_named() -> None:
     with pytest.raises(ConfigError, match="2 tasks are fewer than data"):
         lrl.PPO(config(total_training_steps=None)).run([0, 1])
-    with pytest.raises(ValueError, match="train_dataset is empty"):
+    with pytest.raises(ConfigError, match="train_dataset is empty"):
         lrl.PPO(config()).run([])
 
 
-def test_every_packaged_key_is_read_by_the_algorithm() -> None:
-    source = Path(str(ppo_module.__file__)).read_text()
+def test_failures_are_told_once_with_what_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    algorithm = lrl.PPO(config(total_training_steps=2))
+    lrl.Trainer(some_fail, n_runners=4, run_dir=tmp_path).fit(algorithm, [0, 1, 2, 3])
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 3
+    assert "step 1: 2 of 8 rollouts failed in the agent" in told[0] + told[1] + told[2]
+    assert any("RuntimeError: this agent has a bug" in text and "runner-*.log" in text for text in told)
+    assert any("ended without a reward: return a number" in text for text in told)
+    assert any("made no call to the model: the agent must use llm.base_url" in text for text in told)
 
-    def leaves(section: Any) -> list[str]:
-        inner = [
-            leaf
-            for name in section
-            for leaf in (leaves(section[name]) if isinstance(section[name], DictConfig) else [name])
-        ]
-        return [str(name) for name in inner]
 
-    defaults = compose({"actor_rollout_ref": {"model": {"path": "x"}}})
-    assert OmegaConf.is_readonly(defaults)
-    unread = [name for name in leaves(defaults) if not re.search(rf"\.{name}\b", source)]
-    assert unread == []
+def test_the_documented_dict_of_agent_lightning_runs_here(tmp_path: Path) -> None:
+    documented = json.loads((ROOT / "tests" / "data" / "agent_lightning_verl_config.json").read_text())
+    documented["actor_rollout_ref"]["model"]["path"] = str(CHECKPOINT)
+    documented["actor_rollout_ref"]["rollout"]["name"] = "embedded"
+    documented["trainer"]["logger"] = ["jsonl"]
+    lrl.Trainer(some_fail, n_runners=8, run_dir=tmp_path).fit(lrl.PPO(documented), [0] * 32, [0])
+    rows = read(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[2]["rollouts/rows"] == 32 * 4
+    assert rows[2]["tokens/trained"] > 0
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "store.db").touch()
+    with pytest.raises(RunFolderUsed, match="holds a run already: resume it"):
+        lrl.Trainer(some_fail, run_dir=tmp_path).fit(lrl.PPO(config()), [0, 1, 2, 3])
+
+
+class StopsAt(lrl.PPO):
+    """Is interrupted in mid-step, as by a Ctrl-C, after the rollouts of step `at`."""
+
+    at = 0
+
+    def _sequences(self, trajectories: Any) -> Any:
+        if self.step == self.at:
+            raise KeyboardInterrupt
+        return super()._sequences(trajectories)
+
+
+@lrl.rollout
+async def two_calls(task: int, llm: lrl.LLM) -> float:
+    async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+        chat: Any = [{"role": "user", "content": f"number {task}"}]
+        first = await client.chat.completions.create(model=llm.model, messages=chat)
+        chat += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "and"}]
+        second = await client.chat.completions.create(model=llm.model, messages=chat)
+    return float(len(second.choices[0].message.content or "") % 3)
+
+
+def test_an_interrupted_run_goes_on_and_ends_with_the_same_weights(tmp_path: Path) -> None:
+    """Cut short twice, before and after its first checkpoint; then once more in one go from what it had recorded."""
+    resumed = config(total_training_steps=5, save_freq=2, resume_mode="auto")
+    resumed["actor_rollout_ref"]["actor"] = {"optim": {"lr": 1e-3}}
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    for at in (1, 4):
+        algorithm = StopsAt(resumed)
+        algorithm.at = at
+        with pytest.raises(KeyboardInterrupt):
+            lrl.Trainer(two_calls, n_runners=4, run_dir=cut).fit(algorithm, [0, 1, 2, 3, 4], [5])
+    finished = lrl.PPO(resumed)
+    lrl.Trainer(two_calls, n_runners=4, run_dir=cut).fit(finished, [0, 1, 2, 3, 4], [5])
+    rows = read(cut / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert finished.history == rows
+    assert rows[-1]["tokens/pending"] == 0
+    assert rows[-1]["tokens/received"] == rows[-1]["tokens/trained"] + rows[-1]["tokens/excluded/validation"]
+
+    whole.mkdir()
+    shutil.copy(cut / "store.db", whole / "store.db")
+    lrl.Trainer(two_calls, n_runners=4, run_dir=whole).fit(lrl.PPO(resumed), [0, 1, 2, 3, 4], [5])
+    weights = [(run / "checkpoints" / "step-5" / "model.safetensors").read_bytes() for run in (cut, whole)]
+    assert weights[0] == weights[1] != (CHECKPOINT / "model.safetensors").read_bytes()
+    assert read(whole / "metrics.jsonl")[-1]["tokens/received"] == rows[-1]["tokens/received"]
+
+
+def test_another_trainer_cannot_use_the_same_folder(tmp_path: Path) -> None:
+    class Second(lrl.PPO):
+        def run(self, *datasets: Any) -> None:
+            with pytest.raises(RunFolderBusy, match="another process is using the run folder"):
+                lrl.Trainer(some_fail, run_dir=tmp_path).fit(lrl.PPO(config()), [0, 1, 2, 3])
+
+    lrl.Trainer(some_fail, run_dir=tmp_path).fit(Second(config()), [0])
+
+
+def test_validation_alone_trains_nothing(tmp_path: Path) -> None:
+    lrl.Trainer(some_fail, n_runners=4, run_dir=tmp_path).fit(lrl.PPO(config(val_only=True)), None, [0, 1])
+    [row] = read(tmp_path / "metrics.jsonl")
+    assert row["val/reward"] == 0.5
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_an_update_that_runs_out_of_memory_says_what_to_lower(tmp_path: Path) -> None:
+    """A real allocation that the machine refuses, in the place of the update."""
+
+    class Hungry(lrl.PPO):
+        def _sequences(self, trajectories: Any) -> Any:
+            self.actor.update = lambda _: torch.empty(2**55, dtype=torch.uint8)  # type: ignore[method-assign]
+            return super()._sequences(trajectories)
+
+    with pytest.raises(RuntimeError, match="allocate memory") as raised:
+        lrl.Trainer(some_fail, n_runners=4, run_dir=tmp_path).fit(Hungry(config()), [0, 0, 0, 0])
+    assert "ran out of memory: lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in raised.value.__notes__[0]

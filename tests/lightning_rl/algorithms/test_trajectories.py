@@ -78,3 +78,18 @@ def test_the_account_balances_or_stops_the_run() -> None:
     assert account.check(received=18, pending=3)["tokens/excluded/validation"] == 5
     with pytest.raises(ConservationError, match="handed over 19 tokens, but 10 trained \\+ 5 excluded"):
         account.check(received=19, pending=3)
+
+
+def test_helpers_have_no_place_in_the_policys_account() -> None:
+    calls = [make_call(0, None, response=3), make_call(1, None, response=5, model="helper", trainable=False)]
+    found = trajectory_of(trace(calls, counting=0), agent_failure=0.0, model="m")
+    assert (found.calls, found.sampled_tokens, masked(found), [row.model for row in found.rows]) == (1, 3, 3, ["m"])
+    superseded = trajectory_of(trace(calls, [], counting=1), agent_failure=0.0, model="m")
+    assert superseded.excluded == {"superseded": 3}
+
+
+def test_calls_of_unknown_tokens_leave_an_empty_row_and_no_tokens() -> None:
+    calls = [make_call(0, None, 0, 0, exact=False), make_call(1, 0, 0, 0, exact=False, delivered=False)]
+    found = read(trace(calls, counting=0))
+    assert (found.calls, found.sampled_tokens, found.excluded) == (2, 0, {})
+    assert [(row.token_ids, row.excluded, row.exact) for row in found.rows] == [([], "inexact", False)]

@@ -1,16 +1,62 @@
-"""Config: packaged defaults, overrides, and errors that name the key."""
+"""Config: defaults, file, dict and command line, composed by Hydra; every error names the key."""
+
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lightning_rl.config import ConfigError, compose
+from lightning_rl.config import ConfigError, compose, keys, reference, to_yaml
+from lightning_rl.config.schema import TrainConfig
 
-MODEL = {"actor_rollout_ref": {"model": {"path": "some/model"}}}
+ROOT = Path(__file__).parents[3]
+DOCUMENTED = json.loads((ROOT / "tests" / "data" / "agent_lightning_verl_config.json").read_text())
 
 
-def test_overrides_are_merged_into_the_defaults() -> None:
-    config = compose(MODEL | {"data": {"train_batch_size": 4}})
+def test_a_dict_is_merged_into_the_defaults() -> None:
+    config = compose({"data": {"train_batch_size": 4}})
     assert config.data.train_batch_size == 4
     assert config.actor_rollout_ref.actor.clip_ratio == 0.2
+
+
+def test_the_command_line_wins_over_the_dict_and_the_dict_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("data: {seed: 1, train_batch_size: 1, max_prompt_length: 1}\n")
+    given = {"data": {"seed": 2, "train_batch_size": 2}}
+    data = compose(given, file=file, command_line=["data.seed=3", "++data.shuffle=false"]).data
+    assert (data.seed, data.train_batch_size, data.max_prompt_length, data.shuffle) == (3, 2, 1, False)
+
+
+def test_a_hydra_file_may_build_on_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [lightning_rl/ppo, _self_]\ndata: {seed: 7, train_batch_size: '${data.seed}'}\n")
+    assert compose(file=file).data.train_batch_size == 7
+
+
+def test_it_leaves_a_hydra_application_of_the_users_alone(tmp_path: Path) -> None:
+    (tmp_path / "app.yaml").write_text("name: theirs\n")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        assert compose(command_line=["data.seed=3"]).data.seed == 3
+        assert hydra_compose("app").name == "theirs"
+
+
+def test_paths_are_text(tmp_path: Path) -> None:
+    config = compose(
+        {"actor_rollout_ref": {"model": {"path": tmp_path}}, "data": {"train_files": [tmp_path / "a.jsonl"]}}
+    )
+    assert config.actor_rollout_ref.model.path == str(tmp_path)
+    assert config.data.train_files == [str(tmp_path / "a.jsonl")]
+
+
+def test_the_documented_dict_of_agent_lightning_composes_unchanged() -> None:
+    config = compose(DOCUMENTED)
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-6
+    assert config.actor_rollout_ref.rollout.name == "vllm"
+    assert config.trainer.logger == ["console", "wandb"]
 
 
 @pytest.mark.parametrize(
@@ -18,14 +64,74 @@ def test_overrides_are_merged_into_the_defaults() -> None:
     [
         ({"data": {"train_batchsize": 4}}, "data.train_batch_size"),
         ({"trainer": {"lr": 1}}, "actor_rollout_ref.actor.optim.lr"),
-        ({"algorithms": {"adv_estimator": "grpo"}}, "algorithm"),
+        ({"algorithms": {"adv_estimator": "grpo"}}, "algorithm.adv_estimator"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_valid_one(override: dict[str, object], nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"did you mean '{nearest}'"):
-        compose(MODEL | override)
+        compose(override)
 
 
-def test_a_missing_model_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model\.path"):
-        compose({})
+@pytest.mark.parametrize("override", ["data.train_batchsize=4", "+data.train_batchsize=4", "++data.train_batchsize=4"])
+def test_an_unknown_key_on_the_command_line_is_named(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"'data.train_batchsize' is unknown; did you mean 'data.train_batch_size'"):
+        compose(command_line=[override])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor_rollout_ref.actor.optim.lr=fast", r"actor_rollout_ref\.actor\.optim\.lr is 'fast': expected `float`"),
+        ("data.train_batch_size=0", r"data\.train_batch_size is 0: expected `int` >= 1"),
+        ("trainer.logger=[wand]", r"trainer\.logger\[0\] is 'wand'.*there are console, jsonl"),
+        ("algorithm.adv_estimator=gae", r"algorithm\.adv_estimator is 'gae'.*there are grpo"),
+        ("algorithm.use_kl_in_reward=true", r"use_kl_in_reward is True, and must be False: no reference model"),
+        ("trainer.nnodes=2", r"trainer\.nnodes is 2, and must be 1: training runs on one machine"),
+        ("actor_rollout_ref.actor.optim=3", r"actor_rollout_ref\.actor\.optim is 3: expected `object`"),
+        ("data.seed=1,2", "cannot be composed: Ambiguous value"),
+        ("data.seed", "is no key=value"),
+        ("agent=a:b", "'agent' is unknown"),  # only `lightning-rl train` reads it
+    ],
+)
+def test_a_value_that_does_not_fit_is_named(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose(command_line=[override])
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"no configuration file {tmp_path / 'x.yaml'}"):
+        compose(file=tmp_path / "x.yaml")
+
+
+def test_broken_yaml_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("data: {seed: 1\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml"):
+        compose(file=file)
+
+
+@settings(max_examples=20)
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "data": st.fixed_dictionaries({}, optional={"seed": st.integers(0, 9), "shuffle": st.booleans()}),
+            "agent": st.sampled_from(["a:b", "dir/a b.py:c"]),
+            "trainer": st.fixed_dictionaries({"total_training_steps": st.none() | st.integers(1, 9)}),
+        },
+    )
+)
+def test_what_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, given: dict[str, Any]) -> None:
+    file = tmp_path_factory.mktemp("config") / "config.yaml"
+    config = compose(given, schema=TrainConfig)
+    file.write_text(to_yaml(config))
+    assert compose(file=file, schema=TrainConfig) == config
+
+
+def test_the_reference_page_is_the_schemas() -> None:
+    assert (ROOT / "docs" / "config.md").read_text() == reference.page(), "docs/config.md is old: run `make docs`"
+
+
+def test_every_key_says_what_it_does_or_why_it_does_nothing() -> None:
+    assert all(key.text for key in keys())
+    assert {key.kind for key in keys()} == {"effect", "only", "no_effect"}

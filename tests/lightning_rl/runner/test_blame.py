@@ -50,6 +50,26 @@ def test_whose_fault_it_is(claim, error, infrastructure) -> None:
     assert is_infrastructure(error, claim) == infrastructure
 
 
+def answered(code: int) -> httpx.HTTPStatusError:
+    request = request_to(OURS)
+    return httpx.HTTPStatusError("", request=request, response=httpx.Response(code, request=request))
+
+
+@pytest.mark.parametrize(("code", "infrastructure"), [(401, False), (400, False), (500, True)])
+def test_the_status_is_found_as_the_sdk_raises_it(claim, code, infrastructure) -> None:
+    """The SDK raises its own error while it handles httpx's, which carries the request too."""
+
+    def ask() -> None:
+        try:
+            raise answered(code)
+        except httpx.HTTPStatusError as error:
+            raise status(error.response.status_code, OURS) from None
+
+    with pytest.raises(openai.APIStatusError) as raised:
+        ask()
+    assert is_infrastructure(raised.value, claim) == infrastructure
+
+
 def test_a_wrapped_failure_is_still_the_servers(claim) -> None:
     try:
         try:

@@ -46,6 +46,9 @@ class FakeGateway:
         self.asked.append(("seal", rollout_id, attempt_id))
         self.store.add_spans(self.on_their_way)
 
+    def carry_on(self, received) -> None:
+        self.asked.append(("carry_on", received))
+
     async def pause(self, model=None) -> None:
         self.asked.append(("pause", model))
         self.paused = True

@@ -25,6 +25,7 @@ RUNNERS = [
     ("POST", f"{A}/heartbeat"),
     ("POST", f"{A}/rewards"),
     ("POST", f"{A}/finish"),
+    ("POST", "/api/v1/workers/died"),
 ]
 ADMINS = [
     ("POST", "/api/v1/rollouts"),
@@ -64,7 +65,7 @@ def test_every_route_needs_a_key_and_the_admins_need_the_admin_key(served) -> No
 
 
 def test_the_keys_table_names_every_route_there_is(served) -> None:
-    parts = ("store", "sql", "signals", "gateway", "pauses", "engines", "keys")
+    parts = ("store", "sql", "signals", "gateway", "pauses", "engines", "sweeper", "keys")
     routes = ControlPlane(**dict.fromkeys(parts), gateway_url="").routes()
     assert len(routes) == len(RUNNERS + ADMINS)
 
@@ -175,6 +176,7 @@ def test_the_way_of_a_rollout(served, call_span) -> None:
             "response_token_ids": [3, 4],
             "response_logprobs": [-0.5, -0.25],
             "reward": 0.5,
+            "exact": True,
         }
     ]
     _, body = served.call("GET", f"{place}/rows")

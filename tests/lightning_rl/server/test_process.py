@@ -1,7 +1,11 @@
 """The server process: it starts, answers, keeps what it answered, and goes when its parent does."""
 
+import asyncio
+import contextlib
 import os
 import signal
+import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -13,9 +17,12 @@ import msgspec
 import pytest
 
 from lightning_rl.server.child import ChildDied
-from lightning_rl.server.launch import launch
+from lightning_rl.server.launch import ServerNotStarted, launch
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.contract import Finish, RolloutRequest
+from lightning_rl.store.contract import Finish, RolloutConfig, RolloutRequest
+from lightning_rl.store.sql import SqlStore
+from lightning_rl_adapters.call import Call, to_span
+from lightning_rl_proxy.recorder import Recorder
 
 TOKENIZER = Path(__file__).parents[3] / "examples/sql_agent/checkpoint"
 
@@ -26,6 +33,9 @@ class Policy:
     tokenizer: str = str(TOKENIZER)
     renderer: str = "qwen3"
     engines: list = field(default_factory=list)
+
+
+POLICY = Policy(engines=[{"model": "policy", "kind": "embedded", "url": "http://127.0.0.1:1"}])
 
 
 def test_a_server_runs_as_long_as_its_block_and_keeps_what_it_answered(tmp_path) -> None:
@@ -63,12 +73,117 @@ def test_a_long_poll_does_not_hold_up_the_stop(tmp_path) -> None:
     assert answers in ([[]], [])  # answered empty, or refused when it came too late
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path) -> None:
+def refusal(run_dir: Path, **given) -> str:
+    """What the user is told when the server does not start."""
+    port = given.pop("port", 0)
     with (
-        pytest.raises(ChildDied, match=r"holds no tokenizer\.json"),
-        launch(tmp_path, Policy(tokenizer=str(tmp_path)), admin_key="a", runner_key="r"),
+        pytest.raises(ServerNotStarted) as told,
+        launch(run_dir, Policy(**given), admin_key="a", runner_key="r", port=port),
     ):
         pass
+    assert "\n" not in str(told.value)
+    return str(told.value)
+
+
+def test_a_server_without_a_tokenizer_or_a_renderer_says_why(tmp_path) -> None:
+    assert refusal(tmp_path, tokenizer=str(tmp_path)) == f"{tmp_path} holds no tokenizer.json"
+    assert "'nope'" in refusal(tmp_path, renderer="nope")
+
+
+def test_a_server_whose_port_is_in_use_says_so(tmp_path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert refusal(tmp_path, port=port) == (
+            f"port {port} of 127.0.0.1 is in use; choose another or stop what listens there"
+        )
+
+
+def test_a_server_on_a_bad_store_says_why(tmp_path) -> None:
+    store = tmp_path / "store.db"
+    store.write_bytes(b"this is no database, but it is long enough to be looked at" * 20)
+    assert refusal(tmp_path) == (
+        f"the store sqlite:///{store} cannot be opened: file is not a database; choose another file"
+    )
+    store.unlink()
+    SqlStore(f"sqlite:///{store}").close()
+    with contextlib.closing(sqlite3.connect(store)) as database, database:
+        database.execute("UPDATE meta SET value = '0' WHERE key = 'schema_version'")
+    assert f"the store sqlite:///{store} has schema version 0" in refusal(tmp_path)
+
+
+def test_a_server_whose_run_folder_cannot_be_written_says_so(tmp_path) -> None:
+    (tmp_path / "gateway.journal").mkdir()
+    assert refusal(tmp_path).startswith(f"the run folder {tmp_path} cannot be written: ")
+    missing = tmp_path / "missing"
+    assert refusal(missing).startswith(f"the run folder {missing} cannot be written: ")
+
+
+def test_what_nobody_foresaw_at_the_start_has_its_log(tmp_path) -> None:
+    broken = tmp_path / "tokenizer"
+    broken.mkdir()
+    (broken / "tokenizer.json").write_text("{")
+    with (
+        pytest.raises(ChildDied, match=r"status 1; the end of .*server\.log:\n(.|\n)*Traceback"),
+        launch(tmp_path, Policy(tokenizer=str(broken)), admin_key="a", runner_key="r"),
+    ):
+        pass
+
+
+def test_received_tokens_are_counted_on_after_a_restart_and_dead_sessions_are_ended(tmp_path) -> None:
+    with launch(tmp_path, POLICY, admin_key="a", runner_key="r") as serving:
+        store = HttpStore(serving.url, "a")
+        store.enqueue([RolloutRequest(task=1, rollout_id="r1", config=RolloutConfig(max_attempts=1))])
+        (first,) = store.claim("w")
+        assert store.state()["models"]["policy"]["tokens_received"] == 0
+        os.kill(serving.pid, signal.SIGKILL)
+    # One call is in the store, another only in the journal of the server that was killed.
+    stored = SqlStore(f"sqlite:///{tmp_path / 'store.db'}")
+    stored.add_spans([span(first.attempt.attempt_id, 0, 5)])
+    stored.close()
+    asyncio.run(journal(tmp_path / "gateway.journal", span(first.attempt.attempt_id, 1, 7)))
+    with launch(tmp_path, POLICY, admin_key="a", runner_key="r") as serving:
+        store = HttpStore(serving.url, "a")
+        assert store.state()["models"]["policy"]["tokens_received"] == 12
+        trace = store.traces(["r1"])["r1"]
+        assert (trace.rollout.status, trace.attempts[0].attempt.status) == ("queued", "lost")
+        assert trace.attempts[0].attempt.error.type == "SessionEnded"
+        assert len(trace.attempts[0].spans) == 2
+        (second,) = store.claim("w")
+    with launch(tmp_path, POLICY, admin_key="a", runner_key="r", own_runners=False) as serving:
+        store = HttpStore(serving.url, "a")
+        assert store.state()["models"]["policy"]["tokens_received"] == 12
+        store.finish("r1", second.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
+
+
+def span(attempt_id: str, number: int, tokens: int):
+    return to_span(
+        Call(
+            call_id=f"c{number}",
+            rollout_id="r1",
+            attempt_id=attempt_id,
+            number=number,
+            model="policy",
+            prompt_ids=[1],
+            response_ids=[2] * tokens,
+            logprobs=None,
+            versions=[],
+            temperature=1.0,
+            finish_reason="stop",
+        )
+    )
+
+
+async def journal(path: Path, record) -> None:
+    """A journal with one record that reached no store."""
+
+    class Gone:
+        async def add_spans(self, spans) -> None:
+            await asyncio.sleep(1000)
+
+    recorder = Recorder(path, Gone())
+    await recorder.start()
+    recorder.record(record)
+    assert path.stat().st_size > 0
 
 
 @pytest.mark.parametrize("how", ["eof", "sigterm"])

@@ -2,6 +2,7 @@
 
 import math
 import os
+import resource
 import signal
 import sqlite3
 import subprocess
@@ -19,8 +20,9 @@ from lightning_rl.store.contract import (
     RolloutConfig,
     RolloutRequest,
 )
-from lightning_rl.store.errors import Conflict, Invalid, NotFound
+from lightning_rl.store.errors import Conflict, Invalid, NotFound, StoreUnwritable
 from lightning_rl.store.sql import SqlStore
+from lightning_rl_adapters.call import Call, to_span
 from lightning_rl_adapters.span import Span
 
 SUCCEEDED = Finish(status="succeeded", reward=1.0)
@@ -469,3 +471,92 @@ def test_no_operation_reads_a_whole_table(tmp_path) -> None:
             whole = [s for s in scans if "one_running_attempt" not in s and s != "SCAN resources"]
             assert not whole, (statement, plan)
     connection.close()
+
+
+# What does not count
+
+
+def test_attempts_that_were_stopped_from_outside_do_not_count(store) -> None:
+    store.enqueue([RolloutRequest(task=1, rollout_id="r", config=RolloutConfig(max_attempts=2))])
+    stopped = ErrorInfo(type="RunnerStopped", message="", infrastructure=True)
+    failed = ErrorInfo(type="EngineGone", message="", infrastructure=True)
+    for _ in range(20):
+        (claim,) = store.claim("w")
+        assert store.finish("r", claim.attempt.attempt_id, Finish(status="failed", error=stopped))[0].status == "queued"
+        store.claim("w")
+        assert [rollout.status for rollout in store.expire(store.running())] == ["queued"]
+    for expected in ("queued", "failed"):
+        (claim,) = store.claim("w")
+        ended, _ = store.finish("r", claim.attempt.attempt_id, Finish(status="failed", error=failed))
+        assert ended.status == expected
+    assert ended.attempt_count == 42
+
+
+def test_the_attempts_of_a_dead_process_are_lost_and_nobody_elses(store) -> None:
+    store.enqueue([RolloutRequest(task=i, rollout_id=f"r{i}") for i in range(3)])
+    for worker in ("a.0", "a.1", "b.0"):
+        store.claim(worker)
+    moved = store.expire(store.running(["a.0", "a.1"]))
+    assert [(r.rollout_id, r.status) for r in moved] == [("r0", "queued"), ("r1", "queued")]
+    (attempt,) = store.rollout("r0").attempts
+    assert (attempt.status, attempt.error.type) == ("lost", "RunnerDied")
+    assert store.rollouts(["r2"])[0].status == "running"
+
+
+def test_time_in_which_nothing_could_be_written_is_made_up_for(store, clock) -> None:
+    store.enqueue([RolloutRequest(task=1, config=RolloutConfig(timeout_seconds=100, unresponsive_seconds=10))])
+    (claim,) = store.claim("w")
+    clock.advance(90)
+    store.make_up(80)
+    assert store.overdue() == []
+    clock.advance(9)
+    assert store.overdue() == []
+    for _ in range(10):
+        store.heartbeat(claim.rollout.rollout_id, claim.attempt.attempt_id)
+        assert store.overdue() == []
+        clock.advance(8.2)
+    store.heartbeat(claim.rollout.rollout_id, claim.attempt.attempt_id)
+    assert [late.why for late in store.overdue()] == ["deadline"]
+
+
+def test_sampled_tokens_are_summed_by_model_over_all_calls(store) -> None:
+    assert store.sampled_tokens() == {}
+    store.enqueue([RolloutRequest(task=1, rollout_id="r")])
+    (claim,) = store.claim("w")
+    place = {"rollout_id": "r", "attempt_id": claim.attempt.attempt_id}
+    times = {"start_ns": 0, "end_ns": 0}
+    for i in range(600):  # more than are read at a time
+        call = Call(
+            call_id=f"c{i}", number=i, model=f"m{i % 2}", prompt_ids=[1], response_ids=[1] * (i % 2 + 1), logprobs=None,
+            versions=[], temperature=1.0, finish_reason="stop", **place,
+        )  # fmt: skip
+        store.add_spans([to_span(call)])
+    frozen = {"gen_ai.response.model": "gpt", "lightning_rl.response_ids": b"1234", "lightning_rl.trainable": False}
+    store.add_spans([
+        Span(span_id="x", name="lightning_rl.call", number=600, attributes=frozen, **times, **place),
+        Span(span_id="y", name="something", number=601, attributes={}, **times, **place),
+    ])  # fmt: skip
+    assert store.sampled_tokens() == {"m0": 300, "m1": 600}
+
+
+def test_a_store_that_cannot_be_written_says_which_and_goes_on_later(tmp_path) -> None:
+    file = tmp_path / "store.db"
+    store = SqlStore(f"sqlite:///{file}")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
+    try:
+        with pytest.raises(StoreUnwritable, match=f"the store {file} cannot be written"):
+            store.enqueue([RolloutRequest(task=1)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert store.page() == ([], None)
+    store.enqueue([RolloutRequest(task=1)])
+    assert len(store.page()[0]) == 1
+    store.close()
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path) -> None:
+    file = tmp_path / "store.db"
+    file.write_bytes(b"no database" * 100)
+    with pytest.raises(ValueError, match="cannot be opened: file is not a database"):
+        SqlStore(f"sqlite:///{file}")

@@ -212,7 +212,7 @@ def test_micro_batches_keep_every_row_within_the_bounds(lengths: list[int], max_
 
 def test_a_checkpoint_is_a_hugging_face_folder(tmp_path: Path) -> None:
     model = tiny_model()
-    folder = checkpoint.save(model, tmp_path, tmp_path / "step-1")
+    folder = checkpoint.save(model, tmp_path, tmp_path / "step-1", {})
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     inputs = torch.tensor([[1, 2, 3]])
     torch.testing.assert_close(loaded(inputs).logits, model(inputs).logits)

@@ -1,0 +1,149 @@
+"""Baseline: how good the agent is with a model, before anything is trained. It only evaluates."""
+
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from lightning_rl.algorithms.base import Algorithm, Endpoint
+from lightning_rl.algorithms.evaluation import Evaluation, evaluate
+from lightning_rl.algorithms.problems import Problems
+from lightning_rl.algorithms.trajectories import Trajectory, trajectory_of
+from lightning_rl.config import ConfigError
+from lightning_rl.store.contract import RolloutRequest, RolloutTrace
+
+if TYPE_CHECKING:
+    from lightning_rl.inference.embedded import EmbeddedPolicy
+
+_log = logging.getLogger(__name__)
+
+
+class Baseline(Algorithm):
+    """The agent's accuracy (or mean reward) on datasets, with a 95 % confidence interval, under any model.
+
+    Args:
+        model: a folder or an id of the hub, sampled by the embedded engine (None: the tutorial's small model); with
+            `base_url` the name of a model there; with `chat_backend` a name that `litellm` knows.
+        base_url: an OpenAI-compatible service (`https://.../v1`).
+        api_key: its key; by default OPENAI_API_KEY. `litellm` finds keys in the environment by itself.
+        chat_backend: "litellm", for `model` names such as `anthropic/claude-sonnet-4-5` (extra `litellm`).
+        n: rollouts per task.
+        sampling_parameters: temperature, top_p, top_k, max_tokens that replace the agent's; by default the agent's.
+        renderer: the chat format of an embedded model.
+
+    After `Trainer.fit(baseline, tasks)`, `evaluations` has one `Evaluation` per dataset; they are also printed, and
+    written to `evaluations.json` in the run folder.
+    """
+
+    resume = True  # what was evaluated before is not run again
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        chat_backend: Literal["litellm"] | None = None,
+        n: int = 1,
+        sampling_parameters: Mapping[str, Any] | None = None,
+        renderer: str = "auto",
+    ) -> None:
+        if (base_url or chat_backend) and model is None:
+            raise ValueError("name the model that the service is asked for: Baseline('gpt-4o-mini', base_url=...)")
+        if base_url and chat_backend:
+            raise ValueError("give base_url or chat_backend, not both")
+        if n < 1:
+            raise ValueError(f"n is {n}; it takes at least one rollout per task")
+        self.model = model
+        self.base_url = base_url
+        self.api_key = api_key
+        self.chat_backend = chat_backend
+        self.n = n
+        self.sampling_parameters = dict(sampling_parameters or {})
+        self.renderer = renderer
+        self.evaluations: list[Evaluation] = []
+        self.policy: EmbeddedPolicy | None = None
+
+    def default_run_dir(self) -> Path:
+        """See `Algorithm`."""
+        return Path("runs") / f"{type(self).__name__.lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+    def open(self, run_dir: Path) -> Endpoint:
+        """Start the embedded engine, or name the service."""
+        self.run_dir = run_dir
+        if self.base_url or self.chat_backend:
+            name = str(self.model)
+            engine = {"model": name, "kind": self.chat_backend or "openai", "url": self.base_url}
+            key = self.api_key or (os.environ.get("OPENAI_API_KEY") if self.base_url else None)
+            return Endpoint(
+                model=name, tokenizer=None, renderer=self.renderer, engines=[engine | ({"api_key": key} if key else {})]
+            )
+        from lightning_rl.inference.embedded import EmbeddedPolicy  # loads torch, which a service does without
+
+        self.policy = EmbeddedPolicy(self.model)
+        self.policy.start()
+        return Endpoint(
+            model=self.policy.name,
+            tokenizer=str(self.policy.folder),
+            renderer=self.renderer,
+            engines=[self.policy.registration()],
+        )
+
+    def close(self) -> None:
+        """Stop the engine."""
+        if self.policy is not None:
+            self.policy.close()
+
+    def run(self, train_dataset: Sequence[Any] | None, val_dataset: Sequence[Any] | None = None) -> None:
+        """Evaluate on each dataset that is given."""
+        datasets = {"train": train_dataset, "val": val_dataset}
+        if not any(datasets.values()):
+            raise ConfigError("the dataset is empty; Baseline needs tasks to run the agent on")
+        for name, tasks in datasets.items():
+            if tasks:
+                self.evaluations.append(self.evaluate(name, tasks))
+                print(self.evaluations[-1])
+        (self.run_dir / "evaluations.json").write_bytes(msgspec.json.encode(self.evaluations) + b"\n")
+
+    def evaluate(self, name: str, tasks: Sequence[Any]) -> Evaluation:
+        """Run the agent `n` times on each task."""
+        trajectories = [trajectory_of(trace, agent_failure=0.0) for trace in self.roll_out(name, tasks)]
+        Problems(self.run_dir).report(name, trajectories)
+        rewards: dict[str, list[float]] = defaultdict(list)
+        for trajectory in trajectories:
+            if trajectory.reward is not None:
+                rewards[trajectory.group_id].append(trajectory.reward)
+        return evaluate(
+            name,
+            rewards,
+            failed=sum(t.agent_failed for t in trajectories),
+            left_out=sum(t.reward is None for t in trajectories),
+            without_calls=sum(_without_calls(t) for t in trajectories),
+        )
+
+    def roll_out(self, name: str, tasks: Sequence[Any]) -> list[RolloutTrace]:
+        """The finished rollouts of a dataset, task by task."""
+        model = self.policy.name if self.policy is not None else str(self.model)
+        sampling = {"val_sampling_parameters": self.sampling_parameters}
+        self.store.publish({"main_llm": {"type": "proxy_llm", "model": model, **sampling}})
+        requests = [
+            RolloutRequest(
+                task=task,
+                mode="val",
+                rollout_id=f"{name}-{index}-{k}",
+                group_id=f"{name}-{index}",
+                metadata={"task_index": f"{index}-{k}"},
+            )
+            for index, task in enumerate(tasks)
+            for k in range(self.n)
+        ]
+        return self.finished(requests, lambda trace: trace)
+
+
+def _without_calls(trajectory: Trajectory) -> bool:
+    return trajectory.calls == 0 and trajectory.reward is not None

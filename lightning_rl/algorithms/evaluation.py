@@ -1,0 +1,88 @@
+"""How sure a measured reward is: a mean with its confidence interval. Pure arithmetic.
+
+The task is the unit: several rollouts of one task are not independent, so they are averaged first.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import NormalDist, fmean, variance
+
+import msgspec
+
+_Z = NormalDist().inv_cdf(0.975)
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """The rewards of one dataset: `mean`, with `low` and `high` the ends of its 95 % confidence interval.
+
+    `accuracy` says that every reward is 0 or 1. Counts are of rollouts: `failed` in the agent (they count as 0),
+    `left_out` where infrastructure failed on every attempt, `without_calls` to the model.
+    """
+
+    dataset: str
+    tasks: int
+    rollouts: int
+    mean: float
+    low: float
+    high: float
+    accuracy: bool
+    failed: int = 0
+    left_out: int = 0
+    without_calls: int = 0
+
+    def __str__(self) -> str:
+        counts = [
+            f"{count} {what}"
+            for count, what in (
+                (self.failed, "failed"),
+                (self.left_out, "left out"),
+                (self.without_calls, "without a call"),
+            )
+            if count
+        ]
+        what = "accuracy" if self.accuracy else "mean reward"
+        return (
+            f"{self.dataset}: {what} {self.mean:.3f}, 95 % confidence {self.low:.3f} to {self.high:.3f} "
+            f"({', '.join([f'{self.tasks} tasks', f'{self.rollouts} rollouts', *counts])})"
+        )
+
+
+def evaluate(dataset: str, rewards: Mapping[str, Sequence[float]], **counts: int) -> Evaluation:
+    """The rewards of each task's rollouts as an `Evaluation`; `counts` are its counts of what went wrong."""
+    values = [value for task in rewards.values() for value in task]
+    means = [fmean(task) for task in rewards.values()]
+    zero_one = all(value in (0.0, 1.0) for value in values)
+    if zero_one and len(values) == len(means):
+        low, high = wilson(sum(values), len(values))
+    else:
+        low, high = normal(means)
+        if zero_one:
+            low, high = max(0.0, low), min(1.0, high)
+    return Evaluation(
+        dataset=dataset,
+        tasks=len(rewards),
+        rollouts=len(values) + counts.get("left_out", 0),
+        mean=fmean(means) if means else math.nan,
+        low=low,
+        high=high,
+        accuracy=zero_one,
+        **counts,
+    )
+
+
+def wilson(successes: float, n: int) -> tuple[float, float]:
+    """The score interval of a share (Wilson 1927): right for few samples, and near 0 and 1."""
+    if n == 0:
+        return math.nan, math.nan
+    share, z2 = successes / n, _Z**2
+    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = _Z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def normal(means: Sequence[float]) -> tuple[float, float]:
+    """The interval of a mean of task means, by the standard error over tasks (Miller 2024, arXiv:2411.00640)."""
+    if len(means) < 2:
+        return math.nan, math.nan
+    half = _Z * math.sqrt(variance(means) / len(means))
+    return fmean(means) - half, fmean(means) + half

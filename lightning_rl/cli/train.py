@@ -1,0 +1,134 @@
+"""`lightning-rl train`: train an agent without a script. Keys as in `docs/config.md`, syntax as in Hydra."""
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from lightning_rl.config.schema import TrainConfig
+
+CONFIG = "config.yaml"  # in the run folder: what `--resume` goes on with
+
+
+def run(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="agent=module:function, data.train_files=tasks.jsonl, ..."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A YAML file of keys; the command line wins over it.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; by default runs/DATE.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the run in this folder: its own keys, from its last checkpoint.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan, or the result, as JSON.")] = False,
+) -> None:
+    """Train an agent on tasks from files.
+
+    The agent is a function in a module of yours, `agent=my_agent:solve` or `agent=path/to/my_agent.py:solve`; it takes
+    a task and an `llm`, and returns a reward. The tasks are JSONL, CSV, Parquet, or a Hugging Face dataset on disk.
+
+        lightning-rl train agent=my_agent:solve data.train_files=tasks.jsonl
+
+    without a model of yours trains the tutorial's small one, which shows that everything works. Then name yours:
+
+        lightning-rl train agent=my_agent:solve data.train_files=tasks.jsonl \\
+            actor_rollout_ref.model.path=Qwen/Qwen3-0.6B actor_rollout_ref.actor.optim.lr=1e-6
+
+    `--dry-run` prints the plan and every key. Ctrl-C stops; `--resume RUN_DIR` goes on.
+    """
+    from lightning_rl.agent import load_agent
+    from lightning_rl.config import ConfigError, compose
+    from lightning_rl.config.schema import TrainConfig
+
+    given = list(overrides or ())
+    if resume is not None:
+        if run_dir is not None or config is not None:
+            raise ConfigError("--resume takes the run folder's own configuration: leave --run-dir and --config out")
+        run_dir, config = resume, resume / CONFIG
+        if not config.is_file():
+            raise ConfigError(f"{resume.resolve()} holds no run of `lightning-rl train`: there is no {CONFIG} in it")
+        given.append("trainer.resume_mode=auto")
+    settings = compose(file=config, command_line=given, schema=TrainConfig)
+    if settings.agent is None:
+        raise ConfigError("name the agent: lightning-rl train agent=module:function data.train_files=tasks.jsonl")
+    if settings.data.train_files is None and not settings.trainer.val_only:
+        raise ConfigError("name the tasks: data.train_files=tasks.jsonl")
+    agent = load_agent(settings.agent)
+    if dry_run:
+        _show(_plan(settings, run_dir), settings, as_json=as_json)
+        return
+    _train(agent, settings, run_dir, as_json=as_json)
+
+
+def _train(agent: Any, settings: "TrainConfig", run_dir: Path | None, *, as_json: bool) -> None:
+    from lightning_rl.algorithms.ppo import PPO
+    from lightning_rl.trainer import Trainer
+
+    algorithm = PPO(settings)
+    algorithm.console = not as_json
+    trainer = Trainer(agent, run_dir=run_dir)
+    began = time.monotonic()
+    try:
+        trainer.fit(algorithm)
+    except KeyboardInterrupt:
+        if trainer.run_dir is not None and (trainer.run_dir / CONFIG).exists():
+            typer.echo(f"\nInterrupted. Go on with: lightning-rl train --resume {trainer.run_dir}", err=True)
+        raise
+    last = algorithm.history[-1] if algorithm.history else {}
+    checkpoint = algorithm.run_dir / "checkpoints" / f"step-{algorithm.step}"
+    result = {
+        "run_dir": str(algorithm.run_dir),
+        "steps": algorithm.step,
+        "checkpoint": str(checkpoint) if checkpoint.exists() else None,
+        "seconds": round(time.monotonic() - began, 1),
+        "metrics": last,
+    }
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        rewards = {name: last[name] for name in ("critic/rewards/mean", "val/reward") if name in last}
+        shown = "".join(f"{name} {value:.3f}   " for name, value in rewards.items())
+        typer.echo(f"{shown}\nrun         {result['run_dir']}\ncheckpoint  {result['checkpoint']}")
+
+
+def _plan(settings: "TrainConfig", run_dir: Path | None) -> dict[str, Any]:
+    """What a run with these settings would do. Raises what it would raise before its first step."""
+    from lightning_rl import tracking, tutorial
+    from lightning_rl.algorithms.ppo import PPO
+    from lightning_rl.data import load_tasks
+
+    algorithm, data, rollout = PPO(settings), settings.data, settings.actor_rollout_ref.rollout
+    tracking.check_names(settings.trainer.logger)
+    train = len(load_tasks(data.train_files)) if data.train_files else 0
+    val = len(load_tasks(data.val_files)) if data.val_files else 0
+    steps = 0 if settings.trainer.val_only else algorithm.steps(train)
+    model = settings.actor_rollout_ref.model.path
+    return {
+        "agent": settings.agent,
+        "model": model or f"{tutorial.checkpoint()} (the tutorial's; name yours: actor_rollout_ref.model.path)",
+        "engine": rollout.name,
+        "train_tasks": train,
+        "val_tasks": val,
+        "steps": steps,
+        "rollouts_per_step": data.train_batch_size * rollout.n,
+        "rollouts_at_once": algorithm.n_runners,
+        "run_dir": str((run_dir or algorithm.default_run_dir()).resolve()),
+    }
+
+
+def _show(plan: dict[str, Any], settings: "TrainConfig", *, as_json: bool) -> None:
+    import msgspec
+
+    from lightning_rl.config import to_yaml
+
+    if as_json:
+        typer.echo(json.dumps({"plan": plan, "config": msgspec.to_builtins(settings)}))
+        return
+    width = max(map(len, plan))
+    for name, value in plan.items():
+        typer.echo(f"{name.replace('_', ' '):<{width}}  {value}")
+    typer.echo(f"\n{to_yaml(settings)}", nl=False)

@@ -1,0 +1,95 @@
+"""`docs/config.md`, written from the schema: `python -m lightning_rl.config.reference > docs/config.md`."""
+
+import json
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from lightning_rl.config import Key, keys
+
+_HEAD = """\
+# Configuration
+
+Generated from `lightning_rl/config/schema.py` by `make docs`; a test compares the two.
+
+The keys are verl's. They are given as a nested dict, `lrl.PPO({"data": {"train_batch_size": 8}})`, on the command line,
+`lightning-rl train data.train_batch_size=8` (Hydra's syntax), or in a YAML file, `lightning-rl train --config my.yaml`;
+the command line wins over the file, both over the defaults. A Hydra file may begin with
+`defaults: [lightning_rl/ppo, _self_]`. `lightning-rl train ... --dry-run` prints what it comes to.
+
+An unknown key is an error that names the nearest valid one; so is a value that does not fit.
+
+## Keys with an effect
+
+| key | values | default | effect |
+|---|---|---|---|
+"""
+_ONLY = """
+## Keys that take one value yet
+
+verl has more values for these. Here they are an error rather than silence.
+
+| key | value | because |
+|---|---|---|
+"""
+_NO_EFFECT = """
+## Accepted without effect
+
+Configurations of verl and Agent-lightning work unchanged; these keys of theirs change nothing here.
+
+| key | default | because |
+|---|---|---|
+"""
+
+
+def page() -> str:
+    """The text of `docs/config.md`."""
+    known = list(keys())
+    text = _HEAD
+    text += "".join(
+        f"| `{key.name}` | {_type(key.type)} | {_default(key)} | {key.text} |\n"
+        for key in known
+        if key.kind == "effect"
+    )
+    text += _ONLY
+    for key in known:
+        if key.kind == "only":
+            text += f"| `{key.name}` | {' or '.join(f'`{json.dumps(v)}`' for v in key.only)} | {key.text} |\n"
+    text += _NO_EFFECT
+    text += "".join(f"| `{key.name}` | {_default(key)} | {key.text} |\n" for key in known if key.kind == "no_effect")
+    return text
+
+
+def _default(key: Key) -> str:
+    return f"`{json.dumps(key.default)}`"
+
+
+def _type(annotation: Any) -> str:
+    """A type as a reader of YAML knows it."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(parts[0]) + _bounds(parts[1:])
+    if origin is Literal:
+        return ", ".join(f"`{part}`" for part in parts)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type(part) for part in parts)
+    if origin is list:
+        return f"list of {_type(parts[0])}"
+    if origin is tuple:
+        return f"{len(parts)} x {_type(parts[0])}"
+    names = {int: "int", float: "number", str: "text", bool: "true, false", type(None): "null"}
+    return names[annotation]
+
+
+def _bounds(metas: tuple[Any, ...]) -> str:
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    bounds = [
+        f"{sign} {getattr(meta, name)}"
+        for meta in metas
+        for name, sign in signs.items()
+        if getattr(meta, name) is not None
+    ]
+    return " " + " and ".join(bounds) if bounds else ""
+
+
+if __name__ == "__main__":
+    print(page(), end="")

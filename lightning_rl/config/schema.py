@@ -1,0 +1,263 @@
+"""Every configuration key: its type, its default and its effect, each written once, under verl's names.
+
+Defaults, validation, typed access and `docs/config.md` all come from these classes. A key either has an effect, or it
+is `no_effect`, with the reason; a key marked `only` takes the values that this release can honour, and no other.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, field
+
+Positive = Annotated[int, Meta(ge=1)]
+Size = Annotated[int, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+Above0 = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Files = str | list[str] | None
+
+
+def effect(text: str) -> Meta:
+    """What the key does."""
+    return Meta(description=text)
+
+
+def only(values: tuple[Any, ...], because: str) -> Meta:
+    """The key is known, and the other values that verl takes are refused: `because`."""
+    return Meta(description=because, extra={"only": values})
+
+
+def no_effect(because: str) -> Meta:
+    """The key is accepted so that configurations of verl and Agent-lightning work unchanged."""
+    return Meta(description=because, extra={"no_effect": True})
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A group of keys."""
+
+
+class Data(Section, frozen=True):
+    """Tasks, and the lengths of what is trained."""
+
+    train_files: Annotated[Files, effect("tasks to learn from, where `fit` is given no dataset: a file or a list")] = (
+        None
+    )
+    val_files: Annotated[Files, effect("tasks to report on, where `fit` is given no validation dataset")] = None
+    train_batch_size: Annotated[Positive, effect("tasks per step")] = 32
+    max_prompt_length: Annotated[
+        Positive, effect("with max_response_length: tokens of the longest row that is trained; longer are `overlong`")
+    ] = 1024
+    max_response_length: Annotated[Positive, effect("tokens of one call, at most")] = 512
+    shuffle: Annotated[bool, effect("another order of tasks every epoch")] = True
+    seed: Annotated[int, effect("order of tasks and seeds of sampling")] = 0
+
+
+class Model(Section, frozen=True):
+    """The policy."""
+
+    path: Annotated[
+        str | None,
+        effect("a Hugging Face folder, or a model id of the hub; null: the tutorial's small model, to try things out"),
+    ] = None
+    enable_gradient_checkpointing: Annotated[
+        bool, effect("compute activations twice instead of keeping them: less memory, more time")
+    ] = False
+    use_remove_padding: Annotated[
+        bool, no_effect("micro-batches are filled by length, which leaves little padding to remove")
+    ] = True
+
+
+class Fsdp(Section, frozen=True):
+    """Where parameters are kept between their uses."""
+
+    param_offload: Annotated[bool, no_effect("one process trains; its weights stay on its device")] = False
+    optimizer_offload: Annotated[bool, no_effect("one process trains; its optimizer stays on its device")] = False
+
+
+class Optim(Section, frozen=True):
+    """AdamW and its schedule."""
+
+    lr: Annotated[Above0, effect("learning rate")] = 1e-6
+    lr_warmup_steps: Annotated[Size, effect("training steps of linear warm-up")] = 0
+    lr_scheduler_type: Annotated[
+        Literal["constant", "cosine"], effect("after the warm-up: constant, or cosine down to min_lr_ratio x lr")
+    ] = "constant"
+    min_lr_ratio: Annotated[Share, effect("where the cosine ends, as a share of lr")] = 0.0
+    betas: Annotated[tuple[Share, Share], effect("AdamW's averages")] = (0.9, 0.999)
+    weight_decay: Annotated[NotNegative, effect("AdamW's decay")] = 0.01
+
+
+class Actor(Section, frozen=True):
+    """The update of the policy."""
+
+    ppo_mini_batch_size: Annotated[Positive, effect("tasks per optimizer step (times rollout.n rollouts)")] = 32
+    ppo_micro_batch_size_per_gpu: Annotated[
+        Positive | None, effect("rows computed at once, where use_dynamic_bsz is false")
+    ] = None
+    use_dynamic_bsz: Annotated[
+        bool | None,
+        effect("micro-batches by tokens, not by rows; null: unless ppo_micro_batch_size_per_gpu is given"),
+    ] = None
+    ppo_max_token_len_per_gpu: Annotated[
+        Positive, effect("padded tokens computed at once, where micro-batches are by tokens")
+    ] = 8192
+    ppo_epochs: Annotated[Positive, effect("passes over a step's rows")] = 1
+    clip_ratio: Annotated[Above0, effect("how far the probability ratio may go from 1")] = 0.2
+    clip_ratio_low: Annotated[Above0 | None, effect("the same downwards; null: clip_ratio")] = None
+    clip_ratio_high: Annotated[Above0 | None, effect("the same upwards; null: clip_ratio")] = None
+    clip_ratio_c: Annotated[Annotated[float, Meta(gt=1)], effect("dual clip, for negative advantages")] = 3.0
+    loss_agg_mode: Annotated[
+        Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"],
+        effect("how token losses become one number; *seq* is a whole rollout"),
+    ] = "token-mean"
+    loss_scale_factor: Annotated[Above0 | None, effect("the divisor of seq-mean-token-sum-norm")] = None
+    entropy_coeff: Annotated[float, effect("weight of the entropy bonus")] = 0.0
+    grad_clip: Annotated[Above0, effect("largest norm of a gradient")] = 1.0
+    use_kl_loss: Annotated[bool, only((False,), "no reference model is held yet")] = False
+    kl_loss_coef: Annotated[float, no_effect("use_kl_loss is false")] = 0.001
+    kl_loss_type: Annotated[str, no_effect("use_kl_loss is false")] = "low_var_kl"
+    optim: Optim = field(default_factory=Optim)
+    fsdp_config: Fsdp = field(default_factory=Fsdp)
+
+
+class ValKwargs(Section, frozen=True):
+    """Sampling of validation."""
+
+    temperature: Annotated[NotNegative, effect("0 is greedy")] = 0.0
+    top_p: Annotated[TopP, effect("as in rollout")] = 1.0
+    top_k: Annotated[Annotated[int, Meta(ge=-1)], effect("as in rollout")] = -1
+    n: Annotated[Positive, effect("rollouts per validation task")] = 1
+
+
+class AgentRuns(Section, frozen=True):
+    """How agents are run."""
+
+    num_workers: Annotated[Positive, effect("rollouts that run at once, where Trainer is given no n_runners")] = 8
+    timeout_seconds: Annotated[Above0 | None, effect("an attempt that takes longer has failed; null: no limit")] = 600.0
+    max_attempts: Annotated[
+        Positive, effect("tries at a rollout, where infrastructure fails; an agent's own failure is not tried again")
+    ] = 3
+
+
+class MultiTurn(Section, frozen=True):
+    """verl's own agent loops."""
+
+    format: Annotated[str, no_effect("the renderer of the model knows how its tool calls are written")] = "hermes"
+
+
+class Rollout(Section, frozen=True):
+    """Sampling: the engine, and how agents run against it."""
+
+    name: Annotated[
+        Literal["embedded", "vllm", "sglang"],
+        effect("the engine; this release starts `embedded`, and refuses the others when the run begins"),
+    ] = "embedded"
+    n: Annotated[Positive, effect("rollouts per task: the group")] = 8
+    temperature: Annotated[Above0, effect("of training; replaces the agent's")] = 1.0
+    top_p: Annotated[TopP, effect("the smallest set of tokens with this probability; 1: all")] = 1.0
+    top_k: Annotated[Annotated[int, Meta(ge=-1)], effect("the most likely tokens; -1: all")] = -1
+    max_num_seqs: Annotated[Positive, effect("generations at once")] = 256
+    max_model_len: Annotated[Positive | None, effect("tokens of a sequence; null: what the model was made for")] = None
+    num_threads: Annotated[
+        Positive, effect("cores of the embedded engine on a CPU: agents and gateway run beside it")
+    ] = 1
+    renderer: Annotated[str, effect("the chat format, by name; auto: by the model")] = "auto"
+    log_prob_micro_batch_size_per_gpu: Annotated[
+        Positive | None,
+        effect("rows at once where old log probabilities are recomputed; null: as in the update"),
+    ] = None
+    tensor_model_parallel_size: Annotated[int, only((1,), "the embedded engine is one process")] = 1
+    gpu_memory_utilization: Annotated[float, no_effect("the embedded engine takes the memory that it needs")] = 0.5
+    agent: AgentRuns = field(default_factory=AgentRuns)
+    multi_turn: MultiTurn = field(default_factory=MultiTurn)
+    val_kwargs: ValKwargs = field(default_factory=ValKwargs)
+
+
+class Ref(Section, frozen=True):
+    """The reference model."""
+
+    log_prob_micro_batch_size_per_gpu: Annotated[int | None, no_effect("no reference model is held yet")] = None
+    fsdp_config: Fsdp = field(default_factory=Fsdp)
+
+
+class ActorRolloutRef(Section, frozen=True):
+    """The policy: model, update, sampling, reference."""
+
+    model: Model = field(default_factory=Model)
+    actor: Actor = field(default_factory=Actor)
+    rollout: Rollout = field(default_factory=Rollout)
+    ref: Ref = field(default_factory=Ref)
+
+
+class RolloutCorrection(Section, frozen=True):
+    """What to do about a sampler that is not quite the trainer."""
+
+    bypass_mode: Annotated[
+        bool, effect("true: the sampler's log probabilities are the old ones; false: they are recomputed")
+    ] = False
+
+
+class AlgorithmSection(Section, frozen=True):
+    """From rewards to advantages."""
+
+    adv_estimator: Annotated[
+        Literal["grpo"], effect("how advantages are estimated; grpo: reward against its group")
+    ] = "grpo"
+    norm_adv_by_std_in_grpo: Annotated[bool, effect("divide by the group's standard deviation")] = True
+    agent_failure: Annotated[
+        Literal["zero", "exclude"] | float,
+        effect("the reward of a rollout whose agent failed or gave none: zero, a number, or left out of its group"),
+    ] = "zero"
+    use_kl_in_reward: Annotated[bool, only((False,), "no reference model is held yet")] = False
+    rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
+
+
+class TrainerSection(Section, frozen=True):
+    """The run."""
+
+    total_epochs: Annotated[Positive, effect("passes over the tasks")] = 1
+    total_training_steps: Annotated[Positive | None, effect("steps; null: epochs x batches")] = None
+    val_before_train: Annotated[bool, effect("validate before the first step")] = True
+    val_only: Annotated[bool, effect("validate, and train nothing")] = False
+    test_freq: Annotated[int, effect("validate every so many steps; the last step always")] = -1
+    save_freq: Annotated[int, effect("checkpoint every so many steps; the last step always")] = -1
+    resume_mode: Annotated[
+        Literal["disable", "auto"],
+        effect("auto: go on with what the run folder holds; disable: refuse a folder that holds a run"),
+    ] = "disable"
+    logger: Annotated[
+        list[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]],
+        effect("where metrics go; this release writes `console` and `jsonl`, and refuses the others when a run begins"),
+    ] = field(default_factory=lambda: ["console", "jsonl"])
+    project_name: Annotated[str | None, effect("folder of the run, where Trainer is given none: runs/project_name")] = (
+        None
+    )
+    experiment_name: Annotated[str | None, effect("begins the name of the run's folder, before the date")] = None
+    device: Annotated[Literal["auto", "cpu", "cuda"], effect("where the policy is trained and sampled")] = "auto"
+    sampler_tolerance: Annotated[
+        Above0,
+        effect(
+            "largest difference of log probabilities, sampler to trainer, on the first batch; above it training stops"
+        ),
+    ] = 1e-4
+    nnodes: Annotated[int, only((1,), "training runs on one machine yet")] = 1
+    n_gpus_per_node: Annotated[int, only((0, 1), "one process trains, on the GPU that it finds or on the CPU")] = 1
+    critic_warmup: Annotated[int, only((0,), "there is no critic yet")] = 0
+
+
+class Config(Section, frozen=True):
+    """Everything that `PPO` reads."""
+
+    data: Data = field(default_factory=Data)
+    actor_rollout_ref: ActorRolloutRef = field(default_factory=ActorRolloutRef)
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    trainer: TrainerSection = field(default_factory=TrainerSection)
+
+
+class TrainConfig(Config, frozen=True):
+    """What `lightning-rl train` reads besides."""
+
+    agent: Annotated[
+        str | None, effect("the agent that `lightning-rl train` trains: module:function, or path/to/file.py:function")
+    ] = None

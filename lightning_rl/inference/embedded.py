@@ -1,0 +1,69 @@
+"""A model from disk with the engine that samples it: what an algorithm opens to have a policy on this machine."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_rl import tutorial
+from lightning_rl.inference.engine import EmbeddedEngine
+from lightning_rl.inference.load import load_model, model_folder
+from lightning_rl.inference.server import EngineServer
+
+
+class EmbeddedPolicy:
+    """The model at `path` (a folder or a hub's id; None: the tutorial's), sampled at `url` from `start` to `close`.
+
+    Args:
+        weights: a checkpoint whose weights are loaded instead of those at `path`.
+        trained: the engine samples a copy, so that `model` may be updated while it does.
+        device: cpu, cuda, or auto.
+        max_num_seqs, max_model_len, threads: as in `EmbeddedEngine`.
+
+    `name` is what the gateway calls it, `folder` holds its tokenizer.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        *,
+        weights: Path | None = None,
+        trained: bool = False,
+        device: str = "auto",
+        max_num_seqs: int = 256,
+        max_model_len: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self.folder = tutorial.checkpoint() if path is None else model_folder(str(path))
+        # Under its id a hub's model finds its renderer by itself.
+        self.name = self.folder.name if path is None or Path(path).is_dir() else str(path)
+        self.model: Any = load_model(weights or self.folder, device=_device(device))
+        self.engine = EmbeddedEngine(
+            copy.deepcopy(self.model) if trained else self.model,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            threads=threads,
+        )
+        self._server = EngineServer(self.engine)
+
+    def start(self) -> None:
+        """Begin to sample; `url` is there from now on. Whoever calls this calls `close`, whatever comes between."""
+        self.engine.start()
+        self._server.start()
+        self.url = self._server.url
+
+    def registration(self, policy_version: int = 0) -> dict[str, Any]:
+        """What the gateway is told of the engine."""
+        return {"model": self.name, "kind": "embedded", "url": self.url, "policy_version": policy_version}
+
+    def close(self) -> None:
+        """Stop the engine and its server."""
+        self._server.stop()
+        self.engine.stop()
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)

@@ -1,0 +1,47 @@
+"""Where async agents run: one event loop for all of a process, in a thread of its own.
+
+Invariant: an agent that blocks the loop keeps it; the ones that start after it was found blocked get a new one.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable
+from concurrent.futures import Future
+from typing import Any
+
+_ANSWER_SECONDS = 1.0  # in which a loop that nobody blocks answers
+_log = logging.getLogger(__name__)
+
+
+class AsyncAgents:
+    """Runs awaitables; safe to share between threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop = _running_loop()
+
+    def submit(self, awaitable: Awaitable[Any]) -> "Future[Any]":
+        """Its result in time; cancelling the future cancels the task."""
+        return asyncio.run_coroutine_threadsafe(_wait(awaitable), self._loop)
+
+    def leave_blocked_loop(self) -> None:
+        """Go on with a new loop when an agent blocks the present one."""
+        loop, answered = self._loop, threading.Event()
+        loop.call_soon_threadsafe(answered.set)
+        if answered.wait(_ANSWER_SECONDS):
+            return
+        with self._lock:
+            if self._loop is loop:
+                _log.warning("an async agent blocks the event loop; what runs there waits for it")
+                self._loop = _running_loop()
+
+
+def _running_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="async agents", daemon=True).start()
+    return loop
+
+
+async def _wait(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable

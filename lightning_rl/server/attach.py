@@ -1,0 +1,53 @@
+"""What a registration makes: a token engine or a chat backend, behind the gateway's router."""
+
+from collections.abc import Callable
+
+from lightning_rl.server.engines import EngineRequest
+from lightning_rl.store.errors import Conflict, Invalid
+from lightning_rl_proxy.engines.chat_backend import ChatBackend, LitellmBackend, OpenAIBackend
+from lightning_rl_proxy.engines.vllm import TokenEngine
+from lightning_rl_proxy.rendering import Renderer
+from lightning_rl_proxy.router import Router
+
+
+def attacher(router: Router, renderer: Renderer | None) -> Callable[[EngineRequest], None]:
+    """A function that makes the router use an engine.
+
+    It raises Invalid for what this server cannot use (a token engine, where nothing renders; litellm, where it is not
+    installed) and Conflict for a name that is taken by the other kind.
+    """
+
+    def attach(request: EngineRequest) -> None:
+        try:
+            if request.is_backend:
+                router.register_backend(_backend(request))
+            else:
+                router.register(_engine(request, renderer))
+        except ValueError as error:
+            raise Conflict(str(error)) from error
+
+    return attach
+
+
+def _engine(request: EngineRequest, renderer: Renderer | None) -> TokenEngine:
+    if renderer is None:
+        raise Invalid(
+            f"engine {request.url} of kind {request.kind!r} takes tokens, but this server was started without a "
+            "tokenizer: start it with the model's, or register the model as a chat backend (openai, litellm)"
+        )
+    return TokenEngine(
+        model=request.model,
+        kind=request.kind,
+        url=request.url or "",
+        stop_token_ids=renderer.stop_token_ids,
+        policy_version=request.policy_version,
+    )
+
+
+def _backend(request: EngineRequest) -> ChatBackend:
+    if request.kind == "openai":
+        return OpenAIBackend(request.model, request.url or "", request.api_key, request.remote_model)
+    try:
+        return LitellmBackend(request.model, request.remote_model or request.model, request.url, request.api_key)
+    except ModuleNotFoundError as error:
+        raise Invalid(str(error)) from error

@@ -1,0 +1,84 @@
+"""The wheel in environments of its own, made as a user makes them. Slow, and in need of a package index: run by
+`make test-package`."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.package
+
+# Whoever asks anything beyond this machine gets an error at once.
+NO_NETWORK = {
+    **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
+    **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
+}
+IMPORT_ALL = """
+import importlib, pkgutil
+for root in ("lightning_rl", "lightning_rl_proxy", "lightning_rl_adapters"):
+    for module in pkgutil.walk_packages(importlib.import_module(root).__path__, root + "."):
+        if "._examples" not in module.name:
+            importlib.import_module(module.name)
+"""
+
+
+def run(*command: str | Path, cwd: Path, timeout: float, **environment: str) -> str:
+    """What a command prints, as run by a user in `cwd`; it must succeed."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(
+        command, cwd=cwd, env={**inherited, **environment}, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The programs of a new virtual environment that holds the wheel and what it requires."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", folder / "venv", cwd=folder, timeout=60)
+    run(folder / "venv/bin/pip", "install", "--quiet", wheel, cwd=folder, timeout=1200)
+    yield folder / "venv" / "bin"
+    shutil.rmtree(folder)  # more than a gigabyte, and pytest keeps the folders of three runs
+
+
+def test_what_it_requires_fits_together(environment: Path, tmp_path: Path) -> None:
+    assert "No broken requirements found" in run(environment / "pip", "check", cwd=tmp_path, timeout=60)
+
+
+def test_no_module_needs_an_extra_to_be_imported(environment: Path, tmp_path: Path) -> None:
+    run(environment / "python", "-c", IMPORT_ALL, cwd=tmp_path, timeout=120, **NO_NETWORK)
+
+
+def test_the_quickstart_runs_without_a_network(environment: Path, tmp_path: Path) -> None:
+    command = (environment / "lightning-rl", "quickstart", "--steps", "2", "--run-dir", "run")
+    printed = run(*command, cwd=tmp_path, timeout=300, **NO_NETWORK)
+    assert "in 2 steps" in printed
+    assert (tmp_path / "run" / "checkpoints" / "step-2" / "model.safetensors").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def other_pythons() -> list[str]:
+    """Those that start: a version manager's stand-in may be on the path without one behind it."""
+    found = [shutil.which(f"python3.{minor}") for minor in (12, 13, 14)]
+    return [path for path in found if path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0]
+
+
+def test_other_pythons_install_it(wheel: Path, tmp_path: Path) -> None:
+    """Without what it requires, which not every index has for every Python; importing needs none of it."""
+    pythons = other_pythons()
+    if not pythons:
+        pytest.skip("there is no python3.12, python3.13 or python3.14 on the path")
+    names = "import lightning_rl as lrl; lrl.LLM, lrl.rollout, lrl.Agent, lrl.emit_reward"
+    for python in pythons:
+        folder = tmp_path / Path(python).name
+        run(python, "-m", "venv", folder, cwd=tmp_path, timeout=60)
+        run(folder / "bin/pip", "install", "--quiet", "--no-deps", wheel, cwd=tmp_path, timeout=60)
+        run(folder / "bin/python", "-W", "error", "-c", names, cwd=tmp_path, timeout=60)
+        [site] = folder.glob("lib/python*/site-packages")
+        run(folder / "bin/python", "-W", "error", "-m", "compileall", "-q", "-f", *site.glob("lightning_rl*"),
+            cwd=tmp_path, timeout=60)  # fmt: skip

@@ -1,0 +1,187 @@
+"""Baseline and dev through the real parts: they run the agent, say what came of it, and train nothing."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+import lightning_rl as lrl
+from lightning_rl.algorithms.evaluation import wilson
+
+pytestmark = pytest.mark.e2e
+
+
+@lrl.rollout
+async def agent(task: dict[str, Any], llm: lrl.LLM) -> float | None:
+    """Task 2 raises before its call; the others are right when their number is odd."""
+    if task["i"] == 2:
+        raise RuntimeError("this agent has a bug")
+    async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+        chat: Any = [{"role": "user", "content": f"number {task['i']}"}]
+        first = await client.chat.completions.create(model=llm.model, messages=chat, max_tokens=4)
+        chat += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "so"}]
+        await client.chat.completions.create(model=llm.model, messages=chat, max_tokens=4)
+    return float(task["i"] % 2)
+
+
+class Classic(lrl.Agent):
+    """The class form, sync: it resolves its LLM by hand."""
+
+    def training_rollout(self, task: Any, resources: Any, rollout: Any) -> float:
+        raise AssertionError("an evaluation is no training")
+
+    def rollout(self, task: Any, resources: Any, rollout: Any) -> float:
+        llm = resources["main_llm"].resolve(rollout)
+        with openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+            chat: Any = [{"role": "user", "content": f"number {task['i']}"}]
+            client.chat.completions.create(model=llm.model, messages=chat, max_tokens=4)
+        return float(task["i"] % 2)
+
+
+TASKS = [{"i": i} for i in range(6)]
+
+
+def test_a_baseline_is_an_accuracy_with_its_confidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    baseline = lrl.Baseline(n=1)
+    lrl.Trainer(agent, n_runners=4, run_dir=tmp_path).fit(baseline, TASKS, TASKS[:2])
+    train, val = baseline.evaluations
+    assert (train.mean, train.failed, train.without_calls) == (0.5, 1, 1)
+    assert (train.low, train.high) == wilson(3, 6)
+    assert (val.mean, val.tasks) == (0.5, 2)
+    assert "train: accuracy 0.500, 95 % confidence" in capsys.readouterr().out
+    assert json.loads((tmp_path / "evaluations.json").read_text())[0]["mean"] == 0.5
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("form", [Classic, Classic()])
+def test_an_agent_may_be_a_class(form: Any, tmp_path: Path) -> None:
+    baseline = lrl.Baseline()
+    lrl.Trainer(form, n_runners=2, run_dir=tmp_path).fit(baseline, TASKS[:4])
+    assert (baseline.evaluations[0].mean, baseline.evaluations[0].failed) == (0.5, 0)
+
+
+def test_what_was_evaluated_is_not_run_again(tmp_path: Path) -> None:
+    first, again = lrl.Baseline(n=2), lrl.Baseline(n=2)
+    lrl.Trainer(agent, n_runners=4, run_dir=tmp_path).fit(first, TASKS)
+
+    @lrl.rollout
+    def never(task: Any) -> float:
+        raise AssertionError("it ran again")
+
+    lrl.Trainer(never, n_runners=4, run_dir=tmp_path).fit(again, TASKS)
+    assert again.evaluations == first.evaluations
+    assert first.evaluations[0].rollouts == 12
+
+
+def test_dev_lays_calls_triplets_and_rows_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dev = lrl.Trainer(agent).dev(TASKS[1:], n_tasks=2)
+    printed = capsys.readouterr().out
+    assert "model: the tutorial's" in printed
+    assert "call 2, continues call 1: finish reason" in printed
+    assert "user  number 1" in printed
+    assert "reward  1" in printed
+    assert "RuntimeError: this agent has a bug" in printed
+    [right, wrong] = dev.trajectories
+    [row] = right.rows
+    assert f"row 1: {len(row.token_ids)} tokens, {sum(row.loss_mask)} to be trained, exact: true" in printed
+    assert (wrong.agent_failed, wrong.rows) == (True, [])
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+class Service(BaseHTTPRequestHandler):
+    """A chat service that gives no token ids: it answers with the length of the conversation."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        known = self.headers["authorization"] == "Bearer right" and self.path == "/v1/chat/completions"
+        message = {"role": "assistant", "content": f"answer {len(asked['messages'])} of {asked['model']}"}
+        answer = {
+            "id": "x",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "theirs-2024",
+            "choices": [{"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}],
+            "usage": {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8},
+        }
+        body = json.dumps(answer if known else {"error": {"message": "no such key"}}).encode()
+        self.send_response(200 if known else 401)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+
+
+def test_dev_on_a_service_without_token_ids_says_that_rows_are_not_exact(
+    service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dev = lrl.Trainer(agent).dev(TASKS[1:2], model="theirs", base_url=service, api_key="right")
+    printed = capsys.readouterr().out
+    assert "assistant  answer 1 of theirs" in printed
+    assert "assistant  answer 3 of theirs" in printed
+    assert "call 2, continues call 1" in printed
+    assert "exact: false, left out: inexact" in printed
+    [trajectory] = dev.trajectories
+    assert [(row.exact, row.excluded) for row in trajectory.rows] == [(False, "inexact")]
+
+
+def test_a_baseline_of_a_service(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "right")
+    baseline = lrl.Baseline("theirs", base_url=service)
+    lrl.Trainer(agent, n_runners=4, run_dir=tmp_path).fit(baseline, TASKS)
+    assert (baseline.evaluations[0].mean, baseline.evaluations[0].failed) == (0.5, 1)
+    assert b"right" not in b"".join(file.read_bytes() for file in tmp_path.iterdir() if file.is_file())
+
+
+def test_a_baseline_by_litellm(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "right")
+    monkeypatch.setenv("OPENAI_BASE_URL", service)
+    baseline = lrl.Baseline("openai/theirs", chat_backend="litellm")
+    lrl.Trainer(agent, n_runners=4, run_dir=tmp_path).fit(baseline, TASKS)
+    assert (baseline.evaluations[0].mean, baseline.evaluations[0].failed) == (0.5, 1)
+
+
+def test_a_wrong_key_of_a_service_is_told(service: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    baseline = lrl.Baseline("theirs", base_url=service, api_key="wrong")
+    lrl.Trainer(agent, n_runners=4, run_dir=tmp_path).fit(baseline, TASKS[:2])
+    told = "\n".join(record.getMessage() for record in caplog.records)
+    assert "401" in told
+    assert "no such key" in told
+    assert "check the api_key" in told
+
+
+def test_dev_without_tasks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="the dataset is empty; dev needs a task"):
+        lrl.Trainer(agent).dev([])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"base_url": "http://127.0.0.1:1/v1"}, "name the model"),
+        ({"model": "m", "base_url": "http://127.0.0.1:1/v1", "chat_backend": "litellm"}, "not both"),
+        ({"n": 0}, "at least one"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lrl.Baseline(**arguments)

@@ -1,0 +1,61 @@
+"""Means with their confidence intervals: hand-computed cases, and how often they hold the truth."""
+
+import math
+import random
+
+import pytest
+
+from lightning_rl.algorithms.evaluation import evaluate, normal, wilson
+
+
+def test_wilson_against_published_values() -> None:
+    """Newcombe 1998 (Statistics in Medicine 17), table I, method 3."""
+    for successes, n, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611)):
+        assert wilson(successes, n) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_the_interval_of_a_mean_by_hand() -> None:
+    low, high = normal([0.0, 0.5, 1.0])
+    assert (low + high) / 2 == pytest.approx(0.5)
+    assert high - low == pytest.approx(2 * 1.959964 * math.sqrt(0.25 / 3), rel=1e-5)
+
+
+def test_one_rollout_per_task_of_zeros_and_ones_is_an_accuracy() -> None:
+    found = evaluate("val", {"a": [1.0], "b": [0.0], "c": [1.0], "d": [1.0]}, failed=1)
+    assert found.accuracy
+    assert (found.mean, found.tasks, found.rollouts) == (0.75, 4, 4)
+    assert (found.low, found.high) == wilson(3, 4)
+    assert str(found).startswith("val: accuracy 0.750, 95 % confidence 0.301 to 0.954 (4 tasks, 4 rollouts, 1 failed)")
+
+
+def test_rollouts_of_one_task_are_no_independent_evidence() -> None:
+    once = evaluate("val", {"a": [0.2], "b": [0.4]})
+    often = evaluate("val", {"a": [0.2] * 50, "b": [0.4] * 50})
+    assert (once.low, once.high) == (often.low, often.high)
+    assert not once.accuracy
+
+
+def test_an_accuracy_never_leaves_0_to_1() -> None:
+    few = evaluate("val", {str(task): [0.0, 0.0] for task in range(9)} | {"x": [0.0, 1.0]})
+    assert (few.low, few.accuracy) == (0.0, True)
+    assert evaluate("val", {"a": [-1.0, 0.5], "b": [0.5, 0.5]}).low < 0
+
+
+def test_what_infrastructure_lost_is_counted_apart() -> None:
+    found = evaluate("val", {"a": [1.0]}, left_out=3)
+    assert (found.rollouts, found.tasks, found.left_out) == (4, 1, 3)
+
+
+def test_nothing_is_nothing() -> None:
+    assert math.isnan(evaluate("val", {}, left_out=2).mean)
+
+
+def test_the_interval_holds_the_truth_about_95_times_in_100() -> None:
+    chance = random.Random(0)
+    held = {"wilson": 0, "normal": 0}
+    for _ in range(2000):
+        low, high = wilson(sum(chance.random() < 0.3 for _ in range(100)), 100)
+        held["wilson"] += low <= 0.3 <= high
+        low, high = normal([sum(chance.random() < 0.3 for _ in range(4)) / 4 for _ in range(100)])
+        held["normal"] += low <= 0.3 <= high
+    assert all(0.93 < count / 2000 < 0.97 for count in held.values())

@@ -1,0 +1,156 @@
+"""`lightning-rl train` as a person types it: the plan, the run, going on, and one clear line for what is wrong."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from lightning_rl import tutorial
+
+AGENT = """
+import openai
+
+from lightning_rl import LLM
+
+async def solve(task: dict, llm: LLM) -> float:
+    async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+        chat = [{"role": "user", "content": task["question"]}]
+        answer = await client.chat.completions.create(model=llm.model, messages=chat)
+    return float(len(answer.choices[0].message.content) % 2)
+"""
+SMALL = ["data.train_batch_size=2", "data.max_response_length=8", "actor_rollout_ref.rollout.n=2"]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    tasks = "".join(json.dumps({"question": f"number {i}"}) + "\n" for i in range(4))
+    (tmp_path / "tasks.jsonl").write_text(tasks)
+    return tmp_path
+
+
+def lightning_rl(place: Path, *words: str, fails: bool = False) -> Any:
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "lightning_rl", *words]
+    done = subprocess.run(command, cwd=place, env=offline, capture_output=True, text=True, timeout=300)
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+@pytest.mark.e2e
+def test_the_shortest_command_trains(place: Path) -> None:
+    words = ["agent=my_agent:solve", "data.train_files=tasks.jsonl", "data.train_batch_size=4"]
+    done = lightning_rl(place, "train", *words)
+    assert re.search(r"step 1/1  reward \d\.\d+", done.stdout)
+    [checkpoint] = re.findall(r"^checkpoint +(.+)$", done.stdout, re.MULTILINE)
+    assert (Path(checkpoint) / "model.safetensors").exists()
+
+
+@pytest.mark.e2e
+def test_a_finished_run_goes_on_when_it_is_given_more_steps(place: Path) -> None:
+    words = ["agent=my_agent.py:solve", "data.train_files=tasks.jsonl", *SMALL, "--run-dir", "run", "--json"]
+    first = json.loads(lightning_rl(place, "train", *words).stdout)
+    assert (first["steps"], first["run_dir"]) == (2, str(place / "run"))
+    more = json.loads(lightning_rl(place, "train", "--resume", "run", "trainer.total_epochs=2", "--json").stdout)
+    assert more["steps"] == 4
+    assert more["metrics"]["tokens/received"] > first["metrics"]["tokens/received"]
+    assert more["metrics"]["tokens/received"] == more["metrics"]["tokens/trained"]
+    steps = [json.loads(line)["step"] for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
+
+
+def test_the_plan_says_what_would_be_done_and_does_nothing(place: Path) -> None:
+    words = ["agent=my_agent:solve", "data.train_files=tasks.jsonl", *SMALL]
+    done = lightning_rl(place, "train", *words, "--dry-run")
+    assert re.search(r"^steps +2$", done.stdout, re.MULTILINE)
+    assert re.search(r"^train tasks +4$", done.stdout, re.MULTILINE)
+    assert "ppo_mini_batch_size: 32" in done.stdout
+    assert not (place / "runs").exists()
+    plan = json.loads(lightning_rl(place, "train", *words, "--dry-run", "--json").stdout)
+    assert plan["plan"]["rollouts_per_step"] == 4
+    assert plan["config"]["data"]["train_batch_size"] == 2
+
+
+def test_tasks_may_be_in_any_of_the_known_files(place: Path) -> None:
+    tasks = datasets.Dataset.from_list([{"question": f"number {i}"} for i in range(4)])
+    tasks.save_to_disk(place / "tasks")
+    tasks.to_parquet(place / "tasks.parquet")
+    tasks.to_csv(place / "tasks.csv")
+    files = "data.train_files=[tasks.jsonl,tasks.csv,tasks.parquet,tasks]"
+    done = lightning_rl(place, "train", "agent=my_agent:solve", files, *SMALL, "--dry-run", "--json")
+    assert json.loads(done.stdout)["plan"]["train_tasks"] == 16
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data.train_files=tasks.jsonl"], "name the agent: lightning-rl train agent=module:function"),
+        (["agent=my_agent:solve"], "name the tasks: data.train_files=tasks.jsonl"),
+        (["agent=my_agent:slove", "data.train_files=tasks.jsonl"], "has no 'slove'; did you mean 'solve'?"),
+        (["agent=your_agent:solve", "data.train_files=tasks.jsonl"], "there is no module 'your_agent'"),
+        (["agent=your_agent.py:solve", "data.train_files=tasks.jsonl"], "there is no file"),
+        (["agent=solve", "data.train_files=tasks.jsonl"], "is neither module:function nor path/to/file.py:function"),
+        (["agent=my_agent:solve", "data.train_files=task.jsonl"], "task.jsonl"),
+        (["agent=my_agent:solve", "data.train_files=tasks.jsonl"], "4 tasks are fewer than data.train_batch_size=32"),
+        (["agent=my_agent:solve", "data.train_file=tasks.jsonl"], "did you mean 'data.train_files'?"),
+        (["--resume", "nowhere"], "holds no run of `lightning-rl train`"),
+        (["--config", "nowhere.yaml"], "there is no configuration file"),
+    ],
+)
+def test_what_is_wrong_is_one_line(words: list[str], message: str, place: Path) -> None:
+    done = lightning_rl(place, "train", *words, "--dry-run", fails=True)
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor_rollout_ref.model.path=no-such/model", "no folder here, and could not be taken from the hub"),
+        ("actor_rollout_ref.model.path=./nowhere", "is neither a folder nor a model id"),
+        ("actor_rollout_ref.model.path=./bare", "no renderer is known for model 'bare'; name one that fits its chat"),
+        ("actor_rollout_ref.rollout.renderer=quen3", "renderer 'quen3' is unknown; did you mean 'qwen3'?"),
+        ("actor_rollout_ref.rollout.name=vllm", "cannot be started; there is 'embedded'"),
+    ],
+)
+def test_what_cannot_start_is_one_line(override: str, message: str, place: Path) -> None:
+    shutil.copytree(tutorial.checkpoint(), place / "bare")
+    (place / "bare" / "tokenizer_config.json").write_text("{}")
+    words = ["agent=my_agent:solve", "data.train_files=tasks.jsonl", *SMALL, override]
+    done = lightning_rl(place, "train", *words, fails=True)
+    assert "error: " in done.stderr
+    assert message in done.stderr
+
+
+def test_help_teaches(place: Path) -> None:
+    assert "lightning-rl quickstart" in lightning_rl(place, "--help").stdout
+    taught = lightning_rl(place, "train", "--help").stdout
+    assert "lightning-rl train agent=my_agent:solve data.train_files=tasks.jsonl" in taught
+    assert "--dry-run" in taught
+
+
+def test_the_shell_completes_commands(place: Path) -> None:
+    asked = {
+        **os.environ,
+        "_LIGHTNING_RL_COMPLETE": "complete_bash",
+        "COMP_WORDS": "lightning-rl tr",
+        "COMP_CWORD": "1",
+    }
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; sys.argv[0] = 'lightning-rl'; from lightning_rl.__main__ import main; main()",
+    ]
+    done = subprocess.run(command, env=asked, capture_output=True, text=True)
+    assert "train" in done.stdout.split()
+    assert "--install-completion" in lightning_rl(place, "--help").stdout

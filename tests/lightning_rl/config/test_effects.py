@@ -1,0 +1,223 @@
+"""Every key that is said to have an effect has one: changing it changes what is observed."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rl.agent import load_agent
+from lightning_rl.algorithms import ppo as ppo_module
+from lightning_rl.algorithms.ppo import PPO, tasks_of
+from lightning_rl.config import compose, keys
+from lightning_rl.config.schema import Config, TrainConfig
+from lightning_rl.store.contract import RolloutRequest
+
+ACTOR = "actor_rollout_ref.actor."
+ROLLOUT = "actor_rollout_ref.rollout."
+
+
+class Story(PPO):
+    """A PPO that tells what it would do, instead of doing it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.said: list[str] = []
+        self.asked: list[RolloutRequest] = []
+        self.run_dir = Path()
+        self.model = _Model()
+        self.policy: Any = _Model()
+        self._earlier_tokens = self._began_ns = self._began_at = 0
+
+    def _go_on(self) -> None: ...
+
+    def _publish_resources(self) -> None: ...
+
+    def _log(self, metrics: dict[str, float]) -> None: ...
+
+    def finished(self, requests: Sequence[RolloutRequest], read: Callable[[Any], Any]) -> list[Any]:
+        self.asked += requests
+        return []
+
+    def train_step(self, tasks: Sequence[tuple[int, Any]]) -> dict[str, float]:
+        self.said.append(f"train {[index for index, _ in tasks]}")
+        self.roll_out("train", tasks, self.config.actor_rollout_ref.rollout.n)
+        return {}
+
+    def validate(self, val_dataset: Sequence[Any]) -> dict[str, float]:
+        self.said.append("validate")
+        self.roll_out("val", list(enumerate(val_dataset)), self.config.actor_rollout_ref.rollout.val_kwargs.n)
+        return {}
+
+    def save(self) -> Path:
+        self.said.append("save")
+        return Path()
+
+
+class _Model:
+    name = "policy"
+
+    class config:
+        pad_token_id = 0
+
+
+def story(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a run of 8 tasks would do and ask for."""
+    monkeypatch.setattr(ppo_module, "Actor", lambda *_, **__: None)
+    monkeypatch.setattr(ppo_module.tracking, "open_trackers", lambda *_, **__: [])
+    told = Story(config)
+    told.run(list(range(8)), list(range(2)))
+    return told.said, told.asked
+
+
+def update(config: Config, _: pytest.MonkeyPatch) -> Any:
+    return ppo_module._actor_config(config, 10)
+
+
+def sampling(config: Config, _: pytest.MonkeyPatch) -> Any:
+    rollout = config.actor_rollout_ref.rollout
+    return [ppo_module._sampling(section, config.data.max_response_length) for section in (rollout, rollout.val_kwargs)]
+
+
+def limits(config: Config, _: pytest.MonkeyPatch) -> Any:
+    return PPO(config)._max_tokens, PPO(config)._agent_failure(), PPO(config).n_runners, PPO(config).resume
+
+
+def place(config: Config, _: pytest.MonkeyPatch) -> Any:
+    return re.sub(r"\d{8}-\d{6}", "DATE", str(PPO(config).default_run_dir()))
+
+
+SMALL = {"data": {"train_batch_size": 2, "shuffle": False}, "trainer": {"total_training_steps": 4}}
+TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
+    ("data.train_batch_size", 4, story),
+    ("data.shuffle", True, story),
+    ("data.seed", 1, story),
+    ("data.max_prompt_length", 7, limits),
+    ("data.max_response_length", 7, sampling),
+    (ACTOR + "ppo_mini_batch_size", 3, update),
+    (ACTOR + "ppo_micro_batch_size_per_gpu", 3, update),
+    (ACTOR + "ppo_max_token_len_per_gpu", 3, update),
+    (ACTOR + "use_dynamic_bsz", False, update),
+    (ACTOR + "ppo_epochs", 3, update),
+    (ACTOR + "clip_ratio", 0.3, update),
+    (ACTOR + "clip_ratio_low", 0.3, update),
+    (ACTOR + "clip_ratio_high", 0.3, update),
+    (ACTOR + "clip_ratio_c", 5.0, update),
+    (ACTOR + "loss_agg_mode", "token-sum", update),
+    (ACTOR + "loss_scale_factor", 5.0, update),
+    (ACTOR + "entropy_coeff", 0.1, update),
+    (ACTOR + "grad_clip", 0.1, update),
+    (ACTOR + "optim.lr", 0.1, update),
+    (ACTOR + "optim.lr_warmup_steps", 2, update),
+    (ACTOR + "optim.lr_scheduler_type", "cosine", update),
+    (ACTOR + "optim.min_lr_ratio", 0.1, update),
+    (ACTOR + "optim.betas", [0.5, 0.5], update),
+    (ACTOR + "optim.weight_decay", 0.5, update),
+    (ROLLOUT + "n", 2, story),
+    (ROLLOUT + "temperature", 0.5, sampling),
+    (ROLLOUT + "top_p", 0.5, sampling),
+    (ROLLOUT + "top_k", 5, sampling),
+    (ROLLOUT + "log_prob_micro_batch_size_per_gpu", 2, update),
+    (ROLLOUT + "agent.num_workers", 2, limits),
+    (ROLLOUT + "agent.timeout_seconds", 2.0, story),
+    (ROLLOUT + "agent.max_attempts", 2, story),
+    (ROLLOUT + "val_kwargs.temperature", 0.5, sampling),
+    (ROLLOUT + "val_kwargs.top_p", 0.5, sampling),
+    (ROLLOUT + "val_kwargs.top_k", 5, sampling),
+    (ROLLOUT + "val_kwargs.n", 2, story),
+    ("algorithm.agent_failure", "exclude", limits),
+    ("trainer.total_training_steps", 2, story),
+    ("trainer.val_before_train", False, story),
+    ("trainer.val_only", True, story),
+    ("trainer.test_freq", 1, story),
+    ("trainer.save_freq", 1, story),
+    ("trainer.resume_mode", "auto", limits),
+    ("trainer.project_name", "p", place),
+    ("trainer.experiment_name", "e", place),
+]
+# Shown elsewhere, each by a test of its own.
+ELSEWHERE = {
+    "data.train_files": "test_tasks_come_from_files",
+    "data.val_files": "test_tasks_come_from_files",
+    "trainer.total_epochs": "test_epochs_count_the_steps",
+    "agent": "test_the_agent_is_the_one_that_is_named",
+    "actor_rollout_ref.model.path": "test_the_engine_is_what_the_keys_say",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "test_the_engine_is_what_the_keys_say",
+    ROLLOUT + "max_num_seqs": "test_the_engine_is_what_the_keys_say",
+    ROLLOUT + "max_model_len": "test_the_engine_is_what_the_keys_say",
+    ROLLOUT + "num_threads": "test_the_engine_is_what_the_keys_say",
+    ROLLOUT + "renderer": "test_the_engine_is_what_the_keys_say",
+    ROLLOUT + "name": "test_what_cannot_be_started_is_refused",
+    "trainer.logger": "test_what_cannot_be_started_is_refused",
+    "trainer.device": "test_the_engine_is_what_the_keys_say",
+    "trainer.sampler_tolerance": "test_ppo.py: test_an_engine_with_other_weights_is_refused",
+    "algorithm.norm_adv_by_std_in_grpo": "test_numerics.py: the estimator with and without",
+    "algorithm.adv_estimator": "test_config.py: there is one, others are refused",
+    "algorithm.rollout_correction.bypass_mode": "test_ppo.py: test_recomputed_old_log_probs_train_too",
+}
+
+
+@pytest.mark.parametrize(("key", "value", "observe"), TABLE, ids=[row[0] for row in TABLE])
+def test_it_has_an_effect(key: str, value: Any, observe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = observe(compose(SMALL), monkeypatch)
+    assert before == observe(compose(SMALL), monkeypatch)
+    changed = compose(SMALL, command_line=[f"{key}={json.dumps(value)}"])
+    assert observe(changed, monkeypatch) != before
+
+
+def test_no_key_is_forgotten() -> None:
+    effective = {key.name for key in keys(TrainConfig) if key.kind == "effect"}
+    assert effective == {row[0] for row in TABLE} | ELSEWHERE.keys()
+
+
+def test_tasks_come_from_files(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("1\n2\n")
+    assert tasks_of("train", None, [str(tmp_path / "a.jsonl")] * 2) == [1, 2, 1, 2]
+    assert tasks_of("val", None, None) == []
+    with pytest.raises(ValueError, match="give one"):
+        tasks_of("val", [1], str(tmp_path / "a.jsonl"))
+
+
+def test_epochs_count_the_steps() -> None:
+    config = {"data": {"train_batch_size": 2}, "trainer": {"total_epochs": 3}}
+    assert PPO(config).steps(5) == 6
+
+
+def test_the_agent_is_the_one_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text("def solve(task): return float(task)\n")
+    named = compose(command_line=[f"agent={tmp_path}/theirs.py:solve"], schema=TrainConfig).agent
+    assert load_agent(str(named)).rollout(3, {}, None) == 3.0
+
+
+def test_the_engine_is_what_the_keys_say(tmp_path: Path) -> None:
+    model = Path(__file__).parents[3] / "examples" / "sql_agent" / "checkpoint"
+    rollout = {"max_num_seqs": 3, "max_model_len": 77, "num_threads": 2, "renderer": "qwen3"}
+    config = {
+        "actor_rollout_ref": {"model": {"path": model, "enable_gradient_checkpointing": True}, "rollout": rollout},
+        "trainer": {"device": "cpu"},
+    }
+    algorithm = PPO(config)
+    try:
+        endpoint = algorithm.open(tmp_path)
+        engine = algorithm.engine
+        assert (engine.max_num_seqs, engine.max_model_len, engine._threads) == (3, 77, 2)
+        assert (endpoint.renderer, endpoint.tokenizer) == ("qwen3", str(model))
+        assert algorithm.model.is_gradient_checkpointing
+        assert algorithm.model.device.type == "cpu"
+        assert compose(file=tmp_path / "config.yaml") == algorithm.config
+    finally:
+        algorithm.close()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor_rollout_ref.rollout.name=vllm", "'vllm' cannot be started; there is 'embedded'"),
+        ("trainer.logger=[wandb]", "'wandb' cannot be written to; there are console, jsonl"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(override: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        PPO(compose(command_line=[override])).open(tmp_path)

@@ -1,0 +1,39 @@
+"""Importing the package costs next to nothing: what is heavy is loaded by the name that needs it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+LOADED = (
+    "import json, sys; before = set(sys.modules); {statement}; print(json.dumps(sorted(set(sys.modules) - before)))"
+)
+HEAVY = {
+    "torch", "ray", "vllm", "litellm", "hydra", "omegaconf", "transformers", "openai", "numpy", "sqlalchemy",
+    "renderers", "tokenizers", "matplotlib", "plotext", "rich", "typer", "starlette", "uvicorn", "aiohttp", "httpx",
+    "datasets", "pyarrow", "pandas",
+}  # fmt: skip
+
+
+def loaded(statement: str) -> list[str]:
+    """The modules that a statement loads in a new interpreter, less what is the interpreter's own."""
+    command = [sys.executable, "-c", LOADED.format(statement=statement)]
+    modules: list[str] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return [name for name in modules if name.partition(".")[0] not in sys.stdlib_module_names]
+
+
+def test_the_package_loads_itself_alone() -> None:
+    assert loaded("import lightning_rl") == ["lightning_rl"]
+
+
+@pytest.mark.parametrize("names", ["LLM, ProxyLLM, rollout, Agent, emit_reward", "Trainer", "Span, Call, Forest, Row"])
+def test_what_an_agent_or_a_script_names_loads_nothing_heavy(names: str) -> None:
+    modules = loaded(f"from lightning_rl import {names}")
+    assert not {name.partition(".")[0] for name in modules} & HEAVY
+    assert len(modules) <= 120
+
+
+def test_an_agents_names_load_no_third_party_code() -> None:
+    modules = loaded("from lightning_rl import LLM, ProxyLLM, rollout, Agent, emit_reward")
+    assert {name.partition(".")[0] for name in modules} == {"lightning_rl"}
