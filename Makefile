@@ -3,6 +3,8 @@ PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# One thread each: several processes on the same cores stand in each other's way with more.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: quickstart test test-chaos test-package docs lint types check bench clean
 
@@ -10,13 +12,13 @@ quickstart: $(VENV)/.base
 	$(BIN)/lightning-rl quickstart $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest tests -m "not chaos and not package" $(ARGS)
+	$(PYTEST) tests -m "not chaos and not package" -n 2 --dist loadscope $(ARGS)
 
 test-chaos: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/chaos -m chaos $(ARGS)
+	$(PYTEST) tests/chaos -m chaos $(ARGS)
 
 test-package: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/e2e -m package $(ARGS)
+	$(PYTEST) tests/e2e -m package $(ARGS)
 
 docs: $(VENV)/.base
 	$(BIN)/python -m lightning_rl.config.reference > docs/config.md

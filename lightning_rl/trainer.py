@@ -66,6 +66,8 @@ class Trainer:
         Raises what the algorithm raises; RuntimeError when a child process died; RunFolderUsed for a run folder that
         holds a run, unless the algorithm resumes it. All processes are stopped first.
         """
+        if not isinstance(algorithm, Algorithm):
+            raise TypeError(f"fit takes an algorithm first, as in fit(lrl.PPO(config), tasks), got {algorithm!r:.80}")
         if self.run_dir is None or not self._fixed_run_dir:
             self.run_dir = _unused(algorithm.default_run_dir().resolve())
         run_dir = self.run_dir

@@ -1,5 +1,6 @@
 """The base of every algorithm: it is opened with a run folder, given a store, and run on datasets."""
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,12 +8,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from lightning_rl.errors import Explained
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutRequest, RolloutTrace
 
 T = TypeVar("T")
 
 _WAIT_SECONDS = 10.0  # between two looks at the processes of the run
+
+
+class TaskError(Explained, TypeError):
+    """A task that is no JSON value: it could not travel to a runner."""
 
 
 class Endpoint(msgspec.Struct, kw_only=True):
@@ -59,6 +65,8 @@ class Algorithm:
 
         `read` is called as they end, while others still run.
         """
+        for request in requests:
+            _check_task(request)
         self.store.enqueue(requests)
         waiting = {str(request.rollout_id) for request in requests}
         ended: dict[str, T] = {}
@@ -68,3 +76,13 @@ class Algorithm:
             ended |= {rollout_id: read(trace) for rollout_id, trace in self.store.traces(finished).items()}
             waiting.difference_update(finished)
         return [ended[str(request.rollout_id)] for request in requests]
+
+
+def _check_task(request: RolloutRequest) -> None:
+    try:
+        json.dumps(request.task, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TaskError(
+            f"the task of rollout {request.rollout_id} is no JSON value ({error}): {str(request.task)[:80]!r}; make it "
+            "of dicts, lists, text, numbers, true, false and null"
+        ) from error

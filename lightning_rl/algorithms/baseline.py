@@ -1,6 +1,6 @@
 """Baseline: how good the agent is with a model, before anything is trained. It only evaluates."""
 
-import logging
+import hashlib
 import os
 import time
 from collections import defaultdict
@@ -20,8 +20,6 @@ from lightning_rl.store.contract import RolloutRequest, RolloutTrace
 if TYPE_CHECKING:
     from lightning_rl.inference.embedded import EmbeddedPolicy
 
-_log = logging.getLogger(__name__)
-
 
 class Baseline(Algorithm):
     """The agent's accuracy (or mean reward) on datasets, with a 95 % confidence interval, under any model.
@@ -35,12 +33,11 @@ class Baseline(Algorithm):
         n: rollouts per task.
         sampling_parameters: temperature, top_p, top_k, max_tokens that replace the agent's; by default the agent's.
         renderer: the chat format of an embedded model.
+        resume: go on with a run folder that holds an evaluation: what it has of this model is not run again.
 
     After `Trainer.fit(baseline, tasks)`, `evaluations` has one `Evaluation` per dataset; they are also printed, and
     written to `evaluations.json` in the run folder.
     """
-
-    resume = True  # what was evaluated before is not run again
 
     def __init__(
         self,
@@ -52,6 +49,7 @@ class Baseline(Algorithm):
         n: int = 1,
         sampling_parameters: Mapping[str, Any] | None = None,
         renderer: str = "auto",
+        resume: bool = False,
     ) -> None:
         if (base_url or chat_backend) and model is None:
             raise ValueError("name the model that the service is asked for: Baseline('gpt-4o-mini', base_url=...)")
@@ -66,6 +64,7 @@ class Baseline(Algorithm):
         self.n = n
         self.sampling_parameters = dict(sampling_parameters or {})
         self.renderer = renderer
+        self.resume = resume
         self.evaluations: list[Evaluation] = []
         self.policy: EmbeddedPolicy | None = None
 
@@ -112,7 +111,9 @@ class Baseline(Algorithm):
 
     def evaluate(self, name: str, tasks: Sequence[Any]) -> Evaluation:
         """Run the agent `n` times on each task."""
-        trajectories = [trajectory_of(trace, agent_failure=0.0) for trace in self.roll_out(name, tasks)]
+        trajectories = [
+            trajectory_of(trace, agent_failure=0.0) for trace in self.roll_out(f"{name}-{self._digest()}", tasks)
+        ]
         Problems(self.run_dir).report(name, trajectories)
         rewards: dict[str, list[float]] = defaultdict(list)
         for trajectory in trajectories:
@@ -126,8 +127,8 @@ class Baseline(Algorithm):
             without_calls=sum(_without_calls(t) for t in trajectories),
         )
 
-    def roll_out(self, name: str, tasks: Sequence[Any]) -> list[RolloutTrace]:
-        """The finished rollouts of a dataset, task by task."""
+    def roll_out(self, prefix: str, tasks: Sequence[Any]) -> list[RolloutTrace]:
+        """The finished rollouts of a dataset, task by task; their ids begin with `prefix`."""
         model = self.policy.name if self.policy is not None else str(self.model)
         sampling = {"val_sampling_parameters": self.sampling_parameters}
         self.store.publish({"main_llm": {"type": "proxy_llm", "model": model, **sampling}})
@@ -135,14 +136,19 @@ class Baseline(Algorithm):
             RolloutRequest(
                 task=task,
                 mode="val",
-                rollout_id=f"{name}-{index}-{k}",
-                group_id=f"{name}-{index}",
+                rollout_id=f"{prefix}-{index}-{k}",
+                group_id=f"{prefix}-{index}",
                 metadata={"task_index": f"{index}-{k}"},
             )
             for index, task in enumerate(tasks)
             for k in range(self.n)
         ]
         return self.finished(requests, lambda trace: trace)
+
+    def _digest(self) -> str:
+        """Tells the rollouts of one model and sampling from those of another in the same folder."""
+        asked = [str(self.model), self.base_url, self.chat_backend, sorted(self.sampling_parameters.items())]
+        return hashlib.blake2b(repr(asked).encode(), digest_size=4).hexdigest()
 
 
 def _without_calls(trajectory: Trajectory) -> bool:

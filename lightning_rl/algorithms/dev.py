@@ -27,8 +27,6 @@ class Dev(Baseline):
     After `Trainer.dev`, `trajectories` has the rewards and rows, `traces` the spans.
     """
 
-    resume = False
-
     def __init__(self, model: str | Path | None = None, *, n_tasks: int = 3, **service: Any) -> None:
         super().__init__(model, **service)
         if n_tasks < 1:

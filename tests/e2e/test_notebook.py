@@ -80,8 +80,12 @@ class Notebook:
         return re.sub(r"\x1b\[[\d;]*m", "", "".join(shown))  # without the colours
 
     def children(self) -> list[psutil.Process]:
-        """The processes that live below the kernel."""
-        return psutil.Process(self._client.km.provisioner.pid).children(recursive=True)
+        """The processes that live below the kernel.
+
+        An interrupt inside `Popen` itself leaves the name of a process that has ended (a zombie): nobody knows its id.
+        """
+        below = psutil.Process(self._client.km.provisioner.pid).children(recursive=True)
+        return [child for child in below if child.status() != psutil.STATUS_ZOMBIE]
 
     def interrupt(self) -> None:
         """What the button with the square does."""

@@ -16,7 +16,7 @@ from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import calls_of
 
-STEPS = 24
+STEPS = 16
 
 pytestmark = pytest.mark.e2e
 

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 import lightning_rl as lrl
+from lightning_rl.algorithms.base import TaskError
 from lightning_rl.algorithms.evaluation import wilson
 
 pytestmark = pytest.mark.e2e
@@ -66,7 +67,7 @@ def test_an_agent_may_be_a_class(form: Any, tmp_path: Path) -> None:
 
 
 def test_what_was_evaluated_is_not_run_again(tmp_path: Path) -> None:
-    first, again = lrl.Baseline(n=2), lrl.Baseline(n=2)
+    first, again = lrl.Baseline(n=2), lrl.Baseline(n=2, resume=True)
     lrl.Trainer(agent, n_runners=4, run_dir=tmp_path).fit(first, TASKS)
 
     @lrl.rollout
@@ -76,6 +77,9 @@ def test_what_was_evaluated_is_not_run_again(tmp_path: Path) -> None:
     lrl.Trainer(never, n_runners=4, run_dir=tmp_path).fit(again, TASKS)
     assert again.evaluations == first.evaluations
     assert first.evaluations[0].rollouts == 12
+    other = lrl.Baseline(n=2, resume=True, sampling_parameters={"temperature": 0.5})
+    lrl.Trainer(never, n_runners=4, run_dir=tmp_path).fit(other, TASKS)
+    assert other.evaluations[0].failed == 12, "another sampling is another evaluation"
 
 
 def test_dev_lays_calls_triplets_and_rows_open(
@@ -185,3 +189,17 @@ def test_dev_without_tasks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         lrl.Baseline(**arguments)
+
+
+@pytest.mark.parametrize("value", [object(), float("nan"), {1, 2}])
+def test_a_task_that_is_no_json_value_is_named(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        TaskError, match=r"the task of rollout train-[0-9a-f]+-1-0 is no JSON value .* make it of dicts"
+    ):
+        lrl.Trainer(agent, run_dir=tmp_path).fit(lrl.Baseline(), [{"i": 0}, {"i": value}])
+
+
+@pytest.mark.parametrize("given", [TASKS, lrl.Baseline, agent])
+def test_fit_takes_an_algorithm_first(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"fit takes an algorithm first, as in fit\(lrl.PPO\(config\), tasks\)"):
+        lrl.Trainer(agent).fit(given, TASKS)

@@ -216,7 +216,7 @@ def test_a_checkpoint_is_a_hugging_face_folder(tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     inputs = torch.tensor([[1, 2, 3]])
     torch.testing.assert_close(loaded(inputs).logits, model(inputs).logits)
-    checkpoint.save(model, tmp_path, folder)  # over an older one
+    checkpoint.save(model, tmp_path, folder, {})  # over an older one
     assert not list(tmp_path.glob("*.partial"))
 
 
