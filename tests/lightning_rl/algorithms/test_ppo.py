@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import torch
 
@@ -18,6 +17,7 @@ from lightning_rl.config import ConfigError
 from lightning_rl.server.child import ChildDied
 from lightning_rl.tracking.jsonl import read
 from lightning_rl.trainer import RunFolderBusy, RunFolderUsed
+from tests.lightning_rl.algorithms.agents import some_fail, two_calls
 
 ROOT = Path(__file__).parents[3]
 CHECKPOINT = ROOT / "examples" / "sql_agent" / "checkpoint"
@@ -34,18 +34,6 @@ def config(**trainer: Any) -> dict[str, Any]:
         },
         "trainer": {"total_training_steps": 1, "logger": ["jsonl"], **trainer},
     }
-
-
-@lrl.rollout
-async def some_fail(task: int, llm: lrl.LLM) -> float | None:
-    """Task 1 raises after its call, task 2 gives no reward, task 3 makes no call."""
-    if task != 3:
-        async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
-            chat: Any = [{"role": "user", "content": f"number {task}"}]
-            await client.chat.completions.create(model=llm.model, messages=chat)
-    if task == 1:
-        raise RuntimeError("this agent has a bug")
-    return None if task == 2 else 1.0
 
 
 def test_agents_that_fail_are_data(tmp_path: Path) -> None:
@@ -162,16 +150,6 @@ class StopsAt(lrl.PPO):
         if self.step == self.at:
             raise KeyboardInterrupt
         return super()._sequences(trajectories)
-
-
-@lrl.rollout
-async def two_calls(task: int, llm: lrl.LLM) -> float:
-    async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
-        chat: Any = [{"role": "user", "content": f"number {task}"}]
-        first = await client.chat.completions.create(model=llm.model, messages=chat)
-        chat += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "and"}]
-        second = await client.chat.completions.create(model=llm.model, messages=chat)
-    return float(len(second.choices[0].message.content or "") % 3)
 
 
 def test_an_interrupted_run_goes_on_and_ends_with_the_same_weights(tmp_path: Path) -> None:

@@ -1,0 +1,29 @@
+"""Agents of the tests beside. Runners import this file, so it loads no torch."""
+
+from typing import Any
+
+import openai
+
+import lightning_rl as lrl
+
+
+@lrl.rollout
+async def some_fail(task: int, llm: lrl.LLM) -> float | None:
+    """Task 1 raises after its call, task 2 gives no reward, task 3 makes no call."""
+    if task != 3:
+        async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+            chat: Any = [{"role": "user", "content": f"number {task}"}]
+            await client.chat.completions.create(model=llm.model, messages=chat)
+    if task == 1:
+        raise RuntimeError("this agent has a bug")
+    return None if task == 2 else 1.0
+
+
+@lrl.rollout
+async def two_calls(task: int, llm: lrl.LLM) -> float:
+    async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+        chat: Any = [{"role": "user", "content": f"number {task}"}]
+        first = await client.chat.completions.create(model=llm.model, messages=chat)
+        chat += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "and"}]
+        second = await client.chat.completions.create(model=llm.model, messages=chat)
+    return float(len(second.choices[0].message.content or "") % 3)
