@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,10 @@ from lightning_rl.resources import LLM, ProxyLLM
 
 if TYPE_CHECKING:
     from lightning_rl.store.contract import Claim
+
+
+class AgentSignature(Explained, TypeError):
+    """An agent's function cannot be called with what there is."""
 
 
 class AgentNotFound(Explained, ValueError):
@@ -80,7 +85,7 @@ def rollout(function: Callable[..., Any]) -> FunctionAgent:
     """Make a function trainable: `def agent(task, llm) -> float`, sync or async.
 
     The first parameter is the task; `llm` is `main_llm`; any other parameter annotated `LLM` takes the resource of its
-    own name; `resources` and `rollout` give all. Raises TypeError naming a parameter that nothing can fill.
+    own name; `resources` and `rollout` give all. Raises AgentSignature naming a parameter that nothing can fill.
     """
     return FunctionAgent(function)
 
@@ -99,8 +104,8 @@ def as_agent(candidate: Any) -> Agent:
 def load_agent(spec: str) -> Agent:
     """The agent at `module:name` or `path/to/file.py:name`; modules are looked for in the current folder too.
 
-    Raises AgentNotFound saying what is wrong with `spec`: its form, the file, the module, or the name. What the module
-    itself raises comes through.
+    Raises AgentNotFound saying what is wrong with `spec`: its form, the file, the module, what the module raises when
+    it is imported, or the name.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
@@ -115,7 +120,7 @@ def load_agent(spec: str) -> Agent:
         sys.path.insert(0, str(folder))  # runners import by the same path
     if importlib.util.find_spec(place.partition(".")[0]) is None:
         raise AgentNotFound(f"agent {spec!r}: there is no module {place!r} in {folder}, nor installed")
-    module = importlib.import_module(place)
+    module = _imported(place, spec)
     candidate: Any = module
     for part in name.split("."):
         candidate = getattr(candidate, part, None)
@@ -124,6 +129,18 @@ def load_agent(spec: str) -> Agent:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise AgentNotFound(f"agent {spec!r}: {module.__file__} has no {name!r}{hint}")
     return as_agent(candidate)
+
+
+def _imported(name: str, spec: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        told = traceback.TracebackException.from_exception(error)
+        theirs = [frame for frame in told.stack if frame.filename != __file__ and "importlib" not in frame.filename]
+        told.stack = traceback.StackSummary.from_list(theirs)
+        raise AgentNotFound(
+            f"agent {spec!r} cannot be imported\n{''.join(told.format(chain=False)).rstrip()}"
+        ) from error
 
 
 def run_agent(
@@ -192,7 +209,7 @@ def _injected_parameters(function: Callable[..., Any]) -> dict[str, str]:
     """Parameter name -> resource name, for every parameter after the task."""
     parameters = list(inspect.signature(function).parameters.values())
     if not parameters:
-        raise TypeError(f"{function.__qualname__} takes no task: its first parameter is the task")
+        raise AgentSignature(f"{function.__qualname__} takes no task: its first parameter is the task")
     injected: dict[str, str] = {}
     for parameter in parameters[1:]:
         if parameter.name == "llm":
@@ -203,7 +220,7 @@ def _injected_parameters(function: Callable[..., Any]) -> dict[str, str]:
             parameter.POSITIONAL_OR_KEYWORD,
             parameter.KEYWORD_ONLY,
         ):
-            raise TypeError(
+            raise AgentSignature(
                 f"{function.__qualname__}: nothing fills parameter {parameter.name!r}; name it 'llm', 'resources' "
                 "or 'rollout', annotate it LLM, or give it a default"
             )

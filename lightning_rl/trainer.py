@@ -68,6 +68,7 @@ class Trainer:
         """
         if not isinstance(algorithm, Algorithm):
             raise TypeError(f"fit takes an algorithm first, as in fit(lrl.PPO(config), tasks), got {algorithm!r:.80}")
+        tasks, held_out = algorithm.prepare(train_dataset, val_dataset)
         if self.run_dir is None or not self._fixed_run_dir:
             self.run_dir = _unused(algorithm.default_run_dir().resolve())
         run_dir = self.run_dir
@@ -99,7 +100,7 @@ class Trainer:
 
             algorithm.check = check
             try:
-                algorithm.run(train_dataset, val_dataset)
+                algorithm.run(tasks, held_out)
             except Unreachable:
                 check()  # a dead server is the cause rather than its silence, and its log says why
                 raise

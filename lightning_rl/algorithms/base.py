@@ -12,6 +12,7 @@ from lightning_rl.errors import Explained
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutRequest, RolloutTrace
 
+Dataset = Sequence[Any]  # of tasks, JSON values
 T = TypeVar("T")
 
 _WAIT_SECONDS = 10.0  # between two looks at the processes of the run
@@ -34,10 +35,11 @@ class Endpoint(msgspec.Struct, kw_only=True):
 
 
 class Algorithm:
-    """Subclass it: `open` starts the engines and says what the gateway serves, `run` does the work.
+    """Subclass it: `prepare` checks the datasets, `open` starts the engines and says what the gateway serves, and `run`
+    does the work.
 
-    The Trainer sets `store` between the two, and `check`, which raises when one of the run's processes has died: call
-    it while waiting, or wait with `finished`, which does.
+    The Trainer sets `store` between the last two, and `check`, which raises when one of the run's processes has died:
+    call it while waiting, or wait with `finished`, which does.
     """
 
     store: HttpStore
@@ -49,11 +51,15 @@ class Algorithm:
         """The run folder, where the Trainer is not told."""
         return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
 
+    def prepare(self, train_dataset: Dataset | None, val_dataset: Dataset | None) -> tuple[Dataset, Dataset]:
+        """The datasets that `run` will get, checked before anything is started. Raises for those it cannot use."""
+        return train_dataset or [], val_dataset or []
+
     def open(self, run_dir: Path) -> Endpoint:
         """Start what must run before the server; the policy's endpoint."""
         raise NotImplementedError(f"{type(self).__name__} defines no open(run_dir)")
 
-    def run(self, train_dataset: Sequence[Any] | None, val_dataset: Sequence[Any] | None) -> None:
+    def run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
         """Do the work; returns when it is done."""
         raise NotImplementedError(f"{type(self).__name__} defines no run(train_dataset, val_dataset)")
 

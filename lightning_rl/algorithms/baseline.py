@@ -4,17 +4,18 @@ import hashlib
 import os
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from lightning_rl.algorithms.base import Algorithm, Endpoint
+from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
 from lightning_rl.algorithms.evaluation import Evaluation, evaluate
 from lightning_rl.algorithms.problems import Problems
 from lightning_rl.algorithms.trajectories import Trajectory, trajectory_of
 from lightning_rl.config import ConfigError
+from lightning_rl.files import write_whole
 from lightning_rl.store.contract import RolloutRequest, RolloutTrace
 
 if TYPE_CHECKING:
@@ -98,18 +99,21 @@ class Baseline(Algorithm):
         if self.policy is not None:
             self.policy.close()
 
-    def run(self, train_dataset: Sequence[Any] | None, val_dataset: Sequence[Any] | None = None) -> None:
+    def prepare(self, train_dataset: Dataset | None, val_dataset: Dataset | None) -> tuple[Dataset, Dataset]:
+        """See `Algorithm`. Raises ConfigError where there is no task."""
+        if not train_dataset and not val_dataset:
+            raise ConfigError(f"the dataset is empty; {type(self).__name__} needs tasks to run the agent on")
+        return train_dataset or [], val_dataset or []
+
+    def run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
         """Evaluate on each dataset that is given."""
-        datasets = {"train": train_dataset, "val": val_dataset}
-        if not any(datasets.values()):
-            raise ConfigError("the dataset is empty; Baseline needs tasks to run the agent on")
-        for name, tasks in datasets.items():
+        for name, tasks in {"train": train_dataset, "val": val_dataset}.items():
             if tasks:
                 self.evaluations.append(self.evaluate(name, tasks))
                 print(self.evaluations[-1])
-        (self.run_dir / "evaluations.json").write_bytes(msgspec.json.encode(self.evaluations) + b"\n")
+        write_whole(self.run_dir / "evaluations.json", msgspec.json.encode(self.evaluations) + b"\n")
 
-    def evaluate(self, name: str, tasks: Sequence[Any]) -> Evaluation:
+    def evaluate(self, name: str, tasks: Dataset) -> Evaluation:
         """Run the agent `n` times on each task."""
         trajectories = [
             trajectory_of(trace, agent_failure=0.0) for trace in self.roll_out(f"{name}-{self._digest()}", tasks)
@@ -127,7 +131,7 @@ class Baseline(Algorithm):
             without_calls=sum(_without_calls(t) for t in trajectories),
         )
 
-    def roll_out(self, prefix: str, tasks: Sequence[Any]) -> list[RolloutTrace]:
+    def roll_out(self, prefix: str, tasks: Dataset) -> list[RolloutTrace]:
         """The finished rollouts of a dataset, task by task; their ids begin with `prefix`."""
         model = self.policy.name if self.policy is not None else str(self.model)
         sampling = {"val_sampling_parameters": self.sampling_parameters}

@@ -1,17 +1,16 @@
 """Dev: a few rollouts, laid open. What an agent's author looks at before training: calls, triplets, rows."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from lightning_rl.algorithms.base import Dataset
 from lightning_rl.algorithms.baseline import Baseline
 from lightning_rl.algorithms.problems import Problems
 from lightning_rl.algorithms.trajectories import Trajectory, trajectory_of
-from lightning_rl.config import ConfigError
 from lightning_rl.store.contract import RolloutTrace
 from lightning_rl_adapters import credit, forest, semconv, triplet
 from lightning_rl_adapters.call import calls_of
@@ -35,10 +34,8 @@ class Dev(Baseline):
         self.traces: list[RolloutTrace] = []
         self.trajectories: list[Trajectory] = []
 
-    def run(self, train_dataset: Sequence[Any] | None, val_dataset: Sequence[Any] | None = None) -> None:
+    def run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
         """Roll out, then print."""
-        if not train_dataset:
-            raise ConfigError("the dataset is empty; dev needs a task to run the agent on")
         self.traces = self.roll_out("dev", [task for task, _ in zip(train_dataset, range(self.n_tasks), strict=False)])
         self.trajectories = [trajectory_of(trace, agent_failure=0.0) for trace in self.traces]
         tokenizer = None if self.policy is None else FastTokenizer(self.policy.folder)

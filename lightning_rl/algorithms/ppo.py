@@ -22,7 +22,7 @@ import torch
 from omegaconf import DictConfig
 
 from lightning_rl import tracking
-from lightning_rl.algorithms.base import Algorithm, Endpoint
+from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
 from lightning_rl.algorithms.conservation import TokenAccount
 from lightning_rl.algorithms.metrics import rollout_metrics, timed
 from lightning_rl.algorithms.problems import Problems
@@ -31,6 +31,7 @@ from lightning_rl.config import ConfigError, compose, to_yaml
 from lightning_rl.config.schema import Config, Rollout, ValKwargs
 from lightning_rl.data import load_tasks
 from lightning_rl.errors import Explained
+from lightning_rl.files import write_whole
 from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.rl import advantages
 from lightning_rl.store.contract import RolloutConfig, RolloutRequest
@@ -65,6 +66,15 @@ class PPO(Algorithm):
         name = folder.name if trainer.experiment_name is None else f"{trainer.experiment_name}-{folder.name}"
         return folder.parent / (trainer.project_name or "") / name
 
+    def prepare(self, train_dataset: Dataset | None, val_dataset: Dataset | None) -> tuple[Dataset, Dataset]:
+        """The datasets given, or the files that the config names. Raises ConfigError where they make not one step."""
+        tasks = tasks_of("train", train_dataset, self.config.data.train_files)
+        held_out = tasks_of("val", val_dataset, self.config.data.val_files)
+        if self.config.trainer.val_only and not held_out:
+            raise ConfigError("trainer.val_only needs validation tasks: a val_dataset, or data.val_files")
+        self.steps(len(tasks))
+        return tasks, held_out
+
     def open(self, run_dir: Path) -> Endpoint:
         """Load the model and start the embedded engine."""
         rollout = self.config.actor_rollout_ref.rollout
@@ -72,7 +82,7 @@ class PPO(Algorithm):
             raise ConfigError(f"actor_rollout_ref.rollout.name {rollout.name!r} cannot be started; there is 'embedded'")
         tracking.check_names(self.config.trainer.logger)
         self.run_dir = run_dir
-        (run_dir / "config.yaml").write_text(to_yaml(self.config))
+        write_whole(run_dir / "config.yaml", to_yaml(self.config).encode())
         self._began_ns = time.time_ns()
         self._checkpoint = checkpoint.latest(run_dir / "checkpoints") if self.resume else None
         torch.manual_seed(self.config.data.seed)
@@ -102,14 +112,10 @@ class PPO(Algorithm):
         if hasattr(self, "policy"):
             self.policy.close()
 
-    def run(self, train_dataset: Sequence[Any] | None, val_dataset: Sequence[Any] | None = None) -> None:
-        """Train on `train_dataset` and report on `val_dataset`; without them, on the files that the config names."""
-        config, data = self.config.trainer, self.config.data
-        tasks = tasks_of("train", train_dataset, data.train_files)
-        held_out = tasks_of("val", val_dataset, data.val_files)
-        total = 0 if config.val_only else self.steps(len(tasks))
-        if config.val_only and not held_out:
-            raise ConfigError("trainer.val_only needs validation tasks: a val_dataset, or data.val_files")
+    def run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
+        """Train on `train_dataset` and report on `val_dataset`."""
+        config = self.config.trainer
+        total = self.steps(len(train_dataset))
         self.actor = Actor(self.model, _actor_config(self.config, total), pad_id=self.model.config.pad_token_id or 0)
         self._go_on()
         self._problems = Problems(self.run_dir, max_tokens=self._max_tokens)
@@ -117,14 +123,14 @@ class PPO(Algorithm):
         self._trackers = tracking.open_trackers(names, self.run_dir, total, began_at=self.step)
         try:
             self._publish_resources()
-            if held_out and (config.val_before_train or config.val_only) and self.step == 0:
-                self._log(self.validate(held_out))
-            batches = islice(self._batches(tasks), self.step, total)
+            if val_dataset and (config.val_before_train or config.val_only) and self.step == 0:
+                self._log(self.validate(val_dataset))
+            batches = islice(self._batches(train_dataset), self.step, total)
             for batch in batches:
                 self.step += 1
                 metrics = self.train_step(batch)
-                if held_out and (self._due(config.test_freq) or self.step == total):
-                    metrics |= self.validate(held_out)
+                if val_dataset and (self._due(config.test_freq) or self.step == total):
+                    metrics |= self.validate(val_dataset)
                 if self._due(config.save_freq) or self.step == total:
                     self.save()
                 self._log(metrics)
@@ -134,6 +140,8 @@ class PPO(Algorithm):
 
     def steps(self, tasks: int) -> int:
         """How many training steps the config makes of so many tasks. Raises ConfigError where it is not one."""
+        if self.config.trainer.val_only:
+            return 0
         if not tasks:
             raise ConfigError("train_dataset is empty; PPO needs tasks to learn from")
         config = self.config.trainer
@@ -161,7 +169,7 @@ class PPO(Algorithm):
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
         return metrics | rollout_metrics(trajectories, timing) | self._check_tokens()
 
-    def validate(self, val_dataset: Sequence[Any]) -> dict[str, float]:
+    def validate(self, val_dataset: Dataset) -> dict[str, float]:
         """Roll out the validation tasks under validation sampling; `val/...` metrics."""
         timing: dict[str, float] = {}
         with timed(timing, "testing"):
@@ -338,7 +346,7 @@ class PPO(Algorithm):
             self.account.exclude(earlier, tokens)
         self.account.exclude(reason, trajectory.sampled_tokens - trajectory.excluded.get("undelivered", 0))
 
-    def _batches(self, dataset: Sequence[Any]) -> Iterator[list[tuple[int, Any]]]:
+    def _batches(self, dataset: Dataset) -> Iterator[list[tuple[int, Any]]]:
         """(index, task) pairs, `train_batch_size` at a time; every epoch in another order; what is over is dropped."""
         order = list(range(len(dataset)))
         shuffle = random.Random(self.config.data.seed)
@@ -409,7 +417,7 @@ def _sampling(section: Rollout | ValKwargs, max_tokens: int) -> dict[str, float 
     }
 
 
-def tasks_of(name: str, dataset: Sequence[Any] | None, files: str | list[str] | None) -> Sequence[Any]:
+def tasks_of(name: str, dataset: Dataset | None, files: str | list[str] | None) -> Dataset:
     """The tasks that `fit` was given, or else those of `data.<name>_files`. Raises ConfigError where both are there."""
     if dataset is not None and files is not None:
         raise ConfigError(

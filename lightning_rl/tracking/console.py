@@ -36,7 +36,9 @@ class ConsoleTracker:
         if "critic/rewards/mean" not in metrics:
             return
         reward, calls = metrics["critic/rewards/mean"], metrics["perf/calls_per_s"]
-        note = f"reward {reward:.3f}  {self._validation}  {calls:.0f} calls/s"
+        failed = int(metrics.get("rollouts/agent_failed", 0))
+        wrong = f"  {failed} failed" if failed else ""
+        note = f"reward {reward:.3f}{wrong}  {self._validation}  {calls:.0f} calls/s"
         self._progress.update(self._task, completed=step, note=note)
         if not self._console.is_terminal:
             left = (self._total - step) * metrics["timing_s/step"]

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import msgspec
 
+from lightning_rl.files import write_whole
+
 
 class JsonlTracker:
     """Appends `{"step": ..., name: value, ...}` to a file."""
@@ -34,5 +36,5 @@ def keep_until(path: Path, step: int) -> list[dict[str, float]]:
     # A run that was killed may have left half a line.
     whole = path.read_bytes().rpartition(b"\n")[0].splitlines(keepends=True)
     kept = [line for line in whole if msgspec.json.decode(line)["step"] <= step]
-    path.write_bytes(b"".join(kept).rstrip(b"\n") + b"\n")
+    write_whole(path, b"".join(line.rstrip(b"\n") + b"\n" for line in kept))
     return read(path)

@@ -174,7 +174,7 @@ def test_a_wrong_key_of_a_service_is_told(service: str, tmp_path: Path, caplog: 
 
 def test_dev_without_tasks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="the dataset is empty; dev needs a task"):
+    with pytest.raises(ValueError, match="the dataset is empty; Dev needs tasks"):
         lrl.Trainer(agent).dev([])
 
 

@@ -107,9 +107,9 @@ def test_recomputed_old_log_probs_train_too(tmp_path: Path) -> None:
 
 def test_too_few_tasks_are_named() -> None:
     with pytest.raises(ConfigError, match="2 tasks are fewer than data"):
-        lrl.PPO(config(total_training_steps=None)).run([0, 1])
+        lrl.PPO(config(total_training_steps=None)).prepare([0, 1], None)
     with pytest.raises(ConfigError, match="train_dataset is empty"):
-        lrl.PPO(config()).run([])
+        lrl.PPO(config()).prepare([], None)
 
 
 def test_failures_are_told_once_with_what_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -184,7 +184,7 @@ def test_another_trainer_cannot_use_the_same_folder(tmp_path: Path) -> None:
             with pytest.raises(RunFolderBusy, match="another process is using the run folder"):
                 lrl.Trainer(some_fail, run_dir=tmp_path).fit(lrl.PPO(config()), [0, 1, 2, 3])
 
-    lrl.Trainer(some_fail, run_dir=tmp_path).fit(Second(config()), [0])
+    lrl.Trainer(some_fail, run_dir=tmp_path).fit(Second(config()), [0] * 4)
 
 
 def test_validation_alone_trains_nothing(tmp_path: Path) -> None:
