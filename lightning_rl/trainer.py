@@ -97,6 +97,7 @@ class Trainer:
             def check() -> None:
                 serving.check()
                 working.check()
+                algorithm.watch()
 
             algorithm.check = check
             try:

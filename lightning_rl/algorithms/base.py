@@ -15,7 +15,7 @@ from lightning_rl.store.contract import RolloutRequest, RolloutTrace
 Dataset = Sequence[Any]  # of tasks, JSON values
 T = TypeVar("T")
 
-_WAIT_SECONDS = 10.0  # between two looks at the processes of the run
+_WAIT_SECONDS = 2.0  # between two looks at the processes of the run
 
 
 class TaskError(Explained, TypeError):
@@ -62,6 +62,9 @@ class Algorithm:
     def run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
         """Do the work; returns when it is done."""
         raise NotImplementedError(f"{type(self).__name__} defines no run(train_dataset, val_dataset)")
+
+    def watch(self) -> None:
+        """Raise where something that `open` started has died. Part of `check`."""
 
     def close(self) -> None:
         """Stop what `open` started. Called also after an error."""

@@ -94,6 +94,11 @@ class Baseline(Algorithm):
             engines=[self.policy.registration()],
         )
 
+    def watch(self) -> None:
+        """Raise what ended the engine, when something has."""
+        if self.policy is not None:
+            self.policy.engine.check()
+
     def close(self) -> None:
         """Stop the engine."""
         if self.policy is not None:

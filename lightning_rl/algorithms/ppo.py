@@ -107,6 +107,10 @@ class PPO(Algorithm):
             engines=[self.policy.registration()],
         )
 
+    def watch(self) -> None:
+        """Raise what ended the engine, when something has."""
+        self.engine.check()
+
     def close(self) -> None:
         """Stop the engine."""
         if hasattr(self, "policy"):

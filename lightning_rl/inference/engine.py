@@ -138,6 +138,11 @@ class EmbeddedEngine:
         else:
             self._run_future.result()
 
+    def check(self) -> None:
+        """Raises what ended the thread, when something has."""
+        if self._run_future is not None and self._run_future.done():
+            self._run_future.result()
+
     def __enter__(self) -> "EmbeddedEngine":
         self.start()
         return self

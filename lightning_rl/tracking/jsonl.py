@@ -12,11 +12,15 @@ class JsonlTracker:
     """Appends `{"step": ..., name: value, ...}` to a file."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one line."""
-        self._file.write(msgspec.json.encode({"step": step, **metrics}) + b"\n")
+        """Write one line. Raises OSError naming the file."""
+        try:
+            self._file.write(msgspec.json.encode({"step": step, **metrics}) + b"\n")
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}: make room, then resume the run", str(self._path)) from error
 
     def close(self) -> None:
         """Close the file."""

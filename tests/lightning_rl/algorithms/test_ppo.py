@@ -205,3 +205,18 @@ def test_an_update_that_runs_out_of_memory_says_what_to_lower(tmp_path: Path) ->
     with pytest.raises(RuntimeError, match="allocate memory") as raised:
         lrl.Trainer(some_fail, n_runners=4, run_dir=tmp_path).fit(Hungry(config()), [0, 0, 0, 0])
     assert "ran out of memory: lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in raised.value.__notes__[0]
+
+
+def test_an_engine_that_dies_ends_the_run_with_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dies(lrl.PPO):
+        def open(self, run_dir: Path) -> Any:
+            endpoint = super().open(run_dir)
+            monkeypatch.setattr(self.engine._policy, "forward", _out_of_memory)
+            return endpoint
+
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        lrl.Trainer(some_fail, n_runners=2, run_dir=tmp_path).fit(Dies(config()), [0, 1, 2, 3])
+
+
+def _out_of_memory(*_: Any, **__: Any) -> None:
+    torch.empty(2**55, dtype=torch.uint8)
