@@ -134,9 +134,9 @@ def serve(app: Asgi) -> None:
 
 
 @contextmanager
-def role(*arguments: str) -> Iterator[tuple[str, int]]:
-    """This file in a process of its own; its URL and process id."""
-    child = subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
+def role(*arguments: str, script: str = __file__) -> Iterator[tuple[str, int]]:
+    """A benchmark's file in a process of its own; its URL and process id."""
+    child = subprocess.Popen([sys.executable, script, *arguments], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     try:
         yield f"http://127.0.0.1:{int(child.stdout.readline())}", child.pid

@@ -5,9 +5,11 @@ others it is context: mask 0, no logprob, no version, no call id, reward 0.
 """
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import msgspec
 
+from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.forest import Forest, Node
 
 
@@ -33,16 +35,23 @@ class Row(msgspec.Struct, kw_only=True):
     excluded_calls: dict[str, str] = {}
 
 
-def cut(forest: Forest, rewards: Mapping[str, float], *, max_tokens: int | None = None) -> list[Row]:
+def cut(
+    forest: Forest,
+    rewards: Mapping[str, float],
+    *,
+    max_tokens: int | None = None,
+    left_out: Mapping[str, str] = MappingProxyType({}),
+) -> list[Row]:
     """The rows of a forest, one per leaf; `rewards` gives each call's reward, 0 where it has none.
 
+    Calls in `left_out` (call id -> reason), and those that were not delivered, are context wherever they stand.
     A row of more than `max_tokens` tokens is excluded as `overlong`. Trunks are given out after that, so an excluded
     row never takes along a trunk whose other branches train.
     """
     leaves = list(forest.leaves())
     excluded = {leaf: reason for leaf in leaves if (reason := _why_excluded(leaf, max_tokens)) is not None}
     heirs = _heirs(forest, excluded)
-    return [_row(leaf, rewards, heirs, excluded.get(leaf)) for leaf in leaves]
+    return [_row(leaf, rewards, heirs, excluded.get(leaf), left_out) for leaf in leaves]
 
 
 def _why_excluded(leaf: Node, max_tokens: int | None) -> str | None:
@@ -73,7 +82,13 @@ def _heirs(forest: Forest, excluded: Collection[Node]) -> dict[Node, Node]:
     return heirs
 
 
-def _row(leaf: Node, rewards: Mapping[str, float], heirs: Mapping[Node, Node], excluded: str | None) -> Row:
+def _row(
+    leaf: Node,
+    rewards: Mapping[str, float],
+    heirs: Mapping[Node, Node],
+    excluded: str | None,
+    left_out: Mapping[str, str],
+) -> Row:
     path = leaf.path()
     row = Row(
         token_ids=[],
@@ -93,14 +108,19 @@ def _row(leaf: Node, rewards: Mapping[str, float], heirs: Mapping[Node, Node], e
         _append_context(row, call.prompt_ids)
         if depth < owned:
             _append_context(row, call.response_ids)
-        elif not call.delivered:
+        elif reason := why_left_out(call, left_out):
             _append_context(row, call.response_ids)
-            row.excluded_calls[call.call_id] = "undelivered"
+            row.excluded_calls[call.call_id] = reason
         else:
             _append_sampled(row, node, rewards.get(call.call_id, 0.0))
     if excluded is None and row.excluded_calls and not any(row.loss_mask):
-        row.excluded = "undelivered"
+        row.excluded = next(iter(row.excluded_calls.values()))
     return row
+
+
+def why_left_out(call: Call, left_out: Mapping[str, str]) -> str | None:
+    """Why a call is context in every row, or None."""
+    return "undelivered" if not call.delivered else left_out.get(call.call_id)
 
 
 def _owned_from(path: list[Node], heirs: Mapping[Node, Node]) -> int:

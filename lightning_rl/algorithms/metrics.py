@@ -27,6 +27,7 @@ def rollout_metrics(trajectories: list[Trajectory], timing: Mapping[str, float])
         "rollouts/agent_failed": float(sum(t.agent_failed for t in trajectories)),
         "rollouts/without_reward": float(sum(t.reward is None for t in trajectories)),
         "rollouts/without_calls": float(sum(t.calls == 0 for t in trajectories)),
+        "rollouts/calls_of_other_models": float(sum(t.other_calls for t in trajectories)),
         "rollouts/groups_of_one": float(sum(size == 1 for size in groups.values())),
         "perf/calls_per_s": calls / timing["gen"],
         "perf/tokens_per_s": sum(t.sampled_tokens for t in trajectories) / timing["gen"],

@@ -10,7 +10,7 @@ store already holds of them is trained on as it is, the rest is sampled.
 
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -26,6 +26,7 @@ from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
 from lightning_rl.algorithms.conservation import TokenAccount
 from lightning_rl.algorithms.metrics import rollout_metrics, timed
 from lightning_rl.algorithms.problems import Problems
+from lightning_rl.algorithms.selection import selection
 from lightning_rl.algorithms.trajectories import Trajectory, trajectory_of
 from lightning_rl.config import ConfigError, compose, to_yaml
 from lightning_rl.config.schema import Config, Rollout, ValKwargs
@@ -39,6 +40,7 @@ from lightning_rl.tracking import jsonl
 from lightning_rl.training import checkpoint
 from lightning_rl.training.actor import Actor, ActorConfig
 from lightning_rl.training.batch import TrainingSequence, sequence_of
+from lightning_rl_adapters.call import Call
 
 _PAUSE_LEASE_SECONDS = 120.0  # a trainer that dies in mid-update does not park its agents for ever
 
@@ -48,12 +50,23 @@ class SamplerMismatch(Explained, RuntimeError):
 
 
 class PPO(Algorithm):
-    """Proximal policy optimisation with group-relative advantages, under verl's config keys (`docs/config.md`)."""
+    """Proximal policy optimisation with group-relative advantages.
+
+    Args:
+        config: verl's keys (`docs/config.md`).
+        select: which calls of the policy are trained; the others are context. Beside `algorithm.train_agents`.
+    """
 
     console = True  # False: nothing is shown, whatever trainer.logger says
 
-    def __init__(self, config: Mapping[str, Any] | DictConfig | Config | None = None) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any] | DictConfig | Config | None = None,
+        *,
+        select: Callable[[Call], bool] | None = None,
+    ) -> None:
         self.config = config if isinstance(config, Config) else compose(config)
+        self._select = selection(self.config.algorithm.train_agents, select)
         self.step = 0
         self.policy_version = 0
         self.history: list[dict[str, float]] = []
@@ -210,6 +223,7 @@ class PPO(Algorithm):
             max_tokens=self._max_tokens,
             began_ns=self._began_ns,
             model=self.policy.name,
+            select=self._select,
         )
         trajectories = self.finished(requests, read)
         self._earlier_tokens -= sum(trajectory.earlier_tokens for trajectory in trajectories)
@@ -258,8 +272,7 @@ class PPO(Algorithm):
             if trajectory.reward is None:
                 self._exclude(trajectory, "no_reward")
                 continue
-            for reason, tokens in trajectory.excluded.items():
-                self.account.exclude(reason, tokens)
+            self._exclude_parts(trajectory)
             for row in trajectory.rows:
                 if row.excluded is not None:
                     self.account.exclude(row.excluded, sum(row.loss_mask))
@@ -346,9 +359,13 @@ class PPO(Algorithm):
 
     def _exclude(self, trajectory: Trajectory, reason: str) -> None:
         """Enter all of a trajectory's tokens as excluded: by `reason`, where nothing excluded them before."""
-        for earlier, tokens in trajectory.excluded.items():
-            self.account.exclude(earlier, tokens)
-        self.account.exclude(reason, trajectory.sampled_tokens - trajectory.excluded.get("undelivered", 0))
+        self._exclude_parts(trajectory)
+        self.account.exclude(reason, trajectory.sampled_tokens - sum(trajectory.left_out.values()))
+
+    def _exclude_parts(self, trajectory: Trajectory) -> None:
+        for parts in (trajectory.excluded, trajectory.left_out):
+            for reason, tokens in parts.items():
+                self.account.exclude(reason, tokens)
 
     def _batches(self, dataset: Dataset) -> Iterator[list[tuple[int, Any]]]:
         """(index, task) pairs, `train_batch_size` at a time; every epoch in another order; what is over is dropped."""

@@ -209,6 +209,10 @@ class AlgorithmSection(Section, frozen=True):
         Literal["zero", "exclude"] | float,
         effect("the reward of a rollout whose agent failed or gave none: zero, a number, or left out of its group"),
     ] = "zero"
+    train_agents: Annotated[
+        str | None,
+        effect("a regex: only calls of agents (URL tags) whose whole name it matches are trained; null: of all"),
+    ] = None
     use_kl_in_reward: Annotated[bool, only((False,), "no reference model is held yet")] = False
     rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
 

@@ -67,7 +67,7 @@ def test_undelivered_tokens_are_excluded_and_every_token_is_accounted_for() -> N
     calls = [make_call(0, None), make_call(1, 0, response=4, delivered=False), make_call(2, 0, response=30)]
     found = read(trace(calls, counting=0), max_tokens=20)
     overlong = sum(sum(row.loss_mask) for row in found.rows if row.excluded == "overlong")
-    assert (found.excluded["undelivered"], overlong) == (4, 30)
+    assert (found.left_out["undelivered"], overlong) == (4, 30)
     assert found.sampled_tokens == 36 == masked(found) + 4
 
 

@@ -82,7 +82,13 @@ def sampling(config: Config, _: pytest.MonkeyPatch) -> Any:
 
 
 def limits(config: Config, _: pytest.MonkeyPatch) -> Any:
-    return PPO(config)._max_tokens, PPO(config)._agent_failure(), PPO(config).n_runners, PPO(config).resume
+    return (
+        PPO(config)._max_tokens,
+        PPO(config)._agent_failure(),
+        PPO(config).n_runners,
+        PPO(config).resume,
+        bool(PPO(config)._select),
+    )
 
 
 def place(config: Config, _: pytest.MonkeyPatch) -> Any:
@@ -128,6 +134,7 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     (ROLLOUT + "val_kwargs.top_k", 5, sampling),
     (ROLLOUT + "val_kwargs.n", 2, story),
     ("algorithm.agent_failure", "exclude", limits),
+    ("algorithm.train_agents", "writer", limits),
     ("trainer.total_training_steps", 2, story),
     ("trainer.val_before_train", False, story),
     ("trainer.val_only", True, story),

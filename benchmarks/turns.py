@@ -1,0 +1,155 @@
+"""What a turn costs as its conversation grows: processor time of the gateway at turns 3, 30 and 300, and storage.
+
+    python benchmarks/turns.py
+
+A client that sends its whole history every turn, as chat clients do, against the real server with an instant engine.
+At each of the three turns the same request is sent many times with other last words (branches of one conversation),
+and the processor time of the serving process is divided by their number; decoding such a body is timed beside it. The
+store's file is measured at the end, against what the tokens and the texts weigh.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import urllib3
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gateway import MODEL, TOKENIZER, answer, body_of, cpu_seconds, open_attempts, role, serve
+
+from lightning_rl.algorithms.base import Endpoint
+from lightning_rl.server import launch as server
+from lightning_rl.store.client import HttpStore
+from lightning_rl.store.sql import SqlStore
+from lightning_rl_adapters import semconv
+from lightning_rl_adapters.call import calls_of
+
+TURNS = (3, 30, 300)
+ANSWER = [300 + i % 200 for i in range(100)]
+WORDS = "shops id size city books price "
+
+
+def engine() -> Any:
+    """The token wire with an answer of 100 tokens."""
+    content = [{"token_id": t, "logprob": -0.5, "rank": 1, "top_logprobs": []} for t in ANSWER]
+    choice = {"index": 0, "token_ids": ANSWER, "finish_reason": "stop", "stop_reason": None}
+    versions = [{"version": "0", "start": 0, "end": len(ANSWER)}]
+    fixed = msgspec.json.encode({"choices": [choice | {"weight_versions": versions, "logprobs": {"content": content}}]})
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await body_of(receive)
+        await answer(send, fixed)
+
+    return app
+
+
+class Conversation:
+    """One attempt's client, which keeps its history."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._http = urllib3.PoolManager()
+        self._url = f"{url}/chat/completions"
+        self._headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        self.messages: list[dict[str, str]] = []
+
+    def body(self, words: str) -> bytes:
+        """The next turn's request."""
+        return msgspec.json.encode({"model": MODEL, "messages": [*self.messages, {"role": "user", "content": words}]})
+
+    def ask(self, words: str) -> str:
+        """The answer to one more turn; the history stays as it was."""
+        response = self._http.request("POST", self._url, body=self.body(words), headers=self._headers)
+        assert response.status == 200, response.data
+        said: str = msgspec.json.decode(response.data)["choices"][0]["message"]["content"]
+        return said
+
+    def go_on(self, words: str) -> None:
+        """One more turn, which becomes history."""
+        said = self.ask(words)
+        self.messages += [{"role": "user", "content": words}, {"role": "assistant", "content": said}]
+
+
+def words_of(turn: int, variant: int = 0) -> str:
+    """About 500 characters that no other turn has."""
+    return f"turn {turn} variant {variant}: " + WORDS * 14
+
+
+def decoding_ms(body: bytes) -> float:
+    """Milliseconds of decoding a body, the best of five."""
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        msgspec.json.decode(body)
+        times.append(time.perf_counter() - started)
+    return 1e3 * min(times)
+
+
+def measure(conversation: Conversation, turn: int, pid: int, repeats: int) -> tuple[float, float]:
+    """CPU ms of the server per request at `turn`, and its median latency in ms."""
+    conversation.ask(words_of(turn, -1))
+    before, latencies = cpu_seconds(pid), []
+    for variant in range(repeats):
+        started = time.perf_counter()
+        conversation.ask(words_of(turn, variant))
+        latencies.append(time.perf_counter() - started)
+    return 1e3 * (cpu_seconds(pid) - before) / repeats, 1e3 * median(latencies)
+
+
+def storage(database: Path) -> tuple[int, int]:
+    """Bytes of the store's file, and what its contents weigh: 12 per sampled token, 4 per prompt token, the texts."""
+    with closing(SqlStore(f"sqlite:///{database}")) as store:
+        rollouts, _ = store.page(limit=1000)
+        weight = 0
+        for trace in store.traces([rollout.rollout_id for rollout in rollouts]).values():
+            for attempt in trace.attempts:
+                for call in calls_of(attempt.spans):
+                    weight += 12 * len(call.response_ids) + 4 * len(call.prompt_ids)
+                for span in attempt.spans:
+                    for name in (semconv.INPUT_MESSAGES, semconv.OUTPUT_MESSAGES):
+                        weight += sum(len(message["content"]) for message in span.attributes[name])
+    return database.stat().st_size, weight
+
+
+def main() -> None:
+    """Run the conversation and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=60)
+    parser.add_argument("--role", choices=["engine"])
+    arguments = parser.parse_args()
+    if arguments.role == "engine":
+        return serve(engine())
+    with ExitStack() as parts:
+        folder = Path(parts.enter_context(tempfile.TemporaryDirectory()))
+        engine_url, _ = parts.enter_context(role("--role", "engine", script=__file__))
+        attached = {"model": MODEL, "kind": "embedded", "url": engine_url, "policy_version": 0}
+        endpoint = Endpoint(model=MODEL, tokenizer=str(TOKENIZER), renderer="qwen3", engines=[attached])
+        with server.launch(folder, endpoint, admin_key="admin", runner_key="runner") as serving:
+            store = HttpStore(serving.url, "admin")
+            [(url, key)] = open_attempts(store, 1)
+            conversation = Conversation(url, key)
+            print("| turn | body kB | CPU ms per request | median ms | decoding the body, ms |\n|---|---|---|---|---|")
+            first = 0.0
+            for turn in range(1, max(TURNS) + 1):
+                if turn in TURNS:
+                    cpu, latency = measure(conversation, turn, serving.pid, arguments.repeats)
+                    body = conversation.body(words_of(turn))
+                    decoding = decoding_ms(body)
+                    first = first or cpu
+                    print(f"| {turn} | {len(body) / 1e3:.0f} | {cpu:.2f} | {latency:.2f} | {decoding:.2f} |")
+                conversation.go_on(words_of(turn))
+            print(
+                f"\nturn {turn}: {cpu - first:.2f} ms over turn {TURNS[0]} = {(cpu - first) / decoding:.1f}x decoding"
+            )
+        stored, weight = storage(folder / "store.db")
+        print(f"storage: {stored / 1e3:.0f} kB = {stored / weight:.2f}x of tokens and texts")
+    return None
+
+
+if __name__ == "__main__":
+    main()
