@@ -137,6 +137,8 @@ class PPO(Algorithm):
         self._go_on()
         self._problems = Problems(self.run_dir, max_tokens=self._max_tokens)
         names = [name for name in config.logger if name != "console" or self.console]
+        if "console" in names and self.config.actor_rollout_ref.model.path is None:
+            print("model: the tutorial's small one, to try things out; name yours with actor_rollout_ref.model.path")
         self._trackers = tracking.open_trackers(names, self.run_dir, total, began_at=self.step)
         try:
             self._publish_resources()

@@ -55,6 +55,7 @@ def test_the_shortest_command_trains(place: Path) -> None:
     words = ["agent=my_agent:solve", "data.train_files=tasks.jsonl", "data.train_batch_size=4"]
     done = lightning_rl(place, "train", *words)
     assert re.search(r"step 1/1  reward \d\.\d+", done.stdout)
+    assert done.stdout.startswith("model: the tutorial's small one, to try things out; name yours with actor_rollout")
     [checkpoint] = re.findall(r"^checkpoint +(.+)$", done.stdout, re.MULTILINE)
     assert (Path(checkpoint) / "model.safetensors").exists()
 
