@@ -1,5 +1,6 @@
 """The attribute names of a span, each written once: GenAI conventions first, ours where they have none."""
 
+from enum import StrEnum
 from typing import Final
 
 # OpenTelemetry GenAI semantic conventions.
@@ -17,6 +18,8 @@ AGENT: Final = "lightning_rl.agent"
 DIALECT: Final = "lightning_rl.dialect"
 PARENT: Final = "lightning_rl.parent_call"
 FORK_CAUSE: Final = "lightning_rl.fork_cause"
+FORK_AT: Final = "lightning_rl.fork_at"
+ECHO_EDITED: Final = "lightning_rl.echo_edited"
 PROMPT_IDS: Final = "lightning_rl.prompt_ids"
 RESPONSE_IDS: Final = "lightning_rl.response_ids"
 LOGPROBS: Final = "lightning_rl.logprobs"
@@ -30,3 +33,16 @@ EXACT: Final = "lightning_rl.exact"
 TRAINABLE: Final = "lightning_rl.trainable"
 
 CALL_SPAN: Final = "lightning_rl.call"
+
+
+class ForkCause(StrEnum):
+    """Why a request continues no call, although its attempt has answered some."""
+
+    NEW_CONVERSATION = "new_conversation"  # it begins otherwise: a sub-agent, a title call; nothing went wrong
+    EDITED_TEXT = "edited_text"  # a message reads otherwise, or stands where there was none
+    TOOL_CALL_CHANGED = "tool_call_changed"  # an answer's tool calls: other arguments, another order, one gone
+    SYSTEM_CHANGED = "system_changed"  # the system message, a clock in it for instance
+    TOOLS_CHANGED = "tools_changed"  # the tools that the model may call
+    TRUNCATED_BY_CLIENT = "truncated_by_client"  # messages at the front or in the middle are gone: compaction
+    REASONING_STRIPPED = "reasoning_stripped"  # the chat format drops the reasoning of earlier turns
+    NOT_APPEND_ONLY = "not_append_only"  # the chat format writes the same history in other tokens

@@ -1,0 +1,1 @@
+"""What a run recorded, read by people: its conversations as trees, their forks, their rows."""

@@ -1,0 +1,235 @@
+"""A recorded rollout as data that a person can read: its attempts, their calls, forks and rows.
+
+Pure: a `RolloutTrace` in, records out; `draw` makes text of them. Invariant: nothing is told here that the adapters
+do not say; calls are numbered from 1 in order of arrival, and rows from 1.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from lightning_rl.server.readout import why_excluded
+from lightning_rl.store.contract import AttemptTrace, Rollout, RolloutTrace
+from lightning_rl_adapters import credit, forest, rows, semconv
+from lightning_rl_adapters.call import Call, calls_of
+from lightning_rl_adapters.forest import Forest, Node
+from lightning_rl_adapters.rows import Row
+
+
+class CallView(msgspec.Struct, frozen=True, kw_only=True):
+    """One call at its place.
+
+    `continues` is the number of the call before it. `prompt_tokens` are those that it adds. `marks` are `undelivered`,
+    `inexact`, `frozen`, and `echo_edited`: its history holds an answer that the client altered. `asked` and `answered`
+    are its last new message and its answer. `trained` says whether some row trains what it sampled.
+    """
+
+    number: int
+    call_id: str
+    continues: int | None
+    agent: str | None
+    model: str
+    prompt_tokens: int
+    sampled_tokens: int
+    finish_reason: str
+    policy_versions: list[int]
+    marks: list[str]
+    asked: str
+    answered: str
+    trained: bool
+
+
+class Fork(msgspec.Struct, frozen=True, kw_only=True):
+    """A place where an attempt's calls are not one line.
+
+    With a `cause` (`semconv.ForkCause`), the one call of `calls` could not continue an earlier one; `at` says where it
+    parted from the nearest: `message`, its `role`, and `token`, from 0, as far as known.
+    Without, `calls` all continue call `after`; `same_prompt`: with equal tokens, so they are samples of one prompt.
+    """
+
+    calls: list[int]
+    cause: str | None = None
+    at: dict[str, Any] | None = None
+    after: int | None = None
+    same_prompt: bool = False
+
+
+class RowCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call's part in a row: `trained`, `context` (mask 0 here), or the reason why it is left out."""
+
+    number: int
+    part: str
+
+
+class RowView(msgspec.Struct, frozen=True, kw_only=True):
+    """One row: the calls that it holds, how many tokens it has and how many of them would be trained."""
+
+    number: int
+    calls: list[RowCall]
+    tokens: int
+    trained: int
+    exact: bool
+    excluded: str | None
+
+
+class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt; `excluded` is why nothing of it is trained, None for the one that counts in training."""
+
+    attempt_id: str
+    sequence: int
+    status: str
+    excluded: str | None
+    error: str | None
+    calls: list[CallView]
+    forks: list[Fork]
+    rows: list[RowView]
+
+
+class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout with all its attempts, oldest first."""
+
+    rollout_id: str
+    status: str
+    mode: str
+    task: Any
+    reward: float | None
+    error: str | None
+    counting_attempt_id: str | None
+    attempts: list[AttemptView]
+
+
+def explain(
+    trace: RolloutTrace, *, max_tokens: int | None = None, select: Callable[[Call], bool] | None = None
+) -> RolloutView:
+    """A rollout laid open, with the rows that training with this `max_tokens` and `select` cuts.
+
+    Raises:
+        ForestError: the calls of an attempt do not fit together; it names the call.
+    """
+    rollout = trace.rollout
+    return RolloutView(
+        rollout_id=rollout.rollout_id,
+        status=rollout.status,
+        mode=rollout.mode,
+        task=rollout.task,
+        reward=rollout.reward,
+        error=None if rollout.error is None else f"{rollout.error.type}: {rollout.error.message}",
+        counting_attempt_id=rollout.counting_attempt_id,
+        attempts=[_attempt(rollout, attempt, max_tokens, select) for attempt in trace.attempts],
+    )
+
+
+def numbers_of(tree: Forest) -> dict[str, int]:
+    """The number of each call as a person reads it: from 1, in order of arrival."""
+    return {call_id: number for number, call_id in enumerate(tree.nodes, start=1)}
+
+
+def row_views(tree: Forest, cut: Sequence[Row]) -> list[RowView]:
+    """The rows of a forest, `cut` from it, each with the calls on its path."""
+    numbers = numbers_of(tree)
+    return [
+        RowView(
+            number=number,
+            calls=_parts(leaf, row, numbers),
+            tokens=len(row.token_ids),
+            trained=0 if row.excluded else sum(row.loss_mask),
+            exact=row.exact,
+            excluded=row.excluded,
+        )
+        for number, (row, leaf) in enumerate(zip(cut, tree.leaves(), strict=True), start=1)
+    ]
+
+
+def words_of(message: dict[str, Any]) -> str:
+    """What a message says: its text, and the tools that it calls."""
+    content = message.get("content") or ""
+    calls = [call.get("function", {}) for call in message.get("tool_calls") or ()]
+    called = [f"{call.get('name')}({call.get('arguments')})" for call in calls]
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    return " ".join([text, *called]).strip()
+
+
+def _attempt(
+    rollout: Rollout, trace: AttemptTrace, max_tokens: int | None, select: Callable[[Call], bool] | None
+) -> AttemptView:
+    attempt, reason = trace.attempt, why_excluded(rollout, trace.attempt)
+    tree = forest.build(calls_of(trace.spans))
+    calls = [node.call for node in tree.nodes.values()]
+    left_out = {call.call_id: "not_selected" for call in calls if select is not None and not select(call)}
+    rewards = credit.final(tree, attempt.reward or 0.0)
+    cut = rows.cut(tree, rewards, max_tokens=max_tokens, left_out=left_out)
+    for row in cut:
+        row.excluded = row.excluded or reason
+    attributes = {span.span_id: span.attributes for span in trace.spans}
+    views = row_views(tree, cut)
+    trained = {part.number for row in views for part in row.calls if part.part == "trained"}
+    numbers = numbers_of(tree)
+    return AttemptView(
+        attempt_id=attempt.attempt_id,
+        sequence=attempt.sequence,
+        status=attempt.status,
+        excluded=reason,
+        error=None if attempt.error is None else f"{attempt.error.type}: {attempt.error.message}",
+        calls=[_call(node, numbers, attributes[call_id], trained) for call_id, node in tree.nodes.items()],
+        forks=_forks(tree, numbers, attributes),
+        rows=views,
+    )
+
+
+def _call(node: Node, numbers: dict[str, int], attributes: dict[str, Any], trained: set[int]) -> CallView:
+    call = node.call
+    number = numbers[call.call_id]
+    asked, answered = (attributes.get(name) or [{}] for name in (semconv.INPUT_MESSAGES, semconv.OUTPUT_MESSAGES))
+    return CallView(
+        number=number,
+        call_id=call.call_id,
+        continues=None if call.parent_id is None else numbers[call.parent_id],
+        agent=call.agent,
+        model=call.model,
+        prompt_tokens=len(call.prompt_ids),
+        sampled_tokens=len(call.response_ids),
+        finish_reason=call.finish_reason,
+        policy_versions=sorted({version.version for version in call.versions}),
+        marks=_marks(call, attributes),
+        asked=words_of(asked[-1]),
+        answered=words_of(answered[0]),
+        trained=number in trained,
+    )
+
+
+def _marks(call: Call, attributes: dict[str, Any]) -> list[str]:
+    marks = {
+        "undelivered": not call.delivered,
+        "inexact": not call.exact,
+        "frozen": not call.trainable,
+        "echo_edited": attributes.get(semconv.ECHO_EDITED, False),
+    }
+    return [mark for mark, holds in marks.items() if holds]
+
+
+def _forks(tree: Forest, numbers: dict[str, int], attributes: dict[str, dict[str, Any]]) -> list[Fork]:
+    """The forks in order of the first call that made them one."""
+    found: list[tuple[int, Fork]] = []
+    for call_id, node in tree.nodes.items():
+        number = numbers[call_id]
+        if cause := attributes[call_id].get(semconv.FORK_CAUSE):
+            fork = Fork(calls=[number], cause=cause, at=attributes[call_id].get(semconv.FORK_AT))
+            found.append((number, fork))
+        if len(node.children) > 1:
+            calls = [numbers[child.call.call_id] for child in node.children]
+            prompts = {tuple(child.call.prompt_ids) for child in node.children}
+            same = len(prompts) == 1 and all(child.call.exact for child in node.children)
+            found.append((calls[1], Fork(calls=calls, after=number, same_prompt=same)))
+    return [fork for _, fork in sorted(found, key=lambda item: item[0])]
+
+
+def _parts(leaf: Node, row: Row, numbers: dict[str, int]) -> list[RowCall]:
+    trained = set(row.call_ids)
+    parts = []
+    for node in leaf.path():
+        call_id = node.call.call_id
+        part = (row.excluded or "trained") if call_id in trained else row.excluded_calls.get(call_id, "context")
+        parts.append(RowCall(number=numbers[call_id], part=part))
+    return parts

@@ -1,0 +1,169 @@
+"""A run's folder, read while it is going on or after.
+
+Invariant: the store's file is opened to be read only; nothing here makes or changes a file, but SQLite itself makes
+its `-shm` index anew where a WAL lies without one. A run that is going on writes beside us (the WAL), and what we read
+is one moment of it.
+"""
+
+import difflib
+import sqlite3
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import sqlalchemy as sa
+
+from lightning_rl.errors import Explained
+from lightning_rl.store import queries, schema
+from lightning_rl.store.contract import RolloutTrace
+from lightning_rl_adapters import semconv
+
+STORE = "store.db"
+_NEAR = 20_000  # newest rollout ids among which near ones are sought
+_RECORDS = sa.text("SELECT rowid, record FROM spans WHERE rowid > :after ORDER BY rowid LIMIT 256")
+
+
+class NotRecorded(Explained):
+    """What was asked for is in no store that this program reads."""
+
+
+class RunForks(msgspec.Struct, frozen=True, kw_only=True):
+    """The forks of a run: calls that began anew, by cause, `branches` of calls continued more than once, and the
+    rollouts with the most of both, most first."""
+
+    run_dir: str
+    rollouts: int
+    calls: int
+    causes: dict[str, int]
+    branches: int
+    most: dict[str, dict[str, int]]
+
+
+class _Attributes(msgspec.Struct):
+    cause: str | None = msgspec.field(name=semconv.FORK_CAUSE, default=None)
+    parent: str | None = msgspec.field(name=semconv.PARENT, default=None)
+
+
+class _Place(msgspec.Struct):
+    """Of a span only what tells its place."""
+
+    name: str
+    rollout_id: str
+    attributes: _Attributes
+
+
+_PLACE = msgspec.msgpack.Decoder(_Place)
+
+
+def newest_run(runs: Path = Path("runs")) -> Path:
+    """The run folder below `runs` that was written to last. Raises NotRecorded where there is none."""
+    stores = list(runs.glob(f"*/{STORE}"))
+    if not stores:
+        raise NotRecorded(f"there is no run in {runs.resolve()}: name its folder with --run-dir")
+    return max(stores, key=_written).parent
+
+
+@contextmanager
+def opened(run_dir: Path) -> Iterator[sa.Connection]:
+    """The run's store as it stands now, for reading. Raises NotRecorded where there is none that can be read."""
+    store = run_dir / STORE
+    if not store.is_file():
+        raise NotRecorded(f"{run_dir.resolve()} holds no run: there is no {STORE} in it; name another with --run-dir")
+    engine = sa.create_engine("sqlite://", creator=lambda: _connect(store), poolclass=sa.NullPool)
+    try:
+        with engine.connect() as connection:
+            connection.exec_driver_sql("BEGIN")
+            _check_version(connection, store)
+            yield connection
+    except sa.exc.DatabaseError as error:
+        raise NotRecorded(f"the store {store.resolve()} cannot be read: {error.orig}") from error
+    finally:
+        engine.dispose()
+
+
+def find(connection: sa.Connection, name: str) -> str:
+    """The id of the one rollout that is called `name`, or begins or ends so. Raises NotRecorded."""
+    column = schema.rollouts.c.rollout_id
+    if connection.execute(sa.select(column).where(column == name)).one_or_none() is not None:
+        return name
+    length = len(name)
+    like = sa.or_(sa.func.substr(column, 1, length) == name, sa.func.substr(column, -length) == name)
+    found = connection.execute(sa.select(column).where(like).limit(6)).scalars().all() if name else []
+    if len(found) == 1:
+        return str(found[0])
+    if found:
+        more = " and more" if len(found) > 5 else ""
+        raise NotRecorded(
+            f"{name!r} names several rollouts, {', '.join(found[:5])}{more}: give more of the one you mean"
+        )
+    newest = sa.select(column).order_by(schema.rollouts.c.position.desc()).limit(_NEAR)
+    near = difflib.get_close_matches(name, connection.execute(newest).scalars().all(), n=3, cutoff=0.5)
+    hint = f"near are {', '.join(near)}" if near else "`lightning-rl explain` alone lists those with most forks"
+    raise NotRecorded(f"there is no rollout {name!r} in this run; {hint}")
+
+
+def trace(connection: sa.Connection, rollout_id: str) -> RolloutTrace:
+    """Everything that was recorded in a rollout of this id, which is there."""
+    packed = msgspec.msgpack.encode(queries.traces(connection, [rollout_id])[rollout_id])
+    return msgspec.msgpack.decode(packed, type=RolloutTrace)
+
+
+def forks(connection: sa.Connection, run_dir: Path, *, most: int = 10) -> RunForks:
+    """The forks of a whole run, read a batch of spans at a time; `most` rollouts are named."""
+    by_rollout: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    continued: set[str] = set()
+    calls = 0
+    for place in _places(connection):
+        calls += 1
+        if place.attributes.cause is not None:
+            by_rollout[place.rollout_id][place.attributes.cause] += 1
+        if (parent := place.attributes.parent) is not None:
+            if parent in continued:
+                by_rollout[place.rollout_id]["branches"] += 1
+            continued.add(parent)
+    total = sum(by_rollout.values(), Counter[str]())
+    worst = sorted(by_rollout.items(), key=lambda item: (-item[1].total(), item[0]))[:most]
+    return RunForks(
+        run_dir=str(run_dir.resolve()),
+        rollouts=connection.execute(sa.select(sa.func.count()).select_from(schema.rollouts)).scalar_one(),
+        calls=calls,
+        causes={cause: n for cause, n in total.most_common() if cause != "branches"},
+        branches=total["branches"],
+        most={rollout_id: dict(counts.most_common()) for rollout_id, counts in worst},
+    )
+
+
+def _places(connection: sa.Connection) -> Iterator[_Place]:
+    last = 0
+    while rows := connection.execute(_RECORDS, {"after": last}).all():
+        for row in rows:
+            place = _PLACE.decode(row.record)
+            if place.name == semconv.CALL_SPAN:
+                yield place
+        last = rows[-1].rowid
+
+
+def _connect(store: Path) -> sqlite3.Connection:
+    # Without a WAL nobody writes: `immutable` then keeps SQLite from making its two files beside the store.
+    still = "" if _wal(store).exists() else "&immutable=1"
+    return sqlite3.connect(f"{store.resolve().as_uri()}?mode=ro{still}", uri=True, isolation_level=None)
+
+
+def _check_version(connection: sa.Connection, store: Path) -> None:
+    version = sa.select(schema.meta.c.value).where(schema.meta.c.key == "schema_version")
+    found = connection.execute(version).scalar_one_or_none()
+    if found != schema.SCHEMA_VERSION:
+        raise NotRecorded(
+            f"the store {store.resolve()} has schema version {found}, this program reads {schema.SCHEMA_VERSION}: "
+            "read it with the version that wrote it"
+        )
+
+
+def _written(store: Path) -> float:
+    return max(file.stat().st_mtime for file in (store, _wal(store)) if file.exists())
+
+
+def _wal(store: Path) -> Path:
+    return store.with_name(f"{store.name}-wal")
