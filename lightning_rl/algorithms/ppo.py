@@ -257,7 +257,7 @@ class PPO(Algorithm):
             self.store.resume(self.policy.name, self.policy_version)
         self.history = jsonl.keep_until(self.run_dir / "metrics.jsonl", self.step) if self.resume else []
         # What the store holds beyond the checkpoint is pending until its rollouts are read again.
-        self._earlier_tokens = self._received() - self.account.entered
+        self._earlier_tokens = self._received(self.store.state()) - self.account.entered
         self._began_at = self.step
 
     def _sequences(self, trajectories: list[Trajectory]) -> list[TrainingSequence]:
@@ -339,11 +339,14 @@ class PPO(Algorithm):
         self.store.resume(self.policy.name, self.policy_version)
 
     def _check_tokens(self) -> dict[str, float]:
-        pending = int(self.store.state()["tokens_pending"])
-        return self.account.check(self._received(), pending + self._earlier_tokens)
+        """The account of tokens, and how often the gateway began a conversation anew, by cause."""
+        state = self.store.state()
+        forks = {f"gateway/{name}": float(n) for name, n in state["counters"].items() if name.startswith("fork_")}
+        pending = int(state["tokens_pending"]) + self._earlier_tokens
+        return forks | self.account.check(self._received(state), pending)
 
-    def _received(self) -> int:
-        return int(self.store.state()["models"][self.policy.name]["tokens_received"])
+    def _received(self, state: Mapping[str, Any]) -> int:
+        return int(state["models"][self.policy.name]["tokens_received"])
 
     @contextmanager
     def _memory_advice(self) -> Iterator[None]:

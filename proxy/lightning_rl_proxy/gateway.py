@@ -249,7 +249,7 @@ class Gateway:
         """Ask a chat backend for each choice; the response body."""
         first = attempt.take_numbers(request.n)
         place = attempt.find_turn(model, request.messages, request.tools)
-        self._count_fork(place)
+        self._count_place(place)
         answers = await _each(
             self._ask(attempt, agent, request, exchange, place, model, first + index, index)
             for index in range(request.n)
@@ -274,7 +274,7 @@ class Gateway:
         answer = await self.router.complete(model, sent)
         # As in `_sample`, nothing waits from here to the end.
         place = relay.placed(by_messages, answer, request)
-        if place.fork_cause != by_messages.fork_cause:
+        if by_messages.fork is None:
             self._count_fork(place)
         call = relay.call_of(
             answer,
@@ -291,12 +291,19 @@ class Gateway:
         if answer.ignored_fields:
             self.counters["ignored_fields"] += len(answer.ignored_fields)
         exchange.calls.append((call, relay.attributes(answer, place, request, sent)))
-        exchange.commits.append(attempt.answered(place, call, relay.message_of(answer)))
+        exchange.commits.append(
+            attempt.answered(place, call, relay.message_of(answer), reasoned=relay.reasoned(answer))
+        )
         return answer.body
 
+    def _count_place(self, place: Place) -> None:
+        self._count_fork(place)
+        if place.echo_edited:
+            self.counters["echo_edited"] += 1
+
     def _count_fork(self, place: Place) -> None:
-        if place.fork_cause is not None:
-            self.counters[f"fork_{place.fork_cause}"] += 1
+        if place.fork is not None:
+            self.counters[f"fork_{place.fork.cause}"] += 1
 
     async def _run(
         self,
@@ -310,7 +317,7 @@ class Gateway:
         """Sample the answers of a request; the response body."""
         first = attempt.take_numbers(request.n)
         place = attempt.find_place(model, request.messages, request.tools, renderer)
-        self._count_fork(place)
+        self._count_place(place)
         answers = await _each(
             self._sample(attempt, agent, request, exchange, place, model, number, renderer)
             for number in range(first, first + request.n)
@@ -372,13 +379,12 @@ class Gateway:
             semconv.SAMPLING_REQUESTED: msgspec.to_builtins(request.sampling),
             semconv.SAMPLING_EFFECTIVE: msgspec.to_builtins(sampling),
         }
-        if place.fork_cause is not None:
-            more[semconv.FORK_CAUSE] = place.fork_cause
+        more |= place.attributes()
         if request.ignored_fields:
             more[semconv.IGNORED_FIELDS] = request.ignored_fields
             self.counters["ignored_fields"] += len(request.ignored_fields)
         exchange.calls.append((call, more))
-        exchange.commits.append(attempt.answered(place, call, answer.message()))
+        exchange.commits.append(attempt.answered(place, call, answer.message(), reasoned=bool(answer.reasoning)))
         return answer
 
     def _record(self, exchange: Exchange, *, delivered: bool) -> None:

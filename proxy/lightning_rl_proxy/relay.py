@@ -76,15 +76,19 @@ def attributes(answer: ChatAnswer, place: Place, request: Relayed, sent: dict[st
             more[name] = counts[count]
     if answer.ignored_fields:
         more[semconv.IGNORED_FIELDS] = answer.ignored_fields
-    if place.fork_cause is not None:
-        more[semconv.FORK_CAUSE] = place.fork_cause
-    return more
+    return more | place.attributes()
 
 
 def message_of(answer: ChatAnswer) -> dict[str, Any]:
     """The assistant's message."""
     message: dict[str, Any] = answer.body["choices"][0]["message"]
     return {"role": "assistant"} | message
+
+
+def reasoned(answer: ChatAnswer) -> bool:
+    """Whether the service told of reasoning before the answer."""
+    message = message_of(answer)
+    return bool(message.get("reasoning_content") or message.get("reasoning"))
 
 
 def _sampling(body: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import difflib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 import renderers
@@ -17,6 +17,9 @@ from renderers.configs import config_from_name
 from tokenizers import Tokenizer
 
 from lightning_rl_proxy.errors import GatewayError
+
+if TYPE_CHECKING:
+    from lightning_rl_proxy.templates import TemplateRenderer
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,11 +83,13 @@ class FastTokenizer:
     def __init__(self, path: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
         config_file = path / "tokenizer_config.json"
-        config = json.loads(config_file.read_text()) if config_file.exists() else {}
+        self.config: dict[str, Any] = json.loads(config_file.read_text()) if config_file.exists() else {}
         self.name_or_path = str(path)
-        self.renderer: str | None = config.get("renderer")
-        self.unk_token_id = self._special(config.get("unk_token"))
-        self.eos_token_id = self._special(config.get("eos_token"))
+        self.renderer: str | None = self.config.get("renderer")
+        self.unk_token_id = self._special(self.config.get("unk_token"))
+        self.eos_token_id = self._special(self.config.get("eos_token"))
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(self, text: str, *args: Any, **kwargs: Any) -> list[int]:
         """Token ids of `text`, without added special tokens."""
@@ -104,6 +109,11 @@ class FastTokenizer:
             return self.unk_token_id if found is None else found
         return [self.convert_tokens_to_ids(token) for token in tokens]
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token, or None for what the vocabulary lacks."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
     def _special(self, token: Any) -> int | None:
         text = token.get("content") if isinstance(token, dict) else token
         return None if text is None else self._tokenizer.token_to_id(text)
@@ -121,7 +131,7 @@ class LibraryRenderer:
         """See `Renderer`."""
         try:
             ids: list[int] = self._renderer.render_ids(
-                _arguments_parsed(messages), tools=tools, add_generation_prompt=True
+                arguments_parsed(messages), tools=tools, add_generation_prompt=True
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise GatewayError(
@@ -158,7 +168,7 @@ class LibraryRenderer:
         calls, content = [], parsed.content
         for index, call in enumerate(parsed.tool_calls):
             if call.status == ToolCallParseStatus.OK:
-                calls.append(_tool_call(f"call_{call_id}_{index}", call.name, call.arguments))
+                calls.append(tool_call(f"call_{call_id}_{index}", call.name, call.arguments))
             else:
                 content += f"<tool_call>{call.raw}</tool_call>"
         return Answer(
@@ -172,26 +182,27 @@ class LibraryRenderer:
         )
 
 
-def load_renderer(tokenizer_path: Path, name: str, model: str) -> LibraryRenderer:
+def load_renderer(
+    tokenizer_path: Path, name: str, model: str, *, history: Literal["keep", "template"] = "keep"
+) -> "LibraryRenderer | TemplateRenderer":
     """The renderer `name` over `tokenizer_path`/tokenizer.json.
 
-    `auto`: the one made for `model`, else the one that tokenizer_config.json names as `renderer`.
+    `auto`: the one made for `model`, else the one that tokenizer_config.json names as `renderer`, else `template`: the
+    folder's own chat template, with `history` of reasoning kept or as the template has it.
 
-    Raises ValueError naming the renderers that there are, and FileNotFoundError for a folder without tokenizer.json.
+    Raises ValueError naming the renderers that there are, or what is wrong with the template, and FileNotFoundError for
+    a folder without tokenizer.json.
     """
     if not (tokenizer_path / "tokenizer.json").exists():
         raise FileNotFoundError(f"{tokenizer_path} holds no tokenizer.json")
     tokenizer = FastTokenizer(tokenizer_path)
-    resolved = (MODEL_RENDERER_MAP.get(model) or tokenizer.renderer) if name == "auto" else name
-    if resolved is None:
-        raise ValueError(
-            f"no renderer is known for model {model!r}; name one that fits its chat format, with "
-            "actor_rollout_ref.rollout.renderer or `serve --renderer` (qwen3, llama-3, ...)"
-        )
+    resolved = (MODEL_RENDERER_MAP.get(model) or tokenizer.renderer or "template") if name == "auto" else name
+    if resolved == "template":
+        return _template_renderer(tokenizer_path, tokenizer, model, history)
     try:
         config = config_from_name(resolved)
     except ValueError as error:
-        near = difflib.get_close_matches(resolved, set(MODEL_RENDERER_MAP.values()), n=1, cutoff=0.0)[0]
+        near = difflib.get_close_matches(resolved, {*MODEL_RENDERER_MAP.values(), "template"}, n=1, cutoff=0.0)[0]
         raise ValueError(f"renderer {resolved!r} is unknown; did you mean {near!r}? {error}") from error
     if hasattr(config, "thinking_retention"):
         # Only with all thinking kept is a new user turn a pure continuation.
@@ -199,12 +210,28 @@ def load_renderer(tokenizer_path: Path, name: str, model: str) -> LibraryRendere
     return LibraryRenderer(renderers.create_renderer(tokenizer, config), tokenizer.decode)
 
 
-def _tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+def _template_renderer(
+    folder: Path, tokenizer: FastTokenizer, model: str, history: Literal["keep", "template"]
+) -> "TemplateRenderer":
+    from lightning_rl_proxy import templates  # which builds on this module
+
+    texts = templates.read_template(folder, tokenizer.config)
+    if texts is None:
+        raise ValueError(
+            f"no renderer is known for model {model!r}; name one that fits its chat format, with "
+            "actor_rollout_ref.rollout.renderer or `serve --renderer` (qwen3, llama-3, ...): "
+            f"{folder} has no chat template"
+        )
+    return templates.TemplateRenderer(folder, tokenizer, texts, model=model, history=history)
+
+
+def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A call in OpenAI's form."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
-def _arguments_parsed(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def arguments_parsed(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Tool-call arguments as objects, since templates print an object and a string differently."""
     return [m | {"tool_calls": [_parsed(c) for c in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages]
 

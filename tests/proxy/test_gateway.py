@@ -118,8 +118,8 @@ def test_edited_history_is_a_fork_with_a_cause(served: Served) -> None:
     say(sdk, [user("another one"), {"role": "assistant", "content": "ok"}, user("two")])
     served.seal()
     _, second = sorted(served.ledger.spans, key=lambda s: s.number)
-    assert second.attributes[semconv.FORK_CAUSE] == "edited_history"
-    assert served.gateway.state()["counters"]["fork_edited_history"] == 1
+    assert second.attributes[semconv.FORK_CAUSE] == "edited_text"
+    assert served.gateway.state()["counters"]["fork_edited_text"] == 1
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def test_only_the_writer_is_trained_and_the_account_balances(tmp_path: Path) -> 
     row = read(tmp_path / "metrics.jsonl")[-1]
     assert row["tokens/trained"] > 0
     assert row["tokens/excluded/not_selected"] > 0
+    assert row["gateway/fork_new_conversation"] >= 4, "each rollout's second agent begins a conversation of its own"
     assert row["tokens/received"] == sum(
         value for name, value in row.items() if name == "tokens/trained" or name.startswith("tokens/excluded/")
     )

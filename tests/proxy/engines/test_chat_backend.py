@@ -116,6 +116,7 @@ def test_a_prompt_that_is_not_the_continuation_is_a_root_with_its_cause(helped: 
     ask(helped, again)
     _, two = spans(helped)
     assert two.attributes[semconv.FORK_CAUSE] == "not_append_only"
+    assert two.attributes[semconv.FORK_AT] == {"token": 0}
     assert two.attributes[semconv.INPUT_MESSAGES] == again
     assert helped.gateway.state()["counters"]["fork_not_append_only"] == 1
     second = helped.ledger.calls()[1]
@@ -142,7 +143,7 @@ def test_without_token_ids_the_forest_is_the_same_and_the_row_is_inexact(helped:
     found = spans(helped)
     calls = helped.ledger.calls()
     assert [call.parent_id for call in calls] == [None, calls[0].call_id, calls[0].call_id, None]
-    assert [span.attributes.get(semconv.FORK_CAUSE) for span in found] == [None, None, None, "edited_history"]
+    assert [span.attributes.get(semconv.FORK_CAUSE) for span in found] == [None, None, None, "edited_text"]
     assert all(not call.exact and call.prompt_ids == call.response_ids == [] for call in calls)
     assert all(call.logprobs is None for call in calls)
     built = forest.build(calls)
