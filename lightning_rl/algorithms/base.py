@@ -25,6 +25,7 @@ class TaskError(Explained, TypeError):
 class Endpoint(msgspec.Struct, kw_only=True):
     """The policy as the server needs to know it: its name, how its chat format is rendered, and its engines.
 
+    `history`: whether the reasoning of earlier turns is kept, or dropped where the chat format does (`template`).
     Without `tokenizer` (a folder) every model is a chat backend.
     """
 
@@ -32,6 +33,7 @@ class Endpoint(msgspec.Struct, kw_only=True):
     tokenizer: str | None
     renderer: str
     engines: list[dict[str, Any]]
+    history: str = "keep"
 
 
 class Algorithm:

@@ -117,6 +117,7 @@ class PPO(Algorithm):
             model=self.policy.name,
             tokenizer=str(self.policy.folder),
             renderer=rollout.renderer,
+            history=rollout.history,
             engines=[self.policy.registration()],
         )
 

@@ -163,6 +163,10 @@ class Rollout(Section, frozen=True):
         Positive, effect("cores of the embedded engine on a CPU: agents and gateway run beside it")
     ] = 1
     renderer: Annotated[str, effect("the chat format, by name; auto: by the model")] = "auto"
+    history: Annotated[
+        Literal["keep", "template"],
+        effect("reasoning of earlier turns: kept, or dropped where the chat format does, which begins a new row"),
+    ] = "keep"
     log_prob_micro_batch_size_per_gpu: Annotated[
         Positive | None,
         effect("rows at once where old log probabilities are recomputed; null: as in the update"),

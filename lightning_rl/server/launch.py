@@ -20,6 +20,7 @@ class Policy(Protocol):
     model: str
     tokenizer: str | None
     renderer: str
+    history: str
     engines: list[dict[str, Any]]
 
 
@@ -58,6 +59,7 @@ def launch(
         "model": endpoint.model,
         "tokenizer": endpoint.tokenizer,
         "renderer": endpoint.renderer,
+        "history": endpoint.history,
         "engines": endpoint.engines,
         "port": port,
         "own_runners": own_runners,

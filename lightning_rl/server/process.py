@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import msgspec
 import uvicorn
@@ -51,6 +51,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: str
     tokenizer: str | None = None
     renderer: str = "auto"
+    history: Literal["keep", "template"] = "keep"
     engines: tuple[EngineRequest, ...] = ()
     host: str = "127.0.0.1"
     port: int = 0
@@ -141,7 +142,7 @@ def _raise_why(settings: Settings, app: App) -> NoReturn:
 async def _app(settings: Settings, store: SqlStore, sql: SqlThread, url: str) -> App:
     renderer = None
     if settings.tokenizer is not None:
-        renderer = load_renderer(Path(settings.tokenizer), settings.renderer, settings.model)
+        renderer = load_renderer(Path(settings.tokenizer), settings.renderer, settings.model, history=settings.history)
     router = Router(settings.model)
     gateway = Gateway(
         ledger=StoreLedger(store, sql),

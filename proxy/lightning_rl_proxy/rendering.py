@@ -188,7 +188,7 @@ def load_renderer(
     """The renderer `name` over `tokenizer_path`/tokenizer.json.
 
     `auto`: the one made for `model`, else the one that tokenizer_config.json names as `renderer`, else `template`: the
-    folder's own chat template, with `history` of reasoning kept or as the template has it.
+    folder's own chat template. `history`: the reasoning of earlier turns is kept, or dropped where the format does.
 
     Raises ValueError naming the renderers that there are, or what is wrong with the template, and FileNotFoundError for
     a folder without tokenizer.json.
@@ -204,7 +204,7 @@ def load_renderer(
     except ValueError as error:
         near = difflib.get_close_matches(resolved, {*MODEL_RENDERER_MAP.values(), "template"}, n=1, cutoff=0.0)[0]
         raise ValueError(f"renderer {resolved!r} is unknown; did you mean {near!r}? {error}") from error
-    if hasattr(config, "thinking_retention"):
+    if history == "keep" and hasattr(config, "thinking_retention"):
         # Only with all thinking kept is a new user turn a pure continuation.
         config = config.model_copy(update={"thinking_retention": "all"})
     return LibraryRenderer(renderers.create_renderer(tokenizer, config), tokenizer.decode)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_rl_proxy.rendering import LibraryRenderer, load_renderer
+from lightning_rl_proxy.rendering import FastTokenizer, LibraryRenderer, load_renderer
 from lightning_rl_proxy.templates import TemplateRenderer
 from tests.proxy.conftest import TOKENIZER
 
@@ -56,6 +56,19 @@ def test_history_is_kept_unless_the_template_is_to_be_followed(tmp_path: Path) -
     proven = [load_renderer(path, "auto", "mine").append_only["thinking"]]  # type: ignore[union-attr]
     proven.append(load_renderer(path, "auto", "mine", history="template").append_only["thinking"])  # type: ignore[union-attr]
     assert proven == [True, False]
+
+
+def test_a_library_format_follows_its_template_when_asked_to() -> None:
+    """Qwen3 drops the reasoning of earlier turns at a new question, so that question cannot be appended."""
+    prompt_and_answer = []
+    for history in ("keep", "template"):
+        renderer = load_renderer(TOKENIZER, "qwen3", "mine", history=history)  # type: ignore[arg-type]
+        prompt = renderer.render([{"role": "user", "content": "one"}], None)
+        answer = FastTokenizer(TOKENIZER).encode("<think>\nso\n</think>\n\nthe answer<|im_end|>")
+        prompt_and_answer.append(renderer.extend(prompt, answer, [{"role": "user", "content": "two"}], None))
+    kept, followed = prompt_and_answer
+    assert kept is not None
+    assert followed is None
 
 
 def test_the_models_tutorial_template_renders_as_its_renderer_does() -> None:

@@ -156,6 +156,7 @@ ELSEWHERE = {
     ROLLOUT + "max_model_len": "test_the_engine_is_what_the_keys_say",
     ROLLOUT + "num_threads": "test_the_engine_is_what_the_keys_say",
     ROLLOUT + "renderer": "test_the_engine_is_what_the_keys_say",
+    ROLLOUT + "history": "test_the_engine_is_what_the_keys_say",
     ROLLOUT + "name": "test_what_cannot_be_started_is_refused",
     "trainer.logger": "test_what_cannot_be_started_is_refused",
     "trainer.device": "test_the_engine_is_what_the_keys_say",
@@ -200,7 +201,7 @@ def test_the_agent_is_the_one_that_is_named(tmp_path: Path) -> None:
 
 def test_the_engine_is_what_the_keys_say(tmp_path: Path) -> None:
     model = Path(__file__).parents[3] / "examples" / "sql_agent" / "checkpoint"
-    rollout = {"max_num_seqs": 3, "max_model_len": 77, "num_threads": 2, "renderer": "qwen3"}
+    rollout = {"max_num_seqs": 3, "max_model_len": 77, "num_threads": 2, "renderer": "qwen3", "history": "template"}
     config = {
         "actor_rollout_ref": {"model": {"path": model, "enable_gradient_checkpointing": True}, "rollout": rollout},
         "trainer": {"device": "cpu"},
@@ -210,7 +211,7 @@ def test_the_engine_is_what_the_keys_say(tmp_path: Path) -> None:
         endpoint = algorithm.open(tmp_path)
         engine = algorithm.engine
         assert (engine.max_num_seqs, engine.max_model_len, engine._threads) == (3, 77, 2)
-        assert (endpoint.renderer, endpoint.tokenizer) == ("qwen3", str(model))
+        assert (endpoint.renderer, endpoint.history, endpoint.tokenizer) == ("qwen3", "template", str(model))
         assert algorithm.model.is_gradient_checkpointing
         assert algorithm.model.device.type == "cpu"
         assert compose(file=tmp_path / "config.yaml") == algorithm.config

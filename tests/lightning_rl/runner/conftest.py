@@ -12,6 +12,7 @@ class Policy:
     model: str = "policy"
     tokenizer: str = str(Path(__file__).parents[3] / "examples/sql_agent/checkpoint")
     renderer: str = "qwen3"
+    history: str = "keep"
     engines: list = field(default_factory=list)
 
 

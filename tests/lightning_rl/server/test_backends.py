@@ -129,6 +129,7 @@ class Policy:
     model: str
     tokenizer: str | None = None
     renderer: str = "auto"
+    history: str = "keep"
     engines: list = field(default_factory=list)
 
 

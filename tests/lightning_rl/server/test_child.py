@@ -146,7 +146,8 @@ def test_interrupts_at_any_moment_leave_no_process(tmp_path) -> None:
 
             folder = Path(sys.argv[1])
             folder.mkdir()
-            policy = SimpleNamespace(model="m", tokenizer={str(TOKENIZER)!r}, renderer="qwen3", engines=[])
+            chats = {{"tokenizer": {str(TOKENIZER)!r}, "renderer": "qwen3", "history": "keep"}}
+            policy = SimpleNamespace(model="m", engines=[], **chats)
             print("begin", flush=True)
             with server.launch(folder, policy, admin_key="a", runner_key="r") as serving:
                 print("serving", flush=True)

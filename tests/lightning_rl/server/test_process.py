@@ -32,6 +32,7 @@ class Policy:
     model: str = "policy"
     tokenizer: str = str(TOKENIZER)
     renderer: str = "qwen3"
+    history: str = "keep"
     engines: list = field(default_factory=list)
 
 
