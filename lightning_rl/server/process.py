@@ -9,6 +9,7 @@ It logs to stderr. Loads no torch.
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import signal
@@ -117,6 +118,9 @@ async def _serve(settings: Settings, listening: socket.socket, url: str) -> None
     try:
         with _users_to_solve():
             app = await _app(settings, store, sql, url)
+        # What is loaded by now stays, and calls leave few cycles: full collections would only walk the open attempts.
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 50)
         server = _Server(app, announce=lambda: _announce(url))
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, server.stop)
