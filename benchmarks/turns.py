@@ -57,6 +57,7 @@ class Conversation:
         self._url = f"{url}/chat/completions"
         self._headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
         self.messages: list[dict[str, str]] = []
+        self.prompt_tokens = 0  # of the latest request
 
     def body(self, words: str) -> bytes:
         """The next turn's request."""
@@ -66,7 +67,9 @@ class Conversation:
         """The answer to one more turn; the history stays as it was."""
         response = self._http.request("POST", self._url, body=self.body(words), headers=self._headers)
         assert response.status == 200, response.data
-        said: str = msgspec.json.decode(response.data)["choices"][0]["message"]["content"]
+        answer = msgspec.json.decode(response.data)
+        self.prompt_tokens = answer["usage"]["prompt_tokens"]
+        said: str = answer["choices"][0]["message"]["content"]
         return said
 
     def go_on(self, words: str) -> None:
@@ -133,7 +136,7 @@ def main() -> None:
             store = HttpStore(serving.url, "admin")
             [(url, key)] = open_attempts(store, 1)
             conversation = Conversation(url, key)
-            print("| turn | body kB | CPU ms per request | median ms | decoding the body, ms |\n|---|---|---|---|---|")
+            print("| turn | body kB | prompt tokens | CPU ms | median ms | decoding, ms |\n|---|---|---|---|---|---|")
             first = 0.0
             for turn in range(1, max(TURNS) + 1):
                 if turn in TURNS:
@@ -141,7 +144,8 @@ def main() -> None:
                     body = conversation.body(words_of(turn))
                     decoding = decoding_ms(body)
                     first = first or cpu
-                    print(f"| {turn} | {len(body) / 1e3:.0f} | {cpu:.2f} | {latency:.2f} | {decoding:.2f} |")
+                    sizes = f"{len(body) / 1e3:.0f} | {conversation.prompt_tokens}"
+                    print(f"| {turn} | {sizes} | {cpu:.2f} | {latency:.2f} | {decoding:.2f} |")
                 conversation.go_on(words_of(turn))
             print(
                 f"\nturn {turn}: {cpu - first:.2f} ms over turn {TURNS[0]} = {(cpu - first) / decoding:.1f}x decoding"

@@ -76,7 +76,7 @@ class Algorithm:
 
         `read` is called as they end, while others still run.
         """
-        for request in requests:
+        for request in {id(request.task): request for request in requests}.values():  # a group has one task
             _check_task(request)
         self.store.enqueue(requests)
         waiting = {str(request.rollout_id) for request in requests}

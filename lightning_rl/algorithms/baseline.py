@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import time
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,7 +70,8 @@ class Baseline(Algorithm):
 
     def default_run_dir(self) -> Path:
         """See `Algorithm`."""
-        return Path("runs") / f"{type(self).__name__.lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = super().default_run_dir()
+        return folder.with_name(f"{type(self).__name__.lower()}-{folder.name}")
 
     def open(self, run_dir: Path) -> Endpoint:
         """Start the embedded engine, or name the service."""

@@ -73,8 +73,9 @@ def compose(
 
 def keys(schema: type[Section] = TrainConfig, prefix: str = "") -> Iterator[Key]:
     """Every key of a schema, dotted, in the order in which they stand there."""
+    annotations = get_type_hints(schema, include_extras=True)
     for info in msgspec.structs.fields(schema):
-        annotation = get_type_hints(schema, include_extras=True)[info.name]
+        annotation = annotations[info.name]
         name = f"{prefix}{info.name}"
         if isinstance(annotation, type) and issubclass(annotation, Section):
             yield from keys(annotation, f"{name}.")

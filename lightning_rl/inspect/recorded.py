@@ -59,7 +59,7 @@ _PLACE = msgspec.msgpack.Decoder(_Place)
 
 def newest_run(runs: Path = Path("runs")) -> Path:
     """The run folder below `runs` that was written to last. Raises NotRecorded where there is none."""
-    stores = list(runs.glob(f"*/{STORE}"))
+    stores = list(runs.rglob(STORE))  # trainer.project_name makes a folder between
     if not stores:
         raise NotRecorded(f"there is no run in {runs.resolve()}: name its folder with --run-dir")
     return max(stores, key=_written).parent

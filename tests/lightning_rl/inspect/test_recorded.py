@@ -144,6 +144,12 @@ def test_of_two_runs_the_one_still_written_to_is_the_newest(tmp_path: Path) -> N
     assert recorded.newest_run(tmp_path) == tmp_path / "older"
 
 
+def test_a_run_of_a_named_project_lies_one_folder_deeper_and_is_found(tmp_path: Path) -> None:
+    (tmp_path / "project" / "run").mkdir(parents=True)
+    (tmp_path / "project" / "run" / "store.db").touch()
+    assert recorded.newest_run(tmp_path) == tmp_path / "project" / "run"
+
+
 def test_the_rows_are_those_that_the_runs_own_keys_cut(run_dir: Path) -> None:
     assert "left out" not in explain("train-1-1")
     keys = {"data": {"max_prompt_length": 1, "max_response_length": 2}, "algorithm": {"train_agents": "helper"}}
