@@ -7,7 +7,7 @@ SDKs retry 408, 409, 429 and 5xx by themselves unless `x-should-retry` says othe
 class GatewayError(Exception):
     """An answer that is an error. `param` names the request field at fault, `kind` is the dialect's error type.
 
-    `retry_after`: the seconds after which to `retry`.
+    `code` is the name that clients look for, where there is one. `retry_after`: the seconds after which to `retry`.
     """
 
     def __init__(
@@ -17,6 +17,7 @@ class GatewayError(Exception):
         *,
         kind: str = "invalid_request_error",
         param: str | None = None,
+        code: str | None = None,
         retry: bool = False,
         retry_after: int = 1,
     ) -> None:
@@ -25,6 +26,7 @@ class GatewayError(Exception):
         self.message = message
         self.kind = kind
         self.param = param
+        self.code = code
         self.retry = retry
         self.retry_after = retry_after
 
@@ -34,6 +36,21 @@ class GatewayError(Exception):
         if self.retry:
             headers.append((b"retry-after", str(self.retry_after).encode()))
         return headers
+
+
+class PromptTooLong(GatewayError):
+    """A prompt that does not fit the model's context of `limit` tokens; each dialect says so in its clients' words."""
+
+    def __init__(self, prompt_tokens: int, limit: int) -> None:
+        super().__init__(
+            400,
+            f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
+            f"{prompt_tokens} tokens. Please reduce the length of the messages.",
+            param="messages",
+            code="context_length_exceeded",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
 
 
 def closed(attempt_id: str) -> GatewayError:

@@ -8,7 +8,7 @@ import difflib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import renderers
@@ -22,8 +22,19 @@ if TYPE_CHECKING:
     from lightning_rl_proxy.templates import TemplateRenderer
 
 
+class TokenLogprob(NamedTuple):
+    """One sampled token's text and natural-log probability."""
+
+    text: str
+    logprob: float
+
+
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """One sampled answer, parsed: text, reasoning, tool calls in OpenAI's form, and the tokens that it came from."""
+    """One answer, parsed: text, reasoning, tool calls in OpenAI's form, and the tokens that it came from.
+
+    `finish_reason` is `stop`, `length`, or what a service said; `stop_match` is the stop string that ended it, which
+    `content` does not hold. `output_tokens` counts what was sampled, also where a service told no ids.
+    """
 
     content: str
     reasoning: str | None
@@ -32,6 +43,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     logprobs: list[float] | None
     decode: Callable[[list[int]], str]
+    output_tokens: int
+    stop_match: str | None = None
 
     def message(self) -> dict[str, Any]:
         """The answer as the assistant message that a client would send back."""
@@ -40,9 +53,26 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
             message["tool_calls"] = self.tool_calls
         return message
 
-    def token_texts(self) -> list[str]:
-        """The text of each token."""
-        return [self.decode([token]) for token in self.token_ids]
+    def token_logprobs(self) -> list[TokenLogprob] | None:
+        """Text and logprob of each token, or None where there are no logprobs."""
+        if self.logprobs is None:
+            return None
+        texts = (self.decode([token]) for token in self.token_ids)
+        return [TokenLogprob(text, logprob) for text, logprob in zip(texts, self.logprobs, strict=True)]
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """What some sampled tokens add to an answer: text, reasoning, or one whole tool call (`text` is empty then).
+
+    `tool_index` is the call's place among the answer's tool calls. `logprobs` are those of the tokens since the delta
+    before, where they are asked for.
+    """
+
+    kind: Literal["content", "reasoning", "tool_call"]
+    text: str = ""
+    tool_call: dict[str, Any] | None = None
+    tool_index: int = 0
+    logprobs: list[TokenLogprob] | None = None
 
 
 class Renderer(Protocol):
@@ -179,6 +209,7 @@ class LibraryRenderer:
             token_ids=response_ids,
             logprobs=logprobs,
             decode=self._decode,
+            output_tokens=len(response_ids),
         )
 
 

@@ -15,13 +15,24 @@ _REPLACED = ("temperature", "top_p", "top_k")
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters; None means: not given. `max_tokens` counts sampled tokens, `top_k` -1 means all."""
+    """Sampling parameters; None means: not given. `max_tokens` counts sampled tokens, `top_k` -1 means all.
+
+    `stop` are texts that end the answer. `json_schema` is the schema that the answer must fit ({}: any JSON object).
+    `logit_bias` is by token id.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
+    stop: list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    json_schema: dict[str, Any] | None = None
 
 
 def effective(requested: Sampling, algorithm: Mapping[str, float | int], *, seed_key: str, number: int) -> Sampling:

@@ -151,6 +151,7 @@ class TemplateRenderer:
             token_ids=response_ids,
             logprobs=logprobs,
             decode=self._tokenizer.decode,
+            output_tokens=len(response_ids),
         )
 
     def _find_closer(self) -> str:
