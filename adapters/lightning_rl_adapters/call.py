@@ -28,7 +28,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     `logprobs` are natural logs, one per response token, or None where the engine gave none. `logprob_kind` is
     `sampled` (log softmax(logits / temperature) of the effective call), `greedy` (temperature 0: the logprobs of
     temperature 1) or `raw` (log softmax(logits), whatever the temperature). `number` is the order of arrival in the
-    attempt, from 0. `exact`: the token ids are all there. `trainable`: false for a frozen model's call.
+    attempt, from 0. `exact`: the token ids are all there. `trainable`: false for a frozen model's call. `overshoot`
+    counts the tokens that were sampled past a stop match, which are not in `response_ids`.
     """
 
     call_id: str
@@ -48,6 +49,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     delivered: bool = True
     exact: bool = True
     trainable: bool = True
+    overshoot: int = 0
     start_ns: int = 0
     end_ns: int = 0
 
@@ -66,6 +68,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"call {self.call_id}: version ranges cover {covered} of {len(self.response_ids)} response tokens"
             )
+
+    @property
+    def sampled_tokens(self) -> int:
+        """All tokens that the engine handed over for this call."""
+        return len(self.response_ids) + self.overshoot
 
     def policy_versions(self) -> list[int | None]:
         """One policy version per response token; None where the engine told none."""
@@ -100,6 +107,7 @@ def to_span(call: Call, **more: Any) -> Span:
             semconv.EXACT: call.exact,
             semconv.TRAINABLE: call.trainable,
         }
+        | ({semconv.OVERSHOOT: call.overshoot} if call.overshoot else {})
         | more,
     )
 
@@ -131,6 +139,7 @@ def from_span(span: Span) -> Call:
         # Spans of earlier releases have neither: they were all of token engines.
         exact=attributes.get(semconv.EXACT, True),
         trainable=attributes.get(semconv.TRAINABLE, True),
+        overshoot=attributes.get(semconv.OVERSHOOT, 0),
     )
 
 

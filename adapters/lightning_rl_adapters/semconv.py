@@ -31,6 +31,7 @@ IGNORED_FIELDS: Final = "lightning_rl.ignored_fields"
 DELIVERED: Final = "lightning_rl.delivered"
 EXACT: Final = "lightning_rl.exact"
 TRAINABLE: Final = "lightning_rl.trainable"
+OVERSHOOT: Final = "lightning_rl.overshoot"
 
 CALL_SPAN: Final = "lightning_rl.call"
 

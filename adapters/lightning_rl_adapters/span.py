@@ -1,7 +1,8 @@
 """A span: the durable record of one thing that happened in an attempt.
 
 Token ids and logprobs travel packed (little-endian int32 and float32 bytes), so that a stored token costs what it
-weighs; `to_json` unpacks them for people and for other languages.
+weighs; `to_json` unpacks them for people and for other languages. In a store a span is an array, and the attributes
+that we know are numbers there, since their names would weigh more than some of their values.
 """
 
 import sys
@@ -18,6 +19,18 @@ _PACKED_AS = {
     semconv.RESPONSE_IDS: "i",
     semconv.LOGPROBS: "f",
 }
+_ARRAY = 0x90  # the first byte of a short MessagePack array, but for its length
+
+# An attribute's number in stored spans is its place here: new ones go to the end, none is ever moved or taken away.
+_NUMBERED = (
+    semconv.OPERATION, semconv.REQUEST_MODEL, semconv.RESPONSE_MODEL, semconv.FINISH_REASONS, semconv.INPUT_TOKENS,
+    semconv.OUTPUT_TOKENS, semconv.INPUT_MESSAGES, semconv.OUTPUT_MESSAGES, semconv.AGENT, semconv.DIALECT,
+    semconv.PARENT, semconv.FORK_CAUSE, semconv.FORK_AT, semconv.ECHO_EDITED, semconv.PROMPT_IDS, semconv.RESPONSE_IDS,
+    semconv.LOGPROBS, semconv.LOGPROB_KIND, semconv.POLICY_VERSIONS, semconv.SAMPLING_REQUESTED,
+    semconv.SAMPLING_EFFECTIVE, semconv.IGNORED_FIELDS, semconv.DELIVERED, semconv.EXACT, semconv.TRAINABLE,
+    semconv.OVERSHOOT,
+)  # fmt: skip
+_NUMBERS: dict[str, int] = {name: number for number, name in enumerate(_NUMBERED)}
 
 
 class Span(msgspec.Struct, kw_only=True):
@@ -31,6 +44,58 @@ class Span(msgspec.Struct, kw_only=True):
     start_ns: int
     end_ns: int
     attributes: dict[str, Any]
+
+
+class _Stored(msgspec.Struct, array_like=True):
+    """A span as a store keeps it; the values of its attributes are left as they are packed."""
+
+    span_id: str
+    rollout_id: str
+    attempt_id: str
+    name: str
+    number: int
+    start_ns: int
+    end_ns: int
+    attributes: dict[int | str, Any]
+
+
+class _Unread(_Stored, array_like=True):
+    attributes: dict[int | str, msgspec.Raw]
+
+
+_STORED = msgspec.msgpack.Decoder(_Unread)
+
+
+def pack(span: Span) -> bytes:
+    """The record of a span that a store keeps."""
+    attributes: dict[int | str, Any] = {_NUMBERS.get(name, name): value for name, value in span.attributes.items()}
+    return msgspec.msgpack.encode(
+        _Stored(
+            span.span_id, span.rollout_id, span.attempt_id, span.name, span.number, span.start_ns, span.end_ns,
+            attributes,
+        )
+    )  # fmt: skip
+
+
+def unpacked(record: bytes) -> bytes:
+    """The MessagePack of the `Span` that a store keeps as `record`; earlier releases kept just that."""
+    if record[0] & 0xF0 != _ARRAY:
+        return record
+    found = _STORED.decode(record)
+    fields: dict[str, Any] = {name: getattr(found, name) for name in Span.__struct_fields__}
+    fields["attributes"] = {
+        _NUMBERED[name] if isinstance(name, int) else name: value for name, value in found.attributes.items()
+    }
+    return msgspec.msgpack.encode(fields)
+
+
+def storable(value: Any) -> Any:
+    """A value with its whole numbers of more than 64 bits as text: no record can hold them otherwise."""
+    if isinstance(value, dict):
+        return {name: storable(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [storable(inner) for inner in value]
+    return str(value) if isinstance(value, int) and not -(2**63) <= value < 2**64 else value
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:

@@ -25,6 +25,7 @@ class TaskError(Explained, TypeError):
 class Endpoint(msgspec.Struct, kw_only=True):
     """The policy as the server needs to know it: its name, how its chat format is rendered, and its engines.
 
+    `unknown_model`: whether the policy answers for a name that nothing serves, or the call is refused.
     `history`: whether the reasoning of earlier turns is kept, or dropped where the chat format does (`template`).
     Without `tokenizer` (a folder) every model is a chat backend.
     """
@@ -34,6 +35,7 @@ class Endpoint(msgspec.Struct, kw_only=True):
     renderer: str
     engines: list[dict[str, Any]]
     history: str = "keep"
+    unknown_model: str = "policy"
 
 
 class Algorithm:

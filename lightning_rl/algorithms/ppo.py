@@ -118,6 +118,7 @@ class PPO(Algorithm):
             tokenizer=str(self.policy.folder),
             renderer=rollout.renderer,
             history=rollout.history,
+            unknown_model=self.config.gateway.unknown_model,
             engines=[self.policy.registration()],
         )
 
@@ -320,17 +321,16 @@ class PPO(Algorithm):
 
     def _publish_resources(self) -> None:
         """Publish the policy under the name `main_llm`, with the sampling of training and of validation."""
+        main_llm = {"type": "proxy_llm", "model": self.policy.name, **self._sampling_parameters()}
+        self.store.publish({"main_llm": main_llm})
+
+    def _sampling_parameters(self) -> dict[str, dict[str, float | int]]:
         rollout, limit = self.config.actor_rollout_ref.rollout, self.config.data.max_response_length
-        self.store.publish(
-            {
-                "main_llm": {
-                    "type": "proxy_llm",
-                    "model": self.policy.name,
-                    "sampling_parameters": _sampling(rollout, limit),
-                    "val_sampling_parameters": _sampling(rollout.val_kwargs, limit),
-                }
-            }
-        )
+        agents_own = self.config.gateway.sampling == "agent"
+        return {
+            "sampling_parameters": {"max_tokens": limit} if agents_own else _sampling(rollout, limit),
+            "val_sampling_parameters": _sampling(rollout.val_kwargs, limit),
+        }
 
     def _publish_weights(self) -> None:
         """Give the engine the new weights while calls wait at the gateway."""
@@ -440,6 +440,10 @@ def _sampling(section: Rollout | ValKwargs, max_tokens: int) -> dict[str, float 
         "temperature": section.temperature,
         "top_p": section.top_p,
         "top_k": section.top_k,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
         "max_tokens": max_tokens,
     }
 

@@ -61,17 +61,19 @@ def trajectory_of(
         recorded = calls_of(attempt.spans)
         calls = [call for call in recorded if model is None or call.model == model]
         others += len(recorded) - len(calls)
-        earlier += sum(len(call.response_ids) for call in calls if call.end_ns < began_ns)
+        earlier += sum(call.sampled_tokens for call in calls if call.end_ns < began_ns)
         if attempt.attempt.attempt_id == rollout.counting_attempt_id:
             counting = forest.build(calls)
         else:
-            excluded[_why_not_counting(rollout)] += sum(len(call.response_ids) for call in calls)
+            excluded[_why_not_counting(rollout)] += sum(call.sampled_tokens for call in calls)
     infrastructure = rollout.counting_attempt_id is None
     agent_failed = not infrastructure and (rollout.status == "failed" or rollout.reward is None)
     reward = agent_failure if agent_failed else rollout.reward
     calls = [node.call for node in counting.nodes.values()]
     unselected = {call.call_id: "not_selected" for call in calls if select is not None and not select(call)}
-    left_out: Counter[str] = Counter()
+    if rollout.mode == "train":
+        unselected |= _without_their_probabilities(calls)
+    left_out: Counter[str] = Counter({"overshoot": sum(call.overshoot for call in calls)})
     for call in calls:
         if call.response_ids and (reason := rows.why_left_out(call, unselected)):
             left_out[reason] += len(call.response_ids)
@@ -81,14 +83,23 @@ def trajectory_of(
         reward=None if infrastructure else reward,
         rows=rows.cut(counting, credit.final(counting, reward or 0.0), max_tokens=max_tokens, left_out=unselected),
         calls=len(calls),
-        sampled_tokens=sum(len(call.response_ids) for call in calls),
+        sampled_tokens=sum(call.sampled_tokens for call in calls),
         excluded=dict(excluded),
         agent_failed=agent_failed,
-        left_out=dict(left_out),
+        left_out={reason: tokens for reason, tokens in left_out.items() if tokens},
         other_calls=others,
         error=rollout.error,
         earlier_tokens=earlier,
     )
+
+
+def _without_their_probabilities(calls: list[Call]) -> dict[str, str]:
+    """The calls whose logprobs are not those that they were sampled with: a ratio to them means nothing."""
+    return {
+        call.call_id: f"{call.logprob_kind}_logprobs"
+        for call in calls
+        if call.logprob_kind != "sampled" and call.trainable
+    }
 
 
 def _why_not_counting(rollout: Rollout) -> str:

@@ -254,6 +254,19 @@ class TrainerSection(Section, frozen=True):
     critic_warmup: Annotated[int, only((0,), "there is no critic yet")] = 0
 
 
+class Gateway(Section, frozen=True):
+    """How the agents' calls are taken."""
+
+    sampling: Annotated[
+        Literal["algorithm", "agent"],
+        effect("whose temperature, top_p, top_k and penalties hold in training; validation always has val_kwargs"),
+    ] = "algorithm"
+    unknown_model: Annotated[
+        Literal["policy", "refuse"],
+        effect("a model name that nothing serves: the policy answers and the name is recorded, or 404"),
+    ] = "policy"
+
+
 class Config(Section, frozen=True):
     """Everything that `PPO` reads."""
 
@@ -261,6 +274,7 @@ class Config(Section, frozen=True):
     actor_rollout_ref: ActorRolloutRef = field(default_factory=ActorRolloutRef)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     trainer: TrainerSection = field(default_factory=TrainerSection)
+    gateway: Gateway = field(default_factory=Gateway)
 
 
 class TrainConfig(Config, frozen=True):

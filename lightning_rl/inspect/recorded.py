@@ -19,6 +19,7 @@ from lightning_rl.errors import Explained
 from lightning_rl.store import queries, schema
 from lightning_rl.store.contract import RolloutTrace
 from lightning_rl_adapters import semconv
+from lightning_rl_adapters.span import unpacked
 
 STORE = "store.db"
 _NEAR = 20_000  # newest rollout ids among which near ones are sought
@@ -139,7 +140,7 @@ def _places(connection: sa.Connection) -> Iterator[_Place]:
     last = 0
     while rows := connection.execute(_RECORDS, {"after": last}).all():
         for row in rows:
-            place = _PLACE.decode(row.record)
+            place = _PLACE.decode(unpacked(row.record))
             if place.name == semconv.CALL_SPAN:
                 yield place
         last = rows[-1].rowid
@@ -154,7 +155,7 @@ def _connect(store: Path) -> sqlite3.Connection:
 def _check_version(connection: sa.Connection, store: Path) -> None:
     version = sa.select(schema.meta.c.value).where(schema.meta.c.key == "schema_version")
     found = connection.execute(version).scalar_one_or_none()
-    if found != schema.SCHEMA_VERSION:
+    if found not in schema.READABLE:
         raise NotRecorded(
             f"the store {store.resolve()} has schema version {found}, this program reads {schema.SCHEMA_VERSION}: "
             "read it with the version that wrote it"

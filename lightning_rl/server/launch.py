@@ -21,6 +21,7 @@ class Policy(Protocol):
     tokenizer: str | None
     renderer: str
     history: str
+    unknown_model: str
     engines: list[dict[str, Any]]
 
 
@@ -60,6 +61,7 @@ def launch(
         "tokenizer": endpoint.tokenizer,
         "renderer": endpoint.renderer,
         "history": endpoint.history,
+        "unknown_model": endpoint.unknown_model,
         "engines": endpoint.engines,
         "port": port,
         "own_runners": own_runners,

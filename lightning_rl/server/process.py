@@ -53,6 +53,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tokenizer: str | None = None
     renderer: str = "auto"
     history: Literal["keep", "template"] = "keep"
+    unknown_model: Literal["policy", "refuse"] = "policy"
     engines: tuple[EngineRequest, ...] = ()
     host: str = "127.0.0.1"
     port: int = 0
@@ -147,7 +148,7 @@ async def _app(settings: Settings, store: SqlStore, sql: SqlThread, url: str) ->
     renderer = None
     if settings.tokenizer is not None:
         renderer = load_renderer(Path(settings.tokenizer), settings.renderer, settings.model, history=settings.history)
-    router = Router(settings.model)
+    router = Router(settings.model, unknown_model=settings.unknown_model)
     gateway = Gateway(
         ledger=StoreLedger(store, sql),
         secret=store.secret,

@@ -16,6 +16,7 @@ from lightning_rl.store.errors import Conflict, NotFound
 from lightning_rl.store.life_cycle import ENDED
 from lightning_rl.store.records import attempt_of, rollout_of
 from lightning_rl_adapters import semconv
+from lightning_rl_adapters.span import unpacked
 
 _CHUNK = 500  # ids per IN (...): every statement has one of few lengths, below SQLite's limit
 
@@ -52,6 +53,7 @@ class _SampledAttributes(msgspec.Struct):
     model: str | None = msgspec.field(name=semconv.RESPONSE_MODEL, default=None)
     response_ids: bytes | None = msgspec.field(name=semconv.RESPONSE_IDS, default=None)
     trainable: bool = msgspec.field(name=semconv.TRAINABLE, default=True)
+    overshoot: int = msgspec.field(name=semconv.OVERSHOOT, default=0)
 
 
 class _Sampled(msgspec.Struct):
@@ -63,7 +65,7 @@ _SAMPLED = msgspec.msgpack.Decoder(_Sampled)
 
 
 class PackedAttemptTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """An `AttemptTrace` whose spans are still the bytes that were stored."""
+    """An `AttemptTrace` whose spans are still bytes."""
 
     attempt: Any
     spans: list[msgspec.Raw]
@@ -143,10 +145,10 @@ def sampled_tokens(connection: sa.Connection) -> dict[str, int]:
     last = 0
     while rows := connection.execute(_RECORDS, {"after": last}).all():
         for row in rows:
-            span = _SAMPLED.decode(row.record)
+            span = _SAMPLED.decode(unpacked(row.record))
             sampled = span.attributes
             if span.name == semconv.CALL_SPAN and sampled.trainable and sampled.response_ids:
-                found[str(sampled.model)] += len(sampled.response_ids) // _ID_BYTES
+                found[str(sampled.model)] += len(sampled.response_ids) // _ID_BYTES + sampled.overshoot
         last = rows[-1].rowid
     return dict(found)
 
@@ -174,7 +176,7 @@ def traces(connection: sa.Connection, rollout_ids: Sequence[str]) -> dict[str, P
     for ids in _chunks(rollout_ids):
         in_order = sa.select(schema.spans.c.attempt_id, schema.spans.c.record).where(schema.spans.c.rollout_id.in_(ids))
         for attempt_id, record in connection.execute(in_order.order_by(schema.spans.c.number)):
-            spans_of[attempt_id].append(msgspec.Raw(record))
+            spans_of[attempt_id].append(msgspec.Raw(unpacked(record)))
         oldest_first = sa.select(schema.attempts).where(schema.attempts.c.rollout_id.in_(ids))
         for row in connection.execute(oldest_first.order_by(schema.attempts.c.sequence)):
             attempts_of[row.rollout_id].append(

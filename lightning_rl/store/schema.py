@@ -1,6 +1,6 @@
 """The tables, and the opening of a database file that holds them.
 
-Invariant: a store is opened only on a file whose schema version is this code's.
+Invariant: a store is opened only on a file whose schema version this code reads; the file then has this code's.
 The partial unique index `one_running_attempt` makes the database itself refuse a second running
 attempt of a rollout.
 """
@@ -16,7 +16,8 @@ from sqlalchemy import event
 
 from lightning_rl.store.errors import StoreUnwritable
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
+READABLE = ("1", SCHEMA_VERSION)  # files of "1" hold spans as maps, which are read as they are
 _UNWRITABLE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
 
 metadata = sa.MetaData()
@@ -73,7 +74,7 @@ spans = sa.Table(
     sa.Column("rollout_id", sa.Text, nullable=False),
     sa.Column("attempt_id", sa.Text, nullable=False),
     sa.Column("number", sa.Integer, nullable=False),
-    sa.Column("record", sa.LargeBinary, nullable=False),  # MessagePack of the Span
+    sa.Column("record", sa.LargeBinary, nullable=False),  # a packed Span
     sa.Index("spans_by_attempt", "rollout_id", "attempt_id"),
 )
 
@@ -152,8 +153,9 @@ def write_time(connection: sa.Connection, now: float) -> None:
 def _configure(driver_connection: Any, _record: object) -> None:
     # The driver must not begin transactions by itself: _begin_immediate does.
     driver_connection.isolation_level = None
+    # Most spans of a turn weigh 2 to 4 kB: pages of 4 kB would stay half empty. It is for new files alone.
     # WAL with synchronous=NORMAL: an answered commit survives the death of any process.
-    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=30000"):
+    for pragma in ("page_size=8192", "journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=30000"):
         driver_connection.execute(f"PRAGMA {pragma}").close()
 
 
@@ -166,11 +168,13 @@ def _check_version(connection: sa.Connection, url: str) -> None:
     made = sa.insert(meta).prefix_with("OR IGNORE")
     connection.execute(made, {"key": "schema_version", "value": SCHEMA_VERSION})
     found = _read(connection, "schema_version")
-    if found != SCHEMA_VERSION:
+    if found not in READABLE:
         raise ValueError(
             f"the store {url} has schema version {found}, this program needs {SCHEMA_VERSION}: "
             "open it with the version that wrote it, or choose another file"
         )
+    if found != SCHEMA_VERSION:
+        connection.execute(sa.update(meta).where(meta.c.key == "schema_version").values(value=SCHEMA_VERSION))
 
 
 def _read(connection: sa.Connection, key: str) -> str:

@@ -42,7 +42,7 @@ from lightning_rl.store.life_cycle import (
 )
 from lightning_rl.store.records import attempt_of, body_of, detailed, outcome_of, rollout_of, same_body
 from lightning_rl.store.rewards import FINAL, check_finite, returned_rewards, rewards_by_name
-from lightning_rl_adapters.span import Span
+from lightning_rl_adapters.span import Span, pack
 
 _END_ATTEMPT = (
     sa.update(schema.attempts)
@@ -385,7 +385,7 @@ class SqlStore:
                 "rollout_id": span.rollout_id,
                 "attempt_id": span.attempt_id,
                 "number": span.number,
-                "record": msgspec.msgpack.encode(span),
+                "record": pack(span),
             }
             for span in spans
         ]

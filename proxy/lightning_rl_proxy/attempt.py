@@ -10,11 +10,14 @@ Tool-call ids that we issued are anchors: behind an equal history, a message wit
 answer, even where the client altered its text or arguments. The tokens that were sampled are what the policy said, and
 the results that follow are results of those calls; the edit is of the client's own copy, and is only noted
 (`Place.echo_edited`). An altered system, user or tool message is another history, anchors behind it or not.
+
+What a client sends again is not read again: the messages of a call are kept as they came, and a request that begins
+with a call's messages, by equality, is read from there on. That is a shortcut alone: it ends where reading would.
 """
 
-import asyncio
 import uuid
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,12 +26,16 @@ from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.semconv import ForkCause
 from lightning_rl_proxy import echo, forks
 from lightning_rl_proxy.address import Address
-from lightning_rl_proxy.echo import Conversation, Echo
+from lightning_rl_proxy.echo import Conversation, Echo, Head, Numbering
+from lightning_rl_proxy.exchange import Exchange
 from lightning_rl_proxy.forks import Fork
 from lightning_rl_proxy.ledger import AttemptInfo
 from lightning_rl_proxy.rendering import Renderer
+from lightning_rl_proxy.texts import Texts
 
 _OPENING = 4  # tokens; so long may a format's opening of the reasoning be, which ends the prompt of some
+_End = tuple[bytes, int, tuple[str, ...], Echo]
+_AT_HAND = 4  # exchanges; the latest answered ones keep their whole prompts
 
 
 @dataclass(eq=False, slots=True)
@@ -36,8 +43,12 @@ class LiveCall:
     """An answered call that later calls may continue.
 
     `parent` is the call that it continues in tokens, `before` the one that it continues in messages: a call that had
-    to be rendered anew has only the latter. `echoes` are the messages that it adds to `before`, its answer the last;
-    `depth` is the number of messages with all before. `reasoned`: whether it reasoned before it answered.
+    to be rendered anew has only the latter. `conversation` holds the messages that it adds to `before`, its answer the
+    last, and `keys` what stands for the conversation before each of them and after the last; `depth` is the number of
+    messages behind the head with all before, `numbering` the counts of their tool calls. `forms` are all messages to
+    the answer as the client last wrote them, None for one that equality cannot tell; the calls of a line share the
+    list, so that it may go on behind the answer. `reasoned`: whether it reasoned before it answered. `prompt` is its
+    whole prompt while that is at hand.
     """
 
     call: Call
@@ -45,33 +56,86 @@ class LiveCall:
     before: "LiveCall | None"
     conversation: Conversation
     depth: int
-    key: bytes
+    keys: list[bytes]
+    numbering: tuple[int, int]
+    forms: list[dict[str, Any] | None]
     reasoned: bool
+    prompt: list[int] | None
 
-    def context(self) -> tuple[list[int], list[int]]:
+    @property
+    def key(self) -> bytes:
+        """What stands for the conversation to its answer."""
+        return self.keys[-1]
+
+    @property
+    def length(self) -> int:
+        """The number of messages to its answer, the head's included."""
+        return len(self.conversation.head.systems) + self.depth
+
+    @property
+    def answer(self) -> Echo:
+        """Its answer, as a message."""
+        return self.conversation.body[-1]
+
+    def issued_ids(self) -> bool:
+        """Whether the ids of its tool calls are ours: those carry the call's own; services number theirs anew."""
+        return bool(self.answer.ids) and all(self.call.call_id in name for name in self.answer.ids)
+
+    def prompt_ids(self) -> list[int]:
+        """The call's whole prompt, in a list of the caller's own."""
+        later: list[Call] = []
+        node = self
+        while node.prompt is None and node.parent is not None:
+            later.append(node.call)
+            node = node.parent
+        ids = node.call.prompt_ids.copy() if node.prompt is None else node.prompt.copy()
+        said = node.call.response_ids
+        for call in reversed(later):
+            ids += said
+            ids += call.prompt_ids
+            said = call.response_ids
+        return ids
+
+    def context(self) -> list[int]:
         """The call's whole prompt and its response."""
-        chain = self._chain()
-        prompt: list[int] = []
-        for call in chain[:-1]:
-            prompt += call.prompt_ids
-            prompt += call.response_ids
-        return prompt + self.call.prompt_ids, self.call.response_ids
+        return self.prompt_ids() + self.call.response_ids
+
+    def lineage(self) -> "Iterator[LiveCall]":
+        """The calls of this conversation, this one first."""
+        node: LiveCall | None = self
+        while node is not None:
+            yield node
+            node = node.before
 
     def whole(self) -> Conversation:
         """The call's conversation from its first message to its answer."""
-        parts = [self.conversation.body]
-        node = self.before
-        while node is not None:
-            parts.append(node.conversation.body)
-            node = node.before
+        parts = [node.conversation.body for node in self.lineage()]
         return Conversation(self.conversation.head, [message for part in reversed(parts) for message in part])
 
     def at_depth(self, depth: int) -> "LiveCall | None":
         """The call of this conversation whose answer is its message number `depth`, from 1."""
-        node: LiveCall | None = self
-        while node is not None and node.depth > depth:
-            node = node.before
-        return node if node is not None and node.depth == depth else None
+        return next((node for node in self.lineage() if node.depth == depth), None)
+
+    def key_at(self, depth: int) -> bytes | None:
+        """What stands for the first `depth` messages of this conversation, if it has so many."""
+        for node in self.lineage():
+            first = node.depth + 1 - len(node.keys)
+            if depth >= first:
+                return node.keys[depth - first] if depth <= node.depth else None
+        return None
+
+    def number_of(self, call_id: str) -> int | None:
+        """The number, in the conversation, of the latest tool call with that id."""
+        for node in self.lineage():
+            end = node.numbering[0]
+            for message in reversed(node.conversation.body):
+                if message.role == "tool":
+                    continue
+                end -= len(message.ids)
+                for index in range(len(message.ids) - 1, -1, -1):
+                    if message.ids[index] == call_id:
+                        return end + index
+        return None
 
     def exact(self) -> bool:
         """Whether the ids of the whole context are known."""
@@ -79,7 +143,7 @@ class LiveCall:
 
     def reasons_at(self, token: int) -> bool:
         """Whether that token of prompt and response is one of an answer that was reasoned."""
-        end, node = len(self.context()[0]) + len(self.call.response_ids), self
+        end, node = len(self.context()), self
         while True:
             start = end - len(node.call.response_ids)
             if start - _OPENING <= token < end:
@@ -88,6 +152,27 @@ class LiveCall:
                 return False
             end = start - len(node.call.prompt_ids)
             node = node.parent
+
+    def begins(self, messages: Sequence[dict[str, Any]]) -> bool:
+        """Whether the messages begin with this conversation; False where only reading them all would tell.
+
+        What differs is read alone. Behind an equal beginning that reads the same as it did, so that the order in which
+        the messages are compared does not matter.
+        """
+        there, forms = messages[: self.length], self.forms[: self.length]
+        if there == forms:
+            return True
+        if len(there) < len(forms):
+            return False
+        echoes = [Echo("system", text, b"", ()) for text in self.conversation.head.systems] + self.whole().body
+        for index, (message, form) in enumerate(zip(there, forms, strict=True)):
+            if message != form:
+                heard, known = echo.hear(message), echoes[index]
+                calls = known.calls if known.role == "tool" else heard.calls  # `ids` tell which it answers
+                if heard._replace(calls=calls) != known:
+                    return False
+                self.forms[index] = echo.comparable(message)
+        return True
 
     def _chain(self) -> list[Call]:
         chain: list[Call] = []
@@ -100,21 +185,47 @@ class LiveCall:
 
 @dataclass(eq=False, slots=True)
 class Trail:
-    """A request's way through what the attempt knows: `keys[i]` stands for its first i messages behind the head.
+    """A request's way through what the attempt knows.
 
-    `anchored` are the answers that its tool-call ids name, by depth; `continued` is the call that it continues in
-    messages.
+    `start` is a call whose conversation the messages begin with; `echoes` are those behind it, and `keys[i]` stands for
+    the conversation with the first i of them. `anchored` are the answers among them that the tool-call ids name, by
+    depth; `continued` is the call that it continues in messages; `repeats`: all of it was asked before.
     """
 
-    conversation: Conversation
+    messages: Sequence[dict[str, Any]]
+    seed: bytes
+    head: Head
+    start: LiveCall | None
+    echoes: list[Echo]
     keys: list[bytes]
+    numbering: Numbering
     anchored: dict[int, LiveCall] = field(default_factory=dict)
     echo_edited: bool = False
     continued: LiveCall | None = None
+    repeats: bool = False
+
+    def skipped(self) -> int:
+        """How many messages behind the head were not read."""
+        return 0 if self.start is None else self.start.depth
 
     def seen(self) -> int:
         """How many messages behind the head the continued call has seen, its answer included."""
         return 0 if self.continued is None else self.continued.depth
+
+    def conversation(self) -> Conversation:
+        """All of the request."""
+        known = [] if self.start is None else self.start.whole().body
+        return Conversation(self.head, known + self.echoes)
+
+    def key_at(self, depth: int) -> bytes | None:
+        """What stands for the first `depth` messages behind the head."""
+        skipped = self.skipped()
+        return self.keys[depth - skipped] if self.start is None or depth >= skipped else self.start.key_at(depth)
+
+    def named(self) -> dict[int, LiveCall]:
+        """All answers that the tool-call ids name, by depth."""
+        before = {} if self.start is None else {n.depth: n for n in self.start.lineage() if n.issued_ids()}
+        return before | self.anchored
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -147,24 +258,11 @@ class Place:
         if self.parent is None:
             fork = None if self.fork is None else _with_token(self.fork, self.nearest, prompt_ids)
             return replace(self, added_ids=prompt_ids, prompt_ids=prompt_ids, fork=fork)
-        prompt, response = self.parent.context()
-        context = prompt + response
+        context = self.parent.context()
         if prompt_ids[: len(context)] != context:
-            fork = _refused(self.parent, prompt_ids)
+            fork = None if self.trail.repeats else _refused(self.parent, prompt_ids)
             return Place(None, prompt_ids, prompt_ids, messages, fork, self.trail, self.parent)
         return replace(self, added_ids=prompt_ids[len(context) :], prompt_ids=prompt_ids)
-
-
-class Exchange:
-    """One request in flight or answered: its task, the calls sampled for it, and whether a client received it."""
-
-    def __init__(self, body_key: bytes) -> None:
-        self.body_key = body_key
-        self.task: asyncio.Task[bytes] | None = None
-        self.calls: list[tuple[Call, dict[str, Any]]] = []
-        self.commits: list[tuple[Trail, LiveCall]] = []
-        self.client_gone = False
-        self.recorded = False
 
 
 class Attempt:
@@ -177,14 +275,20 @@ class Attempt:
         self.sealed = not info.open
         self.exchanges: dict[bytes, list[Exchange]] = {}
         self.tokens_received = 0
+        self.texts = Texts()
+        self.responses: dict[str, list[dict[str, Any]]] = {}  # by the ids that a client may continue them with
         self._next_number = 0
-        # What is answered, each list in order of answers: by head and key; the last through a beginning, by its key,
-        # with its head and without (None); the last that said a message; and, by the key before it and its tool-call
-        # ids, the answer with those ids.
-        self._answered: dict[tuple[echo.Head, bytes], list[LiveCall]] = {}
-        self._through: dict[tuple[echo.Head | None, bytes], LiveCall] = {}
+        # What is answered, in order of answers: all calls; those behind a head and key; the last at an end; the last
+        # that said a message; and, by the key before it and its tool-call ids, the answer with those ids. `_asked` are
+        # whole prompts, `_begun` all beginnings of conversations, with their head and without (None).
+        self._live: list[LiveCall] = []
+        self._answered: dict[tuple[Head, bytes], list[LiveCall]] = {}
+        self._ends: dict[_End, LiveCall] = {}
         self._said: dict[tuple[bytes, Echo], LiveCall] = {}
-        self._anchors: dict[tuple[echo.Head, bytes, tuple[str, ...]], LiveCall] = {}
+        self._anchors: dict[tuple[Head, bytes, tuple[str, ...]], LiveCall] = {}
+        self._asked: set[tuple[Head, bytes]] = set()
+        self._begun: set[tuple[Head | None, bytes]] = set()
+        self._at_hand: deque[list[LiveCall]] = deque()
 
     def take_numbers(self, n: int) -> int:
         """Reserve `n` numbers in order of arrival; the first of them."""
@@ -199,45 +303,60 @@ class Attempt:
         turn = self.find_turn(model, messages, tools)
         if turn.parent is None:
             return turn.with_prompt(renderer.render(messages, tools), messages)
-        prompt, response = turn.parent.context()
-        added = renderer.extend(prompt, response, turn.new_messages, tools) if turn.new_messages else None
+        ids, response = turn.parent.prompt_ids(), turn.parent.call.response_ids
+        added = renderer.extend(ids, response, turn.new_messages, tools) if turn.new_messages else None
         if added is None:
-            ids = renderer.render(messages, tools)
-            fork, nearest = self._altered(turn) or (_refused(turn.parent, ids), turn.parent)
-            return Place(None, ids, ids, messages, _with_token(fork, nearest, ids), turn.trail, nearest)
-        return replace(turn, added_ids=added, prompt_ids=prompt + response + added)
+            return self._anew(turn, renderer.render(messages, tools), messages)
+        ids += response
+        ids += added
+        return replace(turn, added_ids=added, prompt_ids=ids)
 
     def find_turn(self, model: str, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> Place:
         """The place by messages alone of a request that nobody here renders: without prompt ids."""
-        trail = self._follow(model, echo.read(messages, tools))
+        trail = self._follow(model, messages, tools)
         if trail.continued is not None:
-            seen = len(trail.conversation.head.systems) + trail.seen()
-            return Place(trail.continued, [], [], messages[seen:], None, trail)
+            return Place(trail.continued, [], [], messages[trail.continued.length :], None, trail)
         fork, nearest = self._fork(trail)
         return Place(None, [], [], messages, fork, trail, nearest)
 
     def commit(self, exchange: Exchange) -> None:
         """Make the answers of a delivered exchange continuable; of equal conversations the last answered wins."""
         for trail, live in exchange.commits:
-            head, answer = live.conversation.head, live.conversation.body[-1]
-            self._answered.setdefault((head, live.key), []).append(live)
-            for key in (*trail.keys, live.key):
-                self._through[head, key] = self._through[None, key] = live
-            self._said[trail.keys[0], _bare(answer)] = live
-            # An id that carries the call's own is ours; services number theirs anew for every answer.
-            if answer.ids and all(live.call.call_id in name for name in answer.ids):
-                self._anchors[head, trail.keys[-1], answer.ids] = live
+            self._live.append(live)
+            self._answered.setdefault((trail.head, live.key), []).append(live)
+            self._asked.add((trail.head, trail.keys[-1]))
+            for key in live.keys:
+                self._begun |= {(trail.head, key), (None, key)}
+            self._said[trail.seed, _bare(live.answer)] = live
+            if live.issued_ids():
+                self._anchors[trail.head, trail.keys[-1], live.answer.ids] = live
+            self._ends[_end(trail.seed, trail.messages, live.answer)] = live
+        if exchange.commits:
+            self._keep_at_hand([live for _, live in exchange.commits])
         exchange.commits.clear()
+        self.responses |= exchange.responses
 
     def answered(
         self, place: Place, call: Call, message: dict[str, Any], *, reasoned: bool = False
     ) -> tuple[Trail, LiveCall]:
         """What `commit` takes, so that a later request finds the answer `message` and continues `call`."""
-        trail, answer = place.trail, echo.hear(message)
-        added = Conversation(trail.conversation.head, [*trail.conversation.body[trail.seen() :], answer])
-        key = echo.chain(trail.keys[-1], answer)
-        depth = len(trail.conversation.body) + 1
-        return trail, LiveCall(call, place.parent, trail.continued, added, depth, key, reasoned)
+        trail = place.trail
+        seen, skipped = trail.seen(), trail.skipped()
+        numbering = Numbering(trail.numbering.called, trail.numbering.answered)
+        answer = numbering.numbered(echo.hear(message))
+        added = trail.messages[trail.continued.length if trail.continued else 0 :]
+        return trail, LiveCall(
+            call=call,
+            parent=place.parent,
+            before=trail.continued,
+            conversation=Conversation(trail.head, [*trail.echoes[seen - skipped :], answer]),
+            depth=skipped + len(trail.echoes) + 1,
+            keys=[*trail.keys[seen - skipped :], echo.chain(trail.keys[-1], answer)],
+            numbering=(numbering.called, numbering.answered),
+            forms=_lengthened(trail.continued, [echo.comparable(one) for one in (*added, message)]),
+            reasoned=reasoned,
+            prompt=place.prompt_ids or None,
+        )
 
     def joinable(self, body_key: bytes, *, marked_as_retry: bool) -> Exchange | None:
         """The earlier exchange that an equal request joins instead of sampling anew.
@@ -253,29 +372,55 @@ class Attempt:
             return None
         return next((exchange for exchange in earlier if not exchange.recorded), earlier[-1])
 
-    def _follow(self, model: str, conversation: Conversation) -> Trail:
+    def _follow(self, model: str, messages: Sequence[dict[str, Any]], tools: Any) -> Trail:
         """The trail of a request, to the deepest call that it continues."""
-        head, body = conversation
-        trail = Trail(conversation, [echo.seed(model)])
-        for depth, message in enumerate(body, start=1):
+        trail = self._read(echo.seed(model), messages, echo.digest_tools(tools))
+        head = trail.head
+        for depth, message in enumerate(trail.echoes, start=trail.skipped() + 1):
             before = trail.keys[-1]
             anchor = self._anchors.get((head, before, message.ids)) if message.ids else None
             trail.keys.append(echo.chain(before, message) if anchor is None else anchor.key)
             if anchor is not None:
                 trail.anchored[depth] = anchor
                 trail.echo_edited |= trail.keys[-1] != echo.chain(before, message)
-        for key in reversed(trail.keys[1:]):
+        for key in reversed(trail.keys):
             if (equal := self._answered.get((head, key))) is not None:
-                trail.continued = _named(equal, trail.anchored)
+                trail.continued = equal[-1] if len(equal) == 1 else _named(equal, trail.named())
                 break
+        trail.repeats = (head, trail.keys[-1]) in self._asked
         return trail
 
-    def _altered(self, turn: Place) -> tuple[Fork, LiveCall] | None:
-        """The fork of a request that cannot go on behind an early answer, since it holds later ones as altered."""
-        if all(message.get("role") != "assistant" for message in turn.new_messages):
+    def _read(self, seed: bytes, messages: Sequence[dict[str, Any]], tools: bytes) -> Trail:
+        """A request's trail before it is followed: read from the start, or from a call whose messages it repeats."""
+        start = self._start(seed, messages)
+        if start is not None and start.conversation.head.tools == tools:
+            numbering = Numbering(*start.numbering, start.number_of)
+            echoes = echo.read(messages[start.length :], numbering)
+            return Trail(messages, seed, start.conversation.head, start, echoes, [start.key], numbering)
+        numbering = Numbering()
+        head, echoes = echo.split(echo.read(messages, numbering), tools)
+        return Trail(messages, seed, head, None, echoes, [seed], numbering)
+
+    def _start(self, seed: bytes, messages: Sequence[dict[str, Any]]) -> LiveCall | None:
+        """The call that ends with the last answer in the messages, if they repeat all of it."""
+        roles = (at for at in range(len(messages) - 1, -1, -1) if messages[at].get("role") == "assistant")
+        last = next(roles, None)
+        if last is None:
             return None
-        fork, nearest = self._fork(turn.trail)
-        return None if fork is None or nearest is None else (fork, nearest)
+        live = self._ends.get(_end(seed, messages[:last], echo.hear(messages[last])))
+        return live if live is not None and live.begins(messages) else None
+
+    def _anew(self, turn: Place, ids: list[int], messages: list[dict[str, Any]]) -> Place:
+        """The place of a request whose prompt `ids` had to be rendered, although it continues a call in messages."""
+        assert turn.parent is not None
+        fork: Fork | None
+        nearest: LiveCall | None
+        if any(message.get("role") == "assistant" for message in turn.new_messages):
+            fork, nearest = self._fork(turn.trail)  # an early answer it is, since the later ones are altered
+        else:
+            fork, nearest = None if turn.trail.repeats else _refused(turn.parent, ids), turn.parent
+        fork = None if fork is None else _with_token(fork, nearest, ids)
+        return Place(None, ids, ids, messages, fork, turn.trail, nearest)
 
     def _fork(self, trail: Trail) -> tuple[Fork | None, LiveCall | None]:
         """Why a request continues nothing, and the call that it was compared with; None while nothing is answered.
@@ -284,18 +429,51 @@ class Attempt:
         the latest answer that the request still holds; of equally near ones that with the same head, then the one
         answered last.
         """
-        body = trail.conversation.body
-        said = [self._said.get((trail.keys[0], _bare(message))) for message in body if message.role == "assistant"]
+        asked = trail.conversation()
+        said = [self._said.get((trail.seed, _bare(message))) for message in asked.body if message.role == "assistant"]
         heard = [live for live in said if live is not None]
-        shared = next((i for i in range(len(body), 0, -1) if (None, trail.keys[i]) in self._through), 0)
-        key = trail.keys[shared]
-        nearest = self._through.get((trail.conversation.head, key)) or self._through.get((None, key))
-        if shared == 0 and heard:
-            nearest = heard[-1]
+        shared = len(asked.body)
+        while shared and (None, trail.key_at(shared)) not in self._begun:
+            shared -= 1
+        nearest = heard[-1] if shared == 0 and heard else self._nearest(trail, shared)
         if nearest is None:
             return None, None
         echoes = bool(heard) or trail.continued is not None  # which may be an answer that the client altered
-        return forks.find(trail.conversation, nearest.whole(), shared, echoes_answer=echoes), nearest
+        return forks.find(asked, nearest.whole(), shared, echoes_answer=echoes), nearest
+
+    def _nearest(self, trail: Trail, shared: int) -> LiveCall | None:
+        """The last call that begins with the trail's first messages: with the same head, else with any."""
+        key = trail.key_at(shared)
+        nearest = None
+        for live in reversed(self._live):
+            if live.key_at(shared) == key:
+                if live.conversation.head == trail.head:
+                    return live
+                nearest = nearest or live
+        return nearest
+
+    def _keep_at_hand(self, answered: list[LiveCall]) -> None:
+        """Keep the whole prompts of the latest exchanges, since they are likely to go on; of others they are joined."""
+        self._at_hand.append(answered)
+        if len(self._at_hand) > _AT_HAND:
+            for live in self._at_hand.popleft():
+                live.prompt = None
+
+
+def _lengthened(before: LiveCall | None, forms: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
+    """The forms of a conversation that goes on with these; a second branch begins a list of its own."""
+    if before is None:
+        return forms
+    if len(before.forms) > before.length:
+        return before.forms[: before.length] + forms
+    before.forms += forms
+    return before.forms
+
+
+def _end(seed: bytes, messages: Sequence[dict[str, Any]], answer: Echo) -> _End:
+    """What a call that answers `messages` is looked up by: their number, the texts that differ most, the answer."""
+    texts = [message.get("content") for message in (*messages[:2], *messages[-1:])]
+    return seed, len(messages), tuple(text for text in texts if isinstance(text, str)), answer
 
 
 def new_call_id() -> str:
@@ -322,8 +500,7 @@ def _refused(parent: LiveCall, ids: list[int]) -> Fork:
 def _with_token(fork: Fork, nearest: LiveCall | None, ids: list[int]) -> Fork:
     if nearest is None or fork.cause == ForkCause.NEW_CONVERSATION or not nearest.exact():
         return fork
-    prompt, response = nearest.context()
-    return replace(fork, token=forks.first_difference(ids, prompt + response))
+    return replace(fork, token=forks.first_difference(ids, nearest.context()))
 
 
 def _bare(message: Echo) -> Echo:

@@ -3,11 +3,15 @@
 Clients keep the history in objects of their own and write it anew with every request. So a message is its role, its
 text without the white space at its ends, and its tool calls by name and argument values; which call a tool message
 answers counts, what that call's id reads like does not. Reasoning, ids, nulls, spacing and providers' extras come and
-go. Other text, other values, another order of calls, another image are another message. Pure, and linear in the body.
+go. Other text, other values, another order of calls, another image are another message. Pure, and linear in what is
+read: a history that was read before is compared with what it was then, by equality of the raw messages.
 """
 
+import ast
 import hashlib
-from collections.abc import Sequence
+import math
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,13 +19,14 @@ import msgspec
 _REASONING = frozenset({"thinking", "redacted_thinking", "reasoning"})  # types of content parts
 _TRUTH = {"true": True, "false": False}
 _EXACT = 2**53  # whole floats below are whole numbers
+_REPR = 10_000  # characters; longer arguments are not tried as Python's
 
 
 class Echo(NamedTuple):
     """A message as its client keeps it: role, digests of its text and of its calls, and the ids of those calls.
 
-    `calls` is empty where there are none; of a tool message it is the call that the message answers. `ids` are no part
-    of the message's identity.
+    `calls` is empty where there are none; of a tool message it is the call that the message answers, and `ids` the id
+    by which it names that call. `ids` are no part of the message's identity.
     """
 
     role: str
@@ -48,27 +53,58 @@ class Conversation(NamedTuple):
     body: list[Echo]
 
 
-def read(messages: Sequence[dict[str, Any]], tools: Any) -> Conversation:
-    """The conversation that a request's messages and tools are."""
-    echoes: list[Echo] = []
-    numbers: dict[str, int] = {}  # of the calls, through the whole conversation, by their latest id
-    called = answered = 0
-    for message in messages:
-        echo = hear(message)
+class Numbering:
+    """The tool calls of a conversation numbered from 0, which is how the tool messages say what they answer.
+
+    `called` is the number of calls so far, `answered` that of the first which a tool message without an id answers, and
+    `earlier` finds the number of a call by its id in the part of the conversation that was read before.
+    """
+
+    def __init__(self, called: int = 0, answered: int = 0, earlier: Callable[[str], int | None] = lambda _: None):
+        self.called = called
+        self.answered = answered
+        self._earlier = earlier
+        self._numbers: dict[str, int] = {}  # by their latest id
+
+    def numbered(self, echo: Echo) -> Echo:
+        """The conversation's next message, with the call that it answers if it is a tool's."""
         if echo.role == "tool":
+            number = self._number(echo.ids[0])
             # A client that drops the ids answers its calls in their order.
-            number = numbers.get(message.get("tool_call_id") or "", answered)
-            answered += 1
-            echo = echo._replace(calls=b"answers %d" % number)
-        elif echo.calls:
-            answered = called
+            number = self.answered if number is None else number
+            self.answered += 1
+            return echo._replace(calls=b"answers %d" % number)
+        if echo.calls:
+            self.answered = self.called
             for call_id in echo.ids:
-                numbers[call_id] = called
-                called += 1
-        echoes.append(echo)
+                self._numbers[call_id] = self.called
+                self.called += 1
+        return echo
+
+    def _number(self, call_id: str) -> int | None:
+        number = self._numbers.get(call_id)
+        return self._earlier(call_id) if number is None else number
+
+
+def read(messages: Sequence[dict[str, Any]], numbering: Numbering) -> list[Echo]:
+    """The messages that come next in the conversation that `numbering` has counted so far."""
+    return [numbering.numbered(hear(message)) for message in messages]
+
+
+def split(echoes: list[Echo], tools: bytes) -> Conversation:
+    """A whole conversation's messages as its head, with the digest of its tools, and what follows."""
     first = next((i for i, echo in enumerate(echoes) if echo.role != "system"), len(echoes))
-    head = Head(_digest(_json(tools or [])), tuple(echo.text for echo in echoes[:first]))
-    return Conversation(head, echoes[first:])
+    return Conversation(Head(tools, tuple(echo.text for echo in echoes[:first])), echoes[first:])
+
+
+def digest_tools(tools: Any) -> bytes:
+    """What identifies a request's tools."""
+    return _digest(_json(tools or []))
+
+
+def comparable(message: dict[str, Any]) -> dict[str, Any] | None:
+    """The message, if whatever equals it in Python is the same JSON: one without numbers, since 1 == 1.0 == True."""
+    return None if _holds_number(message) else message
 
 
 def hear(message: dict[str, Any]) -> Echo:
@@ -80,6 +116,8 @@ def hear(message: dict[str, Any]) -> Echo:
     ids: tuple[str, ...] = ()
     if message.get("tool_calls") or message.get("function_call") or message.get("audio"):
         calls, ids = _calls(message)
+    if role == "tool":
+        ids = (str(message.get("tool_call_id") or ""),)
     return Echo("system" if role == "developer" else role, _digest(text), calls, ids)
 
 
@@ -91,6 +129,14 @@ def seed(model: str) -> bytes:
 def chain(key: bytes, echo: Echo) -> bytes:
     """The key of the conversation `key` with one message more."""
     return _digest(b"%b %b %b %b" % (key, echo.text, echo.calls, echo.role.encode()))
+
+
+def _holds_number(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_holds_number(inner) for inner in value.values())
+    if isinstance(value, list):
+        return any(_holds_number(inner) for inner in value)
+    return not isinstance(value, str | None)
 
 
 def _digest(data: bytes) -> bytes:
@@ -152,14 +198,39 @@ def _tool_call(call: Any) -> Any:
 
 
 def _arguments(given: Any) -> list[Any]:
-    """The values of arguments, however they were written; the text of those that are no JSON."""
+    """The values of arguments, however they were written; the text of those that are neither JSON nor Python."""
     text = given.strip() if isinstance(given, str) else None
     if not given or text == "":
         return [{}]
     try:
-        return [msgspec.Raw(_json(_plain(given if text is None else msgspec.json.decode(text))))]
-    except (msgspec.DecodeError, OverflowError, RecursionError, UnicodeEncodeError):
+        return [msgspec.Raw(_json(_plain(given if text is None else _value(text))))]
+    except (TypeError, ValueError, OverflowError, RecursionError, MemoryError):
         return [None, _bytes(str(given) if text is None else text).hex()]
+
+
+def _value(text: str) -> Any:
+    """The value that a text writes as JSON, or as Python prints a dict. Raises ValueError, ... for another text."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        if text[0] != "{" or len(text) > _REPR:
+            raise
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of what reads oddly as Python: it is seldom meant as such
+            value = ast.literal_eval(text)  # which builds literals alone, and calls nothing
+    except SyntaxError as error:
+        raise ValueError(str(error)) from error
+    if not _is_json(value):
+        raise ValueError("a literal that JSON does not have")
+    return value
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_json(inner) for name, inner in value.items())
+    if isinstance(value, list):
+        return all(_is_json(inner) for inner in value)
+    return math.isfinite(value) if isinstance(value, float) else isinstance(value, str | int | None)
 
 
 def _plain(value: Any) -> Any:

@@ -53,6 +53,20 @@ class PromptTooLong(GatewayError):
         self.limit = limit
 
 
+class UnknownModel(GatewayError):
+    """A model name that nothing serves, where the policy does not answer for such."""
+
+    def __init__(self, requested: str, served: list[str]) -> None:
+        super().__init__(
+            404,
+            f"there is no model {requested!r}; there are {sorted(served)} "
+            "(gateway.unknown_model: policy lets the policy answer for any name)",
+            kind="not_found_error",
+            param="model",
+            code="model_not_found",
+        )
+
+
 def closed(attempt_id: str) -> GatewayError:
     """The attempt has ended: whatever still calls is a zombie."""
     return GatewayError(409, f"attempt {attempt_id} is closed: its rollout has ended or was retried", kind="conflict")

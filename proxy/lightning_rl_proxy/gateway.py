@@ -9,36 +9,42 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from lightning_rl_adapters import semconv
-from lightning_rl_adapters.call import Call, to_span
+from lightning_rl_adapters.call import to_span
 from lightning_rl_proxy import address as addresses
-from lightning_rl_proxy import relay
-from lightning_rl_proxy.address import Address
-from lightning_rl_proxy.attempt import Attempt, Exchange, Place, new_call_id
-from lightning_rl_proxy.dialects import chat_completions
-from lightning_rl_proxy.dialects.chat_completions import Relayed, Request
+from lightning_rl_proxy import openapi
+from lightning_rl_proxy.address import Address, Door
+from lightning_rl_proxy.answering import Answerer
+from lightning_rl_proxy.attempt import Attempt
+from lightning_rl_proxy.dialects import chat_completions, completions, messages, responses
+from lightning_rl_proxy.dialects.base import Dialect, decode
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
 from lightning_rl_proxy.errors import GatewayError, closed
+from lightning_rl_proxy.exchange import Exchange
 from lightning_rl_proxy.keys import KeyRefused, verify_attempt_key
 from lightning_rl_proxy.ledger import AttemptInfo, Ledger
 from lightning_rl_proxy.recorder import Recorder
-from lightning_rl_proxy.rendering import Answer, Renderer
-from lightning_rl_proxy.router import Router, no_engine
-from lightning_rl_proxy.sampling import effective
+from lightning_rl_proxy.rendering import Renderer
+from lightning_rl_proxy.router import Router
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-T = TypeVar("T")
 
 MAX_BODY = 64 * 2**20  # bytes
 _JSON = (b"content-type", b"application/json")
+_NOT_FOUND = "not_found_error"
+_DIALECTS: dict[str, Dialect] = {
+    "/v1/chat/completions": chat_completions,
+    "/v1/completions": completions,
+    "/v1/responses": responses,
+    "/v1/messages": messages,
+}
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 502: "api_error"}
 _INFO_SECONDS = 1.0  # how long the ledger's word on an attempt is believed
 _SEALED_REMEMBERED = 65536
@@ -48,7 +54,8 @@ _log = logging.getLogger(__name__)
 class Gateway:
     """The proxy. `secret` signs attempt keys, `renderer` speaks the policy's chat format (None: only chat backends).
 
-    `grace_seconds`: how long a call whose client left runs on, waiting for a retry to join it.
+    `grace_seconds`: how long a call whose client left runs on, waiting for a retry to join it. `ping_seconds`: how long
+    a stream may be silent.
     """
 
     def __init__(
@@ -60,6 +67,7 @@ class Gateway:
         renderer: Renderer | None,
         router: Router,
         grace_seconds: float = 10.0,
+        ping_seconds: float = 10.0,
     ) -> None:
         self.router = router
         self.counters: Counter[str] = Counter()
@@ -67,7 +75,9 @@ class Gateway:
         self._secret = secret
         self._renderer = renderer
         self._recorder = Recorder(journal, ledger, counters=self.counters)
+        self._answerer = Answerer(router, renderer, self.counters, self._recorder.record)
         self._grace_seconds = grace_seconds
+        self._ping_seconds = ping_seconds
         self._attempts: dict[tuple[str, str], Attempt] = {}
         # The ledger says that an attempt is closed a moment after it was sealed; in between, this does.
         self._sealed: dict[tuple[str, str], None] = {}
@@ -97,7 +107,8 @@ class Gateway:
             del self._sealed[next(iter(self._sealed))]
         attempt = self._attempts.pop(name, None)
         if attempt is not None:
-            self._close(attempt)
+            cancelled = self._close(attempt)
+            await asyncio.gather(*cancelled, return_exceptions=True)  # each records what it was handed
         await self._recorder.stored()
 
     def carry_on(self, received: dict[str, int]) -> None:
@@ -125,29 +136,60 @@ class Gateway:
         """One HTTP request."""
         if scope["type"] != "http":
             raise RuntimeError(f"the gateway speaks HTTP, not {scope['type']!r}")
+        if (scope["method"], scope["path"]) == ("GET", openapi.PATH):
+            return await _respond(send, 200, openapi.encoded())
+        door = addresses.parse(scope["path"])
+        dialect = _DIALECTS.get("" if door is None else door.path.removesuffix("/count_tokens"), chat_completions)
         try:
-            await self._answer(scope, receive, send)
+            if door is None:
+                raise GatewayError(404, f"there is nothing at {scope['path']}", kind=_NOT_FOUND)
+            await self._answer(door, dialect, scope, receive, send)
         except GatewayError as error:
             self.counters[f"status_{error.status}"] += 1
-            await _respond(send, error.status, chat_completions.serialize_error(error), error.headers())
+            await _respond(send, error.status, dialect.serialize_error(error), error.headers())
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        door = addresses.parse(scope["path"])
-        if door is None:
-            raise GatewayError(404, f"there is nothing at {scope['path']}", kind="not_found_error")
+    async def _answer(self, door: Door, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         address = self._authorised(door.address, headers)
         attempt = await self._open_attempt(address)
-        method = scope["method"]
-        if door.path == "/v1/models" and method == "GET":
+        asked = (scope["method"], door.path)
+        if asked == ("GET", "/v1/models"):
             await _respond(send, 200, self._models())
-        elif door.path == "/v1/chat/completions" and method == "POST":
-            body = await _read(receive)
-            await self._chat(attempt, address.agent, headers, body, receive, send)
+        elif scope["method"] == "GET" and door.path.startswith("/v1/models/"):
+            await _respond(send, 200, self._models(door.path.removeprefix("/v1/models/")))
+        elif asked == ("POST", "/v1/messages/count_tokens"):
+            await _respond(send, 200, self._count_tokens(await _read(receive)))
+        elif asked == ("POST", "/v1/embeddings"):
+            await _respond(send, 200, await self._embed(await _read(receive)))
+        elif scope["method"] == "POST" and door.path in _DIALECTS:
+            await self._call(attempt, address.agent, dialect, headers, await _read(receive), receive, send)
         else:
             raise GatewayError(
-                404, f"{method} {door.path} is not served here; there are /v1/chat/completions and /v1/models"
+                404,
+                f"{scope['method']} {door.path} is not served here; there are POST {', '.join(_DIALECTS)}, "
+                "/v1/messages/count_tokens and /v1/embeddings, and GET /v1/models",
+                kind=_NOT_FOUND,
             )
+
+    def _count_tokens(self, body: bytes) -> bytes:
+        """How long a request's prompt is; no call, and so not recorded."""
+        fields = decode(body)
+        request = messages.parse_count(fields)
+        model = self.router.resolve(request.model)
+        if self._renderer is None or self.router.is_backend(model):
+            raise GatewayError(400, f"model {model!r} is a chat service: its tokens cannot be counted here")
+        tools = None if request.tool_choice == "none" else request.tools
+        return messages.count(len(self._renderer.render(request.messages, tools)))
+
+    async def _embed(self, body: bytes) -> bytes:
+        fields = decode(body)
+        model = fields.get("model")
+        if not isinstance(model, str) or not self.router.is_backend(model):
+            raise GatewayError(400, f"model {model!r} has no embeddings; name a chat backend that has", param="model")
+        try:
+            return await self.router.embed(model, fields)
+        except (EngineUnavailable, EngineRefused) as error:
+            raise _as_gateway_error(error) from error
 
     def _authorised(self, asked: Address | None, headers: dict[bytes, bytes]) -> Address:
         """The address that the key opens, with the URL's agent tag. Raises GatewayError(401 or 403)."""
@@ -185,33 +227,44 @@ class Gateway:
             attempt.checked_at = now
         return attempt
 
-    async def _chat(
+    async def _call(
         self,
         attempt: Attempt,
         agent: str | None,
+        dialect: Dialect,
         headers: dict[bytes, bytes],
         body: bytes,
         receive: Receive,
         send: Send,
     ) -> None:
         retry = headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
-        body_key = hashlib.blake2b((agent or "").encode() + b"\n" + body, digest_size=16).digest()
+        whose = f"{dialect.NAME}\n{agent or ''}\n".encode()
+        body_key = hashlib.blake2b(whose + body, digest_size=16).digest()
         exchange = attempt.joinable(body_key, marked_as_retry=retry)
         if exchange is None:
             exchange = Exchange(body_key)
-            exchange.task = asyncio.create_task(self._work(attempt, agent, body, exchange))
+            try:
+                work = self._answerer.work(attempt, agent, dialect, decode(body), exchange)
+            except EngineUnavailable as error:
+                raise _as_gateway_error(error) from error
+            exchange.task = asyncio.create_task(work)
             attempt.exchanges.setdefault(body_key, []).append(exchange)
         else:
             self.counters["joined_retries"] += 1
             exchange.client_gone = False
-        await self._deliver(attempt, exchange, receive, send)
+        await self._deliver(attempt, dialect, exchange, receive, send)
 
-    async def _deliver(self, attempt: Attempt, exchange: Exchange, receive: Receive, send: Send) -> None:
-        """Wait for the answer while watching the client; record it, then write it."""
+    async def _deliver(
+        self, attempt: Attempt, dialect: Dialect, exchange: Exchange, receive: Receive, send: Send
+    ) -> None:
+        """Hand the answer on as it comes while watching the client; before its last bytes, record it."""
         assert exchange.task is not None
+        reply = _Reply(send, exchange)
         gone = asyncio.create_task(_disconnected(receive))
         try:
-            await asyncio.wait((exchange.task, gone), return_when=asyncio.FIRST_COMPLETED)
+            while not exchange.task.done() and not gone.done():
+                changed = await exchange.changed(gone, self._ping_seconds if exchange.stream else None)
+                await reply.send(*([] if changed else [dialect.PING]))
             if gone.done():
                 exchange.client_gone = True
                 self._later(self._abandon(attempt, exchange))
@@ -219,7 +272,20 @@ class Gateway:
         finally:
             gone.cancel()
         try:
-            answer = exchange.task.result()
+            last = self._ended(attempt, exchange)
+        except GatewayError as error:
+            if not reply.begun:
+                raise
+            self.counters[f"status_{error.status}"] += 1
+            await reply.end(dialect.error_event(error))
+        else:
+            await reply.end(last)
+
+    def _ended(self, attempt: Attempt, exchange: Exchange) -> bytes:
+        """The last bytes of an answer whose work is done; from here on it counts as delivered."""
+        assert exchange.task is not None
+        try:
+            last = exchange.task.result()
         except asyncio.CancelledError:
             raise closed(attempt.address.attempt_id) from None
         except (EngineUnavailable, EngineRefused, GatewayError) as error:
@@ -230,162 +296,9 @@ class Gateway:
             raise closed(attempt.address.attempt_id)
         self._record(exchange, delivered=True)
         attempt.commit(exchange)
-        await _respond(send, 200, answer)
-
-    def _work(self, attempt: Attempt, agent: str | None, body: bytes, exchange: Exchange) -> Coroutine[Any, Any, bytes]:
-        """What answers a request: a chat backend or the token path. Raises GatewayError for a body that neither can."""
-        fields = chat_completions.decode(body)
-        requested = fields.get("model")
-        model = self.router.resolve(requested if isinstance(requested, str) else "")
-        if self.router.is_backend(model):
-            return self._relay(attempt, agent, chat_completions.parse_relayed(fields), exchange, model)
-        if self._renderer is None:
-            raise _as_gateway_error(no_engine(model))
-        return self._run(attempt, agent, chat_completions.parse(fields), exchange, model, self._renderer)
-
-    async def _relay(
-        self, attempt: Attempt, agent: str | None, request: Relayed, exchange: Exchange, model: str
-    ) -> bytes:
-        """Ask a chat backend for each choice; the response body."""
-        first = attempt.take_numbers(request.n)
-        place = attempt.find_turn(model, request.messages, request.tools)
-        self._count_place(place)
-        answers = await _each(
-            self._ask(attempt, agent, request, exchange, place, model, first + index, index)
-            for index in range(request.n)
-        )
-        return chat_completions.merge(answers)
-
-    async def _ask(
-        self,
-        attempt: Attempt,
-        agent: str | None,
-        request: Relayed,
-        exchange: Exchange,
-        by_messages: Place,
-        model: str,
-        number: int,
-        index: int,
-    ) -> dict[str, Any]:
-        # What an attempt publishes is about its policy: a judge beside it keeps the temperature that it was given.
-        sent = request.body(attempt.info.sampling if model == self.router.policy else {}, index)
-        call_id = new_call_id()
-        start_ns = time.time_ns()
-        answer = await self.router.complete(model, sent)
-        # As in `_sample`, nothing waits from here to the end.
-        place = relay.placed(by_messages, answer, request)
-        if by_messages.fork is None:
-            self._count_fork(place)
-        call = relay.call_of(
-            answer,
-            place,
-            attempt,
-            sent,
-            call_id=call_id,
-            number=number,
-            agent=agent,
-            model=model,
-            start_ns=start_ns,
-            end_ns=time.time_ns(),
-        )
-        if answer.ignored_fields:
-            self.counters["ignored_fields"] += len(answer.ignored_fields)
-        exchange.calls.append((call, relay.attributes(answer, place, request, sent)))
-        exchange.commits.append(
-            attempt.answered(place, call, relay.message_of(answer), reasoned=relay.reasoned(answer))
-        )
-        return answer.body
-
-    def _count_place(self, place: Place) -> None:
-        self._count_fork(place)
-        if place.echo_edited:
-            self.counters["echo_edited"] += 1
-
-    def _count_fork(self, place: Place) -> None:
-        if place.fork is not None:
-            self.counters[f"fork_{place.fork.cause}"] += 1
-
-    async def _run(
-        self,
-        attempt: Attempt,
-        agent: str | None,
-        request: Request,
-        exchange: Exchange,
-        model: str,
-        renderer: Renderer,
-    ) -> bytes:
-        """Sample the answers of a request; the response body."""
-        first = attempt.take_numbers(request.n)
-        place = attempt.find_place(model, request.messages, request.tools, renderer)
-        self._count_place(place)
-        answers = await _each(
-            self._sample(attempt, agent, request, exchange, place, model, number, renderer)
-            for number in range(first, first + request.n)
-        )
-        return chat_completions.serialize(
-            exchange.calls[0][0].call_id,
-            model,
-            int(time.time()),
-            answers,
-            len(place.prompt_ids),
-            request.logprobs,
-        )
-
-    async def _sample(
-        self,
-        attempt: Attempt,
-        agent: str | None,
-        request: Request,
-        exchange: Exchange,
-        place: Place,
-        model: str,
-        number: int,
-        renderer: Renderer,
-    ) -> Answer:
-        sampling = effective(request.sampling, attempt.info.sampling, seed_key=attempt.info.seed_key, number=number)
-        call_id = new_call_id()
-        start_ns = time.time_ns()
-        generation = await self.router.generate(model, place.prompt_ids, sampling, request_id=call_id)
-        attempt.tokens_received += len(generation.token_ids)
-        # From here to the end nothing waits, so what an engine handed over is never lost to a cancellation.
-        call = Call(
-            call_id=call_id,
-            rollout_id=attempt.address.rollout_id,
-            attempt_id=attempt.address.attempt_id,
-            number=number,
-            parent_id=None if place.parent is None else place.parent.call.call_id,
-            agent=agent,
-            model=model,
-            prompt_ids=place.added_ids,
-            response_ids=generation.token_ids,
-            logprobs=generation.logprobs,
-            logprob_kind=generation.logprob_kind,
-            versions=generation.versions,
-            temperature=sampling.temperature if sampling.temperature is not None else 1.0,
-            finish_reason=generation.finish_reason,
-            start_ns=start_ns,
-            end_ns=time.time_ns(),
-        )
-        answer = renderer.parse(
-            call_id, place.prompt_ids, call.response_ids, call.logprobs, call.finish_reason, request.tools
-        )
-        more: dict[str, Any] = {
-            semconv.REQUEST_MODEL: request.model,
-            semconv.DIALECT: "chat_completions",
-            semconv.INPUT_TOKENS: len(place.prompt_ids),
-            semconv.OUTPUT_TOKENS: len(call.response_ids),
-            semconv.INPUT_MESSAGES: place.new_messages,
-            semconv.OUTPUT_MESSAGES: [answer.message()],
-            semconv.SAMPLING_REQUESTED: msgspec.to_builtins(request.sampling),
-            semconv.SAMPLING_EFFECTIVE: msgspec.to_builtins(sampling),
-        }
-        more |= place.attributes()
-        if request.ignored_fields:
-            more[semconv.IGNORED_FIELDS] = request.ignored_fields
-            self.counters["ignored_fields"] += len(request.ignored_fields)
-        exchange.calls.append((call, more))
-        exchange.commits.append(attempt.answered(place, call, answer.message(), reasoned=bool(answer.reasoning)))
-        return answer
+        for text in exchange.texts:
+            attempt.texts.add(*text)
+        return last
 
     def _record(self, exchange: Exchange, *, delivered: bool) -> None:
         if exchange.recorded:
@@ -406,15 +319,16 @@ class Gateway:
             self._record(exchange, delivered=False)
             self._forget(attempt, exchange)
 
-    def _close(self, attempt: Attempt) -> None:
-        """Seal: abort what is in flight, and record what was sampled but never delivered."""
+    def _close(self, attempt: Attempt) -> list[asyncio.Task[bytes]]:
+        """Seal: abort what is in flight, and record what was sampled but never delivered. Gives what it aborted."""
         attempt.sealed = True
-        for exchanges in attempt.exchanges.values():
-            for exchange in exchanges:
-                if exchange.task is not None:
-                    exchange.task.cancel()
-                self._record(exchange, delivered=False)
+        aborted = []
+        for exchange in (exchange for equal in attempt.exchanges.values() for exchange in equal):
+            if exchange.task is not None and exchange.task.cancel():
+                aborted.append(exchange.task)
+            self._record(exchange, delivered=False)
         attempt.exchanges.clear()
+        return aborted
 
     def _forget(self, attempt: Attempt, exchange: Exchange) -> None:
         kept = [other for other in attempt.exchanges.get(exchange.body_key, []) if other is not exchange]
@@ -428,9 +342,27 @@ class Gateway:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _models(self) -> bytes:
-        data = [{"id": model, "object": "model", "owned_by": "lightning_rl"} for model in self.router.state()]
-        return msgspec.json.encode({"object": "list", "data": data})
+    def _models(self, one: str | None = None) -> bytes:
+        """The models, or one of them, in words that OpenAI's and Anthropic's clients both read."""
+        listed = [
+            {
+                "id": model,
+                "object": "model",
+                "created": 0,
+                "owned_by": "lightning_rl",
+                "type": "model",
+                "display_name": model,
+                "created_at": "1970-01-01T00:00:00Z",
+            }
+            for model in self.router.state()
+        ]
+        if one is None:
+            ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"]} if listed else {}
+            return msgspec.json.encode({"object": "list", "data": listed, "has_more": False} | ends)
+        for model in listed:
+            if model["id"] == one:
+                return msgspec.json.encode(model)
+        raise GatewayError(404, f"there is no model {one!r}; there are {list(self.router.state())}", kind=_NOT_FOUND)
 
 
 def _as_gateway_error(error: EngineUnavailable | EngineRefused | GatewayError) -> GatewayError:
@@ -439,14 +371,6 @@ def _as_gateway_error(error: EngineUnavailable | EngineRefused | GatewayError) -
     if isinstance(error, EngineRefused):
         return GatewayError(error.status, str(error), kind=_KINDS.get(error.status, "invalid_request_error"))
     return error
-
-
-async def _each(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Every result, in order; the first failure is raised only when all have ended, so that none is lost."""
-    results = await asyncio.gather(*work, return_exceptions=True)
-    for failed in (result for result in results if isinstance(result, BaseException)):
-        raise failed
-    return [result for result in results if not isinstance(result, BaseException)]
 
 
 async def _read(receive: Receive) -> bytes:
@@ -477,3 +401,40 @@ async def _respond(send: Send, status: int, body: bytes, headers: list[tuple[byt
         }
     )
     await send({"type": "http.response.body", "body": body})
+
+
+class _Reply:
+    """One client's copy of an exchange's answer: whole, or as a stream that begins with the first piece."""
+
+    def __init__(self, send: Send, exchange: Exchange) -> None:
+        self.begun = False
+        self._send = send
+        self._exchange = exchange
+        self._sent = 0
+
+    async def send(self, *more: bytes) -> None:
+        """Write the pieces that are there, and `more`."""
+        pieces = self._exchange.pieces[self._sent :]
+        self._sent += len(pieces)
+        if body := b"".join([*pieces, *more]):
+            await self._begin()
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end(self, last: bytes) -> None:
+        """Write what is left, `last` at the end."""
+        if not self._exchange.stream:
+            return await _respond(self._send, 200, last, self._ids())
+        await self._begin()
+        body = b"".join([*self._exchange.pieces[self._sent :], last])
+        return await self._send({"type": "http.response.body", "body": body})
+
+    async def _begin(self) -> None:
+        if not self.begun:
+            self.begun = True
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers + self._ids()})
+
+    def _ids(self) -> list[tuple[bytes, bytes]]:
+        """By which OpenAI's and Anthropic's clients name the request."""
+        request_id = self._exchange.request_id.encode()
+        return [(b"x-request-id", request_id), (b"request-id", request_id)]

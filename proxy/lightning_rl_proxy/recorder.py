@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from lightning_rl_adapters.span import Span
+from lightning_rl_adapters.span import Span, storable
 from lightning_rl_proxy.alarm import Trouble
 from lightning_rl_proxy.ledger import Ledger
 
@@ -81,7 +81,11 @@ class Recorder:
 
     def record(self, span: Span) -> None:
         """Append one record to the journal; the ledger gets it soon."""
-        payload = self._encoder.encode(span)
+        try:
+            payload = self._encoder.encode(span)
+        except OverflowError:  # a client's message may hold any number
+            span.attributes = storable(span.attributes)
+            payload = self._encoder.encode(span)
         self._unwritten.append(_HEADER.pack(len(payload), zlib.crc32(payload)) + payload)
         self._append()
         self._pending.append(span)

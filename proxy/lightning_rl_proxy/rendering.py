@@ -6,7 +6,8 @@ and then the caller renders anew and records a fork. No text of a sampled answer
 
 import difflib
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -75,10 +76,39 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprob] | None = None
 
 
+class Markup(NamedTuple):
+    """What of a chat format can be followed while an answer comes: reasoning first, then text, then tool calls.
+
+    `reasoning` and `calls` are the marks that open and close those; `tokens` are the marks that are tokens of their
+    own, the others are text. The answer ends with one of `ends`; `unseen` tokens are no text; after a `foreign` one
+    nothing is known. `bare_calls`: an answer that begins with a brace may be a call as a whole. `keeps_space`: white
+    space stays where an answer begins with it.
+    """
+
+    reasoning: tuple[str, str] | None = None
+    calls: tuple[str, str] | None = None
+    tokens: Mapping[int, str] = {}
+    ends: frozenset[int] = frozenset()
+    unseen: frozenset[int] = frozenset()
+    foreign: frozenset[int] = frozenset()
+    bare_calls: bool = False
+    keeps_space: bool = False
+
+    def marks(self) -> tuple[str, ...]:
+        """All marks."""
+        return (*(self.reasoning or ()), *(self.calls or ()))
+
+
 class Renderer(Protocol):
     """What the gateway needs of a chat format."""
 
     stop_token_ids: list[int]
+    tokenizer: "FastTokenizer"
+
+    @property
+    def markup(self) -> Markup | None:
+        """What can be followed while an answer comes; None where it can only be parsed as a whole."""
+        ...
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[int]:
         """The whole prompt, ending where the assistant begins to speak."""
@@ -106,6 +136,17 @@ class Renderer(Protocol):
         """The answer that the sampled ids mean."""
         ...
 
+    def forced(self, prompt_ids: list[int], tools: Sequence[dict[str, Any]], name: str | None) -> list[int] | None:
+        """Ids that go behind the prompt so that the answer is a call: of tool `name`, or of any tool (None).
+
+        None where the chat format has no way to do so that is proven.
+        """
+        ...
+
+    def encode_behind(self, text: str) -> list[int]:
+        """The ids of `text` in the middle of a conversation."""
+        ...
+
 
 class FastTokenizer:
     """A `tokenizer.json` with the few methods that `renderers` asks of a tokenizer; loads no transformers."""
@@ -119,11 +160,17 @@ class FastTokenizer:
         self.unk_token_id = self._special(self.config.get("unk_token"))
         self.eos_token_id = self._special(self.config.get("eos_token"))
         added = self._tokenizer.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(self, text: str, *args: Any, **kwargs: Any) -> list[int]:
         """Token ids of `text`, without added special tokens."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_whole(self, text: str) -> list[int]:
+        """Token ids of a whole prompt, with what the tokenizer puts before every text (a BOS token, for instance)."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
         return ids
 
     def decode(self, token_ids: Any, *args: Any, **kwargs: Any) -> str:
@@ -152,16 +199,23 @@ class FastTokenizer:
 class LibraryRenderer:
     """A renderer of the `renderers` library, held to the append-only contract."""
 
-    def __init__(self, renderer: Any, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, renderer: Any, tokenizer: FastTokenizer) -> None:
         self._renderer = renderer
-        self._decode = decode
+        self.tokenizer = tokenizer
         self.stop_token_ids: list[int] = list(renderer.get_stop_token_ids())
+        self.markup = _library_markup(renderer.config.name, tokenizer, self.stop_token_ids)
+        self._forcing: Forcing | None = None
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[int]:
         """See `Renderer`."""
+        return self._render(messages, tools, generation=True)
+
+    def _render(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, *, generation: bool
+    ) -> list[int]:
         try:
             ids: list[int] = self._renderer.render_ids(
-                arguments_parsed(messages), tools=tools, add_generation_prompt=True
+                arguments_parsed(messages), tools=tools, add_generation_prompt=generation
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise GatewayError(
@@ -176,12 +230,18 @@ class LibraryRenderer:
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] | None,
     ) -> list[int] | None:
-        """See `Renderer`."""
-        bridged = self._renderer.bridge_to_next_turn(prompt_ids, response_ids, list(messages), tools=tools)
+        """See `Renderer`. The library looks no further back than the last turn, so that it gets no more to copy."""
+        start = 0
+        if not renderers.is_multimodal(self._renderer):  # those may count the images of the whole prompt
+            ends = (at for at in range(len(prompt_ids) - 1, -1, -1) if prompt_ids[at] in self.stop_token_ids)
+            next(ends, None)  # of the turn before the prompt's last message, or of that message
+            start = next(ends, 0)
+        last_turn = prompt_ids[start:]
+        bridged = self._renderer.bridge_to_next_turn(last_turn, response_ids, list(messages), tools=tools)
         if bridged is None:
             return None
         ids: list[int] = bridged.token_ids
-        context = prompt_ids + response_ids
+        context = last_turn + response_ids
         return ids[len(context) :] if ids[: len(context)] == context else None
 
     def parse(
@@ -193,24 +253,164 @@ class LibraryRenderer:
         finish_reason: str,
         tools: Sequence[dict[str, Any]] | None,
     ) -> Answer:
-        """See `Renderer`. A malformed tool call stays visible as text."""
+        """See `Renderer`. A malformed tool call stays visible as text.
+
+        Of formats that are followed token by token, text and reasoning are stripped whatever comes behind them.
+        """
         parsed = self._renderer.parse_response(response_ids, tools=tools, prompt_ids=prompt_ids)
-        calls, content = [], parsed.content
-        for index, call in enumerate(parsed.tool_calls):
+        reasoning, content = parsed.reasoning_content, parsed.content
+        if self.markup is not None:
+            reasoning, content = None if reasoning is None else reasoning.strip(), content.strip()
+        calls: list[dict[str, Any]] = []
+        for call in parsed.tool_calls:
             if call.status == ToolCallParseStatus.OK:
-                calls.append(tool_call(f"call_{call_id}_{index}", call.name, call.arguments))
+                calls.append(tool_call(tool_call_id(call_id, len(calls)), call.name, call.arguments))
             else:
                 content += f"<tool_call>{call.raw}</tool_call>"
         return Answer(
             content=content,
-            reasoning=parsed.reasoning_content,
+            reasoning=reasoning,
             tool_calls=calls,
             finish_reason=finish_reason,
             token_ids=response_ids,
             logprobs=logprobs,
-            decode=self._decode,
+            decode=self.tokenizer.decode,
             output_tokens=len(response_ids),
         )
+
+    def forced(self, prompt_ids: list[int], tools: Sequence[dict[str, Any]], name: str | None) -> list[int] | None:
+        """See `Renderer`."""
+        if self._forcing is None:
+            self._forcing = probe_forcing(
+                self, lambda messages, known: self.tokenizer.decode(self._render(messages, known, generation=False))
+            )
+        return self._forcing.ids(self, prompt_ids, tools, name)
+
+    def encode_behind(self, text: str) -> list[int]:
+        """See `Renderer`."""
+        return self.tokenizer.encode(text)
+
+
+# Formats of the library that are followed token by token: the marks around reasoning and around calls. Of a format that
+# puts its calls into a section, the section opens them, and each call closes one.
+_THINK = ("<think>", "</think>")
+_TAGGED = Markup(reasoning=_THINK, calls=("<tool_call>", "</tool_call>"))
+_DEEPSEEK = Markup(reasoning=_THINK, calls=("<\uff5ctool▁calls▁begin\uff5c>", "<\uff5ctool▁call▁end\uff5c>"))
+_FOLLOWED = {
+    "qwen3": _TAGGED,
+    "qwen3-vl": _TAGGED,
+    "qwen3.5": _TAGGED,
+    "qwen3.6": _TAGGED,
+    "qwen3.8": _TAGGED,
+    "prime-qwen3": _TAGGED,
+    "glm-4.5": _TAGGED,
+    "glm-5": _TAGGED,
+    "glm-5.1": _TAGGED,
+    "glm-5.3": _TAGGED,
+    "deepseek-v3": _DEEPSEEK,
+    "deepseek-r1": _DEEPSEEK,
+    "llama-3": Markup(bare_calls=True),
+}
+
+
+def _library_markup(name: str, tokenizer: FastTokenizer, stop_token_ids: Sequence[int]) -> Markup | None:
+    markup = _FOLLOWED.get(name)
+    if markup is None:
+        return None
+    tokens, ends = tokens_of(markup.marks(), tokenizer), frozenset(stop_token_ids)
+    return markup._replace(tokens=tokens, ends=ends, foreign=tokenizer.added_ids - ends - tokens.keys())
+
+
+def tokens_of(marks: Sequence[str], tokenizer: FastTokenizer) -> dict[int, str]:
+    """The marks that are tokens of their own."""
+    ids = ((tokenizer.token_id(mark), mark) for mark in marks)
+    return {token: mark for token, mark in ids if token is not None}
+
+
+_TOOL, _ARGUMENT, _VALUE = "name0placeholder0", "argument0placeholder0", "value0placeholder0"
+OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")  # of reasoning, at the end of a prompt
+_EMPTY_THOUGHT = re.compile(r"\A\s*<think>\s*</think>\s*")
+
+
+class Forcing(NamedTuple):
+    """How a format's turn begins that is a call: its empty thinking, and its text up to the name, or the arguments.
+
+    `to_arguments` holds the placeholder of the name. Each text is None where it is not proven.
+    """
+
+    thought: str
+    to_name: str | None
+    to_arguments: str | None
+
+    def ids(
+        self, renderer: Renderer, prompt_ids: list[int], tools: Sequence[dict[str, Any]], name: str | None
+    ) -> list[int] | None:
+        """The ids behind this prompt; see `Renderer.forced`. The only tool there is has its name forced too."""
+        if name is None and len(tools) == 1:
+            name = tools[0]["function"]["name"]
+        head = self.to_name if name is None else self.to_arguments
+        if head is None:
+            return None
+        opened = OPENING.search(renderer.tokenizer.decode(prompt_ids[-16:]))
+        text = self._thought_behind("" if opened is None else opened[0]) + head.replace(_TOOL, name or "")
+        return renderer.encode_behind(text)
+
+    def _thought_behind(self, opening: str) -> str:
+        """The empty thinking, as far as the prompt has not written it."""
+        if "</think>" in opening:
+            return ""
+        if not opening:
+            return self.thought
+        written = self.thought.lstrip()
+        return written[len(opening) :] if written.startswith(opening) else "\n</think>\n\n"
+
+
+def probe_forcing(
+    renderer: Renderer, written: Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]]], str]
+) -> Forcing:
+    """Read from what a format writes for a call how a call begins; `written` gives a conversation's text."""
+    ask = {"role": "user", "content": "a question"}
+    parameters = {"type": "object", "properties": {_ARGUMENT: {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": _TOOL, "description": "a tool", "parameters": parameters}}]
+    said: list[str] = []
+    try:
+        prompt_ids = renderer.render([ask], tools)
+        bare = OPENING.sub("", renderer.tokenizer.decode(prompt_ids))
+        for arguments in ({_ARGUMENT: _VALUE}, {}):
+            calls = [tool_call("call00000", _TOOL, arguments)]
+            text = written([ask, {"role": "assistant", "content": "", "tool_calls": calls}], tools)
+            if not text.startswith(bare) or _TOOL not in text[len(bare) :]:
+                return Forcing("", None, None)
+            said.append(text[len(bare) :])
+    except GatewayError:
+        return Forcing("", None, None)
+    match = _EMPTY_THOUGHT.match(said[0])
+    thought = match[0] if match else ""
+    own, without = (text.removeprefix(thought) for text in said)
+    # Where texts with and without arguments part, the arguments have begun: but for the brace or bracket of either.
+    shared = _shared(own, without).removesuffix("{").removesuffix("<")
+    heads = own[: own.index(_TOOL)], shared if _TOOL in shared else None
+    to_name, to_arguments = (_proven(renderer, prompt_ids, tools, thought, head, own) for head in heads)
+    return Forcing(thought, to_name, to_arguments)
+
+
+def _proven(
+    renderer: Renderer, prompt_ids: list[int], tools: Sequence[dict[str, Any]], thought: str, head: str | None, own: str
+) -> str | None:
+    """`head`, if an answer that goes on from it as the format does is that very call."""
+    if head is None:
+        return None
+    # A placeholder in the head stands for itself here.
+    forced = Forcing(thought, head, head).ids(renderer, prompt_ids, tools, _TOOL) or []
+    response = forced + renderer.encode_behind(own[len(head) :])
+    answer = renderer.parse("probe", prompt_ids, response, None, "stop", tools)
+    calls = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in answer.tool_calls]
+    return head if calls == [(_TOOL, {_ARGUMENT: _VALUE})] and not answer.content.strip() else None
+
+
+def _shared(one: str, other: str) -> str:
+    """The longest common beginning."""
+    return one[: next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))]
 
 
 def load_renderer(
@@ -238,7 +438,7 @@ def load_renderer(
     if history == "keep" and hasattr(config, "thinking_retention"):
         # Only with all thinking kept is a new user turn a pure continuation.
         config = config.model_copy(update={"thinking_retention": "all"})
-    return LibraryRenderer(renderers.create_renderer(tokenizer, config), tokenizer.decode)
+    return LibraryRenderer(renderers.create_renderer(tokenizer, config), tokenizer)
 
 
 def _template_renderer(
@@ -254,6 +454,11 @@ def _template_renderer(
             f"{folder} has no chat template"
         )
     return templates.TemplateRenderer(folder, tokenizer, texts, model=model, history=history)
+
+
+def tool_call_id(call_id: str, index: int) -> str:
+    """The id of an answer's tool call: `index` counts the calls that are well-formed."""
+    return f"call_{call_id}_{index}"
 
 
 def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:

@@ -6,30 +6,63 @@ are one side of the conservation law.
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, Literal
 
 from lightning_rl_adapters.call import VersionRange
-from lightning_rl_proxy.engines.base import Engine, EngineUnavailable, Finish
+from lightning_rl_proxy.engines.base import Engine, EngineUnavailable, Finish, Tokens
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer, ChatBackend
+from lightning_rl_proxy.errors import UnknownModel
 from lightning_rl_proxy.sampling import Sampling
 
 
-class Generation(NamedTuple):
-    """A finished generation."""
+class Generation:
+    """What an engine has handed over of one answer, so far; `finish_reason` is None until it has ended."""
 
-    token_ids: list[int]
-    logprobs: list[float] | None
-    logprob_kind: str
-    finish_reason: str
-    versions: list[VersionRange]
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] | None = []
+        self.logprob_kind = "sampled"
+        self.finish_reason: str | None = None
+        self.versions: list[VersionRange] = []
+
+    def add(self, tokens: Tokens, version: int) -> None:
+        """Take some tokens more, sampled under `version` as far as is known now."""
+        start = len(self.token_ids)
+        self.token_ids += tokens.token_ids
+        if self.logprobs is not None:
+            if tokens.logprobs is None:
+                self.logprobs = None
+            else:
+                self.logprobs += tokens.logprobs
+        if self.versions and self.versions[-1].version == version:
+            start = self.versions.pop().start
+        if self.token_ids:
+            self.versions.append(VersionRange(version, start, len(self.token_ids)))
+
+    def end(self, finish: Finish) -> None:
+        """Take the engine's word on how it ended, and on who sampled which token."""
+        self.finish_reason = finish.reason
+        self.versions = finish.version_spans
+
+    def keep(self, n: int) -> None:
+        """Drop what is behind the first `n` tokens."""
+        self.token_ids = self.token_ids[:n]
+        self.logprobs = None if self.logprobs is None else self.logprobs[:n]
+        cut = (VersionRange(v.version, v.start, min(v.end, n)) for v in self.versions)
+        self.versions = [v for v in cut if v.end > v.start]
 
 
 class Router:
-    """The engines and chat backends by model. Calls of a paused model wait; unknown names go to the model `policy`."""
+    """The engines and chat backends by model. Calls of a paused model wait.
 
-    def __init__(self, policy: str) -> None:
+    `unknown_model`: names that nothing serves mean the model `policy`, or are refused.
+    """
+
+    def __init__(self, policy: str, *, unknown_model: Literal["policy", "refuse"] = "policy") -> None:
         self.policy = policy
+        self._refuses_unknown = unknown_model == "refuse"
         self.received: Counter[str] = Counter()
         self._engines: dict[str, list[Engine]] = {}
         self._backends: dict[str, list[ChatBackend]] = {}
@@ -49,32 +82,55 @@ class Router:
         self._backends.setdefault(backend.model, []).append(backend)
 
     def resolve(self, requested: str) -> str:
-        """The model that a requested name means: a registered one, else the policy."""
-        return requested if requested in self._engines or requested in self._backends else self.policy
+        """The model that a requested name means. Raises UnknownModel where unknown ones are refused."""
+        if requested in self._engines or requested in self._backends:
+            return requested
+        if self._refuses_unknown and requested != self.policy:
+            raise UnknownModel(requested, [*self._engines, *self._backends])
+        return self.policy
 
     def is_backend(self, model: str) -> bool:
         """Whether chat backends answer for `model`."""
         return model in self._backends
 
-    async def generate(self, model: str, prompt: list[int], sampling: Sampling, *, request_id: str) -> Generation:
-        """Sample one answer. Waits while the model is paused. Raises EngineUnavailable or EngineRefused."""
+    def lacking(self, model: str, sampling: Sampling) -> list[str]:
+        """The names of the parameters that are set and that not every engine of `model` honours."""
+        named = ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "json_schema")
+        asked = {name for name in named if getattr(sampling, name) is not None}
+        return sorted({name for engine in self._engines.get(model, ()) for name in asked - engine.abilities})
+
+    async def generate(
+        self,
+        model: str,
+        prompt: list[int],
+        sampling: Sampling,
+        generation: Generation,
+        *,
+        request_id: str,
+        stream: bool = False,
+    ) -> AsyncGenerator[Tokens]:
+        """Sample one answer into `generation`, yielding the tokens that come; with `stream`, as they are sampled.
+
+        Waits while the model is paused. Closing the generator aborts the engine's work. Raises EngineUnavailable,
+        EngineRefused or PromptTooLong.
+        """
         await self._not_paused(model)
         engine = self._least_busy(model)
-        token_ids: list[int] = []
-        logprobs: list[float] | None = []
+        generation.logprob_kind = engine.logprob_kind(sampling)
         self._busy[id(engine)] += 1
         try:
-            async for part in engine.generate(prompt, sampling, request_id=request_id):
-                if isinstance(part, Finish):
-                    return Generation(
-                        token_ids, logprobs, engine.logprob_kind(sampling), part.reason, part.version_spans
-                    )
-                self.received[model] += len(part.token_ids)
-                token_ids += part.token_ids
-                logprobs = None if logprobs is None or part.logprobs is None else logprobs + part.logprobs
+            async with aclosing(engine.generate(prompt, sampling, request_id=request_id, stream=stream)) as parts:
+                async for part in parts:
+                    if isinstance(part, Finish):
+                        generation.end(part)
+                        break
+                    self.received[model] += len(part.token_ids)
+                    generation.add(part, engine.policy_version)
+                    yield part
         finally:
             self._busy[id(engine)] -= 1
-        raise EngineUnavailable(f"the engine of model {model!r} ended request {request_id} without a finish reason")
+        if generation.finish_reason in (None, "abort"):
+            raise EngineUnavailable(f"the engine of model {model!r} broke request {request_id} off")
 
     async def complete(self, model: str, body: dict[str, Any]) -> ChatAnswer:
         """One choice of a chat backend. Waits while the model is paused. Raises as `generate` does."""
@@ -85,6 +141,10 @@ class Router:
             return await backend.complete(body)
         finally:
             self._busy[id(backend)] -= 1
+
+    async def embed(self, model: str, body: dict[str, Any]) -> bytes:
+        """A chat backend's embeddings, as the service gave them. Raises as `generate` does."""
+        return await self._backends[model][0].embed(body)
 
     def carry_on(self, received: dict[str, int]) -> None:
         """Count received tokens on from these, per model: those of earlier processes."""

@@ -1,8 +1,8 @@
 """Requested and effective sampling parameters.
 
-Where the algorithm gives sampling parameters they replace the agent's; where it gives none the agent's hold. The seed
-of a call is derived from the attempt's seed key, the agent's own seed and the call's number: a group is never n times
-the same, and a validation can be repeated.
+A parameter that the algorithm gives replaces the agent's; where it gives none the agent's holds. The seed of a call is
+derived from the attempt's seed key, the agent's own seed and the call's number: a group is never n times the same, and
+a validation can be repeated.
 """
 
 import hashlib
@@ -11,7 +11,10 @@ from typing import Any
 
 import msgspec
 
-_REPLACED = ("temperature", "top_p", "top_k")
+REPLACED = (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+)  # fmt: skip
+_NEUTRAL = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -37,8 +40,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def effective(requested: Sampling, algorithm: Mapping[str, float | int], *, seed_key: str, number: int) -> Sampling:
     """What the engine is asked for, for the call that arrived as `number`."""
-    source = algorithm if algorithm else msgspec.structs.asdict(requested)
-    values = {name: source[name] for name in _REPLACED if source.get(name) is not None}
+    given = ((name, algorithm.get(name, getattr(requested, name))) for name in REPLACED)
+    values = {name: value for name, value in given if value is not None}
+    penalties = {name: float(values[name]) for name, off in _NEUTRAL.items() if values.get(name, off) != off}
     limits = [n for n in (requested.max_tokens, algorithm.get("max_tokens")) if n is not None]
     return Sampling(
         temperature=float(values.get("temperature", 1.0)),
@@ -46,24 +50,11 @@ def effective(requested: Sampling, algorithm: Mapping[str, float | int], *, seed
         top_k=int(values.get("top_k", -1)),
         max_tokens=int(min(limits)) if limits else None,
         seed=mixed_seed(seed_key, requested.seed, number),
+        stop=requested.stop or None,
+        logit_bias=requested.logit_bias or None,
+        json_schema=requested.json_schema,
+        **penalties,
     )
-
-
-def published(body: Mapping[str, Any], algorithm: Mapping[str, float | int]) -> dict[str, Any]:
-    """A chat request's body under the parameters that the algorithm gives; what it does not give stays the agent's."""
-    changed = dict(body)
-    for name in _REPLACED:
-        if (value := algorithm.get(name)) is not None:
-            changed[name] = value
-    if changed.get("top_k") == -1:
-        del changed["top_k"]  # all tokens: what services do by themselves, and many know no such field
-    limit = algorithm.get("max_tokens")
-    if limit is not None:
-        asked = [name for name in ("max_tokens", "max_completion_tokens") if isinstance(changed.get(name), int)]
-        changed |= {name: min(changed[name], int(limit)) for name in asked or ()}
-        if not asked:
-            changed["max_tokens"] = int(limit)
-    return changed
 
 
 def mixed_seed(seed_key: str, requested: int | None, number: int) -> int:

@@ -23,7 +23,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.rendering import Answer, FastTokenizer, arguments_parsed, tool_call
+from lightning_rl_proxy.rendering import (
+    OPENING,
+    Answer,
+    FastTokenizer,
+    Forcing,
+    Markup,
+    arguments_parsed,
+    probe_forcing,
+    tokens_of,
+    tool_call,
+    tool_call_id,
+)
 
 Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]] | None
@@ -32,10 +43,9 @@ Outcome = Literal["proven", "refused", "moved"]
 _log = logging.getLogger(__name__)
 _FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # which parsing needs, special or not
+_THINK, _CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")  # which parsing needs, special or not
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _THOUGHT = re.compile(r"\A\s*(<think>)?.*?</think>", re.DOTALL)
-_OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")  # of reasoning, at the end of a generation prompt
 _PLACEHOLDER = "ANSWER0PLACEHOLDER0"
 _QUESTION: Message = {"role": "user", "content": "a question"}
 _CALLED: list[Message] = [
@@ -95,22 +105,27 @@ class TemplateRenderer:
         model: str,
         history: Literal["keep", "template"] = "keep",
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._keep = history == "keep"
         self._template = _usable(folder, texts, _special_tokens(folder, tokenizer.config))
         self._thinks = self._template.reasons or tokenizer.token_id("</think>") is not None
         self._anchor = _anchor(tokenizer)
         self._closer = self._find_closer()
-        self._closer_ids = self._encode_behind(self._closer)
+        self._closer_ids = self.encode_behind(self._closer)
         self.stop_token_ids = _stop_token_ids(folder, tokenizer, self._closer)
         self._outcomes = {name: _worst([self._outcome(p) for p in probes]) for name, probes in _probes().items()}
         self.append_only = {name: outcome == "proven" for name, outcome in self._outcomes.items()}
+        self.markup = self._markup()
+        self._forcing: Forcing | None = None
         self._warn(model)
 
     def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """See `Renderer`."""
+        return self.tokenizer.encode(self._text(messages, tools, generation=True))
+
+    def _text(self, messages: Sequence[Message], tools: Tools, *, generation: bool) -> str:
         try:
-            return self._tokenizer.encode(self._template.text(messages, tools))
+            return self._template.text(messages, tools, generation=generation)
         except _FAILURES as error:
             raise GatewayError(
                 400, f"the chat template cannot render these messages: {_why(error)}", param="messages"
@@ -129,7 +144,7 @@ class TemplateRenderer:
         if not self.append_only[thinking] and self._holds_reasoning(prompt_ids + response_ids):
             return None
         added = self._addition(messages, tools)
-        return None if added is None else self._unsaid(response_ids, self._encode_behind(added))
+        return None if added is None else self._unsaid(response_ids, self.encode_behind(added))
 
     def parse(
         self,
@@ -150,9 +165,15 @@ class TemplateRenderer:
             finish_reason=finish_reason,
             token_ids=response_ids,
             logprobs=logprobs,
-            decode=self._tokenizer.decode,
+            decode=self.tokenizer.decode,
             output_tokens=len(response_ids),
         )
+
+    def forced(self, prompt_ids: list[int], tools: Sequence[dict[str, Any]], name: str | None) -> list[int] | None:
+        """See `Renderer`."""
+        if self._forcing is None:
+            self._forcing = probe_forcing(self, lambda messages, known: self._text(messages, known, generation=False))
+        return self._forcing.ids(self, prompt_ids, tools, name)
 
     def _find_closer(self) -> str:
         """What the template writes behind an answer whatever follows it; empty where that cannot be told."""
@@ -167,8 +188,8 @@ class TemplateRenderer:
         if tail and behind.startswith(tail):
             return tail
         # Some templates close a turn only when another follows.
-        first = self._tokenizer.encode(behind)[:1]
-        return self._tokenizer.decode(first) if self._tokenizer.special_ids.issuperset(first) else ""
+        first = self.tokenizer.encode(behind)[:1]
+        return self.tokenizer.decode(first) if self.tokenizer.special_ids.issuperset(first) else ""
 
     def _addition(self, messages: Sequence[Message], tools: Tools) -> str | None:
         """What the template writes behind an answer that `messages` follow, its closer first."""
@@ -181,7 +202,7 @@ class TemplateRenderer:
         except _FAILURES:
             return None
         # Messages that change what stands before the answer (a system text moved to the top) are no continuation.
-        if not behind or not before.startswith(_OPENING.sub("", prompt)):
+        if not behind or not before.startswith(OPENING.sub("", prompt)):
             return None
         if not calls:
             return behind
@@ -190,7 +211,7 @@ class TemplateRenderer:
         return None if start < 0 else behind[start:]
 
     def _closer_is_special(self) -> bool:
-        return not self._tokenizer.special_ids.isdisjoint(self._closer_ids)
+        return not self.tokenizer.special_ids.isdisjoint(self._closer_ids)
 
     def _unsaid(self, response_ids: list[int], ids: list[int]) -> list[int]:
         """`ids` without what the answer already has of the closer."""
@@ -202,11 +223,11 @@ class TemplateRenderer:
         said = next((n for n in range(len(closer), 0, -1) if response_ids[-n:] == closer[:n]), 0)
         return ids[said:]
 
-    def _encode_behind(self, text: str) -> list[int]:
-        """The ids of `text` in the middle of a conversation."""
+    def encode_behind(self, text: str) -> list[int]:
+        """See `Renderer`."""
         if self._anchor is None:
-            return self._tokenizer.encode(text)
-        return self._tokenizer.encode(self._anchor + text)[1:]
+            return self.tokenizer.encode(text)
+        return self.tokenizer.encode(self._anchor + text)[1:]
 
     def _situations(self, response_ids: list[int], messages: Sequence[Message], tools: Tools) -> Iterator[str]:
         """The probed situations that a continuation is in, but for those of reasoning.
@@ -232,26 +253,35 @@ class TemplateRenderer:
             yield "unicode"
 
     def _holds_reasoning(self, ids: list[int]) -> bool:
-        marks = [self._tokenizer.token_id(mark) for mark in ("<think>", "</think>")]
+        marks = [self.tokenizer.token_id(mark) for mark in ("<think>", "</think>")]
         if None not in marks:
             return any(mark in ids for mark in marks)
-        return "<think>" in (text := self._tokenizer.decode(ids)) or "</think>" in text
+        return "<think>" in (text := self.tokenizer.decode(ids)) or "</think>" in text
 
     def _visible(self, response_ids: list[int]) -> str:
         """The text of an answer without special tokens, but with those that parsing needs."""
-        kept = {self._tokenizer.token_id(mark) for mark in _MARKUP}
-        unseen = (self._tokenizer.special_ids | set(self.stop_token_ids)) - kept
-        return self._tokenizer.decode([token for token in response_ids if token not in unseen])
+        unseen = self.markup.unseen
+        return self.tokenizer.decode([token for token in response_ids if token not in unseen])
+
+    def _markup(self) -> Markup:
+        tokens = tokens_of((*_THINK, *_CALL), self.tokenizer)
+        return Markup(
+            reasoning=_THINK if self._thinks else None,
+            calls=_CALL,
+            tokens=tokens if self._thinks else {token: mark for token, mark in tokens.items() if mark in _CALL},
+            unseen=(self.tokenizer.special_ids | set(self.stop_token_ids)) - tokens.keys(),
+            keeps_space=True,
+        )
 
     def _split_reasoning(self, prompt_ids: list[int], text: str) -> tuple[str | None, str]:
         """Reasoning and the rest; of an answer that was cut while it reasoned, all is reasoning."""
         if not self._thinks:
             return None, text
-        before, closed, rest = text.partition("</think>")
-        opened = text.lstrip().startswith("<think>") or self._tokenizer.decode(prompt_ids[-16:]).rstrip().endswith(
+        before, _, rest = text.partition("</think>")
+        opened = text.lstrip().startswith("<think>") or self.tokenizer.decode(prompt_ids[-16:]).rstrip().endswith(
             "<think>"
         )
-        if not closed and not opened:
+        if not opened:
             return None, text
         return before.strip().removeprefix("<think>").strip() or None, rest.strip()
 
@@ -263,7 +293,7 @@ class TemplateRenderer:
         except _FAILURES:
             return "refused"
         added = self._addition(probe.then, probe.tools)
-        bare = _OPENING.sub("", prompt)
+        bare = OPENING.sub("", prompt)
         # Kept reasoning may differ from the template's history, but only inside the answer's own turn.
         start = len(bare if self._keep else prompt)
         if added is None or not longer.startswith(prompt[:start]) or not longer[start:].endswith(added):
@@ -402,11 +432,11 @@ def _split_tool_calls(call_id: str, text: str) -> tuple[str, list[dict[str, Any]
             return match[0]
         if not isinstance(arguments := said.get("arguments"), dict):
             return match[0]
-        calls.append(tool_call(f"call_{call_id}_{len(calls)}", said["name"], arguments))
+        calls.append(tool_call(tool_call_id(call_id, len(calls)), said["name"], arguments))
         return ""
 
     rest = _TOOL_CALL.sub(take, text)
-    return (rest.strip() if calls else rest), calls
+    return (rest.rstrip() if calls else rest), calls
 
 
 def _worst(outcomes: Sequence[Outcome]) -> Outcome:

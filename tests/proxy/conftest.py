@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,11 +65,13 @@ class MemoryLedger:
 class ScriptedEngine:
     """Says the scripted answers in turn (then `ok`), each closed by the turn's end token, with its index as logprob.
 
-    While `hold` is set, generations wait; `fail` makes the next ones fail.
+    While `hold` is set, generations wait; `fail` makes the next ones fail. A stream gives one token at a time, and with
+    `steps` waits for a permit before each.
     """
 
     model = MODEL
     policy_version = 7
+    abilities = frozenset({"min_p"})
 
     def __init__(self, tokenizer: FastTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -80,10 +82,11 @@ class ScriptedEngine:
         self.hold: asyncio.Event | None = None
         self.fail = 0
         self.aborted = 0
+        self.steps: asyncio.Semaphore | None = None
 
     async def generate(
-        self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0
-    ) -> AsyncIterator[Tokens | Finish]:
+        self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0, stream: bool = False
+    ) -> AsyncGenerator[Tokens | Finish]:
         self.prompts.append(prompt)
         self.samplings.append(sampling)
         text = self.script.popleft() if self.script else "ok"
@@ -99,7 +102,16 @@ class ScriptedEngine:
         ids = self._tokenizer.encode(text)
         cut = text.endswith("...")  # as if max_tokens had been reached
         ids = ids if cut else [*ids, self._end]
-        yield Tokens(ids, [-0.25 * (i + 1) for i in range(len(ids))])
+        logprobs = [-0.25 * (i + 1) for i in range(len(ids))]
+        size = 1 if stream else len(ids)
+        for i in range(0, len(ids), size):
+            try:
+                if self.steps is not None:
+                    await self.steps.acquire()
+                yield Tokens(ids[i : i + size], logprobs[i : i + size])
+            except (asyncio.CancelledError, GeneratorExit):
+                self.aborted += 1
+                raise
         yield Finish("length" if cut else "stop", None if cut else self._end, [VersionRange(7, 0, len(ids))])
 
     def logprob_kind(self, sampling: Sampling) -> str:

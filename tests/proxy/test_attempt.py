@@ -385,7 +385,7 @@ def test_an_answer_put_in_by_the_client_cannot_be_appended(story: Story) -> None
 @pytest.fixture
 def forgetful(tokenizer: FastTokenizer, tmp_path: Path) -> Iterator[Story]:
     """A gateway whose chat format drops the reasoning of earlier turns."""
-    renderer = LibraryRenderer(renderers.create_renderer(tokenizer, config_from_name("qwen3")), tokenizer.decode)
+    renderer = LibraryRenderer(renderers.create_renderer(tokenizer, config_from_name("qwen3")), tokenizer)
     ledger, engine, router = MemoryLedger(), ScriptedEngine(tokenizer), Router(MODEL)
     router.register(engine)
     gateway = Gateway(ledger=ledger, secret=SECRET, journal=tmp_path / "j", renderer=renderer, router=router)

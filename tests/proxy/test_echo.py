@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from lightning_rl_adapters.call import Call
 from lightning_rl_proxy import echo
 from lightning_rl_proxy.address import Address
-from lightning_rl_proxy.attempt import Attempt, Exchange
+from lightning_rl_proxy.attempt import Attempt
+from lightning_rl_proxy.exchange import Exchange
 from lightning_rl_proxy.ledger import AttemptInfo
 
 Message = dict[str, Any]
@@ -254,7 +255,7 @@ def test_tools_with_their_keys_in_another_order_are_the_same_and_others_are_not(
     assert continued(attempt, messages, []) is None
 
 
-def called(arguments: str | None, call_id: str = "x", *names: str) -> Message:
+def called(arguments: Any, call_id: str = "x", *names: str) -> Message:
     function = {"name": "run", "arguments": arguments}
     return {"role": "assistant", "content": None, "tool_calls": [{"id": call_id, "function": function}]}
 
@@ -276,6 +277,15 @@ def called(arguments: str | None, call_id: str = "x", *names: str) -> Message:
         ("[" * 100_000, "[" * 100_000, True),
         ("[1, 2]", "[2, 1]", False),
         ('{"s": " a"}', '{"s": "a"}', False),
+        ("{'a': True, 'b': None, 'c': [1.0, 'it\\'s']}", '{"a": true, "b": null, "c": [1, "it\'s"]}', True),
+        ("{'a': True}", '{"a": false}', False),
+        ("{'a': (1,)}", '{"a": [1]}', False),
+        ("{'a': b'x'}", '{"a": "eA=="}', False),
+        ("{1: 'a'}", '{"1": "a"}', False),
+        ("{'a': 1e999}", '{"a": null}', False),
+        ("{'a': open('x')}", "{'a': open('x')} ", True),
+        ("{'a': " + "-" * 9000 + "1}", '{"a": 1}', False),
+        ("{'a': '" + "x" * 10_000 + "'}", '{"a": "' + "x" * 10_000 + '"}', False),
     ],
 )
 def test_arguments_are_their_values(one: str | None, other: str, same: bool) -> None:
@@ -361,3 +371,34 @@ def test_of_equal_answers_the_ids_say_which_is_continued_and_without_them_the_la
     assert continued(attempt, [*turn("call_k_0"), done]) == "after k"
     assert continued(attempt, [*turn("call_l_0"), done]) == "after l"
     assert continued(attempt, [*turn("renamed"), done]) == "after l"
+
+
+def test_numbers_that_are_equal_in_python_alone_are_other_arguments() -> None:
+    attempt = an_attempt()
+    done = {"role": "assistant", "content": "done"}
+
+    def turn(on: Any) -> list[Message]:
+        return [QUESTION, called({"on": on}, "x"), RESULT | {"tool_call_id": "x"}]
+
+    answer(attempt, [QUESTION], called({"on": 1}, "x"), "k")
+    answer(attempt, turn(1), done, "l")
+    assert continued(attempt, [*turn(True), done]) is None
+    assert continued(attempt, [*turn(1), done]) == "l"
+
+
+def test_a_history_that_was_read_once_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt, history, read = an_attempt(), list[Message](), list[int]()
+    hear = echo.hear
+
+    def counted(message: Message) -> echo.Echo:
+        read[-1] += 1
+        return hear(message)
+
+    monkeypatch.setattr(echo, "hear", counted)
+    for turn in range(20):
+        history.append({"role": "user", "content": f"turn {turn}"})
+        read.append(0)
+        said = {"role": "assistant", "content": "ok"}
+        assert answer(attempt, history, said, f"k{turn}")
+        history.append(said | {"refusal": None})  # as an SDK writes it
+    assert len(set(read[1:])) == 1, read

@@ -192,6 +192,59 @@ def test_without_an_algorithm_the_agent_decides(served: Served) -> None:
     assert (second.temperature, second.max_tokens) == (1.0, None)
 
 
+def test_a_group_whose_agent_hard_codes_a_greedy_seed_is_diverse(served: Served) -> None:
+    for i in range(8):
+        say(client(served, rollout_id=f"r{i}"), [user("one")], temperature=0, seed=42)
+    assert {sampling.temperature for sampling in served.engine.samplings} == {1.0}
+    assert len({sampling.seed for sampling in served.engine.samplings}) == 8
+
+
+def test_validation_seeds_can_be_repeated(served: Served) -> None:
+    """Two rollouts with one seed key, as those of a task in two validations have, are sampled alike."""
+    for attempt in ("a1", "a2"):
+        say(client(served, attempt_id=attempt), [user("one")], seed=42)
+        say(client(served, attempt_id=attempt), [user("two")], seed=42)
+    one, two, again, once_more = (sampling.seed for sampling in served.engine.samplings)
+    assert (one, two) == (again, once_more)
+    assert one != two
+
+
+def test_requested_and_effective_sampling_are_both_recorded(served: Served) -> None:
+    served.ledger.sampling = {"temperature": 1.0, "max_tokens": 64, "presence_penalty": 0.0}
+    say(client(served), [user("one")], temperature=0.1, max_tokens=500, presence_penalty=1.0, stop="x")
+    served.seal()
+    [span] = served.ledger.spans
+    assert span.attributes[semconv.SAMPLING_REQUESTED] == {
+        "temperature": 0.1, "max_tokens": 500, "presence_penalty": 1.0, "stop": ["x"],
+    }  # fmt: skip
+    effective = span.attributes[semconv.SAMPLING_EFFECTIVE]
+    assert (effective["temperature"], effective["max_tokens"], effective["stop"]) == (1.0, 64, ["x"])
+
+
+def test_what_the_engine_lacks_is_refused_by_the_clients_own_name(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="response_format is not supported by the engine") as refused:
+        say(client(served), [user("one")], response_format={"type": "json_object"})
+    assert refused.value.param == "response_format"
+    assert served.engine.prompts == []
+    served.engine.abilities = frozenset({"json_schema"})
+    say(client(served), [user("one")], response_format={"type": "json_object"})
+    assert served.engine.samplings[0].json_schema == {}
+
+
+def test_any_model_name_means_the_policy_and_is_recorded(served: Served) -> None:
+    say(client(served), [user("one")], model="gpt-4o")
+    served.seal()
+    [span] = served.ledger.spans
+    assert (span.attributes[semconv.REQUEST_MODEL], span.attributes[semconv.RESPONSE_MODEL]) == ("gpt-4o", "policy")
+
+
+def test_unknown_model_names_can_be_refused(served: Served) -> None:
+    served.gateway.router._refuses_unknown = True
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4o'"):
+        say(client(served), [user("one")], model="gpt-4o")
+    assert say(client(served), [user("one")]) == "ok"
+
+
 def test_the_agent_tag_of_the_url_is_recorded_and_the_key_alone_is_a_door(served: Served) -> None:
     say(openai.OpenAI(
         base_url=served.base_url(agent="writer"), api_key=served.key()), [user("one")])  # fmt: skip
@@ -344,10 +397,10 @@ def test_an_engine_that_fails_is_a_retryable_error_and_then_forgotten(served: Se
     [
         ('{"model": "policy", "messages": []}', "messages"),
         ('{"model": "policy", "messages": [{"role": "king", "content": "x"}]}', "messages[0].role"),
-        ('{"model": "policy", "messages": [{"role": "user", "content": "x"}], "stream": true}', "stream"),
+        ('{"model": "policy", "messages": [{"role": "user", "content": "x"}], "audio": {}}', "audio"),
         ('{"model": "policy", "messages": [{"role": "user", "content": "x"}], "n": 0}', "n"),
         ('{"model": "policy", "messages": [{"role": "user", "content": "x"}], "logit_bias": {"1": 2}}', "logit_bias"),
-        ('{"model": "policy", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+        ('{"model": "policy", "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}',
          "messages[0].content"),
         ('{"model": "policy", "messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}',
          "tool_choice"),

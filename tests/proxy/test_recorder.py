@@ -237,3 +237,18 @@ def test_what_a_failing_ledger_has_not_taken_at_the_stop_waits_in_the_journal(
 
     asyncio.run(scenario())
     assert names(replay(journal)) == ["s1"]
+
+
+def test_numbers_that_no_record_can_hold_are_kept_as_text(tmp_path: Path) -> None:
+    async def work(ledger: MemoryLedger) -> None:
+        recorder = Recorder(tmp_path / "journal", ledger)
+        await recorder.start()
+        huge = span(1)
+        huge.attributes["message"] = [{"n": 10**30, "small": 5, "deep": [{"m": -(10**30)}]}]
+        recorder.record(huge)
+        await recorder.stop()
+
+    ledger = MemoryLedger()
+    asyncio.run(work(ledger))
+    [kept] = ledger.spans
+    assert kept.attributes["message"] == [{"n": str(10**30), "small": 5, "deep": [{"m": str(-(10**30))}]}]

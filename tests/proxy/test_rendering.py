@@ -75,3 +75,60 @@ def test_the_models_tutorial_template_renders_as_its_renderer_does() -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "one"}]
     rendered = [load_renderer(TOKENIZER, name, "policy").render(messages, None) for name in ("qwen3", "template")]
     assert rendered[0] == rendered[1]
+
+
+def tool(name: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"of": {"type": "string"}}}
+    return {"type": "function", "function": {"name": name, "description": "a tool", "parameters": parameters}}
+
+
+TWO = [tool("look_up"), tool("count")]
+EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
+HEAD = '<tool_call>\n{"name": "'
+
+
+@pytest.mark.parametrize(
+    ("tools", "name", "forced", "sampled"),
+    [
+        (TWO, "count", HEAD + 'count", "arguments": ', '{"of": "cats"}}\n</tool_call>'),
+        (TWO, None, HEAD, 'count", "arguments": {"of": "cats"}}\n</tool_call>'),
+        (TWO[1:], None, HEAD + 'count", "arguments": ', '{"of": "cats"}}\n</tool_call>'),
+    ],
+)
+def test_a_call_is_forced_by_what_the_format_writes_before_it(
+    tools: list[dict[str, Any]], name: str | None, forced: str, sampled: str, renderer: LibraryRenderer
+) -> None:
+    prompt = renderer.render([{"role": "user", "content": "one"}], tools)
+    ids = renderer.forced(prompt, tools, name)
+    assert ids is not None
+    assert renderer.tokenizer.decode(ids) == EMPTY_THOUGHT + forced
+    answer = renderer.parse("7", prompt, ids + renderer.encode_behind(sampled), None, "stop", tools)
+    assert (answer.content, [call["function"] for call in answer.tool_calls]) == (
+        "",
+        [{"name": "count", "arguments": '{"of": "cats"}'}],
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "thought"),
+    [(EMPTY_THOUGHT, ""), ("<think>\n", "\n</think>\n\n"), ("<think>", "\n\n</think>\n\n"), ("", EMPTY_THOUGHT)],
+)
+def test_before_a_forced_call_thinking_is_closed(written: str, thought: str, renderer: LibraryRenderer) -> None:
+    prompt = renderer.render([{"role": "user", "content": "one"}], TWO) + renderer.encode_behind(written)
+    assert renderer.tokenizer.decode(renderer.forced(prompt, TWO, None) or []) == thought + HEAD
+
+
+def test_calls_are_numbered_by_those_that_are_well_formed(renderer: LibraryRenderer) -> None:
+    calls = '<tool_call>{"name": "a", "arguments": {}}</tool_call>', "<tool_call>oh</tool_call>"
+    response = renderer.encode_behind(calls[0] + calls[1] + calls[0])
+    answer = renderer.parse("7", [], response, None, "stop", None)
+    assert [call["id"] for call in answer.tool_calls] == ["call_7_0", "call_7_1"]
+    assert answer.content == "<tool_call>oh</tool_call>"
+
+
+def test_reasoning_that_was_cut_is_stripped_as_closed_reasoning_is(renderer: LibraryRenderer) -> None:
+    answers = [
+        renderer.parse("7", [], renderer.encode_behind(f"<think>\nso it is\n{close}"), None, "length", None).reasoning
+        for close in ("", "</think>")
+    ]
+    assert answers == ["so it is", "so it is"]

@@ -14,9 +14,18 @@ def test_the_smaller_limit_wins(asked: int | None) -> None:
     assert found.max_tokens == min(asked or 32, 32)
 
 
-def test_what_the_algorithm_leaves_open_is_neutral() -> None:
-    found = effective(Sampling(temperature=0.1, top_p=0.2), {"temperature": 1.0}, seed_key="r", number=0)
-    assert (found.temperature, found.top_p, found.top_k, found.max_tokens) == (1.0, 1.0, -1, None)
+def test_what_the_algorithm_leaves_open_is_the_agents() -> None:
+    asked = Sampling(temperature=0.1, top_p=0.2, presence_penalty=0.5, stop=["x"])
+    found = effective(asked, {"temperature": 1.0}, seed_key="r", number=0)
+    assert (found.temperature, found.top_p, found.top_k, found.max_tokens) == (1.0, 0.2, -1, None)
+    assert (found.presence_penalty, found.stop) == (0.5, ["x"])
+
+
+def test_penalties_that_the_algorithm_turns_off_are_off() -> None:
+    asked = Sampling(presence_penalty=0.5, frequency_penalty=1.0, repetition_penalty=1.3, min_p=0.1)
+    off = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0}
+    found = effective(asked, off, seed_key="r", number=0)
+    assert [getattr(found, name) for name in off] == [None] * 4
 
 
 @given(st.text(), st.none() | st.integers(), st.integers(0, 1000))

@@ -70,6 +70,9 @@ STRIPS_THINKING = HERMES.replace(
     "{{- said.lstrip('\\n') if loop.index0 <= asked.index else said }}",
 )
 
+# A prompt that opens the reasoning.
+OPENS = HERMES.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}")
+
 NO_SYSTEM = """{{ bos_token }}{% for message in messages %}
 {%- if message.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}
@@ -144,11 +147,11 @@ def said(role: str, content: str, **more: Any) -> Message:
 
 
 def text(renderer: TemplateRenderer, ids: list[int]) -> str:
-    return renderer._tokenizer.decode(ids)
+    return renderer.tokenizer.decode(ids)
 
 
 def ids(renderer: TemplateRenderer, answer: str) -> list[int]:
-    return renderer._tokenizer.encode(answer)
+    return renderer.tokenizer.encode(answer)
 
 
 def with_objects(messages: list[Message]) -> list[Message]:
@@ -473,7 +476,48 @@ def test_calls_and_reasoning_are_taken_out_of_the_text(load: Load) -> None:
     assert [call["id"] for call in answer.tool_calls] == ["call_7_0", "call_7_1"]
     assert [call["function"]["name"] for call in answer.tool_calls] == ["count", "look_up"]
     assert json.loads(answer.tool_calls[0]["function"]["arguments"]) == {"of": "Bäume"}
-    assert (answer.token_ids, len(answer.token_texts())) == (response, len(response))
+    assert (answer.token_ids, answer.output_tokens) == (response, len(response))
+
+
+@pytest.mark.parametrize("name", ["look_up", None])
+def test_a_call_is_forced_where_that_is_proven(name: str | None, load: Load) -> None:
+    tools = [templates._tool("look_up", "Looks."), templates._tool("count", "Counts.")]
+    named = {"look_up": 'look_up", "arguments": ', None: ""}[name]
+    for template, thought in ((HERMES, ""), (STRIPS_THINKING, "<think>\n\n</think>\n\n"), (OPENS, "\n</think>\n\n")):
+        renderer = load(template)
+        prompt = renderer.render([said("user", "one")], tools)
+        assert text(renderer, renderer.forced(prompt, tools, name) or []) == f'{thought}<tool_call>\n{{"name": "{named}'
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML,
+        NO_SYSTEM,
+        HERMES.replace("<tool_call>", "[CALL]"),
+        HERMES.replace("{%- for call in message.tool_calls or [] %}", "{%- for call in message.tool_calls.nothing %}"),
+    ],
+    ids=["no_calls", "no_assistant_calls", "calls_that_are_not_understood", "refuses"],
+)
+def test_a_call_that_could_not_be_read_back_is_not_forced(template: str, load: Load) -> None:
+    renderer = load(template)
+    prompt = renderer.render([said("user", "one")], TOOLS)
+    assert renderer.forced(prompt, TOOLS, None) is None
+    assert renderer.forced(prompt, TOOLS, "count") is None
+
+
+def test_reasoning_that_was_never_opened_is_text(load: Load) -> None:
+    renderer = load(HERMES)
+    answer = renderer.parse("c", [], ids(renderer, " a</think>b "), None, "stop", None)
+    assert (answer.reasoning, answer.content) == (None, " a</think>b ")
+
+
+def test_white_space_before_the_text_stays_whether_or_not_calls_follow(load: Load) -> None:
+    renderer = load(HERMES)
+    contents = [
+        renderer.parse("c", [], ids(renderer, f"\n  I look. {call}"), None, "stop", None).content for call in ("", CALL)
+    ]
+    assert contents == ["\n  I look. ", "\n  I look."]
 
 
 @pytest.mark.parametrize(
@@ -558,7 +602,7 @@ def test_a_tokenizer_that_writes_a_space_first_writes_none_inside(words: Path) -
     template = "{% for m in messages %}{{ m.content + '#' }}{% endfor %}"
     renderer = TemplateRenderer(words, FastTokenizer(words), {"default": template}, model="mine")
     prompt, longer = (renderer.render(m, None) for m in ([said("user", "a")], [said("user", t) for t in "abc"]))
-    response = renderer._encode_behind("b")
+    response = renderer.encode_behind("b")
     assert prompt + response + (renderer.extend(prompt, response, [said("user", "c")], None) or []) == longer
 
 
@@ -581,7 +625,7 @@ def test_reasoning_is_found_where_its_marks_are_no_tokens(words: Path) -> None:
 @pytest.fixture
 def served_by_template(load: Load, tmp_path: Path) -> Iterator[tuple[Served, TemplateRenderer]]:
     renderer = load(STRIPS_THINKING)
-    ledger, engine, router = MemoryLedger(), ScriptedEngine(renderer._tokenizer), Router("policy")
+    ledger, engine, router = MemoryLedger(), ScriptedEngine(renderer.tokenizer), Router("policy")
     router.register(engine)
     gateway = Gateway(ledger=ledger, secret=SECRET, journal=tmp_path / "journal", renderer=renderer, router=router)
     with listening(gateway) as (url, loop):

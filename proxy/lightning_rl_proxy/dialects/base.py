@@ -5,6 +5,7 @@ event by event by `Events`. Both are told the same things, so a stream adds up t
 either can be made again from the recorded tokens.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -13,6 +14,8 @@ import msgspec
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering import Answer, Delta
 from lightning_rl_proxy.sampling import Sampling
+
+_AT = re.compile(r"at `\$\.?(.+?)`")  # how msgspec names the place of an error
 
 
 class NamedTool(msgspec.Struct, frozen=True):
@@ -129,19 +132,25 @@ def decode(body: bytes) -> dict[str, Any]:
     """The fields of a request. Raises GatewayError(400) for a body that is no JSON object."""
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:  # ValidationError is one too
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # ValidationError is one too
         raise no_request("", error) from error
 
 
 def no_request(what: str, error: Exception) -> GatewayError:
     """The body is not a request of the dialect; `what` names the dialect's requests."""
-    return GatewayError(400, f"the request body is not a {what or 'JSON'} request: {error}")
+    at = _AT.search(str(error))
+    return GatewayError(
+        400, f"the request body is not a {what or 'JSON'} request: {error}", param=None if at is None else at[1]
+    )
 
 
 def unsupported(name: str, value: Any) -> GatewayError:
     """A field changes the answer and cannot be honoured."""
     return GatewayError(
-        400, f"{name}={str(value)[:200]!r} is not supported here; leave it out", param=name, kind="unsupported_parameter"
+        400,
+        f"{name}={str(value)[:200]!r} is not supported here; leave it out",
+        param=name,
+        kind="unsupported_parameter",
     )
 
 

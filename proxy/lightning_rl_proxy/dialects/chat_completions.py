@@ -1,102 +1,108 @@
-"""OpenAI Chat Completions: request bytes -> `Request`, sampled answers -> response bytes. Pure.
+"""OpenAI Chat Completions. Pure.
 
-A field is honoured, or a hint that changes no token (accepted), or changes the answer and cannot be honoured (400
-naming it), or unknown (accepted, recorded and counted). What goes on to a chat backend is `Relayed`: there all fields
-but `n` and `stream` are the service's business.
+Its messages are nearly the internal ones: a developer is a system, and parts that are texts alone become one text.
+What goes on to a chat backend is taken as it came (`parse_relayed`): there the fields are the service's business.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from lightning_rl_proxy.dialects.base import (
+    NamedTool,
+    Opening,
+    Request,
+    Tables,
+    ToolChoice,
+    no_request,
+    sse,
+)
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.rendering import Answer
-from lightning_rl_proxy.sampling import Sampling, published
+from lightning_rl_proxy.rendering import Answer, Delta, TokenLogprob
+from lightning_rl_proxy.sampling import Sampling
 
-_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+NAME = "chat_completions"
+PING = b": ping\n\n"
 
-_HONOURED = frozenset(
-    {
-        "model",
-        "messages",
-        "tools",
-        "tool_choice",
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "seed",
-        "max_tokens",
-        "max_completion_tokens",
-        "logprobs",
-    }
-)
-_HINTS = frozenset(
-    {"user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"}
-)
-# Accepted only at the value that means "off": honouring them otherwise would need what the engine does not do yet.
-_OFF: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "stream_options": (),
-    "stop": ([],),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "parallel_tool_calls": (True,),
-    "top_logprobs": (0,),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "functions": (),
-    "function_call": (),
-    "web_search_options": (),
-}
+TABLES = Tables(
+    honoured=frozenset(
+        {
+            "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "n", "temperature", "top_p", "top_k",
+            "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "seed", "stop",
+            "max_tokens", "max_completion_tokens", "logprobs", "response_format", "stream", "stream_options",
+        }
+    ),
+    hints=frozenset(
+        {
+            "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention",
+            "safety_identifier", "prediction",
+        }
+    ),
+    off={
+        "top_logprobs": (0,),
+        "modalities": (["text"],),
+        "audio": (),
+        "functions": ([],),
+        "function_call": ("none",),
+        "web_search_options": (),
+    },
+)  # fmt: skip
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_PLAIN = frozenset({"system", "user", "assistant", "tool"})
+_MAX = 2**31
+Count = Annotated[int, msgspec.Meta(ge=1, lt=_MAX)]
 
 
-class _Wire(msgspec.Struct):
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class _Function(msgspec.Struct):
+    name: str
+
+
+class _ToolChoice(msgspec.Struct):
+    type: Literal["function"]
+    function: _Function
+
+
+class _JsonSchema(msgspec.Struct):
+    schema: dict[str, Any] | None = None
+
+
+class _ResponseFormat(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+
+class Wire(msgspec.Struct):
+    """The honoured fields, as OpenAI types them; `top_k` and the like are vLLM's extensions."""
+
     model: str
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    tool_choice: Literal["auto", "none", "required"] | _ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, msgspec.Meta(ge=1e-6, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=_MAX)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
+    logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
     seed: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-
-
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A chat request in internal form: messages and tools as the renderer takes them."""
-
-    model: str
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
-    sampling: Sampling
-    n: int
-    logprobs: bool
-    ignored_fields: list[str]
-
-
-class Relayed(msgspec.Struct, frozen=True, kw_only=True):
-    """A chat request that goes on to a service: `fields` as they came, without `n` and `stream`."""
-
-    model: str | None
-    messages: list[dict[str, Any]]
-    tools: Any
-    n: int
-    fields: dict[str, Any]
-
-    def body(self, sampling: Mapping[str, float | int], index: int) -> dict[str, Any]:
-        """The request for choice `index`. Their seeds differ: equal requests with one seed get one answer n times."""
-        body = published(self.fields, sampling)
-        if index and isinstance(body.get("seed"), int):
-            body["seed"] += index
-        return body
+    response_format: _ResponseFormat | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
 
 
 class _RelayedWire(msgspec.Struct):
@@ -105,44 +111,279 @@ class _RelayedWire(msgspec.Struct):
     stream: bool | None = None
 
 
-def decode(body: bytes) -> dict[str, Any]:
-    """The fields of a request. Raises GatewayError(400) for a body that is no JSON object."""
+def parse(fields: dict[str, Any]) -> Request:
+    """See `Dialect`."""
     try:
-        return msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.DecodeError as error:  # ValidationError is one too
-        raise _no_request(error) from error
+        wire = msgspec.convert(fields, Wire)
+    except msgspec.ValidationError as error:
+        raise no_request("chat completion", error) from error
+    ignored = TABLES.ignored(fields)
+    tools = function_tools(wire.tools)
+    limit = wire.max_completion_tokens if wire.max_completion_tokens is not None else wire.max_tokens
+    return Request(
+        model=wire.model,
+        messages=[_message(f"messages[{i}]", m) for i, m in enumerate(wire.messages)],
+        tools=tools,
+        tool_choice=_tool_choice(wire.tool_choice, tools),
+        parallel_tool_calls=wire.parallel_tool_calls is not False,
+        sampling=Sampling(
+            temperature=wire.temperature,
+            top_p=wire.top_p,
+            top_k=wire.top_k,
+            min_p=wire.min_p,
+            frequency_penalty=wire.frequency_penalty,
+            presence_penalty=wire.presence_penalty,
+            repetition_penalty=wire.repetition_penalty,
+            max_tokens=limit,
+            seed=wire.seed,
+            stop=stops("stop", wire.stop),
+            logit_bias=wire.logit_bias,
+            json_schema=_json_schema(wire.response_format),
+        ),
+        n=wire.n or 1,
+        stream=bool(wire.stream),
+        logprobs=bool(wire.logprobs),
+        ignored_fields=ignored,
+        fields=fields,
+    )
 
 
-def parse_relayed(fields: dict[str, Any]) -> Relayed:
-    """The request that goes on to a service. Raises GatewayError(400) for what no service could be asked."""
+def parse_relayed(fields: dict[str, Any]) -> Request:
+    """A request that goes on to a service, its messages and tools untouched.
+
+    Raises GatewayError(400) for what no service could be asked.
+    """
     try:
         wire = msgspec.convert(fields, _RelayedWire)
     except msgspec.ValidationError as error:
-        raise _no_request(error) from error
-    if wire.stream:
-        raise _unsupported("stream", True)
-    model = fields.get("model")
-    return Relayed(
-        model=model if isinstance(model, str) else None,
+        raise no_request("chat completion", error) from error
+    model, tools = fields.get("model"), fields.get("tools")
+    return Request(
+        model=model if isinstance(model, str) else "",
         messages=wire.messages,
-        tools=fields.get("tools"),
+        tools=tools if isinstance(tools, list) else None,
         n=wire.n or 1,
-        fields={name: value for name, value in fields.items() if name not in ("n", "stream")},
+        stream=bool(wire.stream),
+        logprobs=fields.get("logprobs") is True,
+        fields=fields,
     )
 
 
 def merge(answers: Sequence[dict[str, Any]]) -> bytes:
-    """One response body of answers that have one choice each; alone, an answer stays as the service gave it."""
+    """One response body of services' answers with one choice each; alone, an answer stays as the service gave it."""
     if len(answers) == 1:
         return msgspec.json.encode(answers[0])
     merged = dict(answers[0])
     merged["choices"] = [answer["choices"][0] | {"index": i} for i, answer in enumerate(answers)]
     if isinstance(merged.get("usage"), dict):
-        merged["usage"] = _usage([answer.get("usage") for answer in answers])
+        merged["usage"] = _merged_usage([answer.get("usage") for answer in answers])
     return msgspec.json.encode(merged)
 
 
-def _usage(usages: Sequence[Any]) -> dict[str, int]:
+def serialize(request: Request, opening: Opening, answers: Sequence[Answer]) -> bytes:
+    """See `Dialect`."""
+    choices = [
+        {
+            "index": index,
+            "message": _said(answer),
+            "finish_reason": _finish_reason(answer),
+            "logprobs": _logprobs(answer.token_logprobs()) if request.logprobs else None,
+        }
+        for index, answer in enumerate(answers)
+    ]
+    return msgspec.json.encode(
+        _opened(opening, "chat.completion") | {"choices": choices, "usage": _usage(opening, answers)}
+    )
+
+
+def events(request: Request, opening: Opening) -> "ChunkEvents":
+    """See `Dialect`."""
+    return ChunkEvents(request, opening)
+
+
+class ChunkEvents:
+    """See `Events`: `chat.completion.chunk` objects, one per delta."""
+
+    def __init__(self, request: Request, opening: Opening) -> None:
+        self._n = request.n
+        self._opening = opening
+        self._usage = includes_usage(request)
+        self._chunk = _opened(opening, "chat.completion.chunk") | ({"usage": None} if self._usage else {})
+
+    def start(self) -> bytes:
+        return b"".join(self._choice(index, {"role": "assistant", "content": ""}) for index in range(self._n))
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        logprobs = _logprobs(delta.logprobs)
+        if delta.kind == "tool_call":
+            return self._choice(
+                index, {"tool_calls": [{"index": delta.tool_index} | (delta.tool_call or {})]}, logprobs
+            )
+        name = "content" if delta.kind == "content" else "reasoning_content"
+        return self._choice(index, {name: delta.text}, logprobs)
+
+    def stop(self, index: int, answer: Answer) -> bytes:
+        return self._choice(index, {}, finish_reason=_finish_reason(answer))
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        usage = sse(self._chunk | {"choices": [], "usage": _usage(self._opening, answers)}) if self._usage else b""
+        return usage + b"data: [DONE]\n\n"
+
+    def _choice(
+        self, index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return sse(self._chunk | {"choices": [choice]})
+
+
+def serialize_error(error: GatewayError) -> bytes:
+    """See `Dialect`: the shape that OpenAI's SDKs read."""
+    return msgspec.json.encode(_error(error))
+
+
+def error_event(error: GatewayError) -> bytes:
+    """See `Dialect`."""
+    return sse(_error(error))
+
+
+def stops(name: str, value: str | list[str] | None) -> list[str] | None:
+    """Stop strings as a list. Raises GatewayError(400) for an empty one, which would end every answer at once."""
+    listed = [value] if isinstance(value, str) else value
+    if listed and not all(listed):
+        raise GatewayError(400, f"{name} holds an empty text; leave it out", param=name)
+    return listed or None
+
+
+def includes_usage(request: Request) -> bool:
+    """Whether the client wants the token counts at the end of its stream."""
+    options = request.fields.get("stream_options")
+    return isinstance(options, dict) and options.get("include_usage") is True
+
+
+def function_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """The tools, if all are functions with a name. Raises GatewayError(400) naming one that is not."""
+    for index, tool in enumerate(tools or ()):
+        kind, function = tool.get("type"), tool.get("function")
+        if kind != "function":
+            raise GatewayError(
+                400,
+                f"tools[{index}] is of type {kind!r}; this model calls tools of type 'function'",
+                param=f"tools[{index}].type",
+                kind="unsupported_parameter",
+            )
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise GatewayError(400, f"tools[{index}].function has no name", param=f"tools[{index}].function")
+    return [dict(tool) for tool in tools] if tools else None
+
+
+def _tool_choice(choice: str | _ToolChoice | None, tools: list[dict[str, Any]] | None) -> ToolChoice:
+    if isinstance(choice, _ToolChoice):
+        known = [tool["function"]["name"] for tool in tools or ()]
+        if choice.function.name not in known:
+            raise GatewayError(
+                400, f"tool_choice names {choice.function.name!r}, but tools are {known}", param="tool_choice"
+            )
+        return NamedTool(choice.function.name)
+    if choice == "required":
+        if not tools:
+            raise GatewayError(400, "tool_choice is 'required', but there are no tools", param="tool_choice")
+        return "required"
+    return "none" if choice == "none" else "auto"
+
+
+def _json_schema(wanted: _ResponseFormat | None) -> dict[str, Any] | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {}
+    if wanted.json_schema is None or wanted.json_schema.schema is None:
+        raise GatewayError(400, "response_format.json_schema has no schema", param="response_format")
+    return wanted.json_schema.schema
+
+
+def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
+    role = message.get("role")
+    if role in _PLAIN and type(message.get("content")) is str and "tool_calls" not in message:
+        return message
+    if role not in _ROLES:
+        raise GatewayError(400, f"{where}.role is {role!r}; it is one of {list(_ROLES)}", param=f"{where}.role")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = _content(where, content)
+    elif content is not None and not isinstance(content, str):
+        raise GatewayError(400, f"{where}.content is neither text nor parts", param=f"{where}.content")
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise GatewayError(400, f"{where}.tool_calls is no list of tool calls", param=f"{where}.tool_calls")
+    return message | {"role": "system" if role == "developer" else role, "content": content or ""}
+
+
+def _content(where: str, parts: list[Any]) -> str | list[dict[str, Any]]:
+    read = [_part(f"{where}.content[{i}]", part) for i, part in enumerate(parts)]
+    if all(part["type"] == "text" for part in read):
+        return "".join(part["text"] for part in read)
+    return read
+
+
+def _part(where: str, part: Any) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    for name, held in (("text", "text"), ("refusal", "refusal")):
+        if kind == name and isinstance(part.get(held), str):
+            return {"type": "text", "text": part[held]}
+    if kind == "image_url" and isinstance(part.get("image_url"), dict):
+        return dict(part)
+    raise GatewayError(
+        400, f"{where} is a part of type {kind!r}; this model takes 'text' and 'image_url' parts", param=where
+    )
+
+
+def _opened(opening: Opening, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{opening.call_id}",
+        "object": kind,
+        "created": opening.created,
+        "model": opening.model,
+    }
+
+
+def _said(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+    if answer.reasoning is not None:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = answer.tool_calls
+        message["content"] = answer.content or None
+    return message
+
+
+def _finish_reason(answer: Answer) -> str:
+    return "tool_calls" if answer.tool_calls and answer.finish_reason == "stop" else answer.finish_reason
+
+
+def _logprobs(tokens: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+    if not tokens:
+        return None
+    return {
+        "content": [
+            {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode()), "top_logprobs": []}
+            for token in tokens
+        ],
+        "refusal": None,
+    }
+
+
+def _usage(opening: Opening, answers: Sequence[Answer]) -> dict[str, int]:
+    sampled = sum(answer.output_tokens for answer in answers)
+    return {
+        "prompt_tokens": opening.prompt_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": opening.prompt_tokens + sampled,
+    }
+
+
+def _merged_usage(usages: Sequence[Any]) -> dict[str, int]:
     """The prompt once, all that was sampled; the finer details of single answers cannot be added up."""
     counts = [usage if isinstance(usage, dict) else {} for usage in usages]
     prompt = counts[0].get("prompt_tokens") or 0
@@ -150,141 +391,6 @@ def _usage(usages: Sequence[Any]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def parse(fields: dict[str, Any]) -> Request:
-    """The request for a token engine. Raises GatewayError(400) naming what is wrong or cannot be honoured."""
-    try:
-        wire = msgspec.convert(fields, _Wire)
-    except msgspec.ValidationError as error:
-        raise _no_request(error) from error
-    ignored = []
-    for name, value in fields.items():
-        if name in _HONOURED or name in _HINTS or value is None:
-            continue
-        if name not in _OFF:
-            ignored.append(name)
-        elif value not in _OFF[name]:
-            raise _unsupported(name, value)
-    if not wire.messages:
-        raise GatewayError(400, "messages is empty; send at least one", param="messages")
-    _check_ranges(wire)
-    return Request(
-        model=wire.model,
-        messages=[_message(i, m) for i, m in enumerate(wire.messages)],
-        tools=_tools(wire),
-        sampling=Sampling(
-            temperature=wire.temperature,
-            top_p=wire.top_p,
-            top_k=wire.top_k,
-            max_tokens=wire.max_completion_tokens if wire.max_completion_tokens is not None else wire.max_tokens,
-            seed=wire.seed,
-        ),
-        n=wire.n or 1,
-        logprobs=bool(wire.logprobs),
-        ignored_fields=ignored,
-    )
-
-
-def serialize(
-    call_id: str, model: str, created: int, answers: Sequence[Answer], prompt_tokens: int, logprobs: bool
-) -> bytes:
-    """The response body; `created` is in seconds since the epoch."""
-    sampled = sum(len(answer.token_ids) for answer in answers)
-    return msgspec.json.encode(
-        {
-            "id": f"chatcmpl-{call_id}",
-            "object": "chat.completion",
-            "created": created,
-            "model": model,
-            "choices": [_choice(i, answer, logprobs) for i, answer in enumerate(answers)],
-            "usage": {
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": sampled,
-                "total_tokens": prompt_tokens + sampled,
-            },
-        }
-    )
-
-
-def serialize_error(error: GatewayError) -> bytes:
-    """An error in the shape that OpenAI's SDKs read."""
-    return msgspec.json.encode(
-        {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.status}}
-    )
-
-
-def _no_request(error: msgspec.DecodeError) -> GatewayError:
-    return GatewayError(400, f"the request body is not a chat completion request: {error}")
-
-
-def _unsupported(name: str, value: Any) -> GatewayError:
-    return GatewayError(
-        400, f"{name}={value!r} is not supported here; leave it out", param=name, kind="unsupported_parameter"
-    )
-
-
-def _choice(index: int, answer: Answer, logprobs: bool) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
-    if answer.reasoning is not None:
-        message["reasoning_content"] = answer.reasoning
-    if answer.tool_calls:
-        message["tool_calls"] = answer.tool_calls
-        message["content"] = answer.content or None
-    finish = "tool_calls" if answer.tool_calls and answer.finish_reason == "stop" else answer.finish_reason
-    choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": finish, "logprobs": None}
-    if logprobs and answer.logprobs is not None:
-        choice["logprobs"] = {
-            "content": [
-                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, logprob in zip(answer.token_texts(), answer.logprobs, strict=True)
-            ]
-        }
-    return choice
-
-
-def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    role = message.get("role")
-    if role not in _ROLES:
-        raise GatewayError(
-            400, f"messages[{index}].role is {role!r}; it is one of {sorted(_ROLES)}", param=f"messages[{index}].role"
-        )
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_part(index, part) for part in content)
-    elif content is not None and not isinstance(content, str):
-        raise GatewayError(
-            400, f"messages[{index}].content is neither text nor parts", param=f"messages[{index}].content"
-        )
-    return message | {"role": "system" if role == "developer" else role, "content": content or ""}
-
-
-def _part(index: int, part: Any) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise GatewayError(
-        400, f"messages[{index}] has a part of type {kind!r}; this model takes text", param=f"messages[{index}].content"
-    )
-
-
-def _tools(wire: _Wire) -> list[dict[str, Any]] | None:
-    if wire.tool_choice not in (None, "auto", "none"):
-        raise GatewayError(
-            400,
-            f"tool_choice={wire.tool_choice!r} is not supported here; use 'auto' or 'none'",
-            param="tool_choice",
-            kind="unsupported_parameter",
-        )
-    return None if wire.tool_choice == "none" else wire.tools or None
-
-
-def _check_ranges(wire: _Wire) -> None:
-    for name, low, high in (
-        ("temperature", 0, 100),
-        ("top_p", 1e-6, 1),
-        ("n", 1, 128),
-        ("max_tokens", 1, 2**31),
-        ("max_completion_tokens", 1, 2**31),
-    ):
-        value = getattr(wire, name)
-        if value is not None and not low <= value <= high:
-            raise GatewayError(400, f"{name}={value} is out of range; it is from {low} to {high}", param=name)
+def _error(error: GatewayError) -> dict[str, Any]:
+    code = error.code if error.code is not None else error.status
+    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": code}}

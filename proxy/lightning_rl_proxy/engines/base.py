@@ -1,6 +1,6 @@
 """All the gateway knows of inference: token ids in, token ids with logprobs out, and how it ended."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import NamedTuple, Protocol
 
 from lightning_rl_adapters.call import VersionRange
@@ -39,15 +39,23 @@ class EngineRefused(Exception):
 
 
 class Engine(Protocol):
-    """An engine behind the gateway. `logprob_kind` says what its logprobs are (see `Call.logprob_kind`)."""
+    """An engine behind the gateway. `logprob_kind` says what its logprobs are (see `Call.logprob_kind`).
+
+    `abilities` are the parameters that it honours beyond temperature, top_p, top_k, max_tokens and seed; stop strings
+    are the gateway's business.
+    """
 
     model: str
     policy_version: int
+    abilities: frozenset[str]
 
     def generate(
-        self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0
-    ) -> AsyncIterator[Tokens | Finish]:
-        """Sample: yields `Tokens` one or more times and at last one `Finish`."""
+        self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0, stream: bool = False
+    ) -> AsyncGenerator[Tokens | Finish]:
+        """Sample: yields `Tokens` one or more times and at last one `Finish`; with `stream`, as they are sampled.
+
+        Leaving the iterator early aborts the generation. Raises EngineUnavailable, EngineRefused or PromptTooLong.
+        """
         ...
 
     def logprob_kind(self, sampling: Sampling) -> str:

@@ -57,6 +57,10 @@ class ChatBackend(Protocol):
         """The answer to a chat request without `n` and `stream`. Raises EngineUnavailable or EngineRefused."""
         ...
 
+    async def embed(self, body: dict[str, Any]) -> bytes:
+        """The answer to an embeddings request, as the service gave it. Raises as `complete` does."""
+        ...
+
     async def close(self) -> None:
         """Free the connections."""
         ...
@@ -92,12 +96,20 @@ class OpenAIBackend:
             self._asks_for_tokens = answer.response_ids is not None
         return answer
 
+    async def embed(self, body: dict[str, Any]) -> bytes:
+        """See `ChatBackend`."""
+        return await self._send("embeddings", body | {"model": self.remote_model})
+
     async def close(self) -> None:
         """See `ChatBackend`."""
         if self._session is not None:
             await self._session.close()
 
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        raw = await self._send("chat/completions", body)
+        return _chat_completion(f"the service at {self.url}", _decoded(raw))
+
+    async def _send(self, path: str, body: dict[str, Any]) -> bytes:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=_CONNECTIONS),
@@ -108,7 +120,7 @@ class OpenAIBackend:
         service = f"the service at {self.url}"
         try:
             async with self._session.post(
-                f"{self.url}/chat/completions", data=msgspec.json.encode(body), allow_redirects=False
+                f"{self.url}/{path}", data=msgspec.json.encode(body), allow_redirects=False
             ) as response:
                 raw = await response.read()
         except aiohttp.ClientError as error:
@@ -116,7 +128,7 @@ class OpenAIBackend:
         if response.status != 200:
             said = _without(self._api_key, _message_of(raw))
             raise _failure(f"{service}, asked for {self.remote_model!r},", response.status, said, response.headers)
-        return _chat_completion(service, _decoded(raw))
+        return raw
 
 
 class LitellmBackend:
@@ -129,33 +141,40 @@ class LitellmBackend:
             )
         self.model = model
         self.litellm_model = litellm_model
+        self._service = f"litellm's {litellm_model}{f' at {api_base}' if api_base else ''}"
         self._api_base = api_base
         self._api_key = api_key
 
     async def complete(self, body: dict[str, Any]) -> ChatAnswer:
         """See `ChatBackend`."""
+        fields = {name: value for name, value in body.items() if name in _LITELLM_FIELDS and value is not None}
+        # Tools are the agent's; without the second flag they need the package mcp.
+        answer = await self._ask("acompletion", fields | {"no-log": True, "_skip_mcp_handler": True})
+        ignored = [name for name in body if name not in _LITELLM_FIELDS and name != "model"]
+        told = _chat_completion(self._service, answer.model_dump(mode="json"))
+        return ChatAnswer(body=told, ignored_fields=ignored)
+
+    async def embed(self, body: dict[str, Any]) -> bytes:
+        """See `ChatBackend`."""
+        fields = {name: body[name] for name in ("input", "dimensions", "encoding_format") if body.get(name) is not None}
+        answer = await self._ask("aembedding", fields)
+        return msgspec.json.encode(answer.model_dump(mode="json"))
+
+    async def _ask(self, function: str, fields: dict[str, Any]) -> Any:
         litellm = await asyncio.to_thread(_litellm)  # its import takes seconds
         import openai  # litellm's errors are kinds of openai's
 
-        where = f" at {self._api_base}" if self._api_base else ""
-        service = f"litellm's {self.litellm_model}{where}"
-        fields = {name: value for name, value in body.items() if name in _LITELLM_FIELDS and value is not None}
         try:
-            answer = await litellm.acompletion(
+            return await getattr(litellm, function)(
                 model=self.litellm_model,
                 api_base=self._api_base,
                 api_key=self._api_key,
                 num_retries=0,  # the agent's SDK retries
-                _skip_mcp_handler=True,  # tools are the agent's; without it they need the package mcp
                 **fields,
-                **{"no-log": True},
             )
         except openai.OpenAIError as error:
             said = _without(self._api_key, str(error))
-            raise _failure(service, getattr(error, "status_code", 500), said, {}) from error
-        ignored = [name for name in body if name not in _LITELLM_FIELDS and name != "model"]
-        told = _chat_completion(service, answer.model_dump(mode="json"))
-        return ChatAnswer(body=told, ignored_fields=ignored)
+            raise _failure(self._service, getattr(error, "status_code", 500), said, {}) from error
 
     async def close(self) -> None:
         """See `ChatBackend`: litellm's clients are the process's, and end with it."""

@@ -1,9 +1,12 @@
 """vLLM's token wire (`POST /inference/v1/generate`), which the embedded engine speaks too.
 
-Token in, token out: no text crosses this wire. Needs `--enable-scale-out` on a vLLM server.
+Token in, token out: no text crosses this wire. Needs `--enable-scale-out` on a vLLM server. An answer comes whole, or
+as server-sent events with some tokens each.
 """
 
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -11,7 +14,22 @@ import msgspec
 
 from lightning_rl_adapters.call import VersionRange
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Tokens
+from lightning_rl_proxy.errors import PromptTooLong
 from lightning_rl_proxy.sampling import Sampling
+
+# What vLLM honours by the names of `Sampling`, but for json_schema, which is `structured_outputs` on its wire.
+_ABILITIES = {
+    "embedded": frozenset[str](),
+    "vllm": frozenset(
+        {"min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "json_schema"}
+    ),
+}
+# How the embedded engine and vLLM say that a prompt does not fit.
+_TOO_LONG = (
+    re.compile(r"a prompt of (?P<prompt>\d+) tokens does not fit: max_model_len is (?P<limit>\d+)"),
+    re.compile(r"prompt \(length (?P<prompt>\d+)\).*? longer than the maximum model length of (?P<limit>\d+)"),
+)
+_MAX_LINE = 2**24  # bytes; the longest event
 
 
 class _Logprob(msgspec.Struct):
@@ -30,18 +48,19 @@ class _Version(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     token_ids: list[int]
-    finish_reason: str
+    finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: _Logprobs | None = None
     weight_versions: list[_Version] | None = None
 
 
-class _Generated(msgspec.Struct):
-    choices: list[_Choice]
-
-
 class _Problem(msgspec.Struct):
     message: str
+
+
+class _Generated(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: _Problem | None = None
 
 
 class _Refused(msgspec.Struct):
@@ -68,26 +87,37 @@ class TokenEngine:
         self.kind = kind
         self.url = url.rstrip("/")
         self.policy_version = policy_version
+        self.abilities = _ABILITIES[kind]
         self._stop_token_ids = stop_token_ids
         self._connections = connections
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(
-        self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0
-    ) -> AsyncIterator[Tokens | Finish]:
+        self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0, stream: bool = False
+    ) -> AsyncGenerator[Tokens | Finish]:
         """See `Engine`. Leaving the iterator early closes the connection, which aborts the generation."""
-        parameters: dict[str, Any] = msgspec.to_builtins(sampling)
-        # An absent max_tokens means 16 on this wire; null means up to the context's end, as chat clients expect.
-        parameters |= {"logprobs": 0, "stop_token_ids": self._stop_token_ids, "max_tokens": sampling.max_tokens}
-        body: dict[str, Any] = {"token_ids": prompt, "sampling_params": parameters, "request_id": request_id}
+        body: dict[str, Any] = {
+            "token_ids": prompt,
+            "sampling_params": self._parameters(sampling),
+            "request_id": request_id,
+        }
         if priority:
             body["priority"] = priority
-        answer = await self._post(msgspec.json.encode(body))
-        [choice] = answer.choices
-        logprobs = None if choice.logprobs is None else [entry.logprob for entry in choice.logprobs.content]
-        yield Tokens(choice.token_ids, logprobs)
-        stop = choice.stop_reason if isinstance(choice.stop_reason, int) else None
-        yield Finish(choice.finish_reason, stop, self._versions(choice))
+        if stream:
+            body["stream"] = True
+        async with self._post(msgspec.json.encode(body)) as response:
+            if not stream:
+                [choice] = _decoder.decode(await response.read()).choices
+                yield _tokens(choice)
+                yield self._finish(choice, len(choice.token_ids))
+                return
+            sampled = 0
+            async for choice in self._events(response):
+                if choice.token_ids:
+                    sampled += len(choice.token_ids)
+                    yield _tokens(choice)
+                if choice.finish_reason is not None:
+                    yield self._finish(choice, sampled)
 
     def logprob_kind(self, sampling: Sampling) -> str:
         """See `Engine`: vLLM's default logprobs are before temperature, and so are raw unless temperature is 1."""
@@ -100,37 +130,79 @@ class TokenEngine:
         if self._session is not None:
             await self._session.close()
 
-    async def _post(self, body: bytes) -> _Generated:
+    def _parameters(self, sampling: Sampling) -> dict[str, Any]:
+        parameters: dict[str, Any] = msgspec.to_builtins(sampling)
+        parameters.pop("stop", None)
+        if (json_schema := parameters.pop("json_schema", None)) is not None:
+            parameters["structured_outputs"] = {"json": json_schema} if json_schema else {"json_object": True}
+        # An absent max_tokens means 16 on this wire; null means up to the context's end, as chat clients expect.
+        return parameters | {
+            "logprobs": 0,
+            "stop_token_ids": self._stop_token_ids,
+            "max_tokens": sampling.max_tokens,
+        }
+
+    @asynccontextmanager
+    async def _post(self, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer, if the engine takes the request."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._connections),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
                 headers={"content-type": "application/json"},
+                read_bufsize=_MAX_LINE,
             )
         url = f"{self.url}/inference/v1/generate"
         try:
             async with self._session.post(url, data=body) as response:
-                raw = await response.read()
+                if response.status != 200:
+                    raise _refusal(url, response.status, await response.read())
+                yield response
         except aiohttp.ClientError as error:
             raise EngineUnavailable(f"engine {url}: {error!r}") from error
-        if response.status >= 500:
-            raise EngineUnavailable(f"engine {url} answered {response.status}: {raw[:500]!r}")
-        if response.status != 200:
-            raise EngineRefused(f"the engine answered {response.status}: {_message(raw)}")
-        return _decoder.decode(raw)
 
-    def _versions(self, choice: _Choice) -> list[VersionRange]:
+    async def _events(self, response: aiohttp.ClientResponse) -> AsyncIterator[_Choice]:
+        """The choices of a stream's events."""
+        async for line in response.content:
+            data = line.removeprefix(b"data:").strip()
+            if not line.startswith(b"data:") or data == b"[DONE]":
+                continue
+            event = _decoder.decode(data)
+            if event.error is not None:
+                raise EngineUnavailable(f"engine {self.url} failed while it sampled: {event.error.message}")
+            for choice in event.choices:
+                yield choice
+
+    def _finish(self, choice: _Choice, sampled: int) -> Finish:
+        stop = choice.stop_reason if isinstance(choice.stop_reason, int) else None
+        return Finish(choice.finish_reason or "abort", stop, self._versions(choice, sampled))
+
+    def _versions(self, choice: _Choice, sampled: int) -> list[VersionRange]:
         """Who sampled which token; an engine that does not say is believed to be at its registered version."""
         if choice.weight_versions:
             return [
                 VersionRange(self._number(v.version), v.start, v.end) for v in choice.weight_versions if v.end > v.start
             ]
-        n = len(choice.token_ids)
-        return [VersionRange(self.policy_version, 0, n)] if n else []
+        return [VersionRange(self.policy_version, 0, sampled)] if sampled else []
 
     def _number(self, version: str | int | None) -> int:
         text = str(version).removeprefix("v")
         return int(text) if text.isdigit() else self.policy_version
+
+
+def _tokens(choice: _Choice) -> Tokens:
+    logprobs = None if choice.logprobs is None else [entry.logprob for entry in choice.logprobs.content]
+    return Tokens(choice.token_ids, logprobs)
+
+
+def _refusal(url: str, status: int, raw: bytes) -> Exception:
+    if status >= 500:
+        return EngineUnavailable(f"engine {url} answered {status}: {raw[:500]!r}")
+    said = _message(raw)
+    for pattern in _TOO_LONG:
+        if match := pattern.search(said):
+            return PromptTooLong(int(match["prompt"]), int(match["limit"]))
+    return EngineRefused(f"the engine answered {status}: {said}")
 
 
 def _message(body: bytes) -> str:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from lightning_rl.algorithms.conservation import ConservationError, TokenAccount
@@ -93,3 +94,19 @@ def test_calls_of_unknown_tokens_leave_an_empty_row_and_no_tokens() -> None:
     found = read(trace(calls, counting=0))
     assert (found.calls, found.sampled_tokens, found.excluded) == (2, 0, {})
     assert [(row.token_ids, row.excluded, row.exact) for row in found.rows] == [([], "inexact", False)]
+
+
+def test_overshoot_is_excluded_by_name_and_the_account_balances() -> None:
+    call = msgspec.structs.replace(make_call(0, None, response=5), overshoot=2)
+    found = read(trace([call], [call], counting=0))
+    assert found.sampled_tokens == 7
+    assert found.left_out == {"overshoot": 2}
+    assert found.excluded == {"superseded": 7}
+    assert masked(found) == 5
+
+
+def test_a_call_that_was_not_sampled_with_its_logprobs_is_context() -> None:
+    greedy = msgspec.structs.replace(make_call(0, None, response=5), logprob_kind="greedy")
+    found = read(trace([greedy, make_call(1, 0, response=3)], counting=0))
+    assert found.left_out == {"greedy_logprobs": 5}
+    assert masked(found) == 3

@@ -77,8 +77,7 @@ def update(config: Config, _: pytest.MonkeyPatch) -> Any:
 
 
 def sampling(config: Config, _: pytest.MonkeyPatch) -> Any:
-    rollout = config.actor_rollout_ref.rollout
-    return [ppo_module._sampling(section, config.data.max_response_length) for section in (rollout, rollout.val_kwargs)]
+    return PPO(config)._sampling_parameters()
 
 
 def limits(config: Config, _: pytest.MonkeyPatch) -> Any:
@@ -143,6 +142,7 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     ("trainer.resume_mode", "auto", limits),
     ("trainer.project_name", "p", place),
     ("trainer.experiment_name", "e", place),
+    ("gateway.sampling", "agent", sampling),
 ]
 # Shown elsewhere, each by a test of its own.
 ELSEWHERE = {
@@ -157,6 +157,7 @@ ELSEWHERE = {
     ROLLOUT + "num_threads": "test_the_engine_is_what_the_keys_say",
     ROLLOUT + "renderer": "test_the_engine_is_what_the_keys_say",
     ROLLOUT + "history": "test_the_engine_is_what_the_keys_say",
+    "gateway.unknown_model": "test_the_engine_is_what_the_keys_say",
     ROLLOUT + "name": "test_what_cannot_be_started_is_refused",
     "trainer.logger": "test_what_cannot_be_started_is_refused",
     "trainer.device": "test_the_engine_is_what_the_keys_say",
@@ -205,6 +206,7 @@ def test_the_engine_is_what_the_keys_say(tmp_path: Path) -> None:
     config = {
         "actor_rollout_ref": {"model": {"path": model, "enable_gradient_checkpointing": True}, "rollout": rollout},
         "trainer": {"device": "cpu"},
+        "gateway": {"unknown_model": "refuse"},
     }
     algorithm = PPO(config)
     try:
@@ -212,6 +214,7 @@ def test_the_engine_is_what_the_keys_say(tmp_path: Path) -> None:
         engine = algorithm.engine
         assert (engine.max_num_seqs, engine.max_model_len, engine._threads) == (3, 77, 2)
         assert (endpoint.renderer, endpoint.history, endpoint.tokenizer) == ("qwen3", "template", str(model))
+        assert endpoint.unknown_model == "refuse"
         assert algorithm.model.is_gradient_checkpointing
         assert algorithm.model.device.type == "cpu"
         assert compose(file=tmp_path / "config.yaml") == algorithm.config

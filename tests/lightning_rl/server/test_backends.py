@@ -130,6 +130,7 @@ class Policy:
     tokenizer: str | None = None
     renderer: str = "auto"
     history: str = "keep"
+    unknown_model: str = "policy"
     engines: list = field(default_factory=list)
 
 

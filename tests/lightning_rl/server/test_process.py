@@ -33,6 +33,7 @@ class Policy:
     tokenizer: str = str(TOKENIZER)
     renderer: str = "qwen3"
     history: str = "keep"
+    unknown_model: str = "policy"
     engines: list = field(default_factory=list)
 
 

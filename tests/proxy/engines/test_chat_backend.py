@@ -264,10 +264,10 @@ def test_a_key_that_the_service_repeats_is_not_handed_on(helped: Served, service
     [
         (b"{nope", None),
         (b'{"model": "helper"}', None),
-        (b'{"model": "helper", "messages": "one"}', None),
-        (b'{"model": "helper", "messages": ["one"]}', None),
-        (b'{"model": "helper", "messages": [{"role": "user", "content": "x"}], "n": 0}', None),
-        (b'{"model": "helper", "messages": [{"role": "user", "content": "x"}], "stream": true}', "stream"),
+        (b'{"model": "helper", "messages": "one"}', "messages"),
+        (b'{"model": "helper", "messages": ["one"]}', "messages[0]"),
+        (b'{"model": "helper", "messages": [{"role": "user", "content": "x"}], "n": 0}', "n"),
+        (b'{"model": "helper", "messages": [{"role": "user", "content": "x"}], "stream": 3}', "stream"),
     ],
 )
 def test_only_what_no_service_could_be_asked_is_refused(

@@ -1,0 +1,441 @@
+"""From a request to its answer: place, tokens, text; what is to be recorded waits in the exchange.
+
+Two ways lead there. The policy's requests are sampled token by token; requests for a frozen model go on to its service.
+Nothing here knows HTTP. What an engine handed over is recorded, whatever becomes of the request.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import msgspec
+
+from lightning_rl_adapters import semconv
+from lightning_rl_adapters.call import Call, to_span
+from lightning_rl_adapters.span import Span
+from lightning_rl_proxy import relay
+from lightning_rl_proxy.attempt import Attempt, Place, new_call_id
+from lightning_rl_proxy.dialects import chat_completions, responses
+from lightning_rl_proxy.dialects.base import Dialect, Events, NamedTool, Opening, Request
+from lightning_rl_proxy.engines.base import Tokens
+from lightning_rl_proxy.engines.chat_backend import ChatAnswer
+from lightning_rl_proxy.errors import GatewayError
+from lightning_rl_proxy.exchange import Exchange
+from lightning_rl_proxy.parsing import AnswerParser, Reader
+from lightning_rl_proxy.rendering import Answer, Delta, Renderer
+from lightning_rl_proxy.router import Generation, Router, no_engine
+from lightning_rl_proxy.sampling import Sampling, effective
+from lightning_rl_proxy.texts import PlainText
+
+T = TypeVar("T")
+
+# The fields, over all dialects, by which a client asks for what an engine may lack.
+_ASKED_BY = {"json_schema": ("response_format", "text", "output_config", "output_format")}
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """One request, whose it is, and where its answer goes."""
+
+    attempt: Attempt
+    agent: str | None
+    dialect: Dialect
+    request: Request
+    exchange: Exchange
+    model: str
+
+
+class Answerer:
+    """Works requests of any dialect. `record` takes what was sampled for an answer that never came."""
+
+    def __init__(
+        self, router: Router, renderer: Renderer | None, counters: Counter[str], record: Callable[[Span], None]
+    ) -> None:
+        self._router = router
+        self._renderer = renderer
+        self._counters = counters
+        self._record = record
+        self._plain: PlainText | None = None
+
+    def reader(self, request: Request) -> Reader:
+        """What reads the tokens that are sampled for a request."""
+        if self._renderer is None:
+            raise no_engine(self._router.policy)
+        return self._renderer if request.prompt is None else self._plain_text(self._renderer)
+
+    def work(
+        self, attempt: Attempt, agent: str | None, dialect: Dialect, fields: dict[str, Any], exchange: Exchange
+    ) -> Coroutine[Any, Any, bytes]:
+        """What answers a request; it gives the answer's last bytes. Raises GatewayError for what cannot be answered."""
+        requested = fields.get("model")
+        model = self._router.resolve(requested if isinstance(requested, str) else "")
+        backend = self._router.is_backend(model)
+        request = chat_completions.parse_relayed(fields) if backend and dialect is chat_completions else None
+        request = request or _parsed(dialect, fields, attempt)
+        exchange.stream = request.stream
+        asked = Asked(attempt, agent, dialect, request, exchange, model)
+        if backend:
+            if request.prompt is not None:
+                raise GatewayError(400, f"model {model!r} is a chat service: it completes no prompts", param="model")
+            return self._relay(asked)
+        if self._renderer is None:
+            raise no_engine(model)
+        _check_text(request)
+        return self._sample_all(asked, self._renderer)
+
+    async def _sample_all(self, asked: Asked, renderer: Renderer) -> bytes:
+        """Sample every choice of a request."""
+        attempt, request, model = asked.attempt, asked.request, asked.model
+        first = attempt.take_numbers(request.n)
+        if request.prompt is None:
+            tools = None if request.tool_choice == "none" else request.tools
+            place = attempt.find_place(model, request.messages, tools, renderer)
+        else:
+            place = attempt.texts.place(attempt, model, request.prompt, self._plain_text(renderer))
+        self._count_place(place)
+        forced = _forced(request, place, renderer)
+        reader = self.reader(request)
+        choices = [
+            _Choice(asked, place, forced, reader, index=index, number=first + index) for index in range(request.n)
+        ]
+        self._check_abilities(request, model, choices[0].sampling)
+        opening = Opening(
+            call_id=choices[0].call_id,
+            model=model,
+            created=choices[0].start_ns // 10**9,
+            prompt_tokens=len(place.prompt_ids) + len(forced),
+        )
+        stream = _Stream(asked, opening)
+        answers = await _each(self._sample(choice, stream) for choice in choices)
+        if asked.dialect is responses:
+            asked.exchange.responses[responses.response_id(choices[0].call_id)] = responses.kept(request, answers[0])
+        return stream.end(answers)
+
+    async def _sample(self, choice: "_Choice", stream: "_Stream") -> Answer:
+        asked, generation = choice.asked, choice.generation
+        tokens = self._router.generate(
+            asked.model,
+            choice.place.prompt_ids,
+            choice.sampling,
+            generation,
+            request_id=choice.call_id,
+            stream=choice.watched,
+        )
+        ended = False
+        try:
+            async with aclosing(tokens):
+                async for part in tokens:
+                    asked.attempt.tokens_received += len(part.token_ids)
+                    stream.add(choice.index, choice.push(part))
+                    if choice.ended:
+                        break
+            ended = True
+        finally:
+            if not ended and generation.token_ids:
+                self._record(choice.lost())
+                self._counters["undelivered"] += 1
+        # From here to the end nothing waits, so what an engine handed over is never lost to a cancellation.
+        answer, deltas = choice.finish()
+        stream.add(choice.index, deltas)
+        stream.stop(choice.index, answer)
+        self._count_ignored(asked.request.ignored_fields)
+        call = choice.call()
+        asked.exchange.calls.append((call, choice.told() | {semconv.OUTPUT_MESSAGES: [answer.message()]}))
+        commit = asked.attempt.answered(choice.place, call, answer.message(), reasoned=bool(answer.reasoning))
+        if asked.request.prompt is None:
+            asked.exchange.commits.append(commit)
+        else:
+            asked.exchange.texts.append((asked.model, asked.request.prompt, commit[1]))
+        return answer
+
+    async def _relay(self, asked: Asked) -> bytes:
+        """Ask a chat backend for each choice. Its answers come whole, and are streamed as such."""
+        attempt, request, model = asked.attempt, asked.request, asked.model
+        first = attempt.take_numbers(request.n)
+        place = attempt.find_turn(model, request.messages, request.tools)
+        self._count_place(place)
+        call_ids = [new_call_id() for _ in range(request.n)]
+        told = await _each(
+            self._ask(asked, place, first + index, index, call_id) for index, call_id in enumerate(call_ids)
+        )
+        if asked.dialect is chat_completions and not request.stream:
+            return chat_completions.merge([answer.body for answer in told])
+        answers = [relay.answer_of(answer) for answer in told]
+        if asked.dialect is responses:
+            asked.exchange.responses[responses.response_id(call_ids[0])] = responses.kept(request, answers[0])
+        opening = Opening(
+            call_id=call_ids[0], model=model, created=int(time.time()), prompt_tokens=relay.prompt_tokens(told[0])
+        )
+        stream = _Stream(asked, opening)
+        for index, answer in enumerate(answers):
+            stream.add(index, relay.deltas(answer))
+            stream.stop(index, answer)
+        return stream.end(answers)
+
+    async def _ask(self, asked: Asked, by_messages: Place, number: int, index: int, call_id: str) -> ChatAnswer:
+        attempt, request, model = asked.attempt, asked.request, asked.model
+        fields = request.fields if asked.dialect is chat_completions else relay.fields_of(request)
+        # What an attempt publishes is about its policy: a judge beside it keeps the temperature that it was given.
+        sent = relay.body_of(fields, attempt.info.sampling if model == self._router.policy else {}, index)
+        start_ns = time.time_ns()
+        answer = await self._router.complete(model, sent)
+        # As in `_sample`, nothing waits from here to the end.
+        place = relay.placed(by_messages, answer, request)
+        if by_messages.fork is None:
+            self._count_fork(place)
+        call = relay.call_of(
+            answer,
+            place,
+            attempt,
+            sent,
+            call_id=call_id,
+            number=number,
+            agent=asked.agent,
+            model=model,
+            start_ns=start_ns,
+            end_ns=time.time_ns(),
+        )
+        self._count_ignored([*request.ignored_fields, *answer.ignored_fields])
+        asked.exchange.calls.append((call, relay.attributes(answer, place, request, asked.dialect.NAME, sent)))
+        asked.exchange.commits.append(
+            attempt.answered(place, call, relay.message_of(answer), reasoned=relay.reasoned(answer))
+        )
+        return answer
+
+    def _plain_text(self, renderer: Renderer) -> PlainText:
+        if self._plain is None:
+            self._plain = PlainText(renderer)
+        return self._plain
+
+    def _check_abilities(self, request: Request, model: str, sampling: Sampling) -> None:
+        for name in self._router.lacking(model, sampling):
+            field = next((field for field in _ASKED_BY.get(name, ()) if field in request.fields), name)
+            raise GatewayError(
+                400,
+                f"{field} is not supported by the engine of model {model!r}; leave it out",
+                param=field,
+                kind="unsupported_parameter",
+            )
+
+    def _count_place(self, place: Place) -> None:
+        self._count_fork(place)
+        if place.echo_edited:
+            self._counters["echo_edited"] += 1
+
+    def _count_fork(self, place: Place) -> None:
+        if place.fork is not None:
+            self._counters[f"fork_{place.fork.cause}"] += 1
+
+    def _count_ignored(self, fields: list[str]) -> None:
+        if fields:
+            self._counters["ignored_fields"] += len(fields)
+
+
+class _Choice:
+    """One answer while it is sampled. It begins with the tokens `forced`, which nobody samples."""
+
+    def __init__(
+        self, asked: Asked, place: Place, forced: list[int], reader: Reader, *, index: int, number: int
+    ) -> None:
+        request, info = asked.request, asked.attempt.info
+        self.asked = asked
+        self.index = index
+        self.call_id = new_call_id()
+        self.sampling = effective(request.sampling, info.sampling, seed_key=info.seed_key, number=number)
+        self.generation = Generation()
+        one_tool_call = bool(request.tools) and not request.parallel_tool_calls
+        # An engine that nobody watches answers whole, which costs it and us less.
+        self.watched = request.stream or bool(self.sampling.stop) or one_tool_call
+        self._reader = reader
+        self._parser: AnswerParser | None = None
+        if self.watched or forced:
+            self._parser = AnswerParser(
+                reader,
+                self.call_id,
+                place.prompt_ids,
+                request.tools,
+                prefix_ids=forced,
+                stop=self.sampling.stop or (),
+                parallel_tool_calls=not one_tool_call,
+                logprobs=request.logprobs,
+            )
+        self.place = place
+        if forced:
+            self.place = replace(place, added_ids=place.added_ids + forced, prompt_ids=place.prompt_ids + forced)
+        self._number = number
+        self.start_ns = time.time_ns()
+
+    def push(self, tokens: Tokens) -> list[Delta]:
+        """What some more tokens add; one by one, so that the recorded tokens give the same events again."""
+        deltas: list[Delta] = []
+        if self.watched and self._parser is not None:
+            for index, token in enumerate(tokens.token_ids):
+                logprobs = None if tokens.logprobs is None else [tokens.logprobs[index]]
+                deltas += self._parser.push([token], logprobs)
+        return deltas
+
+    @property
+    def ended(self) -> bool:
+        """Whether a stop string has matched, or the one tool call that is wanted is complete."""
+        return self._parser is not None and self._parser.ended
+
+    @property
+    def overshoot(self) -> int:
+        """How many tokens were sampled past that."""
+        return 0 if self._parser is None else self._parser.overshoot
+
+    def finish(self) -> tuple[Answer, list[Delta]]:
+        """The answer, now that all is sampled, and what of it was not streamed yet."""
+        generation, parser = self.generation, self._parser
+        finish_reason = generation.finish_reason or "stop"
+        if parser is None:
+            answer = self._reader.parse(
+                self.call_id,
+                self.place.prompt_ids,
+                generation.token_ids,
+                generation.logprobs,
+                finish_reason,
+                self.asked.request.tools,
+            )
+            return answer, []
+        if not self.watched:
+            parser.push(generation.token_ids, generation.logprobs)
+        answer, deltas = parser.finish(finish_reason)
+        generation.keep(len(generation.token_ids) - parser.overshoot)
+        generation.finish_reason = answer.finish_reason
+        return answer, deltas
+
+    def call(self, *, delivered: bool = True) -> Call:
+        """The record of what was sampled."""
+        attempt, generation, parent = self.asked.attempt, self.generation, self.place.parent
+        return Call(
+            call_id=self.call_id,
+            rollout_id=attempt.address.rollout_id,
+            attempt_id=attempt.address.attempt_id,
+            number=self._number,
+            parent_id=None if parent is None else parent.call.call_id,
+            agent=self.asked.agent,
+            model=self.asked.model,
+            prompt_ids=self.place.added_ids,
+            response_ids=generation.token_ids,
+            logprobs=generation.logprobs,
+            logprob_kind=generation.logprob_kind,
+            versions=generation.versions,
+            temperature=self.sampling.temperature if self.sampling.temperature is not None else 1.0,
+            finish_reason=generation.finish_reason or "abort",
+            delivered=delivered,
+            overshoot=self.overshoot,
+            start_ns=self.start_ns,
+            end_ns=time.time_ns(),
+        )
+
+    def told(self) -> dict[str, Any]:
+        """What the span says beside the call, but for the answer."""
+        request = self.asked.request
+        more: dict[str, Any] = {
+            semconv.REQUEST_MODEL: request.model,
+            semconv.DIALECT: self.asked.dialect.NAME,
+            semconv.INPUT_TOKENS: len(self.place.prompt_ids),
+            semconv.OUTPUT_TOKENS: len(self.generation.token_ids),
+            semconv.INPUT_MESSAGES: self.place.new_messages,
+            semconv.SAMPLING_REQUESTED: msgspec.to_builtins(request.sampling),
+            semconv.SAMPLING_EFFECTIVE: msgspec.to_builtins(self.sampling),
+        }
+        if request.ignored_fields:
+            more[semconv.IGNORED_FIELDS] = request.ignored_fields
+        return more | self.place.attributes()
+
+    def lost(self) -> Span:
+        """The record of what was sampled for an answer that is never given."""
+        return to_span(self.call(delivered=False), **self.told())
+
+
+class _Stream:
+    """An answer on its way out: event by event into the exchange where the client streams, else whole at its end.
+
+    The first token that comes brings the answer's beginning, so that what is refused before is an error of its own.
+    """
+
+    def __init__(self, asked: Asked, opening: Opening) -> None:
+        self._asked = asked
+        self._opening = opening
+        self._events = asked.dialect.events(asked.request, opening) if asked.request.stream else None
+        self._begun = False
+
+    def add(self, index: int, deltas: Iterable[Delta]) -> None:
+        """More of choice `index`."""
+        if self._events is not None:
+            self._begin(self._events)
+            for delta in deltas:
+                self._asked.exchange.write(self._events.delta(index, delta))
+
+    def stop(self, index: int, answer: Answer) -> None:
+        """Choice `index` is complete."""
+        if self._events is not None:
+            self._begin(self._events)
+            self._asked.exchange.write(self._events.stop(index, answer))
+
+    def end(self, answers: list[Answer]) -> bytes:
+        """The last bytes of the answer."""
+        if self._events is None:
+            return self._asked.dialect.serialize(self._asked.request, self._opening, answers)
+        return self._events.end(answers)
+
+    def _begin(self, events: Events) -> None:
+        if not self._begun:
+            self._begun = True
+            self._asked.exchange.write(events.start())
+
+
+def _parsed(dialect: Dialect, fields: dict[str, Any], attempt: Attempt) -> Request:
+    """The request, with the conversation that it goes on with by an earlier response's id."""
+    if dialect is not responses:
+        return dialect.parse(fields)
+    request = responses.parse(fields, attempt.responses)
+    previous = responses.previous(fields)
+    if previous is None:
+        return request
+    if previous not in attempt.responses:
+        raise responses.unknown_previous(previous)
+    return responses.continued(request, attempt.responses[previous])
+
+
+def _check_text(request: Request) -> None:
+    """Raises GatewayError(400) for images, which token engines are not given."""
+    for index, message in enumerate(request.messages):
+        if isinstance(message.get("content"), list):
+            raise GatewayError(
+                400,
+                f"message {index} holds an image; this model takes text",
+                param=f"messages[{index}].content",
+                kind="unsupported_parameter",
+            )
+
+
+def _forced(request: Request, place: Place, renderer: Renderer) -> list[int]:
+    """The tokens with which an answer begins that must be a tool call; GatewayError(400) where the format has none."""
+    choice = request.tool_choice
+    if choice in ("auto", "none") or not request.tools:
+        return []
+    name = choice.name if isinstance(choice, NamedTool) else None
+    forced = renderer.forced(place.prompt_ids, request.tools, name)
+    if forced is None:
+        raise GatewayError(
+            400,
+            "tool_choice cannot be forced in this model's chat format; use auto or none",
+            param="tool_choice",
+            kind="unsupported_parameter",
+        )
+    return forced
+
+
+async def _each(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Every result, in order; the first failure is raised only when all have ended, so that none is lost."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for failed in (result for result in results if isinstance(result, BaseException)):
+        raise failed
+    return [result for result in results if not isinstance(result, BaseException)]

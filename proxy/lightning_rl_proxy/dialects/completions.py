@@ -1,0 +1,219 @@
+"""OpenAI Completions: the client writes the prompt itself, as text or as token ids, and gets text behind it. Pure.
+
+Such a prompt continues an earlier call where it repeats that call's prompt and sampled text to the letter.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from lightning_rl_proxy.dialects.base import Opening, Request, Tables, no_request, sse, unsupported
+from lightning_rl_proxy.dialects.chat_completions import (
+    PING,
+    Count,
+    error_event,
+    includes_usage,
+    serialize_error,
+    stops,
+)
+from lightning_rl_proxy.errors import GatewayError
+from lightning_rl_proxy.rendering import Answer, Delta, TokenLogprob
+from lightning_rl_proxy.sampling import Sampling
+
+__all__ = ["NAME", "PING", "TABLES", "error_event", "events", "parse", "serialize", "serialize_error"]
+
+NAME = "completions"
+
+TABLES = Tables(
+    honoured=frozenset(
+        {
+            "model", "prompt", "n", "echo", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
+            "presence_penalty", "repetition_penalty", "logit_bias", "seed", "stop", "max_tokens", "logprobs",
+            "stream", "stream_options", "best_of",
+        }
+    ),
+    hints=frozenset({"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"}),
+    off={"suffix": ("",), "response_format": ({"type": "text"},)},
+)  # fmt: skip
+
+_MAX = 2**31
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=_MAX)]
+
+
+class Wire(msgspec.Struct):
+    """The honoured fields, as OpenAI types them; `top_k` and the like are vLLM's extensions."""
+
+    model: str
+    prompt: str | list[Any]
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
+    best_of: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
+    echo: bool | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, msgspec.Meta(ge=1e-6, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=_MAX)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
+    logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: Count | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+
+
+def parse(fields: dict[str, Any]) -> Request:
+    """See `Dialect`. An absent `max_tokens` means 16, as it does at OpenAI."""
+    try:
+        wire = msgspec.convert(fields, Wire)
+    except msgspec.ValidationError as error:
+        raise no_request("completion", error) from error
+    ignored = TABLES.ignored(fields)
+    n = wire.n or 1
+    if wire.best_of is not None and wire.best_of != n:
+        raise unsupported("best_of", wire.best_of)
+    if wire.logprobs is not None and wire.logprobs > 1:
+        raise GatewayError(
+            400,
+            f"logprobs={wire.logprobs} is not supported here: those of the sampled tokens (1) are",
+            param="logprobs",
+            kind="unsupported_parameter",
+        )
+    if wire.echo and wire.logprobs is not None:
+        raise GatewayError(400, "echo with logprobs is not supported: the prompt has none", param="echo")
+    prompt = _prompt(wire.prompt)
+    if wire.echo and not isinstance(prompt, str):
+        raise GatewayError(400, "echo needs a prompt of text, not of token ids", param="echo")
+    return Request(
+        model=wire.model,
+        messages=[],
+        prompt=prompt,
+        sampling=Sampling(
+            temperature=wire.temperature,
+            top_p=wire.top_p,
+            top_k=wire.top_k,
+            min_p=wire.min_p,
+            frequency_penalty=wire.frequency_penalty,
+            presence_penalty=wire.presence_penalty,
+            repetition_penalty=wire.repetition_penalty,
+            max_tokens=_DEFAULT_MAX_TOKENS if wire.max_tokens is None else wire.max_tokens,
+            seed=wire.seed,
+            stop=stops("stop", wire.stop),
+            logit_bias=wire.logit_bias,
+        ),
+        n=n,
+        stream=bool(wire.stream),
+        logprobs=wire.logprobs is not None,
+        ignored_fields=ignored,
+        fields=fields,
+    )
+
+
+def serialize(request: Request, opening: Opening, answers: Sequence[Answer]) -> bytes:
+    """See `Dialect`."""
+    choices = []
+    for index, answer in enumerate(answers):
+        logprobs = _logprobs(answer.token_logprobs(), 0) if request.logprobs else None
+        choices.append(_choice(index, echoed(request) + answer.content, logprobs, answer.finish_reason))
+    return msgspec.json.encode(_opened(opening) | {"choices": choices, "usage": _usage(opening, answers)})
+
+
+def events(request: Request, opening: Opening) -> "TextEvents":
+    """See `Dialect`."""
+    return TextEvents(request, opening)
+
+
+class TextEvents:
+    """See `Events`: `text_completion` objects, each with some text more."""
+
+    def __init__(self, request: Request, opening: Opening) -> None:
+        self._n = request.n
+        self._echoed = echoed(request)
+        self._opening = opening
+        self._usage = includes_usage(request)
+        self._chunk = _opened(opening) | ({"usage": None} if self._usage else {})
+        self._offsets = [0] * request.n
+
+    def start(self) -> bytes:
+        if not self._echoed:
+            return b""
+        return b"".join(self._piece(_choice(index, self._echoed, None, None)) for index in range(self._n))
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        logprobs = _logprobs(delta.logprobs, self._offsets[index])
+        self._offsets[index] += sum(len(token.text) for token in delta.logprobs or ())
+        return self._piece(_choice(index, delta.text, logprobs, None))
+
+    def stop(self, index: int, answer: Answer) -> bytes:
+        return self._piece(_choice(index, "", None, answer.finish_reason))
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        usage = sse(self._chunk | {"choices": [], "usage": _usage(self._opening, answers)}) if self._usage else b""
+        return usage + b"data: [DONE]\n\n"
+
+    def _piece(self, choice: dict[str, Any]) -> bytes:
+        return sse(self._chunk | {"choices": [choice]})
+
+
+def echoed(request: Request) -> str:
+    """The prompt's text where the client wants it before the answer."""
+    return request.prompt if request.fields.get("echo") is True and isinstance(request.prompt, str) else ""
+
+
+def _prompt(prompt: str | list[Any]) -> str | list[int]:
+    """One prompt: its text, its token ids, or a list that holds nothing else."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        if prompt:
+            return prompt
+    elif prompt:
+        try:
+            return msgspec.convert(prompt, list[_TokenId])
+        except msgspec.ValidationError as error:
+            raise GatewayError(
+                400, "prompt is one text or one list of token ids; send several prompts one by one", param="prompt"
+            ) from error
+    raise GatewayError(400, "prompt is empty", param="prompt")
+
+
+def _opened(opening: Opening) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{opening.call_id}",
+        "object": "text_completion",
+        "created": opening.created,
+        "model": opening.model,
+    }
+
+
+def _choice(index: int, text: str, logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _logprobs(tokens: Sequence[TokenLogprob] | None, offset: int) -> dict[str, Any] | None:
+    """Offsets are where each token's text begins, counted over the texts of the sampled tokens."""
+    if not tokens:
+        return None
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token.text)
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }
+
+
+def _usage(opening: Opening, answers: Sequence[Answer]) -> dict[str, int]:
+    sampled = sum(answer.output_tokens for answer in answers)
+    return {
+        "prompt_tokens": opening.prompt_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": opening.prompt_tokens + sampled,
+    }

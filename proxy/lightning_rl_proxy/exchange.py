@@ -1,0 +1,55 @@
+"""One request and its answer, between the work that makes the answer and the clients that wait for it.
+
+The work may be followed by several clients, one after the other or at once, since retries join it: so what is written
+is kept, and each follower reads it from the start. The last bytes of an answer are the result of the work's task: they
+leave only after the calls are recorded.
+"""
+
+import asyncio
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from lightning_rl_adapters.call import Call
+
+if TYPE_CHECKING:
+    from lightning_rl_proxy.attempt import LiveCall, Trail
+
+
+class Exchange:
+    """`pieces` are the bytes of a streamed answer so far; `stream` says whether the client asked for such.
+
+    `calls` are what is to be recorded; `commits` and `texts` (model, prompt, call) what can be continued once it is
+    delivered, and `responses` the conversations that a client may go on with by a response's id.
+    """
+
+    def __init__(self, body_key: bytes) -> None:
+        self.body_key = body_key
+        self.request_id = f"req_{uuid.uuid4().hex}"
+        self.task: asyncio.Task[bytes] | None = None
+        self.stream = False
+        self.pieces: list[bytes] = []
+        self.calls: list[tuple[Call, dict[str, Any]]] = []
+        self.commits: list[tuple[Trail, LiveCall]] = []
+        self.texts: list[tuple[str, str | list[int], LiveCall]] = []
+        self.responses: dict[str, list[dict[str, Any]]] = {}
+        self.client_gone = False
+        self.recorded = False
+        self._news: asyncio.Future[None] | None = None
+
+    def write(self, piece: bytes) -> None:
+        """Add to the answer, and wake whoever follows it."""
+        if piece:
+            self.pieces.append(piece)
+            if self._news is not None:
+                self._news.set_result(None)
+                self._news = None
+
+    async def changed(self, gone: "asyncio.Task[None]", seconds: float | None) -> bool:
+        """Wait for more of the answer, for its end, or for the client to be gone; False where the time passed first."""
+        assert self.task is not None
+        if self._news is None:
+            self._news = asyncio.get_running_loop().create_future()
+        done, _ = await asyncio.wait(
+            (self.task, gone, self._news), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        return bool(done)
