@@ -9,15 +9,14 @@ from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
-from lightning_rl.store.errors import NotFound
+from lightning_rl.store.errors import Conflict, NotFound
 from lightning_rl_proxy.alarm import ALARMS
+from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
 from lightning_rl_proxy.ledger import AttemptInfo
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-_LOOK_SECONDS = 0.005  # how often a draining pause counts the generations in flight
 
 
 class GatewayDoor(Protocol):
@@ -43,7 +42,12 @@ class GatewayDoor(Protocol):
         """Tokens that earlier processes received, per model."""
         ...
 
-    async def pause(self, model: str | None = None) -> None: ...
+    async def pause(self, model: str | None = None, drain_seconds: float = 0) -> None:
+        """New calls wait; those in flight have `drain_seconds` to end, then they freeze until `resume`.
+
+        Raises EngineUnavailable or EngineRefused where an engine cannot freeze them.
+        """
+        ...
 
     async def resume(self, model: str | None = None, policy_version: int | None = None) -> None: ...
 
@@ -53,7 +57,7 @@ class GatewayDoor(Protocol):
 
 
 class PauseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`drain`: generations in flight end until the deadline; `keep`: the pause is at once."""
+    """`drain`: generations in flight may end until the deadline, then they freeze as they do at once with `keep`."""
 
     model: str | None = None
     mode: Literal["drain", "keep"] = "drain"
@@ -76,15 +80,20 @@ class Pauses:
         self._leases: dict[str | None, asyncio.Task[None]] = {}
 
     async def pause(self, request: PauseRequest) -> None:
-        """Park the requests of a model. Raises NotFound for a model that no engine serves."""
+        """Park the requests of a model.
+
+        Raises NotFound for a model that no engine serves, and Conflict, with nothing paused, where one cannot freeze.
+        """
         self._check(request.model)
-        await self._gateway.pause(request.model)
         self._end_lease(request.model)
         if request.lease_seconds is not None:
             lease = self._expire(request.model, request.lease_seconds)
             self._leases[request.model] = asyncio.create_task(lease)
-        if request.mode == "drain":
-            await self._drain(request.model, request.deadline_seconds)
+        try:
+            await self._gateway.pause(request.model, request.deadline_seconds if request.mode == "drain" else 0)
+        except (EngineUnavailable, EngineRefused) as error:
+            await self.resume(ResumeRequest(model=request.model))
+            raise Conflict(str(error)) from error
 
     async def resume(self, request: ResumeRequest) -> None:
         """Let parked requests go on. Raises NotFound for a model that no engine serves."""
@@ -106,16 +115,6 @@ class Pauses:
         models = self._gateway.state()["models"]
         if model is not None and model not in models:
             raise NotFound(f"no engine serves model {model!r}; there are {sorted(models)}")
-
-    async def _drain(self, model: str | None, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + seconds
-        while self._in_flight(model) and loop.time() < deadline:
-            await asyncio.sleep(_LOOK_SECONDS)
-
-    def _in_flight(self, model: str | None) -> int:
-        models = self._gateway.state()["models"]
-        return sum(models[name]["in_flight"] for name in (models if model is None else [model]))
 
     async def _expire(self, model: str | None, seconds: float) -> None:
         await asyncio.sleep(seconds)

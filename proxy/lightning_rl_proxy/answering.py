@@ -76,7 +76,7 @@ class Answerer:
         backend = self._router.is_backend(model)
         request = chat_completions.parse_relayed(fields) if backend and dialect is chat_completions else None
         request = request or _parsed(dialect, fields, attempt)
-        exchange.stream = request.stream
+        exchange.model, exchange.stream = model, request.stream
         asked = Asked(attempt, agent, dialect, request, exchange, model)
         if backend:
             if request.prompt is not None:

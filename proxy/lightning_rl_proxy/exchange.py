@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Exchange:
-    """`pieces` are the bytes of a streamed answer so far; `stream` says whether the client asked for such.
+    """`pieces` are the bytes of a streamed answer so far; `stream` says whether the client asked for such, `model` whom.
 
     `calls` are what is to be recorded; `commits` and `texts` (model, prompt, call) what can be continued once it is
     delivered, and `responses` the conversations that a client may go on with by a response's id.
@@ -26,6 +26,7 @@ class Exchange:
         self.body_key = body_key
         self.request_id = f"req_{uuid.uuid4().hex}"
         self.task: asyncio.Task[bytes] | None = None
+        self.model = ""
         self.stream = False
         self.pieces: list[bytes] = []
         self.calls: list[tuple[Call, dict[str, Any]]] = []

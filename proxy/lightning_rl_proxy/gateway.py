@@ -55,7 +55,8 @@ class Gateway:
     """The proxy. `secret` signs attempt keys, `renderer` speaks the policy's chat format (None: only chat backends).
 
     `grace_seconds`: how long a call whose client left runs on, waiting for a retry to join it. `ping_seconds`: how long
-    a stream may be silent.
+    a stream may be silent. `parked_seconds`: how long a call waits for a paused model until white space goes before its
+    answer, so that its client waits on.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Gateway:
         router: Router,
         grace_seconds: float = 10.0,
         ping_seconds: float = 10.0,
+        parked_seconds: float = 20.0,
     ) -> None:
         self.router = router
         self.counters: Counter[str] = Counter()
@@ -78,6 +80,7 @@ class Gateway:
         self._answerer = Answerer(router, renderer, self.counters, self._recorder.record)
         self._grace_seconds = grace_seconds
         self._ping_seconds = ping_seconds
+        self._parked_seconds = parked_seconds
         self._attempts: dict[tuple[str, str], Attempt] = {}
         # The ledger says that an attempt is closed a moment after it was sealed; in between, this does.
         self._sealed: dict[tuple[str, str], None] = {}
@@ -115,13 +118,16 @@ class Gateway:
         """Begin the counts of received tokens where an earlier gateway's records end."""
         self.router.carry_on(received)
 
-    async def pause(self, model: str | None = None) -> None:
-        """Let new calls of `model` (None: every model) wait; those in flight go on."""
-        self.router.pause(model)
+    async def pause(self, model: str | None = None, drain_seconds: float = 0) -> None:
+        """Let new calls of `model` (None: every model) wait; those in flight have `drain_seconds`, then they freeze.
+
+        Raises EngineUnavailable or EngineRefused where an engine cannot freeze them.
+        """
+        await self.router.pause(model, drain_seconds)
 
     async def resume(self, model: str | None = None, policy_version: int | None = None) -> None:
-        """Let waiting calls go on."""
-        self.router.resume(model, policy_version)
+        """Let frozen and waiting calls go on."""
+        await self.router.resume(model, policy_version)
 
     def state(self) -> dict[str, Any]:
         """Engines and tokens per model, open attempts, and counts of what went another way than straight."""
@@ -262,9 +268,14 @@ class Gateway:
         reply = _Reply(send, exchange)
         gone = asyncio.create_task(_disconnected(receive))
         try:
+            parked = 0.0
             while not exchange.task.done() and not gone.done():
-                changed = await exchange.changed(gone, self._ping_seconds if exchange.stream else None)
-                await reply.send(*([] if changed else [dialect.PING]))
+                changed = await exchange.changed(gone, self._ping_seconds)
+                parked = parked + self._ping_seconds if self.router.is_paused(exchange.model) else 0.0
+                if exchange.stream:
+                    await reply.send(*([] if changed else [dialect.PING]))
+                elif not changed and (reply.begun or parked >= self._parked_seconds):
+                    await reply.send(b" ")
             if gone.done():
                 exchange.client_gone = True
                 self._later(self._abandon(attempt, exchange))
@@ -277,7 +288,9 @@ class Gateway:
             if not reply.begun:
                 raise
             self.counters[f"status_{error.status}"] += 1
-            await reply.end(dialect.error_event(error))
+            # White space cannot be taken back: an answer that ends without being whole is one that SDKs ask for again.
+            if exchange.stream:
+                await reply.end(dialect.error_event(error))
         else:
             await reply.end(last)
 
@@ -422,7 +435,7 @@ class _Reply:
 
     async def end(self, last: bytes) -> None:
         """Write what is left, `last` at the end."""
-        if not self._exchange.stream:
+        if not self.begun and not self._exchange.stream:
             return await _respond(self._send, 200, last, self._ids())
         await self._begin()
         body = b"".join([*self._exchange.pieces[self._sent :], last])
@@ -431,8 +444,9 @@ class _Reply:
     async def _begin(self) -> None:
         if not self.begun:
             self.begun = True
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers + self._ids()})
+            stream = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            headers = (stream if self._exchange.stream else [_JSON]) + self._ids()
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _ids(self) -> list[tuple[bytes, bytes]]:
         """By which OpenAI's and Anthropic's clients name the request."""

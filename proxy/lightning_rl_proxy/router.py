@@ -5,13 +5,15 @@ are one side of the conservation law.
 """
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
 from lightning_rl_adapters.call import VersionRange
-from lightning_rl_proxy.engines.base import Engine, EngineUnavailable, Finish, Tokens
+from lightning_rl_proxy.alarm import ALARMS
+from lightning_rl_proxy.engines.base import Engine, EngineRefused, EngineUnavailable, Finish, Tokens
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer, ChatBackend
 from lightning_rl_proxy.errors import UnknownModel
 from lightning_rl_proxy.sampling import Sampling
@@ -67,7 +69,9 @@ class Router:
         self._engines: dict[str, list[Engine]] = {}
         self._backends: dict[str, list[ChatBackend]] = {}
         self._busy: Counter[int] = Counter()
+        self._ended = asyncio.Event()  # set, and made anew, when a call ends
         self._paused: dict[str, asyncio.Event] = {}
+        self._frozen: dict[str, list[Engine]] = {}
 
     def register(self, engine: Engine) -> None:
         """Add an engine for its model. Raises ValueError where chat backends serve a model of that name."""
@@ -128,7 +132,7 @@ class Router:
                     generation.add(part, engine.policy_version)
                     yield part
         finally:
-            self._busy[id(engine)] -= 1
+            self._left(engine)
         if generation.finish_reason in (None, "abort"):
             raise EngineUnavailable(f"the engine of model {model!r} broke request {request_id} off")
 
@@ -140,7 +144,7 @@ class Router:
         try:
             return await backend.complete(body)
         finally:
-            self._busy[id(backend)] -= 1
+            self._left(backend)
 
     async def embed(self, model: str, body: dict[str, Any]) -> bytes:
         """A chat backend's embeddings, as the service gave them. Raises as `generate` does."""
@@ -150,19 +154,40 @@ class Router:
         """Count received tokens on from these, per model: those of earlier processes."""
         self.received.update(received)
 
-    def pause(self, model: str | None) -> None:
-        """Let the new calls of `model` (None: of all) wait."""
-        for name in self._named(model):
-            self._paused.setdefault(name, asyncio.Event())
+    async def pause(self, model: str | None, drain_seconds: float = 0) -> None:
+        """Let the new calls of `model` (None: of all) wait.
 
-    def resume(self, model: str | None, policy_version: int | None) -> None:
-        """Let waiting calls go on, under `policy_version` where one is given."""
+        Those in flight have `drain_seconds` to end; then they are frozen where they are, and go on at `resume`. Calls of
+        chat backends end as they like. Raises EngineUnavailable or EngineRefused where an engine cannot be frozen.
+        """
+        gates = {name: self._paused.setdefault(name, asyncio.Event()) for name in self._named(model)}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_seconds):
+                while any(self._in_flight(name) for name, gate in gates.items() if not gate.is_set()):
+                    await self._ended.wait()
+        for name, gate in gates.items():
+            for engine in self._engines.get(name, ()):
+                if self._busy[id(engine)] and not gate.is_set() and engine not in self._frozen.get(name, ()):
+                    self._frozen.setdefault(name, []).append(engine)
+                    await engine.pause()
+
+    async def resume(self, model: str | None, policy_version: int | None) -> None:
+        """Let frozen and waiting calls go on, under `policy_version` where one is given."""
         for name in self._named(model):
             for engine in self._engines.get(name, ()):
                 if policy_version is not None:
                     engine.policy_version = policy_version
             if (gate := self._paused.pop(name, None)) is not None:
                 gate.set()
+            for engine in self._frozen.pop(name, ()):
+                try:
+                    await engine.resume()
+                except (EngineUnavailable, EngineRefused) as error:
+                    ALARMS.error("an engine of model %s did not go on after the pause: %s", name, error)
+
+    def is_paused(self, model: str) -> bool:
+        """Whether calls of `model` wait."""
+        return model in self._paused
 
     def state(self) -> dict[str, dict[str, int | bool]]:
         """Per model: engines (or backends), calls in flight, tokens received, paused, policy version, trainable."""
@@ -199,6 +224,15 @@ class Router:
             "in_flight": sum(self._busy[id(each)] for each in served),
             "paused": model in self._paused,
         }
+
+    def _in_flight(self, model: str) -> int:
+        served: list[Engine | ChatBackend] = [*self._engines.get(model, ()), *self._backends.get(model, ())]
+        return sum(self._busy[id(each)] for each in served)
+
+    def _left(self, served: Engine | ChatBackend) -> None:
+        self._busy[id(served)] -= 1
+        self._ended.set()
+        self._ended = asyncio.Event()
 
     def _named(self, model: str | None) -> list[str]:
         names = [*self._engines, *self._backends]

@@ -83,6 +83,13 @@ class ScriptedEngine:
         self.fail = 0
         self.aborted = 0
         self.steps: asyncio.Semaphore | None = None
+        self.frozen = False
+
+    async def pause(self) -> None:
+        self.frozen = True
+
+    async def resume(self) -> None:
+        self.frozen = False
 
     async def generate(
         self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0, stream: bool = False

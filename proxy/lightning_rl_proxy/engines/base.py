@@ -58,6 +58,14 @@ class Engine(Protocol):
         """
         ...
 
+    async def pause(self) -> None:
+        """Freeze what is in flight where it is, until `resume`. Raises EngineUnavailable or EngineRefused."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on with what is frozen. Raises as `pause`."""
+        ...
+
     def logprob_kind(self, sampling: Sampling) -> str:
         """What the logprobs of this engine are under `sampling`."""
         ...

@@ -119,6 +119,14 @@ class TokenEngine:
                 if choice.finish_reason is not None:
                     yield self._finish(choice, sampled)
 
+    async def pause(self) -> None:
+        """See `Engine`. A vLLM server has this route only with VLLM_SERVER_DEV_MODE=1."""
+        await self._order("/pause?mode=keep")
+
+    async def resume(self) -> None:
+        """See `Engine`."""
+        await self._order("/resume")
+
     def logprob_kind(self, sampling: Sampling) -> str:
         """See `Engine`: vLLM's default logprobs are before temperature, and so are raw unless temperature is 1."""
         if sampling.temperature == 0:
@@ -142,9 +150,20 @@ class TokenEngine:
             "max_tokens": sampling.max_tokens,
         }
 
-    @asynccontextmanager
-    async def _post(self, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer, if the engine takes the request."""
+    async def _order(self, path: str) -> None:
+        try:
+            async with self._connected().post(self.url + path) as response:
+                said = await response.read()
+        except aiohttp.ClientError as error:
+            raise EngineUnavailable(f"engine {self.url}{path}: {error!r}") from error
+        if response.status == 404:
+            raise EngineRefused(
+                f"engine {self.url} has no {path}; start the vLLM server with VLLM_SERVER_DEV_MODE=1", status=502
+            )
+        if response.status != 200:
+            raise EngineUnavailable(f"engine {self.url}{path} answered {response.status}: {said[:500]!r}")
+
+    def _connected(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._connections),
@@ -152,9 +171,14 @@ class TokenEngine:
                 headers={"content-type": "application/json"},
                 read_bufsize=_MAX_LINE,
             )
+        return self._session
+
+    @asynccontextmanager
+    async def _post(self, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer, if the engine takes the request."""
         url = f"{self.url}/inference/v1/generate"
         try:
-            async with self._session.post(url, data=body) as response:
+            async with self._connected().post(url, data=body) as response:
                 if response.status != 200:
                     raise _refusal(url, response.status, await response.read())
                 yield response

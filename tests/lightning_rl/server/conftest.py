@@ -27,6 +27,7 @@ class FakeGateway:
         self.on_their_way: list[Any] = []
         self.in_flight = 0
         self.paused = False
+        self.refuses: Exception | None = None
         self.opened: list[tuple[str, str]] = []
 
     async def __call__(self, scope, receive, send) -> None:
@@ -49,9 +50,11 @@ class FakeGateway:
     def carry_on(self, received) -> None:
         self.asked.append(("carry_on", received))
 
-    async def pause(self, model=None) -> None:
-        self.asked.append(("pause", model))
+    async def pause(self, model=None, drain_seconds=0) -> None:
+        self.asked.append(("pause", model, drain_seconds))
         self.paused = True
+        if self.refuses is not None:
+            raise self.refuses
 
     async def resume(self, model=None, policy_version=None) -> None:
         self.asked.append(("resume", model, policy_version))

@@ -9,6 +9,7 @@ from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import ErrorInfo, Finish, Reward, RolloutConfig, RolloutRequest
 from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, Unreachable
 from lightning_rl_proxy.address import Address
+from lightning_rl_proxy.engines.base import EngineRefused
 from lightning_rl_proxy.keys import verify_attempt_key
 
 POLICY = {
@@ -333,24 +334,22 @@ def test_engines_are_registered_once(served) -> None:
         client.register_engine("m", "embedded", "http://127.0.0.1:1", 4)
 
 
-def test_a_draining_pause_waits_for_generations_in_flight(served, eventually) -> None:
-    served.gateway.in_flight = 1
-    thread, answers = in_thread(lambda: served.client().pause("m", deadline_seconds=60))
-    eventually(lambda: ("pause", "m") in served.gateway.asked)
-    assert answers == []
-    served.gateway.in_flight = 0
-    thread.join(20)
-    assert answers[0]["models"]["m"]["paused"]
+def test_generations_in_flight_have_until_the_deadline_or_no_time_at_all(served) -> None:
+    served.client().pause("m", deadline_seconds=60)
+    served.client().pause("m", mode="keep", deadline_seconds=60)
+    assert served.gateway.asked[-2:] == [("pause", "m", 60), ("pause", "m", 0)]
+    assert served.client().state()["models"]["m"]["paused"]
     served.client().resume("m", 4)
     assert served.gateway.asked[-1] == ("resume", "m", 4)
-
-
-def test_a_pause_ends_at_its_deadline_or_at_once(served) -> None:
-    served.gateway.in_flight = 1
-    served.client().pause("m", deadline_seconds=0.01)
-    served.client().pause("m", mode="keep", deadline_seconds=60)
     with pytest.raises(NotFound, match="'n'"):
         served.client().pause("n")
+
+
+def test_an_engine_that_cannot_freeze_is_an_error_and_pauses_nothing(served) -> None:
+    served.gateway.refuses = EngineRefused("engine e has no /pause; start it with VLLM_SERVER_DEV_MODE=1")
+    with pytest.raises(Conflict, match="VLLM_SERVER_DEV_MODE=1"):
+        served.client().pause("m", mode="keep", lease_seconds=60)
+    assert not served.gateway.paused
 
 
 def test_a_pause_is_over_when_its_lease_is(served, eventually) -> None:
