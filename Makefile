@@ -3,25 +3,33 @@ PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+SDKS := .venv-sdk3/.made .venv-sdk-litellm/.made
 # One thread each: several processes on the same cores stand in each other's way with more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: quickstart test test-chaos test-package docs lint types check bench clean
+.PHONY: quickstart test test-sdk test-chaos test-fuzz test-package docs lint types check bench clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/lightning-rl quickstart $(ARGS)
 
 test: $(VENV)/.dev
-	$(PYTEST) tests -m "not chaos and not package" -n 2 --dist loadscope $(ARGS)
+	$(PYTEST) tests -m "not chaos and not package and not sdk" -n 2 --dist loadscope $(ARGS)
+
+test-sdk: $(VENV)/.dev $(SDKS)
+	$(PYTEST) tests/sdk/test_newer_sdk.py -m sdk $(ARGS)
 
 test-chaos: $(VENV)/.dev
 	$(PYTEST) tests/chaos -m chaos $(ARGS)
 
+test-fuzz: $(VENV)/.dev
+	FUZZ_REQUESTS=10000 $(PYTEST) tests/fuzz -m fuzz -n 2 $(ARGS)
+
 test-package: $(VENV)/.dev
 	$(PYTEST) tests/e2e -m package $(ARGS)
 
-docs: $(VENV)/.base
+docs: $(VENV)/.dev $(SDKS)
 	$(BIN)/python -m lightning_rl.config.reference > docs/config.md
+	$(BIN)/python -m tests.sdk.matrix
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -46,5 +54,13 @@ $(VENV)/.dev: pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e ".[dev]"
 	touch $@ $(VENV)/.base
 
+# SDKs that cannot stand beside ours: another openai, and litellm with all that its Responses need.
+.venv-sdk3/.made: SDK = openai>=3,<4
+.venv-sdk-litellm/.made: SDK = litellm[mcp]>=1.80,<2
+$(SDKS):
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) "$(SDK)"
+	touch $@
+
 clean:
-	rm -rf $(VENV) dist build
+	rm -rf $(VENV) $(dir $(SDKS)) dist build

@@ -1,6 +1,6 @@
 """Control plane and gateway as one ASGI application.
 
-Invariant: what is under /api/v1, /healthz and /readyz is the control plane's, everything else the gateway's. Both are
+Invariant: what is under /api/v1, /healthz, /readyz and /metrics is the control plane's, everything else the gateway's. Both are
 open exactly while the application's lifespan runs; when it is over, the store holds every record.
 """
 
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from lightning_rl.server import metrics, readiness
 from lightning_rl.server.api import ControlPlane, encoded, error_response
 from lightning_rl.server.engines import EngineRequest, Engines
 from lightning_rl.server.gateway import GatewayDoor, Pauses, Receive, Scope, Send
@@ -24,7 +25,7 @@ from lightning_rl.server.sql_thread import SqlThread
 from lightning_rl.server.sweeper import Sweeper
 from lightning_rl.store.sql import SqlStore
 
-_OURS = ("/api/v1/", "/healthz", "/readyz")
+_OURS = ("/api/v1/", "/healthz", "/readyz", "/metrics")
 
 
 class App:
@@ -113,11 +114,26 @@ def create_app(
         return encoded(request, 200, {"status": "ok"})
 
     async def readyz(request: Request) -> Response:
-        up = ready.is_set()
-        return encoded(request, 200 if up else 503, {"status": "ready" if up else "starting"})
+        recording, engines_now = await gateway.check()
+        found = readiness.checks(
+            started=ready.is_set(), store_writable=not sql.unwritable, recording=recording, engines=engines_now
+        )
+        well = all(said == readiness.OK for said in found.values())
+        return encoded(request, 200 if well else 503, {"status": "ready" if well else "not ready", "checks": found})
+
+    async def metrics_page(request: Request) -> Response:
+        if keys.role(request.headers.get("authorization", "")) != "admin":
+            return error_response(401, "unauthorized", "send the admin key as Authorization: Bearer")
+        page = metrics.page(gateway.state(), await sql.run(store.counts), gateway.timings)
+        return Response(page, media_type=metrics.CONTENT_TYPE)
 
     app = Starlette(
-        routes=[Route("/healthz", healthz), Route("/readyz", readyz), *control_plane.routes()],
+        routes=[
+            Route("/healthz", healthz),
+            Route("/readyz", readyz),
+            Route("/metrics", metrics_page),
+            *control_plane.routes(),
+        ],
         lifespan=lifespan,
         exception_handlers={HTTPException: _http_error, Exception: _unexpected},
     )

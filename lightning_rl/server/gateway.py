@@ -4,10 +4,11 @@ Invariant: a pause that has a lease ends with it, whoever asked for it and whate
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
+from prometheus_client.registry import Collector
 
 from lightning_rl.store.errors import Conflict, NotFound
 from lightning_rl_proxy.alarm import ALARMS
@@ -50,6 +51,15 @@ class GatewayDoor(Protocol):
         ...
 
     async def resume(self, model: str | None = None, policy_version: int | None = None) -> None: ...
+
+    async def check(self) -> tuple[str | None, dict[str, str | None]]:
+        """What is wrong with recording, and with each engine; None where nothing is."""
+        ...
+
+    @property
+    def timings(self) -> Sequence[Collector]:
+        """What measures itself."""
+        ...
 
     def state(self) -> dict[str, Any]:
         """`{"models": {name: {"in_flight", "paused", ...}}, ...}`."""

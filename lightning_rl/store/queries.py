@@ -153,6 +153,12 @@ def sampled_tokens(connection: sa.Connection) -> dict[str, int]:
     return dict(found)
 
 
+def counts(connection: sa.Connection) -> dict[str, int]:
+    """How many rollouts there are, by status."""
+    status = schema.rollouts.c.status
+    return {row[0]: row[1] for row in connection.execute(sa.select(status, sa.func.count()).group_by(status))}
+
+
 def attempt_rewards(connection: sa.Connection, attempt_id: str) -> list[Reward]:
     """The rewards emitted in one attempt, in the order they came."""
     return [_reward_of(row) for row in connection.execute(_ATTEMPT_REWARDS, {"attempt_id": attempt_id})]

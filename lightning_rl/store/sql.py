@@ -188,6 +188,11 @@ class SqlStore:
         following = str(rows[limit - 1].position) if len(rows) > limit else None
         return [rollout_of(row) for row in rows[:limit]], following
 
+    def counts(self) -> dict[str, int]:
+        """How many rollouts there are, by status."""
+        with self._transaction() as connection:
+            return queries.counts(connection)
+
     def cancel(self, rollout_id: str) -> Rollout:
         """End the rollout as cancelled, with its running attempt; one that has ended stays so.
 

@@ -357,7 +357,8 @@ class _Choice:
 class _Stream:
     """An answer on its way out: event by event into the exchange where the client streams, else whole at its end.
 
-    The first token that comes brings the answer's beginning, so that what is refused before is an error of its own.
+    The first token that comes brings the answer's beginning, so that what is refused before is an error of its own. How
+    the choices ended is said in the last bytes, after the calls were recorded: many clients read no further than that.
     """
 
     def __init__(self, asked: Asked, opening: Opening) -> None:
@@ -365,6 +366,7 @@ class _Stream:
         self._opening = opening
         self._events = asked.dialect.events(asked.request, opening) if asked.request.stream else None
         self._begun = False
+        self._stops: list[bytes] = []
 
     def add(self, index: int, deltas: Iterable[Delta]) -> None:
         """More of choice `index`."""
@@ -377,13 +379,13 @@ class _Stream:
         """Choice `index` is complete."""
         if self._events is not None:
             self._begin(self._events)
-            self._asked.exchange.write(self._events.stop(index, answer))
+            self._stops.append(self._events.stop(index, answer))
 
     def end(self, answers: list[Answer]) -> bytes:
         """The last bytes of the answer."""
         if self._events is None:
             return self._asked.dialect.serialize(self._asked.request, self._opening, answers)
-        return self._events.end(answers)
+        return b"".join(self._stops) + self._events.end(answers)
 
     def _begin(self, events: Events) -> None:
         if not self._begun:

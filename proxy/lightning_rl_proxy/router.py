@@ -205,6 +205,16 @@ class Router:
             for model, backends in self._backends.items()
         }
 
+    async def check(self) -> dict[str, str | None]:
+        """Per engine, or model of chat backends, what is wrong with it; None for what is well or cannot be asked."""
+        engines = [(f"{model} {i}", each) for model, some in self._engines.items() for i, each in enumerate(some)]
+        found = await asyncio.gather(*(engine.check() for _, engine in engines), return_exceptions=True)
+        for error in found:
+            if error is not None and not isinstance(error, EngineUnavailable):
+                raise error
+        told = {name: None if error is None else str(error) for (name, _), error in zip(engines, found, strict=True)}
+        return told | dict.fromkeys(self._backends)
+
     async def close(self) -> None:
         """Free every engine's and backend's connections."""
         for engines in self._engines.values():

@@ -126,6 +126,25 @@ def test_sealing_breaks_a_stream_off_and_keeps_its_tokens_as_undelivered(served:
     assert (call.delivered, len(call.response_ids)) == (False, 2)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "end"),
+    [
+        ("/v1/chat/completions", {}, b'"finish_reason":"stop"'),
+        ("/v1/messages", {"max_tokens": 9}, b"message_delta"),
+        ("/v1/responses", {"input": "x"}, b"response.completed"),
+        ("/v1/completions", {"prompt": "x"}, b'"finish_reason":"stop"'),
+    ],
+)
+def test_how_a_stream_ended_is_said_only_when_its_call_is_recorded(
+    served: Served, path: str, body: dict[str, Any], end: bytes
+) -> None:
+    """Many clients stop reading there, and have had the whole answer."""
+    with streaming(served, path, **body) as response:
+        assert end in response.read()
+    [exchange] = [e for a in served.gateway._attempts.values() for es in a.exchanges.values() for e in es]
+    assert end not in b"".join(exchange.pieces)
+
+
 def test_stop_strings_end_an_answer_and_its_generation(served: Served, tokenizer: FastTokenizer) -> None:
     served.engine.script.append("SELECT 1; and then a lot that nobody asked for")
     sdk = openai.OpenAI(base_url=served.base_url(), api_key=served.key())

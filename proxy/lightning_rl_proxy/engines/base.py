@@ -58,6 +58,10 @@ class Engine(Protocol):
         """
         ...
 
+    async def check(self) -> None:
+        """Raises EngineUnavailable where the engine does not answer, or says that it is not well."""
+        ...
+
     async def pause(self) -> None:
         """Freeze what is in flight where it is, until `resume`. Raises EngineUnavailable or EngineRefused."""
         ...

@@ -29,6 +29,7 @@ _TOO_LONG = (
     re.compile(r"a prompt of (?P<prompt>\d+) tokens does not fit: max_model_len is (?P<limit>\d+)"),
     re.compile(r"prompt \(length (?P<prompt>\d+)\).*? longer than the maximum model length of (?P<limit>\d+)"),
 )
+_CHECK_SECONDS = 2.0
 _MAX_LINE = 2**24  # bytes; the longest event
 
 
@@ -118,6 +119,17 @@ class TokenEngine:
                     yield _tokens(choice)
                 if choice.finish_reason is not None:
                     yield self._finish(choice, sampled)
+
+    async def check(self) -> None:
+        """See `Engine`."""
+        url = f"{self.url}/health"
+        try:
+            async with self._connected().get(url, timeout=aiohttp.ClientTimeout(total=_CHECK_SECONDS)) as response:
+                status = response.status
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineUnavailable(f"{url}: {error!r}") from error
+        if status != 200:
+            raise EngineUnavailable(f"{url} answered {status}")
 
     async def pause(self) -> None:
         """See `Engine`. A vLLM server has this route only with VLLM_SERVER_DEV_MODE=1."""

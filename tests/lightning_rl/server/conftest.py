@@ -28,6 +28,9 @@ class FakeGateway:
         self.in_flight = 0
         self.paused = False
         self.refuses: Exception | None = None
+        self.recording: str | None = None
+        self.engines: dict[str, str | None] = {"m 0": None}
+        self.timings: list[Any] = []
         self.opened: list[tuple[str, str]] = []
 
     async def __call__(self, scope, receive, send) -> None:
@@ -61,7 +64,14 @@ class FakeGateway:
         self.paused = False
 
     def state(self) -> dict[str, Any]:
-        return {"models": {"m": {"in_flight": self.in_flight, "paused": self.paused}}}
+        model = {"in_flight": self.in_flight, "paused": self.paused, "tokens_received": 7, "engines": 1}
+        return {
+            "models": {"m": model | {"policy_version": 3}}, "counters": {"calls": 5}, "open_attempts": 2,
+            "tokens_pending": 4, "records_waiting": 1, "journal_bytes": 100,
+        }  # fmt: skip
+
+    async def check(self):
+        return self.recording, self.engines
 
 
 @dataclass
