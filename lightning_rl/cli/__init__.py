@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import lightning_rl
-from lightning_rl.cli import explain, quickstart, train
+from lightning_rl.cli import explain, quickstart, serve, train
 
 app = typer.Typer(
     name="lightning-rl",
@@ -16,6 +16,7 @@ app = typer.Typer(
 )
 app.command("quickstart")(quickstart.run)
 app.command("train")(train.run)
+app.command("serve")(serve.run)
 app.command("explain")(explain.run)
 
 

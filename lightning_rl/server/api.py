@@ -19,6 +19,7 @@ from lightning_rl.server.engines import EngineRequest, Engines
 from lightning_rl.server.gateway import GatewayDoor, PauseRequest, Pauses, ResumeRequest
 from lightning_rl.server.keys import Keys, Role
 from lightning_rl.server.ledger import claimed_info
+from lightning_rl.server.limits import try_later
 from lightning_rl.server.requests import (
     ClaimBody,
     EnqueueBody,
@@ -47,6 +48,7 @@ from lightning_rl.store.errors import Conflict, Invalid, NotFound, StoreError, S
 from lightning_rl.store.life_cycle import ENDED
 from lightning_rl.store.rewards import returned_rewards
 from lightning_rl.store.sql import SqlStore
+from lightning_rl_proxy.limits import Limits
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Any]]
@@ -76,6 +78,7 @@ class ControlPlane:
         sweeper: Sweeper,
         keys: Keys,
         gateway_url: str,
+        limits: Limits | None = None,
     ) -> None:
         self._store = store
         self._sql = sql
@@ -86,6 +89,7 @@ class ControlPlane:
         self._sweeper = sweeper
         self._keys = keys
         self._gateway_url = gateway_url.rstrip("/")
+        self._limits = limits or Limits()
 
     def routes(self) -> list[Route]:
         """Every route, with who may use it."""
@@ -152,6 +156,7 @@ class ControlPlane:
 
     async def _start(self, request: Request) -> Any:
         body = await _decoded(request, RolloutRequest)
+        self._check_open_attempts()
         claim = await self._sql.run(self._store.start, body, "started by hand")
         return self._handed_out(claim)
 
@@ -182,6 +187,15 @@ class ControlPlane:
 
     # A worker's requests
 
+    def _check_open_attempts(self) -> None:
+        """Raises HTTPException(429) where the server holds as many attempts as it may.
+
+        A claim of several may go over the limit, by what it asks for.
+        """
+        there = self._gateway.state()["open_attempts"]
+        if there >= self._limits.open_attempts:
+            raise try_later(f"{there} attempts are open here, and no more may be: wait until some have ended")
+
     def _handed_out(self, claim: Claim) -> Claim:
         """The claim as its worker gets it; the gateway hears of the attempt before the agent can call."""
         if claim.attempt.status == "running":
@@ -193,6 +207,7 @@ class ControlPlane:
         loop = asyncio.get_running_loop()
         end = loop.time() + body.wait_seconds
         while True:
+            self._check_open_attempts()
             queued = self._signals.next_queued()
             claims = await self._sql.run(
                 self._store.claim, body.worker_id, agents=body.agents, limit=body.limit, claim_id=body.claim_id

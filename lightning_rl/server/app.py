@@ -1,7 +1,7 @@
 """Control plane and gateway as one ASGI application.
 
-Invariant: what is under /api/v1, /healthz, /readyz and /metrics is the control plane's, everything else the gateway's. Both are
-open exactly while the application's lifespan runs; when it is over, the store holds every record.
+Invariant: what is under /api/v1, /healthz, /readyz and /metrics is the control plane's, everything else the gateway's.
+Both are open exactly while the application's lifespan runs; when it is over, the store holds every record.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -20,11 +21,14 @@ from lightning_rl.server.api import ControlPlane, encoded, error_response
 from lightning_rl.server.engines import EngineRequest, Engines
 from lightning_rl.server.gateway import GatewayDoor, Pauses, Receive, Scope, Send
 from lightning_rl.server.keys import Keys
+from lightning_rl.server.limits import Bounded
 from lightning_rl.server.signals import Signals
 from lightning_rl.server.sql_thread import SqlThread
 from lightning_rl.server.sweeper import Sweeper
 from lightning_rl.store.sql import SqlStore
+from lightning_rl_proxy.limits import Limits
 
+_KINDS = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 429: "rate_limited"}
 _OURS = ("/api/v1/", "/healthz", "/readyz", "/metrics")
 
 
@@ -56,6 +60,7 @@ def create_app(
     engines: tuple[EngineRequest, ...] = (),
     sweep_seconds: float = 1.0,
     own_runners: bool = False,
+    limits: Limits | None = None,
 ) -> App:
     """The application.
 
@@ -67,6 +72,7 @@ def create_app(
         own_runners: all runners are children of the process that starts this server, so that nobody can hold a claim
             of an earlier session: its attempts are lost at once.
     """
+    limits = limits or Limits()
     signals, pauses = Signals(), Pauses(gateway)
     known = Engines(attach_engine)
     for engine in engines:
@@ -82,6 +88,7 @@ def create_app(
         sweeper=sweeper,
         keys=keys,
         gateway_url=gateway_url,
+        limits=limits,
     )
     ready = asyncio.Event()
 
@@ -134,6 +141,7 @@ def create_app(
             Route("/metrics", metrics_page),
             *control_plane.routes(),
         ],
+        middleware=[Middleware(Bounded, limits=limits)],
         lifespan=lifespan,
         exception_handlers={HTTPException: _http_error, Exception: _unexpected},
     )
@@ -142,8 +150,10 @@ def create_app(
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    kind = "not_found" if error.status_code == 404 else "method_not_allowed"
-    return error_response(error.status_code, kind, f"{request.method} {request.url.path}: {error.detail}")
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    answer = error_response(error.status_code, _KINDS.get(error.status_code, "refused"), message)
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -15,7 +15,10 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of one server."""
 
     admin: str
-    runner: str
+    runner: str  # "" where no runner is to have one
+
+    def __repr__(self) -> str:
+        return "Keys(...)"  # never the keys
 
     def role(self, authorization: str) -> Role | None:
         """Whose key an `Authorization` header holds; None: nobody's."""

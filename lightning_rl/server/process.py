@@ -1,9 +1,10 @@
-"""The server process: `python -m lightning_rl.server.process`.
+"""The server, in the foreground (`lightning-rl serve`) or as a child: `python -m lightning_rl.server.process`.
 
-Reads one JSON line of settings from stdin, prints one JSON line `{"url", "pid"}` on stdout when it answers, and stops
-cleanly on SIGTERM or when stdin ends, which it does when the parent dies. Where it cannot start for a reason that the
-user can remove, its one line is `{"error"}` and its status 1. What the user must hear of later is a line `{"alarm"}`.
-It logs to stderr. Loads no torch.
+The child reads one JSON line of settings from stdin, prints one JSON line `{"url", "pid"}` on stdout when it answers,
+and stops cleanly on SIGTERM or when stdin ends, which it does when the parent dies. Where it cannot start for a reason
+that the user can remove, its one line is `{"error"}` and its status 1. What the user must hear of later is a line
+`{"alarm"}`. It logs to stderr. Both ways load no torch, and what they write is readable by its owner alone: the store
+holds the secret that signs attempt keys, and every prompt.
 """
 
 import asyncio
@@ -23,27 +24,36 @@ from typing import Literal, NoReturn
 import msgspec
 import uvicorn
 
+from lightning_rl.errors import Explained
 from lightning_rl.server.app import App, create_app
 from lightning_rl.server.attach import attacher
 from lightning_rl.server.child import TellAlarms, tell
 from lightning_rl.server.engines import EngineRequest
 from lightning_rl.server.keys import Keys
 from lightning_rl.server.ledger import StoreLedger
+from lightning_rl.server.limits import protocol
 from lightning_rl.server.sql_thread import SqlThread
 from lightning_rl.store.contract import ResourcesRequest
 from lightning_rl.store.errors import NotFound, StoreError
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_proxy.alarm import ALARMS
 from lightning_rl_proxy.gateway import Gateway
+from lightning_rl_proxy.limits import Limits
 from lightning_rl_proxy.rendering import load_renderer
 from lightning_rl_proxy.router import Router
 
+JOURNAL = "gateway.journal"  # in the run folder
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_OWNER_ALONE = 0o077  # as a umask
 _LONG_POLL_GRACE_SECONDS = 5  # for answers under way when the server stops
 _log = logging.getLogger(__name__)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a server needs to know. `port` 0 takes any free one; `tokenizer` is a folder with tokenizer.json."""
+    """What a server needs to know. `port` 0 takes any free one; `tokenizer` is a folder with tokenizer.json.
+
+    `url` is where others reach it; by default where it listens.
+    """
 
     store: str
     run_dir: str
@@ -57,10 +67,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     engines: tuple[EngineRequest, ...] = ()
     host: str = "127.0.0.1"
     port: int = 0
+    url: str | None = None
     own_runners: bool = False  # they all end with the process that starts this one
+    limits: Limits = Limits()
+
+    def __repr__(self) -> str:
+        return f"Settings(store={self.store!r}, model={self.model!r})"  # never the keys
 
 
-class CannotStart(Exception):
+class CannotStart(Explained):
     """What stands in the way, for the user to remove."""
 
 
@@ -73,28 +88,38 @@ class Started(msgspec.Struct, frozen=True):
 
 def main() -> None:
     """Read the settings, serve until told to stop."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     ALARMS.addHandler(TellAlarms())
     try:
-        _listen_and_serve(settings)
+        listen_and_serve(settings, _announce)
     except CannotStart as error:
         _log.exception("cannot start")
         tell({"error": str(error)})
         sys.exit(1)
 
 
-def _listen_and_serve(settings: Settings) -> None:
+def listen_and_serve(settings: Settings, announce: Callable[[str], None], *, foreground: bool = False) -> None:
+    """Serve until SIGTERM; `announce` is told the URL once the server answers.
+
+    A server that is not in the foreground also ends with its stdin. In the foreground a Ctrl-C ends it as cleanly, and
+    is raised afterwards. Raises CannotStart.
+    """
+    os.umask(_OWNER_ALONE)
     with _listen(settings.host, settings.port) as listening:
-        url = f"http://{settings.host}:{listening.getsockname()[1]}"
-        uvicorn_loop = uvicorn.Config(app="", loop="uvloop").get_loop_factory()
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        url = settings.url or f"http://{host}:{listening.getsockname()[1]}"
+        uvicorn_loop = uvicorn.Config(app="", loop="uvloop", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=uvicorn_loop) as runner:
-            runner.run(_serve(settings, listening, url))
+            interrupted = runner.run(_serve(settings, listening, url, announce, foreground=foreground))
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port), backlog=2048)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             what = f"port {port} of {host} is in use; choose another or stop what listens there"
@@ -112,7 +137,10 @@ def _users_to_solve() -> Iterator[None]:
         raise CannotStart(str(error)) from error
 
 
-async def _serve(settings: Settings, listening: socket.socket, url: str) -> None:
+async def _serve(
+    settings: Settings, listening: socket.socket, url: str, announce: Callable[[str], None], *, foreground: bool
+) -> bool:
+    """Serve; whether a Ctrl-C ended it."""
     sql = SqlThread()
     with _users_to_solve():
         store = await sql.run(SqlStore, settings.store)
@@ -122,14 +150,18 @@ async def _serve(settings: Settings, listening: socket.socket, url: str) -> None
         # What is loaded by now stays, and calls leave few cycles: full collections would only walk the open attempts.
         gc.freeze()
         gc.set_threshold(50_000, 20, 50)
-        server = _Server(app, announce=lambda: _announce(url))
+        server = _Server(app, settings.limits, announce=lambda: announce(url))
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, server.stop)
-        threading.Thread(target=_stop_at_end_of_stdin, args=(loop, server), daemon=True).start()
+        if foreground:
+            loop.add_signal_handler(signal.SIGINT, server.interrupt)
+        else:
+            threading.Thread(target=_stop_at_end_of_stdin, args=(loop, server), daemon=True).start()
         try:
             await server.serve(sockets=[listening])
         except SystemExit:  # so uvicorn says that the lifespan did not begin
             _raise_why(settings, app)
+        return server.interrupted
     finally:
         await sql.run(store.close)
         sql.close()
@@ -152,9 +184,10 @@ async def _app(settings: Settings, store: SqlStore, sql: SqlThread, url: str) ->
     gateway = Gateway(
         ledger=StoreLedger(store, sql),
         secret=store.secret,
-        journal=Path(settings.run_dir) / "gateway.journal",
+        journal=Path(settings.run_dir) / JOURNAL,
         renderer=renderer,
         router=router,
+        limits=settings.limits,
     )
 
     await sql.run(_publish_policy, store, settings.model)
@@ -167,6 +200,7 @@ async def _app(settings: Settings, store: SqlStore, sql: SqlThread, url: str) ->
         attach_engine=attacher(router, renderer),
         engines=settings.engines,
         own_runners=settings.own_runners,
+        limits=settings.limits,
     )
 
 
@@ -181,10 +215,10 @@ def _publish_policy(store: SqlStore, model: str) -> None:
 class _Server(uvicorn.Server):
     """uvicorn that says when it answers, and whose stop does not wait for long polls."""
 
-    def __init__(self, app: App, announce: Callable[[], None]) -> None:
+    def __init__(self, app: App, limits: Limits, announce: Callable[[], None]) -> None:
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=protocol(limits),
             ws="none",
             access_log=False,
             proxy_headers=False,
@@ -195,6 +229,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._release = app.release
         self._announce = announce
+        self.interrupted = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -205,6 +240,11 @@ class _Server(uvicorn.Server):
         """Stop soon: long polls answer now, then connections close."""
         self._release()
         self.should_exit = True
+
+    def interrupt(self) -> None:
+        """Stop as soon, since a person wants it."""
+        self.interrupted = True
+        self.stop()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

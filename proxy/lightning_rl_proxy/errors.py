@@ -45,7 +45,8 @@ class PromptTooLong(GatewayError):
         super().__init__(
             400,
             f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
-            f"{prompt_tokens} tokens. Please reduce the length of the messages.",
+            f"{prompt_tokens} tokens. Please reduce the length of the messages, or raise "
+            "actor_rollout_ref.rollout.max_model_len where the model allows it.",
             param="messages",
             code="context_length_exceeded",
         )

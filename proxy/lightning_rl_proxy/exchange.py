@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Exchange:
-    """`pieces` are the bytes of a streamed answer so far; `stream` says whether the client asked for such, `model` whom.
+    """`pieces` are the bytes of a streamed answer so far; `stream` says whether the client asked for such.
 
     `calls` are what is to be recorded; `commits` and `texts` (model, prompt, call) what can be continued once it is
     delivered, and `responses` the conversations that a client may go on with by a response's id.

@@ -9,11 +9,12 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from prometheus_client import Histogram
 
 from lightning_rl_adapters.call import to_span
 from lightning_rl_proxy import address as addresses
@@ -28,6 +29,7 @@ from lightning_rl_proxy.errors import GatewayError, closed
 from lightning_rl_proxy.exchange import Exchange
 from lightning_rl_proxy.keys import KeyRefused, verify_attempt_key
 from lightning_rl_proxy.ledger import AttemptInfo, Ledger
+from lightning_rl_proxy.limits import Limits, announced_bytes
 from lightning_rl_proxy.recorder import Recorder
 from lightning_rl_proxy.rendering import Renderer
 from lightning_rl_proxy.router import Router
@@ -36,7 +38,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-MAX_BODY = 64 * 2**20  # bytes
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds
 _JSON = (b"content-type", b"application/json")
 _NOT_FOUND = "not_found_error"
 _DIALECTS: dict[str, Dialect] = {
@@ -70,9 +72,19 @@ class Gateway:
         grace_seconds: float = 10.0,
         ping_seconds: float = 10.0,
         parked_seconds: float = 20.0,
+        limits: Limits | None = None,
     ) -> None:
         self.router = router
+        self.limits = limits or Limits()
         self.counters: Counter[str] = Counter()
+        self._seconds = Histogram(
+            "lightning_rl_call_seconds",
+            "From a call's request to the last byte of its answer.",
+            ["dialect", "streamed"],
+            registry=None,
+            buckets=_BUCKETS,
+        )
+        self.timings = [self._seconds]
         self._ledger = ledger
         self._secret = secret
         self._renderer = renderer
@@ -84,6 +96,11 @@ class Gateway:
         self._attempts: dict[tuple[str, str], Attempt] = {}
         # The ledger says that an attempt is closed a moment after it was sealed; in between, this does.
         self._sealed: dict[tuple[str, str], None] = {}
+        self._followers: Counter[Exchange] = Counter()  # the clients that wait for each answer
+        self._graces: dict[Exchange, asyncio.Task[None]] = {}  # of the answers that nobody waits for
+        # How often a body was answered with 5xx: so many retries of it are sampled anew, whatever equals it.
+        self._failed: dict[Attempt, Counter[bytes]] = {}
+        self._in_flight: Counter[Attempt] = Counter()
         self._background: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -114,6 +131,10 @@ class Gateway:
             await asyncio.gather(*cancelled, return_exceptions=True)  # each records what it was handed
         await self._recorder.stored()
 
+    def is_lost(self, rollout_id: str, attempt_id: str) -> bool:
+        """Whether records of this attempt were given up, so that it has to fail as infrastructure does."""
+        return self._recorder.is_lost(rollout_id, attempt_id)
+
     def carry_on(self, received: dict[str, int]) -> None:
         """Begin the counts of received tokens where an earlier gateway's records end."""
         self.router.carry_on(received)
@@ -130,13 +151,24 @@ class Gateway:
         await self.router.resume(model, policy_version)
 
     def state(self) -> dict[str, Any]:
-        """Engines and tokens per model, open attempts, and counts of what went another way than straight."""
+        """Engines and tokens per model, open attempts, and counts of what went another way than straight.
+
+        `tokens_lost` were sampled for records that were given up; no store will ever tell of them.
+        """
+        lost = self._recorder.tokens_lost
+        gone = lost.total() - sum(lost[name] for name in self._attempts)  # the others' are pending with all of theirs
+        pending = gone + sum(attempt.tokens_received for attempt in self._attempts.values())
         return {
             "models": self.router.state(),
             "open_attempts": len(self._attempts),
-            "tokens_pending": sum(attempt.tokens_received for attempt in self._attempts.values()),
+            "tokens_pending": pending,
+            "tokens_lost": lost.total(),
             "counters": dict(self.counters),
-        }
+        } | self._recorder.state()
+
+    async def check(self) -> tuple[str | None, dict[str, str | None]]:
+        """What is wrong with recording, and with each engine; None where nothing is."""
+        return self._recorder.trouble(), await self.router.check()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One HTTP request."""
@@ -145,7 +177,8 @@ class Gateway:
         if (scope["method"], scope["path"]) == ("GET", openapi.PATH):
             return await _respond(send, 200, openapi.encoded())
         door = addresses.parse(scope["path"])
-        dialect = _DIALECTS.get("" if door is None else door.path.removesuffix("/count_tokens"), chat_completions)
+        asked = "/v1/" + scope["path"].rpartition("/v1/")[2]
+        dialect = _DIALECTS.get(asked.removesuffix("/count_tokens"), chat_completions)
         try:
             if door is None:
                 raise GatewayError(404, f"there is nothing at {scope['path']}", kind=_NOT_FOUND)
@@ -155,6 +188,7 @@ class Gateway:
             await _respond(send, error.status, dialect.serialize_error(error), error.headers())
 
     async def _answer(self, door: Door, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
+        self.limits.check_head(scope)
         headers = dict(scope["headers"])
         address = self._authorised(door.address, headers)
         attempt = await self._open_attempt(address)
@@ -164,11 +198,12 @@ class Gateway:
         elif scope["method"] == "GET" and door.path.startswith("/v1/models/"):
             await _respond(send, 200, self._models(door.path.removeprefix("/v1/models/")))
         elif asked == ("POST", "/v1/messages/count_tokens"):
-            await _respond(send, 200, self._count_tokens(await _read(receive)))
+            await _respond(send, 200, self._count_tokens(await self._read(headers, receive)))
         elif asked == ("POST", "/v1/embeddings"):
-            await _respond(send, 200, await self._embed(await _read(receive)))
+            await _respond(send, 200, await self._embed(await self._read(headers, receive)))
         elif scope["method"] == "POST" and door.path in _DIALECTS:
-            await self._call(attempt, address.agent, dialect, headers, await _read(receive), receive, send)
+            body = await self._read(headers, receive)
+            await self._call(attempt, address.agent, dialect, headers, body, receive, send)
         else:
             raise GatewayError(
                 404,
@@ -177,9 +212,28 @@ class Gateway:
                 kind=_NOT_FOUND,
             )
 
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        """A request's body; one that is too long is refused before it is read, where it says so."""
+        self.limits.check_body(announced_bytes(headers))
+        chunks, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise GatewayError(400, "the client left before its request was whole")
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            self.limits.check_body(size)
+            if not message.get("more_body"):
+                return b"".join(chunks)
+
+    def _fields(self, body: bytes) -> dict[str, Any]:
+        fields = decode(body)
+        self.limits.check_messages(fields)
+        return fields
+
     def _count_tokens(self, body: bytes) -> bytes:
         """How long a request's prompt is; no call, and so not recorded."""
-        fields = decode(body)
+        fields = self._fields(body)
         request = messages.parse_count(fields)
         model = self.router.resolve(request.model)
         if self._renderer is None or self.router.is_backend(model):
@@ -188,7 +242,7 @@ class Gateway:
         return messages.count(len(self._renderer.render(request.messages, tools)))
 
     async def _embed(self, body: bytes) -> bytes:
-        fields = decode(body)
+        fields = self._fields(body)
         model = fields.get("model")
         if not isinstance(model, str) or not self.router.is_backend(model):
             raise GatewayError(400, f"model {model!r} has no embeddings; name a chat backend that has", param="model")
@@ -215,13 +269,17 @@ class Gateway:
         name = (address.rollout_id, address.attempt_id)
         if name in self._sealed:
             raise closed(address.attempt_id)
+        if self._recorder.is_lost(*name):
+            raise _unrecordable(address.attempt_id)
         attempt = self._attempts.get(name)
         now = time.monotonic()
         if attempt is None or now - attempt.checked_at > _INFO_SECONDS:
             info = await self._ledger.attempt(*name)
             attempt = self._attempts.get(name)  # another request may have opened it meanwhile
             if info is None:
-                raise GatewayError(404, f"there is no attempt {address.attempt_id} of rollout {address.rollout_id}")
+                raise GatewayError(
+                    404, f"there is no attempt {address.attempt_id} of rollout {address.rollout_id}", kind=_NOT_FOUND
+                )
             if not info.open:
                 if attempt is not None:
                     self._close(self._attempts.pop(name))
@@ -243,28 +301,43 @@ class Gateway:
         receive: Receive,
         send: Send,
     ) -> None:
+        if attempt.sealed:  # while the body came
+            raise closed(attempt.address.attempt_id)
         retry = headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
         whose = f"{dialect.NAME}\n{agent or ''}\n".encode()
         body_key = hashlib.blake2b(whose + body, digest_size=16).digest()
-        exchange = attempt.joinable(body_key, marked_as_retry=retry)
+        exchange = self._joined(attempt, body_key, retry=retry)
         if exchange is None:
+            self.limits.check_calls(self._in_flight[attempt], attempt.address.attempt_id)
             exchange = Exchange(body_key)
             try:
-                work = self._answerer.work(attempt, agent, dialect, decode(body), exchange)
+                work = self._answerer.work(attempt, agent, dialect, self._fields(body), exchange)
             except EngineUnavailable as error:
+                self._count_failure(attempt, body_key)
                 raise _as_gateway_error(error) from error
             exchange.task = asyncio.create_task(work)
+            self._count_in_flight(attempt, exchange.task)
             attempt.exchanges.setdefault(body_key, []).append(exchange)
         else:
             self.counters["joined_retries"] += 1
-            exchange.client_gone = False
         await self._deliver(attempt, dialect, exchange, receive, send)
+
+    def _joined(self, attempt: Attempt, body_key: bytes, *, retry: bool) -> Exchange | None:
+        """The exchange that a request joins; None where it is to be sampled, as after an answer of 5xx."""
+        failed = self._failed.get(attempt)
+        anew = retry and failed is not None and failed[body_key] > 0
+        if failed is not None and anew:
+            failed[body_key] -= 1
+        exchange = attempt.joinable(body_key, marked_as_retry=retry and not anew)
+        return None if exchange is None or exchange.task is None or _has_failed(exchange.task) else exchange
 
     async def _deliver(
         self, attempt: Attempt, dialect: Dialect, exchange: Exchange, receive: Receive, send: Send
     ) -> None:
         """Hand the answer on as it comes while watching the client; before its last bytes, record it."""
         assert exchange.task is not None
+        began = time.monotonic()
+        self._follow(exchange)
         reply = _Reply(send, exchange)
         gone = asyncio.create_task(_disconnected(receive))
         try:
@@ -277,11 +350,11 @@ class Gateway:
                 elif not changed and (reply.begun or parked >= self._parked_seconds):
                     await reply.send(b" ")
             if gone.done():
-                exchange.client_gone = True
-                self._later(self._abandon(attempt, exchange))
                 return
         finally:
+            left = gone.done()
             gone.cancel()
+            self._leave(attempt, exchange, before_its_end=left)
         try:
             last = self._ended(attempt, exchange)
         except GatewayError as error:
@@ -293,24 +366,26 @@ class Gateway:
                 await reply.end(dialect.error_event(error))
         else:
             await reply.end(last)
+            self._seconds.labels(dialect.NAME, exchange.stream).observe(time.monotonic() - began)
 
     def _ended(self, attempt: Attempt, exchange: Exchange) -> bytes:
         """The last bytes of an answer whose work is done; from here on it counts as delivered."""
         assert exchange.task is not None
-        try:
-            last = exchange.task.result()
-        except asyncio.CancelledError:
-            raise closed(attempt.address.attempt_id) from None
-        except (EngineUnavailable, EngineRefused, GatewayError) as error:
+        if exchange.task.cancelled() or attempt.sealed:
+            raise closed(attempt.address.attempt_id)
+        if (failure := exchange.task.exception()) is not None:
             self._record(exchange, delivered=False)  # of n answers, those that came
             self._forget(attempt, exchange)
-            raise _as_gateway_error(error) from error
-        if attempt.sealed:
-            raise closed(attempt.address.attempt_id)
+            error = _as_gateway_error(failure)
+            if not isinstance(error, GatewayError) or error.status >= 500:
+                self._count_failure(attempt, exchange.body_key)
+            raise error from failure
+        last = exchange.task.result()
         self._record(exchange, delivered=True)
         attempt.commit(exchange)
         for text in exchange.texts:
             attempt.texts.add(*text)
+        exchange.texts.clear()
         return last
 
     def _record(self, exchange: Exchange, *, delivered: bool) -> None:
@@ -322,15 +397,47 @@ class Gateway:
             self._recorder.record(to_span(kept, **more))
             self.counters["calls" if delivered else "undelivered"] += 1
 
+    def _count_in_flight(self, attempt: Attempt, work: asyncio.Task[bytes]) -> None:
+        def ended(_work: asyncio.Task[bytes]) -> None:
+            self._in_flight[attempt] -= 1
+            if not self._in_flight[attempt]:
+                del self._in_flight[attempt]
+
+        self._in_flight[attempt] += 1
+        work.add_done_callback(ended)
+
+    def _count_failure(self, attempt: Attempt, body_key: bytes) -> None:
+        self._failed.setdefault(attempt, Counter())[body_key] += 1
+
+    def _follow(self, exchange: Exchange) -> None:
+        self._followers[exchange] += 1
+        exchange.client_gone = False
+        self._end_grace(exchange)
+
+    def _end_grace(self, exchange: Exchange) -> None:
+        if (grace := self._graces.pop(exchange, None)) is not None:
+            grace.cancel()
+
+    def _leave(self, attempt: Attempt, exchange: Exchange, *, before_its_end: bool) -> None:
+        """One client waits no longer. What its last one did not wait for has the grace time from now on."""
+        self._followers[exchange] -= 1
+        if self._followers[exchange] == 0:
+            del self._followers[exchange]
+            if before_its_end and not exchange.recorded:
+                exchange.client_gone = True
+                self._graces[exchange] = self._later(self._abandon(attempt, exchange))
+
     async def _abandon(self, attempt: Attempt, exchange: Exchange) -> None:
-        """The client left: give a retry some time to join, then abort and record what was sampled as undelivered."""
+        """The clients left: give a retry some time to join, then abort and record what was sampled as undelivered."""
         assert exchange.task is not None
         await asyncio.sleep(self._grace_seconds)
-        if exchange.client_gone:
-            exchange.task.cancel()
+        del self._graces[exchange]  # from here on nothing joins it
+        if exchange.task.cancel():
             await asyncio.gather(exchange.task, return_exceptions=True)
-            self._record(exchange, delivered=False)
-            self._forget(attempt, exchange)
+        elif not exchange.task.cancelled():
+            exchange.task.exception()  # which nobody else asks for
+        self._record(exchange, delivered=False)
+        self._forget(attempt, exchange)
 
     def _close(self, attempt: Attempt) -> list[asyncio.Task[bytes]]:
         """Seal: abort what is in flight, and record what was sampled but never delivered. Gives what it aborted."""
@@ -339,8 +446,10 @@ class Gateway:
         for exchange in (exchange for equal in attempt.exchanges.values() for exchange in equal):
             if exchange.task is not None and exchange.task.cancel():
                 aborted.append(exchange.task)
+            self._end_grace(exchange)
             self._record(exchange, delivered=False)
         attempt.exchanges.clear()
+        self._failed.pop(attempt, None)
         return aborted
 
     def _forget(self, attempt: Attempt, exchange: Exchange) -> None:
@@ -350,10 +459,11 @@ class Gateway:
         else:
             attempt.exchanges.pop(exchange.body_key, None)
 
-    def _later(self, work: Any) -> None:
+    def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     def _models(self, one: str | None = None) -> bytes:
         """The models, or one of them, in words that OpenAI's and Anthropic's clients both read."""
@@ -378,26 +488,25 @@ class Gateway:
         raise GatewayError(404, f"there is no model {one!r}; there are {list(self.router.state())}", kind=_NOT_FOUND)
 
 
-def _as_gateway_error(error: EngineUnavailable | EngineRefused | GatewayError) -> GatewayError:
+def _unrecordable(attempt_id: str) -> GatewayError:
+    """The store is behind with so much that the calls of this attempt were given up."""
+    return GatewayError(
+        409,
+        f"attempt {attempt_id} has failed: the store did not take its records in time; its rollout is retried",
+        kind="conflict",
+    )
+
+
+def _has_failed(task: asyncio.Task[bytes]) -> bool:
+    return task.cancelling() > 0 or (task.done() and (task.cancelled() or task.exception() is not None))
+
+
+def _as_gateway_error(error: BaseException) -> BaseException:
     if isinstance(error, EngineUnavailable):
         return GatewayError(503, str(error), kind="api_error", retry=True, retry_after=error.retry_after)
     if isinstance(error, EngineRefused):
         return GatewayError(error.status, str(error), kind=_KINDS.get(error.status, "invalid_request_error"))
     return error
-
-
-async def _read(receive: Receive) -> bytes:
-    chunks, size = [], 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise GatewayError(400, "the client left before its request was whole")
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        if size > MAX_BODY:
-            raise GatewayError(413, f"the request body is over {MAX_BODY} bytes")
-        if not message.get("more_body"):
-            return b"".join(chunks)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -6,6 +6,9 @@ journal left by a killed gateway is replayed at the next start; the ledger ignor
 
 A journal that cannot be written fails no request: it is cut back to its last whole record, and what it lacks stays in
 memory on its way to the ledger, and is tried again with the next record.
+
+What waits in memory for the ledger is bounded. An attempt that records beyond the bound is given up: its records are
+dropped, those that wait and those that still come, and it is for its owner to fail it. Others go on.
 """
 
 import asyncio
@@ -20,6 +23,8 @@ from pathlib import Path
 
 import msgspec
 
+from lightning_rl_adapters import semconv
+from lightning_rl_adapters.call import from_span
 from lightning_rl_adapters.span import Span, storable
 from lightning_rl_proxy.alarm import Trouble
 from lightning_rl_proxy.ledger import Ledger
@@ -29,31 +34,63 @@ _EMPTIED_ABOVE = 16 * 2**20  # bytes
 _LINGER_SECONDS = 0.02
 _FAILURES_TOLD = 3  # in a row, until whoever waits is told that the ledger fails
 _LAST_SECONDS = 5.0  # for handing over what is left when the gateway stops
+_MAX_WAITING = 65536  # records
+_MAX_WAITING_BYTES = 256 * 2**20
 _log = logging.getLogger(__name__)
+
+_Name = tuple[str, str]  # of an attempt: rollout and attempt id
+
+
+class _Waiting(msgspec.Struct, frozen=True, gc=False):
+    """A record on its way to the ledger; `number` counts all records, `size` is that in the journal."""
+
+    number: int
+    span: Span
+    size: int
+
+    @property
+    def attempt(self) -> _Name:
+        return self.span.rollout_id, self.span.attempt_id
 
 
 class Recorder:
-    """Owns one journal file; one recorder per gateway. `counters` counts `journal_errors`."""
+    """Owns one journal file; one recorder per gateway.
+
+    `max_waiting` records, or `max_waiting_bytes` of them, may wait for the ledger. `counters` counts `journal_errors`,
+    and by `recording_lost` the records that were given up; `tokens_lost`, by attempt, the tokens sampled for these.
+    """
 
     def __init__(
-        self, journal: Path, ledger: Ledger, *, max_batch: int = 1024, counters: Counter[str] | None = None
+        self,
+        journal: Path,
+        ledger: Ledger,
+        *,
+        max_batch: int = 1024,
+        max_waiting: int = _MAX_WAITING,
+        max_waiting_bytes: int = _MAX_WAITING_BYTES,
+        counters: Counter[str] | None = None,
     ) -> None:
         self._path = journal
         self._ledger = ledger
         self._max_batch = max_batch
+        self._max_waiting = max_waiting
+        self._max_waiting_bytes = max_waiting_bytes
         self._encoder = msgspec.msgpack.Encoder()
-        self._pending: list[Span] = []
+        self._pending: deque[_Waiting] = deque()
+        self._handed: list[_Waiting] = []  # those that the ledger is taking now; all are older than the pending ones
+        self._waiting_bytes = 0
         self._recorded = 0
-        self._stored = 0
+        self.tokens_lost: Counter[tuple[str, str]] = Counter()
         self._wake = asyncio.Event()
         self._urgent = asyncio.Event()
         self._progress = asyncio.Condition()
         self._fd = -1
         self._size = 0  # of the journal's whole records
         self._torn = False  # whether more than that may be in the file
-        self._unwritten: deque[bytes] = deque()  # what the journal lacks
+        self._unwritten: deque[tuple[_Name, bytes]] = deque()  # what the journal lacks
         self._counters = Counter[str]() if counters is None else counters
         self._trouble = Trouble(f"the journal {journal}")
+        self._behind = Trouble("the recording of calls")
         self._failures = 0  # of the ledger, in a row
         self._failure: Exception | None = None
         self._task: asyncio.Task[None] | None = None
@@ -73,38 +110,90 @@ class Recorder:
                 await self._until_stored(self._recorded)
         if self._task is not None:
             self._task.cancel()
-        if self._pending:
+        if self._waiting():
             self._append()
             lost = f", {len(self._unwritten)} could not be written there and are lost" if self._unwritten else ""
-            _log.error("%d records wait in %s for the next start%s", len(self._pending), self._path, lost)
+            _log.error("%d records wait in %s for the next start%s", self._waiting(), self._path, lost)
         os.close(self._fd)
 
     def record(self, span: Span) -> None:
         """Append one record to the journal; the ledger gets it soon."""
+        attempt = span.rollout_id, span.attempt_id
+        if attempt in self.tokens_lost:
+            self._drop(span)
+            return
         try:
             payload = self._encoder.encode(span)
         except OverflowError:  # a client's message may hold any number
             span.attributes = storable(span.attributes)
             payload = self._encoder.encode(span)
-        self._unwritten.append(_HEADER.pack(len(payload), zlib.crc32(payload)) + payload)
+        size = _HEADER.size + len(payload)
+        if self._waiting() >= self._max_waiting or self._waiting_bytes + size > self._max_waiting_bytes:
+            self._give_up(attempt)
+            self._drop(span)
+            return
+        self._unwritten.append((attempt, _HEADER.pack(len(payload), zlib.crc32(payload)) + payload))
         self._append()
-        self._pending.append(span)
         self._recorded += 1
+        self._waiting_bytes += size
+        self._pending.append(_Waiting(self._recorded, span, size))
         self._wake.set()
 
+    def state(self) -> dict[str, int]:
+        """How much waits for the ledger, and how much the journal holds."""
+        return {"records_waiting": self._waiting(), "journal_bytes": self._size}
+
+    def trouble(self) -> str | None:
+        """What is wrong with recording now, or None."""
+        if self._unwritten:
+            return f"{self._path} cannot be written; {len(self._unwritten)} records are in memory alone"
+        return None if self._failure is None else f"the store takes no records: {self._failure}"
+
+    def is_lost(self, rollout_id: str, attempt_id: str) -> bool:
+        """Whether records of this attempt were given up: it cannot be trained, and has to fail as infrastructure."""
+        return (rollout_id, attempt_id) in self.tokens_lost
+
     async def stored(self) -> None:
-        """Wait until every record made so far is durable in the ledger. Raises its error when it keeps failing."""
+        """Wait until every record made so far is durable in the ledger, but for those that were given up.
+
+        Raises the ledger's error when it keeps failing.
+        """
         target = self._recorded
         await self._until_stored(target, lambda: self._failures >= _FAILURES_TOLD)
-        if self._stored < target and self._failure is not None:
+        if self._oldest() <= target and self._failure is not None:
             raise self._failure
 
     async def _until_stored(self, target: int, give_up: Callable[[], bool] = lambda: False) -> None:
-        if self._stored >= target:
+        if self._oldest() > target:
             return
         self._urgent.set()
         async with self._progress:
-            await self._progress.wait_for(lambda: self._stored >= target or give_up())
+            await self._progress.wait_for(lambda: self._oldest() > target or give_up())
+
+    def _oldest(self) -> int:
+        """The number of the oldest record that waits; of the next one where none does."""
+        first = self._handed or self._pending
+        return first[0].number if first else self._recorded + 1
+
+    def _waiting(self) -> int:
+        return len(self._handed) + len(self._pending)
+
+    def _give_up(self, attempt: _Name) -> None:
+        """Drop what waits of an attempt, but for what the ledger is taking now, and remember the attempt."""
+        self.tokens_lost[attempt] = 0
+        self._behind.begin(
+            f"{self._waiting()} calls wait for the store; attempts that call before it takes them are retried"
+        )
+        for waiting in (one for one in self._pending if one.attempt == attempt):
+            self._waiting_bytes -= waiting.size
+            self._drop(waiting.span)
+        self._pending = deque(one for one in self._pending if one.attempt != attempt)
+        self._unwritten = deque(one for one in self._unwritten if one[0] != attempt)
+
+    def _drop(self, span: Span) -> None:
+        self._counters["recording_lost"] += 1
+        if span.name == semconv.CALL_SPAN and (call := from_span(span)).trainable:
+            self.tokens_lost[span.rollout_id, span.attempt_id] += call.sampled_tokens
 
     def _append(self) -> None:
         """Write what the journal lacks, as far as the disk lets us."""
@@ -112,7 +201,7 @@ class Recorder:
             if self._torn:
                 self._cut()
             while self._unwritten:
-                self._write(self._unwritten[0])
+                self._write(self._unwritten[0][1])
                 self._unwritten.popleft()
         except OSError as error:
             self._counters["journal_errors"] += 1
@@ -139,30 +228,41 @@ class Recorder:
         while True:
             await self._wake.wait()
             await self._linger()
-            batch = self._pending[: self._max_batch]
+            self._hand_over()
             try:
-                await self._ledger.add_spans(batch)
+                await self._ledger.add_spans([one.span for one in self._handed])
             except Exception as error:  # noqa: BLE001 - any ledger fault: the journal holds the records, we try again
-                _log.exception("the ledger refused %d records; trying again in %.2f s", len(batch), backoff)
+                _log.exception("the ledger refused %d records; trying again in %.2f s", len(self._handed), backoff)
                 await self._failed(error)
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, 5.0)
                 continue
             backoff = 0.05
             self._failures, self._failure = 0, None
-            del self._pending[: len(batch)]
-            if not self._pending:
-                self._wake.clear()
-                self._urgent.clear()
-                # The ledger has them all; a disk that is full gets its space back at once.
-                if self._size > _EMPTIED_ABOVE or self._unwritten or self._torn:
-                    self._unwritten.clear()
-                    self._size, self._torn = 0, True
-                    with contextlib.suppress(OSError):
-                        self._cut()
+            self._taken()
             async with self._progress:
-                self._stored += len(batch)
                 self._progress.notify_all()
+
+    def _hand_over(self) -> None:
+        """Choose what the ledger takes next; what it refused goes first."""
+        while self._pending and len(self._handed) < self._max_batch:
+            self._handed.append(self._pending.popleft())
+
+    def _taken(self) -> None:
+        """The ledger has what was handed to it."""
+        self._waiting_bytes -= sum(one.size for one in self._handed)
+        self._handed.clear()
+        if self._pending:
+            return
+        self._behind.end()
+        self._wake.clear()
+        self._urgent.clear()
+        # The ledger has them all; a disk that is full gets its space back at once.
+        if self._size > _EMPTIED_ABOVE or self._unwritten or self._torn:
+            self._unwritten.clear()
+            self._size, self._torn = 0, True
+            with contextlib.suppress(OSError):
+                self._cut()
 
     async def _failed(self, error: Exception) -> None:
         async with self._progress:
@@ -172,7 +272,7 @@ class Recorder:
 
     async def _linger(self) -> None:
         """Let more records gather, unless there are many or somebody waits: a batch costs the ledger one commit."""
-        if len(self._pending) < self._max_batch:
+        if self._waiting() < self._max_batch:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LINGER_SECONDS):
                     await self._urgent.wait()
@@ -187,7 +287,8 @@ def replay(path: Path) -> Iterator[Span]:
         length, checksum = _HEADER.unpack_from(data, position)
         start = position + _HEADER.size
         payload = data[start : start + length]
-        if len(payload) < length or zlib.crc32(payload) != checksum:
+        # Zeros, with which some file systems fill what a crash left unwritten, have the checksum of nothing.
+        if not payload or len(payload) < length or zlib.crc32(payload) != checksum:
             _log.warning("journal %s is cut at byte %d of %d; what is before it is kept", path, position, len(data))
             return
         yield decoder.decode(payload)

@@ -263,7 +263,8 @@ class LibraryRenderer:
             reasoning, content = None if reasoning is None else reasoning.strip(), content.strip()
         calls: list[dict[str, Any]] = []
         for call in parsed.tool_calls:
-            if call.status == ToolCallParseStatus.OK:
+            well_formed = isinstance(call.name, str) and isinstance(call.arguments, dict | str)
+            if call.status == ToolCallParseStatus.OK and well_formed:
                 calls.append(tool_call(tool_call_id(call_id, len(calls)), call.name, call.arguments))
             else:
                 content += f"<tool_call>{call.raw}</tool_call>"

@@ -157,8 +157,8 @@ class Router:
     async def pause(self, model: str | None, drain_seconds: float = 0) -> None:
         """Let the new calls of `model` (None: of all) wait.
 
-        Those in flight have `drain_seconds` to end; then they are frozen where they are, and go on at `resume`. Calls of
-        chat backends end as they like. Raises EngineUnavailable or EngineRefused where an engine cannot be frozen.
+        Those in flight have `drain_seconds` to end; then they are frozen where they are, and go on at `resume`. Calls
+        of chat backends end as they like. Raises EngineUnavailable or EngineRefused where an engine cannot be frozen.
         """
         gates = {name: self._paused.setdefault(name, asyncio.Event()) for name in self._named(model)}
         with contextlib.suppress(TimeoutError):

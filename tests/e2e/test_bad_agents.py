@@ -77,7 +77,7 @@ def told(run: Path) -> str:
         "RuntimeError: this agent has a bug",
         "DeadlineExceeded: the attempt ran longer than 5 s",
         "2 of 26 rollouts made no call to the model: the agent must use llm.base_url and llm.api_key",
-        "does not fit: max_model_len is 512, so a prompt has 1 to 511 tokens; shorten the conversation",
+        "maximum context length is 512 tokens. However, your messages resulted in",
         "AuthenticationError: Error code: 401",
         "HTTPError: HTTP Error 400",
         "MemoryError",

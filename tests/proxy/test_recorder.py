@@ -11,14 +11,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
+import msgspec
+import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lightning_rl_adapters.call import Call, from_span, to_span
 from lightning_rl_adapters.span import Span
 from lightning_rl_proxy.recorder import Recorder, replay
-from tests.proxy.conftest import MemoryLedger
+from tests.proxy.conftest import MemoryLedger, Served
 
 
 def span(i: int) -> Span:
@@ -49,6 +54,44 @@ def test_a_journal_cut_anywhere_keeps_every_whole_record(tmp_path: Path, data: s
     cut = data.draw(st.integers(0, len(whole)))
     journal.write_bytes(whole[:cut])
     assert [s.span_id for s in replay(journal)] == [f"s{i}" for i in range(5) if sizes[i + 1] <= cut]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(step=st.integers(1, 50), cut=st.integers(0, 2000), data=st.data())
+def test_a_journal_written_in_pieces_and_cut_anywhere_goes_on_with_the_next_gateway(
+    tmp_path: Path, step: int, cut: int, data: st.DataObject
+) -> None:
+    """The kill came between two writes of a record, or within one."""
+    journal, whole_write, ends = tmp_path / "journal", os.write, [0]
+    journal.unlink(missing_ok=True)
+
+    async def until_the_kill() -> None:
+        recorder = Recorder(journal, Stuck())
+        await recorder.start()
+        with pytest.MonkeyPatch.context() as short:
+            short.setattr(os, "write", lambda file, piece: whole_write(file, piece[:step]))
+            for i in range(5):
+                recorder.record(span(i))
+                ends.append(journal.stat().st_size)
+
+    async def afterwards(ledger: MemoryLedger) -> None:
+        recorder = Recorder(journal, ledger)
+        await recorder.start()
+        assert names(ledger.spans) == kept
+        recorder.record(span(9))
+        assert names(replay(journal)) == ["s9"]
+        await recorder.stop()
+
+    asyncio.run(until_the_kill())
+    cut = min(cut, ends[-1])
+    with journal.open("rb+") as file:
+        file.truncate(cut)
+        if data.draw(st.booleans(), "zeros in place of what is missing"):
+            file.truncate(cut + 100)
+    kept = [f"s{i}" for i in range(5) if ends[i + 1] <= cut]
+    ledger = MemoryLedger()
+    asyncio.run(afterwards(ledger))
+    assert names(ledger.spans) == [*kept, "s9"]
 
 
 def test_a_damaged_record_ends_the_replay(tmp_path: Path) -> None:
@@ -252,3 +295,169 @@ def test_numbers_that_no_record_can_hold_are_kept_as_text(tmp_path: Path) -> Non
     asyncio.run(work(ledger))
     [kept] = ledger.spans
     assert kept.attributes["message"] == [{"n": str(10**30), "small": 5, "deep": [{"m": str(-(10**30))}]}]
+
+
+# Before the last byte of an answer leaves
+
+BODY: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
+
+
+class Gate:
+    """Holds a ledger up while it is `shut`."""
+
+    def __init__(self, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.shut = True
+        self._take = ledger.add_spans
+        monkeypatch.setattr(ledger, "add_spans", self._add_spans)
+
+    async def _add_spans(self, spans: Sequence[Span]) -> None:
+        while self.shut:
+            await asyncio.sleep(0.005)
+        await self._take(spans)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_call_is_in_the_journal_before_the_last_byte_of_its_answer_leaves(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    gate = Gate(served.ledger, monkeypatch)
+    served.engine.script.append("one two three")
+    key = {"authorization": f"Bearer {served.key()}"}
+    journalled = []
+    with httpx.stream(
+        "POST", served.url + "/v1/chat/completions", json=BODY | {"stream": stream}, headers=key
+    ) as answer:
+        for line in answer.iter_lines():
+            if not stream or line == "data: [DONE]":
+                journalled += replay(tmp_path / "journal")
+    [record] = journalled
+    assert from_span(record).delivered
+    assert served.ledger.spans == []
+    gate.shut = False
+    served.seal()
+    assert names(served.ledger.spans) == names(journalled)
+
+
+# A ledger that falls behind
+
+
+def call_span(attempt: str, i: int, tokens: int = 3) -> Span:
+    call = Call(
+        call_id=f"{attempt}{i}", rollout_id="r", attempt_id=attempt, number=i, model="policy", prompt_ids=[1],
+        response_ids=[2] * tokens, logprobs=None, versions=[], temperature=1.0, finish_reason="stop", overshoot=1,
+    )  # fmt: skip
+    return to_span(call)
+
+
+RECORD = 8 + len(msgspec.msgpack.encode(call_span("a", 0)))  # bytes in the journal
+
+
+@pytest.mark.parametrize("bound", [{"max_waiting": 6}, {"max_waiting_bytes": 7 * RECORD - 1}], ids=["records", "bytes"])
+def test_an_attempt_that_records_beyond_the_bound_is_given_up_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, bound: dict[str, int]
+) -> None:
+    async def scenario() -> None:
+        ledger, counters = Stuck(), Counter[str]()
+        recorder = Recorder(tmp_path / "journal", ledger, max_batch=2, counters=counters, **bound)
+        await recorder.start()
+        recorder.record(call_span("a", 0))
+        recorder.record(call_span("b", 0))
+        while not recorder._handed:  # these two are the ledger's now
+            await asyncio.sleep(0.005)
+        for i in (1, 2):
+            recorder.record(call_span("a", i))
+            recorder.record(call_span("b", i))
+        for i in range(3, 50):
+            recorder.record(call_span("b", i))
+        assert recorder.is_lost("r", "b")
+        assert not recorder.is_lost("r", "a")
+        assert counters["recording_lost"] == 49
+        assert recorder.tokens_lost == {("r", "b"): 49 * 4}
+        assert recorder.state()["records_waiting"] == 4
+        recorder.record(call_span("a", 3))
+        recorder.record(call_span("c", 0))
+        ledger.go.set()
+        await recorder.stored()
+        assert names(ledger.spans) == ["a0", "b0", "a1", "a2", "a3", "c0"]
+        assert recorder._waiting_bytes == 0
+        recorder.record(call_span("c", 1))
+        recorder.record(call_span("b", 50))
+        await recorder.stop()
+        assert names(ledger.spans)[6:] == ["c1"]
+
+    asyncio.run(scenario())
+    told = [record.getMessage() for record in caplog.records if record.name == "lightning_rl_proxy.alarm"]
+    assert told[0].startswith("trouble with the recording of calls: 6 calls wait for the store")
+    assert told[1:] == ["trouble with the recording of calls is over"]
+
+
+def test_what_was_recorded_after_the_given_up_ones_is_waited_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        ledger = Stuck()
+        recorder = Recorder(tmp_path / "journal", ledger, max_waiting=3)
+        await recorder.start()
+        for attempt in ("a", "b", "c", "b"):
+            recorder.record(call_span(attempt, 0))
+        assert recorder.is_lost("r", "b")
+        waiting = asyncio.create_task(recorder.stored())
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        ledger.go.set()
+        await waiting
+        assert names(ledger.spans) == ["a0", "c0"]
+        await recorder.stop()
+
+    asyncio.run(scenario())
+
+
+def test_memory_is_bounded_while_disk_and_ledger_are_both_stuck(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+
+    async def scenario() -> None:
+        recorder = Recorder(journal, Stuck(), max_waiting=10)
+        await recorder.start()
+        recorder.record(call_span("first", 0))
+        with full_disk(journal):
+            for i in range(500):
+                recorder.record(call_span(f"attempt {i // 5}", i))
+                assert len(recorder._pending) + len(recorder._handed) <= 10
+                assert len(recorder._unwritten) <= 10
+
+    asyncio.run(scenario())
+
+
+def say(served: Served, attempt_id: str) -> str:
+    with openai.OpenAI(
+        base_url=served.base_url(attempt_id=attempt_id), api_key=served.key(attempt_id=attempt_id), max_retries=2
+    ) as sdk:
+        return str(sdk.chat.completions.create(**BODY).choices[0].message.content)
+
+
+def test_recording_that_falls_behind_fails_the_attempt_and_never_the_service(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(served.ledger, monkeypatch)
+    monkeypatch.setattr(served.gateway._recorder, "_max_waiting", 2)
+    assert [say(served, "a1") for _ in range(3)] == ["ok"] * 3  # the third finds no room, and is answered all the same
+    with pytest.raises(openai.ConflictError, match="the store did not take its records in time") as refused:
+        say(served, "a1")
+    assert refused.value.response.headers["x-should-retry"] == "false"
+    assert served.gateway.is_lost("r1", "a1")
+    assert say(served, "a2") == "ok"
+    assert not served.gateway.is_lost("r1", "a2")
+    received = served.gateway.state()["models"]["policy"]["tokens_received"]
+    assert served.gateway.state()["tokens_pending"] == received  # all of it, as long as the attempts are open
+
+    gate.shut = False
+    served.seal(attempt_id="a1")
+    served.seal(attempt_id="a2")
+    assert say(served, "a3") == "ok"
+    served.seal(attempt_id="a3")
+    calls = served.ledger.calls()
+    assert {call.attempt_id for call in calls} >= {"a2", "a3"}
+    assert len(calls) == len({call.call_id for call in calls})
+    state = served.gateway.state()
+    lost = state["tokens_lost"]
+    assert lost
+    assert state["tokens_pending"] == lost
+    assert state["models"]["policy"]["tokens_received"] == sum(call.sampled_tokens for call in calls) + lost

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_rl.resources import LLM
 from lightning_rl_adapters import semconv
-from lightning_rl_proxy import gateway as gateways
+from lightning_rl_proxy.limits import Limits
 from tests.sdk.matrix import PAGE
 from tests.sdk.players import litellm
 from tests.sdk.stage import Stage, StagedEngine
@@ -97,7 +97,7 @@ def test_an_error_is_what_the_page_says(
     monkeypatch.setattr(served.engine, "too_long", "too_long" in how)
     monkeypatch.setattr(served.engine, "fail", how.get("fail", 0))
     if "max_body" in how:
-        monkeypatch.setattr(gateways, "MAX_BODY", how["max_body"])
+        monkeypatch.setattr(served.gateway, "limits", Limits(body_bytes=how["max_body"]))
     if "closed" in how:
         served.ledger.closed.add(attempt)
     door = served.base_url(rollout, attempt).removesuffix("/v1")

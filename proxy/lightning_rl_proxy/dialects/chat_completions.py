@@ -50,7 +50,7 @@ TABLES = Tables(
 )  # fmt: skip
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_PLAIN = frozenset({"system", "user", "assistant", "tool"})
+_PLAIN = ("system", "user", "assistant", "tool")
 _MAX = 2**31
 Count = Annotated[int, msgspec.Meta(ge=1, lt=_MAX)]
 

@@ -1,0 +1,1 @@
+"""An agent in plain shell and curl, trained and recorded like any other."""
