@@ -153,7 +153,9 @@ class Gateway:
     def state(self) -> dict[str, Any]:
         """Engines and tokens per model, open attempts, and counts of what went another way than straight.
 
-        `tokens_lost` were sampled for records that were given up; no store will ever tell of them.
+        `append_only` says in which situations a chat template is proven to continue at token level; null where the
+        renderer was made for the model. `tokens_lost` were sampled for records that were given up; no store will ever
+        tell of them.
         """
         lost = self._recorder.tokens_lost
         gone = lost.total() - sum(lost[name] for name in self._attempts)  # the others' are pending with all of theirs
@@ -164,6 +166,7 @@ class Gateway:
             "tokens_pending": pending,
             "tokens_lost": lost.total(),
             "counters": dict(self.counters),
+            "append_only": None if self._renderer is None else self._renderer.append_only,
         } | self._recorder.state()
 
     async def check(self) -> tuple[str | None, dict[str, str | None]]:

@@ -110,6 +110,11 @@ class Renderer(Protocol):
         """What can be followed while an answer comes; None where it can only be parsed as a whole."""
         ...
 
+    @property
+    def append_only(self) -> Mapping[str, bool] | None:
+        """In which situations a continuation is proven; None where the format decides each time."""
+        ...
+
     def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[int]:
         """The whole prompt, ending where the assistant begins to speak."""
         ...
@@ -198,6 +203,8 @@ class FastTokenizer:
 
 class LibraryRenderer:
     """A renderer of the `renderers` library, held to the append-only contract."""
+
+    append_only: Mapping[str, bool] | None = None
 
     def __init__(self, renderer: Any, tokenizer: FastTokenizer) -> None:
         self._renderer = renderer

@@ -117,10 +117,17 @@ class TemplateRenderer:
         self.append_only = {name: outcome == "proven" for name, outcome in self._outcomes.items()}
         self.markup = self._markup()
         self._forcing: Forcing | None = None
+        self._model = model
+        self._hides_tools = self._writes_no_tools()
         self._warn(model)
 
     def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """See `Renderer`."""
+        if tools and self._hides_tools:
+            self._hides_tools = False  # told once
+            _log.warning(
+                "the chat template of model %s does not write tools: it never sees those that agents send", self._model
+            )
         return self.tokenizer.encode(self._text(messages, tools, generation=True))
 
     def _text(self, messages: Sequence[Message], tools: Tools, *, generation: bool) -> str:
@@ -311,6 +318,13 @@ class TemplateRenderer:
         if self._keep:
             own, said = _THOUGHT.sub("", own), _THOUGHT.sub("", said)
         return "".join((opening + own).split()) == "".join(said.split())
+
+    def _writes_no_tools(self) -> bool:
+        tool = {"type": "function", "function": {"name": _PLACEHOLDER, "parameters": {"type": "object"}}}
+        try:
+            return _PLACEHOLDER not in self._template.text([_QUESTION], [tool])
+        except _FAILURES:
+            return False  # it refuses them, and says so
 
     def _warn(self, model: str) -> None:
         moved = [name for name, outcome in self._outcomes.items() if outcome == "moved"]

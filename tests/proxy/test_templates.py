@@ -446,6 +446,15 @@ def test_one_warning_names_model_situations_and_consequence(load: Load, caplog: 
     assert "answered 400" in caplog.records[1].message
 
 
+def test_tools_that_a_template_does_not_write_are_told_of_once(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    silent, writing = load(CHATML), load(HERMES)
+    with caplog.at_level(logging.WARNING):
+        for renderer in (writing, silent, silent):
+            renderer.render([said("user", "one")], TOOLS)
+    [record] = caplog.records
+    assert "model mine does not write tools: it never sees those that agents send" in record.message
+
+
 def test_arguments_are_the_text_they_came_as_where_a_template_puts_texts_together(load: Load) -> None:
     renderer = load(HERMES.replace("call.function.arguments | tojson +", "call.function.arguments +"))
     call = {"id": "x", "type": "function", "function": {"name": "count", "arguments": '{"of":  1}'}}
