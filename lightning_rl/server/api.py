@@ -37,6 +37,7 @@ from lightning_rl.store.contract import (
     Attempt,
     AttemptTrace,
     Claim,
+    ErrorInfo,
     Finish,
     Resources,
     ResourcesRequest,
@@ -60,6 +61,14 @@ _STATUS: dict[type[StoreError], tuple[int, str]] = {
     Conflict: (409, "conflict"),
     StoreUnwritable: (507, "store_unwritable"),
 }
+_RECORDING_LOST = Finish(
+    status="failed",
+    error=ErrorInfo(
+        type="RecordingLost",
+        message="the store did not take the attempt's calls in time, so they were given up",
+        infrastructure=True,
+    ),
+)
 _log = logging.getLogger(__name__)
 
 
@@ -233,6 +242,8 @@ class ControlPlane:
         rollout_id, attempt_id = _place(request)
         returned_rewards(rollout_id, body)  # a refused finish must not seal the attempt
         await self._gateway.seal(rollout_id, attempt_id)
+        if self._gateway.is_lost(rollout_id, attempt_id):  # whatever its worker says: its calls are not all there
+            body = _RECORDING_LOST
         rollout, attempt = await self._sql.run(self._store.finish, rollout_id, attempt_id, body)
         if rollout.status in ENDED:
             self._signals.ended([rollout_id])

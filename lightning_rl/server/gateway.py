@@ -39,6 +39,10 @@ class GatewayDoor(Protocol):
         """On return the attempt's door is shut and all its spans are in the store."""
         ...
 
+    def is_lost(self, rollout_id: str, attempt_id: str) -> bool:
+        """Whether records of the attempt were given up, so that it fails as infrastructure does."""
+        ...
+
     def carry_on(self, received: dict[str, int]) -> None:
         """Tokens that earlier processes received, per model."""
         ...

@@ -17,6 +17,8 @@ _POLICY = "main_llm"
 class StoreLedger:
     """A `Ledger` over a `SqlStore`; its work runs in the server's SQL thread."""
 
+    tells_closings = True  # the control plane and the sweeper are in this process, and seal first
+
     def __init__(self, store: SqlStore, sql: SqlThread) -> None:
         self._store = store
         self._sql = sql

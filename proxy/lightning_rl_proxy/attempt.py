@@ -15,7 +15,7 @@ What a client sends again is not read again: the messages of a call are kept as 
 with a call's messages, by equality, is read from there on. That is a shortcut alone: it ends where reading would.
 """
 
-import uuid
+import secrets
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -478,7 +478,7 @@ def _end(seed: bytes, messages: Sequence[dict[str, Any]], answer: Echo) -> _End:
 
 def new_call_id() -> str:
     """An id for a call."""
-    return uuid.uuid4().hex
+    return secrets.token_hex(16)
 
 
 def _named(equal: list[LiveCall], anchored: dict[int, LiveCall]) -> LiveCall:

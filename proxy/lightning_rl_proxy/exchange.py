@@ -6,7 +6,7 @@ leave only after the calls are recorded.
 """
 
 import asyncio
-import uuid
+import secrets
 from typing import TYPE_CHECKING, Any
 
 from lightning_rl_adapters.call import Call
@@ -24,7 +24,7 @@ class Exchange:
 
     def __init__(self, body_key: bytes) -> None:
         self.body_key = body_key
-        self.request_id = f"req_{uuid.uuid4().hex}"
+        self.request_id = f"req_{secrets.token_hex(16)}"
         self.task: asyncio.Task[bytes] | None = None
         self.model = ""
         self.stream = False

@@ -276,7 +276,7 @@ class Gateway:
             raise _unrecordable(address.attempt_id)
         attempt = self._attempts.get(name)
         now = time.monotonic()
-        if attempt is None or now - attempt.checked_at > _INFO_SECONDS:
+        if attempt is None or (not self._ledger.tells_closings and now - attempt.checked_at > _INFO_SECONDS):
             info = await self._ledger.attempt(*name)
             attempt = self._attempts.get(name)  # another request may have opened it meanwhile
             if info is None:

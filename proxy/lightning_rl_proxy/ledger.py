@@ -24,7 +24,13 @@ class AttemptInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ledger(Protocol):
-    """The store as the gateway sees it."""
+    """The store as the gateway sees it.
+
+    `tells_closings`: nobody closes an attempt without `Gateway.seal`, so that what the store said of an open one holds
+    until then; else it is asked again every second.
+    """
+
+    tells_closings: bool
 
     async def attempt(self, rollout_id: str, attempt_id: str) -> AttemptInfo | None:
         """The attempt, or None where there is no such attempt."""

@@ -32,6 +32,8 @@ MODEL = "policy"
 class MemoryLedger:
     """A ledger in memory; every attempt is open until it is put into `closed`."""
 
+    tells_closings = False
+
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self.closed: set[str] = set()

@@ -32,6 +32,7 @@ class FakeGateway:
         self.engines: dict[str, str | None] = {"m 0": None}
         self.timings: list[Any] = []
         self.opened: list[tuple[str, str]] = []
+        self.lost: set[str] = set()
 
     async def __call__(self, scope, receive, send) -> None:
         await send({"type": "http.response.start", "status": 299, "headers": []})
@@ -49,6 +50,9 @@ class FakeGateway:
     async def seal(self, rollout_id: str, attempt_id: str) -> None:
         self.asked.append(("seal", rollout_id, attempt_id))
         self.store.add_spans(self.on_their_way)
+
+    def is_lost(self, rollout_id: str, attempt_id: str) -> bool:
+        return attempt_id in self.lost
 
     def carry_on(self, received) -> None:
         self.asked.append(("carry_on", received))

@@ -1,0 +1,72 @@
+"""What one client may ask of a server: every limit by name, with its default and the error that refuses more.
+
+Invariant: a limit refuses, it never cuts; and what is too large is not read to its end.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from lightning_rl_proxy.errors import GatewayError
+
+_Limit = Annotated[int, msgspec.Meta(ge=1)]
+_LISTS = ("messages", "input")  # of a request, by its dialect
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The limits of one server.
+
+    `body_bytes` are those of a request at a model door, `control_body_bytes` at the control plane, where tasks come in
+    by the thousand; `header_bytes` those of a request's path and headers; `messages` those of one request;
+    `calls_in_flight` those of one attempt; `open_attempts` those of the server, at which nothing more is handed out.
+    """
+
+    body_bytes: _Limit = 64 * 2**20
+    control_body_bytes: _Limit = 256 * 2**20
+    header_bytes: _Limit = 64 * 2**10
+    messages: _Limit = 10_000
+    calls_in_flight: _Limit = 1024
+    open_attempts: _Limit = 10_000
+
+    def check_head(self, scope: Mapping[str, Any]) -> None:
+        """Raises GatewayError(431) for a path and headers that are too long."""
+        if head_bytes(scope) > self.header_bytes:
+            raise GatewayError(431, f"the request's path and headers are over {self.header_bytes} bytes")
+
+    def check_body(self, size: int) -> None:
+        """Raises GatewayError(413) for a body of that many bytes."""
+        if size > self.body_bytes:
+            raise GatewayError(413, f"the request body is over {self.body_bytes} bytes")
+
+    def check_messages(self, fields: Mapping[str, Any]) -> None:
+        """Raises GatewayError(400) for a request of too many messages."""
+        for name in _LISTS:
+            value = fields.get(name)
+            if isinstance(value, list) and len(value) > self.messages:
+                raise GatewayError(400, f"{name}: {len(value)} of them, at most {self.messages} are taken", param=name)
+
+    def check_calls(self, in_flight: int, attempt_id: str) -> None:
+        """Raises GatewayError(429) for one more call than the attempt may have in flight."""
+        if in_flight >= self.calls_in_flight:
+            raise GatewayError(
+                429,
+                f"attempt {attempt_id} has {in_flight} calls in flight, and may have no more: wait for an answer",
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+                retry=True,
+            )
+
+
+def head_bytes(scope: Mapping[str, Any]) -> int:
+    """How long a request's path and headers are."""
+    lines: Iterable[tuple[bytes, bytes]] = scope["headers"]
+    return (
+        len(scope["path"]) + len(scope.get("query_string", b"")) + sum(len(name) + len(value) for name, value in lines)
+    )
+
+
+def announced_bytes(headers: Mapping[bytes, bytes]) -> int:
+    """How long a request says that its body is; 0 where it does not."""
+    said = headers.get(b"content-length", b"")
+    return int(said) if said.isdigit() else 0
