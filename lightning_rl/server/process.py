@@ -25,6 +25,7 @@ import msgspec
 import uvicorn
 
 from lightning_rl.errors import Explained
+from lightning_rl.server import logs
 from lightning_rl.server.app import App, create_app
 from lightning_rl.server.attach import attacher
 from lightning_rl.server.child import TellAlarms, tell
@@ -43,7 +44,6 @@ from lightning_rl_proxy.rendering import load_renderer
 from lightning_rl_proxy.router import Router
 
 JOURNAL = "gateway.journal"  # in the run folder
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OWNER_ALONE = 0o077  # as a umask
 _LONG_POLL_GRACE_SECONDS = 5  # for answers under way when the server stops
 _log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Started(msgspec.Struct, frozen=True):
 
 def main() -> None:
     """Read the settings, serve until told to stop."""
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    logs.begin(logging.StreamHandler())
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     ALARMS.addHandler(TellAlarms())
     try:

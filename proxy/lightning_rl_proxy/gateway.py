@@ -188,6 +188,7 @@ class Gateway:
             await self._answer(door, dialect, scope, receive, send)
         except GatewayError as error:
             self.counters[f"status_{error.status}"] += 1
+            _tell_of_refusal(error, scope, None if door is None else door.address)
             await _respond(send, error.status, dialect.serialize_error(error), error.headers())
 
     async def _answer(self, door: Door, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
@@ -369,7 +370,10 @@ class Gateway:
                 await reply.end(dialect.error_event(error))
         else:
             await reply.end(last)
-            self._seconds.labels(dialect.NAME, exchange.stream).observe(time.monotonic() - began)
+            seconds = time.monotonic() - began
+            self._seconds.labels(dialect.NAME, exchange.stream).observe(seconds)
+            if _log.isEnabledFor(logging.DEBUG):
+                _tell_of_answer(attempt.address, dialect, exchange, seconds)
 
     def _ended(self, attempt: Attempt, exchange: Exchange) -> bytes:
         """The last bytes of an answer whose work is done; from here on it counts as delivered."""
@@ -502,6 +506,41 @@ def _unrecordable(attempt_id: str) -> GatewayError:
 
 def _has_failed(task: asyncio.Task[bytes]) -> bool:
     return task.cancelling() > 0 or (task.done() and (task.cancelled() or task.exception() is not None))
+
+
+def _tell_of_refusal(error: GatewayError, scope: Scope, address: Address | None) -> None:
+    _log.info(
+        "refused: %s",
+        error.message,
+        extra={
+            "facts": {
+                "rollout_id": None if address is None else address.rollout_id,
+                "attempt_id": None if address is None else address.attempt_id,
+                "status": error.status,
+                "path": scope["path"],
+            }
+        },
+    )
+
+
+def _tell_of_answer(address: Address, dialect: Dialect, exchange: Exchange, seconds: float) -> None:
+    for call, _ in exchange.calls:
+        _log.debug(
+            "answered",
+            extra={
+                "facts": {
+                    "rollout_id": address.rollout_id,
+                    "attempt_id": address.attempt_id,
+                    "call_id": call.call_id,
+                    "request_id": exchange.request_id,
+                    "dialect": dialect.NAME,
+                    "model": call.model,
+                    "finish_reason": call.finish_reason,
+                    "sampled_tokens": call.sampled_tokens,
+                    "seconds": f"{seconds:.3f}",
+                }
+            },
+        )
 
 
 def _as_gateway_error(error: BaseException) -> BaseException:

@@ -1,5 +1,7 @@
 """Attempt keys open their own attempt until their last second, and nothing can be changed in them."""
 
+import hmac
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,3 +46,28 @@ def test_a_base_url_is_parsed_back(rollout_id: str, attempt_id: str, agent: str 
 )
 def test_other_paths_are_no_doors(path: str) -> None:
     assert address.parse(path) is None
+
+
+def test_a_signature_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    whole = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or whole(a, b))
+    key = sign_attempt_key(b"secret", "r", "a", 100)
+    verify_attempt_key(b"secret", key, now=0)
+    with pytest.raises(KeyRefused):
+        verify_attempt_key(b"secret", "sk-another", now=0)
+    assert [len(ours) for _, ours in compared] == [32, 32]
+
+
+@given(st.text(max_size=200))
+def test_any_text_that_is_no_key_is_refused(key: str) -> None:
+    with pytest.raises(KeyRefused):
+        verify_attempt_key(b"secret", key, now=0)
+
+
+def test_a_refusal_does_not_show_the_key() -> None:
+    key = sign_attempt_key(b"secret", "r", "a", 100)
+    for given_key, now in ((key, 101), (key[:-1], 0)):
+        with pytest.raises(KeyRefused) as refused:
+            verify_attempt_key(b"secret", given_key, now=now)
+        assert key.rpartition(":")[2][:8] not in str(refused.value)

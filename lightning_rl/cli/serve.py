@@ -1,0 +1,228 @@
+"""`lightning-rl serve`: store, control plane and gateway in one process, for agents that run wherever they like.
+
+Invariant: beyond the loopback nobody serves with a key that is not their own, and no key stands on a command line.
+"""
+
+import ipaddress
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lightning_rl.errors import Explained
+
+if TYPE_CHECKING:
+    from lightning_rl.server.engines import EngineRequest
+    from lightning_rl.server.process import Settings
+    from lightning_rl_proxy.limits import Limits
+
+ADMIN_KEY, RUNNER_KEY = "LIGHTNING_RL_ADMIN_KEY", "LIGHTNING_RL_RUNNER_KEY"
+ENGINE_KEY = "OPENAI_API_KEY"  # of engines of kind openai
+LOG = "server.log"
+_SQLITE = "sqlite:///"
+_SHORTEST_KEY = 16  # beyond the loopback
+_OF_A_TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"]
+
+
+class Refused(Explained, ValueError):
+    """What was asked for cannot be served, or not safely."""
+
+
+def run(
+    model: Annotated[str, typer.Option(help="The name that agents ask for.")],
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND[:MODEL][=URL]",
+            help="What answers: embedded or vllm (token engines of --model), openai or litellm (frozen chat models, of "
+            "a MODEL name of their own or of --model). May repeat. The key of openai is OPENAI_API_KEY's.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A folder with tokenizer.json, or an id of the hub; token engines need it.")
+    ] = None,
+    renderer: Annotated[str, typer.Option(help="How the model's chats are written: qwen3, llama-3, ...")] = "auto",
+    store: Annotated[str, typer.Option(help="The SQLite file that keeps everything.")] = "sqlite:///run.db",
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where journal and log are; by default NAME-server beside the store.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Where to listen; beyond the loopback with your own keys.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8080,
+    url: Annotated[
+        str | None, typer.Option(help="Where agents reach it, behind a proxy or on another name; by default HOST:PORT.")
+    ] = None,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=NUMBER",
+            help="What is over a limit is refused: body_bytes, control_body_bytes, header_bytes, messages (of a "
+            "request), calls_in_flight (of an attempt), open_attempts. May repeat.",
+        ),
+    ] = None,
+) -> None:
+    """Serve a model to agents anywhere, and record their calls token by token. Ctrl-C ends it.
+
+        lightning-rl serve --model policy --tokenizer Qwen/Qwen3-0.6B --engine vllm=http://127.0.0.1:8000
+
+    An agent joins with what `POST /api/v1/rollouts/start` answers: a base URL and a key. `LIGHTNING_RL_ADMIN_KEY` is
+    the key of that request; without one it is made, and printed. `LIGHTNING_RL_RUNNER_KEY` is that of runners.
+    """
+    from lightning_rl.server.process import Settings, listen_and_serve
+    from lightning_rl.trainer import _owned
+
+    admin_key, runner_key = _keys(host)
+    folder = _run_dir(store, run_dir)
+    settings = Settings(
+        store=store,
+        run_dir=str(folder),
+        admin_key=admin_key or secrets.token_urlsafe(24),
+        runner_key=runner_key,
+        model=model,
+        tokenizer=None if tokenizer is None else str(tokenizer_folder(tokenizer)),
+        renderer=renderer,
+        engines=tuple(engine_request(word, model) for word in engine or ()),
+        host=host,
+        port=port,
+        url=_url(url, host, port),
+        limits=limits(limit or ()),
+    )
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _owned(folder):
+        _log_to(folder / LOG)
+        listen_and_serve(settings, lambda at: _tell(settings, at, made_key=not admin_key), foreground=True)
+    typer.echo("Stopped.")
+
+
+def engine_request(word: str, model: str) -> "EngineRequest":
+    """The engine that a word of the command line names. Raises Refused."""
+    import msgspec
+
+    from lightning_rl.server.engines import EngineRequest
+
+    kind_and_name, _, url = word.partition("=")
+    kind, _, name = kind_and_name.partition(":")
+    given = {"kind": kind, "model": name or model, "url": url or None}
+    if kind == "openai":
+        given["api_key"] = os.environ.get(ENGINE_KEY)
+    try:
+        return msgspec.convert(given, EngineRequest)
+    except msgspec.ValidationError as error:
+        kinds = "embedded=URL, vllm=URL, openai[:MODEL]=URL or litellm:MODEL[=URL]"
+        raise Refused(f"--engine {word}: {error}; give {kinds}") from error
+
+
+def limits(words: Sequence[str]) -> "Limits":
+    """The limits that words of the command line set, the others as they are by default. Raises Refused."""
+    import msgspec
+
+    from lightning_rl_proxy.limits import Limits
+
+    try:
+        return msgspec.convert(dict(word.split("=", 1) for word in words), Limits, strict=False)
+    except (msgspec.ValidationError, ValueError) as error:
+        names = ", ".join(Limits.__struct_fields__)
+        raise Refused(f"--limit {' '.join(words)}: {error}; give NAME=NUMBER, of {names}") from error
+
+
+def tokenizer_folder(path: str) -> Path:
+    """The folder of a tokenizer: `path` itself, or of a model id its copy from the hub, without the weights.
+
+    Raises FileNotFoundError for what is neither a folder nor an id; what the hub raises carries a note.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if path.count("/") != 1 or path.startswith((".", "/")):
+        raise FileNotFoundError(f"tokenizer {path!r} is neither a folder nor a model id (owner/name)")
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(path, allow_patterns=_OF_A_TOKENIZER))
+    except (OSError, ValueError) as error:
+        error.add_note(f"tokenizer {path!r} is no folder here, and could not be taken from the hub")
+        raise
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"  # another name may lead anywhere
+
+
+def _keys(host: str) -> tuple[str, str]:
+    """The admin's and the runners' key, "" where none is set. Raises Refused for such as cannot be used at `host`."""
+    given = {name: os.environ.get(name, "") for name in (ADMIN_KEY, RUNNER_KEY)}
+    for name, key in given.items():
+        if not (key.isascii() and key.isprintable()) or " " in key:
+            raise Refused(f"{name} holds what no header can: use letters, digits and punctuation")
+        if key and len(key) < _SHORTEST_KEY and not is_loopback(host):
+            raise Refused(f"{name} has {len(key)} characters; on {host} it needs at least {_SHORTEST_KEY}")
+    admin, runner = given.values()
+    if not admin and not is_loopback(host):
+        raise Refused(f"on {host}, which others can reach, set a key of your own: {ADMIN_KEY}, in the environment")
+    if admin and admin == runner:
+        raise Refused(f"{ADMIN_KEY} and {RUNNER_KEY} are the same: every runner would be an admin")
+    return admin, runner
+
+
+def _run_dir(store: str, given: Path | None) -> Path:
+    """The run folder; by default beside the store, so that the journal of one is replayed into no other."""
+    database = Path(store.removeprefix(_SQLITE))
+    if not store.startswith(_SQLITE) or not database.name or "?" in store:
+        raise Refused(f"--store {store} is no SQLite file; give {_SQLITE}path/to/file.db")
+    if not database.parent.is_dir():
+        raise Refused(f"--store {store}: there is no folder {database.parent.resolve()}; make it, or name another")
+    return (given or database.with_name(f"{database.stem}-server")).resolve()
+
+
+def _url(given: str | None, host: str, port: int) -> str | None:
+    """Where agents reach the server; None: where it listens."""
+    if given is not None:
+        if not given.startswith(("http://", "https://")):
+            raise Refused(f"--url {given} is no URL; give http://... or https://...")
+        return given.rstrip("/")
+    if host in ("0.0.0.0", "::"):  # which is no place to go to
+        if port == 0:
+            raise Refused(f"name a --port, or a --url: agents cannot be sent to a free port of {host}")
+        return f"http://{socket.gethostname()}:{port}"
+    return None
+
+
+def _log_to(path: Path) -> None:
+    """Log everything into the file; the terminal goes on with warnings alone."""
+    import logging
+
+    from lightning_rl.server import logs
+
+    for handler in logging.getLogger().handlers:
+        handler.setLevel(logging.WARNING)
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+    logs.begin(logging.FileHandler(path))
+
+
+def _tell(settings: "Settings", url: str, *, made_key: bool) -> None:
+    from lightning_rl.server.process import JOURNAL
+
+    folder = Path(settings.run_dir)
+    lines = [
+        f"lightning-rl serves {settings.model} at {url}",
+        f"store       {settings.store}",
+        f"journal     {folder / JOURNAL}",
+        f"log         {folder / LOG}",
+        "",
+    ]
+    if made_key:
+        lines += [f"The admin key, made for this run and told only here: export {ADMIN_KEY}={settings.admin_key}", ""]
+    lines += [
+        "An agent joins with the base URL and the key that this answers:",
+        f'    curl {url}/api/v1/rollouts/start -H "Authorization: Bearer ${ADMIN_KEY}" -d \'{{"task": "any JSON"}}\'',
+        "",
+        "Ctrl-C ends it.",
+    ]
+    typer.echo("\n".join(lines))
