@@ -4,18 +4,18 @@ A run is this process (algorithm and engine), one server child (store, control p
 They live in one run folder: the store, the journal, the logs, the metrics and the checkpoints.
 """
 
-import fcntl
 import itertools
 import os
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rl.agent import as_agent
 from lightning_rl.algorithms.base import Algorithm
 from lightning_rl.errors import Explained
+from lightning_rl.files import owned
 from lightning_rl.runner import launch as runners
 from lightning_rl.server import launch as server
 from lightning_rl.store.client import HttpStore
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
 class RunFolderUsed(Explained, FileExistsError):
     """The run folder holds a run, and nobody said to resume it."""
-
-
-class RunFolderBusy(Explained, RuntimeError):
-    """Another process is using the run folder."""
 
 
 class Trainer:
@@ -74,7 +70,7 @@ class Trainer:
         run_dir = self.run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as parts:
-            parts.enter_context(_owned(run_dir))
+            parts.enter_context(owned(run_dir))
             if (run_dir / "store.db").exists() and not algorithm.resume:
                 raise RunFolderUsed(
                     f"{run_dir} holds a run already: resume it (trainer.resume_mode=auto, or `lightning-rl train "
@@ -144,17 +140,6 @@ def _unused(folder: Path) -> Path:
     """`folder`, or where there is one already the same with a number."""
     names = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())
-
-
-@contextmanager
-def _owned(run_dir: Path) -> Iterator[None]:
-    """Hold the run folder. Raises RunFolderBusy where another process does."""
-    with (run_dir / "run.lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunFolderBusy(f"another process is using the run folder {run_dir}; wait for it or stop it") from None
-        yield
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -71,8 +71,8 @@ def run(
     An agent joins with what `POST /api/v1/rollouts/start` answers: a base URL and a key. `LIGHTNING_RL_ADMIN_KEY` is
     the key of that request; without one it is made, and printed. `LIGHTNING_RL_RUNNER_KEY` is that of runners.
     """
+    from lightning_rl.files import owned
     from lightning_rl.server.process import Settings, listen_and_serve
-    from lightning_rl.trainer import _owned
 
     admin_key, runner_key = _keys(host)
     folder = _run_dir(store, run_dir)
@@ -91,7 +91,7 @@ def run(
         limits=limits(limit or ()),
     )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _owned(folder):
+    with owned(folder):
         _log_to(folder / LOG)
         listen_and_serve(settings, lambda at: _tell(settings, at, made_key=not admin_key), foreground=True)
     typer.echo("Stopped.")

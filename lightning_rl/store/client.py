@@ -37,6 +37,7 @@ _ERRORS = {
     403: NotAllowed,
     404: NotFound,
     409: Conflict,
+    413: Invalid,
     _UNWRITABLE: StoreUnwritable,
 }
 # Connections are refused while a server starts, and 502-504 come from relays in front of it.

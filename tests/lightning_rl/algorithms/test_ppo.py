@@ -14,10 +14,11 @@ import torch
 import lightning_rl as lrl
 from lightning_rl.algorithms.ppo import SamplerMismatch
 from lightning_rl.config import ConfigError
+from lightning_rl.files import RunFolderBusy
 from lightning_rl.server.child import ChildDied
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.tracking.jsonl import read
-from lightning_rl.trainer import RunFolderBusy, RunFolderUsed
+from lightning_rl.trainer import RunFolderUsed
 from tests.lightning_rl.algorithms.agents import some_fail, two_calls
 
 ROOT = Path(__file__).parents[3]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_rl.server import logs
-from tests.proxy.conftest import Served, renderer, served, tokenizer  # noqa: F401 - fixtures
+from tests.proxy.conftest import Served
 from tests.proxy.test_gateway import client, post, say, user
 
 OURS = logging.getLogger("lightning_rl_proxy.gateway")
