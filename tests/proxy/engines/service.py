@@ -85,6 +85,16 @@ class Service:
             choice["token_ids"] = ids
         return answer
 
+    async def embeddings(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append(body)
+        if self.status != 200:
+            return _error(self.status, self.error, self.headers)
+        data = [{"object": "embedding", "index": 0, "embedding": [0.5, -0.25]}]
+        return web.json_response(
+            {"object": "list", "model": "e", "data": data, "usage": {"prompt_tokens": 3, "total_tokens": 3}}
+        )
+
     async def messages(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
@@ -118,6 +128,7 @@ def running() -> Iterator[Service]:
     app = web.Application()
     app.router.add_post("/v1/chat/completions", service.chat)
     app.router.add_post("/v1/messages", service.messages)
+    app.router.add_post("/v1/embeddings", service.embeddings)
     runner = web.AppRunner(app)
 
     async def start() -> None:
