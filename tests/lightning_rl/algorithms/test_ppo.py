@@ -226,3 +226,29 @@ def test_an_engine_that_dies_ends_the_run_with_its_cause(tmp_path: Path, monkeyp
 
 def _out_of_memory(*_: Any, **__: Any) -> None:
     torch.empty(2**55, dtype=torch.uint8)
+
+
+def test_weights_are_published_under_a_pause_that_ends_without_the_trainer(tmp_path: Path) -> None:
+    """A trainer that dies between the two does not park its agents for ever."""
+    said: list[Any] = []
+
+    class Store:
+        def pause(self, model: str, **more: Any) -> None:
+            said.append(("pause", model, more))
+
+        def resume(self, model: str, policy_version: int) -> None:
+            said.append(("resume", model, policy_version))
+
+    class Policy:
+        name = "policy"
+
+        def update_weights(self, weights: Any, version: int) -> None:
+            said.append(("update", weights, version))
+
+    algorithm: Any = lrl.PPO(config())
+    algorithm.store, algorithm.policy, algorithm.engine, algorithm.model = Store(), Policy(), Policy(), "weights"
+    algorithm._publish_weights()
+    [pause, update, resume] = said
+    assert pause[:2] == ("pause", "policy")
+    assert 0 < pause[2]["lease_seconds"] <= 600
+    assert (update, resume) == (("update", "weights", 1), ("resume", "policy", 1))
