@@ -16,7 +16,7 @@ with a call's messages, by equality, is read from there on. That is a shortcut a
 """
 
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -275,6 +275,9 @@ class Attempt:
         self.sealed = not info.open
         self.exchanges: dict[bytes, list[Exchange]] = {}
         self.tokens_received = 0
+        self.in_flight = 0  # answers that are being worked on
+        # How often a body was answered with 5xx: so many of its retries are sampled anew, whatever equal calls there are.
+        self.failed = Counter[bytes]()
         self.texts = Texts()
         self.responses: dict[str, list[dict[str, Any]]] = {}  # by the ids that a client may continue them with
         self._next_number = 0
@@ -289,6 +292,10 @@ class Attempt:
         self._asked: set[tuple[Head, bytes]] = set()
         self._begun: set[tuple[Head | None, bytes]] = set()
         self._at_hand: deque[list[LiveCall]] = deque()
+
+    def ended(self, _work: object) -> None:
+        """One answer is no longer worked on."""
+        self.in_flight -= 1
 
     def take_numbers(self, n: int) -> int:
         """Reserve `n` numbers in order of arrival; the first of them."""

@@ -33,6 +33,8 @@ class Exchange:
         self.commits: list[tuple[Trail, LiveCall]] = []
         self.texts: list[tuple[str, str | list[int], LiveCall]] = []
         self.responses: dict[str, list[dict[str, Any]]] = {}
+        self.followers = 0  # clients that wait for the answer
+        self.grace: asyncio.Task[None] | None = None  # runs while nobody waits for it
         self.client_gone = False
         self.recorded = False
         self._news: asyncio.Future[None] | None = None

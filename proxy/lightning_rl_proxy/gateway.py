@@ -96,11 +96,6 @@ class Gateway:
         self._attempts: dict[tuple[str, str], Attempt] = {}
         # The ledger says that an attempt is closed a moment after it was sealed; in between, this does.
         self._sealed: dict[tuple[str, str], None] = {}
-        self._followers: Counter[Exchange] = Counter()  # the clients that wait for each answer
-        self._graces: dict[Exchange, asyncio.Task[None]] = {}  # of the answers that nobody waits for
-        # How often a body was answered with 5xx: so many retries of it are sampled anew, whatever equals it.
-        self._failed: dict[Attempt, Counter[bytes]] = {}
-        self._in_flight: Counter[Attempt] = Counter()
         self._background: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -312,15 +307,16 @@ class Gateway:
         body_key = hashlib.blake2b(whose + body, digest_size=16).digest()
         exchange = self._joined(attempt, body_key, retry=retry)
         if exchange is None:
-            self.limits.check_calls(self._in_flight[attempt], attempt.address.attempt_id)
+            self.limits.check_calls(attempt.in_flight, attempt.address.attempt_id)
             exchange = Exchange(body_key)
             try:
                 work = self._answerer.work(attempt, agent, dialect, self._fields(body), exchange)
             except EngineUnavailable as error:
-                self._count_failure(attempt, body_key)
+                attempt.failed[body_key] += 1
                 raise _as_gateway_error(error) from error
             exchange.task = asyncio.create_task(work)
-            self._count_in_flight(attempt, exchange.task)
+            attempt.in_flight += 1
+            exchange.task.add_done_callback(attempt.ended)
             attempt.exchanges.setdefault(body_key, []).append(exchange)
         else:
             self.counters["joined_retries"] += 1
@@ -328,10 +324,9 @@ class Gateway:
 
     def _joined(self, attempt: Attempt, body_key: bytes, *, retry: bool) -> Exchange | None:
         """The exchange that a request joins; None where it is to be sampled, as after an answer of 5xx."""
-        failed = self._failed.get(attempt)
-        anew = retry and failed is not None and failed[body_key] > 0
-        if failed is not None and anew:
-            failed[body_key] -= 1
+        anew = retry and attempt.failed[body_key] > 0
+        if anew:
+            attempt.failed[body_key] -= 1
         exchange = attempt.joinable(body_key, marked_as_retry=retry and not anew)
         return None if exchange is None or exchange.task is None or _has_failed(exchange.task) else exchange
 
@@ -385,7 +380,7 @@ class Gateway:
             self._forget(attempt, exchange)
             error = _as_gateway_error(failure)
             if not isinstance(error, GatewayError) or error.status >= 500:
-                self._count_failure(attempt, exchange.body_key)
+                attempt.failed[exchange.body_key] += 1
             raise error from failure
         last = exchange.task.result()
         self._record(exchange, delivered=True)
@@ -404,41 +399,23 @@ class Gateway:
             self._recorder.record(to_span(kept, **more))
             self.counters["calls" if delivered else "undelivered"] += 1
 
-    def _count_in_flight(self, attempt: Attempt, work: asyncio.Task[bytes]) -> None:
-        def ended(_work: asyncio.Task[bytes]) -> None:
-            self._in_flight[attempt] -= 1
-            if not self._in_flight[attempt]:
-                del self._in_flight[attempt]
-
-        self._in_flight[attempt] += 1
-        work.add_done_callback(ended)
-
-    def _count_failure(self, attempt: Attempt, body_key: bytes) -> None:
-        self._failed.setdefault(attempt, Counter())[body_key] += 1
-
     def _follow(self, exchange: Exchange) -> None:
-        self._followers[exchange] += 1
+        exchange.followers += 1
         exchange.client_gone = False
-        self._end_grace(exchange)
-
-    def _end_grace(self, exchange: Exchange) -> None:
-        if (grace := self._graces.pop(exchange, None)) is not None:
-            grace.cancel()
+        _end_grace(exchange)
 
     def _leave(self, attempt: Attempt, exchange: Exchange, *, before_its_end: bool) -> None:
         """One client waits no longer. What its last one did not wait for has the grace time from now on."""
-        self._followers[exchange] -= 1
-        if self._followers[exchange] == 0:
-            del self._followers[exchange]
-            if before_its_end and not exchange.recorded:
-                exchange.client_gone = True
-                self._graces[exchange] = self._later(self._abandon(attempt, exchange))
+        exchange.followers -= 1
+        if before_its_end and not exchange.followers and not exchange.recorded:
+            exchange.client_gone = True
+            exchange.grace = self._later(self._abandon(attempt, exchange))
 
     async def _abandon(self, attempt: Attempt, exchange: Exchange) -> None:
         """The clients left: give a retry some time to join, then abort and record what was sampled as undelivered."""
         assert exchange.task is not None
         await asyncio.sleep(self._grace_seconds)
-        del self._graces[exchange]  # from here on nothing joins it
+        exchange.grace = None  # from here on nothing joins it
         if exchange.task.cancel():
             await asyncio.gather(exchange.task, return_exceptions=True)
         elif not exchange.task.cancelled():
@@ -453,10 +430,9 @@ class Gateway:
         for exchange in (exchange for equal in attempt.exchanges.values() for exchange in equal):
             if exchange.task is not None and exchange.task.cancel():
                 aborted.append(exchange.task)
-            self._end_grace(exchange)
+            _end_grace(exchange)
             self._record(exchange, delivered=False)
         attempt.exchanges.clear()
-        self._failed.pop(attempt, None)
         return aborted
 
     def _forget(self, attempt: Attempt, exchange: Exchange) -> None:
@@ -502,6 +478,12 @@ def _unrecordable(attempt_id: str) -> GatewayError:
         f"attempt {attempt_id} has failed: the store did not take its records in time; its rollout is retried",
         kind="conflict",
     )
+
+
+def _end_grace(exchange: Exchange) -> None:
+    if exchange.grace is not None:
+        exchange.grace.cancel()
+        exchange.grace = None
 
 
 def _has_failed(task: asyncio.Task[bytes]) -> bool:
