@@ -276,7 +276,7 @@ class Attempt:
         self.exchanges: dict[bytes, list[Exchange]] = {}
         self.tokens_received = 0
         self.in_flight = 0  # answers that are being worked on
-        # How often a body was answered with 5xx: so many of its retries are sampled anew, whatever equal calls there are.
+        # How often a body was answered with 5xx: so many of its retries are sampled anew, equal calls or not.
         self.failed = Counter[bytes]()
         self.texts = Texts()
         self.responses: dict[str, list[dict[str, Any]]] = {}  # by the ids that a client may continue them with
