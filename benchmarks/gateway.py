@@ -31,7 +31,7 @@ import uvicorn
 from lightning_rl.algorithms.base import Endpoint
 from lightning_rl.server import launch as server
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.contract import RolloutConfig, RolloutRequest
+from lightning_rl.store.contract import Finish, RolloutConfig, RolloutRequest
 from lightning_rl_proxy.rendering import FastTokenizer, load_renderer
 
 TOKENIZER = Path(__file__).parents[1] / "examples" / "sql_agent" / "checkpoint"
@@ -197,6 +197,13 @@ def open_attempts(store: HttpStore, n: int) -> list[tuple[str, str]]:
     return [(c.resources["main_llm"]["base_url"], c.resources["main_llm"]["api_key"]) for c in claims]
 
 
+def end_attempts(store: HttpStore, attempts: list[tuple[str, str]]) -> None:
+    """Finish them: a server takes so many open ones and no more."""
+    for url, _ in attempts:
+        _, rollout_id, _, attempt_id, _ = url.split("://")[1].partition("/")[2].split("/")
+        store.finish(rollout_id, attempt_id, Finish(status="succeeded"))
+
+
 def main() -> None:
     """Run the rounds and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -227,7 +234,9 @@ def main() -> None:
             calls = arguments.calls if clients > 1 else arguments.calls // 4
             found: dict[str, list[Measured]] = {"gateway": [], "bare relay": []}
             for warm_up in (True, *[False] * arguments.rounds):
-                gateway = measure(open_attempts(store, calls), clients, serving.pid, number)
+                attempts = open_attempts(store, calls)
+                gateway = measure(attempts, clients, serving.pid, number)
+                end_attempts(store, attempts)
                 relay = measure([(f"{relay_url}/v1", "none")] * calls, clients, relay_pid, number)
                 if not warm_up:
                     found["gateway"].append(gateway)

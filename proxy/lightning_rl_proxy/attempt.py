@@ -15,7 +15,7 @@ What a client sends again is not read again: the messages of a call are kept as 
 with a call's messages, by equality, is read from there on. That is a shortcut alone: it ends where reading would.
 """
 
-import secrets
+import random
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +33,7 @@ from lightning_rl_proxy.ledger import AttemptInfo
 from lightning_rl_proxy.rendering import Renderer
 from lightning_rl_proxy.texts import Texts
 
+_IDS = random.Random()  # seeded by the system; ids are no secrets
 _OPENING = 4  # tokens; so long may a format's opening of the reasoning be, which ends the prompt of some
 _End = tuple[bytes, int, tuple[str, ...], Echo]
 _AT_HAND = 4  # exchanges; the latest answered ones keep their whole prompts
@@ -485,7 +486,7 @@ def _end(seed: bytes, messages: Sequence[dict[str, Any]], answer: Echo) -> _End:
 
 def new_call_id() -> str:
     """An id for a call."""
-    return secrets.token_hex(16)
+    return f"{_IDS.getrandbits(128):032x}"
 
 
 def _named(equal: list[LiveCall], anchored: dict[int, LiveCall]) -> LiveCall:
