@@ -59,13 +59,12 @@ class Answerer:
         self._renderer = renderer
         self._counters = counters
         self._record = record
-        self._plain: PlainText | None = None
 
     def reader(self, request: Request) -> Reader:
         """What reads the tokens that are sampled for a request."""
         if self._renderer is None:
             raise no_engine(self._router.policy)
-        return self._renderer if request.prompt is None else self._plain_text(self._renderer)
+        return self._renderer if request.prompt is None else PlainText(self._renderer)
 
     def work(
         self, attempt: Attempt, agent: str | None, dialect: Dialect, fields: dict[str, Any], exchange: Exchange
@@ -95,7 +94,7 @@ class Answerer:
             tools = None if request.tool_choice == "none" else request.tools
             place = attempt.find_place(model, request.messages, tools, renderer)
         else:
-            place = attempt.texts.place(attempt, model, request.prompt, self._plain_text(renderer))
+            place = attempt.texts.place(attempt, model, request.prompt, PlainText(renderer))
         self._count_place(place)
         forced = _forced(request, place, renderer)
         reader = self.reader(request)
@@ -205,11 +204,6 @@ class Answerer:
             attempt.answered(place, call, relay.message_of(answer), reasoned=relay.reasoned(answer))
         )
         return answer
-
-    def _plain_text(self, renderer: Renderer) -> PlainText:
-        if self._plain is None:
-            self._plain = PlainText(renderer)
-        return self._plain
 
     def _check_abilities(self, request: Request, model: str, sampling: Sampling) -> None:
         for name in self._router.lacking(model, sampling):

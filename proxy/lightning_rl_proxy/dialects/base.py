@@ -7,7 +7,7 @@ either can be made again from the recorded tokens.
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -51,6 +51,30 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool = False
     ignored_fields: list[str] = []
     fields: dict[str, Any] = {}
+
+
+_MAX = 2**31
+Count = Annotated[int, msgspec.Meta(ge=1, lt=_MAX)]
+_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+
+
+class SamplingWire(msgspec.Struct, kw_only=True):
+    """The fields of sampling that every dialect spells alike; those that are not its API's own come as extra fields."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, msgspec.Meta(ge=1e-6, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=_MAX)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
+    logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
+    seed: int | None = None
+
+    def sampling(self, **spelt_otherwise: Any) -> Sampling:
+        """These fields as they are, and what the dialect has other words for."""
+        alike = {name: getattr(self, name) for name in SamplingWire.__struct_fields__}
+        return Sampling(**(alike | spelt_otherwise))
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):

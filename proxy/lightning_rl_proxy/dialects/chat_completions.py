@@ -10,9 +10,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from lightning_rl_proxy.dialects.base import (
+    Count,
     NamedTool,
     Opening,
     Request,
+    SamplingWire,
     Tables,
     ToolChoice,
     no_request,
@@ -20,7 +22,6 @@ from lightning_rl_proxy.dialects.base import (
 )
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering import Answer, Delta, TokenLogprob
-from lightning_rl_proxy.sampling import Sampling
 
 NAME = "chat_completions"
 PING = b": ping\n\n"
@@ -51,8 +52,6 @@ TABLES = Tables(
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _PLAIN = ("system", "user", "assistant", "tool")
-_MAX = 2**31
-Count = Annotated[int, msgspec.Meta(ge=1, lt=_MAX)]
 
 
 class _StreamOptions(msgspec.Struct):
@@ -78,7 +77,7 @@ class _ResponseFormat(msgspec.Struct):
     json_schema: _JsonSchema | None = None
 
 
-class Wire(msgspec.Struct):
+class Wire(SamplingWire, kw_only=True):
     """The honoured fields, as OpenAI types them; `top_k` and the like are vLLM's extensions."""
 
     model: str
@@ -87,15 +86,6 @@ class Wire(msgspec.Struct):
     tool_choice: Literal["auto", "none", "required"] | _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, msgspec.Meta(ge=1e-6, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=_MAX)] | None = None
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
-    logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
-    seed: int | None = None
     stop: str | list[str] | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
@@ -126,18 +116,9 @@ def parse(fields: dict[str, Any]) -> Request:
         tools=tools,
         tool_choice=_tool_choice(wire.tool_choice, tools),
         parallel_tool_calls=wire.parallel_tool_calls is not False,
-        sampling=Sampling(
-            temperature=wire.temperature,
-            top_p=wire.top_p,
-            top_k=wire.top_k,
-            min_p=wire.min_p,
-            frequency_penalty=wire.frequency_penalty,
-            presence_penalty=wire.presence_penalty,
-            repetition_penalty=wire.repetition_penalty,
+        sampling=wire.sampling(
             max_tokens=limit,
-            seed=wire.seed,
             stop=stops("stop", wire.stop),
-            logit_bias=wire.logit_bias,
             json_schema=_json_schema(wire.response_format),
         ),
         n=wire.n or 1,
@@ -192,7 +173,7 @@ def serialize(request: Request, opening: Opening, answers: Sequence[Answer]) -> 
         for index, answer in enumerate(answers)
     ]
     return msgspec.json.encode(
-        _opened(opening, "chat.completion") | {"choices": choices, "usage": _usage(opening, answers)}
+        _opened(opening, "chat.completion") | {"choices": choices, "usage": usage(opening, answers)}
     )
 
 
@@ -226,8 +207,8 @@ class ChunkEvents:
         return self._choice(index, {}, finish_reason=_finish_reason(answer))
 
     def end(self, answers: Sequence[Answer]) -> bytes:
-        usage = sse(self._chunk | {"choices": [], "usage": _usage(self._opening, answers)}) if self._usage else b""
-        return usage + b"data: [DONE]\n\n"
+        counts = sse(self._chunk | {"choices": [], "usage": usage(self._opening, answers)}) if self._usage else b""
+        return counts + b"data: [DONE]\n\n"
 
     def _choice(
         self, index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None
@@ -374,7 +355,8 @@ def _logprobs(tokens: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
     }
 
 
-def _usage(opening: Opening, answers: Sequence[Answer]) -> dict[str, int]:
+def usage(opening: Opening, answers: Sequence[Answer]) -> dict[str, int]:
+    """The prompt once, and all that was sampled."""
     sampled = sum(answer.output_tokens for answer in answers)
     return {
         "prompt_tokens": opening.prompt_tokens,

@@ -8,18 +8,17 @@ from typing import Annotated, Any
 
 import msgspec
 
-from lightning_rl_proxy.dialects.base import Opening, Request, Tables, no_request, sse, unsupported
+from lightning_rl_proxy.dialects.base import Count, Opening, Request, SamplingWire, Tables, no_request, sse, unsupported
 from lightning_rl_proxy.dialects.chat_completions import (
     PING,
-    Count,
     error_event,
     includes_usage,
     serialize_error,
     stops,
+    usage,
 )
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering import Answer, Delta, TokenLogprob
-from lightning_rl_proxy.sampling import Sampling
 
 __all__ = ["NAME", "PING", "TABLES", "error_event", "events", "parse", "serialize", "serialize_error"]
 
@@ -42,7 +41,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=_MAX)]
 
 
-class Wire(msgspec.Struct):
+class Wire(SamplingWire, kw_only=True):
     """The honoured fields, as OpenAI types them; `top_k` and the like are vLLM's extensions."""
 
     model: str
@@ -50,15 +49,6 @@ class Wire(msgspec.Struct):
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
     echo: bool | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, msgspec.Meta(ge=1e-6, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=_MAX)] | None = None
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
-    logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
-    seed: int | None = None
     stop: str | list[str] | None = None
     max_tokens: Count | None = None
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
@@ -92,18 +82,9 @@ def parse(fields: dict[str, Any]) -> Request:
         model=wire.model,
         messages=[],
         prompt=prompt,
-        sampling=Sampling(
-            temperature=wire.temperature,
-            top_p=wire.top_p,
-            top_k=wire.top_k,
-            min_p=wire.min_p,
-            frequency_penalty=wire.frequency_penalty,
-            presence_penalty=wire.presence_penalty,
-            repetition_penalty=wire.repetition_penalty,
+        sampling=wire.sampling(
             max_tokens=_DEFAULT_MAX_TOKENS if wire.max_tokens is None else wire.max_tokens,
-            seed=wire.seed,
             stop=stops("stop", wire.stop),
-            logit_bias=wire.logit_bias,
         ),
         n=n,
         stream=bool(wire.stream),
@@ -119,7 +100,7 @@ def serialize(request: Request, opening: Opening, answers: Sequence[Answer]) -> 
     for index, answer in enumerate(answers):
         logprobs = _logprobs(answer.token_logprobs(), 0) if request.logprobs else None
         choices.append(_choice(index, echoed(request) + answer.content, logprobs, answer.finish_reason))
-    return msgspec.json.encode(_opened(opening) | {"choices": choices, "usage": _usage(opening, answers)})
+    return msgspec.json.encode(_opened(opening) | {"choices": choices, "usage": usage(opening, answers)})
 
 
 def events(request: Request, opening: Opening) -> "TextEvents":
@@ -152,8 +133,8 @@ class TextEvents:
         return self._piece(_choice(index, "", None, answer.finish_reason))
 
     def end(self, answers: Sequence[Answer]) -> bytes:
-        usage = sse(self._chunk | {"choices": [], "usage": _usage(self._opening, answers)}) if self._usage else b""
-        return usage + b"data: [DONE]\n\n"
+        counts = sse(self._chunk | {"choices": [], "usage": usage(self._opening, answers)}) if self._usage else b""
+        return counts + b"data: [DONE]\n\n"
 
     def _piece(self, choice: dict[str, Any]) -> bytes:
         return sse(self._chunk | {"choices": [choice]})
@@ -207,13 +188,4 @@ def _logprobs(tokens: Sequence[TokenLogprob] | None, offset: int) -> dict[str, A
         "token_logprobs": [token.logprob for token in tokens],
         "top_logprobs": None,
         "text_offset": offsets,
-    }
-
-
-def _usage(opening: Opening, answers: Sequence[Answer]) -> dict[str, int]:
-    sampled = sum(answer.output_tokens for answer in answers)
-    return {
-        "prompt_tokens": opening.prompt_tokens,
-        "completion_tokens": sampled,
-        "total_tokens": opening.prompt_tokens + sampled,
     }

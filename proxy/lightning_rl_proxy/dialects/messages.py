@@ -19,10 +19,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from lightning_rl_proxy.dialects.base import NamedTool, Opening, Request, Tables, ToolChoice, sse
+from lightning_rl_proxy.dialects.base import Count, NamedTool, Opening, Request, SamplingWire, Tables, ToolChoice, sse
 from lightning_rl_proxy.errors import GatewayError, PromptTooLong
 from lightning_rl_proxy.rendering import Answer, Delta, tool_call
-from lightning_rl_proxy.sampling import Sampling
 
 NAME = "messages"
 PING = sse({"type": "ping"}, "ping")
@@ -81,9 +80,6 @@ _ERRORS = {
     529: "overloaded_error",
 }
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
-_MAX = 2**31
-Count = Annotated[int, msgspec.Meta(ge=1, lt=_MAX)]
-Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 T = TypeVar("T")
 
 
@@ -156,7 +152,7 @@ class _OutputConfig(msgspec.Struct):
     format: _Format | None = None
 
 
-class CountWire(msgspec.Struct, kw_only=True):
+class CountWire(SamplingWire, kw_only=True):
     """The honoured fields but `max_tokens`, which a request to count tokens has not."""
 
     model: str
@@ -165,18 +161,9 @@ class CountWire(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: _ToolChoice | None = None
     stop_sequences: list[Annotated[str, msgspec.Meta(min_length=1)]] | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, msgspec.Meta(ge=1e-6, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=_MAX)] | None = None
     stream: bool | None = None
     output_config: _OutputConfig | None = None
     output_format: _Format | None = None
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
-    logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
-    seed: int | None = None
 
 
 class Wire(CountWire, kw_only=True):
@@ -321,18 +308,10 @@ def _request(fields: dict[str, Any], wire: CountWire, max_tokens: int | None) ->
         tools=tools,
         tool_choice=_tool_choice(wire.tool_choice, tools),
         parallel_tool_calls=not (wire.tool_choice and wire.tool_choice.disable_parallel_tool_use),
-        sampling=Sampling(
-            temperature=wire.temperature,
-            top_p=wire.top_p,
+        sampling=wire.sampling(
             top_k=-1 if wire.top_k == 0 else wire.top_k,
-            min_p=wire.min_p,
-            frequency_penalty=wire.frequency_penalty,
-            presence_penalty=wire.presence_penalty,
-            repetition_penalty=wire.repetition_penalty,
             max_tokens=max_tokens,
-            seed=wire.seed,
             stop=wire.stop_sequences or None,
-            logit_bias=wire.logit_bias,
             json_schema=wanted.schema if wanted else None,
         ),
         stream=bool(wire.stream),

@@ -10,24 +10,25 @@ not carried over.
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from lightning_rl_proxy.dialects.base import (
+    Count,
     NamedTool,
     Opening,
     Request,
+    SamplingWire,
     Tables,
     ToolChoice,
     no_request,
     sse,
     unsupported,
 )
-from lightning_rl_proxy.dialects.chat_completions import PING, Count, stops
+from lightning_rl_proxy.dialects.chat_completions import PING, stops
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering import Answer, Delta, TokenLogprob
-from lightning_rl_proxy.sampling import Sampling
 
 __all__ = [
     "NAME", "PING", "TABLES", "ResponseEvents", "continued", "error_event", "events", "kept", "parse", "previous",
@@ -108,7 +109,7 @@ _OUR_ID = re.compile(r"(rs|msg|fc|call)_([0-9a-f]{32})_(\d+)")
 _MAX = 2**31
 
 
-class Wire(msgspec.Struct):
+class Wire(SamplingWire, kw_only=True):
     """Fields that are honoured or repeated, as OpenAI types them; `top_k` and the like are vLLM's extensions."""
 
     model: str
@@ -118,15 +119,6 @@ class Wire(msgspec.Struct):
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, msgspec.Meta(ge=1e-6, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=_MAX)] | None = None
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
-    logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
-    seed: int | None = None
     stop: str | list[str] | None = None
     max_output_tokens: Count | None = None
     text: dict[str, Any] | None = None
@@ -200,18 +192,9 @@ def parse(fields: dict[str, Any], known: Mapping[str, list[dict[str, Any]]] | No
         tools=tools,
         tool_choice=_tool_choice(wire.tool_choice, tools),
         parallel_tool_calls=wire.parallel_tool_calls is not False,
-        sampling=Sampling(
-            temperature=wire.temperature,
-            top_p=wire.top_p,
-            top_k=wire.top_k,
-            min_p=wire.min_p,
-            frequency_penalty=wire.frequency_penalty,
-            presence_penalty=wire.presence_penalty,
-            repetition_penalty=wire.repetition_penalty,
+        sampling=wire.sampling(
             max_tokens=wire.max_output_tokens,
-            seed=wire.seed,
             stop=stops("stop", wire.stop),
-            logit_bias=wire.logit_bias,
             json_schema=_json_schema(wire.text),
         ),
         stream=bool(wire.stream),
