@@ -8,6 +8,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
@@ -51,6 +52,7 @@ _RETRY = urllib3.Retry(
 )
 _ANSWER_SECONDS = 60.0  # for an answer, beyond the time that a long poll may take
 _ENQUEUE_BATCH = 1000
+_REWARDS_AT_ONCE = 8  # attempts that are given rewards at a time
 _PATIENCE_SECONDS = 60.0  # with a store that cannot be written
 _MAX_PAUSE_SECONDS = 2.0  # between two tries of that
 
@@ -176,10 +178,23 @@ class HttpStore:
         return self._call("POST", "/workers/died", {"worker_ids": worker_ids}, _Rollouts).rollouts
 
     def add_rewards(self, rollout_id: str, attempt_id: str, rewards: Sequence[Reward]) -> list[Reward]:
-        """Give a running attempt rewards; the answer has their ids."""
+        """Give an attempt rewards; the answer has their ids.
+
+        With the admin key also one that has ended and counts: they win over those that it has.
+        """
         named = [msgspec.structs.replace(reward, reward_id=reward.reward_id or _new_id("w")) for reward in rewards]
         path = _attempt_path(rollout_id, attempt_id)
         return self._call("POST", f"{path}/rewards", {"rewards": named}, _Rewards).rewards
+
+    def add_late_rewards(self, given: Mapping[tuple[str, str], Sequence[Reward]]) -> None:
+        """`add_rewards` for many attempts, several at once; by (rollout id, attempt id).
+
+        Raises the error of the first that was refused, in their order; the others may have been taken.
+        """
+        with ThreadPoolExecutor(_REWARDS_AT_ONCE) as threads:
+            answers = [threads.submit(self.add_rewards, *place, rewards) for place, rewards in given.items()]
+        for answer in answers:
+            answer.result()
 
     def finish(self, rollout_id: str, attempt_id: str, finish: Finish) -> Attempt:
         """End the attempt; it and its spans are durable when this returns."""
@@ -257,6 +272,11 @@ class HttpStore:
     def state(self) -> dict[str, Any]:
         """The gateway's state."""
         return self._call("GET", "/state", None, dict[str, Any])
+
+    def tokens_received(self, rollout_ids: Sequence[str]) -> dict[str, int]:
+        """What engines handed over for these rollouts, as far as the gateway remembers them."""
+        asked = {"rollout_ids": list(rollout_ids)}
+        return self._call("POST", "/state/tokens", asked, dict[str, dict[str, int]])["tokens_received"]
 
     def _call(self, method: str, path: str, body: Any, answer: type[T], wait_seconds: float = 0) -> T:
         response = self._patiently(method, path, body, wait_seconds)

@@ -66,8 +66,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float
     deadline_at: float | None = None
     ended_at: float | None = None
-    reward: float | None = None  # the final one
-    rewards: dict[str, float] = {}  # by name, without those of single calls
+    reward: float | None = None  # the final one: the last that came, a late one even over a returned one
+    rewards: dict[str, float] = {}  # by name, the last of a name, without those of single calls
     error: ErrorInfo | None = None
 
 
@@ -76,7 +76,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     `attempt_id` is its latest attempt. `counting_attempt_id` is the only attempt that may be
     trained on: set once the rollout has succeeded or its agent has failed, None before, and None
-    for good when it was cancelled or infrastructure failed.
+    for good when it was cancelled or infrastructure failed. `reward` and `rewards` are that attempt's; late rewards
+    change them after the end, and nothing else of an ended rollout ever changes.
     """
 
     rollout_id: str
@@ -113,7 +114,12 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A reward given on the way; with `call_id` that of one call, which is never the final one."""
+    """A reward given on the way, or late, after the attempt ended; with `call_id` that of one call, which is never
+    the final one.
+
+    Without, the last of a name wins: those given on the way in the order they came, then what the agent returned, then
+    late ones. The one named `reward` is the final reward.
+    """
 
     value: float
     name: str = "reward"

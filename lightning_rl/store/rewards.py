@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from lightning_rl.store.contract import Finish, Reward
 from lightning_rl.store.errors import Invalid
-
-FINAL = "reward"  # the name that the final reward goes by
+from lightning_rl_adapters.credit import FINAL
 
 
 def check_finite(rollout_id: str, name: str, value: object) -> float:
@@ -49,3 +48,9 @@ def rewards_by_name(emitted: Iterable[Reward], returned: Mapping[str, float]) ->
     returned one comes last. The final reward is the one named "reward", if there is any."""
     named = {reward.name: reward.value for reward in emitted if reward.call_id is None}
     return {**named, **returned}
+
+
+def with_late(named: Mapping[str, float], late: Iterable[Reward]) -> dict[str, float]:
+    """An attempt's rewards by name after late ones came: these come last of all, so they win, even over a returned
+    one; those of single calls change nothing here."""
+    return {**named, **rewards_by_name(late, {})}

@@ -8,7 +8,7 @@ threads; the clock is a parameter, so that time can be told in tests.
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -41,13 +41,19 @@ from lightning_rl.store.life_cycle import (
     next_rollout_status,
 )
 from lightning_rl.store.records import attempt_of, body_of, detailed, outcome_of, rollout_of, same_body
-from lightning_rl.store.rewards import FINAL, check_finite, returned_rewards, rewards_by_name
+from lightning_rl.store.rewards import check_finite, returned_rewards, rewards_by_name, with_late
+from lightning_rl_adapters.credit import FINAL
 from lightning_rl_adapters.span import Span, pack
 
 _END_ATTEMPT = (
     sa.update(schema.attempts)
     .where(schema.attempts.c.attempt_id == sa.bindparam("ended_attempt"))
     .values({name: sa.bindparam(name) for name in ("status", "ended_at", "reward", "rewards", "error", "finish_body")})
+)
+_CHANGE_REWARDS = (
+    sa.update(schema.attempts)
+    .where(schema.attempts.c.attempt_id == sa.bindparam("rewarded"))
+    .values({name: sa.bindparam(name) for name in ("reward", "rewards")})
 )
 _MOVE_ROLLOUT = (
     sa.update(schema.rollouts)
@@ -266,12 +272,17 @@ class SqlStore:
 
     # Rewards, and the end
 
-    def add_rewards(self, rollout_id: str, attempt_id: str, rewards: Sequence[Reward]) -> list[Reward]:
+    def add_rewards(
+        self, rollout_id: str, attempt_id: str, rewards: Sequence[Reward], *, late: bool = False
+    ) -> list[Reward]:
         """Keep rewards of a running attempt; the answer has their ids.
+
+        With `late` the attempt may also have ended, if it is the one that counts: these rewards then come after all
+        that it was given before, returned ones too.
 
         Raises:
             NotFound: there is no such attempt.
-            Conflict: it has ended, or a reward id is there with another body.
+            Conflict: it has ended (with `late`: and does not count), or a reward id is there with another body.
             Invalid: a reward is no finite number.
         """
         for reward in rewards:
@@ -279,14 +290,16 @@ class SqlStore:
         with self._transaction() as connection:
             known = {reward.reward_id: reward for reward in queries.attempt_rewards(connection, attempt_id)}
             named = [msgspec.structs.replace(reward, reward_id=reward.reward_id or _new_id("w")) for reward in rewards]
+            new: dict[str | None, Reward] = {}
             for reward in named:
-                if known.get(reward.reward_id, reward) != reward:
-                    raise Conflict(
-                        f"rollout {rollout_id}: reward {reward.reward_id} is there already as {known[reward.reward_id]}"
-                    )
-            new = {reward.reward_id: reward for reward in named if reward.reward_id not in known}
+                there = known.get(reward.reward_id) or new.setdefault(reward.reward_id, reward)
+                if there != reward:
+                    raise Conflict(f"rollout {rollout_id}: reward {reward.reward_id} is there already as {there}")
             if new:
-                queries.running_row(connection, rollout_id, attempt_id)
+                if late:
+                    self._take_late(connection, rollout_id, attempt_id, new.values())
+                else:
+                    queries.running_row(connection, rollout_id, attempt_id)
                 place = {"rollout_id": rollout_id, "attempt_id": attempt_id}
                 rows = [place | msgspec.structs.asdict(reward) for reward in new.values()]
                 connection.execute(sa.insert(schema.rewards), rows)
@@ -625,6 +638,27 @@ class SqlStore:
         moved = self._move(connection, rollout, _following(connection, rollout, status, error))
         return outcome_of(moved, ended), ended
 
+    def _take_late(self, connection: sa.Connection, rollout_id: str, attempt_id: str, new: Iterable[Reward]) -> None:
+        """Change the outcome of an attempt that counts by late rewards; one that still runs takes them as any other.
+
+        Raises:
+            NotFound: there is no such attempt.
+            Conflict: it has ended and does not count.
+        """
+        attempt = attempt_of(queries.attempt_row(connection, rollout_id, attempt_id))
+        if attempt.status == "running":
+            return
+        rollout = queries.rollout(connection, rollout_id)
+        if rollout.counting_attempt_id != attempt_id:
+            raise Conflict(
+                f"attempt {attempt_id} of rollout {rollout_id} is {attempt.status} and does not count: the rollout is "
+                f"{rollout.status}, {_who_counts(rollout)}"
+            )
+        named = with_late(attempt.rewards, new)
+        if named != attempt.rewards:
+            change = {"rewarded": attempt_id, "reward": named.get(FINAL), "rewards": body_of(named)}
+            connection.execute(_CHANGE_REWARDS, change)
+
     def _move(self, connection: sa.Connection, rollout: Rollout, status: RolloutStatus) -> Rollout:
         moved = msgspec.structs.replace(
             rollout,
@@ -671,6 +705,12 @@ def _following(
     if infrastructure and queries.counted_attempts(connection, rollout.rollout_id) < rollout.config.max_attempts:
         return "queued"
     return "failed"
+
+
+def _who_counts(rollout: Rollout) -> str:
+    if rollout.counting_attempt_id is None:
+        return "and none of its attempts takes late rewards"
+    return f"so reward attempt {rollout.counting_attempt_id}"
 
 
 def _why(late: Overdue, rollout: Rollout, attempt: sa.Row[Any]) -> ErrorInfo:

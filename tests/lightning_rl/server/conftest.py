@@ -54,6 +54,9 @@ class FakeGateway:
     def is_lost(self, rollout_id: str, attempt_id: str) -> bool:
         return attempt_id in self.lost
 
+    def tokens_received(self, rollout_ids) -> dict[str, int]:
+        return {}
+
     def carry_on(self, received) -> None:
         self.asked.append(("carry_on", received))
 

@@ -46,6 +46,7 @@ ADMINS = [
     ("POST", "/api/v1/pause"),
     ("POST", "/api/v1/resume"),
     ("GET", "/api/v1/state"),
+    ("POST", "/api/v1/state/tokens"),
 ]
 
 

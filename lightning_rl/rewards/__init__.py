@@ -1,0 +1,27 @@
+"""Rewards that the algorithm gives, beside those of the agent: functions of one rollout, judges of a whole group.
+
+Both are a `GroupReward`: from the finished rollouts of a group to one reward each, or several by name.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+
+class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout whose agent ended well, as a reward function sees it.
+
+    `answer` is the text of the policy's last answer (without its reasoning), "" where it made no call; `messages` is
+    the conversation that led there, with it. `rewards` are those that the agent gave, by name.
+    """
+
+    rollout_id: str
+    group_id: str
+    task: Any
+    answer: str
+    messages: list[dict[str, Any]]
+    rewards: dict[str, float] = {}
+
+
+GroupReward = Callable[[Sequence[FinishedRollout]], Sequence[float | Mapping[str, float]]]

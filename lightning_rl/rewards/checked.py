@@ -1,0 +1,44 @@
+"""What may be a reward: a finite number; anything else is an error that names where it came from."""
+
+import math
+from collections.abc import Mapping
+from typing import SupportsFloat
+
+from lightning_rl.errors import Explained
+from lightning_rl_adapters.credit import FINAL
+
+
+class RewardError(Explained, ValueError):
+    """A reward function or a judge gave what is no reward."""
+
+
+def number(value: object) -> float | None:
+    """`value` as a float where it is one number (bools, NumPy's and torch's scalars too), else None; text is none."""
+    if not isinstance(value, SupportsFloat):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # arrays and tensors of several numbers
+        return None
+
+
+def finite(value: object, where: str) -> float:
+    """`value` as a float. Raises RewardError naming `where` for NaN, infinities and what is no number."""
+    found = number(value)
+    if found is None:
+        raise RewardError(f"{where} is {value!r}, of type {type(value).__name__}; return a number")
+    if not math.isfinite(found):
+        raise RewardError(f"{where} is {found}; it must be finite")
+    return found
+
+
+def named_rewards(given: object, where: str) -> dict[str, float]:
+    """One rollout's rewards by name; a plain number is the final one.
+
+    Raises RewardError naming `where`: a value is no finite number, or none is named `reward`.
+    """
+    if not isinstance(given, Mapping):
+        return {FINAL: finite(given, f"{where}: the reward")}
+    if FINAL not in given:
+        raise RewardError(f"{where}: the rewards {sorted(map(str, given))} have none named {FINAL!r}; add it")
+    return {str(name): finite(value, f"{where}: the reward {name!r}") for name, value in given.items()}

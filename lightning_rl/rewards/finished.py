@@ -1,0 +1,49 @@
+"""What a reward function sees of a rollout, read from its trace. Pure.
+
+Invariant: the answer is what the policy said, never what a tool printed or a helper wrote.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_rl.rewards import FinishedRollout
+from lightning_rl.store.contract import Rollout
+from lightning_rl_adapters import forest, semconv
+from lightning_rl_adapters.call import calls_of
+from lightning_rl_adapters.span import Span
+
+
+def finished_rollout(rollout: Rollout, spans: Sequence[Span], model: str | None = None) -> FinishedRollout:
+    """The rollout as reward functions see it; `spans` are those of its counting attempt.
+
+    Its answer is the text of the call of `model` (None: of any) that arrived last, among those that the agent received
+    in full: what was cut off, it never saw.
+
+    Raises:
+        ForestError: the calls do not fit together; it names the call.
+    """
+    calls = [call for call in calls_of(spans) if model is None or call.model == model]
+    tree = forest.build(calls)
+    received = [node for node in tree.nodes.values() if node.call.delivered]
+    path = received[-1].path() if received else []
+    attributes = {span.span_id: span.attributes for span in spans}
+    messages: list[dict[str, Any]] = []
+    for node in path:
+        told = attributes[node.call.call_id]
+        messages += [*(told.get(semconv.INPUT_MESSAGES) or ()), *(told.get(semconv.OUTPUT_MESSAGES) or ())]
+    return FinishedRollout(
+        rollout_id=rollout.rollout_id,
+        group_id=rollout.group_id or rollout.rollout_id,
+        task=rollout.task,
+        answer=_text(messages[-1]) if messages else "",
+        messages=messages,
+        rewards=dict(rollout.rewards),
+    )
+
+
+def _text(message: dict[str, Any]) -> str:
+    """What a message says: no reasoning, no tool calls."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content if part.get("type") == "text")

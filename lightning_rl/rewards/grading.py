@@ -1,0 +1,120 @@
+"""From the finished rollouts of a step to the rewards that training gives them.
+
+Invariant: every rollout of every group has rewards, one of them named `reward` and each a finite number, or there is
+an error that names the group.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+
+from lightning_rl.config import ConfigError
+from lightning_rl.config.schema import Judge, RewardSection
+from lightning_rl.rewards import FinishedRollout, GroupReward
+from lightning_rl.rewards.checked import RewardError, named_rewards
+from lightning_rl.rewards.functions import RewardFunction
+from lightning_rl.rewards.judge import RankingJudge
+from lightning_rl.store.contract import Reward
+
+Graded = list[dict[str, float]]  # the rewards of a group's rollouts, by name
+
+_GRADED = "graded-"  # begins the ids of the rewards that are given here
+_NO_KEY = "none"  # for services that ask for no key
+
+
+def grade(reward: GroupReward, groups: Sequence[Sequence[FinishedRollout]], *, concurrency: int) -> list[Graded]:
+    """The rewards of all groups, in their order; at most `concurrency` groups at once, each in a thread.
+
+    With a concurrency of 1 all is done in the caller's thread. The first error ends it: no further group is begun.
+
+    Raises:
+        RewardError: naming the group or the rollout, for a result of another length or what is no reward.
+    """
+    if concurrency == 1:
+        return [_graded(reward, group) for group in groups]
+    threads = ThreadPoolExecutor(concurrency, thread_name_prefix="rewards")
+    try:
+        futures = [threads.submit(_graded, reward, group) for group in groups]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in futures:
+            if future in done:
+                future.result()  # raises what the first of them raised
+        return [future.result() for future in futures]
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _graded(reward: GroupReward, group: Sequence[FinishedRollout]) -> Graded:
+    if not group:
+        return []
+    try:
+        return _checked(reward(group), group)
+    except Exception as error:
+        error.add_note(f"while group {group[0].group_id} was graded ({len(group)} rollouts)")
+        raise
+
+
+def _checked(given: Sequence[float | Mapping[str, float]], group: Sequence[FinishedRollout]) -> Graded:
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != len(group):
+        many = f"{len(given)} rewards" if isinstance(given, Sequence) else type(given).__name__
+        raise RewardError(
+            f"group {group[0].group_id}: the reward function returned {many} for {len(group)} rollouts; return a list "
+            "with one for each, in their order"
+        )
+    return [named_rewards(one, f"rollout {rollout.rollout_id}") for one, rollout in zip(given, group, strict=True)]
+
+
+def from_config(reward: RewardSection) -> GroupReward | None:
+    """What the config's `reward` section names: a function in a file, a judge, or nothing.
+
+    Raises:
+        ConfigError: both are named, or the judge's key is not there.
+        RewardFunctionError: the function is not there, or does not take the arguments.
+    """
+    function, judge = reward.custom_reward_function, reward.judge
+    if function.path is not None and judge.model is not None:
+        raise ConfigError(
+            "reward.custom_reward_function.path and reward.judge.model are both set, and both give the final reward: "
+            "leave one null"
+        )
+    if function.path is not None:
+        return RewardFunction(function.path, function.name, function.reward_kwargs)
+    return None if judge.model is None else _judge(judge.model, judge)
+
+
+def _judge(model: str, section: Judge) -> RankingJudge:
+    key = os.environ.get(section.api_key_env)
+    if not key and section.base_url is None:
+        raise ConfigError(
+            f"reward.judge: the environment variable {section.api_key_env} is not set, and it is to hold the key of "
+            f"the judge {model}: set it, name another by reward.judge.api_key_env, or a service without keys by "
+            "reward.judge.base_url"
+        )
+    return RankingJudge(
+        model,
+        base_url=section.base_url,
+        # Never None: the SDK would send OPENAI_API_KEY to a service that it is not meant for.
+        api_key=key or _NO_KEY,
+        rubric=section.rubric,
+        timeout_seconds=section.timeout_seconds,
+        concurrency=section.concurrency,
+    )
+
+
+def late_rewards(named: Mapping[str, float]) -> list[Reward]:
+    """Rewards by name, as they are given to an attempt that has ended: each has the id `graded-NAME` (a digest where
+    an id cannot hold the name), so that they are given once."""
+    return [Reward(value=value, name=name, reward_id=_reward_id(name)) for name, value in named.items()]
+
+
+def graded_before(rewards: Iterable[Reward]) -> dict[str, float]:
+    """Those of an attempt's rewards that `late_rewards` made, by name; {} where it was not graded yet."""
+    return {reward.name: reward.value for reward in rewards if (reward.reward_id or "").startswith(_GRADED)}
+
+
+def _reward_id(name: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
+        return _GRADED + name
+    return f"{_GRADED}~{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
