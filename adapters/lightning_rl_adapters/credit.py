@@ -1,11 +1,197 @@
 """Rewards to calls, over the forest, before any row is cut.
 
-A strategy is a function (forest, final reward) -> {call id: reward}. Every call of the forest gets exactly one number.
+A strategy says what each call is reinforced by, its credit, and whom that is compared with. Calls count in their order
+of arrival in the attempt. A call that a strategy does not name is pushed nowhere: its advantage is 0.
 """
 
-from lightning_rl_adapters.forest import Forest
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from lightning_rl_adapters.forest import Forest, Node
+
+GROUP: Final = "group"  # compared with the other rollouts of its group
+FINAL: Final = "reward"  # the name that the final reward goes by
 
 
-def final(forest: Forest, reward: float) -> dict[str, float]:
-    """The final reward to every call of the trajectory, as Agent-lightning does it."""
-    return dict.fromkeys(forest.nodes, reward)
+class Rewards(msgspec.Struct, frozen=True, kw_only=True):
+    """What an attempt was given: the `final` reward, all that belong to no call by name (the final one among them), and
+    those of single calls, call id -> name -> value."""
+
+    final: float | None = None
+    named: dict[str, float] = {}
+    of_calls: dict[str, dict[str, float]] = {}
+
+
+class Credit(msgspec.Struct, frozen=True):
+    """What a call is reinforced by.
+
+    `compared_with` names those whose mean is its baseline: `GROUP`, or a part of the group that only some calls belong
+    to (`agent:write`); None: the number is relative already, and is the advantage.
+    """
+
+    reward: float
+    compared_with: str | None = GROUP
+
+
+Strategy = Callable[[Forest, Rewards], Mapping[str, "Credit | float"]]
+
+
+class CreditError(ValueError):
+    """A strategy gave what no call can be trained on."""
+
+
+def assign(strategy: Strategy, forest: Forest, rewards: Rewards) -> dict[str, Credit]:
+    """The credit of each call that the strategy names, in order of arrival.
+
+    Raises CreditError where it names a call that is not there, or gives no finite number.
+    """
+    given = strategy(forest, rewards)
+    if unknown := sorted(given.keys() - forest.nodes.keys()):
+        raise CreditError(f"credit was given to call {unknown[0]!r}; the attempt's calls are {list(forest.nodes)}")
+    credits: dict[str, Credit] = {}
+    for call_id in forest.nodes:
+        if call_id in given:
+            credit = given[call_id]
+            credits[call_id] = credit if isinstance(credit, Credit) else Credit(float(credit))
+            if not math.isfinite(credits[call_id].reward):
+                raise CreditError(f"the credit of call {call_id} is {credits[call_id].reward}; it must be finite")
+    return credits
+
+
+def final(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
+    """The final reward to every call, as Agent-lightning does it."""
+    return {} if rewards.final is None else dict.fromkeys(forest.nodes, Credit(rewards.final))
+
+
+def last_call(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
+    """The final reward to the call that arrived last, and to no other."""
+    return {} if rewards.final is None or not forest.nodes else {next(reversed(forest.nodes)): Credit(rewards.final)}
+
+
+def discounted(gamma: float) -> Strategy:
+    """The final reward times gamma for every call that arrived later."""
+
+    def strategy(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
+        if rewards.final is None:
+            return {}
+        last = len(forest.nodes) - 1
+        return {call_id: Credit(rewards.final * gamma ** (last - i)) for i, call_id in enumerate(forest.nodes)}
+
+    return strategy
+
+
+def per_step(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
+    """To each call what it was given itself; to the last also the final reward."""
+    return {call_id: Credit(reward) for call_id, reward in _steps(forest, rewards).items()}
+
+
+def return_to_go(gamma: float) -> Strategy:
+    """To each call what it and all later ones were given (`per_step`), each times gamma per call in between."""
+
+    def strategy(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
+        steps = _steps(forest, rewards)
+        if not steps:
+            return {}
+        returns: dict[str, Credit] = {}
+        later = 0.0
+        for call_id in reversed(forest.nodes):
+            later = steps.get(call_id, 0.0) + gamma * later
+            returns[call_id] = Credit(later)
+        return returns
+
+    return strategy
+
+
+def per_agent(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
+    """To the calls of an agent the reward that is named as the agent, compared with the same agent's in other rollouts;
+    to those of an agent without one the final reward."""
+    credits = final(forest, rewards)
+    for call_id, node in forest.nodes.items():
+        agent = node.call.agent
+        if agent in rewards.named and agent != FINAL:
+            credits[call_id] = Credit(rewards.named[agent], f"agent:{agent}")
+    return credits
+
+
+def leave_one_out(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
+    """At a fork whose branches were given rewards of their own: to each of the calls that answered the same prompt, the
+    value of its branch less the mean value of the others' (leave-one-out, arXiv 2402.14740, at a shared state).
+
+    The value of a branch is what its first call was given plus the mean value of the branches after it. All other calls
+    have the final reward.
+    """
+    credits = final(forest, rewards)
+    given = {call_id: sum(named.values()) for call_id, named in rewards.of_calls.items() if call_id in forest.nodes}
+    values: dict[Node, float] = {}
+    known: set[Node] = set()
+    for call_id, node in reversed(forest.nodes.items()):  # children arrive after their parents
+        after = [values[child] for child in node.children]
+        values[node] = given.get(call_id, 0.0) + (sum(after) / len(after) if after else 0.0)
+        if call_id in given or any(child in known for child in node.children):
+            known.add(node)
+    for siblings in _same_prompt(forest):
+        if any(node in known for node in siblings):
+            total = sum(values[node] for node in siblings)
+            for node in siblings:
+                others = (total - values[node]) / (len(siblings) - 1)
+                credits[node.call.call_id] = Credit(values[node] - others, None)
+    return credits
+
+
+def weighed(rewards: Rewards, weights: Mapping[str, float]) -> Rewards:
+    """The rewards with weighted sums as the final one, and as that of each call.
+
+    A name that was not given counts as 0; where none was given there is no reward.
+    """
+    of_calls = {call_id: _sum(weights, named) for call_id, named in rewards.of_calls.items()}
+    return Rewards(
+        final=_sum(weights, rewards.named),
+        named=rewards.named,
+        of_calls={call_id: {FINAL: total} for call_id, total in of_calls.items() if total is not None},
+    )
+
+
+def _sum(weights: Mapping[str, float], named: Mapping[str, float]) -> float | None:
+    products = [weight * named[name] for name, weight in weights.items() if name in named]
+    return math.fsum(products) if products else None
+
+
+def final_values(forest: Forest, reward: float | None) -> dict[str, float]:
+    """The final reward of every call as numbers, where nothing is compared: in triplets and rows."""
+    return {call_id: credit.reward for call_id, credit in final(forest, Rewards(final=reward)).items()}
+
+
+def by_name(name: str, *, gamma: float = 1.0) -> Strategy:
+    """The strategy that a config names."""
+    strategies: dict[str, Strategy] = {
+        "final": final,
+        "last_call": last_call,
+        "discounted": discounted(gamma),
+        "per_step": per_step,
+        "return_to_go": return_to_go(gamma),
+        "per_agent": per_agent,
+        "leave_one_out": leave_one_out,
+    }
+    return strategies[name]
+
+
+def _steps(forest: Forest, rewards: Rewards) -> dict[str, float]:
+    """What single calls were given, the final reward with the last call's."""
+    steps = {call_id: math.fsum(named.values()) for call_id, named in rewards.of_calls.items()}
+    steps = {call_id: steps[call_id] for call_id in forest.nodes if call_id in steps}
+    if rewards.final is not None and forest.nodes:
+        last = next(reversed(forest.nodes))
+        steps[last] = steps.get(last, 0.0) + rewards.final
+    return steps
+
+
+def _same_prompt(forest: Forest) -> list[Sequence[Node]]:
+    """The calls that were sampled from one and the same prompt, where there are several."""
+    samples: dict[tuple[Node | None, tuple[int, ...]], list[Node]] = {}
+    for node in forest.nodes.values():
+        if node.call.exact:
+            samples.setdefault((node.parent, tuple(node.call.prompt_ids)), []).append(node)
+    return [nodes for nodes in samples.values() if len(nodes) > 1]

@@ -1,6 +1,5 @@
 """A step's rollouts as numbers, under verl's names where verl has them."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
@@ -15,7 +14,6 @@ def rollout_metrics(trajectories: list[Trajectory], timing: Mapping[str, float])
     rewards = [t.reward for t in trajectories if t.reward is not None] or [0.0]
     rows = [row for t in trajectories for row in t.rows]
     calls = sum(t.calls for t in trajectories)
-    groups = Counter(t.group_id for t in trajectories)
     return {
         "critic/rewards/mean": float(np.mean(rewards)),
         "critic/rewards/max": float(np.max(rewards)),
@@ -28,7 +26,7 @@ def rollout_metrics(trajectories: list[Trajectory], timing: Mapping[str, float])
         "rollouts/without_reward": float(sum(t.reward is None for t in trajectories)),
         "rollouts/without_calls": float(sum(t.calls == 0 for t in trajectories)),
         "rollouts/calls_of_other_models": float(sum(t.other_calls for t in trajectories)),
-        "rollouts/groups_of_one": float(sum(size == 1 for size in groups.values())),
+        "rollouts/lost_rewards": float(sum(t.lost_rewards for t in trajectories)),
         "perf/calls_per_s": calls / timing["gen"],
         "perf/tokens_per_s": sum(t.sampled_tokens for t in trajectories) / timing["gen"],
     }

@@ -22,11 +22,16 @@ import torch
 from omegaconf import DictConfig
 
 from lightning_rl import tracking
+from lightning_rl.algorithms import step_batch, step_record
 from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
-from lightning_rl.algorithms.conservation import TokenAccount
+from lightning_rl.algorithms.conservation import ConservationError, TokenAccount
+from lightning_rl.algorithms.credits import strategy_of
+from lightning_rl.algorithms.grading import Grader
 from lightning_rl.algorithms.metrics import rollout_metrics, timed
 from lightning_rl.algorithms.problems import Problems
 from lightning_rl.algorithms.selection import selection
+from lightning_rl.algorithms.step_batch import Rules, StepBatch
+from lightning_rl.algorithms.step_record import StepRecord
 from lightning_rl.algorithms.trajectories import Trajectory, trajectory_of
 from lightning_rl.config import ConfigError, compose, to_yaml
 from lightning_rl.config.schema import Config, Rollout, ValKwargs
@@ -34,13 +39,14 @@ from lightning_rl.data import load_tasks
 from lightning_rl.errors import Explained
 from lightning_rl.files import write_whole
 from lightning_rl.inference.embedded import EmbeddedPolicy
-from lightning_rl.rl import advantages
-from lightning_rl.store.contract import RolloutConfig, RolloutRequest
+from lightning_rl.rewards import GroupReward
+from lightning_rl.store.contract import RolloutConfig, RolloutRequest, RolloutTrace
 from lightning_rl.tracking import jsonl
 from lightning_rl.training import checkpoint
 from lightning_rl.training.actor import Actor, ActorConfig
-from lightning_rl.training.batch import TrainingSequence, sequence_of
+from lightning_rl.training.batch import TrainingSequence
 from lightning_rl_adapters.call import Call
+from lightning_rl_adapters.credit import Strategy
 
 _PAUSE_LEASE_SECONDS = 120.0  # a trainer that dies in mid-update does not park its agents for ever
 
@@ -55,6 +61,8 @@ class PPO(Algorithm):
     Args:
         config: verl's keys (`docs/config.md`).
         select: which calls of the policy are trained; the others are context. Beside `algorithm.train_agents`.
+        credit: how rewards become the credit of calls, instead of `algorithm.credit.strategy`.
+        reward: what gives the rollouts of a group their rewards (`lightning_rl.rewards`), instead of the config's.
     """
 
     console = True  # False: nothing is shown, whatever trainer.logger says
@@ -64,9 +72,13 @@ class PPO(Algorithm):
         config: Mapping[str, Any] | DictConfig | Config | None = None,
         *,
         select: Callable[[Call], bool] | None = None,
+        credit: Strategy | None = None,
+        reward: GroupReward | None = None,
     ) -> None:
         self.config = config if isinstance(config, Config) else compose(config)
         self._select = selection(self.config.algorithm.train_agents, select)
+        self._rules = _rules(self.config, credit)
+        self._grader = Grader.of(self.config.reward, reward)
         self.step = 0
         self.policy_version = 0
         self.history: list[dict[str, float]] = []
@@ -180,15 +192,18 @@ class PPO(Algorithm):
             with timed(timing, "gen"):
                 trajectories = self.roll_out("train", tasks, self.config.actor_rollout_ref.rollout.n)
             with timed(timing, "adv"):
-                sequences = self._sequences(trajectories)
+                batch = step_batch.build(trajectories, self._rules)
+                self._account_for(batch)
             with timed(timing, "old_log_prob"):
-                metrics = self._set_old_log_probs(sequences)
+                metrics = self._set_old_log_probs(batch.sequences) | batch.metrics()
+            plan = self.actor.plan(batch.sequences, len(trajectories))
+            self._write_record(step_batch.records(batch, plan))
             with timed(timing, "update_actor"), self._memory_advice():
-                metrics |= self.actor.update(sequences)
+                metrics |= self.actor.update(plan)
             with timed(timing, "update_weights"):
                 self._publish_weights()
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
-        return metrics | rollout_metrics(trajectories, timing) | self._check_tokens()
+        return metrics | rollout_metrics(trajectories, timing) | self._check_tokens(trajectories)
 
     def validate(self, val_dataset: Dataset) -> dict[str, float]:
         """Roll out the validation tasks under validation sampling; `val/...` metrics."""
@@ -203,7 +218,7 @@ class PPO(Algorithm):
             "val/reward": float(np.mean(rewards)) if rewards else 0.0,
             "val/calls": float(np.mean([t.calls for t in trajectories])),
             "timing_s/testing": timing["testing"],
-        } | self._check_tokens()
+        } | self._check_tokens(trajectories)
 
     def roll_out(self, mode: str, tasks: Sequence[tuple[int, Any]], n: int) -> list[Trajectory]:
         """Ask for `n` rollouts of each task, and read them back as they end. Groups are in the order of `tasks`."""
@@ -221,15 +236,22 @@ class PPO(Algorithm):
             for index, task in tasks
             for k in range(n)
         ]
+        overlong = self.config.data.overlong
         read = partial(
             trajectory_of,
             agent_failure=self._agent_failure(),
-            max_tokens=self._max_tokens,
+            max_tokens=None if overlong.startswith("truncate") else self._max_tokens,
             began_ns=self._began_ns,
             model=self.policy.name,
             select=self._select,
+            weights=self.config.algorithm.credit.weights,
+            whole=overlong == "drop_rollout",
         )
-        trajectories = self.finished(requests, read)
+        if self._grader is None:
+            trajectories = self.finished(requests, read)
+        else:
+            traces: list[RolloutTrace] = self.finished(requests, lambda trace: trace)
+            trajectories = [read(trace) for trace in self._grader.graded(traces, self.store, self.policy.name)]
         self._earlier_tokens -= sum(trajectory.earlier_tokens for trajectory in trajectories)
         self._problems.report(f"step {self.step}" if mode == "train" else "validation", trajectories)
         return trajectories
@@ -262,38 +284,24 @@ class PPO(Algorithm):
         self._earlier_tokens = self._received(self.store.state()) - self.account.entered
         self._began_at = self.step
 
-    def _sequences(self, trajectories: list[Trajectory]) -> list[TrainingSequence]:
-        """Advantages over the rollouts that have a reward, spread over their calls; then the rows that train."""
-        rewarded = [t for t in trajectories if t.reward is not None]
-        estimates = advantages.grpo(
-            [t.reward for t in rewarded if t.reward is not None],
-            [t.group_id for t in rewarded],
-            norm_by_std=self.config.algorithm.norm_adv_by_std_in_grpo,
-        )
-        advantage = dict(zip((t.rollout_id for t in rewarded), estimates.tolist(), strict=True))
-        sequences: list[TrainingSequence] = []
-        for i, trajectory in enumerate(trajectories):
-            if trajectory.reward is None:
-                self._exclude(trajectory, "no_reward")
-                continue
-            self._exclude_parts(trajectory)
-            for row in trajectory.rows:
-                if row.excluded is not None:
-                    self.account.exclude(row.excluded, sum(row.loss_mask))
-                    continue
-                calls = {call_id for call_id in row.call_ids if call_id is not None}
-                sequence = sequence_of(row, i, dict.fromkeys(calls, advantage[trajectory.rollout_id]))
-                sequences.append(sequence)
-        return [sequence for sequence in sequences if self._usable(sequence)]
+    def _account_for(self, batch: StepBatch) -> None:
+        """Enter every token of a step's rollouts as trained or excluded."""
+        for part in batch.parts:
+            self.account.train(part.trained)
+            for reasons in (part.trajectory.excluded, part.excluded):
+                for reason, tokens in reasons.items():
+                    self.account.exclude(reason, tokens)
 
-    def _usable(self, sequence: TrainingSequence) -> bool:
-        """Leave out the tokens that lack what the update needs of them; whether any are left."""
-        if self.config.algorithm.rollout_correction.bypass_mode:
-            known = ~np.isnan(sequence.rollout_log_probs)
-            self.account.exclude("no_logprob", int((~known).sum()))
-            sequence.keep(known)
-        self.account.train(len(sequence.trained))
-        return len(sequence.trained) > 0
+    def _write_record(self, rollouts: list[step_record.RolloutRecord]) -> None:
+        config = self.config
+        record = StepRecord(
+            step=self.step,
+            policy_version=self.policy_version,
+            rule=config.algorithm.credit.function or config.algorithm.credit.strategy,
+            loss_agg_mode=config.actor_rollout_ref.actor.loss_agg_mode,
+            rollouts=rollouts,
+        )
+        step_record.write(self.run_dir, record)
 
     def _set_old_log_probs(self, sequences: list[TrainingSequence]) -> dict[str, float]:
         """Old log probabilities: the sampler's (bypass) or the trainer's own; and how far the two are apart."""
@@ -306,7 +314,8 @@ class PPO(Algorithm):
             return {}
         gaps = [np.zeros(1, np.float32)]
         for sequence, own in zip(sequences, self.actor.log_probs(sequences), strict=True):
-            gaps.append(np.abs(own - sequence.rollout_log_probs))
+            if not sequence.cut_context:
+                gaps.append(np.abs(own - sequence.rollout_log_probs))
             if not bypass:
                 sequence.old_log_probs = own
         gap = np.concatenate(gaps)
@@ -339,12 +348,32 @@ class PPO(Algorithm):
         self.engine.update_weights(self.model, self.policy_version)
         self.store.resume(self.policy.name, self.policy_version)
 
-    def _check_tokens(self) -> dict[str, float]:
-        """The account of tokens, and how often the gateway began a conversation anew, by cause."""
+    def _check_tokens(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """The account of tokens, and how often the gateway began a conversation anew, by cause.
+
+        Raises ConservationError naming those of `trajectories` whose records are not what engines handed over.
+        """
         state = self.store.state()
         forks = {f"gateway/{name}": float(n) for name, n in state["counters"].items() if name.startswith("fork_")}
         pending = int(state["tokens_pending"]) + self._earlier_tokens
-        return forks | self.account.check(self._received(state), pending)
+        try:
+            return forks | self.account.check(self._received(state), pending)
+        except ConservationError as error:
+            error.add_note(self._whose_tokens(trajectories))
+            raise
+
+    def _whose_tokens(self, trajectories: Sequence[Trajectory]) -> str:
+        """Which rollouts do not hold the tokens that the gateway counted for them."""
+        received = self.store.tokens_received([trajectory.rollout_id for trajectory in trajectories])
+        recorded = {t.rollout_id: t.sampled_tokens + sum(t.excluded.values()) for t in trajectories}
+        wrong = [
+            f"{rollout_id} (received {received[rollout_id]}, recorded {tokens})"
+            for rollout_id, tokens in recorded.items()
+            if received.get(rollout_id, tokens) != tokens
+        ]
+        if wrong:
+            return f"these rollouts do not hold what engines handed over for them: {', '.join(wrong)}"
+        return "each rollout of this step holds what engines handed over for it: the loss is outside of them"
 
     def _received(self, state: Mapping[str, Any]) -> int:
         return int(state["models"][self.policy.name]["tokens_received"])
@@ -406,6 +435,25 @@ class PPO(Algorithm):
 
 
 VERL = PPO
+
+
+def _rules(config: Config, strategy: Strategy | None) -> Rules:
+    algorithm, overlong = config.algorithm, config.data.overlong
+    bypass = algorithm.rollout_correction.bypass_mode
+    if bypass and overlong == "truncate_left":
+        raise ConfigError(
+            "data.overlong=truncate_left needs old log probabilities of the shorter context, which the sampler cannot "
+            "give: set algorithm.rollout_correction.bypass_mode=false, or another data.overlong"
+        )
+    return Rules(
+        strategy=strategy or strategy_of(algorithm),
+        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        groups_of_one=algorithm.groups_of_one,
+        groups_without_variance=algorithm.groups_without_variance,
+        overlong=overlong,
+        max_tokens=config.data.max_prompt_length + config.data.max_response_length,
+        need_log_probs=bypass,
+    )
 
 
 def _actor_config(config: Config, training_steps: int) -> ActorConfig:

@@ -50,13 +50,16 @@ class Problems:
             found.append((re.sub(r"[0-9a-f]{8,}|\d+", "#", what), text))
         elif trajectory.agent_failed:
             found.append(("no reward", "ended without a reward: return a number, or call emit_reward"))
+        if trajectory.lost_rewards:
+            text = "gave rewards to calls that they did not make, which are lost: pass the id of the answer as call_id"
+            found.append(("lost rewards", text))
         if not trajectory.calls and trajectory.error is None:
             text = "made no call to the model: the agent must use llm.base_url and llm.api_key; these train nothing"
             found.append(("no call", text))
         if any(row.excluded == "overlong" for row in trajectory.rows):
             text = (
                 f"have rows of more than {self._max_tokens} tokens, which are not trained: raise "
-                "data.max_prompt_length or data.max_response_length, or keep conversations shorter"
+                "data.max_prompt_length or data.max_response_length, keep conversations shorter, or set data.overlong"
             )
             found.append(("overlong", text))
         return found

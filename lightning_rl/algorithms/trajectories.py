@@ -1,40 +1,61 @@
-"""Finished rollouts as the trainer sees them: reward, rows, and what became of every sampled token.
+"""Finished rollouts as the trainer sees them: rewards, forest, rows, and what became of every sampled token.
 
 Only the counting attempt of a rollout has rows; the tokens of its other attempts are excluded, by reason.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
+from lightning_rl_adapters.call_names import names_of
 
-from lightning_rl.store.contract import ErrorInfo, Rollout, RolloutTrace
+from lightning_rl.algorithms.conservation import ConservationError
+from lightning_rl.server.readout import why_excluded
+from lightning_rl.store.contract import AttemptTrace, ErrorInfo, RolloutTrace
 from lightning_rl_adapters import credit, forest, rows
 from lightning_rl_adapters.call import Call, calls_of
+from lightning_rl_adapters.credit import Rewards
+from lightning_rl_adapters.forest import Forest
 from lightning_rl_adapters.rows import Row
 
 
 class Trajectory(msgspec.Struct, kw_only=True):
     """One ended rollout.
 
-    `reward` is None where it takes no part in its group (infrastructure failed, or `agent_failure: exclude`).
+    `reward` is what it counts with in its group: the final reward, else the sum of those of its calls; None where it
+    takes no part (infrastructure failed, or `agent_failure: exclude`). `rewards` are what credit is given from.
     `left_out` counts tokens of its calls that no row trains, by reason, `excluded` those of its other attempts; the
-    masks of `rows` hold all others. `other_calls` went to other models than the policy.
+    masks of `rows` hold all others. `why_left_out` has the reason of every call that is left out for itself.
+    `other_calls` went to other models than the policy. `lost_rewards` were for calls that are not there.
     `earlier_tokens` are those of all its attempts that were sampled before the present run of the trainer began.
     """
 
     rollout_id: str
     group_id: str
     reward: float | None
+    rewards: Rewards
+    forest: Forest
     rows: list[Row]
     calls: int
     sampled_tokens: int
     excluded: dict[str, int]
     agent_failed: bool
     left_out: dict[str, int] = {}
+    why_left_out: dict[str, str] = {}
     other_calls: int = 0
+    lost_rewards: int = 0
     error: ErrorInfo | None = None
     earlier_tokens: int = 0
+
+    def check(self) -> None:
+        """Law 2 within a rollout: every sampled token stands in one mask, or is left out. Raises ConservationError."""
+        masked = sum(sum(row.loss_mask) for row in self.rows)
+        left_out = sum(self.left_out.values())
+        if masked + left_out != self.sampled_tokens:
+            raise ConservationError(
+                f"rollout {self.rollout_id}: its calls hold {self.sampled_tokens} sampled tokens, but its rows train "
+                f"{masked} and {left_out} are left out ({self.left_out}): `lightning-rl explain {self.rollout_id}`"
+            )
 
 
 def trajectory_of(
@@ -45,17 +66,24 @@ def trajectory_of(
     began_ns: int = 0,
     model: str | None = None,
     select: Callable[[Call], bool] | None = None,
+    weights: Mapping[str, float] | None = None,
+    whole: bool = False,
 ) -> Trajectory:
     """Read a rollout's trace.
 
     `agent_failure` is the reward of a rollout whose agent failed or gave none (None: it is left out); rows longer than
-    `max_tokens` are excluded as overlong; calls that ended before `began_ns` (since the epoch) count as earlier.
+    `max_tokens` are excluded as overlong, with `whole` all the others of the rollout too; calls that ended before
+    `began_ns` (since the epoch) count as earlier.
     With a `model` only its calls are read: the token account is per model, and helpers have no place in the policy's.
-    Of these, calls that `select` is false of are context: `not_selected`.
+    Of these, calls that `select` is false of are context: `not_selected`. `weights` make the final reward of the named
+    ones.
+
+    Raises ForestError and ConservationError where the records do not fit together.
     """
     rollout = trace.rollout
     excluded: Counter[str] = Counter()
     counting = forest.build([])
+    rewards, lost_rewards = Rewards(), 0
     earlier = others = 0
     for attempt in trace.attempts:
         recorded = calls_of(attempt.spans)
@@ -64,45 +92,82 @@ def trajectory_of(
         earlier += sum(call.sampled_tokens for call in calls if call.end_ns < began_ns)
         if attempt.attempt.attempt_id == rollout.counting_attempt_id:
             counting = forest.build(calls)
-        else:
-            excluded[_why_not_counting(rollout)] += sum(call.sampled_tokens for call in calls)
+            rewards, lost_rewards = _rewards(attempt, rollout.rewards, rollout.reward, {c.call_id for c in recorded})
+        elif reason := why_excluded(rollout, attempt.attempt):
+            excluded[reason] += sum(call.sampled_tokens for call in calls)
+    if weights is not None:
+        rewards = credit.weighed(rewards, weights)
     infrastructure = rollout.counting_attempt_id is None
-    agent_failed = not infrastructure and (rollout.status == "failed" or rollout.reward is None)
-    reward = agent_failure if agent_failed else rollout.reward
+    given = _given(rewards)
+    agent_failed = not infrastructure and (rollout.status == "failed" or given is None)
+    if agent_failed:
+        rewards = msgspec.structs.replace(rewards, final=agent_failure)
     calls = [node.call for node in counting.nodes.values()]
-    unselected = {call.call_id: "not_selected" for call in calls if select is not None and not select(call)}
+    left_out = {call.call_id: "not_selected" for call in calls if select is not None and not select(call)}
     if rollout.mode == "train":
-        unselected |= _without_their_probabilities(calls)
-    left_out: Counter[str] = Counter({"overshoot": sum(call.overshoot for call in calls)})
+        left_out |= _without_their_probabilities(calls)
+    why = {call.call_id: reason for call in calls if (reason := rows.why_left_out(call, left_out))}
+    tokens: Counter[str] = Counter({"overshoot": sum(call.overshoot for call in calls)})
     for call in calls:
-        if call.response_ids and (reason := rows.why_left_out(call, unselected)):
-            left_out[reason] += len(call.response_ids)
-    return Trajectory(
+        if call.call_id in why:
+            tokens[why[call.call_id]] += len(call.response_ids)
+    reward = None if infrastructure else agent_failure if agent_failed else given
+    cut = rows.cut(counting, credit.final_values(counting, reward), max_tokens=max_tokens, left_out=left_out)
+    if whole and any(row.excluded == "overlong" for row in cut):
+        for row in cut:
+            row.excluded = row.excluded or "overlong"
+    trajectory = Trajectory(
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id or rollout.rollout_id,
-        reward=None if infrastructure else reward,
-        rows=rows.cut(counting, credit.final(counting, reward or 0.0), max_tokens=max_tokens, left_out=unselected),
+        reward=reward,
+        rewards=rewards,
+        forest=counting,
+        rows=cut,
         calls=len(calls),
         sampled_tokens=sum(call.sampled_tokens for call in calls),
         excluded=dict(excluded),
         agent_failed=agent_failed,
-        left_out={reason: tokens for reason, tokens in left_out.items() if tokens},
+        left_out={reason: count for reason, count in tokens.items() if count},
+        why_left_out=why,
         other_calls=others,
+        lost_rewards=lost_rewards,
         error=rollout.error,
         earlier_tokens=earlier,
     )
+    trajectory.check()
+    return trajectory
 
 
-def _without_their_probabilities(calls: list[Call]) -> dict[str, str]:
+def _rewards(
+    trace: AttemptTrace, named: Mapping[str, float], final: float | None, calls: set[str]
+) -> tuple[Rewards, int]:
+    """What the attempt was given, and how many rewards were for calls that it did not make. A call's add up by name."""
+    names = names_of(trace.spans)
+    of_calls: dict[str, dict[str, float]] = {}
+    lost = 0
+    for reward in trace.rewards:
+        if reward.call_id is None:
+            continue
+        call_id = names.get(reward.call_id, reward.call_id)
+        if call_id not in calls:
+            lost += 1
+            continue
+        of_call = of_calls.setdefault(call_id, {})
+        of_call[reward.name] = of_call.get(reward.name, 0.0) + reward.value
+    return Rewards(final=final, named=dict(named), of_calls=of_calls), lost
+
+
+def _given(rewards: Rewards) -> float | None:
+    """What a rollout counts with: the final reward, else the sum of its calls'; None where it was given nothing."""
+    if rewards.final is not None or not rewards.of_calls:
+        return rewards.final
+    return sum(value for named in rewards.of_calls.values() for value in named.values())
+
+
+def _without_their_probabilities(calls: Sequence[Call]) -> dict[str, str]:
     """The calls whose logprobs are not those that they were sampled with: a ratio to them means nothing."""
     return {
         call.call_id: f"{call.logprob_kind}_logprobs"
         for call in calls
         if call.logprob_kind != "sampled" and call.trainable
     }
-
-
-def _why_not_counting(rollout: Rollout) -> str:
-    if rollout.counting_attempt_id is not None:
-        return "superseded"
-    return "cancelled" if rollout.status == "cancelled" else "infrastructure"

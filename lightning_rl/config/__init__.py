@@ -58,6 +58,7 @@ def compose(
     Raises ConfigError naming the key: unknown (with the nearest valid one), or with a value that does not fit.
     """
     valid = {key.name for key in keys(schema)}
+    valid |= {f"{key.name}.*" for key in keys(schema) if _is_dict(key.type)}
     groups = {name.rsplit(".", depth)[0] for name in valid for depth in range(1, name.count(".") + 1)}
     try:
         _check_names(_named_on(command_line), valid, groups)
@@ -157,14 +158,25 @@ def _names(config: Any, prefix: str = "") -> Iterator[str]:
 
 def _check_names(names: Sequence[str] | Iterator[str], valid: set[str], groups: set[str]) -> None:
     for name in names:
-        if name not in valid | groups:
+        if name not in valid | groups and not any(f"{outer}.*" in valid for outer in _outer(name)):
             raise ConfigError(f"config key {name!r} is unknown; did you mean {_nearest(name, valid | groups)!r}?")
+
+
+def _is_dict(annotation: Any) -> bool:
+    """Whether a key's value may be a dict, whose names are the user's own."""
+    return get_origin(annotation) is dict or any(_is_dict(part) for part in get_args(annotation))
+
+
+def _outer(name: str) -> list[str]:
+    """The dotted names that a name lies under."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
 def _nearest(name: str, valid: set[str]) -> str:
     leaf = name.rsplit(".", 1)[-1]
     same_leaf = [other for other in sorted(valid) if other.rsplit(".", 1)[-1] == leaf]
-    return difflib.get_close_matches(name, same_leaf or sorted(valid), n=1, cutoff=0.0)[0]
+    return difflib.get_close_matches(name, same_leaf or sorted(valid), n=1, cutoff=0.0)[0].removesuffix(".*")
 
 
 def _checked(merged: Any, schema: type[C]) -> C:
@@ -174,7 +186,7 @@ def _checked(merged: Any, schema: type[C]) -> C:
         found = _CONVERSION.fullmatch(str(error))
         assert found is not None
         place = found["place"] or ""
-        value = OmegaConf.select(OmegaConf.create(merged), place) if place else merged
+        value = OmegaConf.select(OmegaConf.create(merged), place.removesuffix("[...]")) if place else merged
         raise ConfigError(
             f"config key {place} is {value!r}: {found['what'].lower()}{_choices(schema, place)}"
         ) from error

@@ -74,9 +74,11 @@ def _type(annotation: Any) -> str:
         return " or ".join(_type(part) for part in parts)
     if origin is list:
         return f"list of {_type(parts[0])}"
+    if origin is dict:
+        return f"{_type(parts[1])} by name"
     if origin is tuple:
         return f"{len(parts)} x {_type(parts[0])}"
-    names = {int: "int", float: "number", str: "text", bool: "true, false", type(None): "null"}
+    names = {Any: "any value", int: "int", float: "number", str: "text", bool: "true, false", type(None): "null"}
     return names[annotation]
 
 

@@ -49,6 +49,12 @@ class Data(Section, frozen=True):
         Positive, effect("with max_response_length: tokens of the longest row that is trained; longer are `overlong`")
     ] = 1024
     max_response_length: Annotated[Positive, effect("tokens of one call, at most")] = 512
+    overlong: Annotated[
+        Literal["drop_row", "drop_rollout", "truncate_left", "truncate_response"],
+        effect(
+            "a row that is too long: left out; left out with its whole rollout; its oldest or newest tokens cut off"
+        ),
+    ] = "drop_row"
     shuffle: Annotated[bool, effect("another order of tasks every epoch")] = True
     seed: Annotated[int, effect("order of tasks and seeds of sampling")] = 0
 
@@ -202,9 +208,36 @@ class RolloutCorrection(Section, frozen=True):
     ] = False
 
 
+class Credit(Section, frozen=True):
+    """Which calls a rollout's rewards reach (`docs/concepts/credit.md`)."""
+
+    strategy: Annotated[
+        Literal["final", "last_call", "discounted", "per_step", "return_to_go", "per_agent", "leave_one_out"],
+        effect("how rewards become the credit of calls; final: every call has the final reward"),
+    ] = "final"
+    weights: Annotated[
+        dict[str, float] | None,
+        effect("the final reward is this weighted sum of named ones; so is a call's; null: the one named `reward`"),
+    ] = None
+    function: Annotated[
+        str | None,
+        effect("a strategy of your own, module:name or path/to/file.py:name, instead of a named one"),
+    ] = None
+
+
 class AlgorithmSection(Section, frozen=True):
     """From rewards to advantages."""
 
+    gamma: Annotated[Share, effect("discount per call, of the strategies discounted and return_to_go")] = 1.0
+    credit: Credit = field(default_factory=Credit)
+    groups_of_one: Annotated[
+        Literal["zero", "raw", "drop"],
+        effect("a rollout without others to compare it with: advantage 0, its credit as it is (as verl), or left out"),
+    ] = "zero"
+    groups_without_variance: Annotated[
+        Literal["keep", "drop"],
+        effect("a group whose advantages are all 0: kept, so that it counts in the means of the loss, or left out"),
+    ] = "keep"
     adv_estimator: Annotated[
         Literal["grpo"], effect("how advantages are estimated; grpo: reward against its group")
     ] = "grpo"
@@ -219,6 +252,34 @@ class AlgorithmSection(Section, frozen=True):
     ] = None
     use_kl_in_reward: Annotated[bool, only((False,), "no reference model is held yet")] = False
     rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
+
+
+class CustomRewardFunction(Section, frozen=True):
+    """A function in a file, as verl's: `compute_score(data_source, solution_str, ground_truth, extra_info)`."""
+
+    path: Annotated[str | None, effect("the file; null: rewards come from the agents alone")] = None
+    name: Annotated[str, effect("the function in it")] = "compute_score"
+    reward_kwargs: Annotated[dict[str, Any] | None, effect("more arguments that it is called with, by name")] = None
+
+
+class Judge(Section, frozen=True):
+    """A model that ranks the rollouts of a group against each other."""
+
+    model: Annotated[str | None, effect("its name at the service; null: no judge")] = None
+    base_url: Annotated[str | None, effect("an OpenAI-compatible service, to /v1; null: what the SDK takes")] = None
+    api_key_env: Annotated[str, effect("the environment variable that holds its key")] = "OPENAI_API_KEY"
+    rubric: Annotated[str, effect("what it is told to look at")] = (
+        "Prefer answers that are correct, complete and do what was asked."
+    )
+    timeout_seconds: Annotated[Above0, effect("how long one request to it may take")] = 120.0
+    concurrency: Annotated[Positive, effect("groups judged at once")] = 8
+
+
+class RewardSection(Section, frozen=True):
+    """Rewards that training gives beside the agents; they become the final reward."""
+
+    custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
+    judge: Judge = field(default_factory=Judge)
 
 
 class TrainerSection(Section, frozen=True):
@@ -273,6 +334,7 @@ class Config(Section, frozen=True):
     data: Data = field(default_factory=Data)
     actor_rollout_ref: ActorRolloutRef = field(default_factory=ActorRolloutRef)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    reward: RewardSection = field(default_factory=RewardSection)
     trainer: TrainerSection = field(default_factory=TrainerSection)
     gateway: Gateway = field(default_factory=Gateway)
 

@@ -43,6 +43,10 @@ class GatewayDoor(Protocol):
         """Whether records of the attempt were given up, so that it fails as infrastructure does."""
         ...
 
+    def tokens_received(self, rollout_ids: Sequence[str]) -> dict[str, int]:
+        """What engines handed over for these rollouts, as far as is remembered."""
+        ...
+
     def carry_on(self, received: dict[str, int]) -> None:
         """Tokens that earlier processes received, per model."""
         ...

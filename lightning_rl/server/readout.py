@@ -44,7 +44,7 @@ def why_excluded(rollout: Rollout, attempt: Attempt) -> str | None:
 
 
 def _rewards(grown: Forest, attempt: Attempt) -> dict[str, float]:
-    return {} if attempt.reward is None else credit.final(grown, attempt.reward)
+    return credit.final_values(grown, attempt.reward)
 
 
 def unpacked_traces(packed: bytes) -> dict[str, Any]:

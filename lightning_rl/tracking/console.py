@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: step, reward, validation, calls per second, time left."""
+"""What a person sees while a run goes on: step, reward, validation, speed, the account of tokens, time left."""
 
 from collections.abc import Mapping
 
@@ -39,11 +39,23 @@ class ConsoleTracker:
         failed = int(metrics.get("rollouts/agent_failed", 0))
         wrong = f"  {failed} failed" if failed else ""
         note = f"reward {reward:.3f}{wrong}  {self._validation}  {calls:.0f} calls/s"
-        self._progress.update(self._task, completed=step, note=note)
+        self._progress.update(self._task, completed=step, note=note + account(metrics))
         if not self._console.is_terminal:
             left = (self._total - step) * metrics["timing_s/step"]
-            self._console.print(f"step {step}/{self._total}  {note}  about {left:.0f} s left", soft_wrap=True)
+            line = f"step {step}/{self._total}  {note}{account(metrics)}  about {left:.0f} s left"
+            self._console.print(line, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the last state on the screen."""
         self._progress.stop()
+
+
+def account(metrics: Mapping[str, float]) -> str:
+    """What became of all tokens so far: trained, or not, by reason; "" where nothing is counted."""
+    if "tokens/received" not in metrics:
+        return ""
+    prefix = "tokens/excluded/"
+    parts = {"trained": metrics["tokens/trained"]}
+    parts |= {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    parts |= {"pending": metrics["tokens/pending"]} if metrics["tokens/pending"] else {}
+    return f"  {metrics['tokens/received']:,.0f} tokens: " + ", ".join(f"{n:,.0f} {what}" for what, n in parts.items())

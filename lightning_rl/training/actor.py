@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_rl.rl.aggregation import token_weights
 from lightning_rl.rl.losses import entropy, ppo_clip
-from lightning_rl.training.batch import MicroBatch, TrainingSequence, collate, micro_batches, mini_batches
+from lightning_rl.training.batch import MicroBatch, MiniBatch, TrainingSequence, collate, micro_batches, mini_batches
 
 
 @dataclass(frozen=True)
@@ -89,31 +88,42 @@ class Actor:
             found.update({id(s): part for s, part in zip(micro, parts, strict=True)})
         return [found[id(s)] for s in sequences]
 
-    def update(self, sequences: list[TrainingSequence]) -> dict[str, float]:
-        """One PPO update over sequences whose `old_log_probs` are set; verl's `actor/...` metrics."""
-        if not sequences:
+    def plan(self, sequences: list[TrainingSequence], rollouts: int) -> list[MiniBatch]:
+        """The mini-batches of a step that asked for `rollouts` rollouts."""
+        return mini_batches(
+            sequences,
+            rollouts=rollouts,
+            rollouts_each=self.config.mini_batch_rollouts,
+            mode=self.config.loss_agg_mode,
+            scale_factor=self.config.loss_scale_factor,
+        )
+
+    def update(self, plan: list[MiniBatch]) -> dict[str, float]:
+        """One PPO update over mini-batches whose `old_log_probs` are set; verl's `actor/...` metrics."""
+        if not plan:
             return {}
         metrics: list[dict[str, float]] = []
         self.model.train()
         for _ in range(self.config.ppo_epochs):
-            for mini in mini_batches(sequences, self.config.mini_batch_rollouts):
+            for mini in plan:
                 metrics.append(self._optimizer_step(mini))
         self.model.eval()
         self._schedule.step()
         return {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
 
-    def accumulate(self, mini: list[TrainingSequence]) -> dict[str, float]:
+    def accumulate(self, mini: MiniBatch) -> dict[str, float]:
         """Add the gradient of one mini-batch's loss to the parameters' `.grad`; its metrics."""
-        weight_of = self._weights(mini)
-        trained = sum(len(s.trained) for s in mini)
+        trained = sum(len(s.trained) for s in mini.sequences)
+        computed = 0  # tokens, with padding
         sums: dict[str, float] = dict.fromkeys(
             ("actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "actor/entropy"), 0.0
         )
-        for micro in self._micro_batches(mini):
+        for micro in self._micro_batches(mini.sequences):
             batch = collate(micro, self._pad_id, self._device)
+            computed += batch.token_ids.numel()
             log_probs, entropies = self._forward(batch, with_entropy=True)
             old = self._gather(_old_log_probs(s) for s in micro)
-            weights = self._gather(np.full(len(s.trained), weight_of[s.rollout], np.float32) for s in micro)
+            weights = self._gather(np.full(len(s.trained), mini.weights[s.rollout], np.float32) for s in micro)
             policy = ppo_clip(
                 log_probs,
                 old,
@@ -133,9 +143,10 @@ class Actor:
                 sums["actor/pg_clipfrac_lower"] += policy.clipped_lower.sum().item() / trained
                 sums["actor/ppo_kl"] += (old - log_probs).sum().item() / trained
                 sums["actor/entropy"] += entropies.sum().item() / trained
+        sums["perf/padding_share"] = 1 - sum(map(len, mini.sequences)) / computed
         return sums
 
-    def _optimizer_step(self, mini: list[TrainingSequence]) -> dict[str, float]:
+    def _optimizer_step(self, mini: MiniBatch) -> dict[str, float]:
         self._optimizer.zero_grad(set_to_none=True)
         metrics = self.accumulate(mini)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
@@ -161,15 +172,6 @@ class Actor:
             return log_probs, entropy(at)
         with torch.no_grad():
             return log_probs, entropy(at)
-
-    def _weights(self, mini: list[TrainingSequence]) -> dict[int, float]:
-        tokens: dict[int, int] = {}
-        for sequence in mini:
-            tokens[sequence.rollout] = tokens.get(sequence.rollout, 0) + len(sequence.trained)
-        weights = token_weights(
-            list(tokens.values()), self.config.loss_agg_mode, scale_factor=self.config.loss_scale_factor
-        )
-        return dict(zip(tokens, weights.tolist(), strict=True))
 
     def _micro_batches(self, sequences: list[TrainingSequence]) -> Iterable[list[TrainingSequence]]:
         return micro_batches(sequences, rows=self.config.micro_batch_rows, tokens=self.config.micro_batch_tokens)

@@ -1,18 +1,20 @@
 """Training rows as arrays, mini-batches of whole rollouts, micro-batches of rows of like length.
 
 A `TrainingSequence` is one row made ready: its tokens, which of them are trained, and what each of those needs.
-Padding is to the right and never trained, so under causal attention it changes nothing.
+Padding is to the right and never trained, so under causal attention it changes nothing; rows of like length stand
+together, which leaves little of it.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lightning_rl.rl.aggregation import token_weights
 from lightning_rl_adapters.rows import Row
 
 
@@ -22,7 +24,9 @@ class TrainingSequence:
 
     `token_ids` int64 [T]; `trained` int64 [K], the positions with loss mask 1 (all >= 1: a first token has no
     distribution); float32 [K] each: `rollout_log_probs` (NaN where the engine gave none), `advantages`, `temperature`,
-    and `old_log_probs` once they are known. `rollout` indexes the rollout within the batch.
+    and `old_log_probs` once they are known. `rollout` indexes the rollout within the batch. `calls` maps each call that
+    the row trains to the position of its first sampled token. `cut_context`: tokens before the first are cut off, so
+    the sampler saw more than the trainer.
     """
 
     rollout: int
@@ -32,6 +36,8 @@ class TrainingSequence:
     advantages: NDArray[np.float32]
     temperature: NDArray[np.float32]
     old_log_probs: NDArray[np.float32] | None = None
+    calls: dict[str, int] = field(default_factory=dict)
+    cut_context: bool = False
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -42,6 +48,38 @@ class TrainingSequence:
         self.rollout_log_probs = self.rollout_log_probs[which]
         self.advantages = self.advantages[which]
         self.temperature = self.temperature[which]
+
+    def truncate_response(self, max_tokens: int) -> int:
+        """Cut off what stands beyond `max_tokens`; how many trained tokens went with it."""
+        before = len(self.trained)
+        self.keep(self.trained < max_tokens)
+        self.token_ids = self.token_ids[:max_tokens]
+        return before - len(self.trained)
+
+    def truncate_left(self, max_tokens: int) -> int:
+        """Cut off the oldest tokens beyond `max_tokens`; how many trained tokens went with them.
+
+        The first that is left has no distribution any more, so it is not trained.
+        """
+        cut = len(self) - max_tokens
+        if cut <= 0:
+            return 0
+        before = len(self.trained)
+        self.keep(self.trained > cut)
+        self.trained = self.trained - cut
+        self.calls = {call_id: start - cut for call_id, start in self.calls.items()}
+        self.token_ids = self.token_ids[cut:]
+        self.cut_context = True
+        return before - len(self.trained)
+
+    def trained_by_call(self) -> Iterator[tuple[str, NDArray[np.int64], NDArray[np.int64]]]:
+        """Of each call with trained tokens its id, where these stand among the K, and their places in the answer."""
+        starts = np.asarray(sorted(self.calls.values()), dtype=np.int64)
+        names = sorted(self.calls, key=lambda call_id: self.calls[call_id])
+        call = np.searchsorted(starts, self.trained, side="right") - 1
+        for i in np.unique(call):
+            where = np.flatnonzero(call == i)
+            yield names[i], where, self.trained[where] - starts[i]
 
 
 def sequence_of(row: Row, rollout: int, advantages: Mapping[str, float]) -> TrainingSequence:
@@ -59,17 +97,40 @@ def sequence_of(row: Row, rollout: int, advantages: Mapping[str, float]) -> Trai
         rollout_log_probs=_at(row.logprobs, trained),
         advantages=_spread(row.call_ids, trained, advantages),
         temperature=_at(row.temperature, trained),
+        calls=_starts(row.call_ids),
     )
 
 
-def mini_batches(sequences: list[TrainingSequence], rollouts_each: int) -> Iterator[list[TrainingSequence]]:
-    """Cut by whole rollouts, `rollouts_each` at a time, in their order."""
+@dataclass(frozen=True)
+class MiniBatch:
+    """What one optimizer step trains: whole rollouts. `weights` has, by rollout, the weight of each of its trained
+    tokens in the loss (`rl.aggregation`); any part of `sequences` under the same weights adds its share of it."""
+
+    sequences: list[TrainingSequence]
+    weights: dict[int, float]
+
+
+def mini_batches(
+    sequences: list[TrainingSequence], *, rollouts: int, rollouts_each: int, mode: str, scale_factor: float | None
+) -> list[MiniBatch]:
+    """A step of `rollouts` rollouts as ceil(rollouts / rollouts_each) mini-batches, whatever rows they were cut into.
+
+    Those with trained tokens are dealt out in their order, as evenly as it goes, so the number of optimizer steps is
+    the same in every step; only where they are fewer than mini-batches it is theirs. `mode` is verl's `loss_agg_mode`.
+    """
     by_rollout: dict[int, list[TrainingSequence]] = defaultdict(list)
     for sequence in sequences:
         by_rollout[sequence.rollout].append(sequence)
-    rollouts = list(by_rollout.values())
-    for start in range(0, len(rollouts), rollouts_each):
-        yield [sequence for rollout in rollouts[start : start + rollouts_each] for sequence in rollout]
+    live = sorted(by_rollout)
+    parts = min(-(-rollouts // rollouts_each), len(live))
+    made = []
+    for number in range(parts):
+        part = live[number * len(live) // parts : (number + 1) * len(live) // parts]
+        tokens = [sum(len(sequence.trained) for sequence in by_rollout[rollout]) for rollout in part]
+        weights = token_weights(tokens, mode, scale_factor=scale_factor)
+        chosen = [sequence for rollout in part for sequence in by_rollout[rollout]]
+        made.append(MiniBatch(chosen, dict(zip(part, weights.tolist(), strict=True))))
+    return made
 
 
 def micro_batches(
@@ -111,6 +172,15 @@ def collate(sequences: list[TrainingSequence], pad_id: int, device: torch.device
         position=torch.from_numpy(np.concatenate([s.trained for s in sequences])).to(device),
         temperature=torch.from_numpy(np.concatenate([s.temperature for s in sequences])).to(device),
     )
+
+
+def _starts(call_ids: list[str | None]) -> dict[str, int]:
+    """Where the answer of each call begins."""
+    starts: dict[str, int] = {}
+    for position, call_id in enumerate(call_ids):
+        if call_id is not None and call_id not in starts:
+            starts[call_id] = position
+    return starts
 
 
 def _at(values: list[float | None], positions: NDArray[np.int64]) -> NDArray[np.float32]:

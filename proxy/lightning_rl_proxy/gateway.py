@@ -9,7 +9,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ class Gateway:
         self._parked_seconds = parked_seconds
         self._attempts: dict[tuple[str, str], Attempt] = {}
         # The ledger says that an attempt is closed a moment after it was sealed; in between, this does.
-        self._sealed: dict[tuple[str, str], None] = {}
+        self._sealed: dict[tuple[str, str], int] = {}  # the tokens that each was handed
         self._background: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -117,18 +117,31 @@ class Gateway:
     async def seal(self, rollout_id: str, attempt_id: str) -> None:
         """End an attempt: later calls get 409, calls in flight are aborted, and on return its records are durable."""
         name = (rollout_id, attempt_id)
-        self._sealed[name] = None
+        self._sealed.setdefault(name, 0)
         if len(self._sealed) > _SEALED_REMEMBERED:
             del self._sealed[next(iter(self._sealed))]
         attempt = self._attempts.pop(name, None)
         if attempt is not None:
             cancelled = self._close(attempt)
             await asyncio.gather(*cancelled, return_exceptions=True)  # each records what it was handed
+            self._sealed[name] = attempt.tokens_received
         await self._recorder.stored()
 
     def is_lost(self, rollout_id: str, attempt_id: str) -> bool:
         """Whether records of this attempt were given up, so that it has to fail as infrastructure does."""
         return self._recorder.is_lost(rollout_id, attempt_id)
+
+    def tokens_received(self, rollout_ids: Sequence[str]) -> dict[str, int]:
+        """What engines handed over for these rollouts, as far as this process remembers their attempts."""
+        wanted = set(rollout_ids)
+        received: Counter[str] = Counter()
+        for (rollout_id, _), tokens in self._sealed.items():
+            if rollout_id in wanted:
+                received[rollout_id] += tokens
+        for (rollout_id, _), attempt in self._attempts.items():
+            if rollout_id in wanted:
+                received[rollout_id] += attempt.tokens_received
+        return dict(received)
 
     def carry_on(self, received: dict[str, int]) -> None:
         """Begin the counts of received tokens where an earlier gateway's records end."""

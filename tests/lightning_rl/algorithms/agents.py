@@ -20,6 +20,27 @@ async def some_fail(task: int, llm: lrl.LLM) -> float | None:
 
 
 @lrl.rollout
+async def step_rewards(task: int, llm: lrl.LLM) -> None:
+    """Two calls; the first is rewarded with the task, the second with 1, both by their ids, the first late."""
+    async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+        chat: Any = [{"role": "user", "content": f"number {task}"}]
+        first = await client.chat.completions.create(model=llm.model, messages=chat)
+        chat += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "and"}]
+        second = await client.chat.completions.create(model=llm.model, messages=chat)
+    lrl.emit_reward(1.0, name="second", call_id=second.id)
+    lrl.emit_reward(float(task), name="first", call_id=first.id)
+    lrl.emit_reward(0.5, name="polite")
+
+
+@lrl.rollout
+async def says_something(task: Any, llm: lrl.LLM) -> None:
+    """One call, and no reward: others judge it."""
+    async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+        chat: Any = [{"role": "user", "content": f"number {task['n']}"}]
+        await client.chat.completions.create(model=llm.model, messages=chat)
+
+
+@lrl.rollout
 async def two_calls(task: int, llm: lrl.LLM) -> float:
     async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
         chat: Any = [{"role": "user", "content": f"number {task}"}]

@@ -148,10 +148,10 @@ class StopsAt(lrl.PPO):
 
     at = 0
 
-    def _sequences(self, trajectories: Any) -> Any:
+    def _account_for(self, batch: Any) -> None:
         if self.step == self.at:
             raise KeyboardInterrupt
-        return super()._sequences(trajectories)
+        super()._account_for(batch)
 
 
 def test_an_interrupted_run_goes_on_and_ends_with_the_same_weights(tmp_path: Path) -> None:
@@ -200,9 +200,9 @@ def test_an_update_that_runs_out_of_memory_says_what_to_lower(tmp_path: Path) ->
     """A real allocation that the machine refuses, in the place of the update."""
 
     class Hungry(lrl.PPO):
-        def _sequences(self, trajectories: Any) -> Any:
+        def _account_for(self, batch: Any) -> None:
             self.actor.update = lambda _: torch.empty(2**55, dtype=torch.uint8)  # type: ignore[method-assign]
-            return super()._sequences(trajectories)
+            super()._account_for(batch)
 
     with pytest.raises(RuntimeError, match="allocate memory") as raised:
         lrl.Trainer(some_fail, n_runners=4, run_dir=tmp_path).fit(Hungry(config()), [0, 0, 0, 0])

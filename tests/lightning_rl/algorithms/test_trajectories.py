@@ -29,6 +29,7 @@ def trace(
         rollout_id="r", task=None, mode="train", status=status, group_id="g", agent=None, resources_id=None,
         config=RolloutConfig(), metadata={}, attempt_count=len(attempts), created_at=0.0,
         counting_attempt_id=None if counting is None else f"a{counting}", reward=reward,
+        attempt_id=f"a{len(attempts) - 1}",
     )  # fmt: skip
     return RolloutTrace(rollout=rollout, attempts=made)
 

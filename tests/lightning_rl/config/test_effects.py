@@ -11,9 +11,14 @@ import pytest
 from lightning_rl.agent import load_agent
 from lightning_rl.algorithms import ppo as ppo_module
 from lightning_rl.algorithms.ppo import PPO, tasks_of
-from lightning_rl.config import compose, keys
+from lightning_rl.config import ConfigError, compose, keys
 from lightning_rl.config.schema import Config, TrainConfig
+from lightning_rl.loading import NotLoadable
+from lightning_rl.rewards import FinishedRollout
 from lightning_rl.store.contract import RolloutRequest
+from lightning_rl_adapters import credit, forest
+from lightning_rl_adapters.credit import Credit, Rewards
+from tests.adapters.forests import make_call
 
 ACTOR = "actor_rollout_ref.actor."
 ROLLOUT = "actor_rollout_ref.rollout."
@@ -90,10 +95,17 @@ def limits(config: Config, _: pytest.MonkeyPatch) -> Any:
     )
 
 
+def batch(config: Config, _: pytest.MonkeyPatch) -> Any:
+    rules = PPO(config)._rules
+    credits = credit.assign(rules.strategy, TWO_CALLS, Rewards(final=1.0))
+    return credits, rules.groups_of_one, rules.groups_without_variance, rules.overlong
+
+
 def place(config: Config, _: pytest.MonkeyPatch) -> Any:
     return re.sub(r"\d{8}-\d{6}", "DATE", str(PPO(config).default_run_dir()))
 
 
+TWO_CALLS = forest.build([make_call(0, None), make_call(1, 0)])
 SMALL = {"data": {"train_batch_size": 2, "shuffle": False}, "trainer": {"total_training_steps": 4}}
 TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     ("data.train_batch_size", 4, story),
@@ -132,6 +144,10 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     (ROLLOUT + "val_kwargs.top_p", 0.5, sampling),
     (ROLLOUT + "val_kwargs.top_k", 5, sampling),
     (ROLLOUT + "val_kwargs.n", 2, story),
+    ("data.overlong", "drop_rollout", batch),
+    ("algorithm.credit.strategy", "last_call", batch),
+    ("algorithm.groups_of_one", "raw", batch),
+    ("algorithm.groups_without_variance", "drop", batch),
     ("algorithm.agent_failure", "exclude", limits),
     ("algorithm.train_agents", "writer", limits),
     ("trainer.total_training_steps", 2, story),
@@ -163,6 +179,18 @@ ELSEWHERE = {
     "trainer.device": "test_the_engine_is_what_the_keys_say",
     "trainer.sampler_tolerance": "test_ppo.py: test_an_engine_with_other_weights_is_refused",
     "algorithm.norm_adv_by_std_in_grpo": "test_numerics.py: the estimator with and without",
+    "algorithm.gamma": "test_credit_is_what_the_keys_say",
+    "algorithm.credit.weights": "test_ppo_rewards.py: test_named_rewards_are_weighed",
+    "algorithm.credit.function": "test_credit_is_what_the_keys_say",
+    "reward.custom_reward_function.path": "test_rewards_are_what_the_keys_say",
+    "reward.custom_reward_function.name": "test_rewards_are_what_the_keys_say",
+    "reward.custom_reward_function.reward_kwargs": "test_rewards_are_what_the_keys_say",
+    "reward.judge.model": "test_rewards_are_what_the_keys_say",
+    "reward.judge.base_url": "test_rewards_are_what_the_keys_say",
+    "reward.judge.api_key_env": "test_rewards_are_what_the_keys_say",
+    "reward.judge.rubric": "test_rewards_are_what_the_keys_say",
+    "reward.judge.timeout_seconds": "test_rewards_are_what_the_keys_say",
+    "reward.judge.concurrency": "test_rewards_are_what_the_keys_say",
     "algorithm.adv_estimator": "test_config.py: there is one, others are refused",
     "algorithm.rollout_correction.bypass_mode": "test_ppo.py: test_recomputed_old_log_probs_train_too",
 }
@@ -198,6 +226,45 @@ def test_the_agent_is_the_one_that_is_named(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text("def solve(task): return float(task)\n")
     named = compose(command_line=[f"agent={tmp_path}/theirs.py:solve"], schema=TrainConfig).agent
     assert load_agent(str(named)).rollout(3, {}, None) == 3.0
+
+
+def test_credit_is_what_the_keys_say(tmp_path: Path) -> None:
+    (tmp_path / "mine_of_effects.py").write_text("def twice(forest, rewards): return {'c0': 2 * rewards.final}\n")
+    own = PPO({"algorithm": {"credit": {"function": f"{tmp_path}/mine_of_effects.py:twice"}}})._rules.strategy
+    assert credit.assign(own, TWO_CALLS, Rewards(final=1.0)) == {"c0": Credit(2.0)}
+    halved = PPO({"algorithm": {"gamma": 0.5, "credit": {"strategy": "discounted"}}})._rules.strategy
+    assert credit.assign(halved, TWO_CALLS, Rewards(final=1.0)) == {"c0": Credit(0.5), "c1": Credit(1.0)}
+    with pytest.raises(ConfigError, match="must be a function"):
+        PPO({"algorithm": {"credit": {"function": "math:pi"}}})
+    with pytest.raises(NotLoadable, match="did you mean 'twice'"):
+        PPO({"algorithm": {"credit": {"function": f"{tmp_path}/mine_of_effects.py:twise"}}})
+    with pytest.raises(ConfigError, match="truncate_left needs old log probabilities of the shorter context"):
+        PPO({"data": {"overlong": "truncate_left"}, "algorithm": {"rollout_correction": {"bypass_mode": True}}})
+
+
+def test_rewards_are_what_the_keys_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PPO()._grader is None
+    file = tmp_path / "scores.py"
+    file.write_text("def long(data_source, solution_str, ground_truth, extra_info, times): return times\n")
+    named = {"path": str(file), "name": "long", "reward_kwargs": {"times": 3}}
+    task = {"reward_model": {"ground_truth": "x"}}
+    finished = FinishedRollout(rollout_id="r", group_id="g", task=task, answer="a", messages=[])
+    grader = PPO({"reward": {"custom_reward_function": named}})._grader
+    assert grader is not None
+    assert grader._reward([finished]) == [{"reward": 3.0}]
+    monkeypatch.setenv("MY_KEY", "secret")
+    judge = {"model": "m", "base_url": "http://127.0.0.1:1/v1", "api_key_env": "MY_KEY", "rubric": "short ones",
+             "timeout_seconds": 7.0, "concurrency": 2}  # fmt: skip
+    grader = PPO({"reward": {"judge": judge}})._grader
+    assert grader is not None
+    found: Any = grader._reward
+    assert (found.model, found.base_url, found._api_key, found.rubric) == (
+        "m",
+        judge["base_url"],
+        "secret",
+        "short ones",
+    )
+    assert (found.timeout_seconds, grader._concurrency) == (7.0, 2)
 
 
 def test_the_engine_is_what_the_keys_say(tmp_path: Path) -> None:

@@ -52,13 +52,20 @@ def test_a_step_is_a_line_with_its_failures() -> None:
     step = {"critic/rewards/mean": 0.5, "perf/calls_per_s": 10.0, "timing_s/step": 3.0}
     tracker.log(0, {"val/reward": 0.25})
     tracker.log(1, step)
-    tracker.log(2, step | {"rollouts/agent_failed": 3.0})
+    tokens = {
+        "tokens/received": 1200.0,
+        "tokens/trained": 1000.0,
+        "tokens/excluded/overlong": 150.0,
+        "tokens/pending": 50.0,
+    }
+    tracker.log(2, step | {"rollouts/agent_failed": 3.0} | tokens)
     tracker.close()
     lines = [" ".join(line.split()) for line in shown.getvalue().strip().splitlines()]
     assert lines == [
         "step 0 held-out reward 0.250",
         "step 1/4 reward 0.500 held-out 0.250 10 calls/s about 9 s left",
-        "step 2/4 reward 0.500 3 failed held-out 0.250 10 calls/s about 6 s left",
+        "step 2/4 reward 0.500 3 failed held-out 0.250 10 calls/s "
+        "1,200 tokens: 1,000 trained, 150 overlong, 50 pending about 6 s left",
     ]
 
 

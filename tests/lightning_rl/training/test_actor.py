@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from lightning_rl.rl.aggregation import MODES
 from lightning_rl.training import checkpoint
 from lightning_rl.training.actor import Actor, ActorConfig
-from lightning_rl.training.batch import TrainingSequence, collate, micro_batches, mini_batches, sequence_of
+from lightning_rl.training.batch import TrainingSequence, collate, micro_batches, sequence_of
 from lightning_rl_adapters import forest, rows
 from lightning_rl_adapters.call import Call, VersionRange
 from lightning_rl_adapters.rows import Row
@@ -114,7 +114,8 @@ def _sequences(cut: list[tuple[int, Row]]) -> list[TrainingSequence]:
 
 def loss_and_gradient(sequences: list[TrainingSequence], **changes: object) -> tuple[float, torch.Tensor]:
     actor = Actor(tiny_model(), config(**changes), pad_id=0)
-    loss = actor.accumulate(sequences)["actor/pg_loss"]
+    [mini] = actor.plan(sequences, rollouts=1)
+    loss = actor.accumulate(mini)["actor/pg_loss"]
     return loss, torch.cat([p.grad.flatten() for p in actor.model.parameters() if p.grad is not None])
 
 
@@ -174,22 +175,10 @@ def test_an_update_makes_the_rewarded_answer_likelier() -> None:
     before = actor.log_probs(batch)
     for made, own in zip(batch, before, strict=True):
         made.old_log_probs = own
-    actor.update(batch)
+    actor.update(actor.plan(batch, rollouts=2))
     after = actor.log_probs(batch)
     assert after[0][0] > before[0][0]
     assert after[1][0] < before[1][0]
-
-
-def test_mini_batches_hold_whole_rollouts() -> None:
-    calls = [
-        Call(
-            call_id=f"{r}-{i}", rollout_id=str(r), attempt_id="a", number=i, model="m", prompt_ids=[1],
-            response_ids=[2], logprobs=None, versions=[], temperature=1.0, finish_reason="stop",
-        )
-        for r in range(5) for i in range(3)
-    ]  # fmt: skip
-    sequences = merged([forest.build([c for c in calls if c.rollout_id == str(r)]) for r in range(5)])
-    assert [sorted({s.rollout for s in m}) for m in mini_batches(sequences, 2)] == [[0, 1], [2, 3], [4]]
 
 
 @given(st.lists(st.integers(2, 30), min_size=1, max_size=30), st.integers(1, 5), st.integers(30, 90))

@@ -1,0 +1,68 @@
+"""Rewards that training gives, beside the agents: asked for when a group has ended, and kept in the store.
+
+They are late rewards of their attempts, under ids of their own: a run that goes on finds them and asks nobody again.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from lightning_rl.config.schema import RewardSection
+from lightning_rl.rewards import FinishedRollout, GroupReward
+from lightning_rl.rewards.finished import finished_rollout
+from lightning_rl.rewards.grading import from_config, grade, graded_before, late_rewards
+from lightning_rl.store.client import HttpStore
+from lightning_rl.store.contract import AttemptTrace, RolloutTrace
+
+
+class Grader:
+    """Grades rollouts whose agents ended well; those that failed count as `algorithm.agent_failure` says.
+
+    `concurrency` groups are graded at once, each in a thread; with 1 all are in the caller's.
+    """
+
+    def __init__(self, reward: GroupReward, *, concurrency: int) -> None:
+        self._reward = reward
+        self._concurrency = concurrency
+
+    @classmethod
+    def of(cls, config: RewardSection, reward: GroupReward | None) -> "Grader | None":
+        """The grader that was given, else that of the config; None where the agents' own rewards count."""
+        chosen = reward or from_config(config)
+        # Functions of verl's make may use signals, which only the main thread can.
+        own_thread = reward is None and config.judge.model is None
+        return None if chosen is None else cls(chosen, concurrency=1 if own_thread else config.judge.concurrency)
+
+    def graded(self, traces: Sequence[RolloutTrace], store: HttpStore, model: str) -> list[RolloutTrace]:
+        """The traces, with the rewards that their groups were given. `model` is the policy's name.
+
+        A group that was graded in part, before a run was cut off, is graded again as a whole: its rollouts may be ranked
+        against each other. Those that have rewards keep them.
+        """
+        groups: defaultdict[str, list[FinishedRollout]] = defaultdict(list)
+        attempts: dict[str, str] = {}
+        for trace in traces:
+            counting = _counting(trace)
+            if trace.rollout.status == "succeeded" and counting is not None:
+                finished = finished_rollout(trace.rollout, counting.spans, model)
+                groups[finished.group_id].append(finished)
+                if not graded_before(counting.rewards):
+                    attempts[finished.rollout_id] = counting.attempt.attempt_id
+        asked = [group for group in groups.values() if any(finished.rollout_id in attempts for finished in group)]
+        late = {
+            (finished.rollout_id, attempts[finished.rollout_id]): late_rewards(named)
+            for group, rewards in zip(asked, grade(self._reward, asked, concurrency=self._concurrency), strict=True)
+            for finished, named in zip(group, rewards, strict=True)
+            if finished.rollout_id in attempts
+        }
+        if not late:
+            return list(traces)
+        store.add_late_rewards(late)
+        again = store.traces(list(attempts))
+        return [again.get(trace.rollout.rollout_id, trace) for trace in traces]
+
+
+def _counting(trace: RolloutTrace) -> AttemptTrace | None:
+    for attempt in trace.attempts:
+        if attempt.attempt.attempt_id == trace.rollout.counting_attempt_id:
+            return attempt
+    return None

@@ -1,0 +1,85 @@
+"""What a training step made of each call: credit, baseline, advantage, weight in the loss, or why it was left out.
+
+One file a step in the run's folder (`steps/000012.msgpack`), whole or not there; `explain` and `doctor` read them.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from lightning_rl.files import write_whole
+
+FOLDER = "steps"
+
+
+class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of the policy in its counting attempt.
+
+    `credit` is what the rule gave it (None: nothing), `compared_with` whose mean the `baseline` is (`credit.Credit`);
+    advantage = (credit - baseline) / scale. `weight` is that of each of its trained tokens in the loss of `mini_batch`
+    (from 0). `kept` are the places of its trained tokens among those it sampled, None for all of them; `old_log_probs`
+    (float32 bytes, `span.unpack_logprobs`) are theirs as the trainer computed them before the update. `left_out` is
+    why none of it is trained.
+    """
+
+    credit: float | None = None
+    compared_with: str | None = None
+    baseline: float = 0.0
+    scale: float = 1.0
+    advantage: float = 0.0
+    weight: float = 0.0
+    mini_batch: int | None = None
+    trained_tokens: int = 0
+    kept: list[int] | None = None
+    old_log_probs: bytes = b""
+    left_out: str | None = None
+
+
+class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout of the step. `reward` is the one it counted with, None where it took no part (`left_out` says why);
+    `rewards` are those it was given, by name; `calls` are in order of arrival."""
+
+    rollout_id: str
+    group_id: str
+    reward: float | None
+    rewards: dict[str, float] = {}
+    agent_failed: bool = False
+    left_out: str | None = None
+    calls: dict[str, CallRecord] = {}
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A training step. `rule` is the credit strategy's name, `policy_version` that of the weights that it updated."""
+
+    step: int
+    policy_version: int
+    rule: str
+    loss_agg_mode: str
+    rollouts: list[RolloutRecord]
+
+
+_DECODER = msgspec.msgpack.Decoder(StepRecord)
+
+
+def write(run_dir: Path, record: StepRecord) -> Path:
+    """Keep a step's record in the run's folder; its file."""
+    path = run_dir / FOLDER / f"{record.step:06d}.msgpack"
+    path.parent.mkdir(exist_ok=True)
+    write_whole(path, msgspec.msgpack.encode(record))
+    return path
+
+
+def read_all(run_dir: Path) -> Iterator[StepRecord]:
+    """The records of a run, in order of their steps."""
+    for path in sorted((run_dir / FOLDER).glob("*.msgpack")):
+        yield _DECODER.decode(path.read_bytes())
+
+
+def find(run_dir: Path, rollout_id: str) -> tuple[StepRecord, RolloutRecord] | None:
+    """The step that a rollout was trained in, and its record there; None where no step was."""
+    for step in read_all(run_dir):
+        for rollout in step.rollouts:
+            if rollout.rollout_id == rollout_id:
+                return step, rollout
+    return None

@@ -1,0 +1,131 @@
+"""PPO through the real parts, a step: rewards of calls, weighted sums, graders, and what the step wrote down of it."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import lightning_rl as lrl
+from lightning_rl.algorithms import step_record
+from lightning_rl.algorithms.conservation import ConservationError
+from lightning_rl.rewards import FinishedRollout
+from lightning_rl.store.contract import RolloutTrace
+from lightning_rl.tracking.jsonl import read
+from lightning_rl_adapters.span import unpack_logprobs
+from tests.lightning_rl.algorithms.agents import says_something, step_rewards, two_calls
+from tests.lightning_rl.algorithms.test_ppo import config
+
+pytestmark = pytest.mark.e2e
+
+
+def trained(tmp_path: Path, agent: Any, algorithm: lrl.PPO, tasks: list[Any]) -> step_record.StepRecord:
+    lrl.Trainer(agent, n_runners=4, run_dir=tmp_path).fit(algorithm, tasks)
+    [record] = step_record.read_all(tmp_path)
+    return record
+
+
+def test_rewards_of_calls_reach_them_by_their_ids(tmp_path: Path) -> None:
+    algorithm = {"norm_adv_by_std_in_grpo": False, "credit": {"strategy": "return_to_go"}, "gamma": 0.5}
+    record = trained(tmp_path, step_rewards, lrl.PPO(config() | {"algorithm": algorithm}), [0, 1, 2, 3])
+    assert (record.step, record.rule, record.policy_version) == (1, "return_to_go", 0)
+    assert len(record.rollouts) == 8
+    for rollout in record.rollouts:
+        task = float(rollout.rollout_id.split("-")[3])
+        first, second = rollout.calls.values()
+        assert (first.credit, second.credit) == (task + 0.5, 1.0)
+        assert first.baseline == second.baseline == (task + 1.5) / 2
+        assert first.advantage == first.credit - first.baseline
+        assert rollout.reward == task + 1.0  # no final one, so the sum
+        assert first.weight == second.weight > 0
+        for call in (first, second):
+            assert len(unpack_logprobs(call.old_log_probs)) == call.trained_tokens > 0
+    [row] = read(tmp_path / "metrics.jsonl")
+    assert row["tokens/received"] == sum(c.trained_tokens for r in record.rollouts for c in r.calls.values())
+    assert row["critic/advantages/max"] == max(c.advantage for r in record.rollouts for c in r.calls.values())
+
+
+def test_named_rewards_are_weighed(tmp_path: Path) -> None:
+    weights = {"polite": 4.0, "first": 10.0, "never": 1.0}
+    record = trained(
+        tmp_path, step_rewards, lrl.PPO(config() | {"algorithm": {"credit": {"weights": weights}}}), [0, 1, 2, 3]
+    )
+    assert {rollout.reward for rollout in record.rollouts} == {2.0}
+    assert {call.credit for rollout in record.rollouts for call in rollout.calls.values()} == {2.0}
+    [row] = read(tmp_path / "metrics.jsonl")
+    assert row["rollouts/groups_without_variance"] == 4.0
+
+
+TASKS = [{"n": n, "reward_model": {"ground_truth": n}} for n in range(4)]
+
+
+def test_a_reward_function_in_a_file_gives_the_reward_also_after_a_resume(tmp_path: Path) -> None:
+    scores = tmp_path / "scores.py"
+    scores.write_text(
+        "from pathlib import Path\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    with (Path(__file__).parent / 'asked').open('a') as file: file.write('x')\n"
+        "    return {'score': ground_truth, 'length': len(solution_str), 'pred': solution_str}\n"
+    )
+    asked = tmp_path / "asked"
+    graded = config(resume_mode="auto") | {"reward": {"custom_reward_function": {"path": str(scores)}}}
+
+    class Stops(lrl.PPO):
+        def _account_for(self, batch: Any) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lrl.Trainer(says_something, n_runners=4, run_dir=tmp_path / "run").fit(Stops(graded), TASKS)
+    assert asked.read_text() == "x" * 8
+    record = trained(tmp_path / "run", says_something, lrl.PPO(graded), TASKS)
+    assert asked.read_text() == "x" * 8  # the store has the grades
+    for rollout in record.rollouts:
+        assert rollout.reward == float(rollout.rollout_id.split("-")[3])
+        assert rollout.rewards.keys() == {"reward", "length"}
+
+
+def test_a_judge_sees_a_group_at_a_time(tmp_path: Path) -> None:
+    seen: list[list[FinishedRollout]] = []
+
+    def judge(rollouts: Sequence[FinishedRollout]) -> list[float]:
+        seen.append(list(rollouts))
+        return [float(place) for place, _ in enumerate(rollouts)]
+
+    record = trained(tmp_path, says_something, lrl.PPO(config(), reward=judge), TASKS)
+    assert [len(group) for group in seen] == [2, 2, 2, 2]
+    assert all(len({rollout.group_id for rollout in group}) == 1 for group in seen)
+    assert all(rollout.messages[0]["content"] == f"number {rollout.task['n']}" for group in seen for rollout in group)
+    assert [rollout.reward for rollout in record.rollouts] == [0.0, 1.0] * 4
+
+
+def test_what_a_rollout_lost_stops_the_run_and_names_it(tmp_path: Path) -> None:
+    class Loses(lrl.PPO):
+        """Its copy of one rollout lacks the last call."""
+
+        def finished(self, requests: Any, read: Callable[[RolloutTrace], Any]) -> list[Any]:
+            lost = requests[3].rollout_id
+
+            def without(trace: RolloutTrace) -> Any:
+                if trace.rollout.rollout_id == lost:
+                    [attempt] = trace.attempts
+                    trace = msgspec.structs.replace(
+                        trace, attempts=[msgspec.structs.replace(attempt, spans=attempt.spans[:-1])]
+                    )
+                return read(trace)
+
+            return super().finished(requests, without)
+
+    with pytest.raises(ConservationError) as stopped:
+        lrl.Trainer(two_calls, n_runners=4, run_dir=tmp_path).fit(Loses(config()), [0, 1, 2, 3])
+    [note] = stopped.value.__notes__
+    assert note.startswith("these rollouts do not hold what engines handed over for them: train-0-1-")
+    assert note.count("(received") == 1
+
+
+def test_the_documented_console_line_is_in_the_metrics(tmp_path: Path) -> None:
+    lrl.Trainer(two_calls, n_runners=4, run_dir=tmp_path).fit(lrl.PPO(config()), [0, 1, 2, 3])
+    [row] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert row["tokens/received"] == row["tokens/trained"] + row["tokens/pending"]
+    assert 0 <= row["perf/padding_share"] < 1
