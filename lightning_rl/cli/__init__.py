@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import lightning_rl
-from lightning_rl.cli import explain, quickstart, serve, train
+from lightning_rl.cli import doctor, explain, quickstart, serve, train
 
 app = typer.Typer(
     name="lightning-rl",
@@ -18,6 +18,7 @@ app.command("quickstart")(quickstart.run)
 app.command("train")(train.run)
 app.command("serve")(serve.run)
 app.command("explain")(explain.run)
+app.command("doctor")(doctor.run)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,67 +1,85 @@
-"""`lightning-rl explain`: what a rollout recorded, drawn: its calls as trees, its forks and their causes, its rows."""
+"""`lightning-rl explain`: a rollout drawn, with what training made of its calls; one of them down to its tokens."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from lightning_rl.inspect.explain import RolloutView
-    from lightning_rl.inspect.recorded import RunForks
+    from lightning_rl.inspect.call import CallDetail
+    from lightning_rl_adapters.call import Call
 
 
 def run(
     rollout: Annotated[str | None, typer.Argument(help="A rollout's id, or how it alone begins or ends.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run's folder; by default the newest below runs/.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False,
+    call: Annotated[str | None, typer.Option(help="One call in full: its number as drawn, or its id.")] = None,
+    token: Annotated[int | None, typer.Option(help="With --call: one token of it in words, from 0.")] = None,
+    now: Annotated[bool, typer.Option("--now", help="With --call: what the newest checkpoint makes of it.")] = False,
+    whole: Annotated[bool, typer.Option("--all", help="With --call: all its tokens, not their ends alone.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the same as JSON, calls whole.")] = False,
 ) -> None:
-    """Draw the calls of a recorded rollout as trees, and name their forks and rows.
+    """Draw the calls of a recorded rollout as trees, name their forks and rows, and say what training made of them.
 
     Without a rollout: the forks of the whole run by cause, and the rollouts that have most. The run may be going on.
 
         lightning-rl explain train-0-3-1 --run-dir runs/20261231-120000
+        lightning-rl explain train-0-3-1 --call 2 --token 5 --now
     """
-    from lightning_rl.inspect import draw, recorded
+    from lightning_rl.inspect import call as calls
+    from lightning_rl.inspect import draw, folder, recorded
     from lightning_rl.inspect.explain import explain
     from lightning_rl_adapters.forest import ForestError
 
-    folder = recorded.newest_run() if run_dir is None else run_dir
-    with recorded.opened(folder) as connection:
+    if call is not None and rollout is None:
+        raise typer.BadParameter("--call needs the rollout that it is in")
+    if call is None and (token is not None or now or whole):
+        raise typer.BadParameter("--token, --now and --all are of one call: name it with --call")
+    place = recorded.newest_run() if run_dir is None else run_dir
+    with recorded.opened(place) as connection:
         if rollout is None:
-            forks = recorded.forks(connection, folder)
+            forks = recorded.forks(connection, place)
             _show(forks, draw.run(forks), as_json=as_json)
             return
         trace = recorded.trace(connection, recorded.find(connection, rollout))
+    known = folder.beside(place, trace.rollout)
+    told = {**folder.as_trained(known.config), "found": known.found, "not_recorded": known.not_recorded}
     try:
-        view = explain(trace, **_as_trained(folder))
+        if call is None:
+            view = explain(trace, **told)
+            _show(view, draw.rollout(view), as_json=as_json)
+            return
+        attempt, call_id = calls.find(trace, call)
+        one = calls.detail(
+            trace,
+            attempt,
+            call_id,
+            **told,
+            decode=folder.decoder(place, known.config),
+            sampler_is_old=known.config is not None and known.config.algorithm.rollout_correction.bypass_mode,
+        )
     except ForestError as error:
         raise recorded.NotRecorded(
-            f"rollout {trace.rollout.rollout_id} of {folder.resolve()} is damaged: {error}"
+            f"rollout {trace.rollout.rollout_id} of {place.resolve()} is damaged: {error}"
         ) from error
-    _show(view, draw.rollout(view), as_json=as_json)
+    if now:
+        one = _with_now(one, calls.path_of(attempt, call_id), place)
+    if token is not None:
+        one = calls.of_token(one, token)
+    _show(one, draw.call(one, whole=whole) if token is None else draw.token(one), as_json=as_json)
 
 
-def _as_trained(run_dir: Path) -> dict[str, Any]:
-    """What the run's own keys say of its rows; nothing where it was no training.
+def _with_now(view: "CallDetail", path: list["Call"], run_dir: Path) -> "CallDetail":
+    from lightning_rl.inspect import call
+    from lightning_rl.inspect import now as weights
 
-    A function that a script gave (`PPO(select=...)`) is not recorded.
-    """
-    from lightning_rl.cli.train import CONFIG
-
-    if not (run_dir / CONFIG).is_file():
-        return {}
-    from lightning_rl.algorithms.selection import selection
-    from lightning_rl.config import compose
-    from lightning_rl.config.schema import TrainConfig
-
-    config = compose(file=run_dir / CONFIG, schema=TrainConfig)
-    return {
-        "max_tokens": config.data.max_prompt_length + config.data.max_response_length,
-        "select": selection(config.algorithm.train_agents, None),
-    }
+    if view.rollout_training is not None and view.training is None:
+        raise weights.NoWeights(f"call {view.number} is of model {view.model!r}, which this run does not train")
+    checkpoint = weights.newest(run_dir)
+    return call.with_now(view, weights.log_probs(checkpoint, path), str(checkpoint.relative_to(run_dir)))
 
 
-def _show(view: "RolloutView | RunForks", lines: list[str], *, as_json: bool) -> None:
+def _show(view: object, lines: list[str], *, as_json: bool) -> None:
     import msgspec
 
     typer.echo(msgspec.json.encode(view).decode() if as_json else "\n".join(lines))

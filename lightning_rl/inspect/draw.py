@@ -1,15 +1,21 @@
-"""An explained rollout as text: trees of calls, forks, rows. Pure; what is in brackets is what is trained."""
+"""An explained rollout or call as text: trees of calls, forks, rows, tokens. Pure; in brackets is what is trained."""
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from lightning_rl.inspect.explain import AttemptView, CallView, Fork, RolloutView, RowView
+from lightning_rl.inspect.call import CallDetail, TokenView
+from lightning_rl.inspect.doctor import SEVERITIES, Diagnosis, Finding
+from lightning_rl.inspect.explain import AttemptView, CallView, Fork, RolloutView, RowView, words_of
 from lightning_rl.inspect.recorded import RunForks
+from lightning_rl.inspect.trained import CallTraining, RolloutTraining
 from lightning_rl_adapters.rows import Row
 
 _SAID = 48  # characters of what was asked, and of what was answered
 _TASK = 200
+_MESSAGE = 2000
+_ENDS = 16  # tokens of a long call at its beginning, and at its end
 _WHY = {
     "superseded": "does not count, superseded by a later attempt",
     "infrastructure": "does not count, the infrastructure failed",
@@ -28,6 +34,10 @@ def rollout(view: RolloutView) -> list[str]:
     ]
     if view.error is not None:
         lines.append(f"  error  {first_words(view.error, _TASK)}")
+    if view.training is not None:
+        lines.append(f"  {rollout_training(view.training)}")
+    if view.not_recorded is not None:
+        lines.append(f"  not told what training made of it: {view.not_recorded}")
     for each in view.attempts:
         lines += ["", *(f"  {line}".rstrip() for line in attempt(each))]
     return lines
@@ -58,6 +68,19 @@ def run(found: RunForks) -> list[str]:
     return lines
 
 
+def diagnosis(found: Diagnosis) -> list[str]:
+    """What keeps a run from learning as lines, worst first, then the numbers that were looked at."""
+    lines = [found.run_dir]
+    if not found.findings:
+        lines += ["", "nothing was found that keeps this run from learning"]
+    for severity in SEVERITIES:
+        of_it = [finding for finding in found.findings if finding.severity == severity]
+        lines += ["", f"{severity}:"] if of_it else []
+        for finding in of_it:
+            lines += _finding(finding)
+    return [*lines, "", "looked at:", *(f"  {_n(number):>10}  {name}" for name, number in found.looked_at.items())]
+
+
 def trees(calls: Sequence[CallView]) -> Iterator[str]:
     """The calls as trees: a conversation goes straight down, and steps in where it forks."""
     following: defaultdict[int | None, list[CallView]] = defaultdict(list)
@@ -70,6 +93,8 @@ def trees(calls: Sequence[CallView]) -> Iterator[str]:
             call, head, lead = stack.pop()
             yield head + _call(call)
             after = following[call.number]
+            if call.training is not None:
+                yield f"{lead}{'│' if len(after) > 1 else ' '}    {call_training(call.training)}"
             if len(after) == 1:
                 stack.append((after[0], lead, lead))
             elif after:
@@ -112,10 +137,187 @@ def row_words(cut: Row, decode: Callable[[list[int]], str]) -> Iterator[tuple[st
         start = end
 
 
+def rollout_training(training: RolloutTraining) -> str:
+    """The step that a rollout was trained in, in one line."""
+    reward = "took no part in its group" if training.reward is None else f"counted with reward {_n(training.reward)}"
+    failed = ", its agent failed" if training.agent_failed else ""
+    left_out = f"; left out: {training.left_out}" if training.left_out else ""
+    return (
+        f"step {training.step}  updated version {training.policy_version}; {reward} in group {training.group_id}"
+        f"{failed}{left_out}"
+    )
+
+
+def call_training(training: CallTraining) -> str:
+    """Which reward reached a call by which rule, and what became of it, in one line."""
+    if training.credit is None:
+        facts = ["no credit"]
+    elif training.compared_with is None:
+        facts = [f"credit {_n(training.credit)}, relative already"]
+    else:
+        compared = f"compared with {training.compared_with}"
+        numbers = f"baseline {_n(training.baseline)}, scale {_n(training.scale)}"
+        facts = [f"credit {_n(training.credit)}, {compared}, {numbers}"]
+    facts.append(f"advantage {_n(training.advantage)}")
+    if training.left_out is not None:
+        facts.append(f"not trained: {training.left_out}")
+    else:
+        facts.append(f"weight {_n(training.weight)} in mini-batch {training.mini_batch}")
+        facts.append(f"{training.trained_tokens} tokens trained")
+    return f"rule {training.rule}: {', '.join(facts)}"
+
+
+def call(view: CallDetail, *, whole: bool = False) -> list[str]:
+    """A call in full as lines; a long one is cut in the middle unless `whole`."""
+    lines = [f"call {view.number} ({view.call_id}) of rollout {view.rollout_id}, {_counts(view)}"]
+    lines += [f"  {name:<13}{value}" for name, value in _facts(view)]
+    for title, messages in (("adds", view.messages), ("answers", view.answer)):
+        for message in messages:
+            said = words_of(message)
+            said = said if whole else first_words(said, _MESSAGE)
+            lines.append(f"  {title:<13}{message.get('role', '?')}: {said}".replace("\n", "\\n"))
+    return [*lines, "", *(f"  {line}".rstrip() for line in tokens(view, whole=whole))]
+
+
+def tokens(view: CallDetail, *, whole: bool = False) -> Iterator[str]:
+    """The tokens of a call as a table."""
+    if not view.tokens:
+        yield "no tokens are known of it" if "inexact" in view.marks else "it has no tokens"
+        return
+    now = view.checkpoint is not None
+    names = ["sampler", "trainer", "difference", *(["now"] if now else [])]
+    columns = " ".join(f"{name:>10}" for name in names)
+    yield f"{'token':>6} {'id':>7} {'trained':>8} {'version':>7} {columns}  text"
+    cut = not whole and len(view.tokens) > 2 * _ENDS + 1
+    for token in view.tokens[:_ENDS] if cut else view.tokens:
+        yield _token(token, now=now)
+    if cut:
+        yield f"   ... {len(view.tokens) - 2 * _ENDS} more, all of them with --all"
+        for token in view.tokens[-_ENDS:]:
+            yield _token(token, now=now)
+
+
+def token(view: CallDetail) -> list[str]:
+    """The one token that a call's view was narrowed to, in words."""
+    [one] = view.tokens
+    text = "" if one.text is None else f", {json.dumps(one.text, ensure_ascii=False)}"
+    version = "unknown weights" if one.policy_version is None else f"policy version {one.policy_version}"
+    lines = [
+        f"token {one.place} of call {view.number} ({view.call_id}), rollout {view.rollout_id}: id {one.token_id}{text}",
+        f"  sampled by {view.model} under {version} at temperature {_n(view.temperature)}: {_chance(one.logprob)}",
+    ]
+    if view.logprob_kind != "sampled":
+        lines.append(f"  that logprob is {view.logprob_kind}: of temperature 1, not what it was sampled with")
+    if one.trainer_logprob is not None and view.sampler_is_old:
+        lines.append("  training took the sampler's logprob for its own (algorithm.rollout_correction.bypass_mode)")
+    elif one.trainer_logprob is not None:
+        apart = "" if one.difference is None else f", {one.difference:+.2g} from the sampler's"
+        lines.append(f"  the trainer gave it before the update: {_chance(one.trainer_logprob)}{apart}")
+    lines.append(f"  {_fate(view, one)}")
+    if one.now_logprob is not None:
+        lines.append(f"  {view.checkpoint} gives it now: {_chance(one.now_logprob)}{_since(one)}")
+    return lines
+
+
 def first_words(text: str, limit: int) -> str:
     """The text on one line, cut to `limit` characters."""
     text = text.replace("\n", "\\n")
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+def _finding(finding: Finding) -> Iterator[str]:
+    of = ""
+    if finding.steps is not None:
+        first, last = finding.steps
+        of = f" (step {first})" if first == last else f" (steps {first} to {last})"
+    yield f"  {finding.name}: {finding.told}{of}"
+    yield f"    do      {finding.advice}"
+    if finding.rollout is not None:
+        yield f"    see     lightning-rl explain {finding.rollout}"
+
+
+def _counts(view: CallDetail) -> str:
+    why = "counts" if view.excluded is None else _WHY.get(view.excluded, view.excluded)
+    return f"attempt {view.attempt}: {why}"
+
+
+def _facts(view: CallDetail) -> Iterator[tuple[str, str]]:
+    agent = f", agent {view.agent}" if view.agent else ""
+    door = f", asked as {view.dialect}" if view.dialect else ""
+    yield "sampled by", f"{view.model}{agent}{door}; temperature {_n(view.temperature)}"
+    versions = [f"version {each.version} (tokens {each.start} to {each.end - 1})" for each in view.policy_versions]
+    yield "weights", ", ".join(versions) or "version unknown"
+    after = "" if view.continues is None else f"; it continues call {view.continues}"
+    past = f", {view.overshoot} more past a stop text" if view.overshoot else ""
+    yield "tokens", f"+{view.prompt_tokens} prompt, {view.sampled_tokens} sampled{past}, {view.finish_reason}{after}"
+    if view.marks:
+        yield "marks", ", ".join(view.marks)
+    yield "requested", json.dumps(view.sampling_requested, ensure_ascii=False)
+    yield "effective", json.dumps(view.sampling_effective, ensure_ascii=False)
+    if view.ignored_fields:
+        yield "ignored", ", ".join(view.ignored_fields)
+    if view.logprob_kind != "sampled":
+        yield "logprobs", f"{view.logprob_kind}: of temperature 1, not what its tokens were sampled with"
+    yield "rewards", f"of the attempt {_named(view.rewards)}; of this call {_named(view.call_rewards)}"
+    if view.rollout_training is not None:
+        yield "training", rollout_training(view.rollout_training)
+        told = "no call of the policy" if view.training is None else call_training(view.training)
+        yield "", told
+    if view.sampler_is_old:
+        yield "", "the sampler's logprobs were taken for the trainer's (algorithm.rollout_correction.bypass_mode)"
+    if view.not_recorded is not None:
+        yield "training", f"not told: {view.not_recorded}"
+    yield "rows", _in_rows(view)
+
+
+def _in_rows(view: CallDetail) -> str:
+    held = f"in row {_listed(view.rows)}"
+    if view.trained_in is not None:
+        return f"{held}, trained in row {view.trained_in}"
+    return f"{held}, trained in none{f': {view.row_excluded}' if view.row_excluded else ''}"
+
+
+def _token(one: TokenView, *, now: bool) -> str:
+    version = "?" if one.policy_version is None else one.policy_version
+    values = [_column(one.logprob), _column(one.trainer_logprob), _column(one.difference, "+.2g")]
+    values += [_column(one.now_logprob)] if now else []
+    text = "" if one.text is None else json.dumps(one.text, ensure_ascii=False)
+    return f"{one.place:>6} {one.token_id:>7} {int(one.trained):>8} {version:>7} {' '.join(values)}  {text}".rstrip()
+
+
+def _fate(view: CallDetail, one: TokenView) -> str:
+    why = view.excluded or (view.training and view.training.left_out) or view.row_excluded
+    if not one.trained:
+        return f"it is not trained: {why or 'this token was left out of the row, or is context in all of them'}"
+    where = "" if view.trained_in is None else f" in row {view.trained_in}"
+    if view.training is None:
+        return f"it is to be trained{where}; {view.not_recorded or 'the run is no training'}"
+    advantage, weight = view.training.advantage, view.training.weight
+    way = "made likelier" if advantage > 0 else "made less likely" if advantage < 0 else "pushed nowhere"
+    return f"it is trained{where} with advantage {_n(advantage)} and weight {_n(weight)}: {way}"
+
+
+def _since(one: TokenView) -> str:
+    before = one.logprob if one.trainer_logprob is None else one.trainer_logprob
+    if before is None or one.now_logprob is None:
+        return ""
+    return f", {math.exp(one.now_logprob - before):.3g} times what it was"
+
+
+def _chance(logprob: float | None) -> str:
+    return "no logprob" if logprob is None else f"logprob {logprob:.4f} (probability {math.exp(logprob):.3g})"
+
+
+def _column(value: float | None, form: str = ".4f") -> str:
+    return f"{'-' if value is None else format(value, form):>10}"
+
+
+def _named(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {_n(value)}" for name, value in values.items()) or "none"
+
+
+def _n(value: float) -> str:
+    return f"{value:.4g}"
 
 
 def _rows(views: Sequence[RowView]) -> Iterator[str]:

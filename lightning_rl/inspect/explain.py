@@ -10,9 +10,11 @@ from typing import Any
 
 import msgspec
 
+from lightning_rl.inspect import trained
+from lightning_rl.inspect.trained import CallTraining, Found, RolloutTraining
 from lightning_rl.server.readout import why_excluded
 from lightning_rl.store.contract import AttemptTrace, Rollout, RolloutTrace
-from lightning_rl_adapters import credit, forest, rows, semconv
+from lightning_rl_adapters import forest, rows, semconv
 from lightning_rl_adapters.call import Call, calls_of
 from lightning_rl_adapters.forest import Forest, Node
 from lightning_rl_adapters.rows import Row
@@ -23,7 +25,8 @@ class CallView(msgspec.Struct, frozen=True, kw_only=True):
 
     `continues` is the number of the call before it. `prompt_tokens` are those that it adds. `marks` are `undelivered`,
     `inexact`, `frozen`, and `echo_edited`: its history holds an answer that the client altered. `asked` and `answered`
-    are its last new message and its answer. `trained` says whether some row trains what it sampled.
+    are its last new message and its answer. `trained` says whether some row trains what it sampled. `training` is what
+    a step made of it, None where no record says.
     """
 
     number: int
@@ -39,6 +42,7 @@ class CallView(msgspec.Struct, frozen=True, kw_only=True):
     asked: str
     answered: str
     trained: bool
+    training: CallTraining | None = None
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +92,8 @@ class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout with all its attempts, oldest first."""
+    """A rollout with all its attempts, oldest first. `training` is what a step made of it; where the run trains and no
+    record says so, `not_recorded` is why."""
 
     rollout_id: str
     status: str
@@ -98,12 +103,20 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None
     counting_attempt_id: str | None
     attempts: list[AttemptView]
+    training: RolloutTraining | None = None
+    not_recorded: str | None = None
 
 
 def explain(
-    trace: RolloutTrace, *, max_tokens: int | None = None, select: Callable[[Call], bool] | None = None
+    trace: RolloutTrace,
+    *,
+    max_tokens: int | None = None,
+    select: Callable[[Call], bool] | None = None,
+    found: Found | None = None,
+    not_recorded: str | None = None,
 ) -> RolloutView:
-    """A rollout laid open, with the rows that training with this `max_tokens` and `select` cuts.
+    """A rollout laid open, with the rows that training with this `max_tokens` and `select` cuts, and what the record
+    `found` of its step says; calls that were left out there are left out of the rows.
 
     Raises:
         ForestError: the calls of an attempt do not fit together; it names the call.
@@ -117,8 +130,23 @@ def explain(
         reward=rollout.reward,
         error=None if rollout.error is None else f"{rollout.error.type}: {rollout.error.message}",
         counting_attempt_id=rollout.counting_attempt_id,
-        attempts=[_attempt(rollout, attempt, max_tokens, select) for attempt in trace.attempts],
+        attempts=[_attempt(rollout, attempt, max_tokens, select, found) for attempt in trace.attempts],
+        training=None if found is None else trained.rollout_training(found),
+        not_recorded=not_recorded,
     )
+
+
+def rows_of(
+    tree: Forest,
+    *,
+    max_tokens: int | None = None,
+    select: Callable[[Call], bool] | None = None,
+    found: Found | None = None,
+) -> list[Row]:
+    """The rows that training cuts from an attempt."""
+    calls = [node.call for node in tree.nodes.values()]
+    left_out = {call.call_id: "not_selected" for call in calls if select is not None and not select(call)}
+    return rows.cut(tree, {}, max_tokens=max_tokens, left_out=left_out | trained.left_out_calls(found))
 
 
 def numbers_of(tree: Forest) -> dict[str, int]:
@@ -152,19 +180,22 @@ def words_of(message: dict[str, Any]) -> str:
 
 
 def _attempt(
-    rollout: Rollout, trace: AttemptTrace, max_tokens: int | None, select: Callable[[Call], bool] | None
+    rollout: Rollout,
+    trace: AttemptTrace,
+    max_tokens: int | None,
+    select: Callable[[Call], bool] | None,
+    found: Found | None,
 ) -> AttemptView:
     attempt, reason = trace.attempt, why_excluded(rollout, trace.attempt)
+    if attempt.attempt_id != rollout.counting_attempt_id:
+        found = None  # a step sees only the attempt that counts
     tree = forest.build(calls_of(trace.spans))
-    calls = [node.call for node in tree.nodes.values()]
-    left_out = {call.call_id: "not_selected" for call in calls if select is not None and not select(call)}
-    rewards = credit.final(tree, attempt.reward or 0.0)
-    cut = rows.cut(tree, rewards, max_tokens=max_tokens, left_out=left_out)
+    cut = rows_of(tree, max_tokens=max_tokens, select=select, found=found)
     for row in cut:
         row.excluded = row.excluded or reason
     attributes = {span.span_id: span.attributes for span in trace.spans}
     views = row_views(tree, cut)
-    trained = {part.number for row in views for part in row.calls if part.part == "trained"}
+    in_rows = {part.number for row in views for part in row.calls if part.part == "trained"}
     numbers = numbers_of(tree)
     return AttemptView(
         attempt_id=attempt.attempt_id,
@@ -172,13 +203,18 @@ def _attempt(
         status=attempt.status,
         excluded=reason,
         error=None if attempt.error is None else f"{attempt.error.type}: {attempt.error.message}",
-        calls=[_call(node, numbers, attributes[call_id], trained) for call_id, node in tree.nodes.items()],
+        calls=[
+            _call(node, numbers, attributes[call_id], in_rows, found and trained.call_training(found, call_id))
+            for call_id, node in tree.nodes.items()
+        ],
         forks=_forks(tree, numbers, attributes),
         rows=views,
     )
 
 
-def _call(node: Node, numbers: dict[str, int], attributes: dict[str, Any], trained: set[int]) -> CallView:
+def _call(
+    node: Node, numbers: dict[str, int], attributes: dict[str, Any], in_rows: set[int], training: CallTraining | None
+) -> CallView:
     call = node.call
     number = numbers[call.call_id]
     asked, answered = (attributes.get(name) or [{}] for name in (semconv.INPUT_MESSAGES, semconv.OUTPUT_MESSAGES))
@@ -192,14 +228,16 @@ def _call(node: Node, numbers: dict[str, int], attributes: dict[str, Any], train
         sampled_tokens=len(call.response_ids),
         finish_reason=call.finish_reason,
         policy_versions=sorted({version.version for version in call.versions}),
-        marks=_marks(call, attributes),
+        marks=marks_of(call, attributes),
         asked=words_of(asked[-1]),
         answered=words_of(answered[0]),
-        trained=number in trained,
+        trained=number in in_rows,
+        training=training,
     )
 
 
-def _marks(call: Call, attributes: dict[str, Any]) -> list[str]:
+def marks_of(call: Call, attributes: dict[str, Any]) -> list[str]:
+    """What is out of the ordinary about a call (`CallView.marks`)."""
     marks = {
         "undelivered": not call.delivered,
         "inexact": not call.exact,

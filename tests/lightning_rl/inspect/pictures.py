@@ -5,7 +5,7 @@ from typing import Any
 from lightning_rl.inspect import draw
 from lightning_rl.inspect.explain import explain
 from lightning_rl.store.contract import AttemptTrace
-from lightning_rl_adapters import credit, forest, rows, semconv
+from lightning_rl_adapters import forest, rows, semconv
 from lightning_rl_adapters.call import calls_of
 from tests.adapters.words import attempt_of, rollout_of, say, trained
 
@@ -58,7 +58,7 @@ def picture(attempt: AttemptTrace) -> str:
 def written(attempt: AttemptTrace) -> str:
     """The attempt's rows in words, as `Trainer.dev` prints them."""
     tree = forest.build(calls_of(attempt.spans))
-    cut = rows.cut(tree, credit.final(tree, 1.0))
+    cut = rows.cut(tree, {})
     return "".join(f"row {number}  {trained(row)}\n" for number, row in enumerate(cut, start=1))
 
 

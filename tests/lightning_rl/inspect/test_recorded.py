@@ -6,7 +6,6 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -16,29 +15,14 @@ from lightning_rl.cli import app
 from lightning_rl.config import compose, to_yaml
 from lightning_rl.errors import Explained
 from lightning_rl.inspect import recorded
-from lightning_rl.store.contract import Finish, RolloutRequest
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters import semconv
-from lightning_rl_adapters.call import Call
-from tests.adapters.words import attempt_of, say
+from tests.adapters.words import say
+from tests.lightning_rl.inspect.runs import record
 
 BRANCHED = [say(1, "a", "b"), say(2, "c", "d", after=1), say(3, "c", "e", after=1), say(4, "f", "g")]
 LINEAR = [say(1, "a", "b"), say(2, "c", "d", after=1)]
 CAUSE = {4: {semconv.FORK_CAUSE: "edited_text"}}
-
-
-def record(store: SqlStore, rollout_id: str, calls: list[Call], forks: Any = None) -> None:
-    store.enqueue([RolloutRequest(task={"q": rollout_id}, rollout_id=rollout_id)])
-    [claim] = store.claim("worker", limit=1)
-    attempt_id = claim.attempt.attempt_id
-    spans = attempt_of(calls, forks=forks).spans
-    for span in spans:
-        span.rollout_id, span.attempt_id = rollout_id, attempt_id
-        span.span_id = f"{rollout_id}-{span.span_id}"
-        if span.attributes[semconv.PARENT] is not None:
-            span.attributes[semconv.PARENT] = f"{rollout_id}-{span.attributes[semconv.PARENT]}"
-    store.add_spans(spans)
-    store.finish(rollout_id, attempt_id, Finish(status="succeeded", reward=1.0))
 
 
 def fill(run_dir: Path) -> SqlStore:

@@ -1,0 +1,26 @@
+"""`lightning-rl doctor`: what in a run will keep it from learning, each finding with what to do."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def run(
+    run_dir: Annotated[Path | None, typer.Option(help="The run's folder; by default the newest below runs/.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False,
+) -> None:
+    """Look through a run for what will keep it from learning: dead rewards, drift, cut off answers, failing agents.
+
+    The run may be going on. Each finding names a number and a rollout to look at.
+
+        lightning-rl doctor --run-dir runs/20261231-120000
+    """
+    import msgspec
+
+    from lightning_rl.inspect import draw, recorded
+    from lightning_rl.inspect.doctor import diagnose
+    from lightning_rl.inspect.evidence import gather
+
+    found = diagnose(gather(recorded.newest_run() if run_dir is None else run_dir))
+    typer.echo(msgspec.json.encode(found).decode() if as_json else "\n".join(draw.diagnosis(found)))

@@ -1,0 +1,212 @@
+"""What `doctor` looks at, gathered from a run's folder in one pass: metrics, step records, calls, attempts.
+
+Invariant: whatever the length of a run, what is kept of it in memory is counts, numbers, and the newest few steps.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import sqlalchemy as sa
+
+from lightning_rl.algorithms.step_record import RolloutRecord, StepRecord
+from lightning_rl.inspect import call, folder, recorded
+from lightning_rl.store import schema
+from lightning_rl.store.contract import ErrorInfo
+from lightning_rl.store.life_cycle import ENDED
+from lightning_rl_adapters import semconv
+from lightning_rl_adapters.call import calls_of
+from lightning_rl_adapters.span import unpacked
+
+RECENT = 20  # steps: a run of some hundred steps changes little within them, and they hold hundreds of groups
+_COMPARED = 64  # rollouts of the newest step whose logprobs are compared one by one
+_RECORDS = sa.text("SELECT rowid, record FROM spans WHERE rowid > :after ORDER BY rowid LIMIT 256")
+
+
+class Tally(msgspec.Struct):
+    """How often something was seen, and the newest rollout that it was seen in."""
+
+    count: int = 0
+    rollout: str | None = None
+
+    def add(self, rollout_id: str) -> None:
+        """One more."""
+        self.count += 1
+        self.rollout = rollout_id
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """The run's keys that decide how bad a finding is."""
+
+    weights: Mapping[str, float] = {}
+    bypass_mode: bool = False
+    groups_of_one: str = "zero"
+
+
+class Evidence(msgspec.Struct, kw_only=True):
+    """A run in numbers.
+
+    `metrics` are the lines of its training steps, `steps` the newest `RECENT` records. Calls and attempts are those of
+    training rollouts, of all where none is for training: `seen` tallies calls by what is wrong with them (`inexact`,
+    `no_logprobs`, `length`, and causes of forks), `errors` attempts by the type of the agent's error, `infrastructure`
+    those that were lost otherwise. `gaps` has, of the newest step, how far sampler and trainer are apart, by rollout.
+    """
+
+    run_dir: str
+    metrics: list[dict[str, float]]
+    steps: list[StepRecord]
+    settings: Settings
+    trains: bool
+    rollouts: int = 0
+    calls: int = 0
+    attempts: int = 0
+    seen: dict[str, Tally] = {}
+    errors: dict[str, Tally] = {}
+    infrastructure: dict[str, Tally] = {}
+    without_reward: Tally = msgspec.field(default_factory=Tally)
+    without_calls: Tally = msgspec.field(default_factory=Tally)
+    reward_names: set[str] = set()
+    gaps: dict[str, float] = {}
+
+
+class _Attributes(msgspec.Struct):
+    cause: str | None = msgspec.field(name=semconv.FORK_CAUSE, default=None)
+    finish_reasons: list[str] = msgspec.field(name=semconv.FINISH_REASONS, default_factory=list)
+    logprobs: bytes | None = msgspec.field(name=semconv.LOGPROBS, default=None)
+    exact: bool = msgspec.field(name=semconv.EXACT, default=True)
+    trainable: bool = msgspec.field(name=semconv.TRAINABLE, default=True)
+
+
+class _Call(msgspec.Struct):
+    name: str
+    rollout_id: str
+    attributes: _Attributes
+
+
+_CALL = msgspec.msgpack.Decoder(_Call)
+
+
+def gather(run_dir: Path) -> Evidence:
+    """The evidence of a run. Raises NotRecorded where it cannot be read."""
+    config = folder.config_of(run_dir)
+    steps = folder.steps(run_dir, RECENT)
+    metrics = run_dir / "metrics.jsonl"
+    settings = Settings()
+    if config is not None:
+        settings = Settings(
+            weights=config.algorithm.credit.weights or {},
+            bypass_mode=config.algorithm.rollout_correction.bypass_mode,
+            groups_of_one=config.algorithm.groups_of_one,
+        )
+    evidence = Evidence(
+        run_dir=str(run_dir.resolve()),
+        metrics=[row for row in _rows(metrics) if "critic/rewards/mean" in row],
+        steps=steps,
+        settings=settings,
+        trains=config is not None,
+    )
+    with recorded.opened(run_dir) as connection:
+        _look(connection, evidence)
+        if steps and not settings.bypass_mode:
+            evidence.gaps = dict(_gaps(connection, steps[-1].rollouts[:_COMPARED]))
+    evidence.reward_names |= {name for step in steps for rollout in step.rollouts for name in rollout.rewards}
+    return evidence
+
+
+def _rows(metrics: Path) -> list[dict[str, float]]:
+    """The lines of a metrics file; the half line that a run may have left as it died is none."""
+    if not metrics.is_file():
+        return []
+    whole = metrics.read_bytes().rpartition(b"\n")[0].splitlines()
+    try:
+        return [msgspec.json.decode(line, type=dict[str, float]) for line in whole if line]
+    except msgspec.MsgspecError as error:
+        raise recorded.NotRecorded(f"{metrics.resolve()} cannot be read: {error}") from error
+
+
+def _look(connection: sa.Connection, evidence: Evidence) -> None:
+    """Enter the store's rollouts, attempts and calls."""
+    table = schema.rollouts.c
+    found = connection.execute(sa.select(table.rollout_id, table.mode, table.status).order_by(table.position)).all()
+    training = [row for row in found if row.mode == "train"] or found
+    status = {row.rollout_id: row.status for row in training}
+    evidence.rollouts = len(status)
+    called = _look_at_calls(connection, evidence, status)
+    _look_at_attempts(connection, evidence, status)
+    for rollout_id, how in status.items():
+        if how in ENDED and how != "cancelled" and rollout_id not in called:
+            evidence.without_calls.add(rollout_id)
+
+
+def _look_at_calls(connection: sa.Connection, evidence: Evidence, status: Mapping[str, str]) -> set[str]:
+    """Tally the calls; the rollouts that made some."""
+    called: set[str] = set()
+    for one in _calls(connection):
+        called.add(one.rollout_id)
+        if one.rollout_id not in status or not one.attributes.trainable:
+            continue
+        evidence.calls += 1
+        for mark in _marks(one.attributes):
+            evidence.seen.setdefault(mark, Tally()).add(one.rollout_id)
+    return called
+
+
+def _marks(attributes: _Attributes) -> Iterator[str]:
+    if not attributes.exact:
+        yield "inexact"
+    elif attributes.logprobs is None:
+        yield "no_logprobs"
+    if attributes.finish_reasons[:1] == ["length"]:
+        yield "length"
+    if attributes.cause is not None:
+        yield attributes.cause
+
+
+def _look_at_attempts(connection: sa.Connection, evidence: Evidence, status: Mapping[str, str]) -> None:
+    table = schema.attempts.c
+    query = sa.select(table.rollout_id, table.status, table.reward, table.rewards, table.error)
+    given: dict[str, bool] = {}
+    for row in connection.execute(query.order_by(table.started_at)):
+        if row.rollout_id not in status:
+            continue
+        evidence.attempts += 1
+        named = set(msgspec.json.decode(row.rewards) if row.rewards else ())
+        evidence.reward_names |= named
+        if row.error is not None:
+            error = msgspec.json.decode(row.error, type=ErrorInfo)
+            kinds = evidence.infrastructure if error.infrastructure else evidence.errors
+            kinds.setdefault(error.type, Tally()).add(row.rollout_id)
+        elif row.status == "succeeded":
+            given[row.rollout_id] = row.reward is not None or not evidence.settings.weights.keys().isdisjoint(named)
+    table = schema.rewards.c
+    names = connection.execute(sa.select(table.name, table.rollout_id, table.call_id)).all()
+    evidence.reward_names |= {row.name for row in names if row.rollout_id in status}
+    of_calls = {row.rollout_id for row in names if row.call_id is not None}
+    for rollout_id, holds in given.items():
+        if not holds and rollout_id not in of_calls:
+            evidence.without_reward.add(rollout_id)
+
+
+def _gaps(connection: sa.Connection, rollouts: Iterable[RolloutRecord]) -> Iterator[tuple[str, float]]:
+    """The mean distance between sampler and trainer over each rollout's trained tokens, where both are known."""
+    for rollout in rollouts:
+        if not any(each.old_log_probs for each in rollout.calls.values()):
+            continue
+        apart: list[float] = []
+        for attempt in recorded.trace(connection, rollout.rollout_id).attempts:
+            for one in calls_of(attempt.spans):
+                if one.logprobs is not None:
+                    trainers = call.trainer_logprobs(rollout.calls.get(one.call_id), len(one.response_ids))
+                    apart += [abs(value - one.logprobs[place]) for place, value in trainers.items()]
+        if apart:
+            yield rollout.rollout_id, sum(apart) / len(apart)
+
+
+def _calls(connection: sa.Connection) -> Iterator[_Call]:
+    last = 0
+    while rows := connection.execute(_RECORDS, {"after": last}).all():
+        for row in rows:
+            one = _CALL.decode(unpacked(row.record))
+            if one.name == semconv.CALL_SPAN:
+                yield one
+        last = rows[-1].rowid

@@ -1,0 +1,111 @@
+"""What lies in a run's folder beside its store: its config, its step records, its model's tokenizer.
+
+Invariant: nothing is fetched from a network and nothing is written.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import msgspec
+
+from lightning_rl import tutorial
+from lightning_rl.algorithms import step_record
+from lightning_rl.algorithms.selection import selection
+from lightning_rl.algorithms.step_record import StepRecord
+from lightning_rl.config import compose
+from lightning_rl.config.schema import TrainConfig
+from lightning_rl.inspect.recorded import NotRecorded
+from lightning_rl.inspect.trained import Found
+from lightning_rl.store.contract import Rollout
+from lightning_rl_proxy.rendering import FastTokenizer
+
+CONFIG = "config.yaml"
+_TOKENIZER = "tokenizer.json"
+
+
+def config_of(run_dir: Path) -> TrainConfig | None:
+    """The run's keys; None where it was no training."""
+    return compose(file=run_dir / CONFIG, schema=TrainConfig) if (run_dir / CONFIG).is_file() else None
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a run's folder says of one rollout: the run's keys, the `found` record of the step that trained it, or why
+    it is `not_recorded` (both None where the run is no training)."""
+
+    config: TrainConfig | None
+    found: Found | None
+    not_recorded: str | None
+
+
+def beside(run_dir: Path, rollout: Rollout) -> Beside:
+    """Everything in the folder that explains a rollout."""
+    config = config_of(run_dir)
+    return Beside(config, *_record_of(run_dir, config, rollout))
+
+
+def as_trained(config: TrainConfig | None) -> dict[str, Any]:
+    """What the run's own keys say of its rows; nothing where it was no training.
+
+    A function that a script gave (`PPO(select=...)`) is not recorded, but what it left out is in the step's record.
+    """
+    if config is None:
+        return {}
+    drops = config.data.overlong.startswith("drop")
+    return {
+        "max_tokens": config.data.max_prompt_length + config.data.max_response_length if drops else None,
+        "select": selection(config.algorithm.train_agents, None),
+    }
+
+
+def steps(run_dir: Path, newest: int) -> list[StepRecord]:
+    """The run's newest step records, in order. Raises NotRecorded where one cannot be read."""
+    try:
+        return list(deque(step_record.read_all(run_dir), maxlen=newest))
+    except msgspec.MsgspecError as error:
+        raise _unreadable(run_dir, error) from error
+
+
+def decoder(run_dir: Path, config: TrainConfig | None) -> Callable[[list[int]], str] | None:
+    """What makes text of token ids: the tokenizer of the run's model, None where it is not on this machine."""
+    folder = _tokenizer_folder(run_dir, config)
+    return None if folder is None else FastTokenizer(folder).decode
+
+
+def _record_of(run_dir: Path, config: TrainConfig | None, rollout: Rollout) -> tuple[Found | None, str | None]:
+    try:
+        found = step_record.find(run_dir, rollout.rollout_id)
+    except msgspec.MsgspecError as error:
+        raise _unreadable(run_dir, error) from error
+    if found is not None or config is None or rollout.mode != "train":
+        return found, None
+    if not any((run_dir / step_record.FOLDER).glob("*.msgpack")):
+        return None, "there are no step records: the run is from before they were kept, or its first step is not done"
+    return None, "no step of the run has trained on it, or not yet"
+
+
+def _tokenizer_folder(run_dir: Path, config: TrainConfig | None) -> Path | None:
+    written = [file.parent for file in (run_dir / "checkpoints").glob(f"step-*/{_TOKENIZER}")]
+    if written:
+        return written[0]  # training changes no tokenizer
+    if config is None:
+        return None
+    path = config.actor_rollout_ref.model.path
+    folder = tutorial.checkpoint() if path is None else Path(path)
+    if folder.is_dir():
+        return folder if (folder / _TOKENIZER).is_file() else None
+    if path is None or path.count("/") != 1 or path.startswith((".", "/")):
+        return None
+    cached = huggingface_hub.try_to_load_from_cache(path, _TOKENIZER)
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _unreadable(run_dir: Path, error: msgspec.MsgspecError) -> NotRecorded:
+    return NotRecorded(
+        f"a step record in {(run_dir / step_record.FOLDER).resolve()} cannot be read ({error}): read it with the "
+        "version that wrote it"
+    )

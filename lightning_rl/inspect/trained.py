@@ -1,0 +1,97 @@
+"""What training made of a rollout, as its step's record says it.
+
+Pure: records in, views out. Invariant: nothing is computed anew; where no record says it, it is not told.
+"""
+
+import msgspec
+
+from lightning_rl.algorithms.step_record import CallRecord, RolloutRecord, StepRecord
+
+Found = tuple[StepRecord, RolloutRecord]
+
+
+class CallTraining(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step made of one call: `CallRecord` for people. `rule` gave the credit; `left_out` is why none of the call
+    is trained, be it for itself or with its whole rollout."""
+
+    rule: str
+    credit: float | None
+    compared_with: str | None
+    baseline: float
+    scale: float
+    advantage: float
+    weight: float
+    mini_batch: int | None
+    trained_tokens: int
+    left_out: str | None
+
+
+class RolloutTraining(msgspec.Struct, frozen=True, kw_only=True):
+    """The step that a rollout was trained in. `reward` is the one it counted with in its group; `policy_version` is
+    that of the weights that the step updated."""
+
+    step: int
+    policy_version: int
+    rule: str
+    loss_agg_mode: str
+    group_id: str
+    reward: float | None
+    rewards: dict[str, float]
+    agent_failed: bool
+    left_out: str | None
+
+
+def rollout_training(found: Found) -> RolloutTraining:
+    """The rollout's part of the record."""
+    step, rollout = found
+    return RolloutTraining(
+        step=step.step,
+        policy_version=step.policy_version,
+        rule=step.rule,
+        loss_agg_mode=step.loss_agg_mode,
+        group_id=rollout.group_id,
+        reward=rollout.reward,
+        rewards=rollout.rewards,
+        agent_failed=rollout.agent_failed,
+        left_out=rollout.left_out,
+    )
+
+
+def call_training(found: Found, call_id: str) -> CallTraining | None:
+    """A call's part of the record; None for one that is no call of the policy."""
+    step, rollout = found
+    call = rollout.calls.get(call_id)
+    if call is None:
+        return None
+    return CallTraining(
+        rule=step.rule,
+        credit=call.credit,
+        compared_with=call.compared_with,
+        baseline=call.baseline,
+        scale=call.scale,
+        advantage=call.advantage,
+        weight=call.weight,
+        mini_batch=call.mini_batch,
+        trained_tokens=call.trained_tokens,
+        left_out=why_left_out(rollout, call),
+    )
+
+
+def why_left_out(rollout: RolloutRecord, call: CallRecord) -> str | None:
+    """Why nothing of a call was trained, or None."""
+    return None if call.trained_tokens else call.left_out or rollout.left_out
+
+
+def left_out_calls(found: Found | None) -> dict[str, str]:
+    """The calls of which nothing was trained, each with its reason."""
+    if found is None:
+        return {}
+    calls = found[1].calls
+    return {call_id: reason for call_id, call in calls.items() if (reason := why_left_out(found[1], call))}
+
+
+def places(call: CallRecord, sampled: int) -> list[int]:
+    """The places of a call's trained tokens among the `sampled` ones of its answer."""
+    if not call.trained_tokens:
+        return []
+    return list(range(sampled)) if call.kept is None else call.kept

@@ -1,0 +1,279 @@
+"""`lightning-rl doctor`: each finding where it is to be found, and not where it is not."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from lightning_rl.algorithms.step_record import RolloutRecord, StepRecord
+from lightning_rl.cli import doctor as command
+from lightning_rl.errors import Explained
+from lightning_rl.inspect import doctor
+from lightning_rl.inspect.doctor import Finding, diagnose
+from lightning_rl.inspect.evidence import RECENT, gather
+from lightning_rl.store.contract import ErrorInfo, Reward
+from lightning_rl_adapters import semconv
+from lightning_rl_adapters.semconv import ForkCause
+from tests.adapters.words import say
+from tests.lightning_rl.inspect.runs import (
+    TALK,
+    call_record,
+    metrics_of,
+    open_store,
+    record,
+    rollout_record,
+    step_of,
+    write_run,
+)
+
+BUG = ErrorInfo(type="ValueError", message="no")
+LOST = ErrorInfo(type="EngineError", message="gone", infrastructure=True)
+GOOD: dict[str, Any] = {"calls": TALK}
+BYPASS = {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
+LENGTHS = [8.0] * 4 + [64.0] * 4
+
+
+def several(count: int, **how: Any) -> list[dict[str, Any]]:
+    """So many rollouts like this."""
+    return [GOOD | how] * count
+
+
+def group(step: int, number: int, rewards: Sequence[float | None], advantage: float) -> list[RolloutRecord]:
+    """The records of a group; a reward of None took no part in it."""
+    return [
+        rollout_record(f"r{step}-{number}-{i}", f"g{number}", reward, advantage) for i, reward in enumerate(rewards)
+    ]
+
+
+def steps_of(*groups: tuple[Sequence[float | None], float]) -> list[StepRecord]:
+    """One step of these groups: their rewards, and the advantage of their calls."""
+    return [
+        step_of(1, *(one for n, (rewards, advantage) in enumerate(groups) for one in group(1, n, rewards, advantage)))
+    ]
+
+
+def trend(name: str, values: Sequence[float]) -> list[dict[str, float]]:
+    return [metrics_of(step, **{name: value}) for step, value in enumerate(values, start=1)]
+
+
+def forked(count: int, cause: ForkCause) -> list[dict[str, Any]]:
+    """Ten rollouts of two calls, in `count` of which the second began anew."""
+    return several(count, forks={2: {semconv.FORK_CAUSE: cause.value}}) + several(10 - count)
+
+
+def run_of(
+    folder: Path,
+    rollouts: Sequence[Mapping[str, Any]] | None = None,
+    steps: Sequence[StepRecord] | None = None,
+    metrics: Sequence[Mapping[str, float]] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Path:
+    """A healthy run, but for what is given."""
+    with open_store(folder) as store:
+        for number, how in enumerate(several(10) if rollouts is None else rollouts):
+            record(store, f"r{number}", **how)
+    return write_run(
+        folder,
+        steps=steps_of(*[([0.0, 1.0], 1.0)] * 4) if steps is None else steps,
+        metrics=[metrics_of(step) for step in range(1, 13)] if metrics is None else metrics,
+        config=config or {},
+    )
+
+
+def findings(folder: Path) -> dict[str, Finding]:
+    return {finding.name: finding for finding in diagnose(gather(folder)).findings}
+
+
+INEXACT = msgspec.structs.replace(say(1, "", "", exact=False), logprobs=None)
+SILENT = msgspec.structs.replace(TALK[0], logprobs=None)
+CUT = say(1, "a", "b", finish_reason="length")
+WEIGHTS = {"algorithm": {"credit": {"weights": {"reward": 1.0, "tone": 0.5}}}}
+
+# What is wrong with the run; the finding, how bad, and its number.
+SICK: list[tuple[dict[str, Any], str, str, float]] = [
+    ({"steps": steps_of(*[([1.0, 1.0], 0.0)] * 4)}, "groups_without_variance", "stops learning", 1.0),
+    (
+        {"steps": steps_of(*[([1.0, 1.0], 0.0)] * 2, *[([0.0, 1.0], 1.0)] * 2)},
+        "groups_without_variance", "slows learning", 0.5,
+    ),
+    ({"steps": steps_of(*[([1.0, None], 0.0)] * 4)}, "groups_of_one", "stops learning", 1.0),
+    (
+        {"steps": steps_of(([1.0], 1.0)), "config": {"algorithm": {"groups_of_one": "raw"}}},
+        "groups_of_one", "look at it", 1.0,
+    ),
+    ({"rollouts": [*several(9, calls=TALK[:1]), {"calls": [INEXACT]}]}, "missing_token_ids", "slows learning", 0.1),
+    ({"rollouts": several(3, calls=[INEXACT])}, "missing_token_ids", "stops learning", 1.0),
+    ({"rollouts": several(3, calls=[SILENT])}, "missing_logprobs", "look at it", 1.0),
+    ({"rollouts": several(3, calls=[SILENT]), "config": BYPASS}, "missing_logprobs", "stops learning", 1.0),
+    ({"rollouts": forked(1, ForkCause.EDITED_TEXT)}, "drift_edited_text", "look at it", 0.05),
+    ({"rollouts": forked(10, ForkCause.REASONING_STRIPPED)}, "drift_reasoning_stripped", "slows learning", 0.5),
+    ({"rollouts": several(2, calls=[CUT]) + several(8, calls=[TALK[0]])}, "truncation", "look at it", 0.2),
+    ({"rollouts": several(2, calls=[CUT])}, "truncation", "slows learning", 1.0),
+    ({"metrics": trend("training__rollout_probs_diff_mean", [0.02] * 3)}, "logprob_mismatch", "look at it", 0.02),
+    ({"metrics": trend("training__rollout_probs_diff_mean", [0.1] * 3)}, "logprob_mismatch", "slows learning", 0.1),
+    ({"metrics": trend("training__rollout_probs_diff_mean", [2.0] * 3)}, "logprob_mismatch", "stops learning", 2.0),
+    ({"rollouts": [*several(3), GOOD | {"error": BUG}]}, "agent_error_ValueError", "look at it", 0.25),
+    ({"rollouts": several(3, error=BUG)}, "agent_error_ValueError", "stops learning", 1.0),
+    (
+        {"rollouts": [*several(2), GOOD | {"error": LOST, "attempts": 2}]},
+        "infrastructure_retries", "slows learning", 0.5,
+    ),
+    ({"rollouts": [*several(3), GOOD | {"reward": None}]}, "no_reward", "look at it", 0.25),
+    ({"rollouts": several(4, reward=None)}, "no_reward", "stops learning", 1.0),
+    ({"rollouts": [GOOD, {"calls": []}]}, "rollouts_without_calls", "slows learning", 0.5),
+    (
+        {"metrics": [metrics_of(n, critic__rewards__max=0.0, critic__rewards__min=0.0) for n in (1, 2, 3)]},
+        "dead_reward", "stops learning", 0.0,
+    ),
+    ({"metrics": trend("rollouts__lost_rewards", [1.0, 2.0])}, "lost_rewards", "look at it", 3.0),
+    ({"metrics": trend("response_length__mean", LENGTHS)}, "exploding_lengths", "slows learning", 8.0),
+    ({"metrics": trend("response_length__mean", [8.0] * 6 + [16.0] * 2)}, "exploding_lengths", "look at it", 2.0),
+    ({"metrics": trend("actor__entropy", [1.0] * 6 + [0.05] * 2)}, "entropy_collapse", "slows learning", 0.05),
+    ({"metrics": trend("tokens__excluded__overlong", [20.0])}, "excluded_overlong", "look at it", 0.2),
+    ({"metrics": trend("tokens__excluded__undelivered", [60.0])}, "excluded_undelivered", "slows learning", 0.6),
+    ({"config": WEIGHTS}, "reward_never_given_tone", "slows learning", 0.5),
+    (
+        {"config": {"algorithm": {"credit": {"weights": {"tone": 0.5}}}}},
+        "reward_never_given_tone", "stops learning", 0.5,
+    ),
+]  # fmt: skip
+
+# What looks like it and is not.
+WELL: list[tuple[dict[str, Any], str]] = [
+    ({}, ""),
+    ({"steps": steps_of(([1.0, 1.0], 0.0), *[([0.0, 1.0], 1.0)] * 2)}, "groups_without_variance"),
+    ({"steps": steps_of(*[([1.0, 1.0], 0.5)] * 4)}, "groups_without_variance"),  # calls had rewards of their own
+    ({"rollouts": several(3, calls=[msgspec.structs.replace(INEXACT, trainable=False)])}, "missing_token_ids"),
+    ({"rollouts": forked(10, ForkCause.NEW_CONVERSATION)}, "drift_new_conversation"),
+    ({"rollouts": forked(10, ForkCause.TRUNCATED_BY_CLIENT)}, "drift_truncated_by_client"),
+    ({"rollouts": several(11) + several(1, calls=[CUT])}, "truncation"),
+    ({"rollouts": [*several(10), GOOD | {"mode": "val", "error": BUG}]}, "agent_error_ValueError"),
+    ({"rollouts": several(4, reward=None, call_rewards=[Reward(value=1.0, call_id="any")])}, "no_reward"),
+    ({"rollouts": several(4, reward={"reward": 1.0, "tone": 0.0}), "config": WEIGHTS}, "reward_never_given_tone"),
+    ({"metrics": [metrics_of(n, critic__rewards__max=0.0, critic__rewards__min=0.0) for n in (1, 2)]}, "dead_reward"),
+    ({"metrics": trend("response_length__mean", [8.0, 80.0])}, "exploding_lengths"),
+    ({"metrics": trend("actor__entropy", [1.0] * 6 + [0.2] * 2)}, "entropy_collapse"),
+    ({"metrics": trend("tokens__excluded__validation", [60.0])}, "excluded_validation"),
+    ({"metrics": trend("tokens__excluded__overlong", [2000.0] * (RECENT + 2))}, "excluded_overlong"),  # long ago
+]
+
+
+@pytest.mark.parametrize(("run", "name", "severity", "number"), SICK, ids=[f"{name}-{how}" for _, name, how, _ in SICK])
+def test_a_finding_is_told_with_its_number(
+    run: dict[str, Any], name: str, severity: str, number: float, tmp_path: Path
+) -> None:
+    found = findings(run_of(tmp_path, **run))
+    assert name in found, found
+    assert found[name].severity == severity
+    assert found[name].number == pytest.approx(number)
+
+
+@pytest.mark.parametrize(("run", "name"), WELL, ids=[name or "healthy" for _, name in WELL])
+def test_what_only_looks_like_it_is_not_told(run: dict[str, Any], name: str, tmp_path: Path) -> None:
+    found = findings(run_of(tmp_path, **run))
+    assert name not in found
+    assert name or not found
+
+
+def test_every_check_has_been_seen_to_speak(tmp_path: Path) -> None:
+    spoke = set()
+    for number, (run, *_) in enumerate(SICK):
+        evidence = gather(run_of(tmp_path / str(number), **run))
+        for check in doctor.CHECKS:
+            told = check(evidence)
+            if isinstance(told, Finding) or list(told or ()):
+                spoke.add(check)
+    assert spoke == set(doctor.CHECKS)
+
+
+def test_causes_of_forks_that_do_harm_all_have_advice() -> None:
+    assert set(doctor._DRIFT) | doctor.HARMLESS == set(ForkCause)
+
+
+def test_sampler_and_trainer_are_compared_token_by_token_and_the_worst_rollout_named(tmp_path: Path) -> None:
+    """The store says -1 for each token."""
+    near, far = call_record(None, [-1.0, -1.0]), call_record([1], [-1.5])
+    rollouts = [
+        msgspec.structs.replace(rollout_record(f"r{n}", "g", float(n), 1.0), calls={f"r{n}-c1": of})
+        for n, of in enumerate([near, far])
+    ]
+    folder = run_of(tmp_path, steps=[step_of(3, *rollouts)], metrics=[])
+    assert gather(folder).gaps == {"r0": 0.0, "r1": 0.5}
+    found = findings(folder)["logprob_mismatch"]
+    assert (found.number, found.rollout, found.steps) == (0.25, "r1", (3, 3))
+    write_run(folder, config=BYPASS)
+    assert "logprob_mismatch" not in findings(folder), "the record holds the sampler's own"
+
+
+def test_a_finding_names_a_rollout_to_look_at(tmp_path: Path) -> None:
+    overlong = msgspec.structs.replace(rollout_record("r7", "g", 1.0), left_out="overlong")
+    folder = run_of(
+        tmp_path,
+        rollouts=[*several(3), GOOD | {"error": BUG}, *several(3)],
+        steps=[step_of(1, overlong, *group(1, 0, [0.0, 1.0], 1.0))],
+        metrics=trend("tokens__excluded__overlong", [20.0]),
+    )
+    found = findings(folder)
+    assert found["agent_error_ValueError"].rollout == "r3"
+    assert found["excluded_overlong"].rollout == "r7"
+
+
+def told(*arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(command.run)
+    done = CliRunner().invoke(app, [*arguments], catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.stdout
+
+
+def test_a_healthy_run_is_told_so_with_the_numbers_looked_at(tmp_path: Path) -> None:
+    printed = told("--run-dir", str(run_of(tmp_path)))
+    assert "nothing was found that keeps this run from learning" in printed
+    for line in (
+        "12  steps",
+        "10  rollouts",
+        "20  calls",
+        "1  share of groups with variance",
+        "0.5  reward of the last",
+    ):
+        assert line in printed, printed
+
+
+def test_the_worst_comes_first_and_each_says_what_to_do(tmp_path: Path) -> None:
+    folder = run_of(tmp_path, rollouts=[*several(3), GOOD | {"error": BUG}], steps=steps_of(*[([1.0, 1.0], 0.0)] * 4))
+    printed = told("--run-dir", str(folder))
+    assert printed.index("stops learning:") < printed.index("groups_without_variance") < printed.index("look at it:")
+    assert "do      take tasks that are solved sometimes" in printed
+    assert "see     lightning-rl explain r3" in printed
+    as_json = json.loads(told("--run-dir", str(folder), "--json"))
+    assert [finding["severity"] for finding in as_json["findings"]] == ["stops learning", "look at it"]
+
+
+def test_a_run_that_has_just_begun_is_read(tmp_path: Path) -> None:
+    with open_store(tmp_path):
+        pass
+    assert "nothing was found" in told("--run-dir", str(tmp_path))
+
+
+def test_the_half_line_of_a_run_that_died_is_no_line(tmp_path: Path) -> None:
+    folder = run_of(tmp_path)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 13, "critic/rew')
+    assert len(gather(folder).metrics) == 12
+
+
+def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Explained, match="holds no run"):
+        told("--run-dir", str(tmp_path))
+
+
+def test_looking_changes_nothing(tmp_path: Path) -> None:
+    folder = run_of(tmp_path)
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    told("--run-dir", str(folder))
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
