@@ -35,8 +35,8 @@ class Grader:
     def graded(self, traces: Sequence[RolloutTrace], store: HttpStore, model: str) -> list[RolloutTrace]:
         """The traces, with the rewards that their groups were given. `model` is the policy's name.
 
-        A group that was graded in part, before a run was cut off, is graded again as a whole: its rollouts may be ranked
-        against each other. Those that have rewards keep them.
+        A group that was graded in part, before a run was cut off, is graded again as a whole, since its rollouts may be
+        ranked against each other. Those that have rewards keep them.
         """
         groups: defaultdict[str, list[FinishedRollout]] = defaultdict(list)
         attempts: dict[str, str] = {}

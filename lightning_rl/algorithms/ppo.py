@@ -32,7 +32,7 @@ from lightning_rl.algorithms.problems import Problems
 from lightning_rl.algorithms.selection import selection
 from lightning_rl.algorithms.step_batch import Rules, StepBatch
 from lightning_rl.algorithms.step_record import StepRecord
-from lightning_rl.algorithms.trajectories import Trajectory, trajectory_of
+from lightning_rl.algorithms.trajectories import Trajectory, informative, trajectory_of
 from lightning_rl.config import ConfigError, compose, to_yaml
 from lightning_rl.config.schema import Config, Rollout, ValKwargs
 from lightning_rl.data import load_tasks
@@ -81,6 +81,7 @@ class PPO(Algorithm):
         self._grader = Grader.of(self.config.reward, reward)
         self.step = 0
         self.policy_version = 0
+        self.batches_taken = 0  # of tasks, for training
         self.history: list[dict[str, float]] = []
         self.n_runners = self.config.actor_rollout_ref.rollout.agent.num_workers
         self.resume = self.config.trainer.resume_mode == "auto"
@@ -158,10 +159,10 @@ class PPO(Algorithm):
             self._publish_resources()
             if val_dataset and (config.val_before_train or config.val_only) and self.step == 0:
                 self._log(self.validate(val_dataset))
-            batches = islice(self._batches(train_dataset), self.step, total)
-            for batch in batches:
+            self._supply = islice(self._batches(train_dataset), self.batches_taken, None)
+            while self.step < total:
                 self.step += 1
-                metrics = self.train_step(batch)
+                metrics = self.train_step(self._next_batch())
                 if val_dataset and (self._due(config.test_freq) or self.step == total):
                     metrics |= self.validate(val_dataset)
                 if self._due(config.save_freq) or self.step == total:
@@ -190,7 +191,7 @@ class PPO(Algorithm):
         timing: dict[str, float] = {}
         with timed(timing, "step"):
             with timed(timing, "gen"):
-                trajectories = self.roll_out("train", tasks, self.config.actor_rollout_ref.rollout.n)
+                rolled_out, trajectories = self._rolled_out(tasks)
             with timed(timing, "adv"):
                 batch = step_batch.build(trajectories, self._rules)
                 self._account_for(batch)
@@ -203,7 +204,7 @@ class PPO(Algorithm):
             with timed(timing, "update_weights"):
                 self._publish_weights()
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
-        return metrics | rollout_metrics(trajectories, timing) | self._check_tokens(trajectories)
+        return metrics | rollout_metrics(rolled_out, timing) | self._check_tokens(rolled_out)
 
     def validate(self, val_dataset: Dataset) -> dict[str, float]:
         """Roll out the validation tasks under validation sampling; `val/...` metrics."""
@@ -220,9 +221,40 @@ class PPO(Algorithm):
             "timing_s/testing": timing["testing"],
         } | self._check_tokens(trajectories)
 
-    def roll_out(self, mode: str, tasks: Sequence[tuple[int, Any]], n: int) -> list[Trajectory]:
-        """Ask for `n` rollouts of each task, and read them back as they end. Groups are in the order of `tasks`."""
-        prefix = f"{mode}-{self.config.data.seed}-{self.step}"
+    def _next_batch(self) -> list[tuple[int, Any]]:
+        self.batches_taken += 1
+        return next(self._supply)
+
+    def _rolled_out(self, tasks: Sequence[tuple[int, Any]]) -> tuple[list[Trajectory], list[Trajectory]]:
+        """All rollouts of a step, and those to be trained: with `filter_groups` those of groups that say something, for
+        which further batches of tasks are rolled out as needed."""
+        n, rule = self.config.actor_rollout_ref.rollout.n, self.config.algorithm.filter_groups
+        rolled_out = self.roll_out("train", tasks, n)
+        if not rule.enable:
+            return rolled_out, rolled_out
+        chosen = informative(rolled_out, rule.metric)
+        batches = 1
+        while len(chosen) < self._batch_size and batches < rule.max_num_gen_batches:
+            more = self.roll_out("train", self._next_batch(), n, generation=batches)
+            rolled_out += more
+            chosen += informative(more, rule.metric)
+            batches += 1
+        trained = [trajectory for group in chosen[: self._batch_size] for trajectory in group]
+        kept = {id(trajectory) for trajectory in trained}
+        surplus = {id(trajectory) for group in chosen[self._batch_size :] for trajectory in group}
+        for trajectory in rolled_out:
+            if id(trajectory) not in kept:
+                self._exclude(trajectory, "surplus" if id(trajectory) in surplus else "zero_variance")
+        return rolled_out, trained
+
+    def roll_out(
+        self, mode: str, tasks: Sequence[tuple[int, Any]], n: int, *, generation: int = 0
+    ) -> list[Trajectory]:
+        """Ask for `n` rollouts of each task, and read them back as they end. Groups are in the order of `tasks`.
+
+        `generation` tells batches of one step apart, which may have a task in common.
+        """
+        prefix = f"{mode}-{self.config.data.seed}-{self.step}" + (f".{generation}" if generation else "")
         agent = self.config.actor_rollout_ref.rollout.agent
         requests = [
             RolloutRequest(
@@ -263,6 +295,7 @@ class PPO(Algorithm):
         state = {
             "step": self.step,
             "policy_version": self.policy_version,
+            "batches_taken": self.batches_taken,
             "actor": self.actor.state_dict(),
             "account": self.account.state_dict(),
             "rng": torch.get_rng_state(),
@@ -274,6 +307,7 @@ class PPO(Algorithm):
         if self._checkpoint is not None:
             state = checkpoint.load_state(self._checkpoint)
             self.step, self.policy_version = state["step"], state["policy_version"]
+            self.batches_taken = state.get("batches_taken", self.step)  # checkpoints of earlier releases have none
             self.actor.load_state_dict(state["actor"])
             self.account.load_state_dict(state["account"])
             torch.set_rng_state(state["rng"])

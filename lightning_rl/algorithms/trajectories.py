@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
-from lightning_rl_adapters.call_names import names_of
 
 from lightning_rl.algorithms.conservation import ConservationError
 from lightning_rl.server.readout import why_excluded
 from lightning_rl.store.contract import AttemptTrace, ErrorInfo, RolloutTrace
 from lightning_rl_adapters import credit, forest, rows
 from lightning_rl_adapters.call import Call, calls_of
+from lightning_rl_adapters.call_names import names_of
 from lightning_rl_adapters.credit import Rewards
 from lightning_rl_adapters.forest import Forest
 from lightning_rl_adapters.rows import Row
@@ -136,6 +136,19 @@ def trajectory_of(
     )
     trajectory.check()
     return trajectory
+
+
+def informative(trajectories: Sequence[Trajectory], metric: str) -> list[list[Trajectory]]:
+    """The groups whose rollouts differ in a reward, in their order: the one that they count with (`reward`), or one by
+    name. Rollouts that take no part stay with their group."""
+    groups: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.group_id, []).append(trajectory)
+    return [group for group in groups.values() if len({_metric(t, metric) for t in group if t.reward is not None}) > 1]
+
+
+def _metric(trajectory: Trajectory, metric: str) -> float | None:
+    return trajectory.reward if metric == "reward" else trajectory.rewards.named.get(metric)
 
 
 def _rewards(

@@ -225,6 +225,20 @@ class Credit(Section, frozen=True):
     ] = None
 
 
+class FilterGroups(Section, frozen=True):
+    """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2)."""
+
+    enable: Annotated[
+        bool, effect("train only groups whose rollouts differ in reward; roll out more tasks until there are enough")
+    ] = False
+    metric: Annotated[
+        str, effect("the reward that has to differ, by name; reward: what a rollout counts with")
+    ] = "reward"
+    max_num_gen_batches: Annotated[
+        Positive, effect("batches of tasks rolled out for one step, at most; then it trains what there is")
+    ] = 10
+
+
 class AlgorithmSection(Section, frozen=True):
     """From rewards to advantages."""
 
@@ -250,6 +264,7 @@ class AlgorithmSection(Section, frozen=True):
         str | None,
         effect("a regex: only calls of agents (URL tags) whose whole name it matches are trained; null: of all"),
     ] = None
+    filter_groups: FilterGroups = field(default_factory=FilterGroups)
     use_kl_in_reward: Annotated[bool, only((False,), "no reference model is held yet")] = False
     rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
 

@@ -183,7 +183,7 @@ each = pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: si
 
 def cut(situation: Situation) -> list[Row]:
     built = forest.build(situation.calls)
-    return rows.cut(built, credit.final(built, REWARD), max_tokens=situation.max_tokens)
+    return rows.cut(built, credit.final_values(built, REWARD), max_tokens=situation.max_tokens)
 
 
 @each
@@ -197,7 +197,7 @@ def test_forest(situation: Situation) -> None:
 def test_credit(situation: Situation) -> None:
     """The final reward reaches every call once, on its last sampled token."""
     built = forest.build(situation.calls)
-    assert credit.final(built, REWARD) == {call.call_id: REWARD for call in situation.calls}, drawn(situation.calls)
+    assert credit.final_values(built, REWARD) == {call.call_id: REWARD for call in situation.calls}, drawn(situation.calls)
     carrying = [
         [words([token]) for token, reward in zip(row.token_ids, row.rewards, strict=True) if reward == REWARD]
         for row in cut(situation)
@@ -213,7 +213,7 @@ def test_rows(situation: Situation) -> None:
 @each
 def test_triplets(situation: Situation) -> None:
     built = forest.build(situation.calls)
-    found = triplets(built, credit.final(built, REWARD))
+    found = triplets(built, credit.final_values(built, REWARD))
     said = [(words(one.prompt_token_ids), words(one.response_token_ids)) for one in found]
     assert said == situation.triplets, drawn(situation.calls)
     assert {one.reward for one in found} == {REWARD}

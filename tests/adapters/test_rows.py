@@ -14,7 +14,7 @@ from tests.adapters.forests import attempts, make_call
 
 def cut(calls: list[Call], max_tokens: int | None = None) -> list[Row]:
     built = forest.build(calls)
-    return rows.cut(built, credit.final(built, 1.0), max_tokens=max_tokens)
+    return rows.cut(built, credit.final_values(built, 1.0), max_tokens=max_tokens)
 
 
 def trained(cut_rows: list[Row]) -> Counter[int]:
@@ -142,7 +142,7 @@ def test_a_frozen_models_row_keeps_its_mask_and_is_left_out() -> None:
 @given(attempts())
 def test_triplets_hold_whole_prompts(calls: list[Call]) -> None:
     built = forest.build(calls)
-    for triplet in triplets(built, credit.final(built, 0.5)):
+    for triplet in triplets(built, credit.final_values(built, 0.5)):
         node = built.nodes[triplet.call_id]
         assert triplet.prompt_token_ids == prompt_ids(node)
         assert triplet.prompt_token_ids[-len(node.call.prompt_ids) :] == node.call.prompt_ids

@@ -76,7 +76,7 @@ class Story:
         texts = {span.span_id: self._text(span) for span in self.spans()}
         calls = self.served.ledger.calls()
         built = forest.build(calls)
-        cut = rows.cut(built, credit.final(built, 1.0))
+        cut = rows.cut(built, credit.final_values(built, 1.0))
         seen = {tuple(prompt) for prompt in self.served.engine.prompts}
         drawn = []
         for row, leaf in zip(cut, built.leaves(), strict=True):

@@ -57,7 +57,7 @@ def test_turns_continue_at_token_level_and_make_one_row(served: Served) -> None:
     calls = served.ledger.calls()
     assert [call.parent_id for call in calls] == [None, calls[0].call_id, calls[1].call_id]
     built = forest.build(calls)
-    [row] = rows.cut(built, credit.final(built, 1.0))
+    [row] = rows.cut(built, credit.final_values(built, 1.0))
     for call, prompt in zip(calls, served.engine.prompts, strict=True):
         start = len(prompt)
         assert row.token_ids[:start] == prompt

@@ -220,7 +220,7 @@ def test_the_recorded_forest_is_the_live_one_and_rows_are_what_the_engine_saw_an
     for asked, live in lives.values():
         live.prompt = None  # no longer at hand
         assert live.prompt_ids() == asked.place.prompt_ids
-    cut = rows.cut(built, credit.final(built, 1.0))
+    cut = rows.cut(built, credit.final_values(built, 1.0))
     for row, leaf in zip(cut, built.leaves(), strict=True):
         assert row.token_ids == lives[leaf.call.call_id][0].place.prompt_ids + leaf.call.response_ids
     trained = Counter(t for row in cut for t, mask in zip(row.token_ids, row.loss_mask, strict=True) if mask)

@@ -129,3 +129,37 @@ def test_the_documented_console_line_is_in_the_metrics(tmp_path: Path) -> None:
     [row] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert row["tokens/received"] == row["tokens/trained"] + row["tokens/pending"]
     assert 0 <= row["perf/padding_share"] < 1
+
+
+def test_dynamic_sampling_rolls_out_until_enough_groups_say_something(tmp_path: Path) -> None:
+    """Even tasks give both rollouts the same reward, odd ones do not: half of every batch says nothing."""
+
+    def judge(rollouts: Sequence[FinishedRollout]) -> list[float]:
+        return [float(place * (rollout.task["n"] % 2)) for place, rollout in enumerate(rollouts)]
+
+    tasks = [{"n": n} for n in range(12)]
+    given = config(save_freq=1) | {"algorithm": {"filter_groups": {"enable": True}}}
+    given["data"] = {"train_batch_size": 4, "max_response_length": 8, "shuffle": False}
+    algorithm = lrl.PPO(given, reward=judge)
+    record = trained(tmp_path, says_something, algorithm, tasks)
+    assert [int(rollout.group_id.split("-")[-1]) % 2 for rollout in record.rollouts] == [1] * 8
+    assert algorithm.batches_taken == 2
+    [row] = read(tmp_path / "metrics.jsonl")
+    assert row["rollouts/groups_without_variance"] == 0.0
+    assert row["critic/rewards/mean"] == 0.25  # of all sixteen
+    assert row["tokens/excluded/zero_variance"] > 0
+    again = lrl.PPO(
+        given | {"trainer": given["trainer"] | {"total_training_steps": 2, "resume_mode": "auto"}}, reward=judge
+    )
+    lrl.Trainer(says_something, n_runners=4, run_dir=tmp_path).fit(again, tasks)
+    tasks_of_step_2 = {int(r.group_id.split("-")[-1]) for r in list(step_record.read_all(tmp_path))[1].rollouts}
+    assert tasks_of_step_2 == {9, 11, 1, 3}  # the third batch, then the first again
+
+
+def test_dynamic_sampling_ends_where_nothing_can_be_learned(tmp_path: Path) -> None:
+    given = config() | {"algorithm": {"filter_groups": {"enable": True, "max_num_gen_batches": 2}}}
+    record = trained(tmp_path, says_something, lrl.PPO(given, reward=lambda group: [1.0] * len(group)), TASKS)
+    assert record.rollouts == []
+    [row] = read(tmp_path / "metrics.jsonl")
+    assert row["tokens/received"] == row["tokens/excluded/zero_variance"] > 0
+    assert "actor/pg_loss" not in row

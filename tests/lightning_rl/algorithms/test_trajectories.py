@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from lightning_rl.algorithms.conservation import ConservationError, TokenAccount
-from lightning_rl.algorithms.trajectories import trajectory_of
+from lightning_rl.algorithms.trajectories import informative, trajectory_of
 from lightning_rl.store.contract import Attempt, AttemptTrace, Rollout, RolloutConfig, RolloutTrace
 from lightning_rl_adapters.call import to_span
 from tests.adapters.forests import make_call
@@ -111,3 +111,16 @@ def test_a_call_that_was_not_sampled_with_its_logprobs_is_context() -> None:
     found = read(trace([greedy, make_call(1, 0, response=3)], counting=0))
     assert found.left_out == {"greedy_logprobs": 5}
     assert masked(found) == 3
+
+
+def test_a_group_says_something_where_its_rollouts_differ_in_the_reward_that_is_named() -> None:
+    def rollout(group: str, reward: float | None, correct: float) -> Any:
+        recorded = trace([make_call(0, None)], counting=0, reward=reward)
+        named = {"correct": correct} | ({} if reward is None else {"reward": reward})
+        changed = msgspec.structs.replace(recorded.rollout, group_id=group, rewards=named)
+        return read(msgspec.structs.replace(recorded, rollout=changed), agent_failure=None)
+
+    found = [rollout("a", 1.0, 1.0), rollout("b", 0.5, 1.0), rollout("a", 1.0, 0.0), rollout("b", 0.25, 1.0)]
+    lost = [rollout("c", 1.0, 1.0), rollout("c", None, 0.0)]  # takes no part, so it makes no difference
+    assert [[t.group_id for t in group] for group in informative([*found, *lost], "reward")] == [["b", "b"]]
+    assert [[t.group_id for t in group] for group in informative([*found, *lost], "correct")] == [["a", "a"]]

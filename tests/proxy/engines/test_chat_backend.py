@@ -105,7 +105,7 @@ def test_a_call_is_recorded_with_its_tokens_where_the_service_tells_them(helped:
     assert whole == prompt_ids(second)
     assert first_call.exact
     built = forest.build(helped.ledger.calls())
-    [row] = rows.cut(built, credit.final(built, 1.0))
+    [row] = rows.cut(built, credit.final_values(built, 1.0))
     assert (row.exact, row.excluded, sum(row.loss_mask)) == (True, "frozen", 6)
 
 
@@ -147,7 +147,7 @@ def test_without_token_ids_the_forest_is_the_same_and_the_row_is_inexact(helped:
     assert all(not call.exact and call.prompt_ids == call.response_ids == [] for call in calls)
     assert all(call.logprobs is None for call in calls)
     built = forest.build(calls)
-    cut = rows.cut(built, credit.final(built, 1.0))
+    cut = rows.cut(built, credit.final_values(built, 1.0))
     assert [(row.exact, row.excluded, row.token_ids) for row in cut] == [(False, "inexact", [])] * 3
 
 
