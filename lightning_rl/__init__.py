@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from lightning_rl.algorithms.base import Algorithm
     from lightning_rl.algorithms.baseline import Baseline
     from lightning_rl.algorithms.ppo import PPO, VERL
-    from lightning_rl.emit import emit_reward
+    from lightning_rl.emit import emit_exception, emit_message, emit_object, emit_reward, operation
     from lightning_rl.resources import LLM, ProxyLLM
     from lightning_rl.trainer import Trainer
     from lightning_rl_adapters.call import Call
@@ -26,7 +26,11 @@ _HOME = {
     "Baseline": "lightning_rl.algorithms.baseline",
     "PPO": "lightning_rl.algorithms.ppo",
     "VERL": "lightning_rl.algorithms.ppo",
+    "emit_exception": "lightning_rl.emit",
+    "emit_message": "lightning_rl.emit",
+    "emit_object": "lightning_rl.emit",
     "emit_reward": "lightning_rl.emit",
+    "operation": "lightning_rl.emit",
     "LLM": "lightning_rl.resources",
     "ProxyLLM": "lightning_rl.resources",
     "Trainer": "lightning_rl.trainer",
@@ -51,7 +55,11 @@ __all__ = [
     "Span",
     "Trainer",
     "Triplet",
+    "emit_exception",
+    "emit_message",
+    "emit_object",
     "emit_reward",
+    "operation",
     "rollout",
 ]
 

@@ -15,11 +15,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_rl.emit import collect_rewards, finite
+from lightning_rl.emit import finite
 from lightning_rl.errors import Explained
 from lightning_rl.resources import LLM, ProxyLLM
 
 if TYPE_CHECKING:
+    from lightning_rl.emitted import Emitted
     from lightning_rl.store.contract import Claim
 
 
@@ -147,19 +148,26 @@ def run_agent(
     agent: Agent,
     claim: "Claim",
     await_result: Callable[[Awaitable[Any]], Any] = lambda awaitable: asyncio.run(_wait(awaitable)),
+    *,
+    emitted: "Emitted | None" = None,
 ) -> dict[str, float] | None:
     """Run the agent on a claimed rollout; the rewards by name, or None where there was none.
 
-    A returned reward is the final one. Raises what the agent raises, and ValueError naming the rollout for a reward
-    that is no finite number or for two different final ones.
+    A returned reward is the final one. `emitted` takes what the agent emits; rewards of calls and spans are there
+    alone. Raises what the agent raises, and ValueError naming the rollout for a reward that is no finite number or for
+    two different final ones.
     """
+    from lightning_rl.emitted import Emitted  # brings OpenTelemetry, which what only names an agent has no use for
+
     rollout = claim.rollout
+    emitted = emitted or Emitted(rollout.rollout_id, claim.attempt.attempt_id)
     run = agent.training_rollout if rollout.mode == "train" else agent.validation_rollout
     resources = {name: _resource(value) for name, value in claim.resources.items()}
-    with collect_rewards() as rewards:
+    with emitted.collecting():
         returned = run(rollout.task, resources, rollout)
         if inspect.isawaitable(returned):
             returned = await_result(returned)
+    rewards = dict(emitted.rewards)
     for name, value in _returned_rewards(returned, rollout.rollout_id).items():
         if name == "reward" and rewards.get(name, value) != value:
             raise ValueError(

@@ -35,6 +35,40 @@ OVERSHOOT: Final = "lightning_rl.overshoot"
 
 CALL_SPAN: Final = "lightning_rl.call"
 
+# What an agent says on its way, one span each.
+REWARD_SPAN: Final = "lightning_rl.reward"
+MESSAGE_SPAN: Final = "lightning_rl.message"
+OBJECT_SPAN: Final = "lightning_rl.object"
+EXCEPTION_SPAN: Final = "lightning_rl.exception"
+OPERATION_SPAN: Final = "lightning_rl.operation"
+
+REWARD_NAME: Final = "lightning_rl.reward.name"
+REWARD_VALUE: Final = "lightning_rl.reward.value"
+REWARD_CALL: Final = "lightning_rl.reward.call_id"
+MESSAGE: Final = "lightning_rl.message.text"
+OBJECT: Final = "lightning_rl.object.json"
+OPERATION_NAME: Final = "lightning_rl.operation.name"
+OPERATION_INPUTS: Final = "lightning_rl.operation.inputs"  # JSON, as the output
+OPERATION_OUTPUT: Final = "lightning_rl.operation.output"
+
+# Whose a span is: an attribute of it or of its resource while it travels.
+ROLLOUT_ID: Final = "lightning_rl.rollout_id"
+ATTEMPT_ID: Final = "lightning_rl.attempt_id"
+
+# What else OTLP says of a span; status and scope under the names that OpenTelemetry gives them as attributes.
+PARENT_SPAN: Final = "lightning_rl.parent_span"
+EVENTS: Final = "lightning_rl.events"
+RESOURCE: Final = "lightning_rl.resource"
+STATUS_CODE: Final = "otel.status_code"
+STATUS_DESCRIPTION: Final = "otel.status_description"
+SCOPE: Final = "otel.scope.name"
+
+# Names of ours that a runner may send; everything else of ours is said by the gateway alone.
+EMITTED_SPANS: Final = frozenset({REWARD_SPAN, MESSAGE_SPAN, OBJECT_SPAN, EXCEPTION_SPAN, OPERATION_SPAN})
+EMITTED_ATTRIBUTES: Final = frozenset(
+    {REWARD_NAME, REWARD_VALUE, REWARD_CALL, MESSAGE, OBJECT, OPERATION_NAME, OPERATION_INPUTS, OPERATION_OUTPUT}
+)
+
 
 class ForkCause(StrEnum):
     """Why a request continues no call, although its attempt has answered some."""

@@ -28,13 +28,18 @@ _NUMBERED = (
     semconv.PARENT, semconv.FORK_CAUSE, semconv.FORK_AT, semconv.ECHO_EDITED, semconv.PROMPT_IDS, semconv.RESPONSE_IDS,
     semconv.LOGPROBS, semconv.LOGPROB_KIND, semconv.POLICY_VERSIONS, semconv.SAMPLING_REQUESTED,
     semconv.SAMPLING_EFFECTIVE, semconv.IGNORED_FIELDS, semconv.DELIVERED, semconv.EXACT, semconv.TRAINABLE,
-    semconv.OVERSHOOT,
+    semconv.OVERSHOOT, semconv.REWARD_NAME, semconv.REWARD_VALUE, semconv.REWARD_CALL, semconv.MESSAGE, semconv.OBJECT,
+    semconv.OPERATION_NAME, semconv.OPERATION_INPUTS, semconv.OPERATION_OUTPUT, semconv.PARENT_SPAN, semconv.EVENTS,
+    semconv.RESOURCE, semconv.STATUS_CODE, semconv.STATUS_DESCRIPTION, semconv.SCOPE,
 )  # fmt: skip
 _NUMBERS: dict[str, int] = {name: number for number, name in enumerate(_NUMBERED)}
 
 
 class Span(msgspec.Struct, kw_only=True):
-    """One record of an attempt. Times are nanoseconds since the epoch; `number` is the order of arrival."""
+    """One record of an attempt. Times are nanoseconds since the epoch; `number` orders an attempt's spans.
+
+    A call's number is its order of arrival, from 0; that of any other span is its start time, so that it comes later.
+    """
 
     span_id: str
     rollout_id: str

@@ -107,7 +107,7 @@ def _transcript(when: str, trace: Any) -> str:
     from lightning_rl_adapters import semconv
 
     lines = [f"{when}: reward {trace.rollout.reward:g}"]
-    for span in trace.attempts[-1].spans:
+    for span in (span for span in trace.attempts[-1].spans if span.name == semconv.CALL_SPAN):
         for message in span.attributes[semconv.INPUT_MESSAGES] + span.attributes[semconv.OUTPUT_MESSAGES]:
             text = message["content"].replace("\n", "\n              ")
             lines.append(f"  {message['role']:>10}  {text}")

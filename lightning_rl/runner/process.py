@@ -20,6 +20,7 @@ from typing import BinaryIO, TypedDict
 from lightning_rl.runner.active import ActiveClaims
 from lightning_rl.runner.async_agents import AsyncAgents
 from lightning_rl.runner.crew import Crew
+from lightning_rl.runner.delivery import Delivery
 from lightning_rl.runner.worker import Worker
 from lightning_rl.server.child import TellAlarms, tell
 from lightning_rl.store.client import HttpStore
@@ -54,6 +55,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for client in ("httpx", "httpx2"):  # they log a line for every call of the agent
         logging.getLogger(client).setLevel(logging.WARNING)
+    _follow_agents_into_threads()
     payload: Payload = pickle.loads(_read_frame(sys.stdin.buffer))
     sys.path[:] = payload["sys_path"]
     agent = pickle.loads(payload["agent"])
@@ -78,6 +80,7 @@ def main() -> None:
             active=active,
             stop=stop,
             submit=async_agents.submit,
+            deliver=Delivery(payload["url"], payload["key"]),
             replace=lambda lost: crew.replace(lost.worker_id, lost.work),
             finished=cache(lambda: tell({"finished": True}, parent)),
         )
@@ -90,6 +93,13 @@ def main() -> None:
     _end_process_group()
     # Threads of agents may hang for ever; they must not keep the process.
     os._exit(1 if failed.is_set() else 0)
+
+
+def _follow_agents_into_threads() -> None:
+    """What threads emit that an agent starts, or executors that it uses, belongs to its rollout."""
+    from opentelemetry.instrumentation.threading import ThreadingInstrumentor  # this module is the trainer's too
+
+    ThreadingInstrumentor().instrument()
 
 
 def _start(name: str, work: Callable[[], None], stop: threading.Event, failed: threading.Event) -> None:

@@ -127,6 +127,7 @@ class ControlPlane:
             self._route("POST", "/pause", self._pause),
             self._route("POST", "/resume", self._resume),
             self._route("GET", "/state", self._state),
+            self._route("POST", "/state/tokens", self._tokens_received),
         ]
 
     def _route(self, method: str, path: str, handler: Handler, role: Role = "admin", status: int = 200) -> Route:
@@ -235,7 +236,8 @@ class ControlPlane:
 
     async def _add_rewards(self, request: Request) -> dict[str, Any]:
         body = await _decoded(request, RewardsBody)
-        return {"rewards": await self._sql.run(self._store.add_rewards, *_place(request), body.rewards)}
+        late = self._keys.role(request.headers.get("authorization", "")) == "admin"
+        return {"rewards": await self._sql.run(self._store.add_rewards, *_place(request), body.rewards, late=late)}
 
     async def _finish(self, request: Request) -> Attempt:
         body = await _decoded(request, Finish)
@@ -307,6 +309,10 @@ class ControlPlane:
     async def _resume(self, request: Request) -> dict[str, Any]:
         await self._pauses.resume(await _decoded(request, ResumeRequest))
         return self._gateway.state()
+
+    async def _tokens_received(self, request: Request) -> dict[str, Any]:
+        body = await _decoded(request, TracesBody)
+        return {"tokens_received": self._gateway.tokens_received(body.rollout_ids)}
 
     async def _state(self, request: Request) -> dict[str, Any]:
         return self._gateway.state()

@@ -1,6 +1,7 @@
 """Control plane and gateway as one ASGI application.
 
-Invariant: what is under /api/v1, /healthz, /readyz and /metrics is the control plane's, everything else the gateway's.
+Invariant: what is under /api/v1, /v1/traces, /healthz, /readyz and /metrics is the control plane's, everything else the
+gateway's.
 Both are open exactly while the application's lifespan runs; when it is over, the store holds every record.
 """
 
@@ -16,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lightning_rl.server import metrics, readiness
+from lightning_rl.server import metrics, otlp, readiness
 from lightning_rl.server.api import ControlPlane, encoded, error_response
 from lightning_rl.server.engines import EngineRequest, Engines
 from lightning_rl.server.gateway import GatewayDoor, Pauses, Receive, Scope, Send
@@ -29,7 +30,7 @@ from lightning_rl.store.sql import SqlStore
 from lightning_rl_proxy.limits import Limits
 
 _KINDS = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 429: "rate_limited"}
-_OURS = ("/api/v1/", "/healthz", "/readyz", "/metrics")
+_OURS = ("/api/v1/", otlp.PATH, "/healthz", "/readyz", "/metrics")
 
 
 class App:
@@ -90,6 +91,7 @@ def create_app(
         gateway_url=gateway_url,
         limits=limits,
     )
+    traces = otlp.Traces(store=store, sql=sql, keys=keys, limits=limits)
     ready = asyncio.Event()
 
     async def start() -> None:
@@ -139,6 +141,7 @@ def create_app(
             Route("/healthz", healthz),
             Route("/readyz", readyz),
             Route("/metrics", metrics_page),
+            traces.route(),
             *control_plane.routes(),
         ],
         middleware=[Middleware(Bounded, limits=limits)],

@@ -197,7 +197,8 @@ def test_forest(situation: Situation) -> None:
 def test_credit(situation: Situation) -> None:
     """The final reward reaches every call once, on its last sampled token."""
     built = forest.build(situation.calls)
-    assert credit.final_values(built, REWARD) == {call.call_id: REWARD for call in situation.calls}, drawn(situation.calls)
+    expected = {call.call_id: REWARD for call in situation.calls}
+    assert credit.final_values(built, REWARD) == expected, drawn(situation.calls)
     carrying = [
         [words([token]) for token, reward in zip(row.token_ids, row.rewards, strict=True) if reward == REWARD]
         for row in cut(situation)

@@ -11,7 +11,8 @@ import pytest
 
 import lightning_rl as lrl
 from lightning_rl.agent import as_agent, run_agent
-from lightning_rl.emit import emit_reward
+from lightning_rl.emit import emit_message, emit_reward
+from lightning_rl.emitted import Emitted
 from lightning_rl.store.contract import Attempt, Claim, Rollout, RolloutConfig
 
 RESOURCE = {
@@ -98,6 +99,42 @@ def test_emitted_rewards_are_kept_by_name_the_last_wins() -> None:
         emit_reward(0.9)
 
     assert run_agent(agent, claim()) == {"reward": 0.9}
+
+
+def test_a_reward_of_a_call_is_never_the_final_one() -> None:
+    @lrl.rollout
+    def agent(task: Any) -> float | None:
+        emit_reward(0.5, call_id="chatcmpl-c1")
+        return task["returned"]  # type: ignore[no-any-return]
+
+    for returned, rewards in ((1.0, {"reward": 1.0}), (None, None)):
+        asked, emitted = claim(), Emitted("r1", "a1")
+        asked.rollout.task["returned"] = returned
+        assert run_agent(agent, asked, emitted=emitted) == rewards
+        assert [(reward.name, reward.value, reward.call_id) for reward in emitted.call_rewards] == [
+            ("reward", 0.5, "chatcmpl-c1")
+        ]
+
+
+def test_what_an_agent_emitted_before_it_failed_is_there() -> None:
+    def agent(task: Any) -> None:
+        emit_message("here")
+        emit_reward(0.5, call_id="msg_c1")
+        raise LookupError
+
+    emitted = Emitted("r1", "a1")
+    with pytest.raises(LookupError):
+        run_agent(as_agent(agent), claim(), emitted=emitted)
+    assert [reward.reward_id for reward in emitted.call_rewards] == ["a1-call-0"]
+    assert [span.name for span in emitted.spans] == ["lightning_rl.message", "lightning_rl.reward"]
+
+
+def test_returned_rewards_are_not_emitted_ones() -> None:
+    emitted = Emitted("r1", "a1")
+    assert run_agent(as_agent(lambda task: {"reward": 1, "style": 2}), claim(), emitted=emitted) == {
+        "reward": 1.0, "style": 2.0,
+    }  # fmt: skip
+    assert (emitted.rewards, emitted.spans) == ({}, [])
 
 
 def test_no_reward_is_none() -> None:

@@ -12,7 +12,7 @@ LOADED = (
 HEAVY = {
     "torch", "ray", "vllm", "litellm", "hydra", "omegaconf", "transformers", "openai", "numpy", "sqlalchemy",
     "renderers", "tokenizers", "matplotlib", "plotext", "rich", "typer", "starlette", "uvicorn", "aiohttp", "httpx",
-    "datasets", "pyarrow", "pandas",
+    "datasets", "pyarrow", "pandas", "opentelemetry", "google", "requests",
 }  # fmt: skip
 
 
@@ -27,7 +27,15 @@ def test_the_package_loads_itself_alone() -> None:
     assert loaded("import lightning_rl") == ["lightning_rl"]
 
 
-@pytest.mark.parametrize("names", ["LLM, ProxyLLM, rollout, Agent, emit_reward", "Trainer", "Span, Call, Forest, Row"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        "LLM, ProxyLLM, rollout, Agent",
+        "emit_reward, emit_message, emit_object, emit_exception, operation",
+        "Trainer",
+        "Span, Call, Forest, Row",
+    ],
+)
 def test_what_an_agent_or_a_script_names_loads_nothing_heavy(names: str) -> None:
     modules = loaded(f"from lightning_rl import {names}")
     assert not {name.partition(".")[0] for name in modules} & HEAVY
@@ -35,5 +43,5 @@ def test_what_an_agent_or_a_script_names_loads_nothing_heavy(names: str) -> None
 
 
 def test_an_agents_names_load_no_third_party_code() -> None:
-    modules = loaded("from lightning_rl import LLM, ProxyLLM, rollout, Agent, emit_reward")
+    modules = loaded("from lightning_rl import LLM, ProxyLLM, rollout, Agent, emit_reward, emit_message, operation")
     assert {name.partition(".")[0] for name in modules} == {"lightning_rl"}

@@ -57,6 +57,7 @@ CONTROL = {
     ("POST", "/pause"): ("admin", 400),
     ("POST", "/resume"): ("admin", 400),
     ("GET", "/state"): ("admin", 200),
+    ("POST", "/state/tokens"): ("admin", 400),
 }
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 # What is behind each door of the gateway, a request for it, and what the attempt's key is answered.
