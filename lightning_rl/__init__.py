@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lightning_rl.emit import emit_exception, emit_message, emit_object, emit_reward, operation
     from lightning_rl.resources import LLM, ProxyLLM
     from lightning_rl.trainer import Trainer
+    from lightning_rl.training.daemon import AgentModeDaemon
     from lightning_rl_adapters.call import Call
     from lightning_rl_adapters.forest import Forest
     from lightning_rl_adapters.rows import Row
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "AgentModeDaemon": "lightning_rl.training.daemon",
     "Agent": "lightning_rl.agent",
     "rollout": "lightning_rl.agent",
     "Algorithm": "lightning_rl.algorithms.base",
@@ -46,6 +48,7 @@ __all__ = [
     "PPO",
     "VERL",
     "Agent",
+    "AgentModeDaemon",
     "Algorithm",
     "Baseline",
     "Call",

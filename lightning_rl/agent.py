@@ -4,19 +4,15 @@ The function is not changed: `@rollout` only reads its signature, and the decora
 """
 
 import asyncio
-import difflib
 import functools
 import importlib
-import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rl.emit import finite
 from lightning_rl.errors import Explained
+from lightning_rl.loading import NotLoadable, load
 from lightning_rl.resources import LLM, ProxyLLM
 
 if TYPE_CHECKING:
@@ -28,7 +24,7 @@ class AgentSignature(Explained, TypeError):
     """An agent's function cannot be called with what there is."""
 
 
-class AgentNotFound(Explained, ValueError):
+class AgentNotFound(NotLoadable):
     """The agent that a command names is not there."""
 
 
@@ -108,40 +104,7 @@ def load_agent(spec: str) -> Agent:
     Raises AgentNotFound saying what is wrong with `spec`: its form, the file, the module, what the module raises when
     it is imported, or the name.
     """
-    place, _, name = spec.rpartition(":")
-    if not place or not name:
-        raise AgentNotFound(f"agent {spec!r} is neither module:function nor path/to/file.py:function")
-    folder = Path.cwd()
-    if place.endswith(".py"):
-        file = Path(place).resolve()
-        if not file.is_file():
-            raise AgentNotFound(f"agent {spec!r}: there is no file {file}")
-        folder, place = file.parent, file.stem
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))  # runners import by the same path
-    if importlib.util.find_spec(place.partition(".")[0]) is None:
-        raise AgentNotFound(f"agent {spec!r}: there is no module {place!r} in {folder}, nor installed")
-    module = _imported(place, spec)
-    candidate: Any = module
-    for part in name.split("."):
-        candidate = getattr(candidate, part, None)
-    if candidate is None:
-        near = difflib.get_close_matches(name, vars(module), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise AgentNotFound(f"agent {spec!r}: {module.__file__} has no {name!r}{hint}")
-    return as_agent(candidate)
-
-
-def _imported(name: str, spec: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        told = traceback.TracebackException.from_exception(error)
-        theirs = [frame for frame in told.stack if frame.filename != __file__ and "importlib" not in frame.filename]
-        told.stack = traceback.StackSummary.from_list(theirs)
-        raise AgentNotFound(
-            f"agent {spec!r} cannot be imported\n{''.join(told.format(chain=False)).rstrip()}"
-        ) from error
+    return as_agent(load(spec, "agent", error=AgentNotFound))
 
 
 def run_agent(

@@ -91,7 +91,7 @@ def trajectory_of(
         others += len(recorded) - len(calls)
         earlier += sum(call.sampled_tokens for call in calls if call.end_ns < began_ns)
         if attempt.attempt.attempt_id == rollout.counting_attempt_id:
-            counting = forest.build(calls)
+            counting = forest.build(calls if rollout.mode != "train" else map(_with_known_logprobs, calls))
             rewards, lost_rewards = _rewards(attempt, rollout.rewards, rollout.reward, {c.call_id for c in recorded})
         elif reason := why_excluded(rollout, attempt.attempt):
             excluded[reason] += sum(call.sampled_tokens for call in calls)
@@ -105,7 +105,8 @@ def trajectory_of(
     calls = [node.call for node in counting.nodes.values()]
     left_out = {call.call_id: "not_selected" for call in calls if select is not None and not select(call)}
     if rollout.mode == "train":
-        left_out |= _without_their_probabilities(calls)
+        # A greedy answer is no sample of the policy, whatever its logprobs.
+        left_out |= {c.call_id: "greedy_logprobs" for c in calls if c.logprob_kind == "greedy" and c.trainable}
     why = {call.call_id: reason for call in calls if (reason := rows.why_left_out(call, left_out))}
     tokens: Counter[str] = Counter({"overshoot": sum(call.overshoot for call in calls)})
     for call in calls:
@@ -177,10 +178,6 @@ def _given(rewards: Rewards) -> float | None:
     return sum(value for named in rewards.of_calls.values() for value in named.values())
 
 
-def _without_their_probabilities(calls: Sequence[Call]) -> dict[str, str]:
-    """The calls whose logprobs are not those that they were sampled with: a ratio to them means nothing."""
-    return {
-        call.call_id: f"{call.logprob_kind}_logprobs"
-        for call in calls
-        if call.logprob_kind != "sampled" and call.trainable
-    }
+def _with_known_logprobs(call: Call) -> Call:
+    """The call without logprobs that it was not sampled with: the trainer recomputes them, or leaves its tokens out."""
+    return call if call.logprob_kind != "raw" else msgspec.structs.replace(call, logprobs=None)

@@ -55,7 +55,6 @@ _EXCLUDED = {
     "no_reward": "let agents not fail, and give a reward; or set algorithm.agent_failure=zero, so that failing counts",
     "no_logprob": "let the engine give logprobs, or leave algorithm.rollout_correction.bypass_mode off",
     "greedy_logprobs": "sample with a temperature above 0: gateway.sampling, actor_rollout_ref.rollout.temperature",
-    "raw_logprobs": "sample at temperature 1, or with an engine that tells the logprobs it sampled with",
     "inexact": "use an engine that tells token ids",
     "overshoot": "it is what was sampled past a stop text: shorter answers, or a stop token, save it",
 }

@@ -113,6 +113,13 @@ def test_a_call_that_was_not_sampled_with_its_logprobs_is_context() -> None:
     assert masked(found) == 3
 
 
+def test_logprobs_from_before_the_temperature_are_as_none() -> None:
+    raw = msgspec.structs.replace(make_call(0, None, response=2), logprob_kind="raw")
+    found = read(trace([raw, make_call(1, 0, response=2)], counting=0))
+    assert (found.left_out, masked(found)) == ({}, 4)
+    assert found.rows[0].logprobs == [None] * 2 + [None, None] + [None] * 2 + [-0.5, -1.0]
+
+
 def test_a_group_says_something_where_its_rollouts_differ_in_the_reward_that_is_named() -> None:
     def rollout(group: str, reward: float | None, correct: float) -> Any:
         recorded = trace([make_call(0, None)], counting=0, reward=reward)
