@@ -11,14 +11,18 @@ import msgspec
 
 from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
 from lightning_rl.algorithms.evaluation import Evaluation, evaluate
+from lightning_rl.algorithms.grading import Grader
 from lightning_rl.algorithms.problems import Problems
 from lightning_rl.algorithms.trajectories import Trajectory, trajectory_of
 from lightning_rl.config import ConfigError
 from lightning_rl.files import write_whole
+from lightning_rl.rewards import GroupReward
 from lightning_rl.store.contract import RolloutRequest, RolloutTrace
 
 if TYPE_CHECKING:
     from lightning_rl.inference.embedded import EmbeddedPolicy
+
+_GROUPS_AT_ONCE = 8  # that are graded
 
 
 class Baseline(Algorithm):
@@ -33,6 +37,7 @@ class Baseline(Algorithm):
         n: rollouts per task.
         sampling_parameters: temperature, top_p, top_k, max_tokens that replace the agent's; by default the agent's.
         renderer: the chat format of an embedded model.
+        reward: what gives the rollouts of a task their rewards (`lightning_rl.rewards`), instead of the agent.
         resume: go on with a run folder that holds an evaluation: what it has of this model is not run again.
 
     After `Trainer.fit(baseline, tasks)`, `evaluations` has one `Evaluation` per dataset; they are also printed, and
@@ -49,6 +54,7 @@ class Baseline(Algorithm):
         n: int = 1,
         sampling_parameters: Mapping[str, Any] | None = None,
         renderer: str = "auto",
+        reward: GroupReward | None = None,
         resume: bool = False,
     ) -> None:
         if (base_url or chat_backend) and model is None:
@@ -64,6 +70,7 @@ class Baseline(Algorithm):
         self.n = n
         self.sampling_parameters = dict(sampling_parameters or {})
         self.renderer = renderer
+        self._grader = None if reward is None else Grader(reward, concurrency=_GROUPS_AT_ONCE)
         self.resume = resume
         self.evaluations: list[Evaluation] = []
         self.policy: EmbeddedPolicy | None = None
@@ -152,7 +159,8 @@ class Baseline(Algorithm):
             for index, task in enumerate(tasks)
             for k in range(self.n)
         ]
-        return self.finished(requests, lambda trace: trace)
+        traces: list[RolloutTrace] = self.finished(requests, lambda trace: trace)
+        return traces if self._grader is None else self._grader.graded(traces, self.store, model)
 
     def _digest(self) -> str:
         """Tells the rollouts of one model and sampling from those of another in the same folder."""

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ import pytest
 import lightning_rl as lrl
 from lightning_rl.algorithms.base import TaskError
 from lightning_rl.algorithms.evaluation import wilson
+from lightning_rl.rewards import FinishedRollout
+from tests.lightning_rl.algorithms.agents import says_something
 
 pytestmark = pytest.mark.e2e
 
@@ -57,6 +59,21 @@ def test_a_baseline_is_an_accuracy_with_its_confidence(tmp_path: Path, capsys: p
     assert "train: accuracy 0.500, 95 % confidence" in capsys.readouterr().out
     assert json.loads((tmp_path / "evaluations.json").read_text())[0]["mean"] == 0.5
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_reward_function_judges_what_agents_do_not(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def longer(rollouts: Sequence[FinishedRollout]) -> list[float]:
+        seen.extend(rollout.answer for rollout in rollouts)
+        return [0.25] * len(rollouts)
+
+    baseline = lrl.Baseline(n=2, reward=longer)
+    lrl.Trainer(says_something, n_runners=4, run_dir=tmp_path).fit(baseline, [{"n": 1}, {"n": 2}])
+    [evaluation] = baseline.evaluations
+    assert (evaluation.mean, evaluation.rollouts, evaluation.failed) == (0.25, 4, 0)
+    assert len(seen) == 4
+    assert all(seen)
 
 
 @pytest.mark.parametrize("form", [Classic, Classic()])
