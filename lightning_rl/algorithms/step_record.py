@@ -13,11 +13,23 @@ from lightning_rl.files import write_whole
 FOLDER = "steps"
 
 
+class PlusRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The second part of a call's credit (`credit.Credit.plus`): advantage = (credit - baseline) / scale."""
+
+    credit: float
+    compared_with: str | None = None
+    baseline: float = 0.0
+    scale: float = 1.0
+    advantage: float = 0.0
+
+
 class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One call of the policy in its counting attempt.
 
     `credit` is what the rule gave it (None: nothing), `compared_with` whose mean the `baseline` is (`credit.Credit`);
-    advantage = (credit - baseline) / scale. `weight` is that of each of its trained tokens in the loss of `mini_batch`
+    advantage = (credit - baseline) / scale, and where there is a `plus`, its advantage added. Under an estimator of
+    tokens (`StepRecord.estimator`) all four are means over the call's tokens, whose credit is the return from there on.
+    `weight` is that of each of its trained tokens in the loss of `mini_batch`
     (from 0). `kept` are the places of its trained tokens among those it sampled, None for all of them; `old_log_probs`
     (float32 bytes, `span.unpack_logprobs`) are theirs as the trainer computed them before the update. `left_out` is
     why none of it is trained.
@@ -34,11 +46,12 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
     kept: list[int] | None = None
     old_log_probs: bytes = b""
     left_out: str | None = None
+    plus: PlusRecord | None = None
 
 
 class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout of the step. `reward` is the one it counted with, None where it took no part (`left_out` says why);
-    `rewards` are those it was given, by name; `calls` are in order of arrival."""
+    `overlong_penalty` is in it; `rewards` are those it was given, by name; `calls` are in order of arrival."""
 
     rollout_id: str
     group_id: str
@@ -47,16 +60,19 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     agent_failed: bool = False
     left_out: str | None = None
     calls: dict[str, CallRecord] = {}
+    overlong_penalty: float = 0.0
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A training step. `rule` is the credit strategy's name, `policy_version` that of the weights that it updated."""
+    """A training step. `rule` is the credit strategy's name, `estimator` that of what made advantages of credits,
+    `policy_version` that of the weights that it updated."""
 
     step: int
     policy_version: int
     rule: str
     loss_agg_mode: str
     rollouts: list[RolloutRecord]
+    estimator: str = "grpo"
 
 
 _DECODER = msgspec.msgpack.Decoder(StepRecord)
@@ -64,22 +80,26 @@ _DECODER = msgspec.msgpack.Decoder(StepRecord)
 
 def write(run_dir: Path, record: StepRecord) -> Path:
     """Keep a step's record in the run's folder; its file."""
-    path = run_dir / FOLDER / f"{record.step:06d}.msgpack"
+    path = _path(run_dir, record.step)
     path.parent.mkdir(exist_ok=True)
     write_whole(path, msgspec.msgpack.encode(record))
     return path
 
 
-def read_all(run_dir: Path) -> Iterator[StepRecord]:
-    """The records of a run, in order of their steps."""
-    for path in sorted((run_dir / FOLDER).glob("*.msgpack")):
+def read_all(run_dir: Path, *, newest: int = 0) -> Iterator[StepRecord]:
+    """The records of a run, in order of their steps; of the `newest` steps alone, where it is not 0."""
+    for path in sorted((run_dir / FOLDER).glob("*.msgpack"))[-newest:]:
         yield _DECODER.decode(path.read_bytes())
 
 
-def find(run_dir: Path, rollout_id: str) -> tuple[StepRecord, RolloutRecord] | None:
-    """The step that a rollout was trained in, and its record there; None where no step was."""
-    for step in read_all(run_dir):
-        for rollout in step.rollouts:
-            if rollout.rollout_id == rollout_id:
-                return step, rollout
-    return None
+def find(run_dir: Path, rollout_id: str, step: int) -> tuple[StepRecord, RolloutRecord] | None:
+    """The record of `step`, which asked for the rollout, and the rollout's there; None where there is none."""
+    path = _path(run_dir, step)
+    if not path.is_file():
+        return None
+    record = _DECODER.decode(path.read_bytes())
+    return next(((record, rollout) for rollout in record.rollouts if rollout.rollout_id == rollout_id), None)
+
+
+def _path(run_dir: Path, step: int) -> Path:
+    return run_dir / FOLDER / f"{step:06d}.msgpack"

@@ -3,7 +3,6 @@
 Invariant: nothing is fetched from a network and nothing is written.
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +64,7 @@ def as_trained(config: TrainConfig | None) -> dict[str, Any]:
 def steps(run_dir: Path, newest: int) -> list[StepRecord]:
     """The run's newest step records, in order. Raises NotRecorded where one cannot be read."""
     try:
-        return list(deque(step_record.read_all(run_dir), maxlen=newest))
+        return list(step_record.read_all(run_dir, newest=newest))
     except msgspec.MsgspecError as error:
         raise _unreadable(run_dir, error) from error
 
@@ -78,7 +77,7 @@ def decoder(run_dir: Path, config: TrainConfig | None) -> Callable[[list[int]], 
 
 def _record_of(run_dir: Path, config: TrainConfig | None, rollout: Rollout) -> tuple[Found | None, str | None]:
     try:
-        found = step_record.find(run_dir, rollout.rollout_id)
+        found = step_record.find(run_dir, rollout.rollout_id, rollout.metadata.get("step", 0))
     except msgspec.MsgspecError as error:
         raise _unreadable(run_dir, error) from error
     if found is not None or config is None or rollout.mode != "train":

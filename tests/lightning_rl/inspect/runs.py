@@ -31,10 +31,13 @@ def record(
     call_rewards: Iterable[Reward] = (),
     error: ErrorInfo | None = None,
     attempts: int = 1,
+    step: int = 7,
 ) -> None:
-    """A rollout of `attempts` attempts that ended so, each with these calls; their ids get the rollout's before."""
-    config = RolloutConfig(max_attempts=attempts)
-    store.enqueue([RolloutRequest(task={"q": rollout_id}, rollout_id=rollout_id, mode=mode, config=config)])
+    """A rollout of `attempts` attempts that ended so, each with these calls; their ids get the rollout's before. `step`
+    asked for it."""
+    config, metadata = RolloutConfig(max_attempts=attempts), {"step": step}
+    asked = RolloutRequest(task={"q": rollout_id}, rollout_id=rollout_id, mode=mode, config=config, metadata=metadata)
+    store.enqueue([asked])
     for sequence in range(1, attempts + 1):
         [claim] = store.claim("worker", limit=1)
         attempt_id = claim.attempt.attempt_id

@@ -123,7 +123,7 @@ def test_a_run_that_was_no_training_says_nothing_of_it(tmp_path: Path) -> None:
 def test_a_superseded_attempt_has_no_part_in_the_record(tmp_path: Path) -> None:
     lost = ErrorInfo(type="EngineError", message="gone", infrastructure=True)
     with open_store(tmp_path) as store:
-        record(store, "r", TALK, attempts=2, error=lost)
+        record(store, "r", TALK, attempts=2, error=lost, step=1)
     write_run(tmp_path, steps=[step_of(1, rollout_record("r", "g", None, calls=0, left_out="no_reward"))], config={})
     view = as_json("r", "--run-dir", str(tmp_path))
     assert view["training"]["left_out"] == "no_reward"
