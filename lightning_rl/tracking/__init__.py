@@ -1,10 +1,12 @@
 """Where metrics go. A tracker is anything with `log(step, metrics)` and `close()`."""
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from lightning_rl.config import ConfigError
+from lightning_rl.tracking.about import About
 
 
 class Tracker(Protocol):
@@ -19,25 +21,46 @@ class Tracker(Protocol):
         ...
 
 
-NAMES = ("console", "jsonl")
+NAMES = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raises ConfigError for a tracker that there is not."""
+    """Raises ConfigError for a tracker that there is not, or whose library is not installed."""
     for name in names:
         if name not in NAMES:
             raise ConfigError(f"trainer.logger {name!r} cannot be written to; there are {', '.join(NAMES)}")
+        if name not in ("console", "jsonl") and importlib.util.find_spec(name) is None:
+            raise ConfigError(f"trainer.logger {name!r} needs a library: pip install 'lightning-rl[tracking]'")
 
 
-def open_trackers(names: Sequence[str], run_dir: Path, total_steps: int, began_at: int = 0) -> list[Tracker]:
-    """The trackers of `trainer.logger`, for a run of `total_steps` that begins after step `began_at`."""
-    from lightning_rl.tracking.console import ConsoleTracker
-    from lightning_rl.tracking.jsonl import JsonlTracker
+def open_trackers(
+    names: Sequence[str], run_dir: Path, total_steps: int, began_at: int = 0, about: About | None = None
+) -> list[Tracker]:
+    """The trackers of `trainer.logger`, for a run of `total_steps` that begins after step `began_at`.
 
+    Raises ConfigError as `check_names` does, and what a service's own library raises where it cannot be reached.
+    """
     check_names(names)
+    told = about or About(name=run_dir.name)
     trackers: list[Tracker] = []
     if "console" in names:
+        from lightning_rl.tracking.console import ConsoleTracker
+
         trackers.append(ConsoleTracker(total_steps, began_at=began_at))
     if "jsonl" in names:
+        from lightning_rl.tracking.jsonl import JsonlTracker
+
         trackers.append(JsonlTracker(run_dir / "metrics.jsonl"))
+    if "tensorboard" in names:
+        from lightning_rl.tracking.tensorboard import TensorBoardTracker
+
+        trackers.append(TensorBoardTracker(run_dir, began_at))
+    if "wandb" in names:
+        from lightning_rl.tracking.wandb import WandbTracker
+
+        trackers.append(WandbTracker(run_dir, told))
+    if "mlflow" in names:
+        from lightning_rl.tracking.mlflow import MlflowTracker
+
+        trackers.append(MlflowTracker(run_dir, told))
     return trackers

@@ -125,16 +125,18 @@ def test_failures_are_told_once_with_what_to_do(tmp_path: Path, caplog: pytest.L
     assert any("made no call to the model: the agent must use llm.base_url" in text for text in told)
 
 
-def test_the_documented_dict_of_agent_lightning_runs_here(tmp_path: Path) -> None:
+def test_the_documented_dict_of_agent_lightning_runs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
     documented = json.loads((ROOT / "tests" / "data" / "agent_lightning_verl_config.json").read_text())
     documented["actor_rollout_ref"]["model"]["path"] = str(CHECKPOINT)
     documented["actor_rollout_ref"]["rollout"]["name"] = "embedded"
-    documented["trainer"]["logger"] = ["jsonl"]
+    documented["trainer"]["logger"] += ["jsonl"]
     lrl.Trainer(some_fail, n_runners=8, run_dir=tmp_path).fit(lrl.PPO(documented), [0] * 32, [0])
     rows = read(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[2]["rollouts/rows"] == 32 * 4
     assert rows[2]["tokens/trained"] > 0
+    assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
 
 
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ def test_a_step_is_a_line_with_its_failures() -> None:
 
 
 def test_an_unknown_tracker_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'wandb' cannot be written to; there are console, jsonl"):
-        tracking.open_trackers(["jsonl", "wandb"], tmp_path, 1)
+    with pytest.raises(ConfigError, match="'clearml' cannot be written to; there are console, jsonl"):
+        tracking.open_trackers(["jsonl", "clearml"], tmp_path, 1)
 
 
 def test_a_full_disk_is_named_with_its_file(tmp_path: Path) -> None:
