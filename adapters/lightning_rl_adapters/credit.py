@@ -5,7 +5,9 @@ of arrival in the attempt. A call that a strategy does not name is pushed nowher
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from typing import Final
 
 import msgspec
@@ -14,6 +16,7 @@ from lightning_rl_adapters.forest import Forest, Node
 
 GROUP: Final = "group"  # compared with the other rollouts of its group
 FINAL: Final = "reward"  # the name that the final reward goes by
+_STATE: Final = "state:"
 
 
 class Rewards(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,15 +28,24 @@ class Rewards(msgspec.Struct, frozen=True, kw_only=True):
     of_calls: dict[str, dict[str, float]] = {}
 
 
-class Credit(msgspec.Struct, frozen=True):
+class Credit(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """What a call is reinforced by.
 
     `compared_with` names those whose mean is its baseline: `GROUP`, or a part of the group that only some calls belong
-    to (`agent:write`); None: the number is relative already, and is the advantage.
+    to (`agent:write`, or the `state:...` that they were sampled in); None: the number is relative already, and is the
+    advantage. Its advantage is multiplied by `weight`; that of `plus`, a second credit, is added to it.
     """
 
     reward: float
     compared_with: str | None = GROUP
+    weight: float = 1.0
+    plus: "Credit | None" = None
+
+    def parts(self) -> "Iterator[Credit]":
+        """This credit, and those that are added to it."""
+        yield self
+        if self.plus is not None:
+            yield from self.plus.parts()
 
 
 Strategy = Callable[[Forest, Rewards], Mapping[str, "Credit | float"]]
@@ -56,8 +68,11 @@ def assign(strategy: Strategy, forest: Forest, rewards: Rewards) -> dict[str, Cr
         if call_id in given:
             credit = given[call_id]
             credits[call_id] = credit if isinstance(credit, Credit) else Credit(float(credit))
-            if not math.isfinite(credits[call_id].reward):
-                raise CreditError(f"the credit of call {call_id} is {credits[call_id].reward}; it must be finite")
+            for part in credits[call_id].parts():
+                if not math.isfinite(part.reward) or not math.isfinite(part.weight):
+                    raise CreditError(
+                        f"the credit of call {call_id} is {part.reward} (weight {part.weight}); it must be finite"
+                    )
     return credits
 
 
@@ -141,6 +156,56 @@ def leave_one_out(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
     return credits
 
 
+def step_groups(gamma: float, weight: float = 1.0) -> Strategy:
+    """Groups within the group (GiGPO, arXiv 2505.10978): the final reward, and added with `weight` the discounted
+    return from the call on (`return_to_go`), compared with that of all calls of the group that answered the very same
+    prompt, in other rollouts or in the same.
+
+    Without a final reward the sum of the calls' stands for it. A prompt that only one call answered adds nothing.
+    """
+
+    def strategy(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
+        returns = assign(return_to_go(gamma), forest, rewards)
+        given = [value for named in rewards.of_calls.values() for value in named.values()]
+        whole = math.fsum(given) if rewards.final is None else rewards.final
+        states = prompts(forest)
+        return {
+            call_id: Credit(whole, plus=Credit(step.reward, _STATE + states[call_id], weight))
+            if call_id in states
+            else Credit(whole)
+            for call_id, step in returns.items()
+        }
+
+    return strategy
+
+
+def is_state(compared_with: str) -> bool:
+    """Whether a name of `Credit.compared_with` is that of a state, where each call is compared for itself."""
+    return compared_with.startswith(_STATE)
+
+
+def prompts(forest: Forest) -> dict[str, str]:
+    """A digest of each call's model and whole prompt, wherever the tokens of both are all known.
+
+    Calls of any attempts have one digest exactly if they were sampled from one prompt, whatever calls it came about by.
+    """
+    digests: dict[str, str] = {}
+    contexts: dict[str, blake2b] = {}  # what the children of a call see of it, and of all before it
+    for call_id, node in forest.nodes.items():
+        call, parent = node.call, node.parent
+        if not call.exact or (parent is not None and parent.call.call_id not in contexts):
+            continue
+        if parent is None:
+            whole = blake2b(call.model.encode() + b"\0", digest_size=16)
+        else:
+            whole = contexts[parent.call.call_id].copy()
+        whole.update(array("q", call.prompt_ids).tobytes())
+        digests[call_id] = whole.hexdigest()
+        whole.update(array("q", call.response_ids).tobytes())
+        contexts[call_id] = whole
+    return digests
+
+
 def weighed(rewards: Rewards, weights: Mapping[str, float]) -> Rewards:
     """The rewards with weighted sums as the final one, and as that of each call.
 
@@ -164,7 +229,7 @@ def final_values(forest: Forest, reward: float | None) -> dict[str, float]:
     return {call_id: credit.reward for call_id, credit in final(forest, Rewards(final=reward)).items()}
 
 
-def by_name(name: str, *, gamma: float = 1.0) -> Strategy:
+def by_name(name: str, *, gamma: float = 1.0, step_weight: float = 1.0) -> Strategy:
     """The strategy that a config names."""
     strategies: dict[str, Strategy] = {
         "final": final,
@@ -174,6 +239,7 @@ def by_name(name: str, *, gamma: float = 1.0) -> Strategy:
         "return_to_go": return_to_go(gamma),
         "per_agent": per_agent,
         "leave_one_out": leave_one_out,
+        "step_groups": step_groups(gamma, step_weight),
     }
     return strategies[name]
 

@@ -9,11 +9,18 @@ import numpy as np
 from lightning_rl.algorithms.trajectories import Trajectory
 
 
-def rollout_metrics(trajectories: list[Trajectory], timing: Mapping[str, float]) -> dict[str, float]:
-    """Rewards, lengths, failures and speeds of the rollouts that `timing["gen"]` seconds were spent on."""
+def rollout_metrics(
+    trajectories: list[Trajectory], timing: Mapping[str, float], policy_version: int
+) -> dict[str, float]:
+    """Rewards, lengths, failures and speeds of the rollouts that `timing["gen"]` seconds were spent on.
+
+    `policy_version` is that of the weights which they are to update.
+    """
     rewards = [t.reward for t in trajectories if t.reward is not None] or [0.0]
     rows = [row for t in trajectories for row in t.rows]
     calls = sum(t.calls for t in trajectories)
+    made = [node.call for t in trajectories for node in t.forest.nodes.values()]
+    ages = [(policy_version - part.version, part.end - part.start) for call in made for part in call.versions]
     return {
         "critic/rewards/mean": float(np.mean(rewards)),
         "critic/rewards/max": float(np.max(rewards)),
@@ -27,6 +34,9 @@ def rollout_metrics(trajectories: list[Trajectory], timing: Mapping[str, float])
         "rollouts/without_calls": float(sum(t.calls == 0 for t in trajectories)),
         "rollouts/calls_of_other_models": float(sum(t.other_calls for t in trajectories)),
         "rollouts/lost_rewards": float(sum(t.lost_rewards for t in trajectories)),
+        "rollouts/cut_by_length": sum(call.finish_reason == "length" for call in made) / max(calls, 1),
+        "training/staleness/mean": sum(age * n for age, n in ages) / max(sum(n for _, n in ages), 1),
+        "training/staleness/max": float(max((age for age, _ in ages), default=0)),
         "perf/calls_per_s": calls / timing["gen"],
         "perf/tokens_per_s": sum(t.sampled_tokens for t in trajectories) / timing["gen"],
     }

@@ -17,15 +17,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from omegaconf import DictConfig
 
 from lightning_rl import tracking
-from lightning_rl.algorithms import step_batch, step_record
+from lightning_rl.algorithms import correction, step_batch, step_record
 from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
 from lightning_rl.algorithms.conservation import ConservationError, TokenAccount
-from lightning_rl.algorithms.credits import strategy_of
+from lightning_rl.algorithms.credits import estimator_of, gdpo_weights, overlong_buffer_of, strategy_of
 from lightning_rl.algorithms.grading import Grader
 from lightning_rl.algorithms.metrics import rollout_metrics, timed
 from lightning_rl.algorithms.problems import Problems
@@ -40,8 +41,13 @@ from lightning_rl.errors import Explained
 from lightning_rl.files import write_whole
 from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.rewards import GroupReward
+from lightning_rl.rl.advantages import Estimator
+from lightning_rl.rl.baselines import OutcomeEstimator
+from lightning_rl.rl.correction import Rules as RatioRules
+from lightning_rl.rl.losses import loss_named
 from lightning_rl.store.contract import RolloutConfig, RolloutRequest, RolloutTrace
 from lightning_rl.tracking import jsonl
+from lightning_rl.tracking.about import About
 from lightning_rl.training import checkpoint
 from lightning_rl.training.actor import Actor, ActorConfig
 from lightning_rl.training.batch import TrainingSequence
@@ -62,6 +68,7 @@ class PPO(Algorithm):
         config: verl's keys (`docs/config.md`).
         select: which calls of the policy are trained; the others are context. Beside `algorithm.train_agents`.
         credit: how rewards become the credit of calls, instead of `algorithm.credit.strategy`.
+        estimator: how credits become advantages (`rl.advantages`), instead of `algorithm.adv_estimator`.
         reward: what gives the rollouts of a group their rewards (`lightning_rl.rewards`), instead of the config's.
     """
 
@@ -73,11 +80,17 @@ class PPO(Algorithm):
         *,
         select: Callable[[Call], bool] | None = None,
         credit: Strategy | None = None,
+        estimator: Estimator | OutcomeEstimator | None = None,
         reward: GroupReward | None = None,
     ) -> None:
         self.config = config if isinstance(config, Config) else compose(config)
         self._select = selection(self.config.algorithm.train_agents, select)
-        self._rules = _rules(self.config, credit)
+        algorithm = self.config.algorithm
+        self._rules = _rules(self.config, credit, estimator)
+        self._rule = _name(credit) if credit else algorithm.credit.function or algorithm.credit.strategy
+        self._estimator = _name(estimator) if estimator else algorithm.adv_estimator
+        self._correction = _correction(self.config)
+        _check_loss(self.config)
         self._grader = Grader.of(self.config.reward, reward)
         self.step = 0
         self.policy_version = 0
@@ -154,7 +167,9 @@ class PPO(Algorithm):
         names = [name for name in config.logger if name != "console" or self.console]
         if "console" in names and self.config.actor_rollout_ref.model.path is None:
             print("model: the tutorial's small one, to try things out; name yours with actor_rollout_ref.model.path")
-        self._trackers = tracking.open_trackers(names, self.run_dir, total, began_at=self.step)
+        told = {"name": config.experiment_name or self.run_dir.name, "config": msgspec.to_builtins(self.config)}
+        about = About(**told | ({"project": config.project_name} if config.project_name else {}))
+        self._trackers = tracking.open_trackers(names, self.run_dir, total, began_at=self.step, about=about)
         try:
             self._publish_resources()
             if val_dataset and (config.val_before_train or config.val_only) and self.step == 0:
@@ -189,14 +204,16 @@ class PPO(Algorithm):
     def train_step(self, tasks: Sequence[tuple[int, Any]]) -> dict[str, float]:
         """One step on (task index, task) pairs; its metrics."""
         timing: dict[str, float] = {}
+        version = self.policy_version
         with timed(timing, "step"):
             with timed(timing, "gen"):
                 rolled_out, trajectories = self._rolled_out(tasks)
             with timed(timing, "adv"):
                 batch = step_batch.build(trajectories, self._rules)
-                self._account_for(batch)
             with timed(timing, "old_log_prob"):
-                metrics = self._set_old_log_probs(batch.sequences) | batch.metrics()
+                metrics = self._set_old_log_probs(batch.sequences)
+                metrics |= self._correct(batch) | batch.metrics()
+            self._account_for(batch)
             plan = self.actor.plan(batch.sequences, len(trajectories))
             self._write_record(step_batch.records(batch, plan))
             with timed(timing, "update_actor"), self._memory_advice():
@@ -204,7 +221,7 @@ class PPO(Algorithm):
             with timed(timing, "update_weights"):
                 self._publish_weights()
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
-        return metrics | rollout_metrics(rolled_out, timing) | self._check_tokens(rolled_out)
+        return metrics | rollout_metrics(rolled_out, timing, version) | self._check_tokens(rolled_out)
 
     def validate(self, val_dataset: Dataset) -> dict[str, float]:
         """Roll out the validation tasks under validation sampling; `val/...` metrics."""
@@ -247,9 +264,7 @@ class PPO(Algorithm):
                 self._exclude(trajectory, "surplus" if id(trajectory) in surplus else "zero_variance")
         return rolled_out, trained
 
-    def roll_out(
-        self, mode: str, tasks: Sequence[tuple[int, Any]], n: int, *, generation: int = 0
-    ) -> list[Trajectory]:
+    def roll_out(self, mode: str, tasks: Sequence[tuple[int, Any]], n: int, *, generation: int = 0) -> list[Trajectory]:
         """Ask for `n` rollouts of each task, and read them back as they end. Groups are in the order of `tasks`.
 
         `generation` tells batches of one step apart, which may have a task in common.
@@ -331,9 +346,10 @@ class PPO(Algorithm):
         record = StepRecord(
             step=self.step,
             policy_version=self.policy_version,
-            rule=config.algorithm.credit.function or config.algorithm.credit.strategy,
+            rule=self._rule,
             loss_agg_mode=config.actor_rollout_ref.actor.loss_agg_mode,
             rollouts=rollouts,
+            estimator=self._estimator,
         )
         step_record.write(self.run_dir, record)
 
@@ -361,6 +377,12 @@ class PPO(Algorithm):
                 "the model that is trained; check its weights, dtype, chat format and cache"
             )
         return {"training/rollout_probs_diff_max": largest, "training/rollout_probs_diff_mean": float(np.nanmean(gap))}
+
+    def _correct(self, batch: StepBatch) -> dict[str, float]:
+        """Weigh and reject by how far sampler and trainer are apart; with the sampler's numbers alone, nothing."""
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            return {}
+        return correction.correct(batch, self._correction)
 
     def _publish_resources(self) -> None:
         """Publish the policy under the name `main_llm`, with the sampling of training and of validation."""
@@ -471,7 +493,20 @@ class PPO(Algorithm):
 VERL = PPO
 
 
-def _rules(config: Config, strategy: Strategy | None) -> Rules:
+def _name(given: Any) -> str:
+    """How a function of the user's is called in the records."""
+    return getattr(getattr(given, "function", given), "__qualname__", type(given).__name__)
+
+
+def _check_loss(config: Config) -> None:
+    """Raises ConfigError for a loss that there is not, before a model is loaded."""
+    try:
+        loss_named(_actor_config(config, 1).loss_mode)
+    except ValueError as error:
+        raise ConfigError(f"actor_rollout_ref.actor.policy_loss: {error}") from error
+
+
+def _rules(config: Config, strategy: Strategy | None, estimator: Estimator | OutcomeEstimator | None = None) -> Rules:
     algorithm, overlong = config.algorithm, config.data.overlong
     bypass = algorithm.rollout_correction.bypass_mode
     if bypass and overlong == "truncate_left":
@@ -481,12 +516,24 @@ def _rules(config: Config, strategy: Strategy | None) -> Rules:
         )
     return Rules(
         strategy=strategy or strategy_of(algorithm),
+        estimator=estimator_of(config, strategy, estimator),
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        gamma=algorithm.gamma,
+        reward_weights=gdpo_weights(config),
+        overlong_buffer=overlong_buffer_of(config),
         groups_of_one=algorithm.groups_of_one,
         groups_without_variance=algorithm.groups_without_variance,
         overlong=overlong,
         max_tokens=config.data.max_prompt_length + config.data.max_response_length,
-        need_log_probs=bypass,
+        need_log_probs=bypass or _correction(config).active,
+    )
+
+
+def _correction(config: Config) -> RatioRules:
+    return correction.rules_of(
+        config.algorithm.rollout_correction,
+        overlong=config.data.overlong,
+        loss_mode=config.actor_rollout_ref.actor.policy_loss.loss_mode,
     )
 
 
@@ -494,7 +541,22 @@ def _actor_config(config: Config, training_steps: int) -> ActorConfig:
     actor = config.actor_rollout_ref.actor
     rows = actor.ppo_micro_batch_size_per_gpu
     dynamic = rows is None if actor.use_dynamic_bsz is None else actor.use_dynamic_bsz
+    loss, sampler = actor.policy_loss, config.algorithm.rollout_correction
+    by_sampler = loss.loss_mode == "bypass_mode" or (sampler.bypass_mode and loss.loss_mode == "vanilla")
     return ActorConfig(
+        loss_mode=sampler.loss_type if by_sampler else loss.loss_mode,
+        clip_cov_ratio=loss.clip_cov_ratio,
+        clip_cov_lb=loss.clip_cov_lb,
+        clip_cov_ub=loss.clip_cov_ub,
+        kl_cov_ratio=loss.kl_cov_ratio,
+        ppo_kl_coef=loss.ppo_kl_coef,
+        dro_beta=loss.dro_beta,
+        tau_pos=actor.tau_pos,
+        tau_neg=actor.tau_neg,
+        rollout_is=sampler.rollout_is,
+        rollout_is_threshold=sampler.rollout_is_threshold,
+        kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+        kl_loss_type=actor.kl_loss_type,
         mini_batch_rollouts=actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
         micro_batch_rows=None if dynamic else rows,
         log_prob_rows=config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu,

@@ -28,11 +28,11 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     `credit` is what the rule gave it (None: nothing), `compared_with` whose mean the `baseline` is (`credit.Credit`);
     advantage = (credit - baseline) / scale, and where there is a `plus`, its advantage added. Under an estimator of
-    tokens (`StepRecord.estimator`) all four are means over the call's tokens, whose credit is the return from there on.
-    `weight` is that of each of its trained tokens in the loss of `mini_batch`
-    (from 0). `kept` are the places of its trained tokens among those it sampled, None for all of them; `old_log_probs`
-    (float32 bytes, `span.unpack_logprobs`) are theirs as the trainer computed them before the update. `left_out` is
-    why none of it is trained.
+    tokens (`StepRecord.estimator`) these are means over the call's tokens, and the credit is the return from each on.
+    `weight` is that of each of its trained tokens in the loss of `mini_batch` (from 0). `kept` are the places of its
+    trained tokens among those it sampled, None for all of them; `old_log_probs` (float32 bytes,
+    `span.unpack_logprobs`) are theirs as the trainer computed them before the update. `left_out` is why none of it is
+    trained.
     """
 
     credit: float | None = None

@@ -94,6 +94,28 @@ class Optim(Section, frozen=True):
     weight_decay: Annotated[NotNegative, effect("AdamW's decay")] = 0.01
 
 
+class PolicyLoss(Section, frozen=True):
+    """The policy's loss (`docs/algorithms.md`)."""
+
+    loss_mode: Annotated[
+        str,
+        effect(
+            "vanilla, dppo_tv, dppo_kl, gspo, sapo, gpg, clip_cov, kl_cov, geo_mean, dro, cispo, reinforce, ppo_clip, "
+            "bypass_mode (what rollout_correction.loss_type says), or one of your own in `rl.losses.LOSSES`"
+        ),
+    ] = "vanilla"
+    clip_cov_ratio: Annotated[
+        Annotated[float, Meta(gt=0, le=1)], effect("clip_cov: the share of tokens that lose their loss")
+    ] = 0.0002
+    clip_cov_lb: Annotated[float, effect("clip_cov: the covariance above which they may")] = 1.0
+    clip_cov_ub: Annotated[float, effect("clip_cov: the covariance below which they may")] = 5.0
+    kl_cov_ratio: Annotated[
+        Annotated[float, Meta(gt=0, le=1)], effect("kl_cov: the share of tokens that are penalised")
+    ] = 0.0002
+    ppo_kl_coef: Annotated[NotNegative, effect("kl_cov: the weight of their penalty")] = 0.1
+    dro_beta: Annotated[Above0 | None, effect("dro: the weight of the squared log ratio; dro needs it")] = None
+
+
 class Actor(Section, frozen=True):
     """The update of the policy."""
 
@@ -118,6 +140,9 @@ class Actor(Section, frozen=True):
         effect("how token losses become one number; *seq* is a whole rollout"),
     ] = "token-mean"
     loss_scale_factor: Annotated[Above0 | None, effect("the divisor of seq-mean-token-sum-norm")] = None
+    tau_pos: Annotated[Above0, effect("loss_mode sapo: how steep its gate is where the advantage is positive")] = 1.0
+    tau_neg: Annotated[Above0, effect("loss_mode sapo: the same elsewhere")] = 1.05
+    policy_loss: PolicyLoss = field(default_factory=PolicyLoss)
     entropy_coeff: Annotated[float, effect("weight of the entropy bonus")] = 0.0
     grad_clip: Annotated[Above0, effect("largest norm of a gradient")] = 1.0
     use_kl_loss: Annotated[bool, only((False,), "no reference model is held yet")] = False
@@ -206,13 +231,47 @@ class RolloutCorrection(Section, frozen=True):
     bypass_mode: Annotated[
         bool, effect("true: the sampler's log probabilities are the old ones; false: they are recomputed")
     ] = False
+    loss_type: Annotated[
+        Literal["ppo_clip", "reinforce"],
+        effect(
+            "the loss in bypass_mode, where loss_mode is vanilla or bypass_mode: the clip bounds the ratio to the "
+            "sampler, or there is no clip, and the weights are those of rollout_is"
+        ),
+    ] = "ppo_clip"
+    rollout_is: Annotated[
+        Literal["token", "sequence", "geometric"] | None,
+        effect(
+            "importance weights, trainer to sampler: each token's, its rollout's product or geometric mean; null: 1"
+        ),
+    ] = None
+    rollout_is_threshold: Annotated[
+        float | str, effect("a number truncates weights; quoted bounds, '0.5_5.0', make those outside 0 (IcePop)")
+    ] = 2.0
+    rollout_is_batch_normalize: Annotated[bool, effect("divide the weights by their mean in the batch")] = False
+    rollout_rs: Annotated[
+        str | None,
+        effect("criteria that all must let a token through, with commas: token_k1, seq_mean_k3, ...; null: none"),
+    ] = None
+    rollout_rs_threshold: Annotated[
+        float | str | None,
+        effect(
+            "one for all or one for each criterion, with commas; k1: bounds of the ratio trainer to sampler, "
+            "'0.5_2.0', or x for 1/x to x; k2 and k3: the largest divergence"
+        ),
+    ] = None
+    rollout_token_veto_threshold: Annotated[
+        Annotated[float, Meta(gt=0, lt=1)] | None,
+        effect("a token with a smaller ratio, trainer to sampler, rejects its whole rollout; null: none does"),
+    ] = None
 
 
 class Credit(Section, frozen=True):
     """Which calls a rollout's rewards reach (`docs/concepts/credit.md`)."""
 
     strategy: Annotated[
-        Literal["final", "last_call", "discounted", "per_step", "return_to_go", "per_agent", "leave_one_out"],
+        Literal[
+            "final", "last_call", "discounted", "per_step", "return_to_go", "per_agent", "leave_one_out", "step_groups"
+        ],
         effect("how rewards become the credit of calls; final: every call has the final reward"),
     ] = "final"
     weights: Annotated[
@@ -223,6 +282,9 @@ class Credit(Section, frozen=True):
         str | None,
         effect("a strategy of your own, module:name or path/to/file.py:name, instead of a named one"),
     ] = None
+    step_weight: Annotated[
+        NotNegative, effect("of step_groups: what the comparison at equal prompts counts, beside that of rollouts")
+    ] = 1.0
 
 
 class FilterGroups(Section, frozen=True):
@@ -231,9 +293,9 @@ class FilterGroups(Section, frozen=True):
     enable: Annotated[
         bool, effect("train only groups whose rollouts differ in reward; roll out more tasks until there are enough")
     ] = False
-    metric: Annotated[
-        str, effect("the reward that has to differ, by name; reward: what a rollout counts with")
-    ] = "reward"
+    metric: Annotated[str, effect("the reward that has to differ, by name; reward: what a rollout counts with")] = (
+        "reward"
+    )
     max_num_gen_batches: Annotated[
         Positive, effect("batches of tasks rolled out for one step, at most; then it trains what there is")
     ] = 10
@@ -242,7 +304,13 @@ class FilterGroups(Section, frozen=True):
 class AlgorithmSection(Section, frozen=True):
     """From rewards to advantages."""
 
-    gamma: Annotated[Share, effect("discount per call, of the strategies discounted and return_to_go")] = 1.0
+    gamma: Annotated[
+        Share,
+        effect(
+            "discount: per call, of the strategies discounted, return_to_go and step_groups; per sampled token, of the "
+            "estimator reinforce_plus_plus"
+        ),
+    ] = 1.0
     credit: Credit = field(default_factory=Credit)
     groups_of_one: Annotated[
         Literal["zero", "raw", "drop"],
@@ -253,8 +321,33 @@ class AlgorithmSection(Section, frozen=True):
         effect("a group whose advantages are all 0: kept, so that it counts in the means of the loss, or left out"),
     ] = "keep"
     adv_estimator: Annotated[
-        Literal["grpo"], effect("how advantages are estimated; grpo: reward against its group")
+        Literal[
+            "gae",
+            "grpo",
+            "grpo_vectorized",
+            "gdpo",
+            "grpo_passk",
+            "reinforce_plus_plus_baseline",
+            "rloo",
+            "rloo_vectorized",
+            "opo",
+            "reinforce_plus_plus",
+            "remax",
+            "gpg",
+            "optimal_token_baseline",
+            "tir_optimal_token_baseline",
+        ],
+        effect(
+            "how advantages are estimated (`docs/algorithms.md`); refused yet: gae, which needs a critic, and remax, "
+            "which needs greedy rollouts"
+        ),
     ] = "grpo"
+    gdpo_reward_keys: Annotated[
+        list[str] | None, effect("of gdpo: the named rewards that are each compared with the group")
+    ] = None
+    gdpo_reward_weights: Annotated[
+        list[float] | None, effect("of gdpo: the weight of each of gdpo_reward_keys; null: 1 each")
+    ] = None
     norm_adv_by_std_in_grpo: Annotated[bool, effect("divide by the group's standard deviation")] = True
     agent_failure: Annotated[
         Literal["zero", "exclude"] | float,
@@ -290,11 +383,26 @@ class Judge(Section, frozen=True):
     concurrency: Annotated[Positive, effect("groups judged at once")] = 8
 
 
+class OverlongBuffer(Section, frozen=True):
+    """DAPO's soft overlong punishment: the final reward is lowered before an answer reaches its limit."""
+
+    enable: Annotated[bool, effect("lower the reward of rollouts that come near to `max_resp_len` sampled tokens")] = (
+        False
+    )
+    len: Annotated[Positive, effect("tokens before the limit over which the penalty grows")] = 128
+    penalty_factor: Annotated[NotNegative, effect("the penalty at the limit and beyond")] = 1.0
+    max_resp_len: Annotated[
+        Positive | None,
+        effect("the limit of sampled tokens on a rollout's longest branch; null: data.max_response_length"),
+    ] = None
+
+
 class RewardSection(Section, frozen=True):
     """Rewards that training gives beside the agents; they become the final reward."""
 
     custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
     judge: Judge = field(default_factory=Judge)
+    overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
 
 
 class TrainerSection(Section, frozen=True):
@@ -312,7 +420,7 @@ class TrainerSection(Section, frozen=True):
     ] = "disable"
     logger: Annotated[
         list[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]],
-        effect("where metrics go; this release writes `console` and `jsonl`, and refuses the others when a run begins"),
+        effect("where metrics go; the last three need the extra `tracking`"),
     ] = field(default_factory=lambda: ["console", "jsonl"])
     project_name: Annotated[str | None, effect("folder of the run, where Trainer is given none: runs/project_name")] = (
         None

@@ -5,11 +5,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from lightning_rl.algorithms.step_record import PlusRecord
 from lightning_rl.inspect.call import CallDetail, TokenView
 from lightning_rl.inspect.doctor import SEVERITIES, Diagnosis, Finding
 from lightning_rl.inspect.explain import AttemptView, CallView, Fork, RolloutView, RowView, words_of
 from lightning_rl.inspect.recorded import RunForks
 from lightning_rl.inspect.trained import CallTraining, RolloutTraining
+from lightning_rl_adapters.credit import is_state
 from lightning_rl_adapters.rows import Row
 
 _SAID = 48  # characters of what was asked, and of what was answered
@@ -140,6 +142,8 @@ def row_words(cut: Row, decode: Callable[[list[int]], str]) -> Iterator[tuple[st
 def rollout_training(training: RolloutTraining) -> str:
     """The step that a rollout was trained in, in one line."""
     reward = "took no part in its group" if training.reward is None else f"counted with reward {_n(training.reward)}"
+    if training.overlong_penalty:
+        reward += f" ({_n(training.overlong_penalty)} of it for its length)"
     failed = ", its agent failed" if training.agent_failed else ""
     left_out = f"; left out: {training.left_out}" if training.left_out else ""
     return (
@@ -150,21 +154,26 @@ def rollout_training(training: RolloutTraining) -> str:
 
 def call_training(training: CallTraining) -> str:
     """Which reward reached a call by which rule, and what became of it, in one line."""
-    if training.credit is None:
-        facts = ["no credit"]
-    elif training.compared_with is None:
-        facts = [f"credit {_n(training.credit)}, relative already"]
-    else:
-        compared = f"compared with {training.compared_with}"
-        numbers = f"baseline {_n(training.baseline)}, scale {_n(training.scale)}"
-        facts = [f"credit {_n(training.credit)}, {compared}, {numbers}"]
-    facts.append(f"advantage {_n(training.advantage)}")
+    facts = ["no credit"] if training.credit is None else [_credit(training.credit, training)]
+    if training.plus is not None:
+        facts.append(f"and {_credit(training.plus.credit, training.plus)}")
+    facts.append(f"advantage {_n(training.advantage)} by {training.estimator}")
     if training.left_out is not None:
         facts.append(f"not trained: {training.left_out}")
     else:
         facts.append(f"weight {_n(training.weight)} in mini-batch {training.mini_batch}")
         facts.append(f"{training.trained_tokens} tokens trained")
     return f"rule {training.rule}: {', '.join(facts)}"
+
+
+def _credit(credit: float, part: CallTraining | PlusRecord) -> str:
+    """A credit, and what it is compared with."""
+    if part.compared_with is None:
+        return f"credit {_n(credit)}, relative already"
+    others = "calls with the same prompt" if is_state(part.compared_with) else part.compared_with
+    if math.isinf(part.scale):
+        return f"credit {_n(credit)}, nobody in {others} to compare with"
+    return f"credit {_n(credit)}, compared with {others}, baseline {_n(part.baseline)}, scale {_n(part.scale)}"
 
 
 def call(view: CallDetail, *, whole: bool = False) -> list[str]:

@@ -5,14 +5,14 @@ Pure: records in, views out. Invariant: nothing is computed anew; where no recor
 
 import msgspec
 
-from lightning_rl.algorithms.step_record import CallRecord, RolloutRecord, StepRecord
+from lightning_rl.algorithms.step_record import CallRecord, PlusRecord, RolloutRecord, StepRecord
 
 Found = tuple[StepRecord, RolloutRecord]
 
 
 class CallTraining(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step made of one call: `CallRecord` for people. `rule` gave the credit; `left_out` is why none of the call
-    is trained, be it for itself or with its whole rollout."""
+    """What a step made of one call: `CallRecord` for people. `rule` gave the credit, `estimator` made an advantage of
+    it; `left_out` is why none of the call is trained, be it for itself or with its whole rollout."""
 
     rule: str
     credit: float | None
@@ -24,6 +24,8 @@ class CallTraining(msgspec.Struct, frozen=True, kw_only=True):
     mini_batch: int | None
     trained_tokens: int
     left_out: str | None
+    estimator: str = "grpo"
+    plus: PlusRecord | None = None
 
 
 class RolloutTraining(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +41,7 @@ class RolloutTraining(msgspec.Struct, frozen=True, kw_only=True):
     rewards: dict[str, float]
     agent_failed: bool
     left_out: str | None
+    overlong_penalty: float = 0.0
 
 
 def rollout_training(found: Found) -> RolloutTraining:
@@ -54,6 +57,7 @@ def rollout_training(found: Found) -> RolloutTraining:
         rewards=rollout.rewards,
         agent_failed=rollout.agent_failed,
         left_out=rollout.left_out,
+        overlong_penalty=rollout.overlong_penalty,
     )
 
 
@@ -74,6 +78,8 @@ def call_training(found: Found, call_id: str) -> CallTraining | None:
         mini_batch=call.mini_batch,
         trained_tokens=call.trained_tokens,
         left_out=why_left_out(rollout, call),
+        estimator=step.estimator,
+        plus=call.plus,
     )
 
 

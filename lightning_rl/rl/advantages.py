@@ -1,165 +1,193 @@
-"""Advantages: of rollouts and of calls, against their group; of tokens, against a critic.
+"""Advantages of calls, by any estimator, under verl's names.
 
-The rollout is the unit, whatever it was cut into: a rollout of many calls or rows has one voice in its group's mean.
+An outcome estimator says what a credit is compared with and what the difference is divided by; a token estimator works
+on the forest itself. Whatever it is, the rollout is the unit: one of many calls or rows has one voice in its group.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_rl_adapters.credit import GROUP, Credit
+from lightning_rl.rl import baselines, token_advantages
+from lightning_rl.rl.baselines import EstimatorError, OutcomeEstimator, Outcomes, Settings, mean
+from lightning_rl.rl.token_advantages import TokenEstimator
+from lightning_rl_adapters.credit import GROUP, Credit, is_state
+
+_PLAIN = Settings()
+Voice = tuple[int, str, str | None]  # a rollout, whom it is compared with, and the call that speaks for itself
+
+
+@dataclass(frozen=True)
+class OfOutcomes:
+    """An estimator by scores; `whitened` over the batch's trained tokens as a last step."""
+
+    function: OutcomeEstimator
+    whitened: bool = False
+
+
+@dataclass(frozen=True)
+class OfTokens:
+    """An estimator of tokens over the forest. `compared_with` names whose returns the baseline is made of."""
+
+    function: TokenEstimator
+    whitened: bool = False
+    compared_with: str | None = None
+
+
+Estimator = OfOutcomes | OfTokens
+
+ESTIMATORS: Final[dict[str, Estimator]] = {
+    "gae": OfTokens(token_advantages.gae_of_trees, whitened=True),
+    "grpo": OfOutcomes(baselines.grpo),
+    "grpo_vectorized": OfOutcomes(baselines.grpo),
+    "gdpo": OfOutcomes(baselines.gdpo, whitened=True),
+    "grpo_passk": OfOutcomes(baselines.grpo_passk),
+    "reinforce_plus_plus_baseline": OfOutcomes(baselines.reinforce_plus_plus_baseline, whitened=True),
+    "rloo": OfOutcomes(baselines.rloo),
+    "rloo_vectorized": OfOutcomes(baselines.rloo),
+    "opo": OfOutcomes(baselines.opo),
+    "reinforce_plus_plus": OfTokens(token_advantages.reinforce_plus_plus, whitened=True),
+    "remax": OfOutcomes(baselines.remax),
+    "gpg": OfOutcomes(baselines.gpg),
+    "optimal_token_baseline": OfTokens(token_advantages.optimal_token_baseline, compared_with=GROUP),
+    "tir_optimal_token_baseline": OfTokens(token_advantages.tir_optimal_token_baseline, compared_with=GROUP),
+}
 
 
 class Estimate(NamedTuple):
-    """advantage = (credit - baseline) / scale."""
+    """advantage = (credit - baseline) / scale, and that of `plus`. An infinite scale: nothing can be said."""
 
     advantage: float
     baseline: float
     scale: float
+    plus: "Estimate | None" = None
+
+    @property
+    def silent(self) -> bool:
+        """Whether there was nobody to compare with."""
+        return math.isinf(self.scale) and (self.plus is None or self.plus.silent)
+
+    def whitened(self, centre: float, divisor: float) -> "Estimate":
+        """(advantage - centre) / divisor, told by baseline and scale; of a silent estimate, itself."""
+        if math.isinf(self.scale):
+            plus = None if self.plus is None else self.plus.whitened(centre, divisor)
+            return self._replace(advantage=0.0 if plus is None else plus.advantage, plus=plus)
+        plus = None if self.plus is None else self.plus.whitened(0.0, divisor)
+        advantage = (self.advantage - centre) / divisor
+        return Estimate(advantage, self.baseline + centre * self.scale, self.scale * divisor, plus)
 
 
-class _Peers(NamedTuple):
-    """Those who are compared with each other: mean, unbiased standard deviation (0 for one), and how many."""
-
-    mean: float
-    std: float
-    size: int
-
-    def estimate(self, credit: float, *, norm_by_std: bool, lone_raw: bool, epsilon: float) -> Estimate:
-        if self.size == 1:
-            return Estimate(credit, 0.0, 1.0) if lone_raw else Estimate(0.0, credit, 1.0)
-        scale = self.std + epsilon if norm_by_std else 1.0
-        return Estimate((credit - self.mean) / scale, self.mean, scale)
-
-
-def grpo(
-    rewards: Sequence[float], groups: Sequence[Hashable], *, norm_by_std: bool = True, epsilon: float = 1e-6
-) -> NDArray[np.float64]:
-    """Group-relative advantages (GRPO, arXiv 2402.03300; without the division: Dr. GRPO, arXiv 2503.20783).
-
-    A_i = (r_i - mean_g) / (std_g + epsilon), with the unbiased standard deviation over the rollouts of i's group g. A
-    group of one says nothing about its rollout: advantage 0.
-
-    Args:
-        rewards: one final reward per rollout, shape [N].
-        groups: the group of each rollout, length N.
-        norm_by_std: divide by the group's standard deviation.
-
-    Returns: float64 [N].
-    """
-    peers = _peers(rewards, groups)
-    return np.array(
-        [
-            peers[group].estimate(reward, norm_by_std=norm_by_std, lone_raw=False, epsilon=epsilon).advantage
-            for reward, group in zip(rewards, groups, strict=True)
-        ],
-        dtype=np.float64,
-    )
-
-
-def grpo_of_calls(
+def of_calls(
     credits: Sequence[Mapping[str, Credit]],
     rewards: Sequence[float],
     groups: Sequence[Hashable],
     *,
-    norm_by_std: bool = True,
-    lone_raw: bool = False,
-    epsilon: float = 1e-6,
+    estimator: OutcomeEstimator = baselines.grpo,
+    settings: Settings = _PLAIN,
+    tokens: Sequence[Mapping[str, int]] | None = None,
+    named: Sequence[Mapping[str, float]] | None = None,
 ) -> list[dict[str, Estimate]]:
-    """`grpo` for calls that have credits of their own.
+    """What an outcome estimator makes of credits.
 
-    A call's credit is compared with the mean over the rollouts of the group of what each of them scored: the mean
-    credit of its calls that are compared with the same (`Credit.compared_with`), and its reward where no call of it has
-    any. This baseline is one number for a whole group, so it says nothing of what happened after the call; one by the
-    place of the call (the second with the second) would, since whether there is a second depends on the first.
+    A call's credit is compared within the group with what each rollout scored there: the mean credit of its calls that
+    are compared with the same (`Credit.compared_with`), and its reward where no call of it has any. This baseline is
+    one for a whole group, so it says nothing of what happened after the call; one by the place of the call (the second
+    with the second) would, since whether there is a second depends on the first. At a state, which a rollout may be in
+    more than once, each call speaks for itself.
 
     Args:
         credits: per rollout, call id -> credit. Length N.
         rewards: the rollouts' own rewards, shape [N].
         groups: the group of each rollout, length N.
-        lone_raw: whether a credit without others to compare it with is its advantage (as in verl), or 0 is.
+        tokens: per rollout, call id -> sampled tokens (all 1 where not given).
+        named: per rollout, its named rewards.
 
-    Returns: per rollout, call id -> estimate; with credit `final` each is that of `grpo`.
+    Returns: per rollout, call id -> estimate; with credit `final` each is that of its rollout.
+
+    Raises EstimatorError where the estimator gives what no call can be trained on.
     """
-    scores: defaultdict[tuple[Hashable, str], list[float]] = defaultdict(list)
-    for of_calls, reward, group in zip(credits, rewards, groups, strict=True):
-        compared: defaultdict[str, list[float]] = defaultdict(list)
-        for credit in of_calls.values():
-            if credit.compared_with is not None:
-                compared[credit.compared_with].append(credit.reward)
-        compared.setdefault(GROUP, [reward])
-        for name, given in compared.items():
-            scores[group, name].append(_mean(given))
-    peers = {place: _of(values) for place, values in scores.items()}
+    lengths = tokens if tokens is not None else [dict.fromkeys(of_calls, 1) for of_calls in credits]
+    scores: dict[Voice, float] = {}
+    sizes: dict[Voice, int] = {}
+    for rollout, (of_rollout, reward, length) in enumerate(zip(credits, rewards, lengths, strict=True)):
+        for voice, (given, size) in _voices(rollout, of_rollout, reward, length).items():
+            scores[voice], sizes[voice] = mean(np.asarray(given)), size
+    kinds: defaultdict[str, list[Voice]] = defaultdict(list)
+    for voice in scores:
+        kinds[voice[1].partition(":")[0]].append(voice)
+    compared: dict[Voice, tuple[float, float]] = {}
+    for kind, voices in kinds.items():
+        outcomes = Outcomes.of(
+            [scores[voice] for voice in voices],
+            [(groups[rollout], name) for rollout, name, _ in voices],
+            lengths=[sizes[voice] for voice in voices],
+            named=_by_name([named[rollout] for rollout, _, _ in voices] if named else []),
+        )
+        # A prompt that only one call answered says nothing, whatever is held of a rollout without others.
+        rules = replace(settings, lone_raw=False) if is_state(kind + ":") else settings
+        compared |= dict(zip(voices, _checked(estimator, outcomes, rules), strict=True))
     return [
-        {
-            call_id: Estimate(credit.reward, 0.0, 1.0)
-            if credit.compared_with is None
-            else peers[group, credit.compared_with].estimate(
-                credit.reward, norm_by_std=norm_by_std, lone_raw=lone_raw, epsilon=epsilon
-            )
-            for call_id, credit in of_calls.items()
-        }
-        for of_calls, group in zip(credits, groups, strict=True)
+        {call_id: _estimate(credit, rollout, call_id, compared) for call_id, credit in of_rollout.items()}
+        for rollout, of_rollout in enumerate(credits)
     ]
 
 
-def gae(
-    parents: Sequence[int | None],
-    rewards: Sequence[NDArray[np.float64]],
-    values: Sequence[NDArray[np.float64]],
-    *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
-    """Generalized advantage estimation (arXiv 1506.02438) over a forest of calls.
-
-    Along a branch, over sampled tokens alone, delta_t = r_t + gamma V_(t+1) - V_t, A_t = delta_t + gamma lam A_(t+1).
-    At a fork V_(t+1) and A_(t+1) are the means over the branches' first tokens; a leaf ends with 0.
-
-    Args:
-        parents: the index of the call that each of C calls continues, or None; parents come before their children.
-        rewards, values: per call, float64 [K] of its K sampled tokens.
-
-    Returns: advantages (not whitened) and returns (advantage + value), per call [K] each.
-    """
-    children: list[list[int]] = [[] for _ in parents]
-    for call, parent in enumerate(parents):
-        if parent is not None:
-            children[parent].append(call)
-    advantages = [np.zeros(len(of_call)) for of_call in values]
-    first: list[tuple[float, float]] = [(0.0, 0.0)] * len(parents)  # value and advantage where the call begins
-    for call in reversed(range(len(parents))):
-        after = [first[child] for child in children[call]]
-        value = _mean([v for v, _ in after]) if after else 0.0
-        advantage = _mean([a for _, a in after]) if after else 0.0
-        for t in reversed(range(len(values[call]))):
-            delta = rewards[call][t] + gamma * value - values[call][t]
-            advantage = delta + gamma * lam * advantage
-            value = float(values[call][t])
-            advantages[call][t] = advantage
-        first[call] = value, advantage
-    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+def _voices(
+    rollout: int, credits: Mapping[str, Credit], reward: float, tokens: Mapping[str, int]
+) -> dict[Voice, tuple[list[float], int]]:
+    """What a rollout says wherever it is compared: the credits that speak there, and in how many sampled tokens."""
+    given: dict[Voice, list[float]] = defaultdict(list)
+    size: dict[Voice, int] = defaultdict(int)
+    for call_id, credit in credits.items():
+        for part in credit.parts():
+            if part.compared_with is not None:
+                voice = _voice(rollout, call_id, part.compared_with)
+                given[voice].append(part.reward)
+                size[voice] += tokens[call_id]
+    whole = (rollout, GROUP, None)
+    given.setdefault(whole, [reward])
+    size[whole] = sum(tokens.values())
+    return {voice: (given[voice], size[voice]) for voice in given}
 
 
-def _peers(scores: Sequence[float], groups: Sequence[Hashable]) -> dict[Hashable, _Peers]:
-    members: defaultdict[Hashable, list[float]] = defaultdict(list)
-    for score, group in zip(scores, groups, strict=True):
-        members[group].append(score)
-    return {group: _of(values) for group, values in members.items()}
+def _voice(rollout: int, call_id: str, compared_with: str) -> Voice:
+    return rollout, compared_with, call_id if is_state(compared_with) else None
 
 
-def _of(scores: list[float]) -> _Peers:
-    values = np.asarray(scores, dtype=np.float64)
-    alike = bool((values == values[0]).all())  # rounding must not make a difference of none
-    std = 0.0 if alike or len(values) == 1 else float(values.std(ddof=1))
-    return _Peers(scores[0] if alike else float(values.mean()), std, len(scores))
+def _by_name(rewards: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Named rewards as columns; one that a rollout was not given counts as 0."""
+    names = dict.fromkeys(name for of_rollout in rewards for name in of_rollout)
+    return {name: [of_rollout.get(name, 0.0) for of_rollout in rewards] for name in names}
 
 
-def _mean(values: Sequence[float]) -> float:
-    """The mean; exactly the number where all are the same."""
-    return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
+def _checked(estimator: OutcomeEstimator, outcomes: Outcomes, settings: Settings) -> list[tuple[float, float]]:
+    """What the estimator gives, if calls can be trained on it."""
+    found = estimator(outcomes, settings)
+    name, voices = getattr(estimator, "__name__", repr(estimator)), (len(outcomes.scores),)
+    for what, values in zip(("baseline", "scale"), found, strict=True):
+        if np.shape(values) != voices or np.isnan(values).any():
+            raise EstimatorError(f"the estimator {name} gave a {what} of {values}; it must be {voices[0]} numbers")
+    if np.isinf(found[0]).any() or not np.all(found[1]):
+        raise EstimatorError(f"the estimator {name} gave an infinite baseline or a scale of 0: {found}")
+    return list(zip(found[0].tolist(), found[1].tolist(), strict=True))
+
+
+def _estimate(credit: Credit, rollout: int, call_id: str, compared: Mapping[Voice, tuple[float, float]]) -> Estimate:
+    baseline, scale = (0.0, 1.0)
+    if credit.compared_with is not None:
+        baseline, scale = compared[_voice(rollout, call_id, credit.compared_with)]
+    scale = scale / credit.weight if credit.weight else math.inf
+    plus = None if credit.plus is None else _estimate(credit.plus, rollout, call_id, compared)
+    own = (credit.reward - baseline) / scale
+    return Estimate(own if plus is None else own + plus.advantage, baseline, scale, plus)
+
+
+def grpo(rewards: Sequence[float], groups: Sequence[Hashable], *, norm_by_std: bool = True) -> NDArray[np.float64]:
+    """`baselines.grpo` of rollouts whose calls all have their reward: the advantages of N rollouts, float64 [N]."""
+    outcomes = Outcomes.of(rewards, groups)
+    return baselines.grpo(outcomes, Settings(norm_by_std=norm_by_std)).advantages(outcomes.scores)

@@ -1,11 +1,12 @@
 """The policy under training: log probabilities of rows, and the PPO update.
 
 Everything is computed at the trained tokens alone. Loss and gradient are sums of weighted token losses, so
-micro-batches only say how much is computed at once.
+micro-batches only say how much is computed at once. A loss that must know the whole mini-batch is told so beforehand
+(`prepare`), by a pass without gradient.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,25 +14,33 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_rl.rl.losses import entropy, ppo_clip
-from lightning_rl.training.batch import MicroBatch, MiniBatch, TrainingSequence, collate, micro_batches, mini_batches
+from lightning_rl.rl.kl import kl_penalty
+from lightning_rl.rl.logits import token_log_probs
+from lightning_rl.rl.losses import LossOptions, Tokens, loss_named
+from lightning_rl.training.batch import (
+    MicroBatch,
+    MiniBatch,
+    TrainingSequence,
+    canonical_order,
+    collate,
+    micro_batches,
+    mini_batches,
+)
 
 
-@dataclass(frozen=True)
-class ActorConfig:
-    """verl's `actor_rollout_ref.actor`, resolved.
+@dataclass(frozen=True, kw_only=True)
+class ActorConfig(LossOptions):
+    """verl's `actor_rollout_ref.actor`, resolved; `loss_mode` names one of `rl.losses.LOSSES`, with its options.
 
     `mini_batch_rollouts` is ppo_mini_batch_size x rollout.n; `training_steps` is the length of the run in updates;
-    `log_prob_rows` are computed at once by `log_probs` (None: as many as in an update).
+    `log_prob_rows` are computed at once by `log_probs` (None: as many as in an update). With `kl_loss_coef`, sequences
+    need `reference_log_probs`.
     """
 
     mini_batch_rollouts: int
     micro_batch_rows: int | None
     micro_batch_tokens: int | None
     ppo_epochs: int
-    clip_ratio_low: float
-    clip_ratio_high: float
-    clip_ratio_c: float
     loss_agg_mode: str
     loss_scale_factor: float | None
     entropy_coeff: float
@@ -44,6 +53,9 @@ class ActorConfig:
     betas: tuple[float, float]
     weight_decay: float
     log_prob_rows: int | None = None
+    loss_mode: str = "vanilla"
+    kl_loss_coef: float = 0.0
+    kl_loss_type: str = "low_var_kl"
 
 
 class Actor:
@@ -53,6 +65,7 @@ class Actor:
         self.model = model
         self.config = config
         self.optimizer_steps = 0
+        self._loss = loss_named(config.loss_mode)
         self._pad_id = pad_id
         self._device = next(model.parameters()).device
         self._optimizer = torch.optim.AdamW(
@@ -77,16 +90,9 @@ class Actor:
     @torch.inference_mode()
     def log_probs(self, sequences: list[TrainingSequence]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Per sequence the log probabilities (nats) of its trained tokens, float32 [K], at their own temperature."""
-        found: dict[int, np.ndarray[Any, np.dtype[np.float32]]] = {}
         rows = self.config.log_prob_rows
-        for micro in (
-            self._micro_batches(sequences) if rows is None else micro_batches(sequences, rows=rows, tokens=None)
-        ):
-            batch = collate(micro, self._pad_id, self._device)
-            values, _ = self._forward(batch)
-            parts = np.split(values.float().cpu().numpy(), np.cumsum([len(s.trained) for s in micro])[:-1])
-            found.update({id(s): part for s, part in zip(micro, parts, strict=True)})
-        return [found[id(s)] for s in sequences]
+        cut = self._micro_batches(sequences) if rows is None else micro_batches(sequences, rows=rows, tokens=None)
+        return [values.float().cpu().numpy() for values in self._log_probs(sequences, cut)]
 
     def plan(self, sequences: list[TrainingSequence], rollouts: int) -> list[MiniBatch]:
         """The mini-batches of a step that asked for `rollouts` rollouts."""
@@ -111,38 +117,54 @@ class Actor:
         self._schedule.step()
         return {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
 
-    def accumulate(self, mini: MiniBatch) -> dict[str, float]:
-        """Add the gradient of one mini-batch's loss to the parameters' `.grad`; its metrics."""
+    @torch.no_grad()
+    def prepare(self, sequences: list[TrainingSequence]) -> dict[int, Tensor]:
+        """What the loss must know of a whole mini-batch: by a sequence's `id` the constants [K] of its trained tokens.
+
+        Nothing, and no forward pass, for a loss that needs nothing.
+        """
+        if self._loss.prepare is None:
+            return {}
+        parts = self._log_probs(sequences, self._micro_batches(sequences))
+        tokens = self._tokens(sequences, torch.cat(parts))
+        order = torch.from_numpy(canonical_order(sequences)).to(self._device)
+        generator = torch.Generator().manual_seed(self.optimizer_steps)
+        constants = torch.empty_like(tokens.log_probs)
+        constants[order] = self._loss.prepare(tokens.take(order), self.config, generator)
+        return {id(s): own for s, own in zip(sequences, torch.split(constants, [len(p) for p in parts]), strict=True)}
+
+    def accumulate(self, mini: MiniBatch, constants: Mapping[int, Tensor] | None = None) -> dict[str, float]:
+        """Add the gradient of one mini-batch's loss to the parameters' `.grad`; its metrics.
+
+        `constants` are `prepare`'s of the whole mini-batch, where `mini` holds a part of its sequences alone.
+        """
+        constants = self.prepare(mini.sequences) if constants is None else constants
         trained = sum(len(s.trained) for s in mini.sequences)
         computed = 0  # tokens, with padding
-        sums: dict[str, float] = dict.fromkeys(
-            ("actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "actor/entropy"), 0.0
-        )
+        sums: dict[str, float] = {}
         for micro in self._micro_batches(mini.sequences):
             batch = collate(micro, self._pad_id, self._device)
             computed += batch.token_ids.numel()
-            log_probs, entropies = self._forward(batch, with_entropy=True)
-            old = self._gather(_old_log_probs(s) for s in micro)
-            weights = self._gather(np.full(len(s.trained), mini.weights[s.rollout], np.float32) for s in micro)
-            policy = ppo_clip(
-                log_probs,
-                old,
-                self._gather(s.advantages for s in micro),
-                clip_low=self.config.clip_ratio_low,
-                clip_high=self.config.clip_ratio_high,
-                clip_c=self.config.clip_ratio_c,
-            )
-            pg_loss = (weights * policy.loss).sum()
+            log_probs, entropies = self._forward(batch)
+            tokens = self._tokens(micro, log_probs, constants)
+            weights = self._gather(np.full(len(s.trained), mini.weights[s.rollout]) for s in micro)
+            policy = self._loss.token_loss(tokens, self.config)
+            pg_loss = (weights * self._importance(micro) * policy.loss).sum()
             loss = pg_loss
             if self.config.entropy_coeff:
                 loss = loss - self.config.entropy_coeff * (weights * entropies).sum()
+            found = {"actor/pg_loss": pg_loss}
+            if self.config.kl_loss_coef:
+                reference = self._gather(_known(s, "reference_log_probs") for s in micro)
+                penalty = kl_penalty(log_probs, reference, self.config.kl_loss_type)
+                found["actor/kl_loss"] = (weights * penalty).sum()
+                loss = loss + self.config.kl_loss_coef * found["actor/kl_loss"]
             loss.backward()  # type: ignore[no-untyped-call]
-            with torch.no_grad():
-                sums["actor/pg_loss"] += pg_loss.item()
-                sums["actor/pg_clipfrac"] += policy.clipped.sum().item() / trained
-                sums["actor/pg_clipfrac_lower"] += policy.clipped_lower.sum().item() / trained
-                sums["actor/ppo_kl"] += (old - log_probs).sum().item() / trained
-                sums["actor/entropy"] += entropies.sum().item() / trained
+            found["actor/pg_clipfrac"] = policy.clipped.sum() / trained
+            found["actor/pg_clipfrac_lower"] = policy.clipped_lower.sum() / trained
+            found["actor/ppo_kl"] = (tokens.old_log_probs - log_probs).sum() / trained
+            found["actor/entropy"] = entropies.sum() / trained
+            _add(sums, {name: value.item() for name, value in found.items()}, micro)
         sums["perf/padding_share"] = 1 - sum(map(len, mini.sequences)) / computed
         return sums
 
@@ -160,23 +182,49 @@ class Actor:
         self.optimizer_steps += 1
         return metrics
 
-    def _forward(self, batch: MicroBatch, *, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
+    def _forward(self, batch: MicroBatch, *, with_entropy: bool = True) -> tuple[Tensor, Tensor]:
         """Log probabilities [K] of the trained tokens, and the entropies [K] of their distributions (if asked for)."""
-        logits = self.model(input_ids=batch.token_ids, use_cache=False).logits
-        at = logits[batch.row, batch.position - 1].float() / batch.temperature[:, None]
-        target = batch.token_ids[batch.row, batch.position]
-        log_probs = torch.log_softmax(at, dim=-1).gather(-1, target[:, None]).squeeze(-1)
-        if not with_entropy:
-            return log_probs, log_probs
-        if self.config.entropy_coeff:
-            return log_probs, entropy(at)
-        with torch.no_grad():
-            return log_probs, entropy(at)
+        logits: Tensor = self.model(input_ids=batch.token_ids, use_cache=False).logits
+        rows = batch.row * batch.token_ids.shape[1] + batch.position - 1
+        log_probs, entropies = token_log_probs(
+            logits.reshape(-1, logits.shape[-1]),
+            rows,
+            batch.token_ids[batch.row, batch.position],
+            batch.temperature,
+            with_entropy=with_entropy,
+        )
+        return log_probs, log_probs if entropies is None else entropies
+
+    def _log_probs(self, sequences: Sequence[TrainingSequence], cut: Iterable[list[TrainingSequence]]) -> list[Tensor]:
+        """Log probabilities [K] of the trained tokens of each sequence, computed in the parts `cut`."""
+        found: dict[int, Tensor] = {}
+        for micro in cut:
+            values, _ = self._forward(collate(micro, self._pad_id, self._device), with_entropy=False)
+            parts = torch.split(values, [len(s.trained) for s in micro])
+            found.update({id(s): part for s, part in zip(micro, parts, strict=True)})
+        return [found[id(s)] for s in sequences]
+
+    def _tokens(
+        self, sequences: Sequence[TrainingSequence], log_probs: Tensor, constants: Mapping[int, Tensor] | None = None
+    ) -> Tokens:
+        return Tokens(
+            log_probs=log_probs,
+            old_log_probs=self._gather(_known(s, "old_log_probs") for s in sequences),
+            advantages=self._gather(s.advantages for s in sequences),
+            sequence=self._gather(np.full(len(s.trained), s.rollout) for s in sequences),
+            constants=torch.cat([constants[id(s)] for s in sequences]) if constants else None,
+        )
+
+    def _importance(self, micro: list[TrainingSequence]) -> Tensor | float:
+        """The weights of rollout correction [K], where any sequence has them."""
+        if all(s.weights is None for s in micro):
+            return 1.0
+        return self._gather(np.ones(len(s.trained), np.float32) if s.weights is None else s.weights for s in micro)
 
     def _micro_batches(self, sequences: list[TrainingSequence]) -> Iterable[list[TrainingSequence]]:
         return micro_batches(sequences, rows=self.config.micro_batch_rows, tokens=self.config.micro_batch_tokens)
 
-    def _gather(self, parts: Iterable[np.ndarray[Any, np.dtype[np.float32]]]) -> Tensor:
+    def _gather(self, parts: Iterable[np.ndarray[Any, np.dtype[Any]]]) -> Tensor:
         return torch.from_numpy(np.concatenate(list(parts))).to(self._device)
 
 
@@ -192,7 +240,27 @@ def lr_factor(step: int, config: ActorConfig) -> float:
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _old_log_probs(sequence: TrainingSequence) -> np.ndarray[Any, np.dtype[np.float32]]:
-    if sequence.old_log_probs is None:
-        raise ValueError("old_log_probs are not set; compute them before the update")
-    return sequence.old_log_probs
+def _known(sequence: TrainingSequence, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """`old_log_probs` or `reference_log_probs`, which must be set, and be numbers."""
+    values: np.ndarray[Any, np.dtype[np.float32]] | None = getattr(sequence, name)
+    if values is None:
+        raise ValueError(f"{name} are not set; compute them before the update")
+    if not np.isfinite(values).all():
+        wrong = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise ValueError(
+            f"{name} of rollout {sequence.rollout} are {values[wrong]} at position {sequence.trained[wrong]}: "
+            "leave such tokens out (TrainingSequence.keep), or compute them"
+        )
+    return values
+
+
+def _add(sums: dict[str, float], found: dict[str, float], micro: list[TrainingSequence]) -> None:
+    """Add a micro-batch's share. Raises FloatingPointError where a number is none, naming the rollouts."""
+    for name, value in found.items():
+        if not math.isfinite(value):
+            rollouts = sorted({s.rollout for s in micro})
+            raise FloatingPointError(
+                f"{name} is {value} for the rollouts {rollouts} of the batch: the model's logits or their advantages "
+                "are no numbers; lower actor.optim.lr, or look at the last checkpoint"
+            )
+        sums[name] = sums.get(name, 0.0) + value

@@ -6,8 +6,9 @@ together, which leaves little of it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import groupby
 
 import numpy as np
@@ -26,7 +27,8 @@ class TrainingSequence:
     distribution); float32 [K] each: `rollout_log_probs` (NaN where the engine gave none), `advantages`, `temperature`,
     and `old_log_probs` once they are known. `rollout` indexes the rollout within the batch. `calls` maps each call that
     the row trains to the position of its first sampled token. `cut_context`: tokens before the first are cut off, so
-    the sampler saw more than the trainer.
+    the sampler saw more than the trainer. Float32 [K] where there are any: `weights`, by which the policy's token
+    losses are multiplied (rollout correction), and `reference_log_probs`.
     """
 
     rollout: int
@@ -36,6 +38,8 @@ class TrainingSequence:
     advantages: NDArray[np.float32]
     temperature: NDArray[np.float32]
     old_log_probs: NDArray[np.float32] | None = None
+    weights: NDArray[np.float32] | None = None
+    reference_log_probs: NDArray[np.float32] | None = None
     calls: dict[str, int] = field(default_factory=dict)
     cut_context: bool = False
 
@@ -48,6 +52,12 @@ class TrainingSequence:
         self.rollout_log_probs = self.rollout_log_probs[which]
         self.advantages = self.advantages[which]
         self.temperature = self.temperature[which]
+        if self.old_log_probs is not None:
+            self.old_log_probs = self.old_log_probs[which]
+        if self.weights is not None:
+            self.weights = self.weights[which]
+        if self.reference_log_probs is not None:
+            self.reference_log_probs = self.reference_log_probs[which]
 
     def truncate_response(self, max_tokens: int) -> int:
         """Cut off what stands beyond `max_tokens`; how many trained tokens went with it."""
@@ -82,8 +92,32 @@ class TrainingSequence:
             yield names[i], where, self.trained[where] - starts[i]
 
 
-def sequence_of(row: Row, rollout: int, advantages: Mapping[str, float]) -> TrainingSequence:
-    """A row as a training sequence; `advantages` gives each call's advantage.
+def canonical_order(sequences: Sequence[TrainingSequence]) -> NDArray[np.int64]:
+    """The trained tokens of `sequences`, joined [K], in an order that the rollouts alone decide: int64 [K].
+
+    By rollout, and within it call by call, by where its answer begins and what stands before; so rows, their cut and
+    their order do not count.
+    """
+    calls: list[tuple[int, int, bytes, str, NDArray[np.int64]]] = []
+    before = 0
+    for sequence in sequences:
+        trained = sequence.trained
+        of_calls = ((name, where) for name, where, _ in sequence.trained_by_call())
+        for name, where in of_calls if sequence.calls else [("", np.arange(len(trained)))]:
+            if len(where):
+                first, last = trained[where[0]], trained[where[-1]]
+                path = blake2b(sequence.token_ids[: last + 1].tobytes(), digest_size=16).digest()
+                calls.append((sequence.rollout, int(first), path, name, before + where))
+        before += len(trained)
+    calls.sort(key=lambda call: call[:4])
+    return np.concatenate([np.empty(0, np.int64), *(where for *_, where in calls)])
+
+
+Advantages = Mapping[str, float | NDArray[np.float64]]  # of a call, or of each of the tokens that it sampled
+
+
+def sequence_of(row: Row, rollout: int, advantages: Advantages) -> TrainingSequence:
+    """A row as a training sequence; `advantages` gives each call's, one for all its tokens or one for each.
 
     Raises ValueError where the row trains its very first token, which no model gave a probability to.
     """
@@ -187,9 +221,7 @@ def _at(values: list[float | None], positions: NDArray[np.int64]) -> NDArray[np.
     return np.asarray(values, dtype=np.float32)[positions]  # None becomes NaN
 
 
-def _spread(
-    call_ids: list[str | None], positions: NDArray[np.int64], advantages: Mapping[str, float]
-) -> NDArray[np.float32]:
+def _spread(call_ids: list[str | None], positions: NDArray[np.int64], advantages: Advantages) -> NDArray[np.float32]:
     spread = np.empty(len(call_ids), dtype=np.float32)
     start = 0
     for call_id, run in groupby(call_ids):

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -45,6 +46,8 @@ STEPS = Rewards(final=1.0, of_calls={"c0": {"tool": 0.5}, "c1": {"tool": -1.0, "
         (credit.return_to_go(1.0), Rewards(of_calls={"c1": {"tool": 3.0}}), {"c0": 3.0, "c1": 3.0, "c2": 0.0}),
         (credit.per_agent, Rewards(final=2.0, named={"reward": 2.0}), {"c0": 2.0, "c1": 2.0, "c2": 2.0}),
         (credit.leave_one_out, STEPS, {"c0": 1.0, "c1": 1.0, "c2": 1.0}),  # no fork, so nobody to leave out
+        (credit.step_groups(0.5), STEPS, {"c0": 1.0, "c1": 1.0, "c2": 1.0}),
+        (credit.step_groups(0.5), Rewards(of_calls={"c1": {"tool": 3.0}}), {"c0": 3.0, "c1": 3.0, "c2": 3.0}),
     ],
 )
 def test_a_line_of_three_calls(strategy: Strategy, rewards: Rewards, expected: dict[str, float]) -> None:
@@ -54,7 +57,7 @@ def test_a_line_of_three_calls(strategy: Strategy, rewards: Rewards, expected: d
 @pytest.mark.parametrize(
     "strategy",
     [credit.by_name(name, gamma=0.9) for name in ("final", "last_call", "discounted", "per_step", "return_to_go",
-                                                  "per_agent", "leave_one_out")],
+                                                  "per_agent", "leave_one_out", "step_groups")],
 )  # fmt: skip
 def test_without_a_reward_nobody_has_credit(strategy: Strategy) -> None:
     assert credit.assign(strategy, THREE, Rewards()) == {}
@@ -118,6 +121,56 @@ def test_weighted_sums_of_named_rewards() -> None:
     assert credit.weighed(rewards, {"absent": 3.0}).final is None
 
 
+def test_a_step_is_compared_with_what_came_of_the_same_prompt() -> None:
+    found = credit.assign(credit.step_groups(0.5, 0.25), THREE, STEPS)
+    plus = {call_id: given_credit.plus for call_id, given_credit in found.items()}
+    expected = numbers(credit.assign(credit.return_to_go(0.5), THREE, STEPS))
+    assert {call_id: part.reward for call_id, part in plus.items() if part} == expected
+    assert {part.weight for part in plus.values() if part} == {0.25}
+    assert all(part and part.compared_with and credit.is_state(part.compared_with) for part in plus.values())
+    assert not credit.is_state(credit.GROUP)
+
+
+def test_a_state_is_the_whole_prompt_however_the_calls_were_cut() -> None:
+    """c0 answers [0, 1] with [50, 51] and c1 goes on; another rollout comes to the same tokens in one call."""
+    first, second = make_call(0, None), make_call(1, 0)
+    whole = [*first.prompt_ids, *first.response_ids, *second.prompt_ids]
+    other = replace(make_call(0, None, response=5), prompt_ids=whole)
+    states = credit.prompts(forest.build([first, second]))
+    assert credit.prompts(forest.build([other])) == {"c0": states["c1"]}
+    assert states["c0"] != states["c1"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": "another"}, {"prompt_ids": [0]}, {"prompt_ids": [1, 0]}, {"prompt_ids": [0, 1, 50]}]
+)
+def test_another_model_or_another_token_is_another_state(change: dict[str, Any]) -> None:
+    call = make_call(0, None)
+    assert credit.prompts(forest.build([call])) != credit.prompts(forest.build([replace(call, **change)]))
+
+
+def test_where_tokens_are_unknown_there_is_no_state() -> None:
+    calls = [replace(make_call(0, None), exact=False), make_call(1, 0), make_call(2, None)]
+    assert list(credit.prompts(forest.build(calls))) == ["c2"]
+    found = credit.assign(credit.step_groups(1.0), forest.build(calls), Rewards(final=1.0))
+    assert [found[call_id].plus is None for call_id in ("c0", "c1", "c2")] == [True, True, False]
+
+
+@given(attempts())
+def test_calls_have_one_state_exactly_if_they_have_one_prompt(calls: list[Call]) -> None:
+    tree = forest.build(calls)
+    states = credit.prompts(tree)
+
+    def whole(call_id: str) -> tuple[int, ...]:
+        *before, last = tree.nodes[call_id].path()
+        tokens = [token for node in before for token in (*node.call.prompt_ids, *node.call.response_ids)]
+        return (*tokens, *last.call.prompt_ids)
+
+    for one in states:
+        for other in states:
+            assert (states[one] == states[other]) == (whole(one) == whole(other))
+
+
 def test_a_function_of_the_users_may_give_numbers() -> None:
     def second(forest: Forest, rewards: Rewards) -> dict[str, Credit | float]:
         return {"c1": 3, "c0": Credit(1.0, None)}
@@ -127,16 +180,21 @@ def test_a_function_of_the_users_may_give_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("given_credit", "message"),
-    [({"nobody": 1.0}, "credit was given to call 'nobody'"), ({"c0": float("nan")}, "the credit of call c0 is nan")],
+    [
+        ({"nobody": 1.0}, "credit was given to call 'nobody'"),
+        ({"c0": float("nan")}, "the credit of call c0 is nan"),
+        ({"c0": Credit(1.0, plus=Credit(float("inf")))}, "the credit of call c0 is inf"),
+        ({"c0": Credit(1.0, weight=float("nan"))}, r"the credit of call c0 is 1\.0 \(weight nan\)"),
+    ],
 )
-def test_what_no_call_can_be_trained_on_is_refused(given_credit: dict[str, float], message: str) -> None:
+def test_what_no_call_can_be_trained_on_is_refused(given_credit: dict[str, float | Credit], message: str) -> None:
     with pytest.raises(CreditError, match=message):
         credit.assign(lambda *_: given_credit, THREE, Rewards())
 
 
 STRATEGIES = st.sampled_from(
     [credit.by_name(name, gamma=gamma) for gamma in (0.0, 0.5, 1.0) for name in
-     ("final", "last_call", "discounted", "per_step", "return_to_go", "per_agent", "leave_one_out")]
+     ("final", "last_call", "discounted", "per_step", "return_to_go", "per_agent", "leave_one_out", "step_groups")]
 )  # fmt: skip
 
 

@@ -8,11 +8,16 @@ import pytest
 from lightning_rl.algorithms.problems import Problems
 from lightning_rl.algorithms.trajectories import Trajectory
 from lightning_rl.store.contract import ErrorInfo
+from lightning_rl_adapters import forest
+from lightning_rl_adapters.credit import Rewards
 from lightning_rl_adapters.rows import Row
 
 
 def trajectory(name: str = "r", **fields: Any) -> Trajectory:
-    given = {"reward": 1.0, "rows": [], "calls": 1, "sampled_tokens": 0, "excluded": {}, "agent_failed": False}
+    given = {
+        "reward": 1.0, "rewards": Rewards(final=1.0), "forest": forest.build([]), "rows": [], "calls": 1,
+        "sampled_tokens": 0, "excluded": {}, "agent_failed": False,
+    }  # fmt: skip
     return Trajectory(rollout_id=name, group_id="g", **(given | fields))
 
 
@@ -75,6 +80,7 @@ def test_rows_that_are_too_long_are_told(problems: Problems, caplog: pytest.LogC
 @pytest.mark.parametrize(
     ("what", "text"),
     [
+        ({"lost_rewards": 2}, "gave rewards to calls that they did not make"),
         ({"agent_failed": True}, "ended without a reward: return a number, or call emit_reward"),
         ({"calls": 0}, "made no call to the model: the agent must use llm.base_url and llm.api_key"),
     ],

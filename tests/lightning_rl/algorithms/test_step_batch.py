@@ -1,8 +1,10 @@
 """From finished rollouts to a batch: group statistics before anything is dropped, every token trained or excluded."""
 
+import random
 from collections import Counter
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +13,11 @@ from msgspec.structs import replace
 
 from lightning_rl.algorithms.conservation import ConservationError
 from lightning_rl.algorithms.step_batch import Rules, StepBatch, build, records
+from lightning_rl.algorithms.step_record import CallRecord, PlusRecord
 from lightning_rl.algorithms.trajectories import Trajectory, trajectory_of
+from lightning_rl.rl.advantages import ESTIMATORS
+from lightning_rl.rl.baselines import Baselines, Outcomes, Settings
+from lightning_rl.rl.shaping import OverlongBuffer
 from lightning_rl.store.contract import Reward
 from lightning_rl.training.batch import mini_batches
 from lightning_rl_adapters import credit
@@ -179,6 +185,245 @@ def test_a_record_tells_of_each_call_what_the_step_made_of_it() -> None:
     assert (second.calls["c0"].mini_batch, second.calls["c0"].weight) == (1, 1 / 2)
 
 
+def with_estimator(name: str, **more: Any) -> Rules:
+    return Rules(estimator=ESTIMATORS[name], groups_of_one="raw", **more)
+
+
+def five(name: str = "") -> list[Trajectory]:
+    """verl's five rows, each cut into two calls where it has the tokens."""
+    made = []
+    for number, (group, tokens, score) in enumerate(
+        zip("aabbc", [3, 3, 2, 4, 2], [1.0, 0.0, 2.0, 0.5, 1.0], strict=True)
+    ):
+        calls = [make_call(0, None, response=1), make_call(1, 0, response=tokens - 1)]
+        made.append(rollout(f"{number}{name}", *calls, reward=score, group=group))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", [0.707106, -0.707106, 0.707106, -0.707106, 1.0]),
+        ("rloo", [1.0, -1.0, 1.5, -1.5, 1.0]),
+        ("opo", [0.5, -0.5, 1.0, -0.5, 1.0]),
+        ("gpg", [0.625, -0.625, 0.9375, -0.9375, 1.25]),
+        ("grpo_passk", [1.414212, 0.0, 1.414212, 0.0, 1.0]),
+        ("reinforce_plus_plus_baseline", [0.639272, -0.737621, 0.983495, -1.081844, 1.327718]),
+        ("gdpo", [0.849351, -0.956192, 0.849352, -0.956192, 1.223292]),
+    ],
+)
+def test_a_batch_has_the_advantages_of_its_estimator(name: str, expected: list[float]) -> None:
+    batch = build(five(), with_estimator(name))
+    assert [found for [found] in advantages(batch)] == pytest.approx(expected, abs=2e-6)
+    for part, record in zip(batch.parts, records(batch, []), strict=True):
+        for call_id, call in record.calls.items():
+            assert call.credit is not None
+            assert call.advantage == pytest.approx((call.credit - call.baseline) / call.scale), name
+            assert part.estimates[call_id].advantage == call.advantage
+
+
+def test_tokens_have_advantages_of_their_own_under_an_estimator_of_tokens() -> None:
+    batch = build(five(), with_estimator("reinforce_plus_plus", gamma=0.5))
+    found = [sequence.advantages.tolist() for sequence in batch.sequences]
+    assert found[0] == pytest.approx([-0.463146, -0.02355, 0.855642], abs=1e-6)
+    assert found[2] == pytest.approx([0.855642, 2.614025], abs=1e-6)
+    [record, *_] = records(batch, [])
+    last = record.calls["c1"]
+    assert (last.credit, last.compared_with) == (0.75, None)  # the mean of the returns .5 and 1
+    assert last.advantage == pytest.approx((last.credit - last.baseline) / last.scale)
+    assert last.advantage == pytest.approx((-0.02355 + 0.855642) / 2, abs=1e-6)
+
+
+def test_whitening_counts_trained_tokens_alone_and_each_once() -> None:
+    """A row that is too long takes part in its group, but not in the whitening: its tokens are not trained."""
+    fork = [make_call(0, None), make_call(1, 0, response=3), make_call(2, 0, response=1)]
+    step = [
+        rollout("a", *fork),
+        rollout("b", make_call(0, None, response=5), reward=0.0),
+        rollout("c", make_call(0, None, prompt=30), reward=9.0, max_tokens=20),
+    ]
+    batch = build(step, with_estimator("reinforce_plus_plus_baseline"))
+    whitened = np.concatenate([sequence.advantages for sequence in batch.sequences])
+    assert len(whitened) == 2 + 3 + 1 + 5
+    assert whitened.mean() == pytest.approx(0, abs=1e-6)
+    assert whitened.std(ddof=1) == pytest.approx(1, abs=1e-6)
+
+
+def test_calls_without_credit_stay_at_zero_when_the_others_are_whitened() -> None:
+    step = [
+        rollout("a", make_call(0, None), make_call(1, 0)),
+        rollout("b", make_call(0, None), make_call(1, 0), reward=0.0),
+        rollout("alone", make_call(0, None), reward=7.0, group="h"),
+    ]
+    rules = Rules(strategy=credit.last_call, estimator=ESTIMATORS["reinforce_plus_plus_baseline"])
+    batch = build(step, rules)
+    first, second, alone = (np.concatenate([s.advantages for s in part.sequences]) for part in batch.parts)
+    assert first[:2].tolist() == second[:2].tolist() == alone.tolist() == [0.0, 0.0]
+    assert first[2:].tolist() == (-second[2:]).tolist()
+    assert first[2] == pytest.approx(np.sqrt(3 / 4), abs=1e-6)  # four tokens count: +-.5, unbiased std .5 sqrt(4/3)
+
+
+def test_every_branch_ends_with_the_final_reward_and_the_trunk_has_it_once() -> None:
+    step = [
+        rollout("a", make_call(0, None), make_call(1, 0), make_call(2, 0), make_call(3, 0, response=0)),
+        rollout("b", make_call(0, None), reward=0.0),
+    ]
+    batch = build(step, Rules(estimator=ESTIMATORS["tir_optimal_token_baseline"]))
+    assert {call_id: given.reward for call_id, given in batch.parts[0].credits.items()} == {
+        "c0": pytest.approx(1.0), "c1": 1.0, "c2": 1.0,
+    }  # fmt: skip
+
+
+def test_a_reward_of_a_call_stands_on_its_last_token_and_passes_over_calls_without_any() -> None:
+    given_step = Reward(value=0.5, name="tool", call_id="c1", reward_id="w1")
+    calls = [make_call(0, None), make_call(1, 0, response=0), make_call(2, 1)]
+    batch = build([rollout("a", *calls, rewards=(given_step,))], with_estimator("optimal_token_baseline"))
+    assert {call_id: tokens.tolist() for call_id, tokens in batch.parts[0].tokens.items()} == {
+        "c0": [1.5, 1.5], "c2": [1.0, 1.0],
+    }  # fmt: skip
+
+
+def test_probabilities_that_were_not_those_of_sampling_weigh_no_baseline() -> None:
+    """The logprobs of a greedy call are not those that its tokens were drawn with: they count as unknown."""
+    calls = [replace(make_call(0, None), logprob_kind="greedy"), replace(make_call(0, None), logprobs=None)]
+    rules = Rules(estimator=ESTIMATORS["optimal_token_baseline"])
+
+    def found(call: Call) -> Any:
+        part = build([rollout("a", call), rollout("b", make_call(0, None), reward=0.0)], rules).parts[0]
+        return part.estimates["c0"]
+
+    assert found(calls[0]) == found(calls[1]) != found(make_call(0, None))
+
+
+def test_a_reward_that_belongs_to_no_call_moves_no_advantage() -> None:
+    """verl adds up rewards whether or not their token is the policy's: 5.0 on a tool's token turns group a around."""
+    leak = Reward(value=5.0, name="tool", call_id="nobody", reward_id="w1")
+    rules = Rules(strategy=credit.per_step)
+    other = rollout("a", make_call(0, None))
+    plain, leaked = (rollout("b", make_call(0, None), reward=0.0, rewards=given) for given in ((), (leak,)))
+    assert advantages(build([other, leaked], rules)) == advantages(build([other, plain], rules))
+    assert leaked.lost_rewards == 1
+
+
+def test_a_last_call_without_tokens_takes_nothing_from_the_rollout() -> None:
+    """verl reads a rollout's advantage off its last row: where that has no trained token the whole rollout has 0."""
+    step = [rollout("a", make_call(0, None), make_call(1, 0, response=0)), rollout("b", make_call(0, None), reward=0.0)]
+    [first], [second] = advantages(build(step, Rules()))
+    assert [first, second] == pytest.approx([0.707106, -0.707106], abs=1e-6)
+
+
+def test_steps_from_the_same_prompt_are_compared_across_rollouts_and_within_one() -> None:
+    """The second call of a and that of b have the prompt [0, 1, 50, 51, 100, 101]; that of c has another."""
+
+    def two(name: str, reward: float, *last: Call) -> Trajectory:
+        return rollout(name, make_call(0, None), *(last or (make_call(1, 0),)), reward=reward)
+
+    step = [two("a", 1.0), two("b", 0.0), two("c", 0.5, replace(make_call(1, 0), prompt_ids=[7]))]
+    rules = Rules(strategy=credit.step_groups(0.5, 2.0), norm_by_std=False)
+    first, second, third = records(build(step, rules), [])
+    # All three answered [0, 1]: returns .5, 0, .25 there, mean .25. At the second prompt 1 and 0 meet.
+    assert [record.calls["c0"].advantage for record in (first, second, third)] == [0.5 + 0.5, -0.5 - 0.5, 0.0]
+    assert [record.calls["c1"].advantage for record in (first, second, third)] == [0.5 + 1.0, -0.5 - 1.0, 0.0]
+    plus = first.calls["c1"].plus
+    assert plus is not None
+    assert (plus.credit, plus.baseline, plus.scale, plus.advantage) == (1.0, 0.5, 0.5, 1.0)
+    alone = third.calls["c1"].plus
+    assert alone is not None
+    assert (alone.baseline, alone.advantage) == (0.5, 0.0)
+    samples = [make_call(0, None), make_call(1, None), make_call(2, None)]
+    same = [replace(call, prompt_ids=[7]) for call in samples[1:]]
+    one = Reward(value=4.0, name="tool", call_id="c1", reward_id="w")
+    within = build(
+        [rollout("a", samples[0], *same, rewards=(one,))], Rules(strategy=credit.step_groups(0.0), norm_by_std=False)
+    )
+    assert [within.parts[0].estimates[c].advantage for c in ("c0", "c1", "c2")] == [0.0, 1.5, -1.5]
+
+
+def test_long_answers_cost_and_the_record_says_how_much() -> None:
+    buffer = OverlongBuffer(max_length=10, length=4, factor=0.5)
+    step = [rollout("a", make_call(0, None, response=8)), rollout("b", make_call(0, None, response=2))]
+    batch = build(step, Rules(overlong_buffer=buffer, norm_by_std=False))
+    assert advantages(batch) == [{-0.125}, {0.125}]
+    assert batch.metrics()["rollouts/overlong_penalty"] == -0.125
+    first, second = records(batch, [])
+    assert (first.reward, first.overlong_penalty, first.calls["c0"].credit) == (0.75, -0.25, 0.75)
+    assert (second.reward, second.overlong_penalty) == (1.0, 0.0)
+    assert step[0].reward == 1.0  # what the metrics of rewards tell is what was given
+    assert "rollouts/overlong_penalty" not in build(step, Rules()).metrics()
+
+
+def test_the_penalty_can_be_compared_as_a_reward_of_its_own() -> None:
+    buffer = OverlongBuffer(max_length=10, length=4)
+    step = [rollout("a", make_call(0, None, response=8)), rollout("b", make_call(0, None, response=2))]
+    rules = Rules(estimator=ESTIMATORS["gdpo"], overlong_buffer=buffer, reward_weights={"overlong_penalty": 1.0})
+    [first], [second] = advantages(build(step, rules))
+    assert first < 0 < second
+
+
+def test_rewards_that_no_advantage_can_hold_name_the_rollout() -> None:
+    step = [rollout("a", make_call(0, None), reward=1e300), rollout("b", make_call(0, None))]
+    assert advantages(build(step, Rules()))
+    with pytest.raises(CreditError, match=r"rollout a: with a reward of 1e\+300 its advantages are too large"):
+        build(step, PLAIN)
+
+
+def test_a_function_of_the_users_is_an_estimator() -> None:
+    def best(outcomes: Outcomes, settings: Settings) -> Baselines:
+        return Baselines(np.full(len(outcomes.scores), outcomes.scores.max()), np.ones(len(outcomes.scores)))
+
+    batch = build(
+        [rollout("a", make_call(0, None)), rollout("b", make_call(0, None), reward=-1.0)], Rules(estimator=best)
+    )
+    assert advantages(batch) == [{0.0}, {-2.0}]
+
+
+def test_records_of_earlier_releases_are_read() -> None:
+    decode = msgspec.msgpack.Decoder(CallRecord).decode
+    old = msgspec.msgpack.encode(
+        {"credit": 1.0, "compared_with": "group", "baseline": 0.5, "scale": 0.5, "advantage": 1.0}
+    )
+    assert decode(old).plus is None
+    full = replace(decode(old), plus=PlusRecord(credit=2.0, baseline=1.0, advantage=1.0))
+    assert decode(msgspec.msgpack.encode(full)) == full
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ("gae", "remax")])
+def test_no_rollouts_are_an_empty_batch(name: str) -> None:
+    lost = rollout("a", make_call(0, None), reward=None, agent_failure=None)
+    for step in ([], [lost]):
+        assert build(step, with_estimator(name)).sequences == []
+
+
+@given(
+    st.lists(st.tuples(attempts(5), st.floats(-2, 2), st.sampled_from("gh")), max_size=5),
+    st.sampled_from([name for name in ESTIMATORS if name not in ("gae", "remax")]),
+    st.randoms(),
+)
+def test_the_order_of_rollouts_and_of_their_rows_changes_no_advantage(
+    drawn: list[tuple[list[Call], float, str]], name: str, order: random.Random
+) -> None:
+    trajectories = [rollout(str(i), *calls, reward=r, group=group) for i, (calls, r, group) in enumerate(drawn)]
+
+    def found(step: list[Trajectory]) -> dict[tuple[str, str], list[float]]:
+        batch = build(step, Rules(estimator=ESTIMATORS[name], gamma=0.9))
+        return {
+            (part.trajectory.rollout_id, call_id): sequence.advantages[where].tolist()
+            for part in batch.parts
+            for sequence in part.sequences
+            for call_id, where, _ in sequence.trained_by_call()
+        }
+
+    before = found(trajectories)
+    shuffled = list(trajectories)
+    order.shuffle(shuffled)
+    for trajectory in shuffled:
+        order.shuffle(trajectory.rows)
+    after = found(shuffled)
+    assert after.keys() == before.keys()
+    for place, values in before.items():
+        assert after[place] == pytest.approx(values, rel=1e-5, abs=1e-5)
+
+
 @given(st.lists(st.tuples(attempts(6), st.floats(-2, 2), st.sampled_from("gh")), min_size=1, max_size=5), st.data())
 def test_whatever_the_rules_every_token_is_trained_once_or_excluded_by_name(
     drawn: list[tuple[list[Call], float, str]], data: st.DataObject
@@ -186,7 +431,9 @@ def test_whatever_the_rules_every_token_is_trained_once_or_excluded_by_name(
     overlong = data.draw(st.sampled_from(["drop_row", "drop_rollout", "truncate_left", "truncate_response"]))
     cut = overlong.startswith("truncate")
     max_tokens = data.draw(st.integers(3, 20))
-    strategy = credit.by_name(data.draw(st.sampled_from(["final", "last_call", "return_to_go"])), gamma=0.9)
+    named = data.draw(st.sampled_from(["final", "last_call", "return_to_go", "step_groups"]))
+    strategy = credit.by_name(named, gamma=0.9)
+    estimator = ESTIMATORS[data.draw(st.sampled_from(["grpo", "opo", "gdpo", "reinforce_plus_plus"]))]
     trajectories = [
         rollout(
             str(i), *calls, reward=reward, group=group,
@@ -196,6 +443,7 @@ def test_whatever_the_rules_every_token_is_trained_once_or_excluded_by_name(
     ]  # fmt: skip
     rules = Rules(
         strategy=strategy,
+        estimator=estimator,
         overlong=overlong,
         max_tokens=max_tokens,
         groups_of_one=data.draw(st.sampled_from(["zero", "raw", "drop"])),

@@ -84,7 +84,7 @@ def test_an_unknown_key_on_the_command_line_is_named(override: str) -> None:
         ("actor_rollout_ref.actor.optim.lr=fast", r"actor_rollout_ref\.actor\.optim\.lr is 'fast': expected `float`"),
         ("data.train_batch_size=0", r"data\.train_batch_size is 0: expected `int` >= 1"),
         ("trainer.logger=[wand]", r"trainer\.logger\[0\] is 'wand'.*there are console, jsonl"),
-        ("algorithm.adv_estimator=gae", r"algorithm\.adv_estimator is 'gae'.*there are grpo"),
+        ("algorithm.adv_estimator=gea", r"algorithm\.adv_estimator is 'gea'.*there are gae, grpo"),
         ("algorithm.use_kl_in_reward=true", r"use_kl_in_reward is True, and must be False: no reference model"),
         ("trainer.nnodes=2", r"trainer\.nnodes is 2, and must be 1: training runs on one machine"),
         ("actor_rollout_ref.actor.optim=3", r"actor_rollout_ref\.actor\.optim is 3: expected `object`"),

@@ -4,8 +4,9 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from lightning_rl.agent import load_agent
@@ -15,6 +16,9 @@ from lightning_rl.config import ConfigError, compose, keys
 from lightning_rl.config.schema import Config, TrainConfig
 from lightning_rl.loading import NotLoadable
 from lightning_rl.rewards import FinishedRollout
+from lightning_rl.rl.advantages import ESTIMATORS
+from lightning_rl.rl.correction import correct
+from lightning_rl.rl.shaping import OverlongBuffer
 from lightning_rl.store.contract import RolloutRequest
 from lightning_rl_adapters import credit, forest
 from lightning_rl_adapters.credit import Credit, Rewards
@@ -124,6 +128,15 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     (ACTOR + "clip_ratio_c", 5.0, update),
     (ACTOR + "loss_agg_mode", "token-sum", update),
     (ACTOR + "loss_scale_factor", 5.0, update),
+    (ACTOR + "tau_pos", 2.0, update),
+    (ACTOR + "tau_neg", 2.0, update),
+    (ACTOR + "policy_loss.loss_mode", "gspo", update),
+    (ACTOR + "policy_loss.clip_cov_ratio", 0.1, update),
+    (ACTOR + "policy_loss.clip_cov_lb", 0.1, update),
+    (ACTOR + "policy_loss.clip_cov_ub", 9.0, update),
+    (ACTOR + "policy_loss.kl_cov_ratio", 0.1, update),
+    (ACTOR + "policy_loss.ppo_kl_coef", 0.5, update),
+    (ACTOR + "policy_loss.dro_beta", 0.5, update),
     (ACTOR + "entropy_coeff", 0.1, update),
     (ACTOR + "grad_clip", 0.1, update),
     (ACTOR + "optim.lr", 0.1, update),
@@ -175,7 +188,7 @@ ELSEWHERE = {
     ROLLOUT + "history": "test_the_engine_is_what_the_keys_say",
     "gateway.unknown_model": "test_the_engine_is_what_the_keys_say",
     ROLLOUT + "name": "test_what_cannot_be_started_is_refused",
-    "trainer.logger": "test_what_cannot_be_started_is_refused",
+    "trainer.logger": "test_trackers.py: each of them",
     "trainer.device": "test_the_engine_is_what_the_keys_say",
     "trainer.sampler_tolerance": "test_ppo.py: test_an_engine_with_other_weights_is_refused",
     "algorithm.norm_adv_by_std_in_grpo": "test_numerics.py: the estimator with and without",
@@ -194,8 +207,22 @@ ELSEWHERE = {
     "reward.judge.rubric": "test_rewards_are_what_the_keys_say",
     "reward.judge.timeout_seconds": "test_rewards_are_what_the_keys_say",
     "reward.judge.concurrency": "test_rewards_are_what_the_keys_say",
-    "algorithm.adv_estimator": "test_config.py: there is one, others are refused",
+    "algorithm.adv_estimator": "test_the_estimator_is_what_the_keys_say",
+    "algorithm.gdpo_reward_keys": "test_the_estimator_is_what_the_keys_say",
+    "algorithm.gdpo_reward_weights": "test_the_estimator_is_what_the_keys_say",
+    "algorithm.credit.step_weight": "test_credit_is_what_the_keys_say",
+    "reward.overlong_buffer.enable": "test_the_overlong_buffer_is_what_the_keys_say",
+    "reward.overlong_buffer.len": "test_the_overlong_buffer_is_what_the_keys_say",
+    "reward.overlong_buffer.penalty_factor": "test_the_overlong_buffer_is_what_the_keys_say",
+    "reward.overlong_buffer.max_resp_len": "test_the_overlong_buffer_is_what_the_keys_say",
     "algorithm.rollout_correction.bypass_mode": "test_ppo.py: test_recomputed_old_log_probs_train_too",
+    "algorithm.rollout_correction.loss_type": "test_in_bypass_mode_the_loss_is_what_the_keys_say",
+    "algorithm.rollout_correction.rollout_is": "test_the_correction_is_what_the_keys_say",
+    "algorithm.rollout_correction.rollout_is_threshold": "test_the_correction_is_what_the_keys_say",
+    "algorithm.rollout_correction.rollout_is_batch_normalize": "test_the_correction_is_what_the_keys_say",
+    "algorithm.rollout_correction.rollout_rs": "test_the_correction_is_what_the_keys_say",
+    "algorithm.rollout_correction.rollout_rs_threshold": "test_the_correction_is_what_the_keys_say",
+    "algorithm.rollout_correction.rollout_token_veto_threshold": "test_the_correction_is_what_the_keys_say",
 }
 
 
@@ -237,12 +264,137 @@ def test_credit_is_what_the_keys_say(tmp_path: Path) -> None:
     assert credit.assign(own, TWO_CALLS, Rewards(final=1.0)) == {"c0": Credit(2.0)}
     halved = PPO({"algorithm": {"gamma": 0.5, "credit": {"strategy": "discounted"}}})._rules.strategy
     assert credit.assign(halved, TWO_CALLS, Rewards(final=1.0)) == {"c0": Credit(0.5), "c1": Credit(1.0)}
+    steps = PPO({"algorithm": {"credit": {"strategy": "step_groups", "step_weight": 0.25}}})._rules.strategy
+    assert {
+        given.plus.weight for given in credit.assign(steps, TWO_CALLS, Rewards(final=1.0)).values() if given.plus
+    } == {0.25}
     with pytest.raises(ConfigError, match="must be a function"):
         PPO({"algorithm": {"credit": {"function": "math:pi"}}})
     with pytest.raises(NotLoadable, match="did you mean 'twice'"):
         PPO({"algorithm": {"credit": {"function": f"{tmp_path}/mine_of_effects.py:twise"}}})
     with pytest.raises(ConfigError, match="truncate_left needs old log probabilities of the shorter context"):
         PPO({"data": {"overlong": "truncate_left"}, "algorithm": {"rollout_correction": {"bypass_mode": True}}})
+
+
+def test_the_correction_is_what_the_keys_say() -> None:
+    def corrected(**keys: Any) -> tuple[list[float] | None, list[bool]]:
+        """Two rollouts of two tokens; the trainer's probability of the first's second token is four times as high."""
+        algorithm = PPO({"algorithm": {"rollout_correction": keys}})
+        sampler, rollout = np.array([-3.0, -3.0, -2.0, -2.0]), np.array([0, 0, 1, 1])
+        found = correct(sampler + np.log([1, 4, 1, 1]), sampler, rollout, algorithm._correction)
+        assert algorithm._rules.need_log_probs == bool(keys)
+        return None if found.weights is None else found.weights.round(6).tolist(), found.keep.tolist()
+
+    whole = [True] * 4
+    assert corrected() == (None, whole)
+    assert corrected(rollout_is="token") == ([1, 2, 1, 1], whole)
+    assert corrected(rollout_is="token", rollout_is_threshold=3.0) == ([1, 3, 1, 1], whole)
+    assert corrected(rollout_is="token", rollout_is_threshold="0.5_2.0") == ([1, 0, 1, 1], whole)
+    assert corrected(rollout_is="sequence", rollout_is_threshold=3.0) == ([3, 3, 1, 1], whole)
+    assert corrected(rollout_is="geometric", rollout_is_threshold=3.0) == ([2, 2, 1, 1], whole)
+    normalized = corrected(rollout_is="token", rollout_is_threshold=5.0, rollout_is_batch_normalize=True)
+    assert normalized == (pytest.approx([4 / 7, 16 / 7, 4 / 7, 4 / 7], abs=1e-6), whole)
+    assert corrected(rollout_rs="token_k1", rollout_rs_threshold=2.0) == (None, [True, False, True, True])
+    assert corrected(rollout_rs="seq_max_k2", rollout_rs_threshold=0.5) == (None, [False, False, True, True])
+    assert corrected(rollout_rs="seq_max_k2", rollout_rs_threshold=1.0) == (None, whole)
+    assert corrected(rollout_token_veto_threshold=0.5) == (None, whole)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rollout_is": "row"}, "there are token, sequence, geometric"),
+        ({"rollout_is_threshold": 0.52}, "rollout_correction: rollout_is_threshold 0.52 is below 1"),
+        ({"rollout_is_batch_normalize": True}, "has no weights to normalize: set algorithm.rollout_correction.rollout"),
+        ({"rollout_rs_threshold": 2.0}, "bounds nothing: name criteria in algorithm.rollout_correction.rollout_rs"),
+        ({"rollout_rs": "token_k1"}, "rollout_correction: rollout_rs_threshold None has 0 thresholds"),
+        ({"rollout_is": "token", "bypass_mode": True}, "there are none of the trainer's to compare them with"),
+        ({"rollout_token_veto_threshold": 1.0}, "rollout_token_veto_threshold is 1.0"),
+        ({"loss_type": "dpo"}, "there are ppo_clip, reinforce"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0, "bypass_mode": True}, "none of the trainer's"),
+    ],
+)
+def test_a_correction_that_cannot_be_honoured_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PPO({"algorithm": {"rollout_correction": keys}})
+
+
+def test_in_bypass_mode_the_loss_is_what_the_keys_say() -> None:
+    def loss(loss_mode: str = "vanilla", **keys: Any) -> tuple[str, str | None]:
+        actor = {"policy_loss": {"loss_mode": loss_mode}}
+        algorithm = PPO({"actor_rollout_ref": {"actor": actor}, "algorithm": {"rollout_correction": keys}})
+        assert not algorithm._correction.active  # the loss itself has the weights
+        made = ppo_module._actor_config(algorithm.config, 10)
+        return made.loss_mode, made.rollout_is
+
+    assert loss(loss_type="reinforce") == ("vanilla", None)
+    assert loss(bypass_mode=True) == ("ppo_clip", None)
+    assert loss(bypass_mode=True, loss_type="reinforce", rollout_is="token") == ("reinforce", "token")
+    assert loss("gspo", bypass_mode=True, loss_type="reinforce") == ("gspo", None)
+    assert loss("reinforce", bypass_mode=True, rollout_is="sequence") == ("reinforce", "sequence")
+
+
+def test_a_correction_of_cut_contexts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="shows the trainer less than the sampler saw"):
+        PPO({"data": {"overlong": "truncate_left"}, "algorithm": {"rollout_correction": {"rollout_is": "token"}}})
+
+
+def test_the_estimator_is_what_the_keys_say() -> None:
+    [literal] = [get_args(key.type.__origin__) for key in keys() if key.name == "algorithm.adv_estimator"]
+    assert set(literal) == ESTIMATORS.keys()
+    for name in ESTIMATORS.keys() - {"gae", "remax", "gdpo"}:
+        rules = PPO({"algorithm": {"adv_estimator": name, "gamma": 0.5, "norm_adv_by_std_in_grpo": False}})._rules
+        assert rules.estimator is ESTIMATORS[name]
+        assert (rules.settings.gamma, rules.settings.norm_by_std, rules.settings.reward_weights) == (0.5, False, {})
+    gdpo: dict[str, Any] = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"]}
+    assert PPO({"algorithm": gdpo})._rules.settings.reward_weights == {"a": 1.0, "b": 1.0}
+    weighed = PPO({"algorithm": gdpo | {"gdpo_reward_weights": [0.5, 2.0]}})._rules
+    assert (weighed.estimator, weighed.settings.reward_weights) == (ESTIMATORS["gdpo"], {"a": 0.5, "b": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"adv_estimator": "gae"}, "gae needs a critic's value of every token, and no critic .* there are grpo"),
+        ({"adv_estimator": "remax"}, "remax needs a greedy rollout of every task"),
+        ({"adv_estimator": "gdpo"}, "set algorithm.gdpo_reward_keys.*; there are 0 names"),
+        (
+            {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a"], "gdpo_reward_weights": [1.0, 2.0]},
+            "there are 1 names and 2 weights",
+        ),
+        (
+            {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a"], "credit": {"strategy": "last_call"}},
+            "gdpo spreads named rewards over rollouts itself, so a credit strategy has no effect",
+        ),
+        (
+            {"adv_estimator": "reinforce_plus_plus", "credit": {"strategy": "step_groups"}},
+            "reinforce_plus_plus spreads rewards over tokens itself, so a credit strategy has no effect",
+        ),
+    ],
+)
+def test_an_estimator_that_cannot_do_what_is_asked_is_refused(algorithm: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PPO({"algorithm": algorithm})
+
+
+def test_the_overlong_buffer_is_what_the_keys_say() -> None:
+    assert PPO()._rules.overlong_buffer is None
+    data = {"max_response_length": 300}
+    on = PPO({"data": data, "reward": {"overlong_buffer": {"enable": True}}})._rules.overlong_buffer
+    assert on == OverlongBuffer(max_length=300, length=128, factor=1.0)
+    said = {"enable": True, "len": 7, "penalty_factor": 0.5, "max_resp_len": 9}
+    rules = PPO({"data": data, "reward": {"overlong_buffer": said}})._rules
+    assert rules.overlong_buffer == OverlongBuffer(max_length=9, length=7, factor=0.5)
+    with pytest.raises(ConfigError, match=r"overlong_buffer\.len=301 is more than the 300 tokens"):
+        PPO({"data": data, "reward": {"overlong_buffer": {"enable": True, "len": 301}}})
+    gdpo = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a"]}
+    with pytest.raises(ConfigError, match="put overlong_penalty into algorithm"):
+        PPO({"algorithm": gdpo, "data": data, "reward": {"overlong_buffer": {"enable": True}}})
+
+
+def test_a_loss_that_is_not_there_is_refused_before_a_model_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"policy_loss: loss_mode 'vanila' is unknown; there are vanilla, dppo_tv"):
+        PPO({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "vanila"}}}})
 
 
 def test_rewards_are_what_the_keys_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +448,6 @@ def test_the_engine_is_what_the_keys_say(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("actor_rollout_ref.rollout.name=vllm", "'vllm' cannot be started; there is 'embedded'"),
-        ("trainer.logger=[wandb]", "'wandb' cannot be written to; there are console, jsonl"),
     ],
 )
 def test_what_cannot_be_started_is_refused(override: str, message: str, tmp_path: Path) -> None:

@@ -89,10 +89,10 @@ def test_each_call_says_which_reward_reached_it_and_what_became_of_it(run_dir: P
     assert "  step 7  updated version 6; counted with reward 1 in group g" in lines
     [first] = [i for i, line in enumerate(lines) if "call 1 (map):" in line]
     assert lines[first + 1].strip() == (
-        "rule final: credit 1, compared with group, baseline 0.5, scale 0.53, advantage 0.943, "
+        "rule final: credit 1, compared with group, baseline 0.5, scale 0.53, advantage 0.943 by grpo, "
         "weight 0.125 in mini-batch 0, 1 tokens trained"
     )
-    assert lines[first + 3].strip().endswith("advantage 0.943, not trained: not_selected")
+    assert lines[first + 3].strip().endswith("advantage 0.943 by grpo, not trained: not_selected")
     assert "        calls [1] 2 (not_selected)" in lines, "as the step did it, whatever the config says"
 
 

@@ -1,5 +1,6 @@
-"""Advantages of calls against hand-computed groups, and generalized advantages over branches."""
+"""Advantages of calls against hand-computed groups, whatever the estimator."""
 
+import math
 import random
 
 import numpy as np
@@ -7,17 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rl.rl.advantages import Estimate, gae, grpo, grpo_of_calls
+from lightning_rl.rl import baselines
+from lightning_rl.rl.advantages import ESTIMATORS, Estimate, OfOutcomes, grpo, of_calls
+from lightning_rl.rl.baselines import Baselines, EstimatorError, OutcomeEstimator, Outcomes, Settings
 from lightning_rl_adapters.credit import GROUP, Credit
 
 
 def of_group(
     *rollouts: dict[str, Credit], rewards: list[float] | None = None, **options: bool
 ) -> list[dict[str, float]]:
-    estimates = grpo_of_calls(
-        list(rollouts), rewards or [0.0] * len(rollouts), ["g"] * len(rollouts), norm_by_std=False, **options
-    )
-    return [{call_id: found.advantage for call_id, found in of_calls.items()} for of_calls in estimates]
+    settings = Settings(norm_by_std=False, **options)
+    estimates = of_calls(list(rollouts), rewards or [0.0] * len(rollouts), ["g"] * len(rollouts), settings=settings)
+    return [{call_id: found.advantage for call_id, found in of_rollout.items()} for of_rollout in estimates]
 
 
 def test_a_rollout_of_many_calls_has_one_voice_in_the_baseline() -> None:
@@ -56,7 +58,7 @@ def test_a_group_of_one_has_nothing_to_compare_with() -> None:
 
 
 def test_an_estimate_tells_how_it_came_about() -> None:
-    [first, _] = grpo_of_calls([{"a": Credit(1.0)}, {"b": Credit(0.0)}], [1.0, 0.0], ["g", "g"])
+    [first, _] = of_calls([{"a": Credit(1.0)}, {"b": Credit(0.0)}], [1.0, 0.0], ["g", "g"])
     found = first["a"]
     assert (found.baseline, found.scale) == (0.5, pytest.approx(0.5**0.5 + 1e-6))
     assert found.advantage == pytest.approx((1.0 - found.baseline) / found.scale)
@@ -73,14 +75,18 @@ def test_one_reward_for_all_calls_is_plain_grpo_however_many_calls_there_are(
     rewards, groups = [r for r, _, _ in rollouts], [g for _, g, _ in rollouts]
     credits = [{f"c{i}": Credit(reward, GROUP) for i in range(n)} for reward, _, n in rollouts]
     plain = grpo(rewards, groups, norm_by_std=norm_by_std)
-    for estimates, expected in zip(
-        grpo_of_calls(credits, rewards, groups, norm_by_std=norm_by_std), plain, strict=True
-    ):
+    found_by_rollout = of_calls(credits, rewards, groups, settings=Settings(norm_by_std=norm_by_std))
+    for estimates, expected in zip(found_by_rollout, plain, strict=True):
         assert all(found.advantage == expected for found in estimates.values())
 
 
-@given(ROLLOUTS, st.randoms())
-def test_the_order_of_rollouts_changes_nothing(rollouts: list[tuple[float, str, int]], order: random.Random) -> None:
+OUTCOME = [found.function for name, found in ESTIMATORS.items() if isinstance(found, OfOutcomes) and name != "remax"]
+
+
+@given(ROLLOUTS, st.randoms(), st.sampled_from(OUTCOME))
+def test_the_order_of_rollouts_changes_nothing(
+    rollouts: list[tuple[float, str, int]], order: random.Random, estimator: OutcomeEstimator
+) -> None:
     numbered = [
         (reward, group, {f"{i}-{k}": Credit(reward + k) for k in range(n)})
         for i, (reward, group, n) in enumerate(rollouts)
@@ -89,76 +95,139 @@ def test_the_order_of_rollouts_changes_nothing(rollouts: list[tuple[float, str, 
     order.shuffle(shuffled)
 
     def all_of(some: list[tuple[float, str, dict[str, Credit]]]) -> dict[str, float]:
-        found = grpo_of_calls([c for _, _, c in some], [r for r, _, _ in some], [g for _, g, _ in some])
-        return {call_id: estimate.advantage for of_calls in found for call_id, estimate in of_calls.items()}
+        found = of_calls([c for _, _, c in some], [r for r, _, _ in some], [g for _, g, _ in some], estimator=estimator)
+        return {call_id: estimate.advantage for of_rollout in found for call_id, estimate in of_rollout.items()}
 
-    assert all_of(shuffled) == pytest.approx(all_of(numbered), abs=1e-6)
-
-
-def floats(*values: float) -> np.ndarray:
-    return np.array(values, dtype=np.float64)
+    assert all_of(shuffled) == pytest.approx(all_of(numbered), rel=1e-6, abs=1e-6)
 
 
-def test_gae_along_a_branch_by_hand() -> None:
-    # One token each, gamma 0.5, lambda 0.5: A3 = 2 - 1, A2 = 0 + .5*1 - .5 + .25*A3, A1 = 1 + .5*.5 - 0 + .25*A2.
-    advantages, returns = gae(
-        [None, 0, 1], [floats(1), floats(0), floats(2)], [floats(0), floats(0.5), floats(1)], gamma=0.5, lam=0.5
+@given(ROLLOUTS, st.sampled_from(OUTCOME), st.booleans())
+def test_cutting_a_rollout_into_calls_changes_nothing(
+    rollouts: list[tuple[float, str, int]], estimator: OutcomeEstimator, lone_raw: bool
+) -> None:
+    rewards, groups = [r for r, _, _ in rollouts], [g for _, g, _ in rollouts]
+    whole = of_calls(
+        [{"c": Credit(r)} for r in rewards],
+        rewards,
+        groups,
+        estimator=estimator,
+        settings=Settings(lone_raw=lone_raw),
+        tokens=[{"c": 6}] * len(rewards),
     )
-    assert [a.tolist() for a in advantages] == [[1.3125], [0.25], [1.0]]
-    assert [r.tolist() for r in returns] == [[1.3125], [0.75], [2.0]]
-
-
-def test_gae_at_a_fork_goes_on_from_the_mean_of_its_branches() -> None:
-    # The branches begin with values 1 and 3 and have rewards 5 and 1: advantages 4 and -2.
-    advantages, _ = gae(
-        [None, 0, 0], [floats(0, 1), floats(5), floats(1)], [floats(0.5, 1), floats(1), floats(3)], gamma=1.0, lam=0.5
+    in_calls = of_calls(
+        [{f"c{i}": Credit(reward) for i in range(n + 1)} for reward, _, n in rollouts],
+        rewards,
+        groups,
+        estimator=estimator,
+        settings=Settings(lone_raw=lone_raw),
+        tokens=[{f"c{i}": 6 if i == 0 else 0 for i in range(n + 1)} for _, _, n in rollouts],
     )
-    # Last token of the trunk: 1 + mean(1, 3) - 1 + .5 * mean(4, -2) = 2.5; first: 0 + 1 - .5 + .5 * 2.5.
-    assert [a.tolist() for a in advantages] == [[1.75, 2.5], [4.0], [-2.0]]
+    for one, many in zip(whole, in_calls, strict=True):
+        assert {found.advantage for found in many.values()} == {one["c"].advantage}
 
 
-def test_gae_of_verl() -> None:
-    """Its example with gamma 1, lambda 0.95, row by row: observation tokens are not there at all here."""
-    values = [
-        floats(0.1, 0.2, 0.3),
-        floats(0, 0.1, 0.2),
-        floats(0.5, 0.4),
-        floats(0.1, 0.1, 0.1, 0.1),
-        floats(0.3, 0.6),
-    ]
-    rewards = [floats(0, 0, 1), floats(0, 0, 0), floats(0, 2), floats(0, 0, 0, 0.5), floats(0, 1)]
-    _, returns = gae([None] * 5, rewards, values, gamma=1.0, lam=0.95)
-    expected = [[0.92675, 0.965, 1], [0.0145, 0.01, 0], [1.92, 2], [0.44295, 0.461, 0.48, 0.5], [0.98, 1]]
-    for found, row in zip(returns, expected, strict=True):
-        assert found.tolist() == pytest.approx(row, abs=1e-6)
+def test_a_group_that_scores_alike_divides_by_no_noise() -> None:
+    """Its spread is 0 or a rounding error, and its calls' credits differ: 1e-6 would make advantages of a million."""
+    first, second = {"a0": Credit(0.1), "a1": Credit(0.3)}, {"b0": Credit(0.3), "b1": Credit(0.1)}
+    found = of_calls([first, second], [0.4, 0.4], ["g", "g"])
+    assert found[0]["a1"].advantage == pytest.approx(0.1)
 
 
-@given(st.data(), st.randoms())
-def test_gae_does_not_depend_on_the_order_of_siblings(data: st.DataObject, order: random.Random) -> None:
-    branches = data.draw(
-        st.lists(
-            st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2)), min_size=1, max_size=3), min_size=1, max_size=4
-        )
+def test_of_several_best_none_is_the_best_whose_calls_stand_out() -> None:
+    """Which of two it were would be a matter of their order."""
+    rollouts = [{"a0": Credit(0.0), "a1": Credit(1.0)}, {"b0": Credit(0.0), "b1": Credit(1.0)}]
+    found = of_calls(rollouts, [0.5, 0.5], ["g", "g"], estimator=baselines.grpo_passk)
+    assert {estimate.advantage for of_rollout in found for estimate in of_rollout.values()} == {0.0}
+
+
+def test_at_a_state_each_call_speaks_for_itself() -> None:
+    at = "state:x"
+    found = of_calls(
+        [{"a0": Credit(1.0, at), "a1": Credit(0.0, at)}, {"b0": Credit(5.0, at), "b1": Credit(9.0, "state:y")}],
+        [0.0, 0.0],
+        ["g", "g"],
+        settings=Settings(norm_by_std=False, lone_raw=True),
     )
-
-    def trunk(shape: list[list[tuple[float, float]]]) -> list[float]:
-        calls = [[(0.0, 0.25), (1.0, 0.5)], *shape]
-        advantages, _ = gae(
-            [None, *[0] * len(shape)],
-            [floats(*(reward for reward, _ in call)) for call in calls],
-            [floats(*(value for _, value in call)) for call in calls],
-            gamma=0.9,
-            lam=0.8,
-        )
-        return advantages[0].tolist()
-
-    shuffled = list(branches)
-    order.shuffle(shuffled)
-    assert trunk(shuffled) == pytest.approx(trunk(branches))
-    assert trunk([branches[0]] * 3) == pytest.approx(trunk([branches[0]]))  # three like ones are as one
+    assert [found[0]["a0"].advantage, found[0]["a1"].advantage, found[1]["b0"].advantage] == [-1.0, -2.0, 3.0]
+    assert found[1]["b1"].advantage == 0.0  # nobody else was there, so it says nothing, also where lone rollouts do
 
 
-def test_a_call_without_tokens_hands_on_what_comes_after_it() -> None:
-    with_empty, _ = gae([None, 0, 1], [floats(0), floats(), floats(1)], [floats(0.5), floats(), floats(0.25)])
-    without, _ = gae([None, 0], [floats(0), floats(1)], [floats(0.5), floats(0.25)])
-    assert with_empty[0].tolist() == without[0].tolist()
+def test_states_of_other_groups_are_other_states() -> None:
+    at = "state:x"
+    found = of_calls([{"a": Credit(1.0, at)}, {"b": Credit(3.0, at)}], [0.0, 0.0], ["g", "h"])
+    assert [found[0]["a"].advantage, found[1]["b"].advantage] == [0.0, 0.0]
+
+
+def test_a_second_credit_is_added_with_its_weight() -> None:
+    def both(outcome: float, step: float) -> dict[str, Credit]:
+        return {"c": Credit(outcome, plus=Credit(step, "state:x", weight=0.5))}
+
+    [first, second] = of_group(both(1.0, 4.0), both(0.0, 0.0))
+    assert (first["c"], second["c"]) == (0.5 + 0.5 * 2.0, -0.5 - 0.5 * 2.0)
+    [first, _] = of_group({"c": Credit(1.0, plus=Credit(4.0, "state:x", weight=0.0))}, both(0.0, 0.0))
+    assert first["c"] == 0.5
+
+
+@given(st.floats(-3, 3), st.floats(0.1, 3), st.floats(-2, 2), st.floats(-2, 2), st.booleans())
+def test_a_whitened_estimate_still_tells_how_it_came_about(
+    centre: float, divisor: float, credit: float, step: float, alone: bool
+) -> None:
+    plus = Estimate(step / 2.0, 0.0, 2.0)
+    own = 0.0 if alone else (credit - 0.5) / 4.0
+    estimate = Estimate(own + plus.advantage, 0.5, math.inf if alone else 4.0, plus)
+    found = estimate.whitened(centre, divisor)
+    assert found.advantage == pytest.approx((estimate.advantage - centre) / divisor)
+    assert found.plus is not None
+    second = (step - found.plus.baseline) / found.plus.scale
+    assert found.advantage == pytest.approx((credit - found.baseline) / found.scale + second)
+
+
+def test_nobody_to_compare_with_stays_silent_when_others_are_whitened() -> None:
+    alone = Estimate(0.0, 0.0, math.inf)
+    assert alone.silent
+    assert alone.whitened(3.0, 2.0) == alone
+
+
+@pytest.mark.parametrize(
+    ("baseline", "scale", "message"),
+    [
+        ([0.0], [1.0, 1.0], r"mine gave a baseline of \[0\.\]; it must be 2 numbers"),
+        ([0.0, math.nan], [1.0, 1.0], "mine gave a baseline"),
+        ([0.0, 0.0], [1.0, 0.0], "a scale of 0"),
+        ([0.0, math.inf], [1.0, 1.0], "an infinite baseline"),
+    ],
+)
+def test_an_estimator_of_ones_own_that_gives_nonsense_is_named(
+    baseline: list[float], scale: list[float], message: str
+) -> None:
+    def mine(outcomes: Outcomes, settings: Settings) -> Baselines:
+        return Baselines(np.array(baseline), np.array(scale))
+
+    with pytest.raises(EstimatorError, match=message):
+        of_calls([{"a": Credit(1.0)}, {"b": Credit(0.0)}], [1.0, 0.0], ["g", "g"], estimator=mine)
+
+
+def test_lengths_and_named_rewards_reach_the_estimator() -> None:
+    seen: list[Outcomes] = []
+
+    def looks(outcomes: Outcomes, settings: Settings) -> Baselines:
+        seen.append(outcomes)
+        return baselines.grpo(outcomes, settings)
+
+    of_calls(
+        [{"a0": Credit(1.0), "a1": Credit(2.0, "agent:x")}, {}],
+        [1.0, 0.0],
+        ["g", "g"],
+        estimator=looks,
+        tokens=[{"a0": 3, "a1": 4}, {"b0": 5}],
+        named=[{"style": 0.5}, {}],
+    )
+    group, agent = sorted(seen, key=lambda outcomes: -len(outcomes.scores))
+    assert (group.lengths.tolist(), agent.lengths.tolist()) == ([7, 5], [4])
+    assert group.named["style"].tolist() == [0.5, 0.0]
+    assert agent.scores.tolist() == [2.0]
+
+
+def test_no_rollouts_at_all() -> None:
+    for estimator in OUTCOME:
+        assert of_calls([], [], [], estimator=estimator) == []

@@ -1,0 +1,103 @@
+"""How far two policies are apart: estimates from a token's log probabilities, the exact number from logits; and the
+controllers of the coefficient that such a penalty gets.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+_SAME = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
+_CHUNK = 2**22  # numbers of one chunk of logits
+
+
+def kl_penalty(log_probs: Tensor, reference_log_probs: Tensor, kind: str) -> Tensor:
+    """A penalty per token for d = log_probs - reference_log_probs (http://joschu.net/blog/kl-approx.html), as verl's.
+
+    `k1` or `kl`: d, an unbiased estimate of the KL divergence from the reference. `abs`: |d|. `k2` or `mse`: d^2 / 2.
+    `k3` or `low_var_kl`: exp(-d) - 1 + d, unbiased too and of less variance. The expected gradient of k1 is 0, that of
+    k3 the one of the reverse divergence; only k2's is that of the divergence itself. So any kind with a `+` after it
+    has its own value and k2's gradient.
+
+    As in verl, k3 clamps -d to +-20 and then the value to +-10: where a token is 13 times less likely than under the
+    reference its gradient is 0, just where it should pull hardest. `k3+` has no such hole.
+
+    Args:
+        log_probs, reference_log_probs: float [K]; the gradient flows through `log_probs` alone.
+
+    Returns: float [K]. Raises ValueError for an unknown kind, and for `full`, which is `full_kl`'s.
+    """
+    base = kind.removesuffix("+")
+    base = _SAME.get(base, base)
+    gap = log_probs - reference_log_probs
+    squared = 0.5 * gap.square()
+    if base == "k1":
+        value = gap
+    elif base == "abs":
+        value = gap.abs()
+    elif base == "k2":
+        return squared
+    elif base == "k3":
+        log_ratio = (-gap).clamp(-20.0, 20.0)
+        value = (log_ratio.exp() - log_ratio - 1).clamp(-10.0, 10.0)
+    elif base == "full":
+        raise ValueError("the exact divergence `full` needs the logits of both models: use rl.kl.full_kl")
+    else:
+        raise ValueError(f"kl_loss_type {kind!r} is unknown; there are {', '.join(KINDS)}, each with a + or without")
+    return squared - squared.detach() + value.detach() if kind.endswith("+") else value
+
+
+def full_kl(logits: Tensor, reference_logits: Tensor) -> Tensor:
+    """The exact KL(policy | reference) over the whole vocabulary, [K, V] twice -> [K]; at least float32.
+
+    Computed in chunks of rows, again in the backward pass, so that little of it is held at once. A token that the
+    policy cannot say (-inf) counts nothing.
+    """
+    rows = max(1, _CHUNK // max(logits.shape[-1], 1))
+    parts = [
+        checkpoint(_kl_of_rows, own, reference, use_reentrant=False)
+        for own, reference in zip(torch.split(logits, rows), torch.split(reference_logits, rows), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def _kl_of_rows(logits: Tensor, reference_logits: Tensor) -> Tensor:
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    least = torch.finfo(exact).min / 4  # -inf - -inf would be NaN
+    own = logits.to(exact).log_softmax(-1).clamp(min=least)
+    reference = reference_logits.to(exact).log_softmax(-1).clamp(min=least)
+    return (own.exp() * (own - reference)).sum(-1)
+
+
+@dataclass
+class FixedKL:
+    """A coefficient that stays (verl's `kl_ctrl.type: fixed`)."""
+
+    value: float
+
+    def update(self, kl: float, rollouts: int) -> None:
+        """Nothing: the coefficient is fixed."""
+
+
+@dataclass
+class AdaptiveKL:
+    """A coefficient that steers the divergence to `target` (arXiv 1909.08593, section 2.2; `kl_ctrl.type: adaptive`).
+
+    After a step with mean divergence kl over n rollouts: value *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon. The
+    step's own penalty is computed before, with the old value. n counts as at most `horizon`, so that the coefficient
+    cannot jump or turn negative.
+    """
+
+    value: float
+    target: float
+    horizon: int
+
+    def update(self, kl: float, rollouts: int) -> None:
+        """Take note of a step. Raises ValueError where its divergence is not a number."""
+        if not math.isfinite(kl):
+            raise ValueError(f"the divergence of the step is {kl}; the coefficient stays {self.value:g}")
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * min(rollouts, self.horizon) / self.horizon

@@ -1,0 +1,97 @@
+"""From logits to the log probabilities and entropies of chosen tokens, a few rows at a time.
+
+Whatever is as wide as the vocabulary weighs as much as the logits themselves: float32 copies, probabilities, the
+log-softmax that is kept for the backward pass. Here each of them is as large as one chunk, forward and backward; only
+the gradient of the logits is whole. The backward pass computes a chunk's log-softmax again, from the same logits.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK = 2**22  # numbers of one chunk: 16 MB of float32
+
+
+def token_log_probs(
+    logits: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    *,
+    with_entropy: bool = False,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor | None]:
+    """log softmax(logits[rows] / temperature) at `targets`, and the entropies of these distributions, in nats.
+
+    Computed in float32, in float64 where the logits are. Both results have a gradient, once.
+
+    Args:
+        logits: float [N, V].
+        rows: int64 [K], the row of each token's distribution; targets: int64 [K], the tokens; temperature: float [K].
+        chunk: numbers that are computed at once, at least one row.
+
+    Returns: [K], and [K] or None.
+    """
+    at_once = max(1, chunk // max(logits.shape[-1], 1))
+    if 2 * len(rows) < len(logits):  # few rows are trained: keep a copy of them for the backward pass, and not the rest
+        logits, rows = logits[rows], torch.arange(len(rows), device=rows.device)
+    log_probs, entropies = _Chunked.apply(  # type: ignore[no-untyped-call]
+        logits, rows, targets, temperature, with_entropy, at_once
+    )
+    return log_probs, entropies if with_entropy else None
+
+
+def _log_softmax(logits: Tensor, rows: Tensor, temperature: Tensor) -> Tensor:
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    return (logits[rows].to(exact) / temperature[:, None].to(exact)).log_softmax(-1)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, rows: Tensor, targets: Tensor, temperature: Tensor, with_entropy: bool, at_once: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        chosen = torch.empty(len(rows), dtype=exact, device=logits.device)
+        entropies = torch.empty_like(chosen) if with_entropy else chosen.new_empty(0)
+        for start in range(0, len(rows), at_once):
+            part = slice(start, start + at_once)
+            log_probs = _log_softmax(logits, rows[part], temperature[part])
+            chosen[part] = log_probs.gather(-1, targets[part, None]).squeeze(-1)
+            if with_entropy:
+                entropies[part] = _entropies(log_probs, log_probs.exp())
+        ctx.save_for_backward(logits, rows, targets, temperature, entropies)
+        ctx.at_once = at_once
+        return chosen, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_chosen: Tensor | None, of_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, rows, targets, temperature, entropies = ctx.saved_tensors
+        gradient = torch.zeros_like(logits)
+        for start in range(0, len(rows), ctx.at_once):
+            part = slice(start, start + ctx.at_once)
+            log_probs = _log_softmax(logits, rows[part], temperature[part])
+            probs = log_probs.exp()
+            own = torch.zeros_like(probs)
+            if of_entropies is not None:
+                own = _of_entropy(log_probs, probs, entropies[part]).mul_(of_entropies[part, None])
+            if of_chosen is not None:
+                own.addcmul_(probs, of_chosen[part, None], value=-1)
+                own.scatter_add_(-1, targets[part, None], of_chosen[part, None])
+            own.div_(temperature[part, None].to(own.dtype))
+            gradient.index_add_(0, rows[part], own.to(gradient.dtype))
+        return gradient, None, None, None, None, None
+
+
+def _entropies(log_probs: Tensor, probs: Tensor) -> Tensor:
+    return -(probs * log_probs.clamp_(min=torch.finfo(log_probs.dtype).min)).sum(-1)  # 0 x -inf would be NaN
+
+
+def _of_entropy(log_probs: Tensor, probs: Tensor, entropies: Tensor) -> Tensor:
+    """The gradient of the entropy: -p (log p + H)."""
+    log_probs.clamp_(min=torch.finfo(log_probs.dtype).min).add_(entropies[:, None])
+    return log_probs.mul_(probs).neg_()

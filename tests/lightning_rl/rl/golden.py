@@ -1,0 +1,32 @@
+"""One small batch of five rollouts, for which verl 0.9.1's numbers are known; flat, as our losses take it."""
+
+import torch
+from torch import Tensor
+
+from lightning_rl.rl.aggregation import token_weights
+from lightning_rl.rl.losses import LossOptions, Tokens
+
+MASK = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0], [1, 0, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)
+OLD = torch.tensor(
+    [[0.5, 0.4, 0.3, 0.6], [0.9, 0.2, 0.5, 0.5], [0.3, 0.5, 0.8, 0.5], [0.25, 0.5, 0.75, 0.9], [0.6, 0.7, 0.5, 0.5]]
+).log()
+NEW = torch.tensor(
+    [[0.6, 0.35, 0.3, 0.95], [0.5, 0.4, 0.5, 0.5], [0.9, 0.5, 0.6, 0.5], [0.25, 0.1, 0.75, 0.3], [0.7, 0.7, 0.5, 0.5]]
+).log()
+ADVANTAGES = torch.tensor(
+    [[1, 1, 0, 1], [-1, -1, -1, 0], [0.5, 0, 0.5, 0], [-2, -2, -2, -2], [1, 1, 0, 0]], dtype=torch.float32
+)
+ROLLOUTS = torch.arange(5)[:, None].expand(5, 4)
+OPTIONS = LossOptions(clip_ratio_low=0.2, clip_ratio_high=0.28, kl_cov_ratio=0.2, dro_beta=0.1)
+
+
+def golden_tokens(dtype: torch.dtype = torch.float32) -> Tokens:
+    """Its 14 trained tokens; the log probabilities are a leaf that takes a gradient."""
+    new, old, advantages = (part[MASK].to(dtype) for part in (NEW, OLD, ADVANTAGES))
+    return Tokens(new.requires_grad_(), old, advantages, ROLLOUTS[MASK])
+
+
+def weights_of(sequence: Tensor, mode: str) -> Tensor:
+    """The weight of each token under `mode`, float64 [K]."""
+    _, index, counts = torch.unique(sequence, return_inverse=True, return_counts=True)
+    return torch.from_numpy(token_weights(counts.tolist(), mode, scale_factor=4.0))[index]

@@ -1,0 +1,140 @@
+"""KL estimators against verl's numbers and against the divergence itself; controllers step by step."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_rl.rl.kl import KINDS, AdaptiveKL, FixedKL, full_kl, kl_penalty
+from tests.lightning_rl.rl.golden import MASK, NEW, OLD
+
+SAME = [("k1", "kl"), ("k2", "mse"), ("k3", "low_var_kl")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("k1", [0.182322, -0.133531, 0, 0.459532]),
+        ("abs", [0.182322, 0.133531, 0, 0.459532]),
+        ("k2", [0.016621, 0.008915, 0, 0.105585]),
+        ("k3", [0.015655, 0.009326, 0, 0.091111]),
+    ],
+)
+def test_it_equals_verl(kind: str, expected: list[float]) -> None:
+    assert (kl_penalty(NEW[0], OLD[0], kind) * MASK[0]).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("short", "long"), SAME)
+def test_two_names_are_one_kind(short: str, long: str) -> None:
+    for plus in ("", "+"):
+        assert torch.equal(kl_penalty(NEW, OLD, short + plus), kl_penalty(NEW, OLD, long + plus))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(kind: str) -> None:
+    new = NEW[0].clone().requires_grad_()
+    penalty = kl_penalty(new, OLD[0], f"{kind}+")
+    torch.testing.assert_close(penalty, kl_penalty(NEW[0], OLD[0], kind), rtol=0, atol=1e-7)
+    [found] = torch.autograd.grad(penalty.sum(), new)
+    torch.testing.assert_close(found, NEW[0] - OLD[0])
+
+
+@pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3"])
+def test_the_gradient_is_that_of_the_value(kind: str) -> None:
+    new, old = NEW[MASK].double().requires_grad_(), OLD[MASK].double() + 0.01  # no d = 0, the kink of abs
+    assert torch.autograd.gradcheck(lambda at: kl_penalty(at, old, kind), new)
+
+
+def test_k3_loses_its_gradient_far_out_and_its_plus_does_not() -> None:
+    """As in verl: the value is clamped to 10, so what is 13 times less likely than it was is not pulled back."""
+    new, old = torch.tensor([-4.0], requires_grad=True), torch.tensor([-1.0])
+    for kind, slope in (("k3", 0.0), ("k3+", -3.0)):
+        penalty = kl_penalty(new, old, kind)
+        assert penalty.item() == 10.0
+        assert torch.autograd.grad(penalty.sum(), new)[0].item() == pytest.approx(slope)
+
+
+@given(st.sampled_from([kind + plus for kind in KINDS for plus in ("", "+")]), st.floats(-1e4, 0), st.floats(-1e4, 0))
+def test_extremes_stay_finite(kind: str, new: float, old: float) -> None:
+    at = torch.tensor([new], requires_grad=True)
+    penalty = kl_penalty(at, torch.tensor([old]), kind)
+    penalty.sum().backward()  # type: ignore[no-untyped-call]
+    assert penalty.isfinite().all()
+    assert at.grad is not None
+    assert at.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased_estimates_of_the_whole_divergence(kind: str) -> None:
+    logits = torch.randn(2, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    new, old = logits.log_softmax(-1)
+    expected = full_kl(logits[:1], logits[1:])
+    assert (new.exp() * kl_penalty(new, old, kind)).sum().item() == pytest.approx(expected.item(), abs=1e-12)
+
+
+def test_the_gradient_of_a_plus_is_that_of_the_whole_divergence() -> None:
+    own, other = torch.randn(2, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    own.requires_grad_()
+    [expected] = torch.autograd.grad(full_kl(own[None], other[None]).sum(), own)
+    new = own.log_softmax(-1)
+    estimate = (new.detach().exp() * kl_penalty(new, other.log_softmax(-1), "k3+")).sum()
+    torch.testing.assert_close(torch.autograd.grad(estimate, own)[0], expected)
+
+
+def test_the_whole_divergence_in_chunks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = torch.randn(2, 9, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    own.requires_grad_()
+    whole = full_kl(own, other)
+    expected = torch.nn.functional.kl_div(
+        other.log_softmax(-1), own.log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
+    torch.testing.assert_close(whole, expected)
+    monkeypatch.setattr("lightning_rl.rl.kl._CHUNK", 10)
+    chunked = full_kl(own, other)
+    torch.testing.assert_close(chunked, whole, rtol=0, atol=0)
+    grads = [torch.autograd.grad(kl.square().sum(), own)[0] for kl in (whole, chunked)]
+    torch.testing.assert_close(grads[1], grads[0])
+    assert full_kl(own[:0], other[:0]).tolist() == []
+
+
+def test_a_token_that_the_policy_cannot_say_counts_nothing() -> None:
+    own = torch.tensor([[0.0, 0.0, -math.inf]], requires_grad=True)
+    kl = full_kl(own, torch.zeros(1, 3))
+    assert kl.item() == pytest.approx(math.log(1.5))
+    assert full_kl(own, own.detach()).item() == 0
+    kl.sum().backward()  # type: ignore[no-untyped-call]
+    assert own.grad is not None
+    assert own.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("full", "needs the logits of both models"), ("k4", "'k4' is unknown; there are k1, kl, abs")]
+)
+def test_what_it_cannot_estimate_is_named(kind: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kl_penalty(NEW, OLD, kind)
+
+
+def test_the_adaptive_controller_equals_verl() -> None:
+    controller = AdaptiveKL(0.2, target=6.0, horizon=10_000)
+    controller.update(12.0, 256)
+    assert controller.value == pytest.approx(0.201024, abs=1e-9)
+    controller.update(1.0, 256)
+    assert controller.value == pytest.approx(0.199994757, abs=1e-9)
+
+
+def test_the_adaptive_controller_never_turns_negative() -> None:
+    """In verl six times `horizon` rollouts in one step do: penalty becomes reward."""
+    controller = AdaptiveKL(0.2, target=6.0, horizon=100)
+    controller.update(0.0, 600)
+    assert controller.value == pytest.approx(0.16)
+
+
+def test_the_controllers_refuse_what_is_no_number_and_stay_fixed() -> None:
+    with pytest.raises(ValueError, match="the divergence of the step is nan"):
+        AdaptiveKL(0.2, target=6.0, horizon=100).update(math.nan, 1)
+    fixed = FixedKL(0.2)
+    fixed.update(100.0, 1)
+    assert fixed.value == 0.2
