@@ -1,6 +1,7 @@
 """PPO through the real parts, a step: rewards of calls, weighted sums, graders, and what the step wrote down of it."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_rl.tracking.jsonl import read
 from lightning_rl_adapters.span import unpack_logprobs
 from tests.lightning_rl.algorithms.agents import says_something, step_rewards, two_calls
 from tests.lightning_rl.algorithms.test_ppo import config
+from tests.pages import ROOT
 
 pytestmark = pytest.mark.e2e
 
@@ -124,11 +126,18 @@ def test_what_a_rollout_lost_stops_the_run_and_names_it(tmp_path: Path) -> None:
     assert note.count("(received") == 1
 
 
-def test_the_documented_console_line_is_in_the_metrics(tmp_path: Path) -> None:
-    lrl.Trainer(two_calls, n_runners=4, run_dir=tmp_path).fit(lrl.PPO(config()), [0, 1, 2, 3])
-    [row] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert row["tokens/received"] == row["tokens/trained"] + row["tokens/pending"]
+def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path) -> None:
+    given = config() | {"reward": {"overlong_buffer": {"enable": True, "len": 4}}}
+    lrl.Trainer(two_calls, n_runners=4, run_dir=tmp_path).fit(lrl.PPO(given), [0, 1, 2, 3], [4])
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    page = set(re.findall(r"`([a-z_]+(?:/[A-Za-z0-9_/]+)?)`", (ROOT / "docs" / "metrics.md").read_text()))
+    named = {name for row in rows for name in row}
+    patterns = [name.removesuffix("NAME") for name in page if name.endswith("NAME")]
+    assert {name for name in named - page if not name.startswith(tuple(patterns))} == set()
+    [row] = [row for row in rows if row["step"] == 1]
+    assert row["tokens/received"] == row["tokens/trained"] + row["tokens/excluded/validation"] + row["tokens/pending"]
     assert 0 <= row["perf/padding_share"] < 1
+    assert row["training/staleness/max"] == 0.0
 
 
 def test_dynamic_sampling_rolls_out_until_enough_groups_say_something(tmp_path: Path) -> None:

@@ -1,0 +1,34 @@
+"""The page on algorithms names every method, and its lines of config are taken as they stand."""
+
+import re
+
+import pytest
+
+from lightning_rl.algorithms.ppo import PPO
+from lightning_rl.config import compose
+from lightning_rl.rl.advantages import ESTIMATORS
+from lightning_rl.rl.aggregation import MODES
+from lightning_rl.rl.losses import LOSSES
+from tests.pages import ROOT
+
+PAGE = (ROOT / "docs" / "algorithms.md").read_text()
+LINES = re.findall(r"^\| .* \| `([\w.]+=[^`]*)` \|$", PAGE, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_of_config_is_taken(line: str) -> None:
+    PPO(compose(command_line=line.split()))
+
+
+def test_every_method_is_named() -> None:
+    assert len(LINES) == 12
+    named = set(re.findall(r"`([\w-]+)`", PAGE))
+    assert {*ESTIMATORS, *LOSSES, *MODES} - {"ppo_clip"} <= named
+
+
+def test_bounds_are_quoted_as_the_page_says() -> None:
+    quoted = re.search(r'`rollout_is_threshold="([^"]*)"`', PAGE)
+    assert quoted is not None
+    line = f"algorithm.rollout_correction.rollout_is_threshold={quoted[1]}"
+    config = compose(command_line=["algorithm.rollout_correction.rollout_is=token", line])
+    assert config.algorithm.rollout_correction.rollout_is_threshold == "0.5_5.0"
