@@ -15,7 +15,7 @@ quickstart: $(VENV)/.base
 	$(BIN)/lightning-rl quickstart $(ARGS)
 
 test: $(VENV)/.dev
-	$(PYTEST) tests -m "not e2e and not chaos and not package and not sdk and not oracle" -n 2 --dist loadscope $(ARGS)
+	$(PYTEST) tests --ignore tests/oracle -m "not e2e and not chaos and not package and not sdk" -n 2 --dist loadscope $(ARGS)
 
 # Whole runs, each with trainer, server, runners and engine: of the parts, and of what a newcomer does (quickstart, docs,
 # notebooks).
