@@ -141,28 +141,29 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path) -> None:
 
 
 def test_dynamic_sampling_rolls_out_until_enough_groups_say_something(tmp_path: Path) -> None:
-    """Even tasks give both rollouts the same reward, odd ones do not: half of every batch says nothing."""
+    """Every fourth task gives both rollouts the same reward: of each batch of four, three groups say something."""
 
     def judge(rollouts: Sequence[FinishedRollout]) -> list[float]:
-        return [float(place * (rollout.task["n"] % 2)) for place, rollout in enumerate(rollouts)]
+        return [float(place * (rollout.task["n"] % 4 > 0)) for place, rollout in enumerate(rollouts)]
 
     tasks = [{"n": n} for n in range(12)]
     given = config(save_freq=1) | {"algorithm": {"filter_groups": {"enable": True}}}
     given["data"] = {"train_batch_size": 4, "max_response_length": 8, "shuffle": False}
     algorithm = lrl.PPO(given, reward=judge)
     record = trained(tmp_path, says_something, algorithm, tasks)
-    assert [int(rollout.group_id.split("-")[-1]) % 2 for rollout in record.rollouts] == [1] * 8
+    assert [int(rollout.group_id.split("-")[-1]) for rollout in record.rollouts] == [1, 1, 2, 2, 3, 3, 5, 5]
     assert algorithm.batches_taken == 2
     [row] = read(tmp_path / "metrics.jsonl")
     assert row["rollouts/groups_without_variance"] == 0.0
-    assert row["critic/rewards/mean"] == 0.25  # of all sixteen
+    assert row["critic/rewards/mean"] == 6 / 16  # of all
     assert row["tokens/excluded/zero_variance"] > 0
+    assert row["tokens/excluded/surplus"] > 0  # of tasks 6 and 7
     again = lrl.PPO(
         given | {"trainer": given["trainer"] | {"total_training_steps": 2, "resume_mode": "auto"}}, reward=judge
     )
     lrl.Trainer(says_something, n_runners=4, run_dir=tmp_path).fit(again, tasks)
     tasks_of_step_2 = {int(r.group_id.split("-")[-1]) for r in list(step_record.read_all(tmp_path))[1].rollouts}
-    assert tasks_of_step_2 == {9, 11, 1, 3}  # the third batch, then the first again
+    assert tasks_of_step_2 == {9, 10, 11, 1}  # the third batch, then the first again
 
 
 def test_dynamic_sampling_ends_where_nothing_can_be_learned(tmp_path: Path) -> None:
@@ -172,3 +173,15 @@ def test_dynamic_sampling_ends_where_nothing_can_be_learned(tmp_path: Path) -> N
     [row] = read(tmp_path / "metrics.jsonl")
     assert row["tokens/received"] == row["tokens/excluded/zero_variance"] > 0
     assert "actor/pg_loss" not in row
+
+
+@pytest.mark.parametrize("overlong", ["truncate_left", "truncate_response"])
+def test_a_row_that_was_cut_is_trained_without_being_taken_for_another_models(overlong: str, tmp_path: Path) -> None:
+    """What is left after a cut on the left has other log probabilities than its sampler gave it, and rightly so."""
+    given = config()
+    given["data"] |= {"max_prompt_length": 12, "overlong": overlong}
+    lrl.Trainer(two_calls, n_runners=4, run_dir=tmp_path).fit(lrl.PPO(given), [0, 1, 2, 3])
+    [row] = read(tmp_path / "metrics.jsonl")
+    assert row["tokens/excluded/truncated"] > 0
+    assert row["tokens/trained"] + row["tokens/excluded/truncated"] == row["tokens/received"]
+    assert row["training/rollout_probs_diff_max"] < 1e-4
