@@ -7,11 +7,11 @@ if TYPE_CHECKING:
     from lightning_rl.agent import Agent, rollout
     from lightning_rl.algorithms.base import Algorithm
     from lightning_rl.algorithms.baseline import Baseline
+    from lightning_rl.algorithms.daemon import AgentModeDaemon
     from lightning_rl.algorithms.ppo import PPO, VERL
     from lightning_rl.emit import emit_exception, emit_message, emit_object, emit_reward, operation
     from lightning_rl.resources import LLM, ProxyLLM
     from lightning_rl.trainer import Trainer
-    from lightning_rl.training.daemon import AgentModeDaemon
     from lightning_rl_adapters.call import Call
     from lightning_rl_adapters.forest import Forest
     from lightning_rl_adapters.rows import Row
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "AgentModeDaemon": "lightning_rl.training.daemon",
+    "AgentModeDaemon": "lightning_rl.algorithms.daemon",
     "Agent": "lightning_rl.agent",
     "rollout": "lightning_rl.agent",
     "Algorithm": "lightning_rl.algorithms.base",

@@ -15,6 +15,11 @@ from lightning_rl.store.contract import RolloutRequest, RolloutTrace
 Dataset = Sequence[Any]  # of tasks, JSON values
 T = TypeVar("T")
 
+# Sampling from the policy as it is: what an agent asks for beside its temperature would make its tokens another's.
+NEUTRAL: dict[str, float | int] = {
+    "top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}  # fmt: skip
 _WAIT_SECONDS = 2.0  # between two looks at the processes of the run
 
 

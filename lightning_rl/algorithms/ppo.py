@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 
 from lightning_rl import tracking
 from lightning_rl.algorithms import correction, step_batch, step_record
-from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
+from lightning_rl.algorithms.base import NEUTRAL, Algorithm, Dataset, Endpoint
 from lightning_rl.algorithms.conservation import ConservationError, TokenAccount
 from lightning_rl.algorithms.credits import estimator_of, gdpo_weights, overlong_buffer_of, strategy_of
 from lightning_rl.algorithms.grading import Grader
@@ -256,13 +256,12 @@ class PPO(Algorithm):
             rolled_out += more
             chosen += informative(more, rule.metric)
             batches += 1
-        trained = [trajectory for group in chosen[: self._batch_size] for trajectory in group]
-        kept = {id(trajectory) for trajectory in trained}
-        surplus = {id(trajectory) for group in chosen[self._batch_size :] for trajectory in group}
+        trained, surplus = chosen[: self._batch_size], chosen[self._batch_size :]
+        why_not = {group[0].group_id: None for group in trained} | {group[0].group_id: "surplus" for group in surplus}
         for trajectory in rolled_out:
-            if id(trajectory) not in kept:
-                self._exclude(trajectory, "surplus" if id(trajectory) in surplus else "zero_variance")
-        return rolled_out, trained
+            if reason := why_not.get(trajectory.group_id, "zero_variance"):
+                self._exclude(trajectory, reason)
+        return rolled_out, [trajectory for group in trained for trajectory in group]
 
     def roll_out(self, mode: str, tasks: Sequence[tuple[int, Any]], n: int, *, generation: int = 0) -> list[Trajectory]:
         """Ask for `n` rollouts of each task, and read them back as they end. Groups are in the order of `tasks`.
@@ -487,7 +486,7 @@ class PPO(Algorithm):
 
     @property
     def _max_tokens(self) -> int:
-        return self.config.data.max_prompt_length + self.config.data.max_response_length
+        return self.config.data.max_tokens
 
 
 VERL = PPO
@@ -524,7 +523,7 @@ def _rules(config: Config, strategy: Strategy | None, estimator: Estimator | Out
         groups_of_one=algorithm.groups_of_one,
         groups_without_variance=algorithm.groups_without_variance,
         overlong=overlong,
-        max_tokens=config.data.max_prompt_length + config.data.max_response_length,
+        max_tokens=config.data.max_tokens,
         need_log_probs=bypass or _correction(config).active,
     )
 
@@ -581,13 +580,10 @@ def _actor_config(config: Config, training_steps: int) -> ActorConfig:
 
 def _sampling(section: Rollout | ValKwargs, max_tokens: int) -> dict[str, float | int]:
     return {
+        **NEUTRAL,
         "temperature": section.temperature,
         "top_p": section.top_p,
         "top_k": section.top_k,
-        "min_p": 0.0,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
         "max_tokens": max_tokens,
     }
 

@@ -160,6 +160,9 @@ def _estimate_calls(rewarded: Sequence[RolloutPart], estimator: OfOutcomes, rule
             part.credits = credit.assign(rules.strategy, part.trajectory.forest, part.rewards)
         except CreditError as error:
             raise CreditError(f"rollout {part.trajectory.rollout_id}: {error}") from error
+        except Exception as error:
+            error.add_note(f"while the credit strategy was asked about rollout {part.trajectory.rollout_id}")
+            raise
     estimates = of_calls(
         [part.credits for part in rewarded],
         [part.reward or 0.0 for part in rewarded],

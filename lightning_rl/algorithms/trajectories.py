@@ -11,6 +11,7 @@ import msgspec
 from lightning_rl.algorithms.conservation import ConservationError
 from lightning_rl.server.readout import why_excluded
 from lightning_rl.store.contract import AttemptTrace, ErrorInfo, RolloutTrace
+from lightning_rl.store.rewards import added_up, rewards_by_call
 from lightning_rl_adapters import credit, forest, rows
 from lightning_rl_adapters.call import Call, calls_of
 from lightning_rl_adapters.call_names import names_of
@@ -155,19 +156,10 @@ def _metric(trajectory: Trajectory, metric: str) -> float | None:
 def _rewards(
     trace: AttemptTrace, named: Mapping[str, float], final: float | None, calls: set[str]
 ) -> tuple[Rewards, int]:
-    """What the attempt was given, and how many rewards were for calls that it did not make. A call's add up by name."""
-    names = names_of(trace.spans)
-    of_calls: dict[str, dict[str, float]] = {}
-    lost = 0
-    for reward in trace.rewards:
-        if reward.call_id is None:
-            continue
-        call_id = names.get(reward.call_id, reward.call_id)
-        if call_id not in calls:
-            lost += 1
-            continue
-        of_call = of_calls.setdefault(call_id, {})
-        of_call[reward.name] = of_call.get(reward.name, 0.0) + reward.value
+    """What the attempt was given, and how many rewards were for calls that it did not make."""
+    given = rewards_by_call(trace.rewards, names_of(trace.spans))
+    of_calls = {call_id: added_up(rewards) for call_id, rewards in given.items() if call_id in calls}
+    lost = sum(len(rewards) for call_id, rewards in given.items() if call_id not in calls)
     return Rewards(final=final, named=dict(named), of_calls=of_calls), lost
 
 

@@ -58,6 +58,11 @@ class Data(Section, frozen=True):
     shuffle: Annotated[bool, effect("another order of tasks every epoch")] = True
     seed: Annotated[int, effect("order of tasks and seeds of sampling")] = 0
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest row that is trained."""
+        return self.max_prompt_length + self.max_response_length
+
 
 class Model(Section, frozen=True):
     """The policy."""

@@ -17,6 +17,7 @@ from lightning_rl.inspect.explain import marks_of, numbers_of, row_views, rows_o
 from lightning_rl.inspect.trained import CallTraining, Found, RolloutTraining
 from lightning_rl.server.readout import why_excluded
 from lightning_rl.store.contract import AttemptTrace, RolloutTrace
+from lightning_rl.store.rewards import added_up, rewards_by_call
 from lightning_rl_adapters import forest, semconv
 from lightning_rl_adapters.call import Call, VersionRange, calls_of
 from lightning_rl_adapters.call_names import names_of
@@ -205,13 +206,8 @@ def with_now(view: CallDetail, logprobs: Sequence[float], checkpoint: str) -> Ca
 
 
 def _own_rewards(attempt: AttemptTrace, call_id: str) -> dict[str, float]:
-    """The rewards of one call, given under any of its names; those of one name add up."""
-    names = names_of(attempt.spans)
-    own: dict[str, float] = {}
-    for reward in attempt.rewards:
-        if reward.call_id is not None and names.get(reward.call_id, reward.call_id) == call_id:
-            own[reward.name] = own.get(reward.name, 0.0) + reward.value
-    return own
+    """The rewards of one call, given under any of its names."""
+    return added_up(rewards_by_call(attempt.rewards, names_of(attempt.spans)).get(call_id, ()))
 
 
 def _tokens(call: Call, found: Found | None, in_row: bool, decode: Decode | None) -> list[TokenView]:

@@ -14,13 +14,12 @@ from lightning_rl.inspect import call, folder, recorded
 from lightning_rl.store import schema
 from lightning_rl.store.contract import ErrorInfo
 from lightning_rl.store.life_cycle import ENDED
+from lightning_rl.tracking import jsonl
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import calls_of
-from lightning_rl_adapters.span import unpacked
 
 RECENT = 20  # steps: a run of some hundred steps changes little within them, and they hold hundreds of groups
 _COMPARED = 64  # rollouts of the newest step whose logprobs are compared one by one
-_RECORDS = sa.text("SELECT rowid, record FROM spans WHERE rowid > :after ORDER BY rowid LIMIT 256")
 
 
 class Tally(msgspec.Struct):
@@ -77,9 +76,7 @@ class _Attributes(msgspec.Struct):
     trainable: bool = msgspec.field(name=semconv.TRAINABLE, default=True)
 
 
-class _Call(msgspec.Struct):
-    name: str
-    rollout_id: str
+class _Call(recorded.Named):
     attributes: _Attributes
 
 
@@ -114,12 +111,9 @@ def gather(run_dir: Path) -> Evidence:
 
 
 def _rows(metrics: Path) -> list[dict[str, float]]:
-    """The lines of a metrics file; the half line that a run may have left as it died is none."""
-    if not metrics.is_file():
-        return []
-    whole = metrics.read_bytes().rpartition(b"\n")[0].splitlines()
+    """The lines of a metrics file, none where there is no file."""
     try:
-        return [msgspec.json.decode(line, type=dict[str, float]) for line in whole if line]
+        return jsonl.read(metrics) if metrics.is_file() else []
     except msgspec.MsgspecError as error:
         raise recorded.NotRecorded(f"{metrics.resolve()} cannot be read: {error}") from error
 
@@ -141,7 +135,7 @@ def _look(connection: sa.Connection, evidence: Evidence) -> None:
 def _look_at_calls(connection: sa.Connection, evidence: Evidence, status: Mapping[str, str]) -> set[str]:
     """Tally the calls; the rollouts that made some."""
     called: set[str] = set()
-    for one in _calls(connection):
+    for one in recorded.calls(connection, _CALL):
         called.add(one.rollout_id)
         if one.rollout_id not in status or not one.attributes.trainable:
             continue
@@ -200,13 +194,3 @@ def _gaps(connection: sa.Connection, rollouts: Iterable[RolloutRecord]) -> Itera
                     apart += [abs(value - one.logprobs[place]) for place, value in trainers.items()]
         if apart:
             yield rollout.rollout_id, sum(apart) / len(apart)
-
-
-def _calls(connection: sa.Connection) -> Iterator[_Call]:
-    last = 0
-    while rows := connection.execute(_RECORDS, {"after": last}).all():
-        for row in rows:
-            one = _CALL.decode(unpacked(row.record))
-            if one.name == semconv.CALL_SPAN:
-                yield one
-        last = rows[-1].rowid

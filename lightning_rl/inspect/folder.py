@@ -56,7 +56,7 @@ def as_trained(config: TrainConfig | None) -> dict[str, Any]:
         return {}
     drops = config.data.overlong.startswith("drop")
     return {
-        "max_tokens": config.data.max_prompt_length + config.data.max_response_length if drops else None,
+        "max_tokens": config.data.max_tokens if drops else None,
         "select": selection(config.algorithm.train_agents, None),
     }
 

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import sqlalchemy as sa
@@ -47,11 +48,19 @@ class _Attributes(msgspec.Struct):
     parent: str | None = msgspec.field(name=semconv.PARENT, default=None)
 
 
-class _Place(msgspec.Struct):
-    """Of a span only what tells its place."""
+class Named(msgspec.Struct):
+    """A part of a span's record, which says what the span is."""
 
     name: str
     rollout_id: str
+
+
+C = TypeVar("C", bound=Named)
+
+
+class _Place(Named):
+    """Of a call only what tells its place."""
+
     attributes: _Attributes
 
 
@@ -115,9 +124,9 @@ def forks(connection: sa.Connection, run_dir: Path, *, most: int = 10) -> RunFor
     """The forks of a whole run, read a batch of spans at a time; `most` rollouts are named."""
     by_rollout: defaultdict[str, Counter[str]] = defaultdict(Counter)
     continued: set[str] = set()
-    calls = 0
-    for place in _places(connection):
-        calls += 1
+    count = 0
+    for place in calls(connection, _PLACE):
+        count += 1
         if place.attributes.cause is not None:
             by_rollout[place.rollout_id][place.attributes.cause] += 1
         if (parent := place.attributes.parent) is not None:
@@ -129,20 +138,21 @@ def forks(connection: sa.Connection, run_dir: Path, *, most: int = 10) -> RunFor
     return RunForks(
         run_dir=str(run_dir.resolve()),
         rollouts=connection.execute(sa.select(sa.func.count()).select_from(schema.rollouts)).scalar_one(),
-        calls=calls,
+        calls=count,
         causes={cause: n for cause, n in total.most_common() if cause != "branches"},
         branches=total["branches"],
         most={rollout_id: dict(counts.most_common()) for rollout_id, counts in worst},
     )
 
 
-def _places(connection: sa.Connection) -> Iterator[_Place]:
+def calls(connection: sa.Connection, decoder: msgspec.msgpack.Decoder[C]) -> Iterator[C]:
+    """The calls of the whole store, in the order they were kept, a batch at a time; of each what `decoder` reads."""
     last = 0
     while rows := connection.execute(_RECORDS, {"after": last}).all():
         for row in rows:
-            place = _PLACE.decode(unpacked(row.record))
-            if place.name == semconv.CALL_SPAN:
-                yield place
+            one = decoder.decode(unpacked(row.record))
+            if one.name == semconv.CALL_SPAN:
+                yield one
         last = rows[-1].rowid
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_rl.config.schema import Judge
 from lightning_rl.errors import Explained
 from lightning_rl.rewards import FinishedRollout
 from lightning_rl.rewards.checked import RewardError
@@ -18,7 +19,7 @@ from lightning_rl_adapters.credit import FINAL
 if TYPE_CHECKING:
     import openai
 
-RUBRIC = "Prefer answers that are correct, complete and do what was asked."
+RUBRIC = Judge().rubric
 ALONE = 0.5  # the reward of an answer that is compared with none: the mean of all places
 _TRIES = 3
 _SHOWN = 200  # characters of a reply in an error

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_rl.rl import baselines, token_advantages
 from lightning_rl.rl.baselines import EstimatorError, OutcomeEstimator, Outcomes, Settings, mean
@@ -185,9 +184,3 @@ def _estimate(credit: Credit, rollout: int, call_id: str, compared: Mapping[Voic
     plus = None if credit.plus is None else _estimate(credit.plus, rollout, call_id, compared)
     own = (credit.reward - baseline) / scale
     return Estimate(own if plus is None else own + plus.advantage, baseline, scale, plus)
-
-
-def grpo(rewards: Sequence[float], groups: Sequence[Hashable], *, norm_by_std: bool = True) -> NDArray[np.float64]:
-    """`baselines.grpo` of rollouts whose calls all have their reward: the advantages of N rollouts, float64 [N]."""
-    outcomes = Outcomes.of(rewards, groups)
-    return baselines.grpo(outcomes, Settings(norm_by_std=norm_by_std)).advantages(outcomes.scores)

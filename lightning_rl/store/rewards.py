@@ -50,6 +50,23 @@ def rewards_by_name(emitted: Iterable[Reward], returned: Mapping[str, float]) ->
     return {**named, **returned}
 
 
+def rewards_by_call(rewards: Iterable[Reward], names: Mapping[str, str]) -> dict[str, list[Reward]]:
+    """The rewards of single calls, by call id; `names` leads from other names of calls to their ids."""
+    of_calls: dict[str, list[Reward]] = {}
+    for reward in rewards:
+        if reward.call_id is not None:
+            of_calls.setdefault(names.get(reward.call_id, reward.call_id), []).append(reward)
+    return of_calls
+
+
+def added_up(rewards: Iterable[Reward]) -> dict[str, float]:
+    """The rewards of one call by name: those of a name add up."""
+    named: dict[str, float] = {}
+    for reward in rewards:
+        named[reward.name] = named.get(reward.name, 0.0) + reward.value
+    return named
+
+
 def with_late(named: Mapping[str, float], late: Iterable[Reward]) -> dict[str, float]:
     """An attempt's rewards by name after late ones came: these come last of all, so they win, even over a returned
     one; those of single calls change nothing here."""

@@ -28,8 +28,8 @@ class JsonlTracker:
 
 
 def read(path: Path) -> list[dict[str, float]]:
-    """The lines of a metrics file, in order."""
-    return [msgspec.json.decode(line, type=dict[str, float]) for line in path.read_bytes().splitlines() if line]
+    """The lines of a metrics file, in order; half a line, as a run that was killed may leave it, is none."""
+    return [msgspec.json.decode(line, type=dict[str, float]) for line in _whole_lines(path) if line]
 
 
 def keep_until(path: Path, step: int) -> list[dict[str, float]]:
@@ -37,8 +37,10 @@ def keep_until(path: Path, step: int) -> list[dict[str, float]]:
     if not path.exists() or not step:
         path.unlink(missing_ok=True)
         return []
-    # A run that was killed may have left half a line.
-    whole = path.read_bytes().rpartition(b"\n")[0].splitlines(keepends=True)
-    kept = [line for line in whole if msgspec.json.decode(line)["step"] <= step]
-    write_whole(path, b"".join(line.rstrip(b"\n") + b"\n" for line in kept))
+    kept = [line for line in _whole_lines(path) if msgspec.json.decode(line)["step"] <= step]
+    write_whole(path, b"".join(line + b"\n" for line in kept))
     return read(path)
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    return path.read_bytes().rpartition(b"\n")[0].splitlines()

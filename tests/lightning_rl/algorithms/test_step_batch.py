@@ -160,6 +160,15 @@ def test_a_strategy_that_fails_names_the_rollout() -> None:
         build([rollout("a", make_call(0, None))], Rules(strategy=lambda *_: {"x": 1.0}))
 
 
+def test_a_strategy_that_raises_is_raised_with_the_rollout_it_was_asked_about() -> None:
+    def broken(*_: Any) -> dict[str, float]:
+        raise KeyError("a bug of the user's")
+
+    with pytest.raises(KeyError) as raised:
+        build([rollout("a", make_call(0, None))], Rules(strategy=broken))
+    assert raised.value.__notes__ == ["while the credit strategy was asked about rollout a"]
+
+
 def test_tokens_that_do_not_add_up_name_the_rollout() -> None:
     damaged = rollout("a", make_call(0, None))
     damaged.rows[0].loss_mask[-1] = 0

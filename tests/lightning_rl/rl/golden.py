@@ -1,9 +1,15 @@
 """One small batch of five rollouts, for which verl 0.9.1's numbers are known; flat, as our losses take it."""
 
+from collections.abc import Hashable, Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_rl.rl import baselines
 from lightning_rl.rl.aggregation import token_weights
+from lightning_rl.rl.baselines import Outcomes, Settings
 from lightning_rl.rl.losses import LossOptions, Tokens
 
 MASK = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0], [1, 0, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)
@@ -30,3 +36,9 @@ def weights_of(sequence: Tensor, mode: str) -> Tensor:
     """The weight of each token under `mode`, float64 [K]."""
     _, index, counts = torch.unique(sequence, return_inverse=True, return_counts=True)
     return torch.from_numpy(token_weights(counts.tolist(), mode, scale_factor=4.0))[index]
+
+
+def grpo(rewards: Sequence[float], groups: Sequence[Hashable], *, norm_by_std: bool = True) -> NDArray[np.float64]:
+    """GRPO's advantages of rollouts whose calls all have their reward, float64 [N]."""
+    outcomes = Outcomes.of(rewards, groups)
+    return baselines.grpo(outcomes, Settings(norm_by_std=norm_by_std)).advantages(outcomes.scores)

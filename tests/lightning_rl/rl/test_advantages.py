@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rl.rl import baselines
-from lightning_rl.rl.advantages import ESTIMATORS, Estimate, OfOutcomes, grpo, of_calls
+from lightning_rl.rl.advantages import ESTIMATORS, Estimate, OfOutcomes, of_calls
 from lightning_rl.rl.baselines import Baselines, EstimatorError, OutcomeEstimator, Outcomes, Settings
 from lightning_rl_adapters.credit import GROUP, Credit
+from tests.lightning_rl.rl.golden import grpo
 
 
 def of_group(

@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rl.rl.advantages import grpo
 from lightning_rl.rl.aggregation import MODES, token_weights
-from tests.lightning_rl.rl.golden import MASK
+from tests.lightning_rl.rl.golden import MASK, grpo
 
 TOKEN_LOSSES = np.array([[1, 2, 3, 4], [5, 6, 7, 8], [9, 1, 2, 3], [1, 1, 1, 1], [2, 2, 9, 9]], dtype=float)
 GROUPS = ["a", "a", "b", "b", "c"]

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 import lightning_rl as lrl
 from lightning_rl.algorithms.base import Endpoint, TaskError
+from lightning_rl.algorithms.daemon import AgentModeDaemon, DaemonOrder
 from lightning_rl.store.contract import Attempt, AttemptTrace, Finish, Rollout, RolloutRequest, RolloutTrace
 from lightning_rl.store.errors import NotAllowed
-from lightning_rl.training.daemon import AgentModeDaemon, DaemonOrder
 from lightning_rl_adapters import forest, rows
 from lightning_rl_adapters.call import Call, calls_of, to_span
 from lightning_rl_adapters.rows import Row

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_rl.algorithms.base import TaskError
+from lightning_rl.algorithms.base import NEUTRAL, TaskError
 from lightning_rl.algorithms.trajectories import Trajectory, trajectory_of
 from lightning_rl.errors import Explained
 from lightning_rl.store.client import HttpStore
@@ -41,11 +41,6 @@ _TENSORS = (
     "prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "rollout_log_probs",
     "token_level_scores", "is_drop_mask",
 )  # fmt: skip
-# What an agent asks for beside its temperature would make its tokens other than those of the policy.
-_NEUTRAL = {
-    "top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}  # fmt: skip
 _log = logging.getLogger(__name__)
 
 
@@ -266,8 +261,8 @@ class AgentModeDaemon:
         main_llm = {
             "type": "proxy_llm",
             "model": self.model,
-            "sampling_parameters": _NEUTRAL | training,
-            "val_sampling_parameters": _NEUTRAL | self.val_sampling_parameters,
+            "sampling_parameters": NEUTRAL | training,
+            "val_sampling_parameters": NEUTRAL | self.val_sampling_parameters,
         }
         return self._store.publish({"main_llm": main_llm}).resources_id
 
