@@ -82,6 +82,21 @@ async def each(stream: Any, mode: Mode) -> AsyncIterator[Any]:
     else:
         for part in stream:
             yield part
+        hang_up(stream)
+
+
+def hang_up(stream: Any) -> None:
+    """Close what a stream that was read is wrapped around.
+
+    litellm leaves the answer of its last request open inside a cycle of references. The collector would close it at
+    some later moment, and where that is within httpcore's pool, the thread waits for ever for a lock that it holds.
+    """
+    for name in ("completion_stream", "streaming_response", "response_iterator", "response"):
+        inner = getattr(stream, name, None)
+        if inner is not None:
+            hang_up(inner)
+    if callable(close := getattr(stream, "close", None)) and not inspect.iscoroutinefunction(close):
+        close()
 
 
 def same(arguments: Any) -> str:

@@ -1,5 +1,8 @@
 """Official SDKs are the judges: whichever plays, its author sees the same, and the same forest is stored."""
 
+import gc
+from types import GeneratorType
+
 import pytest
 
 from lightning_rl_proxy.rendering import FastTokenizer
@@ -27,6 +30,18 @@ def test_whichever_sdk_asks_and_however_the_forest_is_the_same(plays: Plays, pla
         assert said != "no", f"{mode}: {amiss(player, conversation, outcome)}"
         if said != "-":
             assert outcome.forest == expected.forest, mode
+
+
+@pytest.mark.parametrize("player", [player for player in HERE_PLAYERS if player.startswith("litellm")])
+def test_no_stream_is_left_open_for_the_collector(stage: Stage, player: str) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        Plays(stage).of(player, Mode(asynchronous=False, streamed=True), "talk")
+        generators = [found for found in gc.get_objects() if isinstance(found, GeneratorType)]
+        assert not [one for one in generators if one.gi_frame and "httpcore" in one.gi_code.co_filename]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
