@@ -1,4 +1,4 @@
-"""Which credit strategy and which estimator of advantages a config means, and whether the two go together."""
+"""Which credit strategy and which estimator a config means, whether they go together, and what they need."""
 
 from typing import Final
 
@@ -7,13 +7,11 @@ from lightning_rl.config.schema import AlgorithmSection, Config
 from lightning_rl.loading import load
 from lightning_rl.rl.advantages import ESTIMATORS, Estimator, OfTokens
 from lightning_rl.rl.baselines import OutcomeEstimator
+from lightning_rl.rl.kl import AdaptiveKL, FixedKL, check_kind
 from lightning_rl.rl.shaping import OverlongBuffer
 from lightning_rl_adapters.credit import Strategy, by_name
 
-_NOT_YET: Final = {
-    "gae": "a critic's value of every token, and no critic is trained yet",
-    "remax": "a greedy rollout of every task, and none is asked for yet",
-}
+_NOT_YET: Final = {"remax": "a greedy rollout of every task, and none is asked for yet"}
 
 
 def strategy_of(algorithm: AlgorithmSection) -> Strategy:
@@ -68,12 +66,60 @@ def gdpo_weights(config: Config) -> dict[str, float]:
             "algorithm.adv_estimator=gdpo compares named rewards: set algorithm.gdpo_reward_keys, and as many "
             f"gdpo_reward_weights or none; there are {len(names)} names and {len(weights)} weights"
         )
+    if algorithm.use_kl_in_reward and "kl_penalty" not in names:
+        raise ConfigError(
+            "algorithm.adv_estimator=gdpo compares named rewards, and the distance from the reference is none of them: "
+            "put kl_penalty into algorithm.gdpo_reward_keys, or set algorithm.use_kl_in_reward=false"
+        )
     if config.reward.overlong_buffer.enable and "overlong_penalty" not in names:
         raise ConfigError(
             "algorithm.adv_estimator=gdpo compares named rewards, and reward.overlong_buffer's is not among them: put "
             "overlong_penalty into algorithm.gdpo_reward_keys"
         )
     return dict(zip(names, weights, strict=True))
+
+
+def needs_critic(config: Config, estimator: Estimator | OutcomeEstimator) -> bool:
+    """Whether a critic is trained: `critic.enable`, and where that is null, if the estimator needs one.
+
+    Raises ConfigError where the two disagree.
+    """
+    needs = isinstance(estimator, OfTokens) and estimator.needs_values
+    if config.critic.enable is False and needs:
+        raise ConfigError("algorithm.adv_estimator=gae needs a critic: leave critic.enable=null")
+    if config.critic.enable and not needs:
+        raise ConfigError(
+            f"critic.enable=true has no effect under algorithm.adv_estimator={config.algorithm.adv_estimator}, which "
+            "asks no critic: set it to null, or take gae"
+        )
+    return needs
+
+
+def needs_reference(config: Config) -> bool:
+    """Whether log probabilities of the model that training began with are needed."""
+    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
+def kl_controller_of(config: Config) -> FixedKL | AdaptiveKL | None:
+    """`algorithm.kl_ctrl`; None where rewards are not lowered. Raises ConfigError for a kind of distance that there is
+    not, here or in the loss."""
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    if actor.use_kl_loss:
+        _check_kind("actor_rollout_ref.actor.kl_loss_type", actor.kl_loss_type)
+    if not algorithm.use_kl_in_reward:
+        return None
+    _check_kind("algorithm.kl_penalty", algorithm.kl_penalty)
+    control = algorithm.kl_ctrl
+    if control.type == "fixed":
+        return FixedKL(control.kl_coef)
+    return AdaptiveKL(control.kl_coef, target=control.target_kl, horizon=control.horizon)
+
+
+def _check_kind(key: str, kind: str) -> None:
+    try:
+        check_kind(kind)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def overlong_buffer_of(config: Config) -> OverlongBuffer | None:

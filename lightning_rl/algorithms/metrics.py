@@ -22,9 +22,9 @@ def rollout_metrics(
     made = [node.call for t in trajectories for node in t.forest.nodes.values()]
     ages = [(policy_version - part.version, part.end - part.start) for call in made for part in call.versions]
     return {
-        "critic/rewards/mean": float(np.mean(rewards)),
-        "critic/rewards/max": float(np.max(rewards)),
-        "critic/rewards/min": float(np.min(rewards)),
+        "critic/score/mean": float(np.mean(rewards)),
+        "critic/score/max": float(np.max(rewards)),
+        "critic/score/min": float(np.min(rewards)),
         "num_turns/mean": calls / max(len(trajectories), 1),
         "response_length/mean": float(np.mean([t.sampled_tokens for t in trajectories])),
         "row_length/mean": float(np.mean([len(row.token_ids) for row in rows] or [0])),

@@ -1,18 +1,20 @@
-"""PPO: the training loop that is its own documentation.
+"""PPO: the training loop that is its own documentation. `train_step` is the story; the parts stand beside this file.
 
-A step rolls out `n` times per task, reads the finished rollouts back as rows, estimates advantages over rollouts,
-updates the policy, and publishes its weights. Sampler and trainer are compared on the first batch, tokens are
-accounted for after every step: a run stops rather than train on wrong data.
+A step rolls out `n` times per task, reads the finished rollouts back as rows, asks actor, reference and critic about
+their tokens, estimates advantages, updates critic and actor, and publishes the policy's weights. Sampler and trainer
+are compared on the first batch, tokens are accounted for after every step: a run stops rather than train on wrong data.
 
 A run that is resumed starts at its last checkpoint and asks for the same rollouts again under the same ids: what the
 store already holds of them is trained on as it is, the rest is sampled.
 """
 
+import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,38 +25,37 @@ import torch
 from omegaconf import DictConfig
 
 from lightning_rl import tracking
-from lightning_rl.algorithms import correction, step_batch, step_record
-from lightning_rl.algorithms.base import NEUTRAL, Algorithm, Dataset, Endpoint
-from lightning_rl.algorithms.conservation import ConservationError, TokenAccount
-from lightning_rl.algorithms.credits import estimator_of, gdpo_weights, overlong_buffer_of, strategy_of
+from lightning_rl.algorithms import correction, rollouts, settings, step_batch, step_record
+from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
+from lightning_rl.algorithms.books import Books
+from lightning_rl.algorithms.conservation import TokenAccount
+from lightning_rl.algorithms.credits import kl_controller_of, needs_critic
 from lightning_rl.algorithms.grading import Grader
 from lightning_rl.algorithms.metrics import rollout_metrics, timed
+from lightning_rl.algorithms.models import Models
 from lightning_rl.algorithms.problems import Problems
+from lightning_rl.algorithms.rollouts import Tasks
 from lightning_rl.algorithms.selection import selection
-from lightning_rl.algorithms.step_batch import Rules, StepBatch
+from lightning_rl.algorithms.step_batch import StepBatch
 from lightning_rl.algorithms.step_record import StepRecord
-from lightning_rl.algorithms.trajectories import Trajectory, informative, trajectory_of
+from lightning_rl.algorithms.trajectories import Trajectory
+from lightning_rl.algorithms.tuning import Tuning
 from lightning_rl.config import ConfigError, compose, to_yaml
-from lightning_rl.config.schema import Config, Rollout, ValKwargs
-from lightning_rl.data import load_tasks
+from lightning_rl.config.schema import Config
 from lightning_rl.errors import Explained
 from lightning_rl.files import write_whole
-from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.rewards import GroupReward
 from lightning_rl.rl.advantages import Estimator
 from lightning_rl.rl.baselines import OutcomeEstimator
-from lightning_rl.rl.correction import Rules as RatioRules
-from lightning_rl.rl.losses import loss_named
-from lightning_rl.store.contract import RolloutConfig, RolloutRequest, RolloutTrace
+from lightning_rl.store.contract import RolloutTrace
 from lightning_rl.tracking import jsonl
 from lightning_rl.tracking.about import About
 from lightning_rl.training import checkpoint
-from lightning_rl.training.actor import Actor, ActorConfig
-from lightning_rl.training.batch import TrainingSequence
 from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.credit import Strategy
 
 _PAUSE_LEASE_SECONDS = 120.0  # a trainer that dies in mid-update does not park its agents for ever
+_log = logging.getLogger(__name__)
 
 
 class SamplerMismatch(Explained, RuntimeError):
@@ -62,7 +63,7 @@ class SamplerMismatch(Explained, RuntimeError):
 
 
 class PPO(Algorithm):
-    """Proximal policy optimisation with group-relative advantages.
+    """Proximal policy optimisation.
 
     Args:
         config: verl's keys (`docs/config.md`).
@@ -70,6 +71,9 @@ class PPO(Algorithm):
         credit: how rewards become the credit of calls, instead of `algorithm.credit.strategy`.
         estimator: how credits become advantages (`rl.advantages`), instead of `algorithm.adv_estimator`.
         reward: what gives the rollouts of a group their rewards (`lightning_rl.rewards`), instead of the config's.
+        tune_dataset: tasks that the best checkpoint and early stopping go by, instead of `data.tune_files`.
+
+    Subclasses may override the hooks `on_...`, which do nothing here: they are called at verl's points.
     """
 
     console = True  # False: nothing is shown, whatever trainer.logger says
@@ -82,22 +86,55 @@ class PPO(Algorithm):
         credit: Strategy | None = None,
         estimator: Estimator | OutcomeEstimator | None = None,
         reward: GroupReward | None = None,
+        tune_dataset: Dataset | None = None,
     ) -> None:
         self.config = config if isinstance(config, Config) else compose(config)
-        self._select = selection(self.config.algorithm.train_agents, select)
         algorithm = self.config.algorithm
-        self._rules = _rules(self.config, credit, estimator)
-        self._rule = _name(credit) if credit else algorithm.credit.function or algorithm.credit.strategy
-        self._estimator = _name(estimator) if estimator else algorithm.adv_estimator
-        self._correction = _correction(self.config)
-        _check_loss(self.config)
+        self._select = selection(algorithm.train_agents, select)
+        self._rules = settings.rules(self.config, credit, estimator)
+        self._ratio_rules = settings.ratio_rules(self.config)
+        self._kl_controller = kl_controller_of(self.config)
+        settings.check(self.config, self._rules.estimator)
+        self._rule = settings.name_of(credit) if credit else algorithm.credit.function or algorithm.credit.strategy
+        self._estimator = settings.name_of(estimator) if estimator else algorithm.adv_estimator
         self._grader = Grader.of(self.config.reward, reward)
+        self._tune_dataset = tune_dataset
+        stopping = self.config.trainer.early_stopping
+        self.tuning = Tuning(patience=stopping.patience, min_delta=stopping.min_delta)
         self.step = 0
         self.policy_version = 0
         self.batches_taken = 0  # of tasks, for training
         self.history: list[dict[str, float]] = []
         self.n_runners = self.config.actor_rollout_ref.rollout.agent.num_workers
         self.resume = self.config.trainer.resume_mode == "auto"
+
+    # The hooks, in the order in which they are called.
+
+    def on_init_end(self) -> None:
+        """Models are built, and what a resumed run goes on from is loaded."""
+
+    def on_train_begin(self) -> None:
+        """Before the first step of this process, and before its first validation."""
+
+    def on_step_begin(self) -> None:
+        """`step` is the one that begins."""
+
+    def on_sample_begin(self) -> None:
+        """Before the step's rollouts are asked for."""
+
+    def on_sample_end(self, trajectories: Sequence[Trajectory]) -> None:
+        """The step's rollouts have ended."""
+
+    def on_validate_begin(self) -> None:
+        """Before validation tasks are rolled out."""
+
+    def on_validate_end(self, metrics: dict[str, float]) -> None:
+        """`metrics` are those of the validation; what is put into them is logged."""
+
+    def on_step_end(self, metrics: dict[str, float]) -> None:
+        """The step is done, validated and saved where due; what is put into `metrics` is logged."""
+
+    # What the Trainer calls.
 
     def default_run_dir(self) -> Path:
         """See `Algorithm`."""
@@ -107,15 +144,22 @@ class PPO(Algorithm):
 
     def prepare(self, train_dataset: Dataset | None, val_dataset: Dataset | None) -> tuple[Dataset, Dataset]:
         """The datasets given, or the files that the config names. Raises ConfigError where they make not one step."""
-        tasks = tasks_of("train", train_dataset, self.config.data.train_files)
-        held_out = tasks_of("val", val_dataset, self.config.data.val_files)
-        if self.config.trainer.val_only and not held_out:
+        data, trainer = self.config.data, self.config.trainer
+        tasks = settings.tasks_of("train", train_dataset, data.train_files)
+        held_out = settings.tasks_of("val", val_dataset, data.val_files)
+        self._tune_dataset = settings.tasks_of("tune", self._tune_dataset, data.tune_files)
+        if trainer.val_only and not held_out:
             raise ConfigError("trainer.val_only needs validation tasks: a val_dataset, or data.val_files")
+        if trainer.early_stopping.patience is not None and not self._tune_dataset:
+            raise ConfigError(
+                "trainer.early_stopping goes by a tuning set, for the validation set is only reported: give PPO a "
+                "tune_dataset, or set data.tune_files"
+            )
         self.steps(len(tasks))
         return tasks, held_out
 
     def open(self, run_dir: Path) -> Endpoint:
-        """Load the model and start the embedded engine."""
+        """Load the models and start the embedded engine."""
         rollout = self.config.actor_rollout_ref.rollout
         if rollout.name != "embedded":
             raise ConfigError(f"actor_rollout_ref.rollout.name {rollout.name!r} cannot be started; there is 'embedded'")
@@ -125,19 +169,10 @@ class PPO(Algorithm):
         self._began_ns = time.time_ns()
         self._checkpoint = checkpoint.latest(run_dir / "checkpoints") if self.resume else None
         torch.manual_seed(self.config.data.seed)
-        self.policy = EmbeddedPolicy(
-            self.config.actor_rollout_ref.model.path,
-            weights=self._checkpoint,
-            trained=True,
-            device=self.config.trainer.device,
-            max_num_seqs=rollout.max_num_seqs,
-            max_model_len=rollout.max_model_len,
-            threads=rollout.num_threads,
-        )
+        with_critic = needs_critic(self.config, self._rules.estimator)
+        self.models = Models(self.config, with_critic=with_critic, resumed=self._checkpoint)
+        self.policy, self.engine = self.models.policy, self.models.policy.engine
         self.policy.start()
-        self.model, self.engine = self.policy.model, self.policy.engine
-        if self.config.actor_rollout_ref.model.enable_gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.account = TokenAccount(self.policy.name)
         return Endpoint(
             model=self.policy.name,
@@ -159,30 +194,36 @@ class PPO(Algorithm):
 
     def run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
         """Train on `train_dataset` and report on `val_dataset`."""
-        config = self.config.trainer
-        total = self.steps(len(train_dataset))
-        self.actor = Actor(self.model, _actor_config(self.config, total), pad_id=self.model.config.pad_token_id or 0)
+        config, total = self.config.trainer, self.steps(len(train_dataset))
+        self.models.train(total)
         self._go_on()
-        self._problems = Problems(self.run_dir, max_tokens=self._max_tokens)
-        names = [name for name in config.logger if name != "console" or self.console]
-        if "console" in names and self.config.actor_rollout_ref.model.path is None:
-            print("model: the tutorial's small one, to try things out; name yours with actor_rollout_ref.model.path")
-        told = {"name": config.experiment_name or self.run_dir.name, "config": msgspec.to_builtins(self.config)}
-        about = About(**told | ({"project": config.project_name} if config.project_name else {}))
-        self._trackers = tracking.open_trackers(names, self.run_dir, total, began_at=self.step, about=about)
+        self.on_init_end()
+        self._trackers = self._opened_trackers(total)
         try:
             self._publish_resources()
-            if val_dataset and (config.val_before_train or config.val_only) and self.step == 0:
-                self._log(self.validate(val_dataset))
             self._supply = islice(self._batches(train_dataset), self.batches_taken, None)
-            while self.step < total:
+            self.on_train_begin()
+            if self.step == 0 and (config.val_before_train or config.val_only):
+                if measured := self._measure(val_dataset):
+                    self._log(measured)
+                if self.tuning.best_step == 0:
+                    self.save()  # no step may come to be better
+            while self.step < total and not self.tuning.stop:
                 self.step += 1
+                self.on_step_begin()
                 metrics = self.train_step(self._next_batch())
-                if val_dataset and (self._due(config.test_freq) or self.step == total):
-                    metrics |= self.validate(val_dataset)
-                if self._due(config.save_freq) or self.step == total:
+                if self._due(config.test_freq) or self.step == total:
+                    metrics |= self._measure(val_dataset)
+                last = self.step == total or self.tuning.stop is not None
+                if last or self._due(config.save_freq) or self.tuning.best_step == self.step:
                     self.save()
+                self.on_step_end(metrics)
                 self._log(metrics)
+            if self.tuning.stop:
+                _log.warning("%s", self.tuning.stop)
+            if total:
+                best = self.tuning.best_step
+                checkpoint.final_model(self.run_dir, self._folder(self.step if best is None else best))
         finally:
             for tracker in self._trackers:
                 tracker.close()
@@ -201,159 +242,108 @@ class PPO(Algorithm):
             )
         return config.total_training_steps or config.total_epochs * (tasks // self._batch_size)
 
-    def train_step(self, tasks: Sequence[tuple[int, Any]]) -> dict[str, float]:
+    # A step.
+
+    def train_step(self, tasks: Tasks) -> dict[str, float]:
         """One step on (task index, task) pairs; its metrics."""
         timing: dict[str, float] = {}
-        version = self.policy_version
+        version, models = self.policy_version, self.models
+        metrics: dict[str, float] = {}
         with timed(timing, "step"):
             with timed(timing, "gen"):
                 rolled_out, trajectories = self._rolled_out(tasks)
-            with timed(timing, "adv"):
-                batch = step_batch.build(trajectories, self._rules)
+            models.actor.onload()
+            batch = step_batch.read(trajectories, self._rules)
             with timed(timing, "old_log_prob"):
-                metrics = self._set_old_log_probs(batch.sequences)
-                metrics |= self._correct(batch) | batch.metrics()
-            self._account_for(batch)
-            plan = self.actor.plan(batch.sequences, len(trajectories))
+                metrics |= self._set_old_log_probs(batch)
+            if models.reference is not None:
+                with timed(timing, "ref"):
+                    for sequence, values in zip(
+                        batch.sequences, models.reference.log_probs(batch.sequences), strict=True
+                    ):
+                        sequence.reference_log_probs = values
+            if models.critic is not None:
+                with timed(timing, "values"):
+                    for sequence, values in zip(batch.sequences, models.critic.values(batch.sequences), strict=True):
+                        sequence.values = values
+            with timed(timing, "adv"):
+                step_batch.estimate(batch, replace(self._rules, kl_coef=self._kl_coef))
+                metrics |= self._correct(batch)
+            metrics |= batch.metrics()
+            self._steer_kl(batch)
+            self.books.enter(batch)
+            plan = models.actor.plan(batch.sequences, len(trajectories))
             self._write_record(step_batch.records(batch, plan))
-            with timed(timing, "update_actor"), self._memory_advice():
-                metrics |= self.actor.update(plan)
-            with timed(timing, "update_weights"):
-                self._publish_weights()
+            if not plan:
+                metrics |= self._skipped(batch)
+            if plan and models.critic is not None:
+                with timed(timing, "update_critic"), self._memory_advice("critic"):
+                    metrics |= models.critic.update(models.critic.plan(batch.sequences, len(trajectories)))
+            if plan and self.step > self.config.trainer.critic_warmup:
+                with timed(timing, "update_actor"), self._memory_advice("actor_rollout_ref.actor"):
+                    metrics |= models.actor.update(plan)
+                metrics["training/mismatch_kl"] = metrics.get("rollout_corr/k3_kl", metrics["actor/first_k3_kl"])
+                with timed(timing, "update_weights"):
+                    self._publish_weights()
+            models.actor.offload()
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
-        return metrics | rollout_metrics(rolled_out, timing, version) | self._check_tokens(rolled_out)
+        return metrics | rollout_metrics(rolled_out, timing, version) | self.books.check(rolled_out)
 
     def validate(self, val_dataset: Dataset) -> dict[str, float]:
         """Roll out the validation tasks under validation sampling; `val/...` metrics."""
-        timing: dict[str, float] = {}
-        with timed(timing, "testing"):
-            n = self.config.actor_rollout_ref.rollout.val_kwargs.n
-            trajectories = self.roll_out("val", list(enumerate(val_dataset)), n)
-        for trajectory in trajectories:
-            self._exclude(trajectory, "validation")
-        rewards = [t.reward for t in trajectories if t.reward is not None]
-        return {
-            "val/reward": float(np.mean(rewards)) if rewards else 0.0,
-            "val/calls": float(np.mean([t.calls for t in trajectories])),
-            "timing_s/testing": timing["testing"],
-        } | self._check_tokens(trajectories)
+        self.on_validate_begin()
+        metrics, _ = self._measured("val", "validation", val_dataset)
+        self.on_validate_end(metrics)
+        return metrics
 
-    def _next_batch(self) -> list[tuple[int, Any]]:
-        self.batches_taken += 1
-        return next(self._supply)
+    def tune(self) -> dict[str, float]:
+        """Roll out the tuning tasks as in validation: is the policy the best so far? `tune/...` metrics."""
+        metrics, reward = self._measured("tune", "tuning", self._tune_dataset or [])
+        self.tuning.measured(self.step, reward)
+        return metrics | {"tune/best_step": float(self.tuning.best_step or 0)}
 
-    def _rolled_out(self, tasks: Sequence[tuple[int, Any]]) -> tuple[list[Trajectory], list[Trajectory]]:
-        """All rollouts of a step, and those to be trained: with `filter_groups` those of groups that say something, for
-        which further batches of tasks are rolled out as needed."""
-        n, rule = self.config.actor_rollout_ref.rollout.n, self.config.algorithm.filter_groups
-        rolled_out = self.roll_out("train", tasks, n)
-        if not rule.enable:
-            return rolled_out, rolled_out
-        chosen = informative(rolled_out, rule.metric)
-        batches = 1
-        while len(chosen) < self._batch_size and batches < rule.max_num_gen_batches:
-            more = self.roll_out("train", self._next_batch(), n, generation=batches)
-            rolled_out += more
-            chosen += informative(more, rule.metric)
-            batches += 1
-        trained, surplus = chosen[: self._batch_size], chosen[self._batch_size :]
-        why_not = {group[0].group_id: None for group in trained} | {group[0].group_id: "surplus" for group in surplus}
-        for trajectory in rolled_out:
-            if reason := why_not.get(trajectory.group_id, "zero_variance"):
-                self._exclude(trajectory, reason)
-        return rolled_out, [trajectory for group in trained for trajectory in group]
-
-    def roll_out(self, mode: str, tasks: Sequence[tuple[int, Any]], n: int, *, generation: int = 0) -> list[Trajectory]:
+    def roll_out(
+        self, mode: str, tasks: Tasks, n: int, *, generation: int = 0, name: str | None = None
+    ) -> list[Trajectory]:
         """Ask for `n` rollouts of each task, and read them back as they end. Groups are in the order of `tasks`.
 
-        `generation` tells batches of one step apart, which may have a task in common.
+        `generation` tells batches of one step apart, which may have a task in common; `name` is what their ids begin
+        with, else `mode`.
         """
-        prefix = f"{mode}-{self.config.data.seed}-{self.step}" + (f".{generation}" if generation else "")
-        agent = self.config.actor_rollout_ref.rollout.agent
-        requests = [
-            RolloutRequest(
-                task=task,
-                mode=mode,  # type: ignore[arg-type]
-                rollout_id=f"{prefix}-{index}-{k}",
-                group_id=f"{prefix}-{index}",
-                config=RolloutConfig(max_attempts=agent.max_attempts, timeout_seconds=agent.timeout_seconds),
-                metadata={"task_index": f"{index}-{k}", "step": self.step},
-            )
-            for index, task in tasks
-            for k in range(n)
-        ]
-        overlong = self.config.data.overlong
-        read = partial(
-            trajectory_of,
-            agent_failure=self._agent_failure(),
-            max_tokens=None if overlong.startswith("truncate") else self._max_tokens,
-            began_ns=self._began_ns,
-            model=self.policy.name,
-            select=self._select,
-            weights=self.config.algorithm.credit.weights,
-            whole=overlong == "drop_rollout",
-        )
+        prefix = f"{name or mode}-{self.config.data.seed}-{self.step}" + (f".{generation}" if generation else "")
+        asked = rollouts.requests(self.config, prefix, mode, tasks, n, self.step)
+        read = rollouts.reader(self.config, self.policy.name, self._select, self._began_ns)
         if self._grader is None:
-            trajectories = self.finished(requests, read)
+            trajectories = self.finished(asked, read)
         else:
-            traces: list[RolloutTrace] = self.finished(requests, lambda trace: trace)
+            traces: list[RolloutTrace] = self.finished(asked, lambda trace: trace)
             trajectories = [read(trace) for trace in self._grader.graded(traces, self.store, self.policy.name)]
-        self._earlier_tokens -= sum(trajectory.earlier_tokens for trajectory in trajectories)
+        self.books.read(trajectories)
         self._problems.report(f"step {self.step}" if mode == "train" else "validation", trajectories)
         return trajectories
 
-    def save(self) -> Path:
-        """Write a checkpoint that `transformers` loads and that a run resumes from; its folder."""
-        folder = self.run_dir / "checkpoints" / f"step-{self.step}"
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        state = {
-            "step": self.step,
-            "policy_version": self.policy_version,
-            "batches_taken": self.batches_taken,
-            "actor": self.actor.state_dict(),
-            "account": self.account.state_dict(),
-            "rng": torch.get_rng_state(),
-        }
-        return checkpoint.save(self.model, self.policy.folder, folder, state)
+    def _rolled_out(self, tasks: Tasks) -> tuple[list[Trajectory], list[Trajectory]]:
+        """All rollouts of a step, and those to be trained: with `filter_groups` those of groups that say something, for
+        which further batches of tasks are rolled out as needed."""
+        self.on_sample_begin()
+        n, rule = self.config.actor_rollout_ref.rollout.n, self.config.algorithm.filter_groups
+        if not rule.enable:
+            rolled_out = trained = self.roll_out("train", tasks, n)
+        else:
+            batches = (
+                self.roll_out("train", self._next_batch() if number else tasks, n, generation=number)
+                for number in range(rule.max_num_gen_batches)
+            )
+            rolled_out, trained, why_not = rollouts.with_variance(batches, self._batch_size, rule.metric)
+            for trajectory in rolled_out:
+                if trajectory.group_id in why_not:
+                    self.books.exclude(trajectory, why_not[trajectory.group_id])
+        self.on_sample_end(rolled_out)
+        return rolled_out, trained
 
-    def _go_on(self) -> None:
-        """Take up where the run folder's last checkpoint stands; a fresh run has none."""
-        if self._checkpoint is not None:
-            state = checkpoint.load_state(self._checkpoint)
-            self.step, self.policy_version = state["step"], state["policy_version"]
-            self.batches_taken = state.get("batches_taken", self.step)  # checkpoints of earlier releases have none
-            self.actor.load_state_dict(state["actor"])
-            self.account.load_state_dict(state["account"])
-            torch.set_rng_state(state["rng"])
-            self.engine.update_weights(self.model, self.policy_version)
-            self.store.resume(self.policy.name, self.policy_version)
-        self.history = jsonl.keep_until(self.run_dir / "metrics.jsonl", self.step) if self.resume else []
-        # What the store holds beyond the checkpoint is pending until its rollouts are read again.
-        self._earlier_tokens = self._received(self.store.state()) - self.account.entered
-        self._began_at = self.step
-
-    def _account_for(self, batch: StepBatch) -> None:
-        """Enter every token of a step's rollouts as trained or excluded."""
-        for part in batch.parts:
-            self.account.train(part.trained)
-            for reasons in (part.trajectory.excluded, part.excluded):
-                for reason, tokens in reasons.items():
-                    self.account.exclude(reason, tokens)
-
-    def _write_record(self, rollouts: list[step_record.RolloutRecord]) -> None:
-        config = self.config
-        record = StepRecord(
-            step=self.step,
-            policy_version=self.policy_version,
-            rule=self._rule,
-            loss_agg_mode=config.actor_rollout_ref.actor.loss_agg_mode,
-            rollouts=rollouts,
-            estimator=self._estimator,
-        )
-        step_record.write(self.run_dir, record)
-
-    def _set_old_log_probs(self, sequences: list[TrainingSequence]) -> dict[str, float]:
+    def _set_old_log_probs(self, batch: StepBatch) -> dict[str, float]:
         """Old log probabilities: the sampler's (bypass) or the trainer's own; and how far the two are apart."""
+        sequences = batch.sequences
         bypass = self.config.algorithm.rollout_correction.bypass_mode
         if bypass:
             for sequence in sequences:
@@ -362,18 +352,19 @@ class PPO(Algorithm):
         if bypass and not first:
             return {}
         gaps = [np.zeros(1, np.float32)]
-        for sequence, own in zip(sequences, self.actor.log_probs(sequences), strict=True):
+        for sequence, own in zip(sequences, self.models.actor.log_probs(sequences), strict=True):
             if not sequence.cut_context:
                 gaps.append(np.abs(own - sequence.rollout_log_probs))
             if not bypass:
                 sequence.old_log_probs = own
         gap = np.concatenate(gaps)
         largest = float(np.nanmax(gap))
-        if first and largest > self.config.trainer.sampler_tolerance:
+        tolerance = settings.sampler_tolerance(self.config)
+        if first and largest > tolerance:
             raise SamplerMismatch(
                 f"on the first batch sampler and trainer log probabilities differ by up to {largest:.3g} "
-                f"(trainer.sampler_tolerance is {self.config.trainer.sampler_tolerance:g}): the engine does not run "
-                "the model that is trained; check its weights, dtype, chat format and cache"
+                f"(trainer.sampler_tolerance is {tolerance:g}): the engine does not run the model that is trained; "
+                "check its weights, dtype, chat format and cache"
             )
         return {"training/rollout_probs_diff_max": largest, "training/rollout_probs_diff_mean": float(np.nanmean(gap))}
 
@@ -381,81 +372,124 @@ class PPO(Algorithm):
         """Weigh and reject by how far sampler and trainer are apart; with the sampler's numbers alone, nothing."""
         if self.config.algorithm.rollout_correction.bypass_mode:
             return {}
-        return correction.correct(batch, self._correction)
+        return correction.correct(batch, self._ratio_rules)
 
-    def _publish_resources(self) -> None:
-        """Publish the policy under the name `main_llm`, with the sampling of training and of validation."""
-        main_llm = {"type": "proxy_llm", "model": self.policy.name, **self._sampling_parameters()}
-        self.store.publish({"main_llm": main_llm})
+    @property
+    def _kl_coef(self) -> float:
+        return 0.0 if self._kl_controller is None else self._kl_controller.value
 
-    def _sampling_parameters(self) -> dict[str, dict[str, float | int]]:
-        rollout, limit = self.config.actor_rollout_ref.rollout, self.config.data.max_response_length
-        agents_own = self.config.gateway.sampling == "agent"
-        return {
-            "sampling_parameters": {"max_tokens": limit} if agents_own else _sampling(rollout, limit),
-            "val_sampling_parameters": _sampling(rollout.val_kwargs, limit),
-        }
+    def _steer_kl(self, batch: StepBatch) -> None:
+        if self._kl_controller is not None and batch.kl is not None:
+            self._kl_controller.update(batch.kl, len(batch.parts))
+
+    def _skipped(self, batch: StepBatch) -> dict[str, float]:
+        """Say why a step updates nothing."""
+        reasons: Counter[str] = Counter()
+        for part in batch.parts:
+            reasons.update(part.trajectory.excluded, **part.excluded)
+        tokens = ", ".join(f"{n} tokens excluded as {reason}" for reason, n in sorted(reasons.items()))
+        silent = sum(part.trajectory.calls == 0 for part in batch.parts)
+        why = [f"{silent} of {len(batch.parts)} rollouts made no call"] * bool(silent) + [tokens] * bool(tokens)
+        _log.warning("step %d updates nothing: %s", self.step, "; ".join(why) or "there are no rollouts")
+        return {"training/skipped": 1.0}
 
     def _publish_weights(self) -> None:
         """Give the engine the new weights while calls wait at the gateway."""
         self.policy_version += 1
         self.store.pause(self.policy.name, lease_seconds=_PAUSE_LEASE_SECONDS)
-        self.engine.update_weights(self.model, self.policy_version)
+        self.models.send_weights(self.policy_version)
         self.store.resume(self.policy.name, self.policy_version)
 
-    def _check_tokens(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """The account of tokens, and how often the gateway began a conversation anew, by cause.
-
-        Raises ConservationError naming those of `trajectories` whose records are not what engines handed over.
-        """
-        state = self.store.state()
-        forks = {f"gateway/{name}": float(n) for name, n in state["counters"].items() if name.startswith("fork_")}
-        pending = int(state["tokens_pending"]) + self._earlier_tokens
-        try:
-            return forks | self.account.check(self._received(state), pending)
-        except ConservationError as error:
-            error.add_note(self._whose_tokens(trajectories))
-            raise
-
-    def _whose_tokens(self, trajectories: Sequence[Trajectory]) -> str:
-        """Which rollouts do not hold the tokens that the gateway counted for them."""
-        received = self.store.tokens_received([trajectory.rollout_id for trajectory in trajectories])
-        recorded = {t.rollout_id: t.sampled_tokens + sum(t.excluded.values()) for t in trajectories}
-        wrong = [
-            f"{rollout_id} (received {received[rollout_id]}, recorded {tokens})"
-            for rollout_id, tokens in recorded.items()
-            if received.get(rollout_id, tokens) != tokens
-        ]
-        if wrong:
-            return f"these rollouts do not hold what engines handed over for them: {', '.join(wrong)}"
-        return "each rollout of this step holds what engines handed over for it: the loss is outside of them"
-
-    def _received(self, state: Mapping[str, Any]) -> int:
-        return int(state["models"][self.policy.name]["tokens_received"])
+    def _write_record(self, of_rollouts: list[step_record.RolloutRecord]) -> None:
+        record = StepRecord(
+            step=self.step,
+            policy_version=self.policy_version,
+            rule=self._rule,
+            loss_agg_mode=self.config.actor_rollout_ref.actor.loss_agg_mode,
+            rollouts=of_rollouts,
+            estimator=self._estimator,
+        )
+        step_record.write(self.run_dir, record)
 
     @contextmanager
-    def _memory_advice(self) -> Iterator[None]:
+    def _memory_advice(self, section: str) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-                actor = self.config.actor_rollout_ref.actor
                 error.add_note(
-                    f"the update of step {self.step} ran out of memory: lower "
-                    f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu (now {actor.ppo_max_token_len_per_gpu}), or "
+                    f"the update of step {self.step} ran out of memory: lower {section}.ppo_max_token_len_per_gpu, or "
                     "set actor_rollout_ref.model.enable_gradient_checkpointing=true, and resume the run"
                 )
             raise
 
-    def _exclude(self, trajectory: Trajectory, reason: str) -> None:
-        """Enter all of a trajectory's tokens as excluded: by `reason`, where nothing excluded them before."""
-        self._exclude_parts(trajectory)
-        self.account.exclude(reason, trajectory.sampled_tokens - sum(trajectory.left_out.values()))
+    # Measuring.
 
-    def _exclude_parts(self, trajectory: Trajectory) -> None:
-        for parts in (trajectory.excluded, trajectory.left_out):
-            for reason, tokens in parts.items():
-                self.account.exclude(reason, tokens)
+    def _measure(self, val_dataset: Dataset) -> dict[str, float]:
+        """What is due together: validation, and the tuning set."""
+        metrics = self.validate(val_dataset) if val_dataset else {}
+        return metrics | (self.tune() if self._tune_dataset and not self.config.trainer.val_only else {})
+
+    def _measured(self, name: str, reason: str, dataset: Dataset) -> tuple[dict[str, float], float]:
+        timing: dict[str, float] = {}
+        with timed(timing, "testing"):
+            n = self.config.actor_rollout_ref.rollout.val_kwargs.n
+            trajectories = self.roll_out("val", list(enumerate(dataset)), n, name=name)
+        for trajectory in trajectories:
+            self.books.exclude(trajectory, reason)
+        rewards = [t.reward for t in trajectories if t.reward is not None]
+        reward = float(np.mean(rewards)) if rewards else 0.0
+        return {
+            f"{name}/reward": reward,
+            f"{name}/calls": float(np.mean([t.calls for t in trajectories])),
+            "timing_s/testing" if name == "val" else "timing_s/tuning": timing["testing"],
+        } | self.books.check(trajectories), reward
+
+    # Checkpoints.
+
+    def save(self) -> Path:
+        """Write a checkpoint that `transformers` loads and that a run resumes from; its folder."""
+        folder = self._folder(self.step)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        state = {
+            "step": self.step,
+            "policy_version": self.policy_version,
+            "batches_taken": self.batches_taken,
+            "account": self.account.state_dict(),
+            "tuning": self.tuning.state_dict(),
+            "kl_coef": self._kl_coef,
+            "models": self.models.state_dict(),
+            "rng": checkpoint.rng_state(),
+        }
+        saved = checkpoint.save(folder, export=self.models.export, state=state)
+        keep = self.config.trainer.max_actor_ckpt_to_keep
+        best = () if self.tuning.best_step is None else (self._folder(self.tuning.best_step),)
+        checkpoint.prune(folder.parent, keep, protect=best)
+        return saved
+
+    def _folder(self, step: int) -> Path:
+        return self.run_dir / "checkpoints" / f"step-{step}"
+
+    def _go_on(self) -> None:
+        """Take up where the run folder's last checkpoint stands; a fresh run has none."""
+        if self._checkpoint is not None:
+            state = checkpoint.load_state(self._checkpoint)
+            self.step, self.policy_version = state["step"], state["policy_version"]
+            self.batches_taken = state["batches_taken"]
+            self.models.load_state_dict(state["models"])
+            self.account.load_state_dict(state["account"])
+            self.tuning.load_state_dict(state["tuning"])
+            if self._kl_controller is not None:
+                self._kl_controller.value = state["kl_coef"]
+            checkpoint.set_rng_state(state["rng"])
+            self.models.send_weights(self.policy_version)
+            self.store.resume(self.policy.name, self.policy_version)
+        self.history = jsonl.keep_until(self.run_dir / "metrics.jsonl", self.step) if self.resume else []
+        self.books = Books(self.account, self.store)
+        self._problems = Problems(self.run_dir, max_tokens=self.config.data.max_tokens)
+        self._began_at = self.step
+
+    # Tasks, resources, trackers.
 
     def _batches(self, dataset: Dataset) -> Iterator[list[tuple[int, Any]]]:
         """(index, task) pairs, `train_batch_size` at a time; every epoch in another order; what is over is dropped."""
@@ -467,6 +501,24 @@ class PPO(Algorithm):
             for start in range(0, len(order) - self._batch_size + 1, self._batch_size):
                 yield [(i, dataset[i]) for i in order[start : start + self._batch_size]]
 
+    def _next_batch(self) -> list[tuple[int, Any]]:
+        self.batches_taken += 1
+        return next(self._supply)
+
+    def _publish_resources(self) -> None:
+        """Publish the policy under the name `main_llm`, with the sampling of training and of validation."""
+        main_llm = {"type": "proxy_llm", "model": self.policy.name, **settings.sampling_parameters(self.config)}
+        self.store.publish({"main_llm": main_llm})
+
+    def _opened_trackers(self, total: int) -> list[Any]:
+        config = self.config.trainer
+        names = [name for name in config.logger if name != "console" or self.console]
+        if "console" in names and self.config.actor_rollout_ref.model.path is None:
+            print("model: the tutorial's small one, to try things out; name yours with actor_rollout_ref.model.path")
+        told = {"name": config.experiment_name or self.run_dir.name, "config": msgspec.to_builtins(self.config)}
+        about = About(**told | ({"project": config.project_name} if config.project_name else {}))
+        return tracking.open_trackers(names, self.run_dir, total, began_at=self.step, about=about)
+
     def _log(self, metrics: dict[str, float]) -> None:
         metrics["training/policy_version"] = float(self.policy_version)
         self.history.append({"step": float(self.step), **metrics})
@@ -476,122 +528,9 @@ class PPO(Algorithm):
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def _agent_failure(self) -> float | None:
-        rule = self.config.algorithm.agent_failure
-        return {"zero": 0.0, "exclude": None}[rule] if isinstance(rule, str) else float(rule)
-
     @property
     def _batch_size(self) -> int:
         return self.config.data.train_batch_size
 
-    @property
-    def _max_tokens(self) -> int:
-        return self.config.data.max_tokens
-
 
 VERL = PPO
-
-
-def _name(given: Any) -> str:
-    """How a function of the user's is called in the records."""
-    return getattr(getattr(given, "function", given), "__qualname__", type(given).__name__)
-
-
-def _check_loss(config: Config) -> None:
-    """Raises ConfigError for a loss that there is not, before a model is loaded."""
-    try:
-        loss_named(_actor_config(config, 1).loss_mode)
-    except ValueError as error:
-        raise ConfigError(f"actor_rollout_ref.actor.policy_loss: {error}") from error
-
-
-def _rules(config: Config, strategy: Strategy | None, estimator: Estimator | OutcomeEstimator | None = None) -> Rules:
-    algorithm, overlong = config.algorithm, config.data.overlong
-    bypass = algorithm.rollout_correction.bypass_mode
-    if bypass and overlong == "truncate_left":
-        raise ConfigError(
-            "data.overlong=truncate_left needs old log probabilities of the shorter context, which the sampler cannot "
-            "give: set algorithm.rollout_correction.bypass_mode=false, or another data.overlong"
-        )
-    return Rules(
-        strategy=strategy or strategy_of(algorithm),
-        estimator=estimator_of(config, strategy, estimator),
-        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-        gamma=algorithm.gamma,
-        reward_weights=gdpo_weights(config),
-        overlong_buffer=overlong_buffer_of(config),
-        groups_of_one=algorithm.groups_of_one,
-        groups_without_variance=algorithm.groups_without_variance,
-        overlong=overlong,
-        max_tokens=config.data.max_tokens,
-        need_log_probs=bypass or _correction(config).active,
-    )
-
-
-def _correction(config: Config) -> RatioRules:
-    return correction.rules_of(
-        config.algorithm.rollout_correction,
-        overlong=config.data.overlong,
-        loss_mode=config.actor_rollout_ref.actor.policy_loss.loss_mode,
-    )
-
-
-def _actor_config(config: Config, training_steps: int) -> ActorConfig:
-    actor = config.actor_rollout_ref.actor
-    rows = actor.ppo_micro_batch_size_per_gpu
-    dynamic = rows is None if actor.use_dynamic_bsz is None else actor.use_dynamic_bsz
-    loss, sampler = actor.policy_loss, config.algorithm.rollout_correction
-    by_sampler = loss.loss_mode == "bypass_mode" or (sampler.bypass_mode and loss.loss_mode == "vanilla")
-    return ActorConfig(
-        loss_mode=sampler.loss_type if by_sampler else loss.loss_mode,
-        clip_cov_ratio=loss.clip_cov_ratio,
-        clip_cov_lb=loss.clip_cov_lb,
-        clip_cov_ub=loss.clip_cov_ub,
-        kl_cov_ratio=loss.kl_cov_ratio,
-        ppo_kl_coef=loss.ppo_kl_coef,
-        dro_beta=loss.dro_beta,
-        tau_pos=actor.tau_pos,
-        tau_neg=actor.tau_neg,
-        rollout_is=sampler.rollout_is,
-        rollout_is_threshold=sampler.rollout_is_threshold,
-        kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-        kl_loss_type=actor.kl_loss_type,
-        mini_batch_rollouts=actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
-        micro_batch_rows=None if dynamic else rows,
-        log_prob_rows=config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu,
-        micro_batch_tokens=actor.ppo_max_token_len_per_gpu if dynamic else None,
-        ppo_epochs=actor.ppo_epochs,
-        clip_ratio_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
-        clip_ratio_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
-        clip_ratio_c=actor.clip_ratio_c,
-        loss_agg_mode=actor.loss_agg_mode,
-        loss_scale_factor=actor.loss_scale_factor,
-        entropy_coeff=actor.entropy_coeff,
-        grad_clip=actor.grad_clip,
-        lr=actor.optim.lr,
-        lr_warmup_steps=actor.optim.lr_warmup_steps,
-        lr_scheduler_type=actor.optim.lr_scheduler_type,
-        min_lr_ratio=actor.optim.min_lr_ratio,
-        training_steps=training_steps,
-        betas=actor.optim.betas,
-        weight_decay=actor.optim.weight_decay,
-    )
-
-
-def _sampling(section: Rollout | ValKwargs, max_tokens: int) -> dict[str, float | int]:
-    return {
-        **NEUTRAL,
-        "temperature": section.temperature,
-        "top_p": section.top_p,
-        "top_k": section.top_k,
-        "max_tokens": max_tokens,
-    }
-
-
-def tasks_of(name: str, dataset: Dataset | None, files: str | list[str] | None) -> Dataset:
-    """The tasks that `fit` was given, or else those of `data.<name>_files`. Raises ConfigError where both are there."""
-    if dataset is not None and files is not None:
-        raise ConfigError(
-            f"tasks come from data.{name}_files={files!r} and from fit's {name}_dataset: give one of them"
-        )
-    return load_tasks(files) if files is not None else dataset or []

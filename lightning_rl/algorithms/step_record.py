@@ -51,7 +51,8 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout of the step. `reward` is the one it counted with, None where it took no part (`left_out` says why);
-    `overlong_penalty` is in it; `rewards` are those it was given, by name; `calls` are in order of arrival."""
+    `overlong_penalty` and `kl_penalty`, for the distance from the reference, are in it. `rewards` are those it was
+    given, by name; `calls` are in order of arrival."""
 
     rollout_id: str
     group_id: str
@@ -61,6 +62,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     left_out: str | None = None
     calls: dict[str, CallRecord] = {}
     overlong_penalty: float = 0.0
+    kl_penalty: float = 0.0
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ def draw_png(history: Sequence[dict[str, float]], path: Path, title: str) -> Pat
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
-    axes.plot(*points(history, "critic/rewards/mean"), color="tab:gray", alpha=0.6, label="training (sampled)")
+    axes.plot(*points(history, "critic/score/mean"), color="tab:gray", alpha=0.6, label="training (sampled)")
     axes.plot(*points(history, "val/reward"), color="tab:blue", marker="o", label="held-out (sampled)")
     axes.set(xlabel="step", ylabel="share of questions answered right", ylim=(0, 1.02), title=title)
     axes.grid(alpha=0.3)
@@ -39,7 +39,7 @@ def terminal(history: Sequence[dict[str, float]], width: int = 72, height: int =
     plotext.plot_size(width, height)
     plotext.theme("clear")
     plotext.ylim(0, 1)
-    plotext.plot(*points(history, "critic/rewards/mean"), label="training")
+    plotext.plot(*points(history, "critic/score/mean"), label="training")
     plotext.scatter(*points(history, "val/reward"), label="held-out", marker="o")
     plotext.xlabel("step")
     return str(plotext.uncolorize(plotext.build()))

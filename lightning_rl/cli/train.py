@@ -90,7 +90,7 @@ def _train(agent: Any, settings: "TrainConfig", run_dir: Path | None, *, as_json
     if as_json:
         typer.echo(json.dumps(result))
     else:
-        rewards = {name: last[name] for name in ("critic/rewards/mean", "val/reward") if name in last}
+        rewards = {name: last[name] for name in ("critic/score/mean", "val/reward") if name in last}
         shown = "".join(f"{name} {value:.3f}   " for name, value in rewards.items())
         typer.echo(f"{shown}\nrun         {result['run_dir']}\ncheckpoint  {result['checkpoint']}")
 

@@ -159,7 +159,7 @@ def _names(config: Any, prefix: str = "") -> Iterator[str]:
 def _check_names(names: Sequence[str] | Iterator[str], valid: set[str], groups: set[str]) -> None:
     for name in names:
         if name not in valid | groups and not any(f"{outer}.*" in valid for outer in _outer(name)):
-            raise ConfigError(f"config key {name!r} is unknown; did you mean {_nearest(name, valid | groups)!r}?")
+            raise ConfigError(f"config key {name!r} is unknown; did you mean {_nearest(name, valid | groups)}?")
 
 
 def _is_dict(annotation: Any) -> bool:
@@ -174,9 +174,11 @@ def _outer(name: str) -> list[str]:
 
 
 def _nearest(name: str, valid: set[str]) -> str:
+    """The likeliest of the names that end alike, two where there are more, or else the one that is written alike."""
     leaf = name.rsplit(".", 1)[-1]
     same_leaf = [other for other in sorted(valid) if other.rsplit(".", 1)[-1] == leaf]
-    return difflib.get_close_matches(name, same_leaf or sorted(valid), n=1, cutoff=0.0)[0].removesuffix(".*")
+    found = difflib.get_close_matches(name, same_leaf or sorted(valid), n=2 if same_leaf else 1, cutoff=0.0)
+    return " or ".join(repr(one.removesuffix(".*")) for one in found)
 
 
 def _checked(merged: Any, schema: type[C]) -> C:

@@ -44,6 +44,9 @@ class Data(Section, frozen=True):
         None
     )
     val_files: Annotated[Files, effect("tasks to report on, where `fit` is given no validation dataset")] = None
+    tune_files: Annotated[
+        Files, effect("tasks that the best checkpoint and early stopping go by, where PPO is given no tune_dataset")
+    ] = None
     train_batch_size: Annotated[Positive, effect("tasks per step")] = 32
     max_prompt_length: Annotated[
         Positive, effect("with max_response_length: tokens of the longest row that is trained; longer are `overlong`")
@@ -75,28 +78,75 @@ class Model(Section, frozen=True):
         bool, effect("compute activations twice instead of keeping them: less memory, more time")
     ] = False
     use_remove_padding: Annotated[
-        bool, no_effect("micro-batches are filled by length, which leaves little padding to remove")
+        bool,
+        effect(
+            "tokens that rows begin with alike are computed once, where the model allows it; false: every row whole"
+        ),
     ] = True
+    lora_rank: Annotated[
+        Size, effect("train adapters of this rank (`peft`) instead of the weights; 0: the weights")
+    ] = 0
+    lora_alpha: Annotated[Above0, effect("an adapter counts lora_alpha / lora_rank times")] = 16
+    target_modules: Annotated[
+        str | list[str], effect("what gets an adapter: names of modules, a regex of them, or all-linear")
+    ] = "all-linear"
+    lora_adapter_path: Annotated[
+        str | None, effect("a `peft` folder whose adapter training begins with; null: one that changes nothing")
+    ] = None
+    lora_export: Annotated[
+        Literal["merged", "adapter"],
+        effect("the final model: a whole one with the adapter in its weights, or the adapter alone"),
+    ] = "merged"
 
 
 class Fsdp(Section, frozen=True):
-    """Where parameters are kept between their uses."""
+    """Number formats of training, and where parameters are kept between their uses."""
 
-    param_offload: Annotated[bool, no_effect("one process trains; its weights stay on its device")] = False
-    optimizer_offload: Annotated[bool, no_effect("one process trains; its optimizer stays on its device")] = False
+    model_dtype: Annotated[Literal["fp32", "bf16"], effect("how parameters are held")] = "fp32"
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], effect("in what matrices are multiplied (autocast); losses are float32 always")
+    ] = "float32"
+    param_offload: Annotated[
+        bool, effect("weights of training wait in main memory while they are not used; on a CPU they are there anyway")
+    ] = False
+    optimizer_offload: Annotated[
+        bool, effect("the optimizer's state waits in main memory between updates; on a CPU it is there anyway")
+    ] = False
+
+
+class RefFsdp(Fsdp, frozen=True):
+    """The same of the reference model, where it is one of its own (with LoRA it is the policy without its adapter)."""
+
+    optimizer_offload: Annotated[bool, no_effect("the reference is not trained, so it has no optimizer")] = False
 
 
 class Optim(Section, frozen=True):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    optimizer: Annotated[str, effect("a class of `optimizer_impl`")] = "AdamW"
+    optimizer_impl: Annotated[str, effect("the module that it is taken from")] = "torch.optim"
+    override_optimizer_config: Annotated[
+        dict[str, Any] | None, effect("more of its arguments, by name; they win over the other keys")
+    ] = None
     lr: Annotated[Above0, effect("learning rate")] = 1e-6
-    lr_warmup_steps: Annotated[Size, effect("training steps of linear warm-up")] = 0
+    lr_warmup_steps: Annotated[
+        Annotated[int, Meta(ge=-1)], effect("training steps of linear warm-up; -1: as lr_warmup_steps_ratio says")
+    ] = -1
+    lr_warmup_steps_ratio: Annotated[Share, effect("the same as a share of the run's training steps")] = 0.0
     lr_scheduler_type: Annotated[
-        Literal["constant", "cosine"], effect("after the warm-up: constant, or cosine down to min_lr_ratio x lr")
+        Literal["constant", "linear", "cosine"],
+        effect("after the warm-up: constant, or in a line or a cosine down to min_lr_ratio x lr"),
     ] = "constant"
-    min_lr_ratio: Annotated[Share, effect("where the cosine ends, as a share of lr")] = 0.0
-    betas: Annotated[tuple[Share, Share], effect("AdamW's averages")] = (0.9, 0.999)
-    weight_decay: Annotated[NotNegative, effect("AdamW's decay")] = 0.01
+    min_lr_ratio: Annotated[Share, effect("where line and cosine end, as a share of lr")] = 0.0
+    num_cycles: Annotated[Above0, effect("waves of the cosine; 0.5: from the top to the bottom, once")] = 0.5
+    betas: Annotated[tuple[Share, Share], effect("Adam's averages, where the optimizer has any")] = (0.9, 0.999)
+    weight_decay: Annotated[NotNegative, effect("the optimizer's decay")] = 0.01
+
+
+class CriticOptim(Optim, frozen=True):
+    """The critic's optimizer and its schedule."""
+
+    lr: Annotated[Above0, effect("learning rate")] = 1e-5
 
 
 class PolicyLoss(Section, frozen=True):
@@ -150,9 +200,14 @@ class Actor(Section, frozen=True):
     policy_loss: PolicyLoss = field(default_factory=PolicyLoss)
     entropy_coeff: Annotated[float, effect("weight of the entropy bonus")] = 0.0
     grad_clip: Annotated[Above0, effect("largest norm of a gradient")] = 1.0
-    use_kl_loss: Annotated[bool, only((False,), "no reference model is held yet")] = False
-    kl_loss_coef: Annotated[float, no_effect("use_kl_loss is false")] = 0.001
-    kl_loss_type: Annotated[str, no_effect("use_kl_loss is false")] = "low_var_kl"
+    shuffle: Annotated[bool, effect("mini-batches in another order in every pass")] = False
+    use_kl_loss: Annotated[
+        bool, effect("the loss has a penalty for the distance from the reference: the model that training began with")
+    ] = False
+    kl_loss_coef: Annotated[NotNegative, effect("the weight of that penalty")] = 0.001
+    kl_loss_type: Annotated[
+        str, effect("its kind: k1, abs, k2, k3 (= kl, -, mse, low_var_kl), each also with a + for k2's gradient")
+    ] = "low_var_kl"
     optim: Optim = field(default_factory=Optim)
     fsdp_config: Fsdp = field(default_factory=Fsdp)
 
@@ -193,6 +248,10 @@ class Rollout(Section, frozen=True):
     temperature: Annotated[Above0, effect("of training; replaces the agent's")] = 1.0
     top_p: Annotated[TopP, effect("the smallest set of tokens with this probability; 1: all")] = 1.0
     top_k: Annotated[Annotated[int, Meta(ge=-1)], effect("the most likely tokens; -1: all")] = -1
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        effect("in what the embedded engine computes; null: as the actor's parameters are held"),
+    ] = None
     max_num_seqs: Annotated[Positive, effect("generations at once")] = 256
     max_model_len: Annotated[Positive | None, effect("tokens of a sequence; null: what the model was made for")] = None
     num_threads: Annotated[
@@ -217,8 +276,10 @@ class Rollout(Section, frozen=True):
 class Ref(Section, frozen=True):
     """The reference model."""
 
-    log_prob_micro_batch_size_per_gpu: Annotated[int | None, no_effect("no reference model is held yet")] = None
-    fsdp_config: Fsdp = field(default_factory=Fsdp)
+    log_prob_micro_batch_size_per_gpu: Annotated[
+        Positive | None, effect("rows at once where its log probabilities are computed; null: as in the update")
+    ] = None
+    fsdp_config: RefFsdp = field(default_factory=RefFsdp)
 
 
 class ActorRolloutRef(Section, frozen=True):
@@ -228,6 +289,46 @@ class ActorRolloutRef(Section, frozen=True):
     actor: Actor = field(default_factory=Actor)
     rollout: Rollout = field(default_factory=Rollout)
     ref: Ref = field(default_factory=Ref)
+
+
+class CriticModel(Section, frozen=True):
+    """The model that values are read from."""
+
+    path: Annotated[
+        str | None, effect("a Hugging Face folder, or a model id of the hub; null: the policy's, as training begins")
+    ] = None
+    enable_gradient_checkpointing: Annotated[bool, effect("as of the policy")] = False
+
+
+class Critic(Section, frozen=True):
+    """The model of what is to come, which `adv_estimator: gae` compares rewards with."""
+
+    enable: Annotated[bool | None, effect("train one; null: where adv_estimator is gae")] = None
+    shared_trunk: Annotated[
+        bool,
+        effect("values are read from the policy's own last layer and trained in its update: one model, less memory"),
+    ] = False
+    value_coef: Annotated[NotNegative, effect("of a shared trunk: the weight of the value loss in the policy's")] = 0.5
+    model: CriticModel = field(default_factory=CriticModel)
+    optim: CriticOptim = field(default_factory=CriticOptim)
+    cliprange_value: Annotated[Above0, effect("how far values may go from the old ones in one training step")] = 0.5
+    ppo_mini_batch_size: Annotated[
+        Positive | None, effect("tasks per optimizer step (times rollout.n rollouts); null: as the actor's")
+    ] = None
+    ppo_micro_batch_size_per_gpu: Annotated[
+        Positive | None, effect("rows computed at once; null: micro-batches by tokens")
+    ] = None
+    ppo_max_token_len_per_gpu: Annotated[
+        Positive, effect("padded tokens computed at once, where micro-batches are by tokens")
+    ] = 8192
+    ppo_epochs: Annotated[Positive | None, effect("passes over a step's rows; null: as the actor's")] = None
+    loss_agg_mode: Annotated[
+        Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+        | None,
+        effect("how losses of tokens become one number; null: as the actor's"),
+    ] = None
+    grad_clip: Annotated[Above0, effect("largest norm of a gradient")] = 1.0
+    fsdp_config: Fsdp = field(default_factory=Fsdp)
 
 
 class RolloutCorrection(Section, frozen=True):
@@ -306,6 +407,15 @@ class FilterGroups(Section, frozen=True):
     ] = 10
 
 
+class KlCtrl(Section, frozen=True):
+    """The coefficient of the distance from the reference in rewards."""
+
+    type: Annotated[Literal["fixed", "adaptive"], effect("it stays, or steers the distance to target_kl")] = "fixed"
+    kl_coef: Annotated[NotNegative, effect("the coefficient, or where it begins")] = 0.001
+    horizon: Annotated[Positive, effect("adaptive: rollouts over which it moves")] = 10000
+    target_kl: Annotated[Above0, effect("adaptive: the distance per sampled token that it steers to")] = 0.1
+
+
 class AlgorithmSection(Section, frozen=True):
     """From rewards to advantages."""
 
@@ -316,6 +426,7 @@ class AlgorithmSection(Section, frozen=True):
             "estimator reinforce_plus_plus"
         ),
     ] = 1.0
+    lam: Annotated[Share, effect("of gae: how far advantages trust rewards (1) rather than the critic (0)")] = 1.0
     credit: Credit = field(default_factory=Credit)
     groups_of_one: Annotated[
         Literal["zero", "raw", "drop"],
@@ -343,8 +454,8 @@ class AlgorithmSection(Section, frozen=True):
             "tir_optimal_token_baseline",
         ],
         effect(
-            "how advantages are estimated (`docs/algorithms.md`); refused yet: gae, which needs a critic, and remax, "
-            "which needs greedy rollouts"
+            "how advantages are estimated (`docs/algorithms.md`); gae trains a critic; remax, which needs greedy "
+            "rollouts, is refused yet"
         ),
     ] = "grpo"
     gdpo_reward_keys: Annotated[
@@ -363,7 +474,11 @@ class AlgorithmSection(Section, frozen=True):
         effect("a regex: only calls of agents (URL tags) whose whole name it matches are trained; null: of all"),
     ] = None
     filter_groups: FilterGroups = field(default_factory=FilterGroups)
-    use_kl_in_reward: Annotated[bool, only((False,), "no reference model is held yet")] = False
+    use_kl_in_reward: Annotated[
+        bool, effect("rewards are lowered by kl_ctrl's coefficient times the distance from the reference")
+    ] = False
+    kl_penalty: Annotated[str, effect("the kind of that distance, as actor.kl_loss_type")] = "kl"
+    kl_ctrl: KlCtrl = field(default_factory=KlCtrl)
     rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
 
 
@@ -410,6 +525,15 @@ class RewardSection(Section, frozen=True):
     overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
 
 
+class EarlyStopping(Section, frozen=True):
+    """When a run ends before its last step: by the reward on the tuning tasks, never on the validation ones."""
+
+    patience: Annotated[
+        Positive | None, effect("end after so many measurements without a better one; null: never early")
+    ] = None
+    min_delta: Annotated[NotNegative, effect("by how much a measurement has to be better, to count")] = 0.0
+
+
 class TrainerSection(Section, frozen=True):
     """The run."""
 
@@ -417,7 +541,7 @@ class TrainerSection(Section, frozen=True):
     total_training_steps: Annotated[Positive | None, effect("steps; null: epochs x batches")] = None
     val_before_train: Annotated[bool, effect("validate before the first step")] = True
     val_only: Annotated[bool, effect("validate, and train nothing")] = False
-    test_freq: Annotated[int, effect("validate every so many steps; the last step always")] = -1
+    test_freq: Annotated[int, effect("validate and tune every so many steps; the last step always")] = -1
     save_freq: Annotated[int, effect("checkpoint every so many steps; the last step always")] = -1
     resume_mode: Annotated[
         Literal["disable", "auto"],
@@ -433,14 +557,19 @@ class TrainerSection(Section, frozen=True):
     experiment_name: Annotated[str | None, effect("begins the name of the run's folder, before the date")] = None
     device: Annotated[Literal["auto", "cpu", "cuda"], effect("where the policy is trained and sampled")] = "auto"
     sampler_tolerance: Annotated[
-        Above0,
+        Above0 | None,
         effect(
-            "largest difference of log probabilities, sampler to trainer, on the first batch; above it training stops"
+            "largest difference of log probabilities, sampler to trainer, on the first batch; above it training stops; "
+            "null: 0.0001, and 0.5 where any of the two computes in bfloat16"
         ),
-    ] = 1e-4
+    ] = None
     nnodes: Annotated[int, only((1,), "training runs on one machine yet")] = 1
     n_gpus_per_node: Annotated[int, only((0, 1), "one process trains, on the GPU that it finds or on the CPU")] = 1
-    critic_warmup: Annotated[int, only((0,), "there is no critic yet")] = 0
+    critic_warmup: Annotated[Size, effect("training steps in which the critic learns and the policy stays")] = 0
+    max_actor_ckpt_to_keep: Annotated[
+        Positive | None, effect("checkpoints that are kept, beside the best one; null: all")
+    ] = None
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
 
 
 class Gateway(Section, frozen=True):
@@ -461,6 +590,7 @@ class Config(Section, frozen=True):
 
     data: Data = field(default_factory=Data)
     actor_rollout_ref: ActorRolloutRef = field(default_factory=ActorRolloutRef)
+    critic: Critic = field(default_factory=Critic)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     reward: RewardSection = field(default_factory=RewardSection)
     trainer: TrainerSection = field(default_factory=TrainerSection)

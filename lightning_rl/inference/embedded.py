@@ -19,6 +19,8 @@ class EmbeddedPolicy:
         weights: a checkpoint whose weights are loaded instead of those at `path`.
         trained: the engine samples a copy, so that `model` may be updated while it does.
         device: cpu, cuda, or auto.
+        dtype: the number format in which the engine computes logits; logprobs are float32 in any.
+        train_dtype: that of `model`, where it is trained; None: the engine's.
         max_num_seqs, max_model_len, threads: as in `EmbeddedEngine`.
 
     `name` is what the gateway calls it, `folder` holds its tokenizer.
@@ -31,6 +33,8 @@ class EmbeddedPolicy:
         weights: Path | None = None,
         trained: bool = False,
         device: str = "auto",
+        dtype: torch.dtype = torch.float32,
+        train_dtype: torch.dtype | None = None,
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
         threads: int | None = None,
@@ -38,9 +42,10 @@ class EmbeddedPolicy:
         self.folder = tutorial.checkpoint() if path is None else model_folder(str(path))
         # Under its id a hub's model finds its renderer by itself.
         self.name = self.folder.name if path is None or Path(path).is_dir() else str(path)
-        self.model: Any = load_model(weights or self.folder, device=_device(device))
+        held = (train_dtype if trained else None) or dtype
+        self.model: Any = load_model(weights or self.folder, held, _device(device))
         self.engine = EmbeddedEngine(
-            copy.deepcopy(self.model) if trained else self.model,
+            copy.deepcopy(self.model).to(dtype) if trained else self.model,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             threads=threads,

@@ -208,7 +208,7 @@ class EmbeddedEngine:
             self._orders.append(_Order(lambda: self._abort([request_id])))
             self._wake.notify()
 
-    def update_weights(self, weights: nn.Module | Mapping[str, Tensor], version: int) -> None:
+    def update_weights(self, weights: nn.Module | Mapping[str, Tensor], version: int, *, partial: bool = False) -> None:
         """Take new weights between two steps; returns when they are in.
 
         Generations in flight go on with them (their cache keeps what the old weights wrote), and
@@ -217,12 +217,13 @@ class EmbeddedEngine:
         Args:
             weights: a model of the same architecture, or its state dict; must not change meanwhile.
             version: the policy version of every token sampled from here on.
+            partial: `weights` are those that changed (as an adapter's: `training.lora.changed`); the others stay.
 
         Raises:
             ValueError: names or shapes do not match; the old weights stay.
         """
         state = weights.state_dict() if isinstance(weights, nn.Module) else weights
-        self._call(lambda: self._update(state, version))
+        self._call(lambda: self._update(state, version, partial))
 
     def pause(self, mode: PauseMode = "keep") -> None:
         """Stop sampling; requests are still taken and wait for `resume`. Returns when it is quiet.
@@ -431,8 +432,8 @@ class EmbeddedEngine:
         if active:
             self._finish(active)
 
-    def _update(self, weights: Mapping[str, Tensor], version: int) -> None:
-        self._policy.load(weights)
+    def _update(self, weights: Mapping[str, Tensor], version: int, partial: bool) -> None:
+        self._policy.load(weights, partial=partial)
         self.version = version
         self._prefixes.clear()
         for row, sequence in enumerate(self._batch.sequences):

@@ -87,11 +87,12 @@ class Policy:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
+    def load(self, weights: Mapping[str, Tensor], *, partial: bool = False) -> None:
         """Copy new weights over the old ones, in place; nothing is changed when a check fails.
 
         Args:
-            weights: a state dict; of tied weights, one name is enough.
+            weights: a state dict, in any number format; of tied weights, one name is enough.
+            partial: weights that are not given stay as they are.
 
         Raises:
             ValueError: names are missing or unknown, a shape differs, or tied weights differ.
@@ -111,7 +112,7 @@ class Policy:
             for other in given[1:]:
                 _require_tied(given[0], source, other, weights[other])
             pairs.append((target, source))
-        if missing:
+        if missing and not partial:
             raise ValueError(f"weights missing from the update: {_some(missing)}")
         with torch.no_grad():
             for target, source in pairs:

@@ -107,8 +107,8 @@ def looked_at(evidence: Evidence) -> dict[str, float]:
         "calls": evidence.calls,
         "share of calls whose token ids are known": _share(evidence.calls - _seen(evidence, "inexact"), evidence.calls),
         "share of calls cut off by their length": _share(_seen(evidence, "length"), evidence.calls),
-        "reward of the first steps": _mean(_values(rows, "critic/rewards/mean")[: _edge(rows)]),
-        "reward of the last steps": _mean(_values(rows, "critic/rewards/mean")[-_edge(rows) :]),
+        "reward of the first steps": _mean(_values(rows, "critic/score/mean")[: _edge(rows)]),
+        "reward of the last steps": _mean(_values(rows, "critic/score/mean")[-_edge(rows) :]),
         "entropy of the last steps": _mean(_values(recent, "actor/entropy")),
         "mean distance of sampler and trainer": _mean(_values(recent, "training/rollout_probs_diff_mean")),
         "share of received tokens that are trained": _trained_share(rows),
@@ -287,7 +287,7 @@ def _without_calls(evidence: Evidence) -> Finding | None:
 
 def _dead_reward(evidence: Evidence) -> Finding | None:
     rows = evidence.metrics
-    values = {row[f"critic/rewards/{of}"] for row in rows for of in ("min", "max") if f"critic/rewards/{of}" in row}
+    values = {row[f"critic/score/{of}"] for row in rows for of in ("min", "max") if f"critic/score/{of}" in row}
     if len(rows) < DEAD_STEPS or len(values) != 1:
         return None
     [value] = values

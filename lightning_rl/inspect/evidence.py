@@ -97,7 +97,7 @@ def gather(run_dir: Path) -> Evidence:
         )
     evidence = Evidence(
         run_dir=str(run_dir.resolve()),
-        metrics=[row for row in _rows(metrics) if "critic/rewards/mean" in row],
+        metrics=[row for row in _rows(metrics) if "critic/score/mean" in row],
         steps=steps,
         settings=settings,
         trains=config is not None,

@@ -31,17 +31,21 @@ class OfOutcomes:
 
 @dataclass(frozen=True)
 class OfTokens:
-    """An estimator of tokens over the forest. `compared_with` names whose returns the baseline is made of."""
+    """An estimator of tokens over the forest. `compared_with` names whose returns the baseline is made of.
+
+    With `needs_values` it is given a critic's values, and trained tokens alone, for no others have one.
+    """
 
     function: TokenEstimator
     whitened: bool = False
     compared_with: str | None = None
+    needs_values: bool = False
 
 
 Estimator = OfOutcomes | OfTokens
 
 ESTIMATORS: Final[dict[str, Estimator]] = {
-    "gae": OfTokens(token_advantages.gae_of_trees, whitened=True),
+    "gae": OfTokens(token_advantages.gae_of_trees, whitened=True, needs_values=True),
     "grpo": OfOutcomes(baselines.grpo),
     "grpo_vectorized": OfOutcomes(baselines.grpo),
     "gdpo": OfOutcomes(baselines.gdpo, whitened=True),

@@ -5,7 +5,9 @@ controllers of the coefficient that such a penalty gets.
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -28,10 +30,9 @@ def kl_penalty(log_probs: Tensor, reference_log_probs: Tensor, kind: str) -> Ten
     Args:
         log_probs, reference_log_probs: float [K]; the gradient flows through `log_probs` alone.
 
-    Returns: float [K]. Raises ValueError for an unknown kind, and for `full`, which is `full_kl`'s.
+    Returns: float [K]. Raises ValueError as `check_kind` does.
     """
-    base = kind.removesuffix("+")
-    base = _SAME.get(base, base)
+    base = check_kind(kind)
     gap = log_probs - reference_log_probs
     squared = 0.5 * gap.square()
     if base == "k1":
@@ -40,14 +41,20 @@ def kl_penalty(log_probs: Tensor, reference_log_probs: Tensor, kind: str) -> Ten
         value = gap.abs()
     elif base == "k2":
         return squared
-    elif base == "k3":
+    else:
         log_ratio = (-gap).clamp(-20.0, 20.0)
         value = (log_ratio.exp() - log_ratio - 1).clamp(-10.0, 10.0)
-    elif base == "full":
-        raise ValueError("the exact divergence `full` needs the logits of both models: use rl.kl.full_kl")
-    else:
-        raise ValueError(f"kl_loss_type {kind!r} is unknown; there are {', '.join(KINDS)}, each with a + or without")
     return squared - squared.detach() + value.detach() if kind.endswith("+") else value
+
+
+def check_kind(kind: str) -> str:
+    """The one of k1, abs, k2, k3 that `kind` means. Raises ValueError for another, and for `full`."""
+    base = kind.removesuffix("+")
+    if base == "full":
+        raise ValueError("the exact divergence `full` needs the logits of both models: use rl.kl.full_kl")
+    if base not in KINDS:
+        raise ValueError(f"the penalty {kind!r} is unknown; there are {', '.join(KINDS)}, each with a + or without")
+    return _SAME.get(base, base)
 
 
 def full_kl(logits: Tensor, reference_logits: Tensor) -> Tensor:
@@ -70,6 +77,15 @@ def _kl_of_rows(logits: Tensor, reference_logits: Tensor) -> Tensor:
     own = logits.to(exact).log_softmax(-1).clamp(min=least)
     reference = reference_logits.to(exact).log_softmax(-1).clamp(min=least)
     return (own.exp() * (own - reference)).sum(-1)
+
+
+def reward_penalty(
+    old_log_probs: NDArray[np.float32], reference_log_probs: NDArray[np.float32], kind: str
+) -> NDArray[np.float64]:
+    """`kl_penalty` as a number that rewards are lowered by: float64 [K], of log probabilities [K] without gradient."""
+    own, reference = (torch.from_numpy(part.astype(np.float64)) for part in (old_log_probs, reference_log_probs))
+    penalty: NDArray[np.float64] = kl_penalty(own, reference, kind).numpy()
+    return penalty
 
 
 @dataclass

@@ -119,11 +119,12 @@ def gae(
     for call in reversed(range(len(parents))):
         after = [first[child] for child in children[call]]
         value, advantage = _mean([v for v, _ in after]), _mean([a for _, a in after])
-        for t in reversed(range(len(values[call]))):
-            delta = rewards[call][t] + gamma * value - values[call][t]
-            advantage = delta + gamma * lam * advantage
-            value = float(values[call][t])
-            advantages[call][t] = advantage
+        found = []
+        for reward, own in zip(reversed(rewards[call].tolist()), reversed(values[call].tolist()), strict=True):
+            advantage = reward + gamma * value - own + gamma * lam * advantage
+            value = own
+            found.append(advantage)
+        advantages[call][:] = found[::-1]
         first[call] = value, advantage
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 

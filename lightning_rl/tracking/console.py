@@ -33,9 +33,9 @@ class ConsoleTracker:
         if "val/reward" in metrics:
             self._validation = f"held-out {metrics['val/reward']:.3f}"
             self._progress.console.print(f"[bold]step {step:>4}[/]  held-out reward {metrics['val/reward']:.3f}")
-        if "critic/rewards/mean" not in metrics:
+        if "critic/score/mean" not in metrics:
             return
-        reward, calls = metrics["critic/rewards/mean"], metrics["perf/calls_per_s"]
+        reward, calls = metrics["critic/score/mean"], metrics["perf/calls_per_s"]
         failed = int(metrics.get("rollouts/agent_failed", 0))
         wrong = f"  {failed} failed" if failed else ""
         note = f"reward {reward:.3f}{wrong}  {self._validation}  {calls:.0f} calls/s"

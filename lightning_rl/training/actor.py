@@ -15,26 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rl.rl.kl import kl_penalty
-from lightning_rl.rl.logits import token_log_probs
 from lightning_rl.rl.losses import LossOptions, Tokens, loss_named
-from lightning_rl.training.batch import (
-    MicroBatch,
-    MiniBatch,
-    TrainingSequence,
-    canonical_order,
-    collate,
-    micro_batches,
-    mini_batches,
-)
+from lightning_rl.training.batch import MiniBatch, TrainingSequence, canonical_order, mini_batches
+from lightning_rl.training.forward import Forward
+from lightning_rl.training.optimizer import Optimizer, OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActorConfig(LossOptions):
     """verl's `actor_rollout_ref.actor`, resolved; `loss_mode` names one of `rl.losses.LOSSES`, with its options.
 
-    `mini_batch_rollouts` is ppo_mini_batch_size x rollout.n; `training_steps` is the length of the run in updates;
-    `log_prob_rows` are computed at once by `log_probs` (None: as many as in an update). With `kl_loss_coef`, sequences
-    need `reference_log_probs`.
+    `mini_batch_rollouts` is ppo_mini_batch_size x rollout.n; `log_prob_rows` are computed at once by `log_probs` (None:
+    as many as in an update). With `kl_loss_coef`, sequences need `reference_log_probs`. With `shuffle`, mini-batches
+    come in another order in every pass. With `param_offload`, the weights wait in main memory from `offload` on, with
+    `optimizer_offload` the optimizer's state does so between updates.
     """
 
     mini_batch_rollouts: int
@@ -44,55 +38,59 @@ class ActorConfig(LossOptions):
     loss_agg_mode: str
     loss_scale_factor: float | None
     entropy_coeff: float
-    grad_clip: float
-    lr: float
-    lr_warmup_steps: int
-    lr_scheduler_type: str
-    min_lr_ratio: float
-    training_steps: int
-    betas: tuple[float, float]
-    weight_decay: float
+    optim: OptimizerConfig
     log_prob_rows: int | None = None
     loss_mode: str = "vanilla"
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "low_var_kl"
+    shuffle: bool = False
+    param_offload: bool = False
+    optimizer_offload: bool = False
 
 
 class Actor:
-    """A causal LM with its optimizer."""
+    """A causal LM with its optimizer, which trains those of its parameters that require a gradient.
 
-    def __init__(self, model: nn.Module, config: ActorConfig, pad_id: int) -> None:
+    Args:
+        model: a causal LM of transformers, or one with an adapter (`training.lora`).
+        pad_id: what fills rows up.
+        forward: how `model` is run; by default as it is.
+    """
+
+    def __init__(self, model: nn.Module, config: ActorConfig, pad_id: int, forward: Forward | None = None) -> None:
         self.model = model
         self.config = config
-        self.optimizer_steps = 0
+        self.forward = forward or Forward(model, pad_id)
+        self.optimizer = Optimizer(model.parameters(), config.optim)
         self._loss = loss_named(config.loss_mode)
-        self._pad_id = pad_id
-        self._device = next(model.parameters()).device
-        self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-        )
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: lr_factor(step, config))
+        self._device = self.forward.device
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside the weights: optimizer, schedule, count of optimizer steps."""
-        return {
-            "optimizer": self._optimizer.state_dict(),
-            "schedule": self._schedule.state_dict(),
-            "optimizer_steps": self.optimizer_steps,
-        }
+        return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; the model's weights must be those of the same moment."""
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._schedule.load_state_dict(state["schedule"])
-        self.optimizer_steps = state["optimizer_steps"]
+        self.optimizer.load_state_dict(state)
 
-    @torch.inference_mode()
+    def offload(self) -> None:
+        """With `param_offload`, let the weights wait in main memory; on a CPU they are there anyway."""
+        if self.config.param_offload:
+            self.model.to("cpu")
+
+    def onload(self) -> None:
+        """Bring the weights back to their device; `log_probs` and `update` do so by themselves."""
+        if self.config.param_offload:
+            self.model.to(self._device)
+
     def log_probs(self, sequences: list[TrainingSequence]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Per sequence the log probabilities (nats) of its trained tokens, float32 [K], at their own temperature."""
+        self.onload()  # not in inference mode: no gradient could be taken of weights that were copied in it
         rows = self.config.log_prob_rows
-        cut = self._micro_batches(sequences) if rows is None else micro_batches(sequences, rows=rows, tokens=None)
-        return [values.float().cpu().numpy() for values in self._log_probs(sequences, cut)]
+        micro = self._micro_batches(sequences)
+        cut = micro if rows is None else self.forward.micro_batches(sequences, rows=rows, tokens=None)
+        with torch.inference_mode():
+            return [values.float().cpu().numpy() for values in self._log_probs(sequences, cut)]
 
     def plan(self, sequences: list[TrainingSequence], rollouts: int) -> list[MiniBatch]:
         """The mini-batches of a step that asked for `rollouts` rollouts."""
@@ -105,17 +103,23 @@ class Actor:
         )
 
     def update(self, plan: list[MiniBatch]) -> dict[str, float]:
-        """One PPO update over mini-batches whose `old_log_probs` are set; verl's `actor/...` metrics."""
+        """One PPO update over mini-batches whose `old_log_probs` are set; verl's `actor/...` metrics, and
+        `actor/first_k3_kl`: the distance from the old ones before anything was changed."""
         if not plan:
             return {}
         metrics: list[dict[str, float]] = []
+        self.onload()
+        self.optimizer.onload()
         self.model.train()
         for _ in range(self.config.ppo_epochs):
-            for mini in plan:
+            for mini in self._order(plan):
                 metrics.append(self._optimizer_step(mini))
         self.model.eval()
-        self._schedule.step()
-        return {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
+        self.optimizer.schedule_step()
+        if self.config.optimizer_offload:
+            self.optimizer.offload()
+        first = {"actor/first_k3_kl": metrics[0]["actor/ppo_k3_kl"]}
+        return {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]} | first
 
     @torch.no_grad()
     def prepare(self, sequences: list[TrainingSequence]) -> dict[int, Tensor]:
@@ -128,7 +132,7 @@ class Actor:
         parts = self._log_probs(sequences, self._micro_batches(sequences))
         tokens = self._tokens(sequences, torch.cat(parts))
         order = torch.from_numpy(canonical_order(sequences)).to(self._device)
-        generator = torch.Generator().manual_seed(self.optimizer_steps)
+        generator = torch.Generator().manual_seed(self.optimizer.steps)
         constants = torch.empty_like(tokens.log_probs)
         constants[order] = self._loss.prepare(tokens.take(order), self.config, generator)
         return {id(s): own for s, own in zip(sequences, torch.split(constants, [len(p) for p in parts]), strict=True)}
@@ -140,12 +144,11 @@ class Actor:
         """
         constants = self.prepare(mini.sequences) if constants is None else constants
         trained = sum(len(s.trained) for s in mini.sequences)
-        computed = 0  # tokens, with padding
+        sizes = [0, 0, 0]
         sums: dict[str, float] = {}
         for micro in self._micro_batches(mini.sequences):
-            batch = collate(micro, self._pad_id, self._device)
-            computed += batch.token_ids.numel()
-            log_probs, entropies = self._forward(batch)
+            sizes = [total + size for total, size in zip(sizes, self.forward.sizes(micro), strict=True)]
+            log_probs, entropies = self.forward.log_probs(micro, with_entropy=True)
             tokens = self._tokens(micro, log_probs, constants)
             weights = self._gather(np.full(len(s.trained), mini.weights[s.rollout]) for s in micro)
             policy = self._loss.token_loss(tokens, self.config)
@@ -162,44 +165,32 @@ class Actor:
             loss.backward()  # type: ignore[no-untyped-call]
             found["actor/pg_clipfrac"] = policy.clipped.sum() / trained
             found["actor/pg_clipfrac_lower"] = policy.clipped_lower.sum() / trained
-            found["actor/ppo_kl"] = (tokens.old_log_probs - log_probs).sum() / trained
+            gap = log_probs.detach() - tokens.old_log_probs
+            found["actor/ppo_kl"] = -gap.sum() / trained
+            found["actor/ppo_k3_kl"] = (gap.clamp(max=20).expm1() - gap).sum() / trained
             found["actor/entropy"] = entropies.sum() / trained
             _add(sums, {name: value.item() for name, value in found.items()}, micro)
-        sums["perf/padding_share"] = 1 - sum(map(len, mini.sequences)) / computed
+        in_rows, distinct, computed = sizes
+        sums["perf/padding_share"] = 1 - distinct / computed
+        sums["perf/shared_share"] = 1 - distinct / in_rows
         return sums
 
-    def _optimizer_step(self, mini: MiniBatch) -> dict[str, float]:
-        self._optimizer.zero_grad(set_to_none=True)
-        metrics = self.accumulate(mini)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
-        if not torch.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient norm is {norm.item()} after {self.optimizer_steps} optimizer steps; lower actor.optim.lr"
-            )
-        metrics["actor/grad_norm"] = norm.item()
-        metrics["actor/lr"] = float(self._schedule.get_last_lr()[0])
-        self._optimizer.step()
-        self.optimizer_steps += 1
-        return metrics
+    def _order(self, plan: list[MiniBatch]) -> list[MiniBatch]:
+        """One pass; with `shuffle` the count of optimizer steps decides the order: a resumed run has the same."""
+        if not self.config.shuffle:
+            return plan
+        return [plan[i] for i in np.random.default_rng(self.optimizer.steps).permutation(len(plan))]
 
-    def _forward(self, batch: MicroBatch, *, with_entropy: bool = True) -> tuple[Tensor, Tensor]:
-        """Log probabilities [K] of the trained tokens, and the entropies [K] of their distributions (if asked for)."""
-        logits: Tensor = self.model(input_ids=batch.token_ids, use_cache=False).logits
-        rows = batch.row * batch.token_ids.shape[1] + batch.position - 1
-        log_probs, entropies = token_log_probs(
-            logits.reshape(-1, logits.shape[-1]),
-            rows,
-            batch.token_ids[batch.row, batch.position],
-            batch.temperature,
-            with_entropy=with_entropy,
-        )
-        return log_probs, log_probs if entropies is None else entropies
+    def _optimizer_step(self, mini: MiniBatch) -> dict[str, float]:
+        self.optimizer.zero_grad()
+        metrics = self.accumulate(mini)
+        return metrics | {f"actor/{name}": value for name, value in self.optimizer.step().items()}
 
     def _log_probs(self, sequences: Sequence[TrainingSequence], cut: Iterable[list[TrainingSequence]]) -> list[Tensor]:
         """Log probabilities [K] of the trained tokens of each sequence, computed in the parts `cut`."""
         found: dict[int, Tensor] = {}
         for micro in cut:
-            values, _ = self._forward(collate(micro, self._pad_id, self._device), with_entropy=False)
+            values, _ = self.forward.log_probs(micro)
             parts = torch.split(values, [len(s.trained) for s in micro])
             found.update({id(s): part for s, part in zip(micro, parts, strict=True)})
         return [found[id(s)] for s in sequences]
@@ -222,22 +213,12 @@ class Actor:
         return self._gather(np.ones(len(s.trained), np.float32) if s.weights is None else s.weights for s in micro)
 
     def _micro_batches(self, sequences: list[TrainingSequence]) -> Iterable[list[TrainingSequence]]:
-        return micro_batches(sequences, rows=self.config.micro_batch_rows, tokens=self.config.micro_batch_tokens)
+        return self.forward.micro_batches(
+            sequences, rows=self.config.micro_batch_rows, tokens=self.config.micro_batch_tokens
+        )
 
     def _gather(self, parts: Iterable[np.ndarray[Any, np.dtype[Any]]]) -> Tensor:
         return torch.from_numpy(np.concatenate(list(parts))).to(self._device)
-
-
-def lr_factor(step: int, config: ActorConfig) -> float:
-    """The learning rate of update `step` (from 0) as a share of `lr`: linear warm-up, then constant or cosine."""
-    if step < config.lr_warmup_steps:
-        return (step + 1) / (config.lr_warmup_steps + 1)
-    if config.lr_scheduler_type == "constant":
-        return 1.0
-    if config.lr_scheduler_type != "cosine":
-        raise ValueError(f"optim.lr_scheduler_type {config.lr_scheduler_type!r} is unknown; there are constant, cosine")
-    done = min(1.0, (step - config.lr_warmup_steps) / max(config.training_steps - config.lr_warmup_steps, 1))
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def _known(sequence: TrainingSequence, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -6,10 +6,9 @@ together, which leaves little of it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -17,6 +16,9 @@ from numpy.typing import NDArray
 
 from lightning_rl.rl.aggregation import token_weights
 from lightning_rl_adapters.rows import Row
+
+_KNOWN_LATER = ("old_log_probs", "weights", "reference_log_probs", "values", "returns")  # None until then
+OfCalls = Mapping[str, float | NDArray[np.float64]]  # of a call, or of each of the tokens that it sampled
 
 
 @dataclass
@@ -40,6 +42,8 @@ class TrainingSequence:
     old_log_probs: NDArray[np.float32] | None = None
     weights: NDArray[np.float32] | None = None
     reference_log_probs: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
+    returns: NDArray[np.float32] | None = None
     calls: dict[str, int] = field(default_factory=dict)
     cut_context: bool = False
 
@@ -52,12 +56,10 @@ class TrainingSequence:
         self.rollout_log_probs = self.rollout_log_probs[which]
         self.advantages = self.advantages[which]
         self.temperature = self.temperature[which]
-        if self.old_log_probs is not None:
-            self.old_log_probs = self.old_log_probs[which]
-        if self.weights is not None:
-            self.weights = self.weights[which]
-        if self.reference_log_probs is not None:
-            self.reference_log_probs = self.reference_log_probs[which]
+        for name in _KNOWN_LATER:
+            known = getattr(self, name)
+            if known is not None:
+                setattr(self, name, known[which])
 
     def truncate_response(self, max_tokens: int) -> int:
         """Cut off what stands beyond `max_tokens`; how many trained tokens went with it."""
@@ -91,6 +93,14 @@ class TrainingSequence:
             where = np.flatnonzero(call == i)
             yield names[i], where, self.trained[where] - starts[i]
 
+    def spread(self, of_calls: OfCalls) -> NDArray[np.float32]:
+        """Numbers of calls at their trained tokens, float32 [K]; 0 where a call has none."""
+        found = np.zeros(len(self.trained), np.float32)
+        for call_id, where, places in self.trained_by_call():
+            given = of_calls.get(call_id, 0.0)
+            found[where] = given[places] if isinstance(given, np.ndarray) else given
+        return found
+
 
 def canonical_order(sequences: Sequence[TrainingSequence]) -> NDArray[np.int64]:
     """The trained tokens of `sequences`, joined [K], in an order that the rollouts alone decide: int64 [K].
@@ -113,26 +123,26 @@ def canonical_order(sequences: Sequence[TrainingSequence]) -> NDArray[np.int64]:
     return np.concatenate([np.empty(0, np.int64), *(where for *_, where in calls)])
 
 
-Advantages = Mapping[str, float | NDArray[np.float64]]  # of a call, or of each of the tokens that it sampled
-
-
-def sequence_of(row: Row, rollout: int, advantages: Advantages) -> TrainingSequence:
-    """A row as a training sequence; `advantages` gives each call's, one for all its tokens or one for each.
+def sequence_of(row: Row, rollout: int, advantages: OfCalls | None = None) -> TrainingSequence:
+    """A row as a training sequence; `advantages` are those of its calls, 0 where they are not known yet.
 
     Raises ValueError where the row trains its very first token, which no model gave a probability to.
     """
     trained = np.flatnonzero(np.asarray(row.loss_mask, dtype=bool))
     if len(trained) and trained[0] == 0:
         raise ValueError("a row's first token is marked as sampled; a call must have a prompt")
-    return TrainingSequence(
+    sequence = TrainingSequence(
         rollout=rollout,
         token_ids=np.asarray(row.token_ids, dtype=np.int64),
         trained=trained.astype(np.int64),
         rollout_log_probs=_at(row.logprobs, trained),
-        advantages=_spread(row.call_ids, trained, advantages),
+        advantages=np.zeros(len(trained), np.float32),
         temperature=_at(row.temperature, trained),
         calls=_starts(row.call_ids),
     )
+    if advantages is not None:
+        sequence.advantages = sequence.spread(advantages)
+    return sequence
 
 
 @dataclass(frozen=True)
@@ -182,6 +192,20 @@ def micro_batches(
         yield batch
 
 
+def by_sequence(
+    sequences: Sequence[TrainingSequence],
+    cut: Iterable[list[TrainingSequence]],
+    compute: Callable[[list[TrainingSequence]], torch.Tensor],
+) -> list[NDArray[np.float32]]:
+    """Numbers of trained tokens, float32 [K] per sequence; `compute` gives those of a micro-batch of `cut`, joined."""
+    found: dict[int, NDArray[np.float32]] = {}
+    for micro in cut:
+        joined: NDArray[np.float32] = compute(micro).float().cpu().numpy()
+        ends = np.cumsum([len(sequence.trained) for sequence in micro])[:-1]
+        found.update({id(s): own for s, own in zip(micro, np.split(joined, ends), strict=True)})
+    return [found[id(sequence)] for sequence in sequences]
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """B rows padded to T: `token_ids` int64 [B, T], and of their K trained tokens in row order: `row` and `position`
@@ -219,14 +243,3 @@ def _starts(call_ids: list[str | None]) -> dict[str, int]:
 
 def _at(values: list[float | None], positions: NDArray[np.int64]) -> NDArray[np.float32]:
     return np.asarray(values, dtype=np.float32)[positions]  # None becomes NaN
-
-
-def _spread(call_ids: list[str | None], positions: NDArray[np.int64], advantages: Advantages) -> NDArray[np.float32]:
-    spread = np.empty(len(call_ids), dtype=np.float32)
-    start = 0
-    for call_id, run in groupby(call_ids):
-        end = start + sum(1 for _ in run)
-        if call_id is not None:
-            spread[start:end] = advantages[call_id]
-        start = end
-    return spread[positions]

@@ -1,61 +1,278 @@
 """Checkpoints: a Hugging Face folder that `transformers` loads as it is, with the state of training beside.
 
-Invariant: a checkpoint is whole or not there: it is written under another name and then renamed.
+Invariant: a checkpoint is whole or not there. It is written under another name and then renamed, and its manifest
+knows the checksum of each file; it is renamed again before it is deleted.
 """
 
+import hashlib
+import logging
 import os
+import random
 import shutil
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
 from safetensors import SafetensorError
 
 from lightning_rl.errors import Explained
+from lightning_rl.training import state as states
+
+_log = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-_STATE = "training_state.pt"
+_MANIFEST = "manifest.json"
+_STATE = "training_state"
+_LARGE = 2**20
+_OURS = (_MANIFEST, _STATE)
 
 
 class CheckpointError(Explained, OSError):
-    """A checkpoint could not be written."""
+    """A checkpoint, or what is made of it, could not be written."""
 
 
-def save(model: Any, tokenizer_path: Path, folder: Path, state: dict[str, Any]) -> Path:
-    """Write weights, config, tokenizer and `state` (tensors and plain values) to `folder`; returns it.
+class File(msgspec.Struct, frozen=True):
+    """What a manifest says of a file; `b2sum` computes the checksum too."""
+
+    size: int
+    blake2b: str
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The files of a checkpoint, but for the manifest itself, by their names in the folder."""
+
+    files: dict[str, File]
+
+
+def save(folder: Path, *, export: Callable[[Path], None], state: dict[str, Any]) -> Path:
+    """Write what `export` puts into the folder it is given (weights, config, tokenizer), and `state` (`training.state`)
+    to `folder`; returns it.
 
     Raises CheckpointError naming the folder, where it cannot be written.
     """
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        model.save_pretrained(partial)
-        for name in _TOKENIZER_FILES:
-            if (tokenizer_path / name).exists():
-                shutil.copy(tokenizer_path / name, partial / name)
-        torch.save(state, partial / _STATE)
-        for file in partial.iterdir():
-            _sync(file)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        # What torch and safetensors raise on a full disk names no file.
-        raise CheckpointError(f"checkpoint {folder} cannot be written ({error}); make room, then resume") from error
+    partial = _beside(folder, "partial")
+    # What torch and safetensors raise on a full disk names no file.
+    with _explained(f"checkpoint {folder}", "make room, then resume"):
+        _make_anew(partial)
+        export(partial)
+        states.write(partial / _STATE, state)
+        files = _files(partial)
+        with ThreadPoolExecutor() as threads:  # hashing and syncing let go of the GIL
+            found = dict(zip(files, threads.map(_synced, (partial / name for name in files)), strict=True))
+        (partial / _MANIFEST).write_bytes(msgspec.json.encode(Manifest(files=found)))
+        _sync(partial / _MANIFEST)
+        _put(partial, folder)
     return folder
 
 
+def export_model(model: Any, tokenizer: Path, folder: Path) -> None:
+    """Write a `transformers` model, and the tokenizer of the folder `tokenizer`, to `folder`."""
+    model.save_pretrained(folder)
+    copy_tokenizer(tokenizer, folder)
+
+
+def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
+    """Copy the tokenizer's files of one folder to another."""
+    for name in _TOKENIZER_FILES:
+        if (tokenizer / name).exists():
+            shutil.copy(tokenizer / name, folder / name)
+
+
 def latest(checkpoints: Path) -> Path | None:
-    """The newest whole checkpoint among the `step-N` folders of `checkpoints`."""
-    steps = {int(folder.name[5:]): folder for folder in checkpoints.glob("step-*") if folder.name[5:].isdecimal()}
-    return next((steps[step] for step in sorted(steps, reverse=True) if (steps[step] / _STATE).exists()), None)
+    """The newest whole checkpoint among the `step-N` folders of `checkpoints`. Warns of newer ones that are broken."""
+    return next(_whole(checkpoints), None)
+
+
+def fault(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None: every file is there, as long as it was, and with its checksum."""
+    try:
+        written = (folder / _MANIFEST).read_bytes()
+        manifest = msgspec.json.decode(written, type=Manifest)
+    except FileNotFoundError:
+        return f"{_MANIFEST} is missing"
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+        return f"{_MANIFEST} cannot be read ({error})"
+    if msgspec.json.encode(manifest) != written:
+        return f"{_MANIFEST} was changed"
+    with ThreadPoolExecutor() as threads:
+        faults = threads.map(lambda named: _fault_of(folder, *named), manifest.files.items())
+        return next((found for found in faults if found is not None), None)
 
 
 def load_state(folder: Path) -> dict[str, Any]:
     """The `state` that was saved in `folder`."""
-    state: dict[str, Any] = torch.load(folder / _STATE, weights_only=True)
-    return state
+    return states.read(folder / _STATE)
 
 
-def _sync(file: Path) -> None:
+def prune(checkpoints: Path, keep: int | None, protect: Collection[Path] = ()) -> None:
+    """Delete the oldest checkpoints but for the newest `keep` whole ones and those of `protect`; None keeps all.
+
+    What a killed run left half written, or half deleted, goes too. Newer ones that are broken stay for you to see.
+    """
+    for leftover in checkpoints.glob("step-*.partial"):
+        shutil.rmtree(leftover)
+    written = [folder for folder in _by_step(checkpoints) if _is_checkpoint(folder)]
+    if keep is None or len(written) <= keep:
+        return
+    newest = next(_whole(checkpoints), None)
+    older = [] if newest is None else [folder for folder in written if _step(folder) < _step(newest)]
+    protected = {folder.resolve() for folder in protect}
+    for folder in reversed(older[keep - 1 :]):
+        if folder.resolve() not in protected:
+            shutil.rmtree(_set_aside(folder))
+
+
+def final_model(run_dir: Path, from_: Path) -> Path:
+    """Make `run_dir`/model the Hugging Face folder of the checkpoint `from_`; returns it.
+
+    It outlives the checkpoint, and takes no room beside it: weights are hard links where the file system has them.
+    Raises CheckpointError where it cannot be written, or the checkpoint is broken.
+    """
+    folder = run_dir / "model"
+    if wrong := fault(from_):
+        raise CheckpointError(
+            f"the final model {folder} cannot be made of checkpoint {from_}, which is broken: {wrong}"
+        )
+    partial = _beside(folder, "partial")
+    with _explained(f"the final model {folder}", f"make room; its checkpoint is {from_}"):
+        _make_anew(partial)
+        shutil.copytree(from_, partial, copy_function=_link, ignore=_ours_of(from_), dirs_exist_ok=True)
+        for name in _files(partial):
+            _sync(partial / name)
+        _put(partial, folder)
+    return folder
+
+
+def rng_state() -> dict[str, Any]:
+    """The states of all random number generators of this process: torch's (of GPUs in use too), Python's, NumPy's."""
+    numpy = dict(np.random.get_state(legacy=False))
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if on_gpu else [],
+        "python": random.getstate(),
+        "numpy": numpy | {"state": {**numpy["state"], "key": numpy["state"]["key"].tolist()}},
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put the generators into the states that `rng_state` gave, as far as it names them."""
+    torch.set_rng_state(state["torch"])
+    for device, of_device in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(of_device, device)
+    if "python" in state:
+        random.setstate(state["python"])
+    if "numpy" in state:
+        np.random.set_state(state["numpy"])
+
+
+def _whole(checkpoints: Path) -> Iterator[Path]:
+    """The whole checkpoints, newest first; warns of the others."""
+    for folder in _by_step(checkpoints):
+        wrong = fault(folder)
+        if wrong is None:
+            yield folder
+        elif folder.exists():  # another process may have deleted it just now
+            _log.warning(
+                "checkpoint %s is broken and passed over: %s; bring it back, or delete the folder", folder, wrong
+            )
+
+
+def _by_step(checkpoints: Path) -> list[Path]:
+    """The `step-N` folders, newest first."""
+    return sorted((f for f in checkpoints.glob("step-*") if f.name[5:].isdecimal()), key=_step, reverse=True)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name[5:])
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / _MANIFEST).exists()
+
+
+def _fault_of(folder: Path, name: str, file: File) -> str | None:
+    try:
+        size = (folder / name).stat().st_size
+        if size != file.size:
+            return f"{name} has {size} bytes instead of {file.size}"
+        return None if _checksum(folder / name) == file.blake2b else f"{name} was changed: its checksum is another"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error})"
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+
+
+def _synced(file: Path) -> File:
+    _sync(file)
+    return File(size=file.stat().st_size, blake2b=_checksum(file))
+
+
+def _checksum(file: Path) -> str:
     with file.open("rb") as opened:
-        os.fsync(opened.fileno())
+        return hashlib.file_digest(opened, "blake2b").hexdigest()
+
+
+def _make_anew(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _put(partial: Path, folder: Path) -> None:
+    """Give what is written whole its name, in the place of what bore it before."""
+    for inner in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
+        _sync(inner)
+    aside = _set_aside(folder) if folder.exists() else None
+    partial.rename(folder)
+    _sync(folder.parent)
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _set_aside(folder: Path) -> Path:
+    """Rename what is to be deleted: half deleted under its own name, it might count."""
+    aside = _beside(folder, "old.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
+
+
+def _beside(folder: Path, ending: str) -> Path:
+    return folder.with_name(f"{folder.name}.{ending}")
+
+
+def _sync(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _link(source: str, target: str) -> None:
+    """Small files are copied: people edit them, which must not change the checkpoint."""
+    if os.path.getsize(source) >= _LARGE:
+        with suppress(OSError):
+            os.link(source, target)
+            return
+    shutil.copy2(source, target)
+
+
+def _ours_of(checkpoint: Path) -> Callable[[str, list[str]], list[str]]:
+    return lambda folder, names: [name for name in names if name in _OURS and Path(folder) == checkpoint]
+
+
+@contextmanager
+def _explained(what: str, what_to_do: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{what} cannot be written ({error}); {what_to_do}") from error

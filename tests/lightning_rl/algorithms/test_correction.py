@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from lightning_rl.algorithms.correction import correct, rules_of
-from lightning_rl.algorithms.step_batch import Rules, StepBatch, build, records
+from lightning_rl.algorithms.step_batch import Rules, StepBatch, records
 from lightning_rl.config.schema import RolloutCorrection
 from lightning_rl.training.batch import mini_batches
 from tests.adapters.forests import make_call
-from tests.lightning_rl.algorithms.test_step_batch import advantages, excluded, rollout
+from tests.lightning_rl.algorithms.test_step_batch import advantages, build, excluded, rollout
 
 
 def step(ratios: Sequence[Sequence[float]]) -> StepBatch:

@@ -70,7 +70,7 @@ def test_an_engine_with_other_weights_is_refused(tmp_path: Path) -> None:
         def open(self, run_dir: Path) -> Any:
             endpoint = super().open(run_dir)
             torch.manual_seed(0)
-            weights = {name: w + 0.01 * torch.randn_like(w) for name, w in self.model.named_parameters()}
+            weights = {name: w + 0.01 * torch.randn_like(w) for name, w in self.models.model.named_parameters()}
             self.engine.update_weights(weights, 0)
             return endpoint
 
@@ -150,10 +150,9 @@ class StopsAt(lrl.PPO):
 
     at = 0
 
-    def _account_for(self, batch: Any) -> None:
+    def on_sample_end(self, trajectories: Any) -> None:
         if self.step == self.at:
             raise KeyboardInterrupt
-        super()._account_for(batch)
 
 
 def test_an_interrupted_run_goes_on_and_ends_with_the_same_weights(tmp_path: Path) -> None:
@@ -202,9 +201,8 @@ def test_an_update_that_runs_out_of_memory_says_what_to_lower(tmp_path: Path) ->
     """A real allocation that the machine refuses, in the place of the update."""
 
     class Hungry(lrl.PPO):
-        def _account_for(self, batch: Any) -> None:
-            self.actor.update = lambda _: torch.empty(2**55, dtype=torch.uint8)  # type: ignore[method-assign]
-            super()._account_for(batch)
+        def on_init_end(self) -> None:
+            self.models.actor.update = lambda _: torch.empty(2**55, dtype=torch.uint8)  # type: ignore[method-assign]
 
     with pytest.raises(RuntimeError, match="allocate memory") as raised:
         lrl.Trainer(some_fail, n_runners=4, run_dir=tmp_path).fit(Hungry(config()), [0, 0, 0, 0])
@@ -241,16 +239,16 @@ def test_weights_are_published_under_a_pause_that_ends_without_the_trainer(tmp_p
         def resume(self, model: str, policy_version: int) -> None:
             said.append(("resume", model, policy_version))
 
-    class Policy:
+    class Models:
         name = "policy"
 
-        def update_weights(self, weights: Any, version: int) -> None:
-            said.append(("update", weights, version))
+        def send_weights(self, version: int) -> None:
+            said.append(("update", version))
 
     algorithm: Any = lrl.PPO(config())
-    algorithm.store, algorithm.policy, algorithm.engine, algorithm.model = Store(), Policy(), Policy(), "weights"
+    algorithm.store, algorithm.policy, algorithm.models = Store(), Models(), Models()
     algorithm._publish_weights()
     [pause, update, resume] = said
     assert pause[:2] == ("pause", "policy")
     assert 0 < pause[2]["lease_seconds"] <= 600
-    assert (update, resume) == (("update", "weights", 1), ("resume", "policy", 1))
+    assert (update, resume) == (("update", 1), ("resume", "policy", 1))

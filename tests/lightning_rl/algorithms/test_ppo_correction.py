@@ -10,7 +10,6 @@ import lightning_rl as lrl
 from lightning_rl.algorithms import step_record
 from lightning_rl.algorithms.step_batch import StepBatch
 from lightning_rl.tracking.jsonl import read
-from lightning_rl.training.batch import TrainingSequence
 from tests.lightning_rl.algorithms.agents import two_calls
 from tests.lightning_rl.algorithms.test_ppo import config
 
@@ -22,16 +21,16 @@ class Drifted(lrl.PPO):
 
     accounted: StepBatch
 
-    def _set_old_log_probs(self, sequences: list[TrainingSequence]) -> dict[str, float]:
-        metrics = super()._set_old_log_probs(sequences)
-        for sequence in sequences:
+    def _set_old_log_probs(self, batch: StepBatch) -> dict[str, float]:
+        metrics = super()._set_old_log_probs(batch)
+        for sequence in batch.sequences:
             if sequence.rollout % 2 and sequence.old_log_probs is not None:
                 sequence.old_log_probs = sequence.old_log_probs + np.float32(np.log(1.5))
         return metrics
 
-    def _account_for(self, batch: StepBatch) -> None:
+    def _correct(self, batch: StepBatch) -> dict[str, float]:
         self.accounted = batch
-        super()._account_for(batch)
+        return super()._correct(batch)
 
 
 def trained(tmp_path: Path, **keys: Any) -> tuple[Drifted, dict[str, Any], step_record.StepRecord]:

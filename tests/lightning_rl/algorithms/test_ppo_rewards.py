@@ -75,7 +75,7 @@ def test_a_reward_function_in_a_file_gives_the_reward_also_after_a_resume(tmp_pa
     graded = config(resume_mode="auto") | {"reward": {"custom_reward_function": {"path": str(scores)}}}
 
     class Stops(lrl.PPO):
-        def _account_for(self, batch: Any) -> None:
+        def on_sample_end(self, trajectories: Any) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -155,7 +155,7 @@ def test_dynamic_sampling_rolls_out_until_enough_groups_say_something(tmp_path: 
     assert algorithm.batches_taken == 2
     [row] = read(tmp_path / "metrics.jsonl")
     assert row["rollouts/groups_without_variance"] == 0.0
-    assert row["critic/rewards/mean"] == 6 / 16  # of all
+    assert row["critic/score/mean"] == 6 / 16  # of all
     assert row["tokens/excluded/zero_variance"] > 0
     assert row["tokens/excluded/surplus"] > 0  # of tasks 6 and 7
     again = lrl.PPO(

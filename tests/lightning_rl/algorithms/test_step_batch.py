@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,11 +13,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from lightning_rl.algorithms.conservation import ConservationError
-from lightning_rl.algorithms.step_batch import Rules, StepBatch, build, records
+from lightning_rl.algorithms.step_batch import Rules, StepBatch, estimate, read, records
 from lightning_rl.algorithms.step_record import CallRecord, PlusRecord
 from lightning_rl.algorithms.trajectories import Trajectory, trajectory_of
 from lightning_rl.rl.advantages import ESTIMATORS
-from lightning_rl.rl.baselines import Baselines, Outcomes, Settings
+from lightning_rl.rl.baselines import Baselines, EstimatorError, Outcomes, Settings
 from lightning_rl.rl.shaping import OverlongBuffer
 from lightning_rl.store.contract import Reward
 from lightning_rl.training.batch import mini_batches
@@ -26,6 +27,7 @@ from lightning_rl_adapters.credit import CreditError
 from lightning_rl_adapters.span import unpack_logprobs
 from tests.adapters.forests import attempts, make_call
 from tests.lightning_rl.algorithms.test_trajectories import trace
+from tests.lightning_rl.rl.golden import grpo
 
 
 def rollout(
@@ -36,6 +38,19 @@ def rollout(
     named = {} if reward is None else {"reward": reward}
     asked = replace(recorded.rollout, rollout_id=name, group_id=group, rewards=named)
     return trajectory_of(replace(recorded, rollout=asked), **({"agent_failure": 0.0} | how))
+
+
+def build(trajectories: Sequence[Trajectory], rules: Rules) -> StepBatch:
+    """The batch of a step, with what `rules` need: values and log probabilities that the tokens before each decide."""
+    batch = read(trajectories, rules)
+    for sequence in batch.sequences:
+        before = np.cumsum(sequence.token_ids)[sequence.trained - 1]
+        sequence.values = np.sin(before).astype(np.float32)
+        if rules.kl_coef:
+            sequence.old_log_probs = np.sin(2 * before).astype(np.float32) - 2
+            sequence.reference_log_probs = np.sin(3 * before).astype(np.float32) - 2
+    estimate(batch, rules)
+    return batch
 
 
 def advantages(batch: StepBatch) -> list[set[float]]:
@@ -396,7 +411,233 @@ def test_records_of_earlier_releases_are_read() -> None:
     assert decode(msgspec.msgpack.encode(full)) == full
 
 
-@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ("gae", "remax")])
+# A critic's values
+
+
+VALUES = [[0.1, 0.2, 0.3], [0, 0.1, 0.2], [0.5, 0.4], [0.1, 0.1, 0.1, 0.1], [0.3, 0.6]]
+GAE = with_estimator("gae", lam=0.95)
+
+
+def valued(trajectories: list[Trajectory], values: list[list[float]], rules: Rules = GAE) -> StepBatch:
+    """The batch of rollouts of one row each, with a critic's values of its trained tokens."""
+    batch = read(trajectories, rules)
+    for sequence, own in zip(batch.sequences, values, strict=True):
+        sequence.values = np.array(own, np.float32)
+    estimate(batch, rules)
+    return batch
+
+
+def close(found: Sequence[Any], expected: list[list[float]]) -> None:
+    for own, theirs in zip(found, expected, strict=True):
+        assert own.tolist() == pytest.approx(theirs, abs=2e-6)
+
+
+def test_with_a_critic_advantages_and_returns_are_verls() -> None:
+    batch = valued(five(), VALUES)
+    advantages_of_verl = [
+        [0.552477, 0.432301, 0.3058],
+        [-1.028303, -1.231678, -1.445758],
+        [1.707046, 2.057357],
+        [-0.389082, -0.353953, -0.316976, -0.278053],
+        [0.266876, -0.278053],
+    ]
+    close([sequence.advantages for sequence in batch.sequences], advantages_of_verl)
+    returns = [[0.92675, 0.965, 1], [0.0145, 0.01, 0], [1.92, 2], [0.44295, 0.461, 0.48, 0.5], [0.98, 1]]
+    close([sequence.returns for sequence in batch.sequences], returns)
+    assert all(s.returns is not None and s.returns.dtype == np.float32 for s in batch.sequences)
+    [record, *_] = records(batch, [])
+    last = record.calls["c1"]
+    assert last.credit == pytest.approx((0.965 + 1) / 2)
+    assert last.advantage == pytest.approx((last.credit - last.baseline) / last.scale)
+    metrics = batch.metrics()
+    flat, known = np.concatenate([*map(np.array, returns)]), np.concatenate([*map(np.array, VALUES)])
+    assert metrics["critic/returns/mean"] == pytest.approx(flat.mean())
+    assert metrics["critic/values/max"] == pytest.approx(0.6)
+    assert metrics["critic/vf_explained_var"] == pytest.approx(1 - (flat - known).var() / flat.var(), abs=1e-4)
+    assert "critic/values/mean" not in batch_without_values().metrics()
+
+
+def batch_without_values() -> StepBatch:
+    batch = read(five(), Rules())
+    estimate(batch, Rules())
+    return batch
+
+
+def test_no_critic_no_returns() -> None:
+    assert all(sequence.returns is None for sequence in batch_without_values().sequences)
+
+
+def test_tokens_that_are_not_trained_are_no_steps_of_time_to_the_critic() -> None:
+    """The row's last four tokens are cut off: the reward moves to the last that is left, as if they had never been."""
+    rules = with_estimator("gae", gamma=0.5, lam=0.5, overlong="truncate_response", max_tokens=8)
+    whole = valued([rollout("a", make_call(0, None), make_call(1, 0))], [[0.1, 0.2, 0.3, 0.4]], rules)
+    cut = valued([rollout("a", make_call(0, None), make_call(1, 0, response=6))], [[0.1, 0.2, 0.3, 0.4]], rules)
+    assert cut.sequences[0].returns is not None
+    assert cut.sequences[0].returns[-1] == 1.0
+    close([cut.sequences[0].returns], [whole.sequences[0].returns.tolist()])  # type: ignore[union-attr]
+    close([cut.sequences[0].advantages], [whole.sequences[0].advantages.tolist()])
+
+
+def test_a_call_that_is_left_out_is_context_to_the_critic_and_its_reward_stands_before_it() -> None:
+    given_step = Reward(value=4.0, name="tool", call_id="c1", reward_id="w1")
+    calls = [make_call(0, None), make_call(1, 0, delivered=False), make_call(2, 0)]
+    found = rollout("a", *calls, rewards=(given_step,))
+    batch = read([found], GAE)
+    for sequence in batch.sequences:
+        sequence.values = np.zeros(len(sequence.trained), np.float32)
+    estimate(batch, with_estimator("gae"))
+    # c0 has two branches: c1, left out, ends with 4 + 1 and c2 with 1. Half of the first stands on c0's last token.
+    returns = {
+        call_id: sequence.returns[where].tolist()
+        for sequence in batch.sequences
+        for call_id, where, _ in sequence.trained_by_call()
+        if sequence.returns is not None
+    }
+    assert returns == {"c0": [3.0, 3.0], "c2": [1.0, 1.0]}
+    assert set(batch.parts[0].credits) == {"c0", "c2"}
+
+
+def test_without_values_the_estimator_says_what_it_lacks() -> None:
+    batch = read(five(), GAE)
+    with pytest.raises(EstimatorError, match="rollout 0: the estimator needs a critic's value of every trained token"):
+        estimate(batch, GAE)
+
+
+# The distance from the reference in rewards
+
+
+def judged(trajectories: list[Trajectory], rules: Rules, seed: int = 0) -> tuple[StepBatch, list[Any]]:
+    """The batch, with log probabilities of some policies; and of each row [K] distance, score and values as verl's."""
+    random_numbers = np.random.default_rng(seed)
+    batch = read(trajectories, rules)
+    scores = [part.reward for part in batch.parts]
+    for sequence in batch.sequences:
+        size = len(sequence.trained)
+        sequence.old_log_probs = -random_numbers.exponential(size=size).astype(np.float32)
+        sequence.reference_log_probs = -random_numbers.exponential(size=size).astype(np.float32)
+        sequence.values = random_numbers.normal(size=size).astype(np.float32)
+    estimate(batch, rules)
+    rows = []
+    for sequence in batch.sequences:
+        assert sequence.old_log_probs is not None
+        assert sequence.reference_log_probs is not None
+        gap = sequence.old_log_probs.astype(np.float64) - sequence.reference_log_probs
+        distance = {"kl": gap, "k2": gap**2 / 2, "low_var_kl": np.minimum(np.exp(-gap) + gap - 1, 10)}[rules.kl_penalty]
+        rewards = -rules.kl_coef * distance  # verl: token_level_scores - beta * kld
+        rewards[-1] += scores[sequence.rollout]
+        rows.append((distance, rewards, sequence.values))
+    return batch, rows
+
+
+@pytest.mark.parametrize("kind", ["kl", "k2", "low_var_kl"])
+@pytest.mark.parametrize("seed", range(3))
+def test_rewards_of_rollouts_are_lowered_as_in_verl(kind: str, seed: int) -> None:
+    batch, rows = judged(five(), with_estimator("grpo", kl_coef=0.3, kl_penalty=kind), seed)
+    totals = [float(rewards.sum()) for _, rewards, _ in rows]
+    expected = grpo(totals[:4], list("aabb")).tolist() + totals[4:]
+    assert [found for [found] in advantages(batch)] == pytest.approx(expected, abs=1e-5)
+    assert [part.reward for part in batch.parts] == pytest.approx(totals)
+    metrics = batch.metrics()
+    assert batch.kl == metrics["actor/reward_kl_penalty"] == pytest.approx(np.mean([d.mean() for d, _, _ in rows]))
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.3
+    assert metrics["critic/rewards/max"] == pytest.approx(max(totals))
+    for record, (distance, _, _), total in zip(records(batch, []), rows, totals, strict=True):
+        assert record.kl_penalty == pytest.approx(-0.3 * distance.sum())
+        assert record.reward == pytest.approx(total)
+        assert {call.credit for call in record.calls.values()} == {record.reward}
+
+
+def test_rewards_of_tokens_are_lowered_one_by_one() -> None:
+    batch, rows = judged(five(), with_estimator("reinforce_plus_plus", gamma=0.5, kl_coef=0.3))
+    returns = []
+    for _, rewards, _ in rows:
+        for t in reversed(range(len(rewards) - 1)):
+            rewards[t] += 0.5 * rewards[t + 1]
+        returns.append(rewards)
+    flat = np.concatenate(returns)
+    whitened = (flat - flat.mean()) / np.sqrt(flat.var(ddof=1) + 1e-8)
+    assert np.concatenate([s.advantages for s in batch.sequences]) == pytest.approx(whitened, abs=1e-5)
+
+
+def test_the_critic_learns_rewards_that_are_lowered_token_by_token() -> None:
+    batch, rows = judged(five(), with_estimator("gae", gamma=0.9, lam=0.8, kl_coef=0.3))
+    for sequence, (_, rewards, values) in zip(batch.sequences, rows, strict=True):
+        advantage, after = 0.0, 0.0
+        for t in reversed(range(len(rewards))):
+            advantage = rewards[t] + 0.9 * after - values[t] + 0.9 * 0.8 * advantage
+            after = float(values[t])
+            assert sequence.returns is not None
+            assert sequence.returns[t] == pytest.approx(advantage + after, abs=1e-5)
+    assert [part.reward for part in batch.parts] == pytest.approx([float(rewards.sum()) for _, rewards, _ in rows])
+
+
+def test_tokens_that_no_row_trains_are_not_far_from_the_reference_and_groups_are_of_lowered_rewards() -> None:
+    long = rollout("a", make_call(0, None, prompt=9), max_tokens=6)
+    rules = Rules(norm_by_std=False, kl_coef=0.5)
+    batch, [(distance, rewards, _)] = judged([long, rollout("b", make_call(0, None), reward=0.0)], rules)
+    assert batch.parts[0].reward == 1.0
+    assert batch.parts[1].reward == pytest.approx(rewards.sum())
+    assert advantages(batch)[1] == {np.float32((batch.parts[1].reward - 1) / 2)}  # type: ignore[operator]
+    assert batch.kl == pytest.approx(distance.mean())
+    nothing = judged([long], rules)[0]
+    assert nothing.kl is None
+    assert "actor/reward_kl_penalty" not in nothing.metrics()
+
+
+def test_a_trunk_is_far_from_the_reference_once() -> None:
+    calls = [make_call(0, None), make_call(1, 0), make_call(2, 0)]
+    batch = read([rollout("a", *calls, reward=0.0)], Rules(kl_coef=1.0))
+    for sequence in batch.sequences:
+        sequence.old_log_probs = np.zeros(len(sequence.trained), np.float32)
+        sequence.reference_log_probs = sequence.old_log_probs - 1
+    estimate(batch, Rules(kl_coef=1.0))
+    assert (batch.parts[0].kl_penalty, batch.kl) == (-6.0, 1.0)
+
+
+def test_the_distance_can_be_compared_as_a_reward_of_its_own() -> None:
+    rules = Rules(estimator=ESTIMATORS["gdpo"], kl_coef=0.3, reward_weights={"kl_penalty": 1.0})
+    step = [rollout(name, make_call(0, None)) for name in "ab"]
+    batch, rows = judged(step, rules)
+    [first], [second] = advantages(batch)
+    assert (first > second) == (rows[0][0].sum() < rows[1][0].sum())
+    assert first == -second != 0
+
+
+@pytest.mark.parametrize("name", ["old_log_probs", "reference_log_probs"])
+def test_a_distance_needs_both_policies(name: str) -> None:
+    rules = Rules(kl_coef=0.3)
+    batch = read(five(), rules)
+    for sequence in batch.sequences:
+        sequence.old_log_probs = sequence.reference_log_probs = sequence.rollout_log_probs
+    setattr(batch.sequences[1], name, None)
+    with pytest.raises(ValueError, match="rollout 1: a kl_coef needs old_log_probs and reference_log_probs"):
+        estimate(batch, rules)
+    setattr(batch.sequences[1], name, np.full(3, np.nan, np.float32))
+    with pytest.raises(ValueError, match=r"rollout 1: old or reference log probabilities .* are no numbers"):
+        estimate(read_again(batch), rules)
+
+
+def read_again(batch: StepBatch) -> StepBatch:
+    """The same rows, not estimated yet."""
+    again = read([part.trajectory for part in batch.parts], Rules())
+    for part, before in zip(again.parts, batch.parts, strict=True):
+        part.sequences = before.sequences
+    return again
+
+
+def test_rows_are_there_before_their_advantages_and_dropped_groups_go_with_them() -> None:
+    same = [rollout(name, make_call(0, None), reward=0.1) for name in "ab"]
+    rules = Rules(groups_without_variance="drop")
+    batch = read(same, rules)
+    assert [part.trained for part in batch.parts] == [2, 2]
+    assert not excluded(batch)
+    assert advantages(batch) == [{0.0}, {0.0}]
+    estimate(batch, rules)
+    assert [part.trained for part in batch.parts] == [0, 0]
+    assert excluded(batch) == {"zero_variance": 4}
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "remax"])
 def test_no_rollouts_are_an_empty_batch(name: str) -> None:
     lost = rollout("a", make_call(0, None), reward=None, agent_failure=None)
     for step in ([], [lost]):
@@ -405,16 +646,17 @@ def test_no_rollouts_are_an_empty_batch(name: str) -> None:
 
 @given(
     st.lists(st.tuples(attempts(5), st.floats(-2, 2), st.sampled_from("gh")), max_size=5),
-    st.sampled_from([name for name in ESTIMATORS if name not in ("gae", "remax")]),
+    st.sampled_from([name for name in ESTIMATORS if name != "remax"]),
+    st.sampled_from([0.0, 0.2]),
     st.randoms(),
 )
 def test_the_order_of_rollouts_and_of_their_rows_changes_no_advantage(
-    drawn: list[tuple[list[Call], float, str]], name: str, order: random.Random
+    drawn: list[tuple[list[Call], float, str]], name: str, kl_coef: float, order: random.Random
 ) -> None:
     trajectories = [rollout(str(i), *calls, reward=r, group=group) for i, (calls, r, group) in enumerate(drawn)]
 
     def found(step: list[Trajectory]) -> dict[tuple[str, str], list[float]]:
-        batch = build(step, Rules(estimator=ESTIMATORS[name], gamma=0.9))
+        batch = build(step, Rules(estimator=ESTIMATORS[name], gamma=0.9, kl_coef=kl_coef))
         return {
             (part.trajectory.rollout_id, call_id): sequence.advantages[where].tolist()
             for part in batch.parts
@@ -442,7 +684,7 @@ def test_whatever_the_rules_every_token_is_trained_once_or_excluded_by_name(
     max_tokens = data.draw(st.integers(3, 20))
     named = data.draw(st.sampled_from(["final", "last_call", "return_to_go", "step_groups"]))
     strategy = credit.by_name(named, gamma=0.9)
-    estimator = ESTIMATORS[data.draw(st.sampled_from(["grpo", "opo", "gdpo", "reinforce_plus_plus"]))]
+    estimator = ESTIMATORS[data.draw(st.sampled_from(["grpo", "opo", "gdpo", "reinforce_plus_plus", "gae"]))]
     trajectories = [
         rollout(
             str(i), *calls, reward=reward, group=group,
@@ -457,6 +699,7 @@ def test_whatever_the_rules_every_token_is_trained_once_or_excluded_by_name(
         max_tokens=max_tokens,
         groups_of_one=data.draw(st.sampled_from(["zero", "raw", "drop"])),
         groups_without_variance=data.draw(st.sampled_from(["keep", "drop"])),
+        kl_coef=data.draw(st.sampled_from([0.0, 0.1])),
     )
     batch = build(trajectories, rules)
     sampled = sum(trajectory.sampled_tokens for trajectory in trajectories)

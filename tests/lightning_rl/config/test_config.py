@@ -63,7 +63,7 @@ def test_the_documented_dict_of_agent_lightning_composes_unchanged() -> None:
     ("override", "nearest"),
     [
         ({"data": {"train_batchsize": 4}}, "data.train_batch_size"),
-        ({"trainer": {"lr": 1}}, "actor_rollout_ref.actor.optim.lr"),
+        ({"trainer": {"lr": 1}}, "critic.optim.lr' or 'actor_rollout_ref.actor.optim.lr"),
         ({"algorithms": {"adv_estimator": "grpo"}}, "algorithm.adv_estimator"),
     ],
 )
@@ -85,7 +85,6 @@ def test_an_unknown_key_on_the_command_line_is_named(override: str) -> None:
         ("data.train_batch_size=0", r"data\.train_batch_size is 0: expected `int` >= 1"),
         ("trainer.logger=[wand]", r"trainer\.logger\[0\] is 'wand'.*there are console, jsonl"),
         ("algorithm.adv_estimator=gea", r"algorithm\.adv_estimator is 'gea'.*there are gae, grpo"),
-        ("algorithm.use_kl_in_reward=true", r"use_kl_in_reward is True, and must be False: no reference model"),
         ("trainer.nnodes=2", r"trainer\.nnodes is 2, and must be 1: training runs on one machine"),
         ("actor_rollout_ref.actor.optim=3", r"actor_rollout_ref\.actor\.optim is 3: expected `object`"),
         ("algorithm.credit.weights={a: x}", r"algorithm\.credit\.weights\[...\] is {'a': 'x'}: expected `float`"),

@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import numpy as np
 import pytest
 
 from lightning_rl.agent import load_agent
 from lightning_rl.algorithms import ppo as ppo_module
-from lightning_rl.algorithms.ppo import PPO, tasks_of
+from lightning_rl.algorithms import settings
+from lightning_rl.algorithms.ppo import PPO
+from lightning_rl.algorithms.settings import tasks_of
 from lightning_rl.config import ConfigError, compose, keys
 from lightning_rl.config.schema import Config, TrainConfig
 from lightning_rl.loading import NotLoadable
@@ -36,9 +39,12 @@ class Story(PPO):
         self.said: list[str] = []
         self.asked: list[RolloutRequest] = []
         self.run_dir = Path()
-        self.model = _Model()
-        self.policy: Any = _Model()
-        self._earlier_tokens = self._began_ns = self._began_at = 0
+        self.models: Any = _Models()
+        self.policy: Any = self.models
+        self.books: Any = _Models()
+        self._problems: Any = _Models()
+        self._began_ns = self._began_at = 0
+        self._tune_dataset = ["tune"]
 
     def _go_on(self) -> None: ...
 
@@ -60,21 +66,29 @@ class Story(PPO):
         self.roll_out("val", list(enumerate(val_dataset)), self.config.actor_rollout_ref.rollout.val_kwargs.n)
         return {}
 
+    def tune(self) -> dict[str, float]:
+        self.said.append("tune")
+        self.tuning.measured(self.step, 0.0)
+        return {}
+
     def save(self) -> Path:
         self.said.append("save")
         return Path()
 
 
-class _Model:
+class _Models:
     name = "policy"
 
-    class config:
-        pad_token_id = 0
+    def train(self, total: int) -> None: ...
+
+    def read(self, trajectories: Any) -> None: ...
+
+    def report(self, when: str, trajectories: Any) -> None: ...
 
 
 def story(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a run of 8 tasks would do and ask for."""
-    monkeypatch.setattr(ppo_module, "Actor", lambda *_, **__: None)
+    monkeypatch.setattr(ppo_module.checkpoint, "final_model", lambda *_: None)
     monkeypatch.setattr(ppo_module.tracking, "open_trackers", lambda *_, **__: [])
     told = Story(config)
     told.run(list(range(8)), list(range(2)))
@@ -82,17 +96,33 @@ def story(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def update(config: Config, _: pytest.MonkeyPatch) -> Any:
-    return ppo_module._actor_config(config, 10)
+    return settings.actor_config(config, 10)
+
+
+def values(config: Config, _: pytest.MonkeyPatch) -> Any:
+    return settings.critic_config(config, 10)
+
+
+def penalty(config: Config, _: pytest.MonkeyPatch) -> Any:
+    """The coefficient of the distance from the reference, before and after a step that was too far from it."""
+    with_it = msgspec.structs.replace(
+        config, algorithm=msgspec.structs.replace(config.algorithm, use_kl_in_reward=True)
+    )
+    control = PPO(with_it)._kl_controller
+    assert control is not None
+    before = control.value
+    control.update(1.0, 100)
+    return before, control.value
 
 
 def sampling(config: Config, _: pytest.MonkeyPatch) -> Any:
-    return PPO(config)._sampling_parameters()
+    return settings.sampling_parameters(config)
 
 
 def limits(config: Config, _: pytest.MonkeyPatch) -> Any:
     return (
-        PPO(config)._max_tokens,
-        PPO(config)._agent_failure(),
+        config.data.max_tokens,
+        settings.agent_failure(config),
         PPO(config).n_runners,
         PPO(config).resume,
         bool(PPO(config)._select),
@@ -102,11 +132,21 @@ def limits(config: Config, _: pytest.MonkeyPatch) -> Any:
 def batch(config: Config, _: pytest.MonkeyPatch) -> Any:
     rules = PPO(config)._rules
     credits = credit.assign(rules.strategy, TWO_CALLS, Rewards(final=1.0))
-    return credits, rules.groups_of_one, rules.groups_without_variance, rules.overlong
+    decided = rules.groups_of_one, rules.groups_without_variance, rules.overlong
+    return credits, decided, rules.settings.lam, rules.kl_penalty
 
 
 def place(config: Config, _: pytest.MonkeyPatch) -> Any:
     return re.sub(r"\d{8}-\d{6}", "DATE", str(PPO(config).default_run_dir()))
+
+
+def stopping(config: Config, _: pytest.MonkeyPatch) -> Any:
+    stopping = msgspec.structs.replace(config.trainer.early_stopping)
+    if stopping.patience is None and stopping.min_delta:
+        stopping = msgspec.structs.replace(stopping, patience=2)
+    tested = msgspec.structs.replace(config.trainer, test_freq=1, early_stopping=stopping)
+    tuning = PPO(msgspec.structs.replace(config, trainer=tested)).tuning
+    return [tuning.measured(step, 0.1 * step) or tuning.stop for step in range(3)], tuning.patience
 
 
 TWO_CALLS = forest.build([make_call(0, None), make_call(1, 0)])
@@ -143,8 +183,42 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     (ACTOR + "optim.lr_warmup_steps", 2, update),
     (ACTOR + "optim.lr_scheduler_type", "cosine", update),
     (ACTOR + "optim.min_lr_ratio", 0.1, update),
+    (ACTOR + "optim.lr_warmup_steps_ratio", 0.5, update),
+    (ACTOR + "optim.num_cycles", 1.5, update),
+    (ACTOR + "optim.optimizer", "Adam", update),
+    (ACTOR + "optim.override_optimizer_config", {"eps": 1e-3}, update),
     (ACTOR + "optim.betas", [0.5, 0.5], update),
     (ACTOR + "optim.weight_decay", 0.5, update),
+    (ACTOR + "shuffle", True, update),
+    (ACTOR + "use_kl_loss", True, update),
+    (ACTOR + "kl_loss_type", "k1", update),
+    (ACTOR + "fsdp_config.param_offload", True, update),
+    (ACTOR + "fsdp_config.optimizer_offload", True, update),
+    ("critic.cliprange_value", 0.1, values),
+    ("critic.ppo_mini_batch_size", 3, values),
+    ("critic.ppo_micro_batch_size_per_gpu", 3, values),
+    ("critic.ppo_max_token_len_per_gpu", 3, values),
+    ("critic.ppo_epochs", 3, values),
+    ("critic.loss_agg_mode", "token-sum", values),
+    ("critic.grad_clip", 0.1, values),
+    ("critic.optim.lr", 0.1, values),
+    ("critic.optim.lr_warmup_steps", 2, values),
+    ("critic.optim.lr_warmup_steps_ratio", 0.5, values),
+    ("critic.optim.lr_scheduler_type", "linear", values),
+    ("critic.optim.num_cycles", 1.5, values),
+    ("critic.optim.min_lr_ratio", 0.1, values),
+    ("critic.optim.optimizer", "Adam", values),
+    ("critic.optim.override_optimizer_config", {"eps": 1e-3}, values),
+    ("critic.optim.betas", [0.5, 0.5], values),
+    ("critic.optim.weight_decay", 0.5, values),
+    ("critic.fsdp_config.param_offload", True, values),
+    ("critic.fsdp_config.optimizer_offload", True, values),
+    ("algorithm.lam", 0.5, batch),
+    ("algorithm.kl_penalty", "k2", batch),
+    ("algorithm.kl_ctrl.type", "adaptive", penalty),
+    ("algorithm.kl_ctrl.kl_coef", 0.5, penalty),
+    ("trainer.early_stopping.patience", 2, stopping),
+    ("trainer.early_stopping.min_delta", 0.5, stopping),
     (ROLLOUT + "n", 2, story),
     (ROLLOUT + "temperature", 0.5, sampling),
     (ROLLOUT + "top_p", 0.5, sampling),
@@ -177,6 +251,35 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
 ELSEWHERE = {
     "data.train_files": "test_tasks_come_from_files",
     "data.val_files": "test_tasks_come_from_files",
+    "data.tune_files": "test_tasks_come_from_files",
+    "actor_rollout_ref.model.use_remove_padding": "test_forward.py: packed or whole",
+    "actor_rollout_ref.model.lora_rank": "test_models.py: test_an_adapter_alone_is_trained",
+    "actor_rollout_ref.model.lora_alpha": "test_models.py: test_an_adapter_alone_is_trained",
+    "actor_rollout_ref.model.target_modules": "test_models.py: test_an_adapter_alone_is_trained",
+    "actor_rollout_ref.model.lora_adapter_path": "test_models.py: test_an_adapter_goes_on_from_a_folder",
+    "actor_rollout_ref.model.lora_export": "test_models.py: test_an_adapter_is_exported_merged_or_alone",
+    ACTOR + "fsdp_config.model_dtype": "test_models.py: test_number_formats_are_what_the_keys_say",
+    ACTOR + "fsdp_config.dtype": "test_models.py: test_number_formats_are_what_the_keys_say",
+    ACTOR + "optim.optimizer_impl": "test_optimizer.py: of other modules",
+    ACTOR + "kl_loss_coef": "test_the_loss_knows_the_reference",
+    "critic.optim.optimizer_impl": "test_optimizer.py: of other modules",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "test_models.py: test_the_reference_is_...",
+    "actor_rollout_ref.ref.fsdp_config.model_dtype": "test_models.py: test_the_reference_is_what_...",
+    "actor_rollout_ref.ref.fsdp_config.dtype": "test_models.py: test_the_reference_is_what_...",
+    "actor_rollout_ref.ref.fsdp_config.param_offload": "test_models.py: test_the_reference_is_what_...",
+    "critic.enable": "test_the_critic_is_what_the_keys_say",
+    "critic.shared_trunk": "test_models.py: test_a_shared_trunk",
+    "critic.value_coef": "test_models.py: test_a_shared_trunk",
+    "critic.model.path": "test_models.py: test_the_critic_begins_where_the_keys_say",
+    "critic.model.enable_gradient_checkpointing": "test_models.py: test_the_critic_begins_where_the_keys_say",
+    "critic.fsdp_config.model_dtype": "test_models.py: test_number_formats_are_what_the_keys_say",
+    "critic.fsdp_config.dtype": "test_models.py: test_number_formats_are_what_the_keys_say",
+    "algorithm.use_kl_in_reward": "test_step_batch.py, test_ppo_models.py",
+    "algorithm.kl_ctrl.horizon": "test_the_penalty_steers_as_the_keys_say",
+    "algorithm.kl_ctrl.target_kl": "test_the_penalty_steers_as_the_keys_say",
+    "trainer.critic_warmup": "test_ppo_models.py: test_the_policy_stays_while_the_critic_warms_up",
+    "trainer.max_actor_ckpt_to_keep": "test_checkpoint.py: pruning",
+    ROLLOUT + "dtype": "test_models.py: test_number_formats_are_what_the_keys_say",
     "trainer.total_epochs": "test_epochs_count_the_steps",
     "agent": "test_the_agent_is_the_one_that_is_named",
     "actor_rollout_ref.model.path": "test_the_engine_is_what_the_keys_say",
@@ -230,7 +333,8 @@ ELSEWHERE = {
 def test_it_has_an_effect(key: str, value: Any, observe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = observe(compose(SMALL), monkeypatch)
     assert before == observe(compose(SMALL), monkeypatch)
-    changed = compose(SMALL, command_line=[f"{key}={json.dumps(value)}"])
+    written = re.sub(r'"(\w+)":', r"\1:", json.dumps(value))  # Hydra wants names of dicts without quotes
+    changed = compose(SMALL, command_line=[f"{key}={written}"])
     assert observe(changed, monkeypatch) != before
 
 
@@ -281,7 +385,7 @@ def test_the_correction_is_what_the_keys_say() -> None:
         """Two rollouts of two tokens; the trainer's probability of the first's second token is four times as high."""
         algorithm = PPO({"algorithm": {"rollout_correction": keys}})
         sampler, rollout = np.array([-3.0, -3.0, -2.0, -2.0]), np.array([0, 0, 1, 1])
-        found = correct(sampler + np.log([1, 4, 1, 1]), sampler, rollout, algorithm._correction)
+        found = correct(sampler + np.log([1, 4, 1, 1]), sampler, rollout, algorithm._ratio_rules)
         assert algorithm._rules.need_log_probs == bool(keys)
         return None if found.weights is None else found.weights.round(6).tolist(), found.keep.tolist()
 
@@ -323,8 +427,8 @@ def test_in_bypass_mode_the_loss_is_what_the_keys_say() -> None:
     def loss(loss_mode: str = "vanilla", **keys: Any) -> tuple[str, str | None]:
         actor = {"policy_loss": {"loss_mode": loss_mode}}
         algorithm = PPO({"actor_rollout_ref": {"actor": actor}, "algorithm": {"rollout_correction": keys}})
-        assert not algorithm._correction.active  # the loss itself has the weights
-        made = ppo_module._actor_config(algorithm.config, 10)
+        assert not algorithm._ratio_rules.active  # the loss itself has the weights
+        made = settings.actor_config(algorithm.config, 10)
         return made.loss_mode, made.rollout_is
 
     assert loss(loss_type="reinforce") == ("vanilla", None)
@@ -342,7 +446,7 @@ def test_a_correction_of_cut_contexts_is_refused() -> None:
 def test_the_estimator_is_what_the_keys_say() -> None:
     [literal] = [get_args(key.type.__origin__) for key in keys() if key.name == "algorithm.adv_estimator"]
     assert set(literal) == ESTIMATORS.keys()
-    for name in ESTIMATORS.keys() - {"gae", "remax", "gdpo"}:
+    for name in ESTIMATORS.keys() - {"remax", "gdpo"}:
         rules = PPO({"algorithm": {"adv_estimator": name, "gamma": 0.5, "norm_adv_by_std_in_grpo": False}})._rules
         assert rules.estimator is ESTIMATORS[name]
         assert (rules.settings.gamma, rules.settings.norm_by_std, rules.settings.reward_weights) == (0.5, False, {})
@@ -355,7 +459,6 @@ def test_the_estimator_is_what_the_keys_say() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        ({"adv_estimator": "gae"}, "gae needs a critic's value of every token, and no critic .* there are grpo"),
         ({"adv_estimator": "remax"}, "remax needs a greedy rollout of every task"),
         ({"adv_estimator": "gdpo"}, "set algorithm.gdpo_reward_keys.*; there are 0 names"),
         (
@@ -395,6 +498,52 @@ def test_the_overlong_buffer_is_what_the_keys_say() -> None:
 def test_a_loss_that_is_not_there_is_refused_before_a_model_is_loaded() -> None:
     with pytest.raises(ConfigError, match=r"policy_loss: loss_mode 'vanila' is unknown; there are vanilla, dppo_tv"):
         PPO({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "vanila"}}}})
+
+
+def test_the_penalty_steers_as_the_keys_say() -> None:
+    def after(**control: float) -> float:
+        steering = {"type": "adaptive", "kl_coef": 0.1, **control}
+        made = PPO({"algorithm": {"use_kl_in_reward": True, "kl_ctrl": steering}})._kl_controller
+        assert made is not None
+        made.update(0.2, 100)
+        return made.value
+
+    assert PPO()._kl_controller is None
+    assert after(horizon=1000, target_kl=0.1) == pytest.approx(0.1 * (1 + 0.2 * 100 / 1000))
+    assert after(horizon=500, target_kl=0.1) == pytest.approx(0.1 * (1 + 0.2 * 100 / 500))
+    assert after(horizon=1000, target_kl=0.4) == pytest.approx(0.1 * (1 - 0.2 * 100 / 1000))
+
+
+def test_the_loss_knows_the_reference() -> None:
+    def weight(**actor: Any) -> float:
+        return settings.actor_config(compose({"actor_rollout_ref": {"actor": actor}}), 10).kl_loss_coef
+
+    assert (weight(kl_loss_coef=0.5), weight(kl_loss_coef=0.5, use_kl_loss=True)) == (0.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"algorithm": {"adv_estimator": "gae"}, "critic": {"enable": False}}, "gae needs a critic"),
+        ({"critic": {"enable": True}}, "critic.enable=true has no effect under"),
+        ({"trainer": {"critic_warmup": 1}}, "has no critic to warm up"),
+        ({"actor_rollout_ref": {"actor": {"use_kl_loss": True, "kl_loss_type": "k7"}}}, "kl_loss_type: .*'k7' is unkn"),
+        ({"algorithm": {"use_kl_in_reward": True, "kl_penalty": "k7"}}, "algorithm.kl_penalty: .*'k7' is unknown"),
+        ({"actor_rollout_ref": {"actor": {"optim": {"optimizer": "AdamV"}}}}, "actor.optim: .*AdamV"),
+        ({"critic": {"optim": {"override_optimizer_config": {"epps": 1}}}}, "critic.optim: .*epps"),
+        ({"trainer": {"early_stopping": {"patience": 1}}}, "counts measurements: set trainer.test_freq"),
+    ],
+)
+def test_models_that_cannot_be_what_is_asked_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PPO(keys)
+
+
+def test_early_stopping_needs_tasks_to_go_by() -> None:
+    config = {"data": {"train_batch_size": 1}, "trainer": {"test_freq": 1, "early_stopping": {"patience": 1}}}
+    with pytest.raises(ConfigError, match="give PPO a tune_dataset, or set data"):
+        PPO(config).prepare([1], [2])
+    PPO(config, tune_dataset=[3]).prepare([1], [2])
 
 
 def test_rewards_are_what_the_keys_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,8 +586,9 @@ def test_the_engine_is_what_the_keys_say(tmp_path: Path) -> None:
         assert (engine.max_num_seqs, engine.max_model_len, engine._threads) == (3, 77, 2)
         assert (endpoint.renderer, endpoint.history, endpoint.tokenizer) == ("qwen3", "template", str(model))
         assert endpoint.unknown_model == "refuse"
-        assert algorithm.model.is_gradient_checkpointing
-        assert algorithm.model.device.type == "cpu"
+        model: Any = algorithm.models.model
+        assert model.is_gradient_checkpointing
+        assert model.device.type == "cpu"
         assert compose(file=tmp_path / "config.yaml") == algorithm.config
     finally:
         algorithm.close()

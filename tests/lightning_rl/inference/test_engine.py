@@ -247,6 +247,48 @@ def test_a_bad_update_names_what_is_wrong_and_changes_nothing(engine):
     assert_exact("qwen2", [1], ask(engine, [1], max_tokens=20).result(TIMEOUT))
 
 
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_a_partial_update_changes_what_is_given_and_nothing_else(architecture):
+    new, names = reference(architecture, 1).state_dict(), ("q_proj", "v_proj", "up_proj", "fc1", "norm")
+    some = {name: tensor for name, tensor in new.items() if any(part in name for part in names)}
+    expected = make(architecture)
+    assert not expected.load_state_dict(some, strict=False).unexpected_keys
+    prompt = list(range(20))
+    with EmbeddedEngine(make(architecture)) as engine:
+        assert_exact(architecture, prompt, ask(engine, prompt, max_tokens=20).result(TIMEOUT))
+        engine.update_weights(some, 5, partial=True)
+        output = ask(engine, prompt, max_tokens=20).result(TIMEOUT)  # its prompt was kept, by the old weights
+        assert output.logprobs == pytest.approx(true_logprobs(expected, prompt, output.token_ids), abs=1e-5)
+        assert [span.version for span in output.versions] == [5]
+
+
+def test_a_partial_update_is_held_to_names_and_shapes_too(engine):
+    norm = make("qwen2", 1).state_dict()["model.norm.weight"]
+    for message, state in {
+        "does not have.*q_proj.lora": {"model.norm.weight": norm, "q_proj.lora_A.weight": norm},
+        "model.norm.weight has shape": {"model.norm.weight": torch.zeros(5)},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            engine.update_weights(state, 99, partial=True)
+    with pytest.raises(ValueError, match="missing from the update"):
+        engine.update_weights({"model.norm.weight": norm}, 99)
+    assert_exact("qwen2", [1], ask(engine, [1], max_tokens=20).result(TIMEOUT))
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+def test_a_bfloat16_engine_is_within_a_tenth_of_a_nat_of_float32_and_of_a_plain_pass(architecture):
+    held = make(architecture).bfloat16()
+    with EmbeddedEngine(make(architecture).bfloat16()) as engine:
+        output = ask(engine, [1, 2, 3], max_tokens=40).result(TIMEOUT)
+        for truth in (reference(architecture), held):
+            expected = true_logprobs(truth, [1, 2, 3], output.token_ids)
+            assert output.logprobs == pytest.approx(expected, abs=0.1)
+        engine.update_weights(reference(architecture, 1), 1)  # float32 weights are rounded on their way in
+        output = ask(engine, [1, 2, 3], max_tokens=40).result(TIMEOUT)
+        expected = true_logprobs(reference(architecture, 1), [1, 2, 3], output.token_ids)
+        assert output.logprobs == pytest.approx(expected, abs=0.1)
+
+
 def test_pause_keep_freezes_and_resume_goes_on(engine):
     reached, seen = threading.Event(), []
 

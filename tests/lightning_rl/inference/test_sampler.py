@@ -115,3 +115,18 @@ def test_uniforms_are_a_function_of_seed_and_index_alone():
 def test_logits_that_are_no_distribution_are_an_error(bad):
     with pytest.raises(FloatingPointError, match="not finite"):
         draw(torch.tensor([[0.0, bad]]))
+
+
+@pytest.mark.parametrize("temperatures", [[1.0], [0.0], [0.0, 0.7, 1.0]])
+def test_logits_in_bfloat16_are_sampled_from_as_float32(temperatures):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(64, 500)).bfloat16()
+    rng = np.random.default_rng(0)
+    settings = {
+        "temperature": rng.choice(temperatures, 64),
+        "top_p": np.ones(64),
+        "top_k": np.zeros(64, np.int64),
+        "uniform": rng.random(64),
+    }
+    for rough, exact in zip(sample(logits, **settings), sample(logits.float(), **settings), strict=True):
+        assert np.array_equal(rough, exact)

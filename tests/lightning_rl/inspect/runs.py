@@ -85,7 +85,7 @@ def call_record(places: list[int] | None, logprobs: list[float], **more: Any) ->
 def metrics_of(step: int, **values: float) -> dict[str, float]:
     """The line of a step in which all went well; names are given with __ for /."""
     healthy = {
-        "critic/rewards/mean": 0.5, "critic/rewards/max": 1.0, "critic/rewards/min": 0.0, "actor/entropy": 1.0,
+        "critic/score/mean": 0.5, "critic/score/max": 1.0, "critic/score/min": 0.0, "actor/entropy": 1.0,
         "response_length/mean": 8.0, "training/rollout_probs_diff_mean": 1e-5, "tokens/received": 100.0 * step,
         "tokens/trained": 100.0 * step,
     }  # fmt: skip

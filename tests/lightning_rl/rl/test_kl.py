@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rl.rl.kl import KINDS, AdaptiveKL, FixedKL, full_kl, kl_penalty
+from lightning_rl.rl.kl import KINDS, AdaptiveKL, FixedKL, check_kind, full_kl, kl_penalty, reward_penalty
 from tests.lightning_rl.rl.golden import MASK, NEW, OLD
 
 SAME = [("k1", "kl"), ("k2", "mse"), ("k3", "low_var_kl")]
@@ -115,6 +115,18 @@ def test_a_token_that_the_policy_cannot_say_counts_nothing() -> None:
 def test_what_it_cannot_estimate_is_named(kind: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kl_penalty(NEW, OLD, kind)
+
+
+def test_a_kind_can_be_asked_after_before_there_are_tokens() -> None:
+    assert [check_kind(kind) for kind in ("kl", "mse+", "low_var_kl", "abs+")] == ["k1", "k2", "k3", "abs"]
+    with pytest.raises(ValueError, match="'kl3' is unknown"):
+        check_kind("kl3")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_rewards_are_lowered_by_is_the_same_penalty(kind: str) -> None:
+    found = reward_penalty(NEW[0].numpy(), OLD[0].numpy(), kind)
+    assert found == pytest.approx(kl_penalty(NEW[0], OLD[0], kind).numpy(), abs=1e-6)
 
 
 def test_the_adaptive_controller_equals_verl() -> None:

@@ -49,7 +49,7 @@ def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
 def test_a_step_is_a_line_with_its_failures() -> None:
     shown = io.StringIO()
     tracker = ConsoleTracker(4, Console(file=shown, width=120))
-    step = {"critic/rewards/mean": 0.5, "perf/calls_per_s": 10.0, "timing_s/step": 3.0}
+    step = {"critic/score/mean": 0.5, "perf/calls_per_s": 10.0, "timing_s/step": 3.0}
     tracker.log(0, {"val/reward": 0.25})
     tracker.log(1, step)
     tokens = {

@@ -1,18 +1,19 @@
 """Law 7: loss and gradient depend on rollouts alone, not on rows, their order, or micro-batches. In float64."""
 
+import math
 import random
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lightning_rl.rl.aggregation import MODES
-from lightning_rl.training import checkpoint
 from lightning_rl.training.actor import Actor, ActorConfig
 from lightning_rl.training.batch import TrainingSequence, collate, micro_batches, sequence_of
+from lightning_rl.training.forward import Forward
+from lightning_rl.training.optimizer import OptimizerConfig
 from lightning_rl_adapters import forest, rows
 from lightning_rl_adapters.call import Call, VersionRange
 from lightning_rl_adapters.rows import Row
@@ -30,13 +31,19 @@ def tiny_model() -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config).double().eval()
 
 
+def optim(**changes: object) -> OptimizerConfig:
+    values: dict[str, object] = {
+        "lr": 1e-2, "lr_warmup_steps": 0, "lr_scheduler_type": "constant", "min_lr_ratio": 0.0, "training_steps": 10,
+        "betas": (0.9, 0.95), "weight_decay": 0.0, "grad_clip": 1e9,
+    }  # fmt: skip
+    return OptimizerConfig(**(values | changes))  # type: ignore[arg-type]
+
+
 def config(**changes: object) -> ActorConfig:
     values: dict[str, object] = {
         "mini_batch_rollouts": 100, "micro_batch_rows": None, "micro_batch_tokens": None, "ppo_epochs": 1,
         "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0, "loss_agg_mode": "token-mean",
-        "loss_scale_factor": 8.0, "entropy_coeff": 0.01, "grad_clip": 1e9, "lr": 1e-2, "lr_warmup_steps": 0,
-        "lr_scheduler_type": "constant", "min_lr_ratio": 0.0, "training_steps": 10,
-        "betas": (0.9, 0.95), "weight_decay": 0.0,
+        "loss_scale_factor": 8.0, "entropy_coeff": 0.01, "optim": optim(),
     }  # fmt: skip
     return ActorConfig(**(values | changes))  # type: ignore[arg-type]
 
@@ -199,20 +206,132 @@ def test_micro_batches_keep_every_row_within_the_bounds(lengths: list[int], max_
         assert padded.numel() <= max_tokens
 
 
-def test_a_checkpoint_is_a_hugging_face_folder(tmp_path: Path) -> None:
-    model = tiny_model()
-    folder = checkpoint.save(model, tmp_path, tmp_path / "step-1", {})
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    inputs = torch.tensor([[1, 2, 3]])
-    torch.testing.assert_close(loaded(inputs).logits, model(inputs).logits)
-    checkpoint.save(model, tmp_path, folder, {})  # over an older one
-    assert not list(tmp_path.glob("*.partial"))
+def two_answers() -> list[TrainingSequence]:
+    """Two rollouts of one call each: the first is rewarded, the second is not."""
+    made = []
+    for rollout, answer in enumerate([[7, 8, 9, 10], [11, 12, 13]]):
+        call = Call(
+            call_id=str(rollout), rollout_id=str(rollout), attempt_id="a", number=0, model="m", prompt_ids=[3, 4],
+            response_ids=answer, logprobs=[-3.0] * len(answer), versions=[], temperature=1.0, finish_reason="stop",
+        )  # fmt: skip
+        [row] = rows.cut(forest.build([call]), {})
+        sequence = sequence_of(row, rollout, {str(rollout): 1.0 - 2 * rollout})
+        sequence.old_log_probs = sequence.rollout_log_probs
+        made.append(sequence)
+    return made
 
 
-def test_the_learning_rate_warms_up_and_falls() -> None:
-    from lightning_rl.training.actor import lr_factor
+def gradient_and_update(dtype: torch.dtype, autocast: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of two answers: the gradient, and how the weights move in three passes."""
+    model = tiny_model().to(dtype)
+    actor = Actor(model, config(ppo_epochs=3), 0, Forward(model, 0, autocast=autocast))
+    before = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    batch = two_answers()
+    for sequence, own in zip(batch, actor.log_probs(batch), strict=True):
+        sequence.old_log_probs = own
+        assert own.dtype == "float32"
+    plan = actor.plan(batch, rollouts=2)
+    actor.accumulate(plan[0])
+    gradient = torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+    metrics = actor.update(plan)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    return gradient, torch.cat([p.detach().double().flatten() for p in model.parameters()]) - before
 
-    cosine = config(lr_warmup_steps=4, lr_scheduler_type="cosine", min_lr_ratio=0.1, training_steps=24)
-    assert [lr_factor(step, cosine) for step in (0, 3, 4, 14, 24, 99)] == pytest.approx([0.2, 0.8, 1, 0.55, 0.1, 0.1])
-    with pytest.raises(ValueError, match="'linear' is unknown"):
-        lr_factor(5, config(lr_scheduler_type="linear"))
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.bfloat16, None), (torch.float32, torch.bfloat16)], ids=["held", "autocast"]
+)
+def test_bfloat16_trains_in_the_direction_of_float32(dtype: torch.dtype, autocast: torch.dtype | None) -> None:
+    gradient, update = gradient_and_update(torch.float32, None)
+    other_gradient, other_update = gradient_and_update(dtype, autocast)
+    assert torch.cosine_similarity(gradient, other_gradient, dim=0) > 0.99
+    assert torch.cosine_similarity(update, other_update, dim=0) > 0.9
+
+
+def test_autocast_multiplies_in_bfloat16_and_keeps_weights_and_losses_in_float32() -> None:
+    model = tiny_model().float()
+    exact = Actor(model, config(), 0).log_probs(two_answers())
+    rough = Actor(model, config(), 0, Forward(model, 0, autocast=torch.bfloat16)).log_probs(two_answers())
+    distance = max(abs(one - other).max() for one, other in zip(exact, rough, strict=True))
+    assert 1e-5 < distance < 0.05
+
+
+def test_a_small_step_is_lost_in_the_rounding_of_weights_that_are_held_in_bfloat16() -> None:
+    def moved(dtype: torch.dtype, autocast: torch.dtype | None) -> float:
+        model = tiny_model().to(dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)  # of the size that norms have
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        actor = Actor(model, config(optim=optim(lr=1e-4)), 0, Forward(model, 0, autocast=autocast))
+        actor.update(actor.plan(two_answers(), rollouts=2))
+        return (torch.cat([p.detach().flatten() for p in model.parameters()]) != before).float().mean().item()
+
+    assert moved(torch.bfloat16, None) < 0.01
+    assert moved(torch.float32, torch.bfloat16) > 0.5
+
+
+def order_of(actor: Actor, passes: int) -> list[list[int]]:
+    """The rollouts of each optimizer step, pass by pass."""
+    plan = Actor(tiny_model(), config(mini_batch_rollouts=1), 0).plan(many_answers(), rollouts=8)
+    found = []
+    for _ in range(passes):
+        order = actor._order(plan)
+        actor.optimizer.steps += len(order)
+        found.append([mini.sequences[0].rollout for mini in order])
+    return found
+
+
+def many_answers() -> list[TrainingSequence]:
+    made = []
+    for rollout in range(8):
+        [sequence, _] = two_answers()
+        sequence.rollout = rollout
+        made.append(sequence)
+    return made
+
+
+def test_with_shuffle_mini_batches_come_in_another_order_in_every_pass_and_after_resuming_in_the_same() -> None:
+    assert order_of(Actor(tiny_model(), config(), 0), 2) == [list(range(8))] * 2
+    straight = order_of(Actor(tiny_model(), config(shuffle=True), 0), 4)
+    assert all(sorted(order) == list(range(8)) for order in straight)
+    assert len({tuple(order) for order in straight}) == 4
+    first = Actor(tiny_model(), config(shuffle=True), 0)
+    assert order_of(first, 2) == straight[:2]
+    second = Actor(tiny_model(), config(shuffle=True), 0)
+    second.load_state_dict(first.state_dict())
+    assert order_of(second, 2) == straight[2:]
+
+
+def test_every_pass_trains_every_mini_batch() -> None:
+    actor = Actor(tiny_model(), config(shuffle=True, ppo_epochs=3, mini_batch_rollouts=1), 0)
+    actor.update(actor.plan(many_answers(), rollouts=8))
+    assert actor.optimizer.steps == 24
+
+
+def test_the_schedule_goes_on_once_per_training_step() -> None:
+    linear = optim(lr=0.01, lr_scheduler_type="linear", training_steps=4)
+    actor = Actor(tiny_model(), config(optim=linear, ppo_epochs=3, mini_batch_rollouts=1), 0)
+    rates = [actor.update(actor.plan(two_answers(), rollouts=2))["actor/lr"] for _ in range(3)]
+    assert rates == pytest.approx([0.01, 0.0075, 0.005])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_waited_in_main_memory_trains_as_what_did_not(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+
+    def trained(**changes: object) -> list[torch.Tensor]:
+        model = tiny_model().to(device)
+        actor = Actor(model, config(**changes), 0)
+        for _ in range(3):
+            actor.log_probs(two_answers())
+            actor.update(actor.plan(two_answers(), rollouts=2))
+            actor.offload()
+            waits = bool(changes) or device == "cpu"
+            assert next(model.parameters()).device.type == ("cpu" if waits else device)
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    straight, offloaded = trained(), trained(param_offload=True, optimizer_offload=True)
+    assert all(torch.equal(one, other) for one, other in zip(straight, offloaded, strict=True))

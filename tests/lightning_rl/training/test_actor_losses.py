@@ -133,7 +133,7 @@ def test_only_a_loss_that_must_know_the_mini_batch_costs_another_pass(name: str,
 def test_the_draw_of_clip_cov_is_made_of_the_optimizer_step() -> None:
     def dropped(step: int) -> list[float]:
         actor = Actor(tiny_model(), config(**OPTIONS | {"loss_mode": "clip_cov"}), pad_id=0)
-        actor.optimizer_steps = step
+        actor.optimizer.steps = step
         sequences = answered([1.0, -1.0, 0.5, -0.5, 2.0])
         constants = actor.prepare(sequences)
         return [float(value) for s in sequences for value in constants[id(s)]]

@@ -4,11 +4,12 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rl.rl.aggregation import MODES
-from lightning_rl.training.batch import MiniBatch, TrainingSequence, mini_batches
+from lightning_rl.training.batch import MiniBatch, TrainingSequence, by_sequence, micro_batches, mini_batches
 
 
 def sequence(rollout: int, tokens: int = 3, trained: int = 2) -> TrainingSequence:
@@ -85,6 +86,33 @@ def test_what_is_kept_keeps_its_place_in_its_call() -> None:
         ("a", [0, 1], [0, 2]),
         ("b", [2, 3], [0, 1]),
     ]
+
+
+@pytest.mark.parametrize("name", ["old_log_probs", "reference_log_probs", "weights", "values", "returns"])
+def test_what_is_known_of_tokens_goes_with_them(name: str) -> None:
+    row = sequence(0, tokens=8, trained=4)
+    setattr(row, name, np.arange(4, dtype=np.float32))
+    row.keep(np.array([True, False, False, True]))
+    assert getattr(row, name).tolist() == [0, 3]
+    row.truncate_response(7)
+    assert getattr(row, name).tolist() == [0]
+
+
+def test_numbers_of_calls_are_spread_over_the_tokens_that_are_trained() -> None:
+    row = sequence(0, tokens=8, trained=6)
+    row.calls = {"a": 2, "b": 5, "c": 7}
+    row.keep(np.array([False, True, True, True, True, True]))
+    assert row.spread({"a": np.array([9.0, 1.0, 2.0]), "b": 4.0}).tolist() == [1, 2, 4, 4, 0]
+
+
+def test_what_is_computed_in_parts_comes_back_in_order() -> None:
+    rows = [sequence(rollout, tokens=tokens, trained=rollout + 1) for rollout, tokens in enumerate((9, 3, 6))]
+
+    def compute(micro: list[TrainingSequence]) -> torch.Tensor:
+        return torch.cat([torch.full((len(row.trained),), float(row.rollout)) for row in micro])
+
+    found = by_sequence(rows, micro_batches(rows, rows=2, tokens=None), compute)
+    assert [part.tolist() for part in found] == [[0], [1, 1], [2, 2, 2]]
 
 
 @pytest.mark.parametrize("max_tokens", [8, 9])

@@ -1,0 +1,69 @@
+"""The account of tokens, held against what the gateway counted: checked after every step."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_rl.algorithms.conservation import ConservationError, TokenAccount
+from lightning_rl.algorithms.step_batch import StepBatch
+from lightning_rl.algorithms.trajectories import Trajectory
+from lightning_rl.store.client import HttpStore
+
+
+class Books:
+    """An account with what it is held against: the tokens that the gateway counted, as the store tells them.
+
+    Invariant: what the store holds beyond the account (of a run that was resumed) is pending until it is read again.
+    """
+
+    def __init__(self, account: TokenAccount, store: HttpStore) -> None:
+        self.account = account
+        self._store = store
+        self._earlier = self._received(store.state()) - account.entered
+
+    def read(self, trajectories: Sequence[Trajectory]) -> None:
+        """Take note of finished rollouts; their tokens of earlier runs are no longer pending."""
+        self._earlier -= sum(trajectory.earlier_tokens for trajectory in trajectories)
+
+    def enter(self, batch: StepBatch) -> None:
+        """Enter every token of a step's rollouts as trained or excluded."""
+        for part in batch.parts:
+            self.account.train(part.trained)
+            for reasons in (part.trajectory.excluded, part.excluded):
+                for reason, tokens in reasons.items():
+                    self.account.exclude(reason, tokens)
+
+    def exclude(self, trajectory: Trajectory, reason: str) -> None:
+        """Enter all of a trajectory's tokens as excluded: by `reason`, where nothing excluded them before."""
+        for parts in (trajectory.excluded, trajectory.left_out):
+            for earlier, tokens in parts.items():
+                self.account.exclude(earlier, tokens)
+        self.account.exclude(reason, trajectory.sampled_tokens - sum(trajectory.left_out.values()))
+
+    def check(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """The account as metrics, and how often the gateway began a conversation anew, by cause.
+
+        Raises ConservationError naming those of `trajectories` whose records are not what engines handed over.
+        """
+        state = self._store.state()
+        forks = {f"gateway/{name}": float(n) for name, n in state["counters"].items() if name.startswith("fork_")}
+        try:
+            return forks | self.account.check(self._received(state), int(state["tokens_pending"]) + self._earlier)
+        except ConservationError as error:
+            error.add_note(self._whose_tokens(trajectories))
+            raise
+
+    def _whose_tokens(self, trajectories: Sequence[Trajectory]) -> str:
+        """Which rollouts do not hold the tokens that the gateway counted for them."""
+        received = self._store.tokens_received([trajectory.rollout_id for trajectory in trajectories])
+        recorded = {t.rollout_id: t.sampled_tokens + sum(t.excluded.values()) for t in trajectories}
+        wrong = [
+            f"{rollout_id} (received {received[rollout_id]}, recorded {tokens})"
+            for rollout_id, tokens in recorded.items()
+            if received.get(rollout_id, tokens) != tokens
+        ]
+        if wrong:
+            return f"these rollouts do not hold what engines handed over for them: {', '.join(wrong)}"
+        return "each rollout of this step holds what engines handed over for it: the loss is outside of them"
+
+    def _received(self, state: Mapping[str, Any]) -> int:
+        return int(state["models"][self.account.model]["tokens_received"])

@@ -1,0 +1,69 @@
+"""The rollouts of a step: what is asked for, how what came back is read, and which groups are worth training."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from lightning_rl.algorithms import settings
+from lightning_rl.algorithms.trajectories import Trajectory, informative, trajectory_of
+from lightning_rl.config.schema import Config
+from lightning_rl.store.contract import RolloutConfig, RolloutRequest, RolloutTrace
+from lightning_rl_adapters.call import Call
+
+Tasks = Sequence[tuple[int, Any]]  # (index in the dataset, task)
+
+
+def requests(config: Config, name: str, mode: str, tasks: Tasks, n: int, step: int) -> list[RolloutRequest]:
+    """`n` rollouts of each task, group by group, in the order of `tasks`. Their ids begin with `name`, so that a run
+    that is resumed asks for the same ones."""
+    agent = config.actor_rollout_ref.rollout.agent
+    return [
+        RolloutRequest(
+            task=task,
+            mode=mode,  # type: ignore[arg-type]
+            rollout_id=f"{name}-{index}-{k}",
+            group_id=f"{name}-{index}",
+            config=RolloutConfig(max_attempts=agent.max_attempts, timeout_seconds=agent.timeout_seconds),
+            metadata={"task_index": f"{index}-{k}", "step": step},
+        )
+        for index, task in tasks
+        for k in range(n)
+    ]
+
+
+def reader(
+    config: Config, model: str, select: Callable[[Call], bool] | None, began_ns: int
+) -> Callable[[RolloutTrace], Trajectory]:
+    """What reads a finished rollout as the trajectory of `model`."""
+    overlong = config.data.overlong
+    return partial(
+        trajectory_of,
+        agent_failure=settings.agent_failure(config),
+        max_tokens=None if overlong.startswith("truncate") else config.data.max_tokens,
+        began_ns=began_ns,
+        model=model,
+        select=select,
+        weights=config.algorithm.credit.weights,
+        whole=overlong == "drop_rollout",
+    )
+
+
+def with_variance(
+    batches: Iterable[list[Trajectory]], groups: int, metric: str
+) -> tuple[list[Trajectory], list[Trajectory], dict[str, str]]:
+    """DAPO's dynamic sampling: take batches until `groups` groups differ in `metric`.
+
+    Returns all rollouts, those that are trained, and why each group of the others is not, by group id.
+    """
+    rolled_out: list[Trajectory] = []
+    chosen: list[list[Trajectory]] = []
+    for batch in batches:
+        rolled_out += batch
+        chosen += informative(batch, metric)
+        if len(chosen) >= groups:
+            break
+    trained = chosen[:groups]
+    taken = {group[0].group_id for group in trained}
+    why_not = {t.group_id: "zero_variance" for t in rolled_out if t.group_id not in taken}
+    why_not |= {group[0].group_id: "surplus" for group in chosen[groups:]}
+    return rolled_out, [trajectory for group in trained for trajectory in group], why_not

@@ -1,0 +1,215 @@
+"""What each part of PPO reads of the config, resolved: defaults that hang on other keys are decided here, once.
+
+Raises ConfigError, before a model is loaded, for what does not go together.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_rl.algorithms import correction
+from lightning_rl.algorithms.base import NEUTRAL, Dataset
+from lightning_rl.algorithms.credits import (
+    estimator_of,
+    gdpo_weights,
+    needs_critic,
+    overlong_buffer_of,
+    strategy_of,
+)
+from lightning_rl.algorithms.step_batch import Rules
+from lightning_rl.config import ConfigError
+from lightning_rl.config.schema import Config, Optim, Rollout, ValKwargs
+from lightning_rl.data import load_tasks
+from lightning_rl.rl.advantages import Estimator
+from lightning_rl.rl.baselines import OutcomeEstimator
+from lightning_rl.rl.correction import Rules as RatioRules
+from lightning_rl.rl.losses import loss_named
+from lightning_rl.training import optimizer
+from lightning_rl.training.actor import ActorConfig
+from lightning_rl.training.critic import CriticConfig
+from lightning_rl.training.optimizer import OptimizerConfig
+from lightning_rl_adapters.credit import Strategy
+
+
+def check(config: Config, estimator: Estimator | OutcomeEstimator) -> None:
+    """Raises ConfigError for names that there are not, and for keys that do not go together."""
+    actor, critic, trainer = config.actor_rollout_ref.actor, config.critic, config.trainer
+    checks: dict[str, Callable[[], object]] = {
+        "actor_rollout_ref.actor.policy_loss": lambda: loss_named(actor_config(config, 1).loss_mode),
+        "actor_rollout_ref.actor.optim": lambda: optimizer.check(optimizer_config(actor.optim, 1, actor.grad_clip)),
+        "critic.optim": lambda: optimizer.check(optimizer_config(critic.optim, 1, critic.grad_clip)),
+    }
+    for key, check_it in checks.items():
+        try:
+            check_it()
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from error
+    critic_learns = needs_critic(config, estimator)
+    if trainer.critic_warmup and not critic_learns:
+        raise ConfigError("trainer.critic_warmup has no critic to warm up: set algorithm.adv_estimator=gae, or 0")
+    if trainer.early_stopping.patience is not None and trainer.test_freq < 1:
+        raise ConfigError("trainer.early_stopping.patience counts measurements: set trainer.test_freq to make some")
+
+
+def rules(
+    config: Config, strategy: Strategy | None = None, estimator: Estimator | OutcomeEstimator | None = None
+) -> Rules:
+    """How a step's batch is built."""
+    algorithm, overlong = config.algorithm, config.data.overlong
+    bypass = algorithm.rollout_correction.bypass_mode
+    if bypass and overlong == "truncate_left":
+        raise ConfigError(
+            "data.overlong=truncate_left needs old log probabilities of the shorter context, which the sampler cannot "
+            "give: set algorithm.rollout_correction.bypass_mode=false, or another data.overlong"
+        )
+    return Rules(
+        strategy=strategy or strategy_of(algorithm),
+        estimator=estimator_of(config, strategy, estimator),
+        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        kl_penalty=algorithm.kl_penalty,
+        reward_weights=gdpo_weights(config),
+        overlong_buffer=overlong_buffer_of(config),
+        groups_of_one=algorithm.groups_of_one,
+        groups_without_variance=algorithm.groups_without_variance,
+        overlong=overlong,
+        max_tokens=config.data.max_tokens,
+        need_log_probs=bypass or ratio_rules(config).active,
+    )
+
+
+def ratio_rules(config: Config) -> RatioRules:
+    """How a batch is corrected for its sampler."""
+    return correction.rules_of(
+        config.algorithm.rollout_correction,
+        overlong=config.data.overlong,
+        loss_mode=config.actor_rollout_ref.actor.policy_loss.loss_mode,
+    )
+
+
+def actor_config(config: Config, training_steps: int) -> ActorConfig:
+    """The update of the policy in a run of `training_steps`."""
+    actor = config.actor_rollout_ref.actor
+    rows = actor.ppo_micro_batch_size_per_gpu
+    dynamic = rows is None if actor.use_dynamic_bsz is None else actor.use_dynamic_bsz
+    loss, sampler = actor.policy_loss, config.algorithm.rollout_correction
+    by_sampler = loss.loss_mode == "bypass_mode" or (sampler.bypass_mode and loss.loss_mode == "vanilla")
+    return ActorConfig(
+        loss_mode=sampler.loss_type if by_sampler else loss.loss_mode,
+        clip_cov_ratio=loss.clip_cov_ratio,
+        clip_cov_lb=loss.clip_cov_lb,
+        clip_cov_ub=loss.clip_cov_ub,
+        kl_cov_ratio=loss.kl_cov_ratio,
+        ppo_kl_coef=loss.ppo_kl_coef,
+        dro_beta=loss.dro_beta,
+        tau_pos=actor.tau_pos,
+        tau_neg=actor.tau_neg,
+        rollout_is=sampler.rollout_is,
+        rollout_is_threshold=sampler.rollout_is_threshold,
+        kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+        kl_loss_type=actor.kl_loss_type,
+        mini_batch_rollouts=actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
+        micro_batch_rows=None if dynamic else rows,
+        log_prob_rows=config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu,
+        micro_batch_tokens=actor.ppo_max_token_len_per_gpu if dynamic else None,
+        ppo_epochs=actor.ppo_epochs,
+        shuffle=actor.shuffle,
+        clip_ratio_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
+        clip_ratio_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
+        clip_ratio_c=actor.clip_ratio_c,
+        loss_agg_mode=actor.loss_agg_mode,
+        loss_scale_factor=actor.loss_scale_factor,
+        entropy_coeff=actor.entropy_coeff,
+        param_offload=actor.fsdp_config.param_offload,
+        optimizer_offload=actor.fsdp_config.optimizer_offload,
+        optim=optimizer_config(actor.optim, training_steps, actor.grad_clip),
+    )
+
+
+def critic_config(config: Config, training_steps: int) -> CriticConfig:
+    """The update of the critic; what it leaves open is as the actor's."""
+    critic, actor = config.critic, config.actor_rollout_ref.actor
+    tasks = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
+    rows = critic.ppo_micro_batch_size_per_gpu
+    return CriticConfig(
+        cliprange_value=critic.cliprange_value,
+        mini_batch_rollouts=tasks * config.actor_rollout_ref.rollout.n,
+        micro_batch_rows=rows,
+        micro_batch_tokens=critic.ppo_max_token_len_per_gpu if rows is None else None,
+        ppo_epochs=critic.ppo_epochs or actor.ppo_epochs,
+        param_offload=critic.fsdp_config.param_offload,
+        optimizer_offload=critic.fsdp_config.optimizer_offload,
+        loss_agg_mode=critic.loss_agg_mode or actor.loss_agg_mode,
+        loss_scale_factor=actor.loss_scale_factor,
+        optim=optimizer_config(critic.optim, training_steps, critic.grad_clip, section="critic.optim"),
+    )
+
+
+def optimizer_config(
+    optim: Optim, training_steps: int, grad_clip: float, *, section: str = "actor_rollout_ref.actor.optim"
+) -> OptimizerConfig:
+    """An optimizer and its schedule over `training_steps`; `section` is where it is configured."""
+    by_share = round(optim.lr_warmup_steps_ratio * training_steps)
+    return OptimizerConfig(
+        optimizer=optim.optimizer,
+        optimizer_impl=optim.optimizer_impl,
+        arguments=optim.override_optimizer_config or {},
+        lr=optim.lr,
+        lr_warmup_steps=by_share if optim.lr_warmup_steps < 0 else optim.lr_warmup_steps,
+        lr_scheduler_type=optim.lr_scheduler_type,
+        min_lr_ratio=optim.min_lr_ratio,
+        num_cycles=optim.num_cycles,
+        betas=optim.betas,
+        weight_decay=optim.weight_decay,
+        grad_clip=grad_clip,
+        section=section,
+        training_steps=training_steps,
+    )
+
+
+def sampler_tolerance(config: Config) -> float:
+    """How far log probabilities of sampler and trainer may be apart, in nats. In float32 they are 1e-5 apart; with
+    bfloat16 on either side, single tokens of a small model by 0.05 to 0.26."""
+    formats = config.actor_rollout_ref.actor.fsdp_config
+    rounded = {"bf16", "bfloat16"} & {formats.model_dtype, formats.dtype, config.actor_rollout_ref.rollout.dtype}
+    return config.trainer.sampler_tolerance or (0.5 if rounded else 1e-4)
+
+
+def sampling_parameters(config: Config) -> dict[str, dict[str, float | int]]:
+    """What replaces the agents' own sampling, in training and in validation."""
+    rollout, limit = config.actor_rollout_ref.rollout, config.data.max_response_length
+    agents_own = config.gateway.sampling == "agent"
+    return {
+        "sampling_parameters": {"max_tokens": limit} if agents_own else _sampling(rollout, limit),
+        "val_sampling_parameters": _sampling(rollout.val_kwargs, limit),
+    }
+
+
+def _sampling(section: Rollout | ValKwargs, max_tokens: int) -> dict[str, float | int]:
+    return {
+        **NEUTRAL,
+        "temperature": section.temperature,
+        "top_p": section.top_p,
+        "top_k": section.top_k,
+        "max_tokens": max_tokens,
+    }
+
+
+def agent_failure(config: Config) -> float | None:
+    """The reward of a rollout whose agent failed; None: it has none."""
+    rule = config.algorithm.agent_failure
+    return {"zero": 0.0, "exclude": None}[rule] if isinstance(rule, str) else float(rule)
+
+
+def tasks_of(name: str, dataset: Dataset | None, files: str | list[str] | None) -> Dataset:
+    """The tasks that `fit` was given, or else those of `data.<name>_files`. Raises ConfigError where both are there."""
+    if dataset is not None and files is not None:
+        raise ConfigError(
+            f"tasks come from data.{name}_files={files!r} and from fit's {name}_dataset: give one of them"
+        )
+    return load_tasks(files) if files is not None else dataset or []
+
+
+def name_of(given: Any) -> str:
+    """How a function of the user's is called in the records."""
+    return getattr(getattr(given, "function", given), "__qualname__", type(given).__name__)

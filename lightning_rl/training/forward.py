@@ -1,0 +1,320 @@
+"""Rows through a causal LM: per trained token its log probability and entropy, or the hidden state it was sampled from.
+
+What actor, critic and reference share. Tokens that rows begin with alike are computed once (`training.packing`), and
+only the places whose distributions are needed go through the head. Whether a model allows either is tried when a
+`Forward` is made, both ways on a few tokens; one that does not goes the plain way, with the same results.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from lightning_rl.rl.logits import token_log_probs
+from lightning_rl.training.batch import TrainingSequence, micro_batches
+from lightning_rl.training.packing import Layout, Line, alone, cost, cut, lay_out, shared_lines, stacked
+
+GAIN: Final = 0.95  # rows are packed where that costs at most so much of the plain way: building a mask costs a little
+_FAILURES: Final = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)  # of a model asked too much
+_WINDOWS: Final = ("sliding_window", "attention_chunk_size", "window_size")
+_ATTENTION: Final = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+
+
+class Sizes(NamedTuple):
+    """Tokens of a micro-batch: in its rows; computed, without padding; computed, with padding."""
+
+    rows: int
+    distinct: int
+    computed: int
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A micro-batch before its arrays are made."""
+
+    lines: list[Line]
+    masked: bool
+    sizes: Sizes
+    cost: float
+
+
+class Forward:
+    """The forward pass of `model` over training sequences.
+
+    The model stays as it is, wrappers too; what is tried is tried in evaluation mode and without gradient.
+
+    Args:
+        model: a causal LM of transformers, or one wrapped by `peft`; for `hidden` a bare trunk (`AutoModel`) will do.
+        pad_id: what fills rows up; never seen by a trained token.
+        packed: tokens that rows begin with alike are computed once, where the model allows it and it saves time.
+        autocast: the number format in which matrices are multiplied; None: that of the parameters.
+
+    Attributes:
+        packed: whether the model allows it; `unpacked_because` says why not, or that it was not asked for.
+    """
+
+    def __init__(
+        self, model: nn.Module, pad_id: int, *, packed: bool = False, autocast: torch.dtype | None = None
+    ) -> None:
+        self.model: Any = model
+        self.device = next(model.parameters()).device
+        self._pad_id = pad_id
+        self._autocast = autocast
+        self._dtype = next(model.parameters()).dtype if autocast is None else autocast
+        self._config = _text_config(model)
+        self._attention = 1 / (6 * getattr(self._config, "hidden_size", 1024))  # 4 T D for 2 x 12 D^2 of other work
+        self._longest = _window(self._config)
+        self._head = _head(model)
+        self._narrow = False
+        with _evaluating(model), torch.no_grad():  # not inference mode: what a model keeps must stay good for training
+            if self._head is not None:
+                self._narrow = self._head_is_narrowable()
+            self.unpacked_because = self._refusal() if packed else "it was not asked for"
+        self.packed = self.unpacked_because is None
+
+    def micro_batches(
+        self, sequences: Sequence[TrainingSequence], *, rows: int | None, tokens: int | None
+    ) -> Iterator[list[TrainingSequence]]:
+        """Parts of `sequences` that are computed at once: at most `rows` rows, or `tokens` computed tokens, padding
+        included (None: no bound); a single row that is longer stands alone. Rows that share much stay together."""
+        plain = list(micro_batches(list(sequences), rows=rows, tokens=tokens))
+        if not self.packed or len(sequences) < 2:
+            return iter(plain)
+        packed = list(self._packed_micro_batches(sequences, rows, tokens))
+        return iter(min(plain, packed, key=lambda parts: sum(self._plan(part).cost for part in parts)))
+
+    def sizes(self, micro: Sequence[TrainingSequence]) -> Sizes:
+        """How many tokens the rows of `micro` have, and how many are computed."""
+        return self._plan(micro).sizes
+
+    def computed(self, micro: Sequence[TrainingSequence]) -> int:
+        """Tokens that are computed for `micro`, padding included."""
+        return self.sizes(micro).computed
+
+    def log_probs(self, micro: Sequence[TrainingSequence], *, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
+        """Log probabilities (nats) of the K trained tokens, in the order of `micro`, [K], each at its temperature; and
+        the entropies of their distributions [K], where asked for (else the log probabilities again)."""
+        layout = self._layout(micro)
+        log_probs, entropies = token_log_probs(
+            self._logits(layout),
+            self._tensor(layout.which),
+            self._tensor(layout.targets),
+            self._tensor(layout.temperature),
+            with_entropy=with_entropy,
+        )
+        return log_probs, log_probs if entropies is None else entropies
+
+    def hidden(self, micro: Sequence[TrainingSequence]) -> Tensor:
+        """The last hidden states from which the K trained tokens were sampled (those of the tokens before them), in
+        the order of `micro`, [K, D]."""
+        return self._states(self._layout(micro))
+
+    def _plan(self, micro: Sequence[TrainingSequence]) -> _Plan:
+        """The rows as they are, or packed where that costs less."""
+        length = max(map(len, micro))
+        tokens = sum(map(len, micro))
+        plain = _Plan(
+            alone(micro),
+            False,
+            Sizes(tokens, tokens, len(micro) * length),
+            cost(len(micro), length, self._attention / 2),  # causal attention is half of the square
+        )
+        if not self.packed or (self._longest is not None and length > self._longest):
+            return plain
+        lines = shared_lines(micro, self._attention)
+        width, longest = len(stacked(lines)), max(line.tokens for line in lines)
+        sizes = Sizes(tokens, sum(line.tokens for line in lines), width * longest)
+        packed = _Plan(lines, True, sizes, cost(width, longest, self._attention))
+        return packed if packed.cost < GAIN * plain.cost else plain
+
+    def _packed_micro_batches(
+        self, sequences: Sequence[TrainingSequence], rows: int | None, tokens: int | None
+    ) -> Iterator[list[TrainingSequence]]:
+        def fits(part: list[int]) -> bool:
+            return tokens is None or self.computed([sequences[n] for n in part]) <= tokens
+
+        lines = shared_lines(sequences, self._attention, max_rows=rows, max_tokens=tokens)
+        for part in cut(lines, rows=rows, tokens=tokens, fits=fits):
+            chosen = [sequences[n] for n in part]
+            yield from [chosen] if fits(part) else micro_batches(chosen, rows=rows, tokens=tokens)
+
+    def _layout(self, micro: Sequence[TrainingSequence]) -> Layout:
+        plan = self._plan(micro)
+        return lay_out(micro, plan.lines, self._pad_id, masked=plan.masked)
+
+    def _logits(self, layout: Layout) -> Tensor:
+        """Logits [U, V] at `layout.at`."""
+        at = self._tensor(layout.at)
+        inputs = self._inputs(layout)
+        with self._precision():
+            if not self._narrow:
+                whole: Tensor = self.model(**inputs).logits
+                return whole.flatten(0, 1)[at]
+            with self._head_sees(lambda states: states.flatten(0, 1)[None, at]):
+                chosen: Tensor = self.model(**inputs).logits
+            return chosen[0]
+
+    def _states(self, layout: Layout) -> Tensor:
+        """Of the K trained tokens, in their order, the hidden states [K, D] before them."""
+        inputs = self._inputs(layout)
+        with self._precision():
+            if self._narrow:
+                states = self._before_head(inputs)
+            elif self._head is not None:
+                states = self.model(**inputs, output_hidden_states=True).hidden_states[-1]
+            else:
+                states = self.model(**inputs).last_hidden_state
+        return states.flatten(0, 1)[self._tensor(layout.at[layout.which])]
+
+    def _before_head(self, inputs: dict[str, Any]) -> Tensor:
+        """What the head is given [B, T, D]; it computes one place, since its own result is not needed."""
+        seen: list[Tensor] = []
+
+        def keep(states: Tensor) -> Tensor:
+            seen.append(states)
+            return states[:1, :1]
+
+        with self._head_sees(keep):
+            self.model(**inputs)
+        return seen[0]
+
+    def _inputs(self, layout: Layout) -> dict[str, Any]:
+        inputs = {"input_ids": self._tensor(layout.token_ids), "use_cache": False}
+        if layout.masked:
+            inputs["position_ids"] = self._tensor(layout.position_ids)
+            inputs["attention_mask"] = additive_mask(self._tensor(layout.end), self._dtype)
+        return inputs
+
+    @contextmanager
+    def _head_sees(self, chosen: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """The head gets `chosen` of its input; all that the model does before and after stays the model's own."""
+        assert self._head is not None
+        handle = self._head.register_forward_pre_hook(lambda _, args: (chosen(args[0]), *args[1:]))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _head_is_narrowable(self) -> bool:
+        """Whether the head, given some places alone, gives the logits of these places."""
+        rows = _probe_rows(self._config)
+        layout = lay_out(rows, alone(rows), self._pad_id, masked=False)
+        whole = self._logits(layout)
+        self._narrow = True
+        try:
+            narrow = self._logits(layout)
+        except _FAILURES:
+            return False
+        finally:
+            self._narrow = False
+        return narrow.shape == whole.shape and _apart(narrow, whole) <= _tolerance(self._dtype) * _apart(whole)
+
+    def _refusal(self) -> str | None:
+        """Why the model cannot compute packed rows; None: it can.
+
+        Compared are hidden states, both ways. How large an error would be is measured too: by what happens to them
+        when rows see each other.
+        """
+        rows = _probe_rows(self._config)
+        reason = _refusal_of(self._config)
+        if reason is not None:
+            return reason
+        if self._longest is not None and self._longest < max(map(len, rows)):
+            return f"its attention reaches back {self._longest} tokens only"
+        lines = shared_lines(rows, attention=0)
+        right = self._states(lay_out(rows, alone(rows), self._pad_id, masked=False))
+        try:
+            found = self._states(lay_out(rows, lines, self._pad_id, masked=True))
+        except _FAILURES as error:
+            return f"it takes no mask and positions of ours: {type(error).__name__}: {str(error)[:200]}"
+        wrong = self._states(lay_out(rows, lines, self._pad_id, masked=False))
+        if _apart(found, right) <= _tolerance(self._dtype) * _apart(wrong, right):
+            return None
+        return "packed rows gave other hidden states than rows alone"
+
+    def _tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, self._autocast) if self._autocast is not None else nullcontext()
+
+
+def additive_mask(end: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to attention scores [B, 1, T, T]: 0 where token i may attend to token j, else the least number.
+
+    `end` int64 [B, T]: i sees j exactly where j <= i < end[j].
+    """
+    place = torch.arange(end.shape[-1], device=end.device)
+    hidden = (place[:, None] < place) | (place[:, None] >= end[:, None, None, :])
+    return torch.zeros(hidden.shape, dtype=dtype, device=end.device).masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    """The layer from hidden states to logits; None: the model is a bare trunk."""
+    found = getattr(model, "get_output_embeddings", lambda: None)()
+    return found if isinstance(found, nn.Module) else None
+
+
+def _text_config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    return config.get_text_config() if isinstance(config, PreTrainedConfig) else None
+
+
+def _window(config: Any) -> int | None:
+    """How many tokens attention sees at least, in each layer; None: all before."""
+    windows = [getattr(config, name, None) for name in _WINDOWS]
+    return min((window for window in windows if isinstance(window, int) and window > 0), default=None)
+
+
+def _refusal_of(config: Any) -> str | None:
+    """What in a model's config rules packed rows out; longer rows than those tried would show it."""
+    if config is None:
+        return "it is no model of transformers"
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
+    if other:
+        return f"it has layers that are no attention over tokens: {', '.join(other)}"
+    attention = config._attn_implementation
+    if attention not in (None, "eager", "sdpa"):
+        return f"its attention is {attention!r}, which takes no mask of ours; set attn_implementation=sdpa"
+    return None
+
+
+def _probe_rows(config: Any) -> list[TrainingSequence]:
+    """A few rows of the model's vocabulary: a tree of three with two forks, and one that shares nothing."""
+    ids = np.random.default_rng(0).permutation(min(getattr(config, "vocab_size", 32), 1000))
+    ids = np.resize(ids, 18)
+    rows = [ids[:9], [*ids[:5], *ids[9:12]], [*ids[:3], *ids[12:14]], ids[14:18]]
+    return [_probe_row(np.asarray(row, dtype=np.int64)) for row in rows]
+
+
+def _probe_row(token_ids: NDArray[np.int64]) -> TrainingSequence:
+    each = np.ones(len(token_ids) - 1, dtype=np.float32)
+    trained = np.arange(1, len(token_ids))
+    return TrainingSequence(0, token_ids, trained, -each, each, each)
+
+
+def _apart(a: Tensor, b: Tensor | float = 0.0) -> float:
+    return float(torch.linalg.vector_norm((a - b).double()))
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """What rounding may do, as a share of a real difference."""
+    return {torch.float64: 1e-6, torch.float32: 1e-3}.get(dtype, 0.25)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and then each part's own mode again."""
+    training = [part for part in model.modules() if part.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

@@ -1,0 +1,220 @@
+"""The models of a run are what the config says: formats, adapter, critic, reference; a saved state brings them back."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from lightning_rl.algorithms import settings
+from lightning_rl.algorithms.models import Models
+from lightning_rl.config import ConfigError, compose
+from lightning_rl.training.batch import TrainingSequence
+from tests.lightning_rl.algorithms.test_ppo import CHECKPOINT
+
+LORA = {"model": {"lora_rank": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}}
+
+
+def models(
+    *, with_critic: bool = False, resumed: Path | None = None, critic: dict[str, Any] | None = None, **keys: Any
+) -> Models:
+    model = {"path": str(CHECKPOINT)} | keys.pop("model", {})
+    keys["actor"] = {"optim": {"lr": 1e-3}} | keys.get("actor", {})
+    made = Models(
+        compose({"actor_rollout_ref": {**keys, "model": model}, "critic": critic or {}, "trainer": {"device": "cpu"}}),
+        with_critic=with_critic,
+        resumed=resumed,
+    )
+    made.train(10)
+    return made
+
+
+def sequences(n: int = 3) -> list[TrainingSequence]:
+    tokens = np.random.default_rng(0).integers(10, 900, size=(n, 9))
+    zeros = np.zeros(4, np.float32)
+    return [
+        TrainingSequence(
+            rollout=i,
+            token_ids=tokens[i],
+            trained=np.arange(5, 9),
+            rollout_log_probs=zeros,
+            advantages=zeros + (-1) ** i,
+            temperature=zeros + 1,
+            old_log_probs=zeros - 3,
+            values=zeros,
+            returns=zeros + 1,
+        )
+        for i in range(n)
+    ]
+
+
+def engine_weights(made: Models) -> dict[str, torch.Tensor]:
+    found: Any = made.policy.engine._policy.model
+    return dict(found.state_dict())
+
+
+def step(made: Models) -> None:
+    rows = sequences()
+    made.actor.update(made.actor.plan(rows, len(rows)))
+
+
+def of(parameters: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in parameters}
+
+
+def test_an_adapter_alone_is_trained() -> None:
+    made = models(**LORA)
+    trained = {name for name, parameter in made.model.named_parameters() if parameter.requires_grad}
+    assert {name.split(".")[-4] for name in trained} == {"q_proj", "v_proj"}
+    layer: Any = made.model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    assert (layer.r["default"], layer.scaling["default"]) == (2, 2.0)
+    before = of(made.model.named_parameters())
+    sampled = of(engine_weights(made).items())
+    step(made)
+    made.send_weights(1)
+    moved = {name for name, value in made.model.named_parameters() if not torch.equal(value, before[name])}
+    assert moved
+    assert moved <= trained
+    sent = {name for name, value in engine_weights(made).items() if not torch.equal(value, sampled[name])}
+    assert sent
+    assert all(name.endswith(("q_proj.weight", "v_proj.weight")) for name in sent)
+    assert made.policy.engine.version == 1
+
+
+def test_an_adapter_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model: .*no_such_module"):
+        models(model={"lora_rank": 2, "target_modules": ["no_such_module"]})
+
+
+def test_an_adapter_goes_on_from_a_folder(tmp_path: Path) -> None:
+    first = models(model=LORA["model"] | {"lora_export": "adapter"})
+    step(first)
+    first.export(tmp_path)
+    second = models(model=LORA["model"] | {"lora_adapter_path": str(tmp_path)})
+    rows = sequences()
+    for ours, theirs in zip(first.actor.log_probs(rows), second.actor.log_probs(rows), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    first.send_weights(1)
+    for name, value in engine_weights(second).items():  # what it samples with before anything was trained
+        torch.testing.assert_close(value, engine_weights(first)[name], rtol=0, atol=1e-7)
+
+
+def test_an_adapter_is_exported_merged_or_alone(tmp_path: Path) -> None:
+    rows = sequences()
+    for form in ("merged", "adapter"):
+        made = models(model=LORA["model"] | {"lora_export": form})
+        step(made)
+        made.export(tmp_path / form)
+        folder = tmp_path / form if form == "merged" else CHECKPOINT
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        if form == "adapter":
+            assert not (tmp_path / form / "model.safetensors").exists()
+            loaded = PeftModel.from_pretrained(loaded, str(tmp_path / form))
+        assert (tmp_path / form / "tokenizer.json").exists()
+        own = made.actor.log_probs(rows)
+        for row, expected in zip(rows, own, strict=True):
+            logits = loaded(torch.from_numpy(row.token_ids)[None]).logits[0].log_softmax(-1)
+            found = logits[row.trained - 1, row.token_ids[row.trained]].detach().numpy()
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_number_formats_are_what_the_keys_say() -> None:
+    def formats(made: Models) -> tuple[Any, Any, Any]:
+        engine: Any = made.policy.engine._policy.model
+        return next(made.model.parameters()).dtype, next(engine.parameters()).dtype, made.actor.forward._autocast
+
+    float32, bfloat16 = torch.float32, torch.bfloat16
+    assert formats(models()) == (float32, float32, None)
+    assert formats(models(actor={"fsdp_config": {"model_dtype": "bf16"}})) == (bfloat16, bfloat16, None)
+    assert formats(models(actor={"fsdp_config": {"dtype": "bfloat16"}})) == (float32, float32, bfloat16)
+    assert formats(models(rollout={"dtype": "bfloat16"})) == (float32, bfloat16, None)
+    made = models(with_critic=True, critic={"fsdp_config": {"model_dtype": "bf16", "dtype": "bfloat16"}})
+    assert made.critic is not None
+    assert next(made.critic.model.trunk.parameters()).dtype == bfloat16
+    assert made.critic.forward._autocast == bfloat16
+    tolerances = [settings.sampler_tolerance(each.config) for each in (made, models(rollout={"dtype": "bfloat16"}))]
+    assert tolerances == [1e-4, 0.5]
+    for each in (made, models(actor={"fsdp_config": {"dtype": "bfloat16"}})):
+        step(each)
+        assert all(np.isfinite(values).all() for values in each.actor.log_probs(sequences()))
+
+
+def test_the_critic_begins_where_the_keys_say(tmp_path: Path) -> None:
+    like = models(with_critic=True, **LORA)
+    assert like.critic is not None
+    theirs: Any = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).base_model
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(value, like.critic.model.trunk.state_dict()[name])
+    assert all(parameter.requires_grad for parameter in like.critic.model.parameters())
+    torch.manual_seed(0)
+    other: Any = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
+    other.model.norm.weight.data.fill_(3.0)
+    other.save_pretrained(tmp_path)
+    named = models(
+        with_critic=True, critic={"model": {"path": str(tmp_path), "enable_gradient_checkpointing": True}}
+    ).critic
+    assert named is not None
+    trunk: Any = named.model.trunk
+    assert trunk.norm.weight[0] == 3.0
+    assert trunk.is_gradient_checkpointing
+    assert [values.tolist() for values in named.values(sequences(1))] == [[0.0] * 4]
+
+
+def test_the_reference_is_what_the_keys_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert models().reference is None
+    rows = sequences()
+    for keys in ({}, LORA):
+        made = models(actor={"use_kl_loss": True}, **keys)
+        assert made.reference is not None
+        begun = made.actor.log_probs(rows)
+        for row, values in zip(rows, made.reference.log_probs(rows), strict=True):
+            row.reference_log_probs = values
+        made.actor.update(made.actor.plan(rows, len(rows)))
+        for reference, actor, before in zip(
+            made.reference.log_probs(rows), made.actor.log_probs(rows), begun, strict=True
+        ):
+            np.testing.assert_allclose(reference, before, atol=1e-6)
+            assert not np.allclose(actor, before, atol=1e-6)
+    offloads: list[bool] = []
+    real = Models._reference.__globals__["Reference"]
+    monkeypatch.setattr(
+        "lightning_rl.algorithms.models.Reference",
+        lambda *a, offload, **k: offloads.append(offload) or real(*a, offload=offload, **k),
+    )
+    ref = {"model_dtype": "bf16", "dtype": "bfloat16", "param_offload": True}
+    made = models(actor={"use_kl_loss": True}, ref={"fsdp_config": ref, "log_prob_micro_batch_size_per_gpu": 2})
+    reference: Any = made.reference
+    assert offloads == [True]
+    assert (reference._rows, reference._tokens) == (2, None)
+    assert reference._forward._autocast == torch.bfloat16
+    assert next(reference._forward.model.parameters()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("keys", [{}, LORA], ids=["whole", "adapter"])
+def test_a_saved_state_and_an_exported_policy_bring_everything_back(keys: dict[str, Any], tmp_path: Path) -> None:
+    first = models(with_critic=True, **keys)
+    step(first)
+    assert first.critic is not None
+    rows = sequences()
+    first.critic.update(first.critic.plan(rows, 3))
+    first.export(tmp_path)
+    second = models(with_critic=True, resumed=tmp_path, **keys)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for _ in range(2):
+        for made in (first, second):
+            step(made)
+    assert second.critic is not None
+    for one, other in ((first.model, second.model), (first.critic.model, second.critic.model)):
+        theirs = dict(other.named_parameters())
+        assert all(torch.equal(value, theirs[name]) for name, value in one.named_parameters())
+
+
+def test_a_state_of_other_models_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the checkpoint has no critic, the config says otherwise"):
+        models(with_critic=True).load_state_dict(models().state_dict())
+    with pytest.raises(ConfigError, match="the checkpoint has its adapter, the config"):
+        models().load_state_dict(models(**LORA).state_dict())
