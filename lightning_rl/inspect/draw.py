@@ -144,6 +144,8 @@ def rollout_training(training: RolloutTraining) -> str:
     reward = "took no part in its group" if training.reward is None else f"counted with reward {_n(training.reward)}"
     if training.overlong_penalty:
         reward += f" ({_n(training.overlong_penalty)} of it for its length)"
+    if training.kl_penalty:
+        reward += f" ({_n(training.kl_penalty)} of it for its distance from the reference)"
     failed = ", its agent failed" if training.agent_failed else ""
     left_out = f"; left out: {training.left_out}" if training.left_out else ""
     return (

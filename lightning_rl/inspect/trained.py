@@ -42,6 +42,7 @@ class RolloutTraining(msgspec.Struct, frozen=True, kw_only=True):
     agent_failed: bool
     left_out: str | None
     overlong_penalty: float = 0.0
+    kl_penalty: float = 0.0
 
 
 def rollout_training(found: Found) -> RolloutTraining:
@@ -58,6 +59,7 @@ def rollout_training(found: Found) -> RolloutTraining:
         agent_failed=rollout.agent_failed,
         left_out=rollout.left_out,
         overlong_penalty=rollout.overlong_penalty,
+        kl_penalty=rollout.kl_penalty,
     )
 
 

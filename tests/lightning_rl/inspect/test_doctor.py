@@ -127,7 +127,7 @@ SICK: list[tuple[dict[str, Any], str, str, float]] = [
     ({"rollouts": several(4, reward=None)}, "no_reward", "stops learning", 1.0),
     ({"rollouts": [GOOD, {"calls": []}]}, "rollouts_without_calls", "slows learning", 0.5),
     (
-        {"metrics": [metrics_of(n, critic__rewards__max=0.0, critic__rewards__min=0.0) for n in (1, 2, 3)]},
+        {"metrics": [metrics_of(n, critic__score__max=0.0, critic__score__min=0.0) for n in (1, 2, 3)]},
         "dead_reward", "stops learning", 0.0,
     ),
     ({"metrics": trend("rollouts__lost_rewards", [1.0, 2.0])}, "lost_rewards", "look at it", 3.0),
@@ -155,7 +155,7 @@ WELL: list[tuple[dict[str, Any], str]] = [
     ({"rollouts": [*several(10), GOOD | {"mode": "val", "error": BUG}]}, "agent_error_ValueError"),
     ({"rollouts": several(4, reward=None, call_rewards=[Reward(value=1.0, call_id="any")])}, "no_reward"),
     ({"rollouts": several(4, reward={"reward": 1.0, "tone": 0.0}), "config": WEIGHTS}, "reward_never_given_tone"),
-    ({"metrics": [metrics_of(n, critic__rewards__max=0.0, critic__rewards__min=0.0) for n in (1, 2)]}, "dead_reward"),
+    ({"metrics": [metrics_of(n, critic__score__max=0.0, critic__score__min=0.0) for n in (1, 2)]}, "dead_reward"),
     ({"metrics": trend("response_length__mean", [8.0, 80.0])}, "exploding_lengths"),
     ({"metrics": trend("actor__entropy", [1.0] * 6 + [0.2] * 2)}, "entropy_collapse"),
     ({"metrics": trend("tokens__excluded__validation", [60.0])}, "excluded_validation"),
