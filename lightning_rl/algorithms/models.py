@@ -4,11 +4,13 @@ With an adapter (`lora_rank`) the policy's own weights never change: the adapter
 sent, and the reference is the policy without it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from lightning_rl.algorithms import settings
@@ -19,7 +21,8 @@ from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.inference.load import load_model, model_folder
 from lightning_rl.training import checkpoint, lora
 from lightning_rl.training.actor import Actor
-from lightning_rl.training.critic import Critic, ValueModel
+from lightning_rl.training.batch import TrainingSequence
+from lightning_rl.training.critic import Critic, ValueModel, value_head
 from lightning_rl.training.forward import Forward
 from lightning_rl.training.reference import BaseOfAdapter, Reference
 
@@ -34,7 +37,8 @@ class Models:
         with_critic: whether a critic is trained.
         resumed: the checkpoint that it goes on from; None: it begins.
 
-    `policy` is there at once, `actor`, `critic` and `reference` (None where nothing needs them) after `train`.
+    `policy` is there at once, `actor`, `critic` and `reference` (None where nothing needs them) after `train`. With a
+    shared trunk the actor has the critic's head, and there is no `critic`.
     Raises ConfigError for an adapter that cannot be made.
     """
 
@@ -60,23 +64,34 @@ class Models:
         self.model: nn.Module = self.policy.model
         self._pad_id: int = self.policy.model.config.pad_token_id or 0
         self._device = next(self.model.parameters()).device
-        self._values = self._value_model() if with_critic else None
+        shared = with_critic and config.critic.shared_trunk
+        self._values = self._value_model() if with_critic and not shared else None
         if model.lora_rank:
             self._adapt()
         if model.enable_gradient_checkpointing:
             _checkpoint_activations(self.model)
+        self._value_head = value_head(self.model) if shared else None
 
     def train(self, training_steps: int) -> None:
         """Make actor, critic and reference, for a run of so many steps."""
         config = self.config
         actor, critic = config.actor_rollout_ref.actor, config.critic
         forward = self._forward(self.model, actor.fsdp_config)
-        self.actor = Actor(self.model, settings.actor_config(config, training_steps), self._pad_id, forward)
+        self.actor = Actor(
+            self.model, settings.actor_config(config, training_steps), self._pad_id, forward, self._value_head
+        )
         if self._values is not None:
             of_values = self._forward(self._values.trunk, critic.fsdp_config)
             self.critic = Critic(self._values, settings.critic_config(config, training_steps), self._pad_id, of_values)
         if needs_reference(config):
             self.reference = self._reference(forward)
+
+    @property
+    def values(self) -> Callable[[list[TrainingSequence]], list[NDArray[np.float32]]] | None:
+        """What gives trained tokens their values [K], sequence by sequence; None where nothing does."""
+        if self.critic is not None:
+            return self.critic.values
+        return None if self._value_head is None else self.actor.values
 
     def send_weights(self, version: int) -> None:
         """Give the engine what was trained, as policy version `version`; returns when it samples with it."""
@@ -100,13 +115,15 @@ class Models:
         return {
             "actor": self.actor.state_dict(),
             "critic": None if self.critic is None else self.critic.state_dict(),
+            "value head": None if self._value_head is None else self._value_head.state_dict(),
             "adapter": dict(_trained(self.model)) if adapted else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state. Raises ConfigError where the config now asks for other models."""
-        for what, there in {"critic": self.critic, "adapter": self.config.actor_rollout_ref.model.lora_rank}.items():
-            if bool(there) != (state[what] is not None):
+        asked = {"critic": self.critic, "value head": self._value_head}
+        for what, there in (asked | {"adapter": self.config.actor_rollout_ref.model.lora_rank or None}).items():
+            if (there is not None) != (state[what] is not None):
                 raise ConfigError(
                     f"the checkpoint has {'no' if state[what] is None else 'its'} {what}, the config says otherwise: "
                     "resume with the config.yaml of the run's folder"
@@ -114,6 +131,8 @@ class Models:
         self.actor.load_state_dict(state["actor"])
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
+        if self._value_head is not None:
+            self._value_head.load_state_dict(state["value head"])
         if state["adapter"] is not None:
             with torch.no_grad():
                 for name, parameter in _trained(self.model).items():

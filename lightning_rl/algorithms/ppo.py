@@ -262,9 +262,9 @@ class PPO(Algorithm):
                         batch.sequences, models.reference.log_probs(batch.sequences), strict=True
                     ):
                         sequence.reference_log_probs = values
-            if models.critic is not None:
+            if models.values is not None:
                 with timed(timing, "values"):
-                    for sequence, values in zip(batch.sequences, models.critic.values(batch.sequences), strict=True):
+                    for sequence, values in zip(batch.sequences, models.values(batch.sequences), strict=True):
                         sequence.values = values
             with timed(timing, "adv"):
                 step_batch.estimate(batch, replace(self._rules, kl_coef=self._kl_coef))
@@ -276,10 +276,14 @@ class PPO(Algorithm):
             self._write_record(step_batch.records(batch, plan))
             if not plan:
                 metrics |= self._skipped(batch)
+            warming_up = self.step <= self.config.trainer.critic_warmup
             if plan and models.critic is not None:
                 with timed(timing, "update_critic"), self._memory_advice("critic"):
                     metrics |= models.critic.update(models.critic.plan(batch.sequences, len(trajectories)))
-            if plan and self.step > self.config.trainer.critic_warmup:
+            elif plan and warming_up:
+                with timed(timing, "update_critic"), self._memory_advice("actor_rollout_ref.actor"):
+                    metrics |= models.actor.update(plan, values_alone=True)
+            if plan and not warming_up:
                 with timed(timing, "update_actor"), self._memory_advice("actor_rollout_ref.actor"):
                     metrics |= models.actor.update(plan)
                 metrics["training/mismatch_kl"] = metrics.get("rollout_corr/k3_kl", metrics["actor/first_k3_kl"])

@@ -122,6 +122,8 @@ def actor_config(config: Config, training_steps: int) -> ActorConfig:
         entropy_coeff=actor.entropy_coeff,
         param_offload=actor.fsdp_config.param_offload,
         optimizer_offload=actor.fsdp_config.optimizer_offload,
+        value_coef=config.critic.value_coef,
+        cliprange_value=config.critic.cliprange_value,
         optim=optimizer_config(actor.optim, training_steps, actor.grad_clip),
     )
 

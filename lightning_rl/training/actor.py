@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from lightning_rl.rl.kl import kl_penalty
 from lightning_rl.rl.losses import LossOptions, Tokens, loss_named
-from lightning_rl.training.batch import MiniBatch, TrainingSequence, canonical_order, mini_batches
+from lightning_rl.training.batch import MiniBatch, TrainingSequence, by_sequence, canonical_order, mini_batches
+from lightning_rl.training.critic import values_of, weighted_value_loss
 from lightning_rl.training.forward import Forward
 from lightning_rl.training.optimizer import Optimizer, OptimizerConfig
 
@@ -27,7 +28,8 @@ class ActorConfig(LossOptions):
 
     `mini_batch_rollouts` is ppo_mini_batch_size x rollout.n; `log_prob_rows` are computed at once by `log_probs` (None:
     as many as in an update). With `kl_loss_coef`, sequences need `reference_log_probs`. With `shuffle`, mini-batches
-    come in another order in every pass. With `param_offload`, the weights wait in main memory from `offload` on, with
+    come in another order in every pass. With `value_coef` (a shared trunk), values are trained in the same update, and
+    sequences need `values` and `returns`; `cliprange_value` bounds them. With `param_offload`, the weights wait in main memory from `offload` on, with
     `optimizer_offload` the optimizer's state does so between updates.
     """
 
@@ -46,6 +48,8 @@ class ActorConfig(LossOptions):
     shuffle: bool = False
     param_offload: bool = False
     optimizer_offload: bool = False
+    value_coef: float = 0.0
+    cliprange_value: float = 0.5
 
 
 class Actor:
@@ -55,13 +59,23 @@ class Actor:
         model: a causal LM of transformers, or one with an adapter (`training.lora`).
         pad_id: what fills rows up.
         forward: how `model` is run; by default as it is.
+        value_head: reads values from the model's last hidden states and is trained with it (a shared trunk).
     """
 
-    def __init__(self, model: nn.Module, config: ActorConfig, pad_id: int, forward: Forward | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ActorConfig,
+        pad_id: int,
+        forward: Forward | None = None,
+        value_head: nn.Linear | None = None,
+    ) -> None:
         self.model = model
+        self.value_head = value_head
         self.config = config
         self.forward = forward or Forward(model, pad_id)
-        self.optimizer = Optimizer(model.parameters(), config.optim)
+        of_values = [] if value_head is None else list(value_head.parameters())
+        self.optimizer = Optimizer([*model.parameters(), *of_values], config.optim)
         self._loss = loss_named(config.loss_mode)
         self._device = self.forward.device
 
@@ -83,6 +97,14 @@ class Actor:
         if self.config.param_offload:
             self.model.to(self._device)
 
+    def values(self, sequences: list[TrainingSequence]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+        """Per sequence the values of its trained tokens, float32 [K], by the value head."""
+        self.onload()
+        with torch.inference_mode():
+            return by_sequence(
+                sequences, self._micro_batches(sequences), lambda micro: self._valued(self.forward.hidden(micro))
+            )
+
     def log_probs(self, sequences: list[TrainingSequence]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Per sequence the log probabilities (nats) of its trained tokens, float32 [K], at their own temperature."""
         self.onload()  # not in inference mode: no gradient could be taken of weights that were copied in it
@@ -102,23 +124,27 @@ class Actor:
             scale_factor=self.config.loss_scale_factor,
         )
 
-    def update(self, plan: list[MiniBatch]) -> dict[str, float]:
+    def update(self, plan: list[MiniBatch], *, values_alone: bool = False) -> dict[str, float]:
         """One PPO update over mini-batches whose `old_log_probs` are set; verl's `actor/...` metrics, and
-        `actor/first_k3_kl`: the distance from the old ones before anything was changed."""
+        `actor/first_k3_kl`: the distance from the old ones before anything was changed.
+
+        With `values_alone` the value head learns and the policy stays (critic warm-up of a shared trunk).
+        """
         if not plan:
             return {}
+        step = self._value_step if values_alone else self._optimizer_step
         metrics: list[dict[str, float]] = []
         self.onload()
         self.optimizer.onload()
         self.model.train()
         for _ in range(self.config.ppo_epochs):
             for mini in self._order(plan):
-                metrics.append(self._optimizer_step(mini))
+                metrics.append(step(mini))
         self.model.eval()
         self.optimizer.schedule_step()
         if self.config.optimizer_offload:
             self.optimizer.offload()
-        first = {"actor/first_k3_kl": metrics[0]["actor/ppo_k3_kl"]}
+        first = {} if values_alone else {"actor/first_k3_kl": metrics[0]["actor/ppo_k3_kl"]}
         return {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]} | first
 
     @torch.no_grad()
@@ -148,7 +174,10 @@ class Actor:
         sums: dict[str, float] = {}
         for micro in self._micro_batches(mini.sequences):
             sizes = [total + size for total, size in zip(sizes, self.forward.sizes(micro), strict=True)]
-            log_probs, entropies = self.forward.log_probs(micro, with_entropy=True)
+            if self.value_head is None:
+                log_probs, entropies = self.forward.log_probs(micro, with_entropy=True)
+            else:
+                log_probs, entropies, states = self.forward.log_probs_and_hidden(micro)
             tokens = self._tokens(micro, log_probs, constants)
             weights = self._gather(np.full(len(s.trained), mini.weights[s.rollout]) for s in micro)
             policy = self._loss.token_loss(tokens, self.config)
@@ -162,6 +191,10 @@ class Actor:
                 penalty = kl_penalty(log_probs, reference, self.config.kl_loss_type)
                 found["actor/kl_loss"] = (weights * penalty).sum()
                 loss = loss + self.config.kl_loss_coef * found["actor/kl_loss"]
+            if self.value_head is not None:
+                value_loss, of_values = self._value_loss(states, micro, mini)
+                loss = loss + self.config.value_coef * value_loss
+                found |= of_values
             loss.backward()  # type: ignore[no-untyped-call]
             found["actor/pg_clipfrac"] = policy.clipped.sum() / trained
             found["actor/pg_clipfrac_lower"] = policy.clipped_lower.sum() / trained
@@ -174,6 +207,27 @@ class Actor:
         sums["perf/padding_share"] = 1 - distinct / computed
         sums["perf/shared_share"] = 1 - distinct / in_rows
         return sums
+
+    def _value_loss(
+        self, states: Tensor, micro: Sequence[TrainingSequence], mini: MiniBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return weighted_value_loss(self._valued(states), micro, mini, clip=self.config.cliprange_value)
+
+    def _valued(self, states: Tensor) -> Tensor:
+        assert self.value_head is not None
+        return values_of(states, self.value_head)
+
+    def _value_step(self, mini: MiniBatch) -> dict[str, float]:
+        """An optimizer step of the value head alone: no gradient reaches the trunk."""
+        self.optimizer.zero_grad()
+        sums: dict[str, float] = {}
+        for micro in self._micro_batches(mini.sequences):
+            with torch.no_grad():
+                states = self.forward.hidden(micro)
+            loss, found = self._value_loss(states, micro, mini)
+            (self.config.value_coef * loss).backward()  # type: ignore[no-untyped-call]
+            _add(sums, {name: value.item() for name, value in found.items()}, micro)
+        return sums | {f"critic/{name}": value for name, value in self.optimizer.step().items()}
 
     def _order(self, plan: list[MiniBatch]) -> list[MiniBatch]:
         """One pass; with `shuffle` the count of optimizer steps decides the order: a resumed run has the same."""

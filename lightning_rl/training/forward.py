@@ -101,8 +101,18 @@ class Forward:
         """Log probabilities (nats) of the K trained tokens, in the order of `micro`, [K], each at its temperature; and
         the entropies of their distributions [K], where asked for (else the log probabilities again)."""
         layout = self._layout(micro)
+        return self._of_logits(layout, self._logits(layout), with_entropy)
+
+    def log_probs_and_hidden(self, micro: Sequence[TrainingSequence]) -> tuple[Tensor, Tensor, Tensor]:
+        """Log probabilities and entropies as of `log_probs`, and the states as of `hidden`, in one pass."""
+        layout = self._layout(micro)
+        states: list[Tensor] = []
+        log_probs, entropies = self._of_logits(layout, self._logits(layout, states), with_entropy=True)
+        return log_probs, entropies, states[0][self._tensor(layout.which)]
+
+    def _of_logits(self, layout: Layout, logits: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
         log_probs, entropies = token_log_probs(
-            self._logits(layout),
+            logits,
             self._tensor(layout.which),
             self._tensor(layout.targets),
             self._tensor(layout.temperature),
@@ -148,17 +158,27 @@ class Forward:
         plan = self._plan(micro)
         return lay_out(micro, plan.lines, self._pad_id, masked=plan.masked)
 
-    def _logits(self, layout: Layout) -> Tensor:
-        """Logits [U, V] at `layout.at`."""
+    def _logits(self, layout: Layout, kept: list[Tensor] | None = None) -> Tensor:
+        """Logits [U, V] at `layout.at`; the hidden states there [U, D] go into `kept`, where it is given."""
         at = self._tensor(layout.at)
         inputs = self._inputs(layout)
+
+        def narrowed(states: Tensor) -> Tensor:
+            chosen = states.flatten(0, 1)[None, at]
+            if kept is not None:
+                kept.append(chosen[0])
+            return chosen
+
         with self._precision():
             if not self._narrow:
-                whole: Tensor = self.model(**inputs).logits
-                return whole.flatten(0, 1)[at]
-            with self._head_sees(lambda states: states.flatten(0, 1)[None, at]):
-                chosen: Tensor = self.model(**inputs).logits
-            return chosen[0]
+                whole = self.model(**inputs, **({} if kept is None else {"output_hidden_states": True}))
+                if kept is not None:
+                    kept.append(whole.hidden_states[-1].flatten(0, 1)[at])
+                logits: Tensor = whole.logits
+                return logits.flatten(0, 1)[at]
+            with self._head_sees(narrowed):
+                few: Tensor = self.model(**inputs).logits
+            return few[0]
 
     def _states(self, layout: Layout) -> Tensor:
         """Of the K trained tokens, in their order, the hidden states [K, D] before them."""

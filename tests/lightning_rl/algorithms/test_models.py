@@ -164,6 +164,44 @@ def test_the_critic_begins_where_the_keys_say(tmp_path: Path) -> None:
     assert [values.tolist() for values in named.values(sequences(1))] == [[0.0] * 4]
 
 
+@pytest.mark.parametrize("keys", [{}, LORA], ids=["whole", "adapter"])
+def test_a_shared_trunk_has_one_model_and_learns_values_in_the_policys_update(keys: dict[str, Any]) -> None:
+    def trained(value_coef: float) -> tuple[Models, list[float]]:
+        made = models(with_critic=True, critic={"shared_trunk": True, "value_coef": value_coef}, **keys)
+        assert made.critic is None
+        assert made.values is not None
+        assert [values.tolist() for values in made.values(sequences(1))] == [[0.0] * 4]
+        rows = sequences()
+        losses = [made.actor.update(made.actor.plan(rows, 3))["critic/vf_loss"] for _ in range(5)]
+        return made, losses
+
+    made, losses = trained(0.5)
+    other, _ = trained(0.0)
+    assert losses == sorted(losses, reverse=True)
+    theirs = dict(other.model.named_parameters())
+    moved = [name for name, weight in made.model.named_parameters() if not torch.equal(weight, theirs[name])]
+    assert moved  # the value loss reaches the trunk
+    assert made.values is not None
+    assert made.values(sequences(1))[0].mean() > 0.01  # its returns are 1
+
+
+def test_a_shared_trunk_stays_while_its_head_warms_up() -> None:
+    made = models(with_critic=True, critic={"shared_trunk": True})
+    before = of(made.model.named_parameters())
+    rows = sequences()
+    metrics = made.actor.update(made.actor.plan(rows, 3), values_alone=True)
+    assert metrics.keys() == {
+        "critic/vf_loss",
+        "critic/vf_clipfrac",
+        "critic/vpred_mean",
+        "critic/grad_norm",
+        "critic/lr",
+    }
+    assert all(torch.equal(weight, before[name]) for name, weight in made.model.named_parameters())
+    assert made.values is not None
+    assert made.values(rows)[0].mean() > 0
+
+
 def test_the_reference_is_what_the_keys_say(monkeypatch: pytest.MonkeyPatch) -> None:
     assert models().reference is None
     rows = sequences()
@@ -203,6 +241,7 @@ def test_a_saved_state_and_an_exported_policy_bring_everything_back(keys: dict[s
     first.critic.update(first.critic.plan(rows, 3))
     first.export(tmp_path)
     second = models(with_critic=True, resumed=tmp_path, **keys)
+    assert first.state_dict()["value head"] is None
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for _ in range(2):
         for made in (first, second):

@@ -42,6 +42,16 @@ def test_the_policy_stays_while_the_critic_warms_up(tmp_path: Path) -> None:
     )
 
 
+def test_a_shared_trunk_learns_both_and_warms_up(tmp_path: Path) -> None:
+    trainer = {"total_training_steps": 3, "critic_warmup": 1, "val_before_train": False}
+    _, (first, second, third) = fitted(tmp_path, GAE, {"trainer": trainer, "critic": {"shared_trunk": True}})
+    assert "actor/pg_loss" not in first
+    assert [row["training/policy_version"] for row in (first, second, third)] == [0, 1, 2]
+    assert first["critic/values/mean"] == 0.0 != second["critic/values/mean"]
+    assert third["critic/vf_loss"] > 0
+    assert third["actor/grad_norm"] > 0
+
+
 @pytest.mark.parametrize("lora", [{}, {"lora_rank": 2}], ids=["whole", "adapter"])
 def test_the_distance_from_the_reference_grows_from_0_and_lowers_rewards(lora: dict[str, Any], tmp_path: Path) -> None:
     keys = {
