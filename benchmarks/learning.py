@@ -1,6 +1,6 @@
 """Do the algorithms learn? The SQL agent under each of them, with and without LoRA, over several seeds.
 
-    python benchmarks/learning.py --seeds 0 1 2 --steps 30 --out runs/benchmark-learning
+    python benchmarks/learning.py --seeds 0 1 2 --steps 24 --out runs/benchmark-learning
 
 Each run is a process of its own and leaves `<method>/seed-<n>/metrics.jsonl`; runs that are already there are not done
 again. Prints a table of held-out accuracy by step (mean over seeds, and the range at the end) and draws
@@ -89,7 +89,7 @@ def train(method: str, seed: int, steps: int, folder: Path) -> None:
 
     own = {
         "data": {"seed": seed},
-        "trainer": {"total_training_steps": steps, "test_freq": 5, "logger": ["jsonl"]},
+        "trainer": {"total_training_steps": steps, "test_freq": 6, "logger": ["jsonl"]},
     }
     config = compose(OmegaConf.merge(CONFIG, METHODS[method], own))
     algorithm = (RowPerCall if method.endswith("row_per_call") else lrl.PPO)(config)
@@ -138,7 +138,7 @@ def main() -> None:
     """Run what is asked for, print the table, draw the curves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--out", type=Path, default=Path("runs") / "benchmark-learning")
     parser.add_argument("--list", action="store_true")

@@ -47,11 +47,8 @@ def test_pickles_are_read_only_from_a_runners_own_parent() -> None:
     assert {file for file, called, _ in calls() if called in loads} == {"lightning_rl/runner/process.py"}
 
 
-def test_checkpoints_are_read_as_data() -> None:
-    found = [call for _, called, call in calls() if called == "torch.load"]
-    assert found
-    for call in found:
-        assert "weights_only=True" in [ast.unparse(keyword) for keyword in call.keywords]
+def test_nothing_reads_what_torch_has_pickled() -> None:
+    assert not [file for file, called, _ in calls() if called == "torch.load"]
 
 
 def test_no_code_of_a_models_folder_is_run() -> None:
