@@ -1,7 +1,5 @@
 """Which credit strategy and which estimator a config means, whether they go together, and what they need."""
 
-from typing import Final
-
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import AlgorithmSection, Config
 from lightning_rl.loading import load
@@ -10,8 +8,6 @@ from lightning_rl.rl.baselines import OutcomeEstimator
 from lightning_rl.rl.kl import AdaptiveKL, FixedKL, check_kind
 from lightning_rl.rl.shaping import OverlongBuffer
 from lightning_rl_adapters.credit import Strategy, by_name
-
-_NOT_YET: Final = {"remax": "a greedy rollout of every task, and none is asked for yet"}
 
 
 def strategy_of(algorithm: AlgorithmSection) -> Strategy:
@@ -34,12 +30,9 @@ def estimator_of(
 ) -> Estimator | OutcomeEstimator:
     """`own` where it is given, else `algorithm.adv_estimator`; `strategy` is the one given beside the config.
 
-    Raises ConfigError for one that lacks what it needs, and for a credit strategy that it would have no use for.
+    Raises ConfigError for a credit strategy that it would have no use for.
     """
     algorithm, name = config.algorithm, config.algorithm.adv_estimator
-    if own is None and name in _NOT_YET:
-        possible = ", ".join(other for other in ESTIMATORS if other not in _NOT_YET)
-        raise ConfigError(f"algorithm.adv_estimator={name} needs {_NOT_YET[name]}; there are {possible}")
     estimator = ESTIMATORS[name] if own is None else own
     plain = strategy is None and algorithm.credit.function is None and algorithm.credit.strategy == "final"
     if not plain and (isinstance(estimator, OfTokens) or estimator is ESTIMATORS["gdpo"]):

@@ -8,6 +8,7 @@ A run that is resumed starts at its last checkpoint and asks for the same rollou
 store already holds of them is trained on as it is, the rest is sampled.
 """
 
+import hashlib
 import logging
 import random
 import time
@@ -54,6 +55,7 @@ from lightning_rl.training import checkpoint
 from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.credit import Strategy
 
+_GREEDY = "greedy-"  # what the groups of greedy rollouts begin with
 _PAUSE_LEASE_SECONDS = 120.0  # a trainer that dies in mid-update does not park its agents for ever
 _log = logging.getLogger(__name__)
 
@@ -105,6 +107,8 @@ class PPO(Algorithm):
         self.policy_version = 0
         self.batches_taken = 0  # of tasks, for training
         self.history: list[dict[str, float]] = []
+        self._greedy: dict[str, float] = {}  # rewards of greedy rollouts by the group whose task they have
+        self._greedy_resources: str | None = None
         self.n_runners = self.config.actor_rollout_ref.rollout.agent.num_workers
         self.resume = self.config.trainer.resume_mode == "auto"
 
@@ -267,7 +271,7 @@ class PPO(Algorithm):
                     for sequence, values in zip(batch.sequences, models.values(batch.sequences), strict=True):
                         sequence.values = values
             with timed(timing, "adv"):
-                step_batch.estimate(batch, replace(self._rules, kl_coef=self._kl_coef))
+                step_batch.estimate(batch, replace(self._rules, kl_coef=self._kl_coef), self._greedy)
                 metrics |= self._correct(batch)
             metrics |= batch.metrics()
             self._steer_kl(batch)
@@ -309,13 +313,20 @@ class PPO(Algorithm):
     def roll_out(
         self, mode: str, tasks: Tasks, n: int, *, generation: int = 0, name: str | None = None
     ) -> list[Trajectory]:
-        """Ask for `n` rollouts of each task, and read them back as they end. Groups are in the order of `tasks`.
+        """Ask for `n` rollouts of each task, and read them back as they end. Groups are in the order of `tasks`. Where
+        the estimator compares with greedy rollouts, one of each task is asked for beside them.
 
         `generation` tells batches of one step apart, which may have a task in common; `name` is what their ids begin
         with, else `mode`.
         """
         prefix = f"{name or mode}-{self.config.data.seed}-{self.step}" + (f".{generation}" if generation else "")
         asked = rollouts.requests(self.config, prefix, mode, tasks, n, self.step)
+        sampled = len(asked)
+        if mode == "train" and self._greedy_resources is not None:
+            greedy = f"{_GREEDY}{prefix}"
+            asked += rollouts.requests(
+                self.config, greedy, mode, tasks, 1, self.step, resources_id=self._greedy_resources
+            )
         read = rollouts.reader(self.config, self.policy.name, self._select, self._began_ns)
         if self._grader is None:
             trajectories = self.finished(asked, read)
@@ -324,12 +335,17 @@ class PPO(Algorithm):
             trajectories = [read(trace) for trace in self._grader.graded(traces, self.store, self.policy.name)]
         self.books.read(trajectories)
         self._problems.report(f"step {self.step}" if mode == "train" else "validation", trajectories)
-        return trajectories
+        for trajectory in trajectories[sampled:]:
+            self.books.exclude(trajectory, "greedy_logprobs")
+            if trajectory.reward is not None:
+                self._greedy[trajectory.group_id.removeprefix(_GREEDY)] = trajectory.reward
+        return trajectories[:sampled]
 
     def _rolled_out(self, tasks: Tasks) -> tuple[list[Trajectory], list[Trajectory]]:
         """All rollouts of a step, and those to be trained: with `filter_groups` those of groups that say something, for
         which further batches of tasks are rolled out as needed."""
         self.on_sample_begin()
+        self._greedy.clear()
         n, rule = self.config.actor_rollout_ref.rollout.n, self.config.algorithm.filter_groups
         if not rule.enable:
             rolled_out = trained = self.roll_out("train", tasks, n)
@@ -510,8 +526,13 @@ class PPO(Algorithm):
         return next(self._supply)
 
     def _publish_resources(self) -> None:
-        """Publish the policy under the name `main_llm`, with the sampling of training and of validation."""
+        """Publish the policy under the name `main_llm`, with the sampling of training and of validation; before it,
+        where greedy rollouts are needed, a greedy one, whose id is the same when the run is resumed."""
         main_llm = {"type": "proxy_llm", "model": self.policy.name, **settings.sampling_parameters(self.config)}
+        if getattr(self._rules.estimator, "needs_greedy", False):
+            greedy = {"main_llm": {**main_llm, "sampling_parameters": settings.greedy_sampling(self.config)}}
+            digest = hashlib.blake2b(msgspec.json.encode(greedy), digest_size=8).hexdigest()
+            self._greedy_resources = self.store.publish(greedy, f"greedy-{digest}").resources_id
         self.store.publish({"main_llm": main_llm})
 
     def _opened_trackers(self, total: int) -> list[Any]:

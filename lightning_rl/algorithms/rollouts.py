@@ -13,9 +13,11 @@ from lightning_rl_adapters.call import Call
 Tasks = Sequence[tuple[int, Any]]  # (index in the dataset, task)
 
 
-def requests(config: Config, name: str, mode: str, tasks: Tasks, n: int, step: int) -> list[RolloutRequest]:
+def requests(
+    config: Config, name: str, mode: str, tasks: Tasks, n: int, step: int, *, resources_id: str | None = None
+) -> list[RolloutRequest]:
     """`n` rollouts of each task, group by group, in the order of `tasks`. Their ids begin with `name`, so that a run
-    that is resumed asks for the same ones."""
+    that is resumed asks for the same ones. Without `resources_id` they get the latest resources."""
     agent = config.actor_rollout_ref.rollout.agent
     return [
         RolloutRequest(
@@ -23,6 +25,7 @@ def requests(config: Config, name: str, mode: str, tasks: Tasks, n: int, step: i
             mode=mode,  # type: ignore[arg-type]
             rollout_id=f"{name}-{index}-{k}",
             group_id=f"{name}-{index}",
+            resources_id=resources_id,
             config=RolloutConfig(max_attempts=agent.max_attempts, timeout_seconds=agent.timeout_seconds),
             metadata={"task_index": f"{index}-{k}", "step": step},
         )

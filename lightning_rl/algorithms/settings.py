@@ -187,6 +187,11 @@ def sampling_parameters(config: Config) -> dict[str, dict[str, float | int]]:
     }
 
 
+def greedy_sampling(config: Config) -> dict[str, float | int]:
+    """That of greedy rollouts, which training compares others with."""
+    return {**NEUTRAL, "temperature": 0.0, "max_tokens": config.data.max_response_length}
+
+
 def _sampling(section: Rollout | ValKwargs, max_tokens: int) -> dict[str, float | int]:
     return {
         **NEUTRAL,

@@ -180,9 +180,10 @@ def read(trajectories: Sequence[Trajectory], rules: Rules) -> StepBatch:
     return batch
 
 
-def estimate(batch: StepBatch, rules: Rules) -> None:
+def estimate(batch: StepBatch, rules: Rules, greedy: Mapping[str, float] | None = None) -> None:
     """Give the rows their advantages, and under an estimator with a critic their returns; take out what `rules` drop.
 
+    `greedy` has, by group id, the reward of a greedy rollout of the group's task, for an estimator that asks for it.
     Once for a batch. Its sequences need `values` for an estimator with a critic, `old_log_probs` and
     `reference_log_probs` for a `kl_coef`.
 
@@ -196,7 +197,7 @@ def estimate(batch: StepBatch, rules: Rules) -> None:
     if isinstance(estimator, OfTokens):
         _estimate_tokens(rewarded, estimator, rules.settings)
     else:
-        _estimate_calls(rewarded, estimator, rules)
+        _estimate_calls(rewarded, estimator, rules, greedy)
     _judge_groups(batch, rewarded, rules)
     for part in rewarded:
         if part.left_out is not None and part.sequences:
@@ -263,7 +264,9 @@ def _on_answers(part: RolloutPart, of_calls: Mapping[str, tuple[NDArray[np.int64
     return found
 
 
-def _estimate_calls(rewarded: Sequence[RolloutPart], estimator: OfOutcomes, rules: Rules) -> None:
+def _estimate_calls(
+    rewarded: Sequence[RolloutPart], estimator: OfOutcomes, rules: Rules, greedy: Mapping[str, float] | None
+) -> None:
     for part in rewarded:
         try:
             part.credits = credit.assign(rules.strategy, part.trajectory.forest, part.rewards)
@@ -283,6 +286,7 @@ def _estimate_calls(rewarded: Sequence[RolloutPart], estimator: OfOutcomes, rule
             for part in rewarded
         ],
         named=[part.rewards.named for part in rewarded],
+        greedy=[greedy.get(part.trajectory.group_id, math.nan) for part in rewarded] if greedy else None,
     )
     for part, found in zip(rewarded, estimates, strict=True):
         part.estimates = found

@@ -454,8 +454,8 @@ class AlgorithmSection(Section, frozen=True):
             "tir_optimal_token_baseline",
         ],
         effect(
-            "how advantages are estimated (`docs/algorithms.md`); gae trains a critic; remax, which needs greedy "
-            "rollouts, is refused yet"
+            "how advantages are estimated (`docs/algorithms.md`); gae trains a critic, remax asks for a greedy rollout "
+            "of every task beside the others"
         ),
     ] = "grpo"
     gdpo_reward_keys: Annotated[

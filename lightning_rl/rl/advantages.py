@@ -23,10 +23,12 @@ Voice = tuple[int, str, str | None]  # a rollout, whom it is compared with, and 
 
 @dataclass(frozen=True)
 class OfOutcomes:
-    """An estimator by scores; `whitened` over the batch's trained tokens as a last step."""
+    """An estimator by scores; `whitened` over the batch's trained tokens as a last step. With `needs_greedy` scores are
+    compared with that of a greedy rollout of the same task."""
 
     function: OutcomeEstimator
     whitened: bool = False
+    needs_greedy: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ ESTIMATORS: Final[dict[str, Estimator]] = {
     "rloo_vectorized": OfOutcomes(baselines.rloo),
     "opo": OfOutcomes(baselines.opo),
     "reinforce_plus_plus": OfTokens(token_advantages.reinforce_plus_plus, whitened=True),
-    "remax": OfOutcomes(baselines.remax),
+    "remax": OfOutcomes(baselines.remax, needs_greedy=True),
     "gpg": OfOutcomes(baselines.gpg),
     "optimal_token_baseline": OfTokens(token_advantages.optimal_token_baseline, compared_with=GROUP),
     "tir_optimal_token_baseline": OfTokens(token_advantages.tir_optimal_token_baseline, compared_with=GROUP),
@@ -94,6 +96,7 @@ def of_calls(
     settings: Settings = _PLAIN,
     tokens: Sequence[Mapping[str, int]] | None = None,
     named: Sequence[Mapping[str, float]] | None = None,
+    greedy: Sequence[float] | None = None,
 ) -> list[dict[str, Estimate]]:
     """What an outcome estimator makes of credits.
 
@@ -109,6 +112,7 @@ def of_calls(
         groups: the group of each rollout, length N.
         tokens: per rollout, call id -> sampled tokens (all 1 where not given).
         named: per rollout, its named rewards.
+        greedy: per rollout, the reward of a greedy rollout of its task; NaN where it has none.
 
     Returns: per rollout, call id -> estimate; with credit `final` each is that of its rollout.
 
@@ -130,6 +134,7 @@ def of_calls(
             [(groups[rollout], name) for rollout, name, _ in voices],
             lengths=[sizes[voice] for voice in voices],
             named=_by_name([named[rollout] for rollout, _, _ in voices] if named else []),
+            greedy=None if greedy is None else [greedy[rollout] for rollout, _, _ in voices],
         )
         # A prompt that only one call answered says nothing, whatever is held of a rollout without others.
         rules = replace(settings, lone_raw=False) if is_state(kind + ":") else settings

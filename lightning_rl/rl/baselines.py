@@ -162,13 +162,14 @@ def gdpo(outcomes: Outcomes, settings: Settings) -> Baselines:
 
 
 def remax(outcomes: Outcomes, settings: Settings) -> Baselines:
-    """ReMax (arXiv 2310.10505): A_i = s_i - the score of a greedy rollout of the same task.
+    """ReMax (arXiv 2310.10505): A_i = s_i - the score of a greedy rollout of the same task; 0 where that is NaN.
 
     Raises EstimatorError where there are no greedy rollouts.
     """
     if outcomes.greedy is None:
         raise EstimatorError("the estimator remax needs the score of a greedy rollout of every task")
-    return Baselines(outcomes.greedy, np.ones(len(outcomes.scores)))
+    known = ~np.isnan(outcomes.greedy)
+    return Baselines(np.where(known, outcomes.greedy, 0.0), np.where(known, 1.0, math.inf))
 
 
 def mean(values: Floats, weights: Floats | None = None) -> float:

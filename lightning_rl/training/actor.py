@@ -28,9 +28,10 @@ class ActorConfig(LossOptions):
 
     `mini_batch_rollouts` is ppo_mini_batch_size x rollout.n; `log_prob_rows` are computed at once by `log_probs` (None:
     as many as in an update). With `kl_loss_coef`, sequences need `reference_log_probs`. With `shuffle`, mini-batches
-    come in another order in every pass. With `value_coef` (a shared trunk), values are trained in the same update, and
-    sequences need `values` and `returns`; `cliprange_value` bounds them. With `param_offload`, the weights wait in main memory from `offload` on, with
-    `optimizer_offload` the optimizer's state does so between updates.
+    come in another order in every pass. With a value head (a shared trunk) values are trained in the same update, the
+    value loss counts `value_coef` times, and sequences need `values` and `returns`; `cliprange_value` bounds them. With
+    `param_offload`, the weights wait in main memory from `offload` on, with `optimizer_offload` the optimizer's state
+    does so between updates.
     """
 
     mini_batch_rollouts: int

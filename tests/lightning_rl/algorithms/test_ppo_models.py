@@ -9,7 +9,10 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 import lightning_rl as lrl
+from lightning_rl.algorithms import step_record
+from lightning_rl.store.sql import SqlStore
 from lightning_rl.tracking.jsonl import read
+from lightning_rl_adapters.call import calls_of
 from tests.lightning_rl.algorithms.agents import some_fail, two_calls
 from tests.lightning_rl.algorithms.test_ppo import config
 
@@ -78,6 +81,26 @@ def test_an_adapter_is_trained_sampled_and_left_as_a_whole_model(tmp_path: Path)
     )
     assert begun.keys() == final.keys()
     assert (tmp_path / "model" / "tokenizer.json").exists()
+
+
+def test_greedy_rollouts_are_compared_with_and_not_trained(tmp_path: Path) -> None:
+    keys = {"algorithm": {"adv_estimator": "remax"}, "trainer": {"total_training_steps": 2, "val_before_train": False}}
+    made, rows = fitted(tmp_path, keys)
+    [_, record] = step_record.read_all(tmp_path)
+    assert len(record.rollouts) == 8
+    assert len(made._greedy) == 4
+    for rollout in record.rollouts:
+        assert rollout.reward is not None
+        for call in rollout.calls.values():
+            assert call.baseline == made._greedy[rollout.group_id]
+            assert call.advantage == pytest.approx(rollout.reward - call.baseline)
+    assert rows[1]["tokens/excluded/greedy_logprobs"] > 0
+    store = SqlStore(f"sqlite:///{tmp_path / 'store.db'}")
+    greedy = [r.rollout_id for r in store.page(limit=100)[0] if r.rollout_id.startswith("greedy-")]
+    calls = [call for trace in store.traces(greedy).values() for call in calls_of(trace.attempts[0].spans)]
+    store.close()
+    assert len(greedy) == 8
+    assert {call.logprob_kind for call in calls} == {"greedy"}
 
 
 class Told(lrl.PPO):

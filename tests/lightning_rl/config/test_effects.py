@@ -446,7 +446,7 @@ def test_a_correction_of_cut_contexts_is_refused() -> None:
 def test_the_estimator_is_what_the_keys_say() -> None:
     [literal] = [get_args(key.type.__origin__) for key in keys() if key.name == "algorithm.adv_estimator"]
     assert set(literal) == ESTIMATORS.keys()
-    for name in ESTIMATORS.keys() - {"remax", "gdpo"}:
+    for name in ESTIMATORS.keys() - {"gdpo"}:
         rules = PPO({"algorithm": {"adv_estimator": name, "gamma": 0.5, "norm_adv_by_std_in_grpo": False}})._rules
         assert rules.estimator is ESTIMATORS[name]
         assert (rules.settings.gamma, rules.settings.norm_by_std, rules.settings.reward_weights) == (0.5, False, {})
@@ -459,7 +459,6 @@ def test_the_estimator_is_what_the_keys_say() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        ({"adv_estimator": "remax"}, "remax needs a greedy rollout of every task"),
         ({"adv_estimator": "gdpo"}, "set algorithm.gdpo_reward_keys.*; there are 0 names"),
         (
             {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a"], "gdpo_reward_weights": [1.0, 2.0]},

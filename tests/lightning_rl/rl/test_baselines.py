@@ -101,6 +101,11 @@ def test_gdpo_compares_each_reward_for_itself() -> None:
     assert found == pytest.approx([found[0], -found[0]] * 2)
 
 
+def test_without_a_greedy_rollout_a_task_says_nothing() -> None:
+    found = baselines.remax(Outcomes.of([1.0, 3.0], "gh", greedy=[0.5, float("nan")]), RAW)
+    assert ((np.asarray([1.0, 3.0]) - found.baseline) / found.scale).tolist() == [0.5, 0.0]
+
+
 def test_remax_says_what_it_lacks() -> None:
     with pytest.raises(EstimatorError, match="remax needs the score of a greedy rollout"):
         baselines.remax(Outcomes.of([1.0], "g"), RAW)

@@ -1,0 +1,242 @@
+"""Attention over a tree of tokens that computes only what is seen: a mask that knows the tree it was made of.
+
+A token of a tree sees its own path from the root. Behind a mask all pairs of a line are computed, and most are hidden.
+Here the tokens of a branch (a `Segment`) are given the keys of the branches above it and their own, and segments of
+like size are one call of `scaled_dot_product_attention`. To the model it is a mask like any other: torch hands the call
+to `TreeMask`, so no model and no configuration is changed, and a layer that is computed again in the backward pass finds
+it again. Whoever wants the numbers of the mask (other kinds of attention) gets them.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import embedding, scaled_dot_product_attention
+from torch.utils._pytree import tree_map
+
+Ints = NDArray[np.int64]
+
+# In pairs of a query and a key, forward and backward; measured. A call costs a GPU as much as many more pairs.
+PER_PLACE = 20  # to gather a query, a key and its value, or a result
+PER_CALL = {"cpu": 5_000, "cuda": 500_000}
+
+
+class Size(NamedTuple):
+    """Of a segment: how many tokens stand before it on its path, and how many are its own."""
+
+    before: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A branch without forks: `tokens` places from `start` on; all of them see the places `before`, int64 [P]. Places
+    are counted through [B, T]."""
+
+    start: int
+    tokens: int
+    before: Ints
+
+    @property
+    def size(self) -> Size:
+        return Size(len(self.before), self.tokens)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one call computes: `queries` int64 [N, Q], `keys` int64 [N, K], `mask` [N or 1, 1, Q, K]; None: causal."""
+
+    queries: Tensor
+    keys: Tensor
+    mask: Tensor | None
+
+
+class TreeMask(Tensor):
+    """What is added to attention scores [B, 1, T, T], without the numbers as long as nobody asks for them.
+
+    Attributes:
+        used: how many calls of `scaled_dot_product_attention` were computed by segments.
+    """
+
+    used: int
+    _calls: list[_Call]
+    _where: Tensor
+    _groups: int
+    _whole: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: tuple[int, int],
+        segments: Sequence[Segment],
+        dtype: torch.dtype,
+        device: torch.device,
+        whole: Callable[[], Tensor],
+        *,
+        groups: int = 1,
+    ) -> "TreeMask":
+        """
+        Args:
+            shape: B and T.
+            segments: every place that is no padding stands in one.
+            whole: the mask as an ordinary tensor.
+            groups: queries' heads that share a key; where keys come repeated for each, one of them is taken.
+        """
+        rows, length = shape
+        made: TreeMask = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, (rows, 1, length, length), dtype=dtype, device=device
+        )
+        where = np.zeros(rows * length, dtype=np.int64)  # of padding: anything
+        made._calls, written = [], 0
+        for numbers in calls([segment.size for segment in segments], device.type):
+            chosen = [segments[number] for number in numbers]
+            tokens = max(segment.tokens for segment in chosen)
+            for segment in chosen:
+                where[segment.start : segment.start + segment.tokens] = np.arange(written, written + segment.tokens)
+                written += tokens
+            made._calls.append(_call(chosen, dtype, device))
+        made._where = torch.from_numpy(where).to(device)
+        made._groups, made._whole, made.used = groups, whole, 0
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is scaled_dot_product_attention:
+            return _attention(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Whatever else is computed with it is computed with its numbers."""
+        args, kwargs = tree_map(_plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"TreeMask of {len(self._calls)} calls"
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Attention [B, H, T, D] by segments."""
+        if self._groups > 1 and key.shape[1] == query.shape[1]:
+            key, value = key[:, :: self._groups], value[:, :: self._groups]
+        options["enable_gqa"] = key.shape[1] != query.shape[1]
+        q, k, v = _by_place(query), _by_place(key), _by_place(value)
+        parts = []
+        for call in self._calls:
+            own = scaled_dot_product_attention(
+                _gathered(q, call.queries),
+                _gathered(k, call.keys),
+                _gathered(v, call.keys),
+                attn_mask=call.mask,
+                is_causal=call.mask is None,
+                **options,
+            )
+            parts.append(own.transpose(1, 2).flatten(0, 1).flatten(1))
+        found = embedding(self._where, torch.cat(parts))
+        self.used += 1
+        return found.view(*query.shape[::2], query.shape[1], -1).transpose(1, 2)
+
+    def fits(self, query: Tensor, key: Tensor) -> bool:
+        """Whether queries and keys are those of the tree, and no others beside."""
+        rows, _, length, _ = self.shape
+        return query.shape[::2] == key.shape[::2] == (rows, length)
+
+
+def calls(sizes: Sequence[Size], device: str) -> list[list[int]]:
+    """Segments that are computed at once, as their numbers: those of like size, where padding costs less than a call;
+    roots apart, since causal attention needs no mask."""
+    found: list[list[int]] = []
+    widest, tokens, rooted = 0, 0, False
+    for number in sorted(range(len(sizes)), key=lambda n: (sizes[n].before > 0, -sum(sizes[n]), -sizes[n].tokens)):
+        size = sizes[number]
+        width = sum(size)
+        if found and rooted == (size.before == 0):
+            count, most = len(found[-1]), max(tokens, size.tokens)
+            together = (count + 1) * _work(widest, most, rooted)  # `widest` stays: the wide ones come first
+            apart = count * _work(widest, tokens, rooted) + _work(width, size.tokens, rooted)
+            if together <= apart + _per_call(device):
+                found[-1].append(number)
+                tokens = most
+                continue
+        found.append([number])
+        widest, tokens, rooted = width, size.tokens, size.before == 0
+    return found
+
+
+def pairs(sizes: Sequence[Size], device: str) -> float:
+    """What attention by segments costs, in pairs of a query and a key behind a mask."""
+    total = 0.0
+    for numbers in calls(sizes, device):
+        chosen = [sizes[number] for number in numbers]
+        one = _work(max(map(sum, chosen)), max(size.tokens for size in chosen), chosen[0].before == 0)
+        total += len(chosen) * one + _per_call(device)
+    return total
+
+
+def _work(keys: int, queries: int, rooted: bool) -> float:
+    return queries * keys * (0.5 if rooted else 1) + PER_PLACE * (keys + 2 * queries)
+
+
+def _per_call(device: str) -> float:
+    return PER_CALL.get(device, PER_CALL["cuda"])
+
+
+def _call(segments: Sequence[Segment], dtype: torch.dtype, device: torch.device) -> _Call:
+    width = max(sum(segment.size) for segment in segments)
+    tokens = max(segment.tokens for segment in segments)
+    queries = np.zeros((len(segments), tokens), dtype=np.int64)
+    keys = np.zeros((len(segments), width), dtype=np.int64)
+    for number, segment in enumerate(segments):
+        own = np.arange(segment.start, segment.start + segment.tokens)
+        queries[number, : segment.tokens] = own
+        keys[number, : sum(segment.size)] = np.concatenate([segment.before, own])
+    before = np.array([len(segment.before) for segment in segments])
+    if not before.any():
+        at = torch.from_numpy(queries).to(device)
+        return _Call(at, at, None)
+    if (before == before[0]).all():
+        before = before[:1]
+    hidden = torch.from_numpy(np.arange(width) > (before[:, None] + np.arange(tokens))[:, :, None]).to(device)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)
+    return _Call(torch.from_numpy(queries).to(device), torch.from_numpy(keys).to(device), mask[:, None])
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """`scaled_dot_product_attention`, by segments where the mask knows them."""
+    if isinstance(attn_mask, TreeMask) and not is_causal and attn_mask.fits(query, key):
+        options.pop("enable_gqa", None)
+        return attn_mask.attend(query, key, value, dropout_p=dropout_p, **options)
+    return scaled_dot_product_attention(query, key, value, _plain(attn_mask), dropout_p, is_causal, **options)
+
+
+def _plain(given: Any) -> Any:
+    return given._whole() if isinstance(given, TreeMask) else given
+
+
+def _by_place(states: Tensor) -> Tensor:
+    """[B, H, T, D] as [B T, H, D]."""
+    return states.transpose(1, 2).flatten(0, 1)
+
+
+def _gathered(states: Tensor, at: Tensor) -> Tensor:
+    """[N, H, S, D] of `states` [B T, H, D] at `at` [N, S]; an embedding's backward pass is the fast one."""
+    return embedding(at, states.flatten(1)).view(*at.shape, *states.shape[1:]).transpose(1, 2)
+
+
+__all__: Final = ["Segment", "Size", "TreeMask", "calls", "pairs"]
