@@ -70,7 +70,7 @@ def tell(algorithm: "PPO", run_dir: Path, tutorial: Any, console: "Console") -> 
     console.print(
         f"held-out accuracy, sampled: {accuracy[0]:.3f} -> {accuracy[-1]:.3f} in {int(steps[-1])} steps\n"
         f"curve       {png}\nmetrics     {run_dir / 'metrics.jsonl'}\nstore       {run_dir / 'store.db'}\n"
-        f"checkpoint  {run_dir / 'checkpoints' / f'step-{algorithm.step}'}  (transformers loads it)\n\n"
+        f"model       {run_dir / 'model'}  (transformers loads it)\n\n"
         f"Next: read {Path(tutorial.__file__).parent / 'agent.py'} (nothing in it knows of training) and train.py "
         "beside it, change the reward or a hyperparameter, and run it again.",
         soft_wrap=True,

@@ -80,10 +80,12 @@ def _train(agent: Any, settings: "TrainConfig", run_dir: Path | None, *, as_json
         raise
     last = algorithm.history[-1] if algorithm.history else {}
     checkpoint = algorithm.run_dir / "checkpoints" / f"step-{algorithm.step}"
+    model = algorithm.run_dir / "model"
     result = {
         "run_dir": str(algorithm.run_dir),
         "steps": algorithm.step,
         "checkpoint": str(checkpoint) if checkpoint.exists() else None,
+        "model": str(model) if model.exists() else None,
         "seconds": round(time.monotonic() - began, 1),
         "metrics": last,
     }
@@ -92,7 +94,7 @@ def _train(agent: Any, settings: "TrainConfig", run_dir: Path | None, *, as_json
     else:
         rewards = {name: last[name] for name in ("critic/score/mean", "val/reward") if name in last}
         shown = "".join(f"{name} {value:.3f}   " for name, value in rewards.items())
-        typer.echo(f"{shown}\nrun         {result['run_dir']}\ncheckpoint  {result['checkpoint']}")
+        typer.echo(f"{shown}\nrun         {result['run_dir']}\nmodel       {result['model']}")
 
 
 def _plan(settings: "TrainConfig", run_dir: Path | None) -> dict[str, Any]:
