@@ -334,7 +334,8 @@ class PPO(Algorithm):
             traces: list[RolloutTrace] = self.finished(asked, lambda trace: trace)
             trajectories = [read(trace) for trace in self._grader.graded(traces, self.store, self.policy.name)]
         self.books.read(trajectories)
-        self._problems.report(f"step {self.step}" if mode == "train" else "validation", trajectories)
+        when = {"val": "validation", "tune": "tuning"}.get(name or mode, f"step {self.step}")
+        self._problems.report(when, trajectories)
         for trajectory in trajectories[sampled:]:
             self.books.exclude(trajectory, "greedy_logprobs")
             if trajectory.reward is not None:

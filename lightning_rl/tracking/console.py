@@ -33,6 +33,9 @@ class ConsoleTracker:
         if "val/reward" in metrics:
             self._validation = f"held-out {metrics['val/reward']:.3f}"
             self._progress.console.print(f"[bold]step {step:>4}[/]  held-out reward {metrics['val/reward']:.3f}")
+        if "tune/reward" in metrics:
+            best = f"best at step {metrics['tune/best_step']:.0f}"
+            self._progress.console.print(f"[bold]step {step:>4}[/]  tuning reward {metrics['tune/reward']:.3f}, {best}")
         if "critic/score/mean" not in metrics:
             return
         reward, calls = metrics["critic/score/mean"], metrics["perf/calls_per_s"]

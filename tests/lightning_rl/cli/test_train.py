@@ -56,8 +56,8 @@ def test_the_shortest_command_trains(place: Path) -> None:
     done = lightning_rl(place, "train", *words)
     assert re.search(r"step 1/1  reward \d\.\d+", done.stdout)
     assert done.stdout.startswith("model: the tutorial's small one, to try things out; name yours with actor_rollout")
-    [checkpoint] = re.findall(r"^checkpoint +(.+)$", done.stdout, re.MULTILINE)
-    assert (Path(checkpoint) / "model.safetensors").exists()
+    [model] = re.findall(r"^model +(.+)$", done.stdout, re.MULTILINE)
+    assert (Path(model) / "model.safetensors").exists()
 
 
 @pytest.mark.e2e

@@ -50,7 +50,7 @@ def test_a_step_is_a_line_with_its_failures() -> None:
     shown = io.StringIO()
     tracker = ConsoleTracker(4, Console(file=shown, width=120))
     step = {"critic/score/mean": 0.5, "perf/calls_per_s": 10.0, "timing_s/step": 3.0}
-    tracker.log(0, {"val/reward": 0.25})
+    tracker.log(0, {"val/reward": 0.25, "tune/reward": 0.5, "tune/best_step": 0.0})
     tracker.log(1, step)
     tokens = {
         "tokens/received": 1200.0,
@@ -63,6 +63,7 @@ def test_a_step_is_a_line_with_its_failures() -> None:
     lines = [" ".join(line.split()) for line in shown.getvalue().strip().splitlines()]
     assert lines == [
         "step 0 held-out reward 0.250",
+        "step 0 tuning reward 0.500, best at step 0",
         "step 1/4 reward 0.500 held-out 0.250 10 calls/s about 9 s left",
         "step 2/4 reward 0.500 3 failed held-out 0.250 10 calls/s "
         "1,200 tokens: 1,000 trained, 150 overlong, 50 pending about 6 s left",
