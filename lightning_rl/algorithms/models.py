@@ -4,13 +4,11 @@ With an adapter (`lora_rank`) the policy's own weights never change: the adapter
 sent, and the reference is the policy without it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from lightning_rl.algorithms import settings
@@ -86,12 +84,22 @@ class Models:
         if needs_reference(config):
             self.reference = self._reference(forward)
 
+    def set_reference_log_probs(self, sequences: list[TrainingSequence]) -> None:
+        """Ask the reference, which must be there."""
+        assert self.reference is not None
+        for sequence, values in zip(sequences, self.reference.log_probs(sequences), strict=True):
+            sequence.reference_log_probs = values
+
     @property
-    def values(self) -> Callable[[list[TrainingSequence]], list[NDArray[np.float32]]] | None:
-        """What gives trained tokens their values [K], sequence by sequence; None where nothing does."""
-        if self.critic is not None:
-            return self.critic.values
-        return None if self._value_head is None else self.actor.values
+    def has_values(self) -> bool:
+        """Whether there is a critic, or a head on the policy that stands for one."""
+        return self.critic is not None or self._value_head is not None
+
+    def set_values(self, sequences: list[TrainingSequence]) -> None:
+        """Ask the critic, or the policy's head of values; one must be there."""
+        source = self.actor if self.critic is None else self.critic
+        for sequence, values in zip(sequences, source.values(sequences), strict=True):
+            sequence.values = values
 
     def send_weights(self, version: int) -> None:
         """Give the engine what was trained, as policy version `version`; returns when it samples with it."""

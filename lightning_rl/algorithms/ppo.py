@@ -52,6 +52,7 @@ from lightning_rl.store.contract import RolloutTrace
 from lightning_rl.tracking import jsonl
 from lightning_rl.tracking.about import About
 from lightning_rl.training import checkpoint
+from lightning_rl.training.batch import MiniBatch
 from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.credit import Strategy
 
@@ -262,14 +263,10 @@ class PPO(Algorithm):
                 metrics |= self._set_old_log_probs(batch)
             if models.reference is not None:
                 with timed(timing, "ref"):
-                    for sequence, values in zip(
-                        batch.sequences, models.reference.log_probs(batch.sequences), strict=True
-                    ):
-                        sequence.reference_log_probs = values
-            if models.values is not None:
+                    models.set_reference_log_probs(batch.sequences)
+            if models.has_values:
                 with timed(timing, "values"):
-                    for sequence, values in zip(batch.sequences, models.values(batch.sequences), strict=True):
-                        sequence.values = values
+                    models.set_values(batch.sequences)
             with timed(timing, "adv"):
                 step_batch.estimate(batch, replace(self._rules, kl_coef=self._kl_coef), self._greedy)
                 metrics |= self._correct(batch)
@@ -278,23 +275,11 @@ class PPO(Algorithm):
             self.books.enter(batch)
             plan = models.actor.plan(batch.sequences, len(trajectories))
             self._write_record(step_batch.records(batch, plan))
-            if not plan:
-                metrics |= self._skipped(batch)
-            warming_up = self.step <= self.config.trainer.critic_warmup
-            if plan and models.critic is not None:
-                with timed(timing, "update_critic"), self._memory_advice("critic"):
-                    metrics |= models.critic.update(models.critic.plan(batch.sequences, len(trajectories)))
-            elif plan and warming_up:
-                with timed(timing, "update_critic"), self._memory_advice("actor_rollout_ref.actor"):
-                    metrics |= models.actor.update(plan, values_alone=True)
-            if plan and not warming_up:
-                with timed(timing, "update_actor"), self._memory_advice("actor_rollout_ref.actor"):
-                    metrics |= models.actor.update(plan)
-                metrics["training/mismatch_kl"] = metrics.get("rollout_corr/k3_kl", metrics["actor/first_k3_kl"])
-                with timed(timing, "update_weights"):
-                    self._publish_weights()
+            metrics |= self._update(batch, plan, timing) if plan else self._skipped(batch)
             models.actor.offload()
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+        if "actor/first_k3_kl" in metrics:
+            metrics["training/mismatch_kl"] = metrics.get("rollout_corr/k3_kl", metrics["actor/first_k3_kl"])
         return metrics | rollout_metrics(rolled_out, timing, version) | self.books.check(rolled_out)
 
     def validate(self, val_dataset: Dataset) -> dict[str, float]:
@@ -402,6 +387,23 @@ class PPO(Algorithm):
     def _steer_kl(self, batch: StepBatch) -> None:
         if self._kl_controller is not None and batch.kl is not None:
             self._kl_controller.update(batch.kl, len(batch.parts))
+
+    def _update(self, batch: StepBatch, plan: list[MiniBatch], timing: dict[str, float]) -> dict[str, float]:
+        """Update the critic, then the policy, unless the critic warms up; publish the policy's new weights."""
+        metrics: dict[str, float] = {}
+        models, warming_up = self.models, self.step <= self.config.trainer.critic_warmup
+        if models.critic is not None:
+            with timed(timing, "update_critic"), self._memory_advice("critic"):
+                metrics |= models.critic.update(models.critic.plan(batch.sequences, len(batch.parts)))
+        elif warming_up:
+            with timed(timing, "update_critic"), self._memory_advice("actor_rollout_ref.actor"):
+                metrics |= models.actor.update(plan, values_alone=True)
+        if not warming_up:
+            with timed(timing, "update_actor"), self._memory_advice("actor_rollout_ref.actor"):
+                metrics |= models.actor.update(plan)
+            with timed(timing, "update_weights"):
+                self._publish_weights()
+        return metrics
 
     def _skipped(self, batch: StepBatch) -> dict[str, float]:
         """Say why a step updates nothing."""
