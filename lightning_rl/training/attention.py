@@ -2,14 +2,15 @@
 
 A token of a tree sees its own path from the root. Behind a mask all pairs of a line are computed, and most are hidden.
 Here the tokens of a branch (a `Segment`) are given the keys of the branches above it and their own, and segments of
-like size are one call of `scaled_dot_product_attention`. To the model it is a mask like any other: torch hands the call
-to `TreeMask`, so no model and no configuration is changed, and a layer that is computed again in the backward pass finds
-it again. Whoever wants the numbers of the mask (other kinds of attention) gets them.
+like size are one call of `scaled_dot_product_attention`. To the model it is a mask like any other: torch hands the
+call to `TreeMask`, so no model and no configuration is changed, and a layer that is computed again in the backward pass
+finds it again. Whoever wants the numbers of the mask (other kinds of attention) gets them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -87,9 +88,7 @@ class TreeMask(Tensor):
             groups: queries' heads that share a key; where keys come repeated for each, one of them is taken.
         """
         rows, length = shape
-        made: TreeMask = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, (rows, 1, length, length), dtype=dtype, device=device
-        )
+        made: TreeMask = torch.Tensor._make_wrapper_subclass(cls, (rows, 1, length, length), dtype=dtype, device=device)
         where = np.zeros(rows * length, dtype=np.int64)  # of padding: anything
         made._calls, written = [], 0
         for numbers in calls([segment.size for segment in segments], device.type):
@@ -113,7 +112,7 @@ class TreeMask(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Whatever else is computed with it is computed with its numbers."""
@@ -153,32 +152,39 @@ class TreeMask(Tensor):
 def calls(sizes: Sequence[Size], device: str) -> list[list[int]]:
     """Segments that are computed at once, as their numbers: those of like size, where padding costs less than a call;
     roots apart, since causal attention needs no mask."""
-    found: list[list[int]] = []
-    widest, tokens, rooted = 0, 0, False
-    for number in sorted(range(len(sizes)), key=lambda n: (sizes[n].before > 0, -sum(sizes[n]), -sizes[n].tokens)):
-        size = sizes[number]
-        width = sum(size)
-        if found and rooted == (size.before == 0):
-            count, most = len(found[-1]), max(tokens, size.tokens)
-            together = (count + 1) * _work(widest, most, rooted)  # `widest` stays: the wide ones come first
-            apart = count * _work(widest, tokens, rooted) + _work(width, size.tokens, rooted)
-            if together <= apart + _per_call(device):
-                found[-1].append(number)
-                tokens = most
-                continue
-        found.append([number])
-        widest, tokens, rooted = width, size.tokens, size.before == 0
-    return found
+    numbers: dict[Size, list[int]] = defaultdict(list)
+    for number, size in enumerate(sizes):
+        numbers[size].append(number)
+    return [[number for size in alike for number in numbers[size]] for alike in _alike(Counter(sizes), device)]
 
 
 def pairs(sizes: Sequence[Size], device: str) -> float:
     """What attention by segments costs, in pairs of a query and a key behind a mask."""
+    counts = Counter(sizes)
     total = 0.0
-    for numbers in calls(sizes, device):
-        chosen = [sizes[number] for number in numbers]
-        one = _work(max(map(sum, chosen)), max(size.tokens for size in chosen), chosen[0].before == 0)
-        total += len(chosen) * one + _per_call(device)
+    for alike in _alike(counts, device):
+        one = _work(max(map(sum, alike)), max(size.tokens for size in alike), alike[0].before == 0)
+        total += sum(counts[size] for size in alike) * one + _per_call(device)
     return total
+
+
+def _alike(counts: Mapping[Size, int], device: str) -> list[list[Size]]:
+    """The sizes of each call."""
+    found: list[list[Size]] = []
+    held, widest, tokens, rooted = 0, 0, 0, False
+    for size in sorted(counts, key=lambda size: (size.before > 0, -sum(size), -size.tokens)):
+        count, width = counts[size], sum(size)
+        if found and rooted == (size.before == 0):
+            most = max(tokens, size.tokens)
+            together = (held + count) * _work(widest, most, rooted)  # `widest` stays: the wide ones come first
+            apart = held * _work(widest, tokens, rooted) + count * _work(width, size.tokens, rooted)
+            if together <= apart + _per_call(device):
+                found[-1].append(size)
+                held, tokens = held + count, most
+                continue
+        found.append([size])
+        held, widest, tokens, rooted = count, width, size.tokens, size.before == 0
+    return found
 
 
 def _work(keys: int, queries: int, rooted: bool) -> float:
@@ -237,6 +243,3 @@ def _by_place(states: Tensor) -> Tensor:
 def _gathered(states: Tensor, at: Tensor) -> Tensor:
     """[N, H, S, D] of `states` [B T, H, D] at `at` [N, S]; an embedding's backward pass is the fast one."""
     return embedding(at, states.flatten(1)).view(*at.shape, *states.shape[1:]).transpose(1, 2)
-
-
-__all__: Final = ["Segment", "Size", "TreeMask", "calls", "pairs"]

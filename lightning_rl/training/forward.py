@@ -1,8 +1,9 @@
 """Rows through a causal LM: per trained token its log probability and entropy, or the hidden state it was sampled from.
 
-What actor, critic and reference share. Tokens that rows begin with alike are computed once (`training.packing`), and
-only the places whose distributions are needed go through the head. Whether a model allows either is tried when a
-`Forward` is made, both ways on a few tokens; one that does not goes the plain way, with the same results.
+What actor, critic and reference share. Tokens that rows begin with alike are computed once (`training.packing`), of
+their attention only what is seen where that pays (`training.attention`), and only the places whose distributions are
+needed go through the head. Whether a model allows each is tried when a `Forward` is made, both ways on a few tokens;
+one that does not goes the plain way, with the same results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from lightning_rl.rl.logits import token_log_probs
+from lightning_rl.training.attention import TreeMask, pairs
 from lightning_rl.training.batch import TrainingSequence, micro_batches
-from lightning_rl.training.packing import Layout, Line, alone, cost, cut, lay_out, shared_lines, stacked
+from lightning_rl.training.packing import Layout, Line, alone, cost, cut, lay_out, shared_lines, sizes, stacked
 
 GAIN: Final = 0.95  # rows are packed where that costs at most so much of the plain way: building a mask costs a little
 _FAILURES: Final = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)  # of a model asked too much
@@ -42,6 +44,7 @@ class _Plan:
     masked: bool
     sizes: Sizes
     cost: float
+    segments: bool = False
 
 
 class Forward:
@@ -57,6 +60,7 @@ class Forward:
 
     Attributes:
         packed: whether the model allows it; `unpacked_because` says why not, or that it was not asked for.
+        by_segments: whether attention over packed rows may leave out what is hidden; only where that is faster it does.
     """
 
     def __init__(
@@ -71,7 +75,9 @@ class Forward:
         self._attention = 1 / (6 * getattr(self._config, "hidden_size", 1024))  # 4 T D for 2 x 12 D^2 of other work
         self._longest = _window(self._config)
         self._head = _head(model)
+        self._groups = _groups(self._config) if self.device.type == "cpu" else 1  # others repeat keys behind a mask
         self._narrow = False
+        self.by_segments = False
         with _evaluating(model), torch.no_grad():  # not inference mode: what a model keeps must stay good for training
             if self._head is not None:
                 self._narrow = self._head_is_narrowable()
@@ -86,8 +92,8 @@ class Forward:
         plain = list(micro_batches(list(sequences), rows=rows, tokens=tokens))
         if not self.packed or len(sequences) < 2:
             return iter(plain)
-        packed = list(self._packed_micro_batches(sequences, rows, tokens))
-        return iter(min(plain, packed, key=lambda parts: sum(self._plan(part).cost for part in parts)))
+        ways = [list(self._packed_micro_batches(sequences, rows, tokens, weight)) for weight in self._weights()]
+        return iter(min([plain, *ways], key=lambda parts: sum(self._plan(part).cost for part in parts)))
 
     def sizes(self, micro: Sequence[TrainingSequence]) -> Sizes:
         """How many tokens the rows of `micro` have, and how many are computed."""
@@ -137,26 +143,40 @@ class Forward:
         )
         if not self.packed or (self._longest is not None and length > self._longest):
             return plain
-        lines = shared_lines(micro, self._attention)
+        lines = [shared_lines(micro, weight) for weight in self._weights()]
+        ways = [self._packed(micro, tokens, own) for own in lines if own is lines[0] or own != lines[0]]
+        best = min(ways, key=lambda plan: plan.cost)
+        return best if best.cost < GAIN * plain.cost else plain
+
+    def _packed(self, micro: Sequence[TrainingSequence], tokens: int, lines: list[Line]) -> _Plan:
+        """The rows in `lines`, by mask or by segments, whichever costs less."""
         width, longest = len(stacked(lines)), max(line.tokens for line in lines)
-        sizes = Sizes(tokens, sum(line.tokens for line in lines), width * longest)
-        packed = _Plan(lines, True, sizes, cost(width, longest, self._attention))
-        return packed if packed.cost < GAIN * plain.cost else plain
+        found = Sizes(tokens, sum(line.tokens for line in lines), width * longest)
+        masked = cost(width, longest, self._attention)
+        if not self.by_segments:
+            return _Plan(lines, True, found, masked)
+        seen = pairs([size for line in lines for size in sizes(micro, line)], self.device.type)
+        by_segments = found.computed + self._attention * seen
+        return _Plan(lines, True, found, min(masked, by_segments), by_segments < masked)
+
+    def _weights(self) -> tuple[float, ...]:
+        """What attention to a whole line is thought to cost when rows are put in lines: by segments also nothing."""
+        return (self._attention, 0.0) if self.by_segments else (self._attention,)
 
     def _packed_micro_batches(
-        self, sequences: Sequence[TrainingSequence], rows: int | None, tokens: int | None
+        self, sequences: Sequence[TrainingSequence], rows: int | None, tokens: int | None, weight: float
     ) -> Iterator[list[TrainingSequence]]:
         def fits(part: list[int]) -> bool:
             return tokens is None or self.computed([sequences[n] for n in part]) <= tokens
 
-        lines = shared_lines(sequences, self._attention, max_rows=rows, max_tokens=tokens)
+        lines = shared_lines(sequences, weight, max_rows=rows, max_tokens=tokens)
         for part in cut(lines, rows=rows, tokens=tokens, fits=fits):
             chosen = [sequences[n] for n in part]
             yield from [chosen] if fits(part) else micro_batches(chosen, rows=rows, tokens=tokens)
 
     def _layout(self, micro: Sequence[TrainingSequence]) -> Layout:
         plan = self._plan(micro)
-        return lay_out(micro, plan.lines, self._pad_id, masked=plan.masked)
+        return lay_out(micro, plan.lines, self._pad_id, masked=plan.masked, segments=plan.segments)
 
     def _logits(self, layout: Layout, kept: list[Tensor] | None = None) -> Tensor:
         """Logits [U, V] at `layout.at`; the hidden states there [U, D] go into `kept`, where it is given."""
@@ -180,9 +200,9 @@ class Forward:
                 few: Tensor = self.model(**inputs).logits
             return few[0]
 
-    def _states(self, layout: Layout) -> Tensor:
+    def _states(self, layout: Layout, inputs: dict[str, Any] | None = None) -> Tensor:
         """Of the K trained tokens, in their order, the hidden states [K, D] before them."""
-        inputs = self._inputs(layout)
+        inputs = self._inputs(layout) if inputs is None else inputs
         with self._precision():
             if self._narrow:
                 states = self._before_head(inputs)
@@ -208,8 +228,21 @@ class Forward:
         inputs = {"input_ids": self._tensor(layout.token_ids), "use_cache": False}
         if layout.masked:
             inputs["position_ids"] = self._tensor(layout.position_ids)
-            inputs["attention_mask"] = additive_mask(self._tensor(layout.end), self._dtype)
+            inputs["attention_mask"] = self._mask(layout)
         return inputs
+
+    def _mask(self, layout: Layout) -> Tensor:
+        end = self._tensor(layout.end)
+        if not layout.segments:
+            return additive_mask(end, self._dtype)
+        return TreeMask(
+            layout.end.shape,
+            layout.segments,
+            self._dtype,
+            self.device,
+            lambda: additive_mask(end, self._dtype),
+            groups=self._groups,
+        )
 
     @contextmanager
     def _head_sees(self, chosen: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -254,9 +287,21 @@ class Forward:
         except _FAILURES as error:
             return f"it takes no mask and positions of ours: {type(error).__name__}: {str(error)[:200]}"
         wrong = self._states(lay_out(rows, lines, self._pad_id, masked=False))
-        if _apart(found, right) <= _tolerance(self._dtype) * _apart(wrong, right):
-            return None
-        return "packed rows gave other hidden states than rows alone"
+        most = _tolerance(self._dtype) * _apart(wrong, right)
+        if _apart(found, right) > most:
+            return "packed rows gave other hidden states than rows alone"
+        cut = lay_out(rows, lines, self._pad_id, masked=True, segments=True)
+        self.by_segments = self._allows_segments(cut, right, most)
+        return None
+
+    def _allows_segments(self, layout: Layout, right: Tensor, most: float) -> bool:
+        """Whether the model leaves attention to a mask that knows its tree, and the states are `right`."""
+        inputs = self._inputs(layout)
+        try:
+            found = self._states(layout, inputs)
+        except _FAILURES:
+            return False
+        return inputs["attention_mask"].used > 0 and _apart(found, right) <= most
 
     def _tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
@@ -284,6 +329,13 @@ def _head(model: nn.Module) -> nn.Module | None:
 def _text_config(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
     return config.get_text_config() if isinstance(config, PreTrainedConfig) else None
+
+
+def _groups(config: Any) -> int:
+    """How many heads of queries share a key; tried with the model like all else."""
+    heads = getattr(config, "num_attention_heads", None)
+    keys = getattr(config, "num_key_value_heads", None)
+    return heads // keys if isinstance(heads, int) and isinstance(keys, int) and 0 < keys <= heads else 1
 
 
 def _window(config: Any) -> int | None:

@@ -13,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_rl.training.attention import Segment, Size
 from lightning_rl.training.batch import TrainingSequence
 
 Ints = NDArray[np.int64]
@@ -35,7 +36,7 @@ class Layout:
     `at` int64 [U]: the places, counted through [B, T], whose distributions are needed. Of the K trained tokens, in the
     order of the rows they were given in, `which` int64 [K] says which of `at` is theirs; `targets` int64 [K],
     `temperature` float32 [K]. `distinct` counts the tokens that are no padding. `masked`: attention follows `end`; else
-    it is causal, every row alone.
+    it is causal, every row alone. `segments`: the branches that `end` describes; none where they were not asked for.
     """
 
     token_ids: Ints
@@ -47,6 +48,7 @@ class Layout:
     temperature: NDArray[np.float32]
     distinct: int
     masked: bool
+    segments: list[Segment]
 
 
 def alone(sequences: Sequence[TrainingSequence]) -> list[Line]:
@@ -123,7 +125,31 @@ def cut(
         waiting = waiting[take:]
 
 
-def lay_out(sequences: Sequence[TrainingSequence], lines: Sequence[Line], pad_id: int, *, masked: bool) -> Layout:
+def sizes(sequences: Sequence[TrainingSequence], line: Line) -> list[Size]:
+    """The segments of a line, before it is laid out."""
+    found: list[Size] = []
+    path: list[tuple[int, int, bool]] = []  # where each branch of the present row begins and ends; whether it has forks
+    for number, shared in zip(line.rows, line.shared, strict=True):
+        length = len(sequences[number])
+        while path and path[-1][0] >= shared:
+            begin, end, _ = path.pop()
+            found.append(Size(begin, end - begin))
+        if path:
+            begin, end, forked = path[-1]
+            if shared == end and not forked:  # the row before it goes on
+                path[-1] = begin, length, False
+                continue
+            if shared < end:
+                found.append(Size(shared, end - shared))
+            path[-1] = begin, shared, True
+        if shared < length:
+            path.append((shared, length, False))
+    return found + [Size(begin, end - begin) for begin, end, _ in path]
+
+
+def lay_out(
+    sequences: Sequence[TrainingSequence], lines: Sequence[Line], pad_id: int, *, masked: bool, segments: bool = False
+) -> Layout:
     """`lines` of `sequences` as arrays; where `masked`, short lines fill the room behind others."""
     rows = stacked(lines) if masked else [[number] for number in range(len(lines))]
     shape = len(rows), max(line.tokens for line in lines)
@@ -131,6 +157,7 @@ def lay_out(sequences: Sequence[TrainingSequence], lines: Sequence[Line], pad_id
     position_ids = np.zeros(shape, dtype=np.int64)
     end = np.broadcast_to(np.arange(1, shape[1] + 1), shape).copy()  # padding sees itself
     at: list[Ints] = [np.empty(0, np.int64)] * len(sequences)
+    found: list[Segment] = []
     for row, numbers in enumerate(rows):
         start = 0
         for number in numbers:
@@ -140,6 +167,8 @@ def lay_out(sequences: Sequence[TrainingSequence], lines: Sequence[Line], pad_id
             for own, path in zip(line.rows, paths, strict=True):
                 at[own] = row * shape[1] + path[sequences[own].trained - 1]
             start += line.tokens
+        if segments:
+            found += _segments(end[row, :start], row * shape[1])
     places, which = np.unique(np.concatenate(at), return_inverse=True)
     return Layout(
         token_ids=token_ids,
@@ -151,6 +180,7 @@ def lay_out(sequences: Sequence[TrainingSequence], lines: Sequence[Line], pad_id
         temperature=np.concatenate([s.temperature for s in sequences]),
         distinct=sum(line.tokens for line in lines),
         masked=masked,
+        segments=found,
     )
 
 
@@ -172,6 +202,17 @@ def _write(
         place += len(own)
     end[path - start] = place
     return paths
+
+
+def _segments(end: Ints, first: int) -> list[Segment]:
+    """The segments of a row without its padding, whose first place is counted as `first`: a branch ends where `end`
+    changes, since a fork is where a subtree goes on behind that of the next token."""
+    begins = np.flatnonzero(np.diff(end, prepend=-1))
+    lengths = np.diff(begins, append=len(end))
+    return [
+        Segment(first + int(begin), int(length), first + np.flatnonzero(end[:begin] > begin))
+        for begin, length in zip(begins, lengths, strict=True)
+    ]
 
 
 def _sorted(sequences: Sequence[TrainingSequence]) -> tuple[list[int], list[int]]:

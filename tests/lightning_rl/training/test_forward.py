@@ -1,5 +1,7 @@
 """Packed or plain, narrow head or whole: the same numbers and the same gradient; and who cannot is not asked to."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from lightning_rl.training import attention
+from lightning_rl.training.attention import TreeMask
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.forward import Forward
 
@@ -118,18 +122,39 @@ def assert_close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
+@contextmanager
+def attending(by_segments: bool) -> Iterator[None]:
+    """Segments cost nothing extra, so that few tokens are enough to choose them; or so much that none are chosen."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "PER_PLACE", 0)
+        patch.setitem(attention.PER_CALL, "cpu", 0 if by_segments else 10**9)
+        yield
+
+
+def masks_given_to(model: nn.Module) -> list[Tensor | None]:
+    """The masks of the calls to come."""
+    masks: list[Tensor | None] = []
+    model.register_forward_pre_hook(lambda _, __, given: masks.append(given.get("attention_mask")), with_kwargs=True)
+    return masks
+
+
 MODELS = {"llama": llama(), "qwen3": qwen3()}
 MICRO = {packed: Forward(MODELS["llama"], 0, packed=packed) for packed in (True, False)}
 
 
+@pytest.mark.parametrize("by_segments", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 @given(rows=forests_of_rows())
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_packed_rows_have_the_numbers_and_the_gradient_of_rows_alone(name: str, rows: list[TrainingSequence]) -> None:
+def test_packed_rows_have_the_numbers_and_the_gradient_of_rows_alone(
+    name: str, by_segments: bool, rows: list[TrainingSequence]
+) -> None:
     packed, plain = Forward(MODELS[name], 0, packed=True), Forward(MODELS[name], 0)
     assert packed.packed
-    for found, expected in zip(values(packed, rows), values(plain, rows), strict=True):
-        assert_close(found, expected)
+    assert packed.by_segments
+    with attending(by_segments):
+        for found, expected in zip(values(packed, rows), values(plain, rows), strict=True):
+            assert_close(found, expected)
     assert_close(plain.log_probs(rows)[0], by_hand(MODELS[name], rows))
 
 
@@ -141,9 +166,9 @@ def test_a_prompt_that_rows_share_is_computed_once() -> None:
 
 
 def test_rows_that_share_nothing_go_the_plain_way() -> None:
-    model, masks = llama(), []
+    model = llama()
     forward = Forward(model, 0, packed=True)
-    model.register_forward_pre_hook(lambda _, __, given: masks.append(given.get("attention_mask")), with_kwargs=True)
+    masks = masks_given_to(model)
     forward.log_probs([sequence([n + 1] * 9, [5]) for n in range(6)])
     forward.log_probs(group(0))
     assert [mask is None for mask in masks] == [True, False]
@@ -254,15 +279,61 @@ def test_rows_beyond_a_sliding_window_go_the_plain_way() -> None:
         assert_close(packed.log_probs(rows)[0], plain.log_probs(rows)[0])
 
 
-def test_activations_can_be_computed_again_instead_of_kept() -> None:
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activations_can_be_computed_again_instead_of_kept(reentrant: bool) -> None:
     rows = group(0)
     model = llama()
     expected = values(Forward(model, 0), rows)
-    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.train()
-    for packed in (True, False):
-        for found, known in zip(values(Forward(model, 0, packed=packed), rows), expected, strict=True):
-            assert_close(found, known)
+    masks = masks_given_to(model)
+    for packed, by_segments in [(True, True), (True, False), (False, False)]:
+        forward = Forward(model, 0, packed=packed)
+        masks.clear()
+        with attending(by_segments):
+            for found, known in zip(values(forward, rows), expected, strict=True):
+                assert_close(found, known)
+        assert [isinstance(mask, TreeMask) for mask in masks] == [by_segments] * 2
+        if by_segments:
+            assert [mask.used for mask in masks if isinstance(mask, TreeMask)] == [4, 4]  # two layers, each twice
+
+
+def test_segments_are_chosen_where_they_cost_less_than_the_mask() -> None:
+    model, rows = qwen3(), [row for of in range(4) for row in group(of, prompt=40, response=32, rows=8)]
+    forward = Forward(model, 0, packed=True)
+    masks = masks_given_to(model)
+    forward.log_probs(rows)
+    forward.log_probs(group(0))
+    assert [isinstance(mask, TreeMask) for mask in masks] == [True, False]
+
+
+def test_rows_that_a_mask_would_keep_apart_are_joined_by_segments() -> None:
+    rows = group(0, prompt=30, response=40, rows=16)
+    forward = Forward(llama(), 0, packed=True)
+    assert forward.computed(rows) <= 30 + 16 * 40
+    forward.by_segments = False
+    assert forward.computed(rows) > 30 + 16 * 40
+
+
+def test_attention_that_computes_its_own_scores_keeps_the_mask() -> None:
+    model = qwen3(attn_implementation="eager")
+    forward = Forward(model, 0, packed=True)
+    assert forward.packed
+    assert not forward.by_segments
+    masks = masks_given_to(model)
+    with attending(by_segments=True):
+        forward.log_probs(group(0))
+    assert [type(mask) for mask in masks] == [Tensor]
+
+
+def test_a_model_set_to_another_attention_later_has_the_same_results() -> None:
+    model, rows = llama(), group(0)
+    packed, plain = Forward(model, 0, packed=True), Forward(model, 0)
+    expected = values(plain, rows)
+    model.set_attn_implementation("eager")
+    with attending(by_segments=True):
+        for found, known in zip(values(packed, rows), expected, strict=True):
+            torch.testing.assert_close(found, known, rtol=0, atol=1e-5)  # eager computes its softmax in float32
 
 
 def test_a_bare_trunk_gives_hidden_states() -> None:
@@ -304,7 +375,8 @@ def test_both_kinds_of_attention_and_mixed_precision(attention: str) -> None:
     exact = Forward(model, 0).log_probs(rows)[0]
     packed = Forward(model, 0, packed=True, autocast=torch.bfloat16)
     assert packed.packed
-    torch.testing.assert_close(packed.log_probs(rows)[0], exact, rtol=0, atol=0.05)
+    with attending(by_segments=True):
+        torch.testing.assert_close(packed.log_probs(rows)[0], exact, rtol=0, atol=0.05)
 
 
 def test_a_token_that_is_trained_in_several_rows_is_trained_in_each() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rl.training.batch import TrainingSequence
-from lightning_rl.training.packing import Layout, alone, cost, cut, lay_out, shared_lines, stacked
+from lightning_rl.training.packing import Layout, alone, cost, cut, lay_out, shared_lines, sizes, stacked
 
 
 def sequence(token_ids: Sequence[int], trained: Sequence[int] | None = None) -> TrainingSequence:
@@ -46,6 +46,29 @@ def test_every_trained_token_is_read_from_a_place_that_sees_exactly_the_tokens_b
         for k in row.trained.tolist():
             assert seen(layout, next(places)) == (row.token_ids[:k].tolist(), list(range(k)))
     assert layout.targets.tolist() == [t for row in rows for t in row.token_ids[row.trained].tolist()]
+
+
+@given(rows_that_share(), st.floats(0, 0.1))
+def test_segments_say_what_every_token_sees_and_are_known_before_the_layout(
+    rows: list[TrainingSequence], attention: float
+) -> None:
+    lines = shared_lines(rows, attention)
+    layout = lay_out(rows, lines, pad_id=0, masked=True, segments=True)
+    length = layout.token_ids.shape[1]
+    for segment in layout.segments:
+        for n in range(segment.tokens):
+            row, i = divmod(segment.start + n, length)
+            own = [*segment.before, *range(segment.start, segment.start + n + 1)]
+            assert own == [row * length + j for j in range(i + 1) if i < layout.end[row, j]]
+    assert sum(segment.tokens for segment in layout.segments) == layout.distinct
+    known = [size for line in lines for size in sizes(rows, line)]
+    assert sorted(known) == sorted(segment.size for segment in layout.segments)
+
+
+def test_a_group_is_its_prompt_and_its_answers() -> None:
+    rows = [sequence([1, 2, 3, *answer]) for answer in ([4, 5], [4, 6], [7], [4, 5, 8])]
+    (line,) = shared_lines(rows, attention=0)
+    assert sorted(sizes(rows, line)) == [(0, 3), (3, 1), (3, 1), (4, 1), (4, 2)]
 
 
 @given(rows_that_share())
