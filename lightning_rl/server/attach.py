@@ -1,46 +1,53 @@
 """What a registration makes: a token engine or a chat backend, behind the gateway's router."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from lightning_rl.server.engines import EngineRequest
 from lightning_rl.store.errors import Conflict, Invalid
+from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
 from lightning_rl_proxy.engines.chat_backend import ChatBackend, LitellmBackend, OpenAIBackend
+from lightning_rl_proxy.engines.probe import probe
 from lightning_rl_proxy.engines.vllm import TokenEngine
 from lightning_rl_proxy.rendering import Renderer
 from lightning_rl_proxy.router import Router
 
 
-def attacher(router: Router, renderer: Renderer | None) -> Callable[[EngineRequest], None]:
+def attacher(router: Router, renderer: Renderer | None) -> Callable[[EngineRequest], Awaitable[None]]:
     """A function that makes the router use an engine.
 
-    It raises Invalid for what this server cannot use (a token engine, where nothing renders; litellm, where it is not
-    installed) and Conflict for a name that is taken by the other kind.
+    It raises Invalid for what this server cannot use (a token engine, where nothing renders; a vLLM server that lacks a
+    flag; litellm, where it is not installed) and Conflict for a name that is taken by the other kind, and for a vLLM
+    server that does not answer.
     """
 
-    def attach(request: EngineRequest) -> None:
+    async def attach(request: EngineRequest) -> None:
         try:
             if request.is_backend:
                 router.register_backend(_backend(request))
             else:
-                router.register(_engine(request, renderer))
-        except ValueError as error:
+                router.register(await _engine(request, renderer))
+        except EngineRefused as error:
+            raise Invalid(str(error)) from error
+        except (EngineUnavailable, ValueError) as error:
             raise Conflict(str(error)) from error
 
     return attach
 
 
-def _engine(request: EngineRequest, renderer: Renderer | None) -> TokenEngine:
+async def _engine(request: EngineRequest, renderer: Renderer | None) -> TokenEngine:
     if renderer is None:
         raise Invalid(
             f"engine {request.url} of kind {request.kind!r} takes tokens, but this server was started without a "
             "tokenizer: start it with the model's, or register the model as a chat backend (openai, litellm)"
         )
+    url = request.url or ""
     return TokenEngine(
         model=request.model,
         kind=request.kind,
-        url=request.url or "",
+        url=url,
         stop_token_ids=renderer.stop_token_ids,
         policy_version=request.policy_version,
+        logprobs=await probe(url) if request.kind == "vllm" else "raw",
     )
 
 

@@ -4,8 +4,9 @@ Invariants: an engine (model, kind, URL) is registered once; again with the same
 handed on and forgotten: nothing here keeps, shows or compares it.
 """
 
+import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Literal
 
 import msgspec
@@ -58,13 +59,21 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Engines:
     """`attach` makes a gateway use an engine."""
 
-    def __init__(self, attach: Callable[[EngineRequest], None]) -> None:
+    def __init__(self, attach: Callable[[EngineRequest], Awaitable[None]]) -> None:
         self._attach = attach
+        self._one_at_a_time = asyncio.Lock()
         self._known: dict[str, EngineInfo] = {}
         self._remote_models: dict[str, str | None] = {}
 
-    def register(self, request: EngineRequest) -> EngineInfo:
-        """The engine, attached. Raises Conflict when it is there with another policy version or remote model."""
+    async def register(self, request: EngineRequest) -> EngineInfo:
+        """The engine, attached.
+
+        Raises Conflict when it is there with another policy version or remote model, and what attaching raises.
+        """
+        async with self._one_at_a_time:
+            return await self._register(request)
+
+    async def _register(self, request: EngineRequest) -> EngineInfo:
         place = f"{request.model}\n{request.kind}\n{request.url}"
         engine_id = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
         info = EngineInfo(
@@ -76,7 +85,7 @@ class Engines:
         )
         known = self._known.get(engine_id)
         if known is None:
-            self._attach(request)
+            await self._attach(request)
             self._known[engine_id] = info
             self._remote_models[engine_id] = request.remote_model
         elif known != info:

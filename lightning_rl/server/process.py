@@ -191,17 +191,19 @@ async def _app(settings: Settings, store: SqlStore, sql: SqlThread, url: str) ->
     )
 
     await sql.run(_publish_policy, store, settings.model)
-    return create_app(
+    app = create_app(
         store,
         gateway,
         sql=sql,
         keys=Keys(admin=settings.admin_key, runner=settings.runner_key),
         gateway_url=url,
         attach_engine=attacher(router, renderer),
-        engines=settings.engines,
         own_runners=settings.own_runners,
         limits=settings.limits,
     )
+    for engine in settings.engines:
+        await app.engines.register(engine)
+    return app
 
 
 def _publish_policy(store: SqlStore, model: str) -> None:

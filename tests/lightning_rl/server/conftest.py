@@ -116,6 +116,9 @@ def served(tmp_path):
             await super().startup(sockets)
             started.set()
 
+    async def attach(request: Any) -> None:
+        attached.append(request)
+
     async def serve() -> None:
         url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
         app = create_app(
@@ -124,7 +127,7 @@ def served(tmp_path):
             sql=sql,
             keys=Keys(admin="admin", runner="runner"),
             gateway_url=url,
-            attach_engine=attached.append,
+            attach_engine=attach,
             sweep_seconds=0.02,
         )
         server.config.app = app

@@ -1,5 +1,6 @@
 """Chat backends as the control plane knows them: registered once, keys forgotten, a server without a tokenizer."""
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -75,9 +76,9 @@ def test_a_registration_makes_the_backend_of_its_kind(monkeypatch) -> None:
     made = []
     monkeypatch.setattr(router, "register_backend", made.append)
     attach = attacher(router, None)
-    attach(request())
-    attach(request(kind="litellm", url=None, remote_model="anthropic/claude"))
-    attach(request(kind="litellm", url=None, remote_model=None))
+    asyncio.run(attach(request()))
+    asyncio.run(attach(request(kind="litellm", url=None, remote_model="anthropic/claude")))
+    asyncio.run(attach(request(kind="litellm", url=None, remote_model=None)))
     first, second, third = made
     assert isinstance(first, OpenAIBackend)
     assert (first.model, first.url, first.remote_model) == ("helper", "https://example.com/v1", "gpt")
@@ -87,13 +88,13 @@ def test_a_registration_makes_the_backend_of_its_kind(monkeypatch) -> None:
 
 def test_a_server_without_a_tokenizer_refuses_token_engines() -> None:
     with pytest.raises(Invalid, match="started without a tokenizer"):
-        attacher(Router("policy"), None)(EngineRequest(model="m", kind="vllm", url="http://127.0.0.1:1"))
+        asyncio.run(attacher(Router("policy"), None)(EngineRequest(model="m", kind="vllm", url="http://127.0.0.1:1")))
 
 
 def test_without_litellm_registering_it_names_the_extra(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(Invalid, match=r"lightning-rl\[litellm\]"):
-        attacher(Router("policy"), None)(request(kind="litellm"))
+        asyncio.run(attacher(Router("policy"), None)(request(kind="litellm")))
 
 
 def test_a_name_of_the_other_kind_is_a_conflict() -> None:
@@ -101,9 +102,9 @@ def test_a_name_of_the_other_kind_is_a_conflict() -> None:
         stop_token_ids: ClassVar = [0]
 
     attach = attacher(Router("policy"), Renderer())
-    attach(request())
+    asyncio.run(attach(request()))
     with pytest.raises(Conflict, match="'helper' is a chat backend's already"):
-        attach(EngineRequest(model="helper", kind="vllm", url="http://127.0.0.1:1"))
+        asyncio.run(attach(EngineRequest(model="helper", kind="embedded", url="http://127.0.0.1:1")))
 
 
 def test_triplets_and_rows_say_what_is_not_exact(served) -> None:

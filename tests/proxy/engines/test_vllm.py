@@ -3,21 +3,25 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
-from lightning_rl_proxy.engines.base import EngineRefused, Finish, Tokens
+from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Tokens
 from lightning_rl_proxy.engines.vllm import TokenEngine
+from lightning_rl_proxy.errors import PromptTooLong
 from lightning_rl_proxy.sampling import Sampling
+
+T = TypeVar("T")
 
 
 class Wire(HTTPServer):
     """Keeps what it was asked, and answers `answer` with `status`."""
 
     asked: dict[str, Any]
+    paths: list[str]
     status = 200
     answer: Any = b'{"choices": [{"token_ids": [1, 2], "finish_reason": "stop"}]}'
 
@@ -26,7 +30,8 @@ class Handler(BaseHTTPRequestHandler):
     server: Wire
 
     def do_POST(self) -> None:
-        self.server.asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.asked = json.loads(self.rfile.read(int(self.headers["content-length"])) or b"{}")
+        self.server.paths.append(self.path)
         body = self.server.answer if isinstance(self.server.answer, bytes) else json.dumps(self.server.answer).encode()
         self.send_response(self.server.status)
         self.send_header("content-length", str(len(body)))
@@ -39,24 +44,33 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def wire() -> Iterator[Wire]:
     with Wire(("127.0.0.1", 0), Handler) as server:
+        server.paths = []
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
 
 
-def sample(wire: Wire, **sampling: Any) -> list[Tokens | Finish]:
-    async def ask() -> list[Tokens | Finish]:
+def with_client(wire: Wire, use: Callable[[TokenEngine], Coroutine[Any, Any, T]], logprobs: Any = "raw") -> T:
+    async def work() -> T:
         url = f"http://127.0.0.1:{wire.server_port}"
-        engine = TokenEngine(model="m", kind="vllm", url=url, stop_token_ids=[9], policy_version=3)
+        engine = TokenEngine(model="m", kind="vllm", url=url, stop_token_ids=[9], policy_version=3, logprobs=logprobs)
         try:
-            return [part async for part in engine.generate([5], Sampling(**sampling), request_id="r")]
+            return await use(engine)
         finally:
             await engine.close()
 
-    return asyncio.run(ask())
+    return asyncio.run(work())
 
 
-def test_no_limit_is_said_as_null_since_an_absent_one_means_16_tokens(wire: Wire) -> None:
+async def generate(engine: TokenEngine, **sampling: Any) -> list[Tokens | Finish]:
+    return [part async for part in engine.generate([5], Sampling(**sampling), request_id="r")]
+
+
+def sample(wire: Wire, logprobs: Any = "raw", **sampling: Any) -> list[Tokens | Finish]:
+    return with_client(wire, lambda engine: generate(engine, **sampling), logprobs)
+
+
+def test_no_limit_is_said_as_null_since_an_absent_one_may_mean_16_tokens(wire: Wire) -> None:
     sample(wire)
     assert wire.asked["sampling_params"]["max_tokens"] is None
     sample(wire, max_tokens=7)
@@ -77,3 +91,101 @@ def test_a_refusal_says_what_the_engine_said(wire: Wire, answer: Any) -> None:
     wire.status, wire.answer = 400, answer
     with pytest.raises(EngineRefused, match="the engine answered 400: too long"):
         sample(wire)
+
+
+@pytest.mark.parametrize(("status", "told"), [(400, 400), (422, 400), (403, 502), (404, 502)])
+def test_what_the_server_lacks_is_not_the_agents_fault(wire: Wire, status: int, told: int) -> None:
+    wire.status, wire.answer = status, b"no"
+    with pytest.raises(EngineRefused) as refused:
+        sample(wire)
+    assert refused.value.status == told
+
+
+def test_an_error_within_a_stream_is_what_its_code_says(wire: Wire) -> None:
+    async def stream(engine: TokenEngine) -> list[Tokens | Finish]:
+        return [part async for part in engine.generate([5], Sampling(), request_id="r", stream=True)]
+
+    for code, expected in ((400, EngineRefused), (500, EngineUnavailable)):
+        wire.answer = b'data: {"error": {"message": "bad token", "code": %d}}\n\ndata: [DONE]\n\n' % code
+        with pytest.raises(expected, match="bad token"):
+            with_client(wire, stream)
+    said = "The decoder prompt (length 600) is longer than the maximum model length of 512."
+    wire.answer = b'data: {"error": {"message": "%s", "code": 400}}\n\n' % said.encode()
+    with pytest.raises(PromptTooLong, match="600"):
+        with_client(wire, stream)
+
+
+def test_the_end_of_text_that_vllm_does_not_name_is_the_last_token(wire: Wire) -> None:
+    *_, finish = sample(wire)
+    assert isinstance(finish, Finish)
+    assert finish.stop_match == 2
+    wire.answer = {"choices": [{"token_ids": [1, 2], "finish_reason": "length"}]}
+    *_, finish = sample(wire)
+    assert isinstance(finish, Finish)
+    assert finish.stop_match is None
+
+
+def test_the_mark_of_a_missing_logprob_is_no_logprob(wire: Wire) -> None:
+    entries = [{"logprob": -0.5}, {"logprob": -9999.0}]
+    choice = {"token_ids": [1, 2], "finish_reason": "stop", "logprobs": {"content": entries}}
+    wire.answer = {"choices": [choice]}
+    assert sample(wire)[0] == Tokens([1, 2], None)
+    entries[1]["logprob"] = -1.5
+    assert sample(wire)[0] == Tokens([1, 2], [-0.5, -1.5])
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "sampling", "asked"),
+    [
+        ("raw", {"temperature": 0.7, "top_p": 0.9, "min_p": 0.1}, 0),
+        ("raw", {"temperature": 1.0, "json_schema": {}}, None),
+        ("processed", {"temperature": 0.7, "top_p": 1.0, "top_k": -1}, 0),
+        ("processed", {"temperature": 0.0, "top_p": 0.9, "top_k": 5}, 0),
+        ("processed", {"temperature": 1.0, "top_p": 0.9}, None),
+        ("processed", {"temperature": 1.0, "top_k": 5}, None),
+        ("processed", {"temperature": 0.0, "presence_penalty": 1.0}, None),
+        ("processed", {"temperature": 1.0, "json_schema": {}}, None),
+    ],
+)
+def test_logprobs_of_no_known_kind_are_not_asked_for(
+    wire: Wire, logprobs: str, sampling: dict[str, Any], asked: int | None
+) -> None:
+    sample(wire, logprobs, **sampling)
+    assert wire.asked["sampling_params"]["logprobs"] == asked
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "kinds"), [("raw", ["greedy", "raw", "sampled"]), ("processed", ["greedy", "sampled", "sampled"])]
+)
+def test_the_kind_depends_on_the_server_and_the_temperature(wire: Wire, logprobs: str, kinds: list[str]) -> None:
+    async def ask(engine: TokenEngine) -> list[str]:
+        return [engine.logprob_kind(Sampling(temperature=temperature)) for temperature in (0.0, 0.7, 1.0)]
+
+    assert with_client(wire, ask, logprobs) == kinds
+
+
+def test_a_new_version_is_told_once_before_anything_is_sampled_under_it(wire: Wire) -> None:
+    async def use(engine: TokenEngine) -> None:
+        await generate(engine)
+        engine.policy_version = 4
+        await generate(engine)
+        await generate(engine)
+        engine.policy_version = 5
+        await engine.resume()
+
+    with_client(wire, use)
+    sampled, told = "/inference/v1/generate", "/update_weight_version"
+    assert wire.paths == [sampled, told, sampled, sampled, told, "/resume"]
+
+
+def test_tokens_without_a_label_are_of_the_version_at_registration(wire: Wire) -> None:
+    spans = [{"version": "default", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
+    wire.answer = {"choices": [{"token_ids": [1, 2], "finish_reason": "stop", "weight_versions": spans}]}
+
+    async def use(engine: TokenEngine) -> Tokens | Finish:
+        engine.policy_version = 4
+        return (await generate(engine))[-1]
+
+    finish = with_client(wire, use)
+    assert isinstance(finish, Finish)
+    assert [(v.version, v.start, v.end) for v in finish.version_spans] == [(3, 0, 1), (4, 1, 2)]

@@ -1,0 +1,65 @@
+"""A whole gateway, store and control plane, in front of a real vLLM server, and an attempt in it."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from lightning_rl.server.launch import launch
+from lightning_rl.store.client import HttpStore
+from lightning_rl.store.contract import Claim, Finish, RolloutRequest
+from lightning_rl_adapters.call import Call, calls_of
+from tests.vllm.server import CHECKPOINT, MODEL, Server
+
+QUESTION: Any = {"role": "user", "content": "TABLE users (id, name)\nHow many users?"}
+
+
+@dataclass
+class Policy:
+    model: str = MODEL
+    tokenizer: str = str(CHECKPOINT)
+    renderer: str = "auto"
+    history: str = "keep"
+    unknown_model: str = "policy"
+    engines: list = field(default_factory=list)
+
+
+@dataclass
+class Attempt:
+    """One attempt: an agent's client, and what was recorded of its calls."""
+
+    store: HttpStore
+    claim: Claim
+    client: openai.OpenAI
+
+    def finish(self) -> list[Call]:
+        """End it, which stores all that was recorded: its calls."""
+        rollout_id = self.claim.rollout.rollout_id
+        self.store.finish(rollout_id, self.claim.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
+        (trace,) = self.store.traces([rollout_id])[rollout_id].attempts
+        return calls_of(trace.spans)
+
+
+@contextlib.contextmanager
+def attempt(folder: Path, server: Server, mode: str = "train") -> Iterator[Attempt]:
+    """An open attempt behind a gateway of its own."""
+    engine = {"model": MODEL, "kind": "vllm", "url": server.url, "policy_version": 3}
+    with launch(folder, Policy(engines=[engine]), admin_key="a", runner_key="r", own_runners=False) as serving:
+        store = HttpStore(serving.url, "a")
+        store.enqueue([RolloutRequest(task=1, rollout_id="r1", mode=mode)])
+        (claim,) = store.claim("w")
+        llm = claim.resources["main_llm"]
+        with openai.OpenAI(base_url=llm["base_url"], api_key=llm["api_key"], max_retries=0) as client:
+            yield Attempt(store, claim, client)
+
+
+def full_prompt(calls: list[Call], call: Call) -> list[int]:
+    """The tokens that the engine was given for a call."""
+    by_id = {each.call_id: each for each in calls}
+    if call.parent_id is None:
+        return call.prompt_ids
+    parent = by_id[call.parent_id]
+    return [*full_prompt(calls, parent), *parent.response_ids, *call.prompt_ids]
