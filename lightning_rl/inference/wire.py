@@ -4,7 +4,7 @@ Invariant: what is answered is what happened. A sampling key that this engine do
 by name, where vLLM passes over it in silence.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -17,7 +17,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's names. `logprobs` 0 asks for the sampled tokens' own, null for none."""
+    """vLLM's names. `logprobs` 0 asks for the sampled tokens' own, null for none. `detokenize` is there to be false."""
 
     max_tokens: int | None = DEFAULT_MAX_TOKENS
     temperature: float = 1.0
@@ -28,6 +28,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=0)] | None = None
     stop_token_ids: tuple[TokenId, ...] | None = None
     ignore_eos: bool = False
+    detokenize: Literal[False] = False
 
 
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):

@@ -70,7 +70,9 @@ async def _probe(server: "_Server", session: aiohttp.ClientSession) -> LogprobsM
     if lacking:
         raise EngineRefused(f"engine {server.url} lacks {' and '.join(lacking)}; {_HOW}")
     hot, cold = [await server.top_logprobs(session, temperature) for temperature in (1.0, 0.5)]
-    return _kind(server.url, hot, cold)
+    # A server that tells no other tokens than the sampled one leaves it open; `raw` claims least: away from temperature
+    # 1 such logprobs are recomputed.
+    return _kind(server.url, hot, cold) if hot and cold else "raw"
 
 
 class _Server:
@@ -100,10 +102,13 @@ class _Server:
         return []
 
     async def top_logprobs(self, session: aiohttp.ClientSession, temperature: float) -> dict[int, float]:
-        """The likeliest tokens at the place behind one fixed token, and the logprobs that are told of them."""
+        """The likeliest tokens at the place behind one fixed token, and the logprobs that are told of them; none where
+        the server refuses to."""
         parameters = {"max_tokens": 1, "temperature": temperature, "logprobs": _TOP}
         body = {"token_ids": [0], "sampling_params": parameters}
         status, said = await self._ask(session, "POST", GENERATE, body)
+        if status == 400:
+            return {}
         self._check(status, said, GENERATE)
         [choice] = self._decoded(said, _Answer, GENERATE).choices
         [position] = choice.logprobs.content

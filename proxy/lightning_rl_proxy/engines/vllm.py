@@ -273,12 +273,12 @@ def _reshaped(sampling: Sampling) -> bool:
         sampling.min_p,
         sampling.frequency_penalty,
         sampling.presence_penalty,
-        sampling.repetition_penalty,
+        sampling.repetition_penalty not in (None, 1),
         sampling.logit_bias,
-        sampling.json_schema,
+        sampling.json_schema is not None,
     )
     cut = sampling.top_p not in (None, 1) or sampling.top_k not in (None, -1, 0)
-    return (cut and sampling.temperature != 0) or any(other is not None for other in others)
+    return (cut and sampling.temperature != 0) or any(others)
 
 
 def _refusal(url: str, status: int, raw: bytes) -> Exception:

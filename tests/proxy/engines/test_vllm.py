@@ -138,6 +138,7 @@ def test_the_mark_of_a_missing_logprob_is_no_logprob(wire: Wire) -> None:
     ("logprobs", "sampling", "asked"),
     [
         ("raw", {"temperature": 0.7, "top_p": 0.9, "min_p": 0.1}, 0),
+        ("processed", {"temperature": 0.7, "min_p": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}, 0),
         ("raw", {"temperature": 1.0, "json_schema": {}}, None),
         ("processed", {"temperature": 0.7, "top_p": 1.0, "top_k": -1}, 0),
         ("processed", {"temperature": 0.0, "top_p": 0.9, "top_k": 5}, 0),
