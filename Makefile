@@ -6,17 +6,19 @@ BIN := $(VENV)/bin
 SDKS := .venv-sdk3/.made .venv-sdk-litellm/.made
 ORACLE := .venv-oracle
 VLLM := .venv-vllm
+AGENTS := .venv-agents
+ASKING := attempt call_names gateway limits logs openapi parking recorder retries router streaming templates texts
 PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # One thread each: several processes on the same cores stand in each other's way with more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: quickstart test test-runs test-e2e test-sdk test-chaos test-fuzz test-package test-oracle test-vllm docs lint types check bench clean
+.PHONY: quickstart test test-runs test-e2e test-sdk test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents docs lint types check bench clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/lightning-rl quickstart $(ARGS)
 
 test: $(VENV)/.dev
-	$(PYTEST) tests --ignore tests/oracle -m "not e2e and not chaos and not package and not sdk and not vllm" -n 2 --dist loadscope $(ARGS)
+	$(PYTEST) tests --ignore tests/oracle -m "not e2e and not chaos and not package and not sdk and not vllm and not agents" -n 2 --dist loadscope $(ARGS)
 
 # Whole runs, each with trainer, server, runners and engine: of the parts, and of what a newcomer does (quickstart, docs,
 # notebooks).
@@ -29,8 +31,13 @@ test-e2e: $(VENV)/.dev
 test-sdk: $(VENV)/.dev $(SDKS)
 	$(PYTEST) tests/sdk/test_newer_sdk.py -m sdk $(ARGS)
 
+# Kills over many seeds, troubles that last longer than every lease; CI takes a slice of it.
+CHAOS_SEEDS ?= 50
+CHAOS_AWAY_SECONDS ?= 35
+CHAOS_INTERRUPTS ?= 20
 test-chaos: $(VENV)/.dev
-	$(PYTEST) tests/chaos -m chaos $(ARGS)
+	CHAOS_SEEDS=$(CHAOS_SEEDS) CHAOS_AWAY_SECONDS=$(CHAOS_AWAY_SECONDS) CHAOS_INTERRUPTS=$(CHAOS_INTERRUPTS) \
+	  $(PYTEST) tests/chaos -m chaos $(ARGS)
 
 test-fuzz: $(VENV)/.dev
 	FUZZ_REQUESTS=10000 $(PYTEST) tests/fuzz -m fuzz -n 2 $(ARGS)
@@ -42,8 +49,25 @@ test-package: $(VENV)/.dev
 test-oracle: $(VENV)/.dev $(ORACLE)/.made
 	OMP_NUM_THREADS=1 $(ORACLE)/bin/python -m pytest tests/oracle -m oracle $(ARGS)
 
+# The gateway's client against a real vLLM.
 test-vllm: $(VENV)/.dev $(VLLM)/.made
-	$(PYTEST) tests/vllm -m vllm $(ARGS)
+	$(PYTEST) tests/vllm/test_engine.py tests/vllm/test_gateway.py tests/vllm/test_processed.py $(ARGS)
+
+# vLLM as the engine of a run: its servers, its weights, and what it learns.
+test-vllm-training: $(VENV)/.dev $(VLLM)/.made
+	$(PYTEST) tests/vllm/test_policy.py tests/vllm/test_spider.py tests/vllm/test_training.py tests/vllm/test_transfers.py $(ARGS)
+
+# The gateway's tests with a real vLLM in the place of their engine: those that ask one and, of the SDKs, all but
+# litellm, for time. `pytest tests/proxy tests/sdk/test_matrix.py --engine vllm` runs all.
+test-vllm-gateway: $(VENV)/.dev $(VLLM)/.made
+	$(PYTEST) --engine vllm $(ASKING:%=tests/proxy/test_%.py) tests/sdk/test_matrix.py -k "not litellm" \
+	  --deselect tests/sdk/test_matrix.py::test_the_page_says_what_was_played $(ARGS)
+
+# The examples, each trained for some steps; one of them makes its model first, which takes minutes. And what needs SDKs
+# of its own: AutoGen, and OpenTelemetry's instrumentation of HTTP clients.
+test-agents: $(VENV)/.dev $(AGENTS)/.made
+	OMP_NUM_THREADS=1 $(AGENTS)/bin/python -m pytest tests/e2e/test_examples.py tests/e2e/test_sql_graph.py \
+	  tests/e2e/test_autogen.py tests/e2e/test_instrumented_clients.py -m "not e2e" $(ARGS)
 
 docs: $(VENV)/.dev $(SDKS)
 	$(BIN)/python -m lightning_rl.config.reference > docs/config.md
@@ -88,6 +112,18 @@ $(ORACLE)/.made: tests/oracle/requirements.txt $(VENV)/.dev
 	$(ORACLE)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps -r $<
 	touch $@
 
+# SDKs that cannot stand beside ours; all else comes from .venv. AutoGen's core asks for protobuf 5, of which it uses
+# nothing but in a runtime over gRPC, and ours needs a newer one; OpenTelemetry's instrumentation asks for the very
+# version of its API that came last. So those come without their dependencies.
+AUTOGEN := "autogen-agentchat>=0.7,<1" "autogen-core>=0.7,<1" "autogen-ext>=0.7,<1" "jsonref>=1.1,<2" "aiofiles>=24"
+INSTRUMENTATION := "opentelemetry-instrumentation-httpx>=0.59b0,<1" "opentelemetry-util-http>=0.59b0,<1"
+$(AGENTS)/.made: Makefile $(VENV)/.dev
+	$(BIN)/python -m venv --clear $(AGENTS)
+	echo "import site; site.addsitedir('$$($(BIN)/$(PURELIB))')" > $$($(AGENTS)/bin/$(PURELIB))/ours.pth
+	$(AGENTS)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) "openai-agents>=0.20,<1" "openai<3"
+	$(AGENTS)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps $(AUTOGEN) $(INSTRUMENTATION)
+	touch $@
+
 # A real vLLM for the CPU. What comes with it and is not needed breaks the imports of transformers here.
 $(VLLM)/.made:
 	$(PYTHON) -m venv --clear $(VLLM)
@@ -96,4 +132,4 @@ $(VLLM)/.made:
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(dir $(SDKS)) $(ORACLE) $(VLLM) dist build
+	rm -rf $(VENV) $(dir $(SDKS)) $(ORACLE) $(VLLM) $(AGENTS) dist build

@@ -36,6 +36,7 @@ from lightning_rl_proxy.rendering import FastTokenizer, load_renderer
 
 TOKENIZER = Path(__file__).parents[1] / "examples" / "sql_agent" / "checkpoint"
 MODEL = "policy"
+GENERATE = "/inference/v1/generate"
 ANSWER = [300, 301, 302, 303, 304, 305, 306, 307]
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -72,10 +73,16 @@ def instant_engine() -> Asgi:
     versions = [{"version": "0", "start": 0, "end": len(ANSWER)}]
     choice = {"index": 0, "token_ids": ANSWER, "finish_reason": "stop", "stop_reason": None}
     fixed = msgspec.json.encode({"choices": [choice | {"weight_versions": versions, "logprobs": {"content": content}}]})
+    return fixed_answer(fixed)
+
+
+def fixed_answer(fixed: bytes) -> Asgi:
+    """An engine that gives the same answer to every prompt."""
+    well = msgspec.json.encode({"data": [{"policy_version": 0}]})  # of its health and of its queue
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await body_of(receive)
-        await answer(send, fixed)
+        await answer(send, fixed if scope["path"] == GENERATE else well)
 
     return app
 
@@ -111,7 +118,7 @@ def bare_relay(engine_url: str, database: Path) -> Asgi:
         ids = renderer.render(request["messages"], None)
         body = msgspec.json.encode({"token_ids": ids, "sampling_params": {"max_tokens": 16, "logprobs": 0}})
         headers = {"content-type": "application/json"}
-        async with state["session"].post(f"{engine_url}/inference/v1/generate", data=body, headers=headers) as response:
+        async with state["session"].post(f"{engine_url}{GENERATE}", data=body, headers=headers) as response:
             choice = msgspec.json.decode(await response.read())["choices"][0]
         message = {"role": "assistant", "content": decode(choice["token_ids"])}
         pending.append((body, msgspec.json.encode(choice)))

@@ -29,7 +29,7 @@ from lightning_rl_adapters.rows import Row
 LORA = {
     "actor_rollout_ref": {
         "model": {"lora_rank": 16, "lora_alpha": 32},
-        "actor": {"optim": {"lr": 3e-3}},
+        "actor": {"optim": {"lr": 1e-3}},
     }
 }
 CRITIC = {

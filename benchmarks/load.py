@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gateway import MODEL, TOKENIZER, body_of, instant_engine, open_attempts, role, serve
+from gateway import GENERATE, MODEL, TOKENIZER, body_of, instant_engine, open_attempts, role, serve
 
 from lightning_rl.algorithms.base import Endpoint
 from lightning_rl.server import launch as server
@@ -35,7 +35,8 @@ def slow_engine() -> Any:
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         body = await body_of(receive)
-        await asyncio.sleep(SLOW_SECONDS)
+        if scope["path"] == GENERATE:
+            await asyncio.sleep(SLOW_SECONDS)
 
         async def again() -> dict[str, Any]:
             return {"type": "http.request", "body": body}

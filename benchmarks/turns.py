@@ -6,6 +6,8 @@ A client that sends its whole history every turn, as chat clients do, against th
 At each of the three turns the same request is sent many times with other last words (branches of one conversation),
 and the processor time of the serving process is divided by their number; decoding such a body is timed beside it. The
 store's file is measured at the end, against what the tokens and the texts weigh.
+
+Beside it stands the floor: a proxy that only reads and decodes such a body, and sends as many ids to the engine.
 """
 
 import argparse
@@ -17,11 +19,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import aiohttp
 import msgspec
 import urllib3
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gateway import MODEL, TOKENIZER, answer, body_of, cpu_seconds, open_attempts, role, serve
+from gateway import (
+    GENERATE,
+    MODEL,
+    TOKENIZER,
+    answer,
+    body_of,
+    cpu_seconds,
+    fixed_answer,
+    open_attempts,
+    role,
+    serve,
+)
 
 from lightning_rl.algorithms.base import Endpoint
 from lightning_rl.server import launch as server
@@ -33,6 +47,8 @@ from lightning_rl_adapters.call import calls_of
 TURNS = (3, 30, 300)
 ANSWER = [300 + i % 200 for i in range(100)]
 WORDS = "shops id size city books price "
+SAID = "x" * 350  # about what the engine's answer reads as
+TOKENS_A_TURN = 211
 
 
 def engine() -> Any:
@@ -41,10 +57,24 @@ def engine() -> Any:
     choice = {"index": 0, "token_ids": ANSWER, "finish_reason": "stop", "stop_reason": None}
     versions = [{"version": "0", "start": 0, "end": len(ANSWER)}]
     fixed = msgspec.json.encode({"choices": [choice | {"weight_versions": versions, "logprobs": {"content": content}}]})
+    return fixed_answer(fixed)
+
+
+def floor(engine_url: str) -> Any:
+    """The least that any proxy does that takes messages and sends token ids: it knows them all without looking."""
+    state: dict[str, aiohttp.ClientSession] = {}
+    known = [(i * 7919) % 1000 for i in range(TOKENS_A_TURN * max(TURNS))]
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await body_of(receive)
-        await answer(send, fixed)
+        session = state.get("session") or state.setdefault("session", aiohttp.ClientSession())
+        turn = (len(msgspec.json.decode(await body_of(receive))["messages"]) + 1) // 2
+        body = msgspec.json.encode({"token_ids": known[: TOKENS_A_TURN * turn], "sampling_params": {"logprobs": 0}})
+        headers = {"content-type": "application/json"}
+        async with session.post(f"{engine_url}{GENERATE}", data=body, headers=headers) as response:
+            msgspec.json.decode(await response.read())
+        choices = [{"index": 0, "message": {"role": "assistant", "content": SAID}, "finish_reason": "stop"}]
+        usage = {"prompt_tokens": TOKENS_A_TURN * turn}
+        await answer(send, msgspec.json.encode({"choices": choices, "usage": usage}))
 
     return app
 
@@ -120,39 +150,48 @@ def storage(database: Path) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Run the conversation and print the table."""
+    """Run both conversations and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=60)
-    parser.add_argument("--role", choices=["engine"])
+    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--role", choices=["engine", "floor"])
+    parser.add_argument("--engine", help="URL, of the role floor")
     arguments = parser.parse_args()
-    if arguments.role == "engine":
-        return serve(engine())
+    if arguments.role:
+        return serve(engine() if arguments.role == "engine" else floor(arguments.engine))
     with ExitStack() as parts:
         folder = Path(parts.enter_context(tempfile.TemporaryDirectory()))
         engine_url, _ = parts.enter_context(role("--role", "engine", script=__file__))
+        floor_url, floor_pid = parts.enter_context(role("--role", "floor", "--engine", engine_url, script=__file__))
         attached = {"model": MODEL, "kind": "embedded", "url": engine_url, "policy_version": 0}
         endpoint = Endpoint(model=MODEL, tokenizer=str(TOKENIZER), renderer="qwen3", engines=[attached])
         with server.launch(folder, endpoint, admin_key="admin", runner_key="runner") as serving:
-            store = HttpStore(serving.url, "admin")
-            [(url, key)] = open_attempts(store, 1)
-            conversation = Conversation(url, key)
-            print("| turn | body kB | prompt tokens | CPU ms | median ms | decoding, ms |\n|---|---|---|---|---|---|")
-            first = 0.0
-            for turn in range(1, max(TURNS) + 1):
-                if turn in TURNS:
-                    cpu, latency = measure(conversation, turn, serving.pid, arguments.repeats)
-                    body = conversation.body(words_of(turn))
-                    decoding = decoding_ms(body)
-                    first = first or cpu
-                    sizes = f"{len(body) / 1e3:.0f} | {conversation.prompt_tokens}"
-                    print(f"| {turn} | {sizes} | {cpu:.2f} | {latency:.2f} | {decoding:.2f} |")
-                conversation.go_on(words_of(turn))
-            print(
-                f"\nturn {turn}: {cpu - first:.2f} ms over turn {TURNS[0]} = {(cpu - first) / decoding:.1f}x decoding"
-            )
+            [(url, key)] = open_attempts(HttpStore(serving.url, "admin"), 1)
+            sides = {
+                "gateway": (Conversation(url, key), serving.pid),
+                "floor": (Conversation(floor_url, "none"), floor_pid),
+            }
+            compare(sides, arguments.repeats)
         stored, weight = storage(folder / "store.db")
         print(f"storage: {stored / 1e3:.0f} kB = {stored / weight:.2f}x of tokens and texts")
     return None
+
+
+def compare(sides: "dict[str, tuple[Conversation, int]]", repeats: int) -> None:
+    """Both conversations turn by turn; the table, and what the last turn costs over the first that is measured."""
+    print("| turn | | body kB | prompt tokens | CPU ms | median ms | decoding, ms |\n|---|---|---|---|---|---|---|")
+    first: dict[str, float] = {}
+    for turn in range(1, max(TURNS) + 1):
+        for name, (conversation, pid) in sides.items():
+            if turn in TURNS:
+                cpu, latency = measure(conversation, turn, pid, repeats)
+                body = conversation.body(words_of(turn))
+                decoding = decoding_ms(body)
+                more = cpu - first.setdefault(name, cpu)
+                sizes = f"{len(body) / 1e3:.0f} | {conversation.prompt_tokens}"
+                print(f"| {turn} | {name} | {sizes} | {cpu:.2f} | {latency:.2f} | {decoding:.2f} |")
+                if turn == max(TURNS):
+                    print(f"\n{name}: {more:.2f} ms over turn {TURNS[0]} = {more / decoding:.1f}x decoding\n")
+            conversation.go_on(words_of(turn))
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_rl.agent import Agent, rollout
+    from lightning_rl.agent_lightning import LitAgent, NamedResources
     from lightning_rl.algorithms.base import Algorithm
     from lightning_rl.algorithms.baseline import Baseline
     from lightning_rl.algorithms.daemon import AgentModeDaemon
     from lightning_rl.algorithms.ppo import PPO, VERL
     from lightning_rl.emit import emit_exception, emit_message, emit_object, emit_reward, operation
     from lightning_rl.resources import LLM, ProxyLLM
+    from lightning_rl.store.contract import Rollout
     from lightning_rl.trainer import Trainer
     from lightning_rl_adapters.call import Call
     from lightning_rl_adapters.forest import Forest
@@ -24,6 +26,8 @@ _HOME = {
     "AgentModeDaemon": "lightning_rl.algorithms.daemon",
     "Agent": "lightning_rl.agent",
     "rollout": "lightning_rl.agent",
+    "LitAgent": "lightning_rl.agent_lightning",
+    "NamedResources": "lightning_rl.agent_lightning",
     "Algorithm": "lightning_rl.algorithms.base",
     "Baseline": "lightning_rl.algorithms.baseline",
     "PPO": "lightning_rl.algorithms.ppo",
@@ -35,12 +39,32 @@ _HOME = {
     "operation": "lightning_rl.emit",
     "LLM": "lightning_rl.resources",
     "ProxyLLM": "lightning_rl.resources",
+    "Rollout": "lightning_rl.store.contract",
     "Trainer": "lightning_rl.trainer",
     "Call": "lightning_rl_adapters.call",
     "Forest": "lightning_rl_adapters.forest",
     "Row": "lightning_rl_adapters.rows",
     "Span": "lightning_rl_adapters.span",
     "Triplet": "lightning_rl_adapters.triplet",
+}
+
+# Names that examples of Agent-lightning import, and what does their work here.
+_INSTEAD = {
+    "APO": "prompts are not optimised here",
+    "AgentOpsTracer": "leave the tracer out, the gateway records the calls",
+    "AttemptedRollout": "annotate it lrl.Rollout",
+    "Dataset": "a list of JSON values is one",
+    "InMemoryLightningStore": "leave the store out, it is store.db of the run folder",
+    "LightningStoreClient": "lightning_rl.store.client.HttpStore(url, key)",
+    "LitAgentRunner": "call the agent's function, or lrl.Trainer(agent).dev(tasks)",
+    "LlmProxyTraceToTriplet": "leave the adapter out, rows come from the forest of calls",
+    "OtelTracer": "leave the tracer out, the gateway records the calls",
+    "PromptTemplate": "prompts are not optimised here",
+    "TracerTraceToTriplet": "leave the adapter out; its agent_match is the key algorithm.train_agents",
+    "configure_logger": "logging.basicConfig()",
+    "find_final_reward": "rollout.reward",
+    "lightning_cli": "lightning-rl train agent=module:function, or lrl.Trainer",
+    "setup_logging": "logging.basicConfig()",
 }
 
 __all__ = [
@@ -53,7 +77,10 @@ __all__ = [
     "Baseline",
     "Call",
     "Forest",
+    "LitAgent",
+    "NamedResources",
     "ProxyLLM",
+    "Rollout",
     "Row",
     "Span",
     "Trainer",
@@ -71,7 +98,8 @@ if not TYPE_CHECKING:  # type checkers know the names above, and report the othe
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
-            raise AttributeError(f"module 'lightning_rl' has no attribute {name!r}")
+            instead = f": {_INSTEAD[name]} (docs/coming-from-agent-lightning.md)" if name in _INSTEAD else ""
+            raise AttributeError(f"module 'lightning_rl' has no attribute {name!r}{instead}")
         return getattr(importlib.import_module(_HOME[name]), name)
 
 

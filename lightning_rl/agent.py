@@ -16,8 +16,12 @@ from lightning_rl.loading import NotLoadable, load
 from lightning_rl.resources import LLM, ProxyLLM
 
 if TYPE_CHECKING:
+    from lightning_rl.config.schema import Langgraph
     from lightning_rl.emitted import Emitted
     from lightning_rl.store.contract import Claim
+
+
+_GRAPH = "actor_rollout_ref.rollout.multi_turn.langgraph.path"
 
 
 class AgentSignature(Explained, TypeError):
@@ -25,7 +29,7 @@ class AgentSignature(Explained, TypeError):
 
 
 class AgentNotFound(NotLoadable):
-    """The agent that a command names is not there."""
+    """The agent that a command or a configuration names is not there, or there are two."""
 
 
 class Agent:
@@ -98,6 +102,26 @@ def as_agent(candidate: Any) -> Agent:
     raise TypeError(f"an agent is a function, an Agent or an Agent class, got {candidate!r}")
 
 
+def agent_of_run(given: Agent | None, langgraph: "Langgraph | None") -> Agent:
+    """The agent of a run: the one that is given, or the graph that its configuration names.
+
+    Raises AgentNotFound where there is neither or both, and what `lightning_rl.langgraph.agent_of` raises of the graph.
+    """
+    if langgraph is None or langgraph.path is None:
+        if given is None:
+            raise AgentNotFound(
+                "name the agent: lightning-rl train agent=module:function, lrl.Trainer(agent), or a graph: "
+                f"{_GRAPH}=my_graph.py:graph"
+            )
+        return given
+    if given is not None:
+        name = getattr(given, "__name__", type(given).__name__)
+        raise AgentNotFound(f"the agent {name} and {_GRAPH}={langgraph.path} name two agents: leave one out")
+    from lightning_rl.langgraph import agent_of  # an extra
+
+    return agent_of(langgraph.path, recursion_limit=langgraph.graph_config.recursion_limit)
+
+
 def load_agent(spec: str) -> Agent:
     """The agent at `module:name` or `path/to/file.py:name`; modules are looked for in the current folder too.
 
@@ -124,17 +148,28 @@ def run_agent(
 
     rollout = claim.rollout
     emitted = emitted or Emitted(rollout.rollout_id, claim.attempt.attempt_id)
-    run = agent.training_rollout if rollout.mode == "train" else agent.validation_rollout
-    resources = {name: _resource(value) for name, value in claim.resources.items()}
     with emitted.collecting():
-        returned = run(rollout.task, resources, rollout)
+        returned = call_agent(agent, claim)
         if inspect.isawaitable(returned):
             returned = await_result(returned)
+    return rewards_of(returned, emitted, rollout.rollout_id)
+
+
+def call_agent(agent: Agent, claim: "Claim") -> Any:
+    """What the agent returns on a claimed rollout; of an async one an awaitable. Raises what it raises."""
+    rollout = claim.attempted()
+    run = agent.training_rollout if rollout.mode == "train" else agent.validation_rollout
+    resources = {name: _resource(value) for name, value in claim.resources.items()}
+    return run(rollout.task, resources, rollout)
+
+
+def rewards_of(returned: Any, emitted: "Emitted", rollout_id: str) -> dict[str, float] | None:
+    """The rewards by name of an agent that emitted and returned this, or None; raises ValueError as `run_agent`."""
     rewards = dict(emitted.rewards)
-    for name, value in _returned_rewards(returned, rollout.rollout_id).items():
+    for name, value in _returned_rewards(returned, rollout_id).items():
         if name == "reward" and rewards.get(name, value) != value:
             raise ValueError(
-                f"rollout {rollout.rollout_id} has two final rewards: emitted {rewards[name]}, "
+                f"rollout {rollout_id} has two final rewards: emitted {rewards[name]}, "
                 f"returned {value}; return None or emit under another name"
             )
         rewards[name] = value

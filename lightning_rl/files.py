@@ -2,11 +2,15 @@
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from lightning_rl.errors import Explained
+
+_POLL_SECONDS = 0.05  # a file system tells nobody that a lock is free
 
 
 class RunFolderBusy(Explained, RuntimeError):
@@ -14,14 +18,24 @@ class RunFolderBusy(Explained, RuntimeError):
 
 
 @contextmanager
-def owned(run_dir: Path) -> Iterator[None]:
-    """Hold the run folder. Raises RunFolderBusy where another process does."""
-    with (run_dir / "run.lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunFolderBusy(f"another process is using the run folder {run_dir}; wait for it or stop it") from None
+def owned(run_dir: Path, *, lock: str = "run.lock", patience_seconds: float = 0) -> Iterator[None]:
+    """Hold the run folder, by the file `lock` in it. Raises RunFolderBusy where another process does for longer than
+    `patience_seconds`; the death of a process ends its hold."""
+    last = time.monotonic() + patience_seconds
+    with (run_dir / lock).open("a") as file:
+        while not _hold(file):
+            if time.monotonic() >= last:
+                raise RunFolderBusy(f"another process is using the run folder {run_dir}; wait for it or stop it")
+            time.sleep(_POLL_SECONDS)
         yield
+
+
+def _hold(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def write_whole(path: Path, content: bytes) -> None:

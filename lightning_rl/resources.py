@@ -6,6 +6,7 @@ becomes an `LLM` per rollout and attempt.
 
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import quote
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,12 @@ class LLM:
     api_key: str = field(repr=False)
     anthropic_base_url: str = ""
     sampling_parameters: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def endpoint(self) -> str:
+        """Agent-lightning's base URL: its agents know no key, so this holds the attempt's, which HTTP clients send."""
+        scheme, _, rest = self.base_url.partition("://")
+        return f"{scheme}://attempt:{quote(self.api_key, safe='')}@{rest}"
 
     def env(self) -> dict[str, str]:
         """The environment variables that point OpenAI's and Anthropic's SDKs at this endpoint."""
@@ -53,6 +60,15 @@ class ProxyLLM:
     sampling_parameters: dict[str, Any] = field(default_factory=dict)
     val_sampling_parameters: dict[str, Any] = field(default_factory=dict)
     claimed: LLM | None = None
+
+    def get_base_url(self, rollout_id: str, attempt_id: str) -> str:
+        """Agent-lightning's `resolve`: the `endpoint` of the attempt, which must be the one that runs."""
+        llm = self.resolve(rollout_id)
+        if f"/rollout/{rollout_id}/attempt/{attempt_id}/" not in llm.base_url:
+            raise ValueError(
+                f"attempt {attempt_id!r} of rollout {rollout_id!r} is not the one that runs here: {llm.base_url}"
+            )
+        return llm.endpoint
 
     def resolve(self, rollout: Any) -> LLM:
         """The plain `LLM` of the rollout's present attempt. Raises RuntimeError outside a claimed rollout."""

@@ -7,17 +7,20 @@ They live in one run folder: the store, the journal, the logs, the metrics and t
 import itertools
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_rl.agent import as_agent
-from lightning_rl.algorithms.base import Algorithm
+from lightning_rl.agent import Agent, agent_of_run, as_agent
+from lightning_rl.agent_lightning import check_arguments
+from lightning_rl.algorithms.base import Algorithm, Endpoint
 from lightning_rl.errors import Explained
 from lightning_rl.files import owned
 from lightning_rl.runner import launch as runners
+from lightning_rl.runner.payload import Isolation
 from lightning_rl.server import launch as server
+from lightning_rl.server.keys import RUNNER_KEY, SHORTEST, is_loopback
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.errors import Unreachable
 
@@ -25,45 +28,87 @@ if TYPE_CHECKING:
     from lightning_rl.algorithms.dev import Dev
 
 
+_ORDERS = "Trainer(agent).fit(algorithm, tasks), or Trainer(algorithm=algorithm).fit(agent, tasks)"
+
+
 class RunFolderUsed(Explained, FileExistsError):
     """The run folder holds a run, and nobody said to resume it."""
 
 
 class Trainer:
-    """Trains one agent.
+    """Trains one agent: `Trainer(agent).fit(algorithm, tasks)`.
 
     Args:
-        agent: a function (decorated with `@rollout` or not), an `Agent`, or an `Agent` class.
-        n_runners: rollouts that run at the same time, packed into at most as many processes as there are cores; by
-            default what the algorithm says (8).
+        agent: a function (decorated with `@rollout` or not), an `Agent`, or an `Agent` class. None where the
+            algorithm's configuration names a LangGraph graph, or where `fit` is given the agent.
+        algorithm: Agent-lightning's order, `Trainer(algorithm=algorithm).fit(agent, tasks)`.
+        n_runners: at most so many rollouts run at the same time, packed into at most as many processes as there are
+            cores. Fewer do while the engines bear no more. By default what the algorithm says: as many as the engines
+            bear, 64 at most; 8 where only services answer, which do not say what they bear.
         run_dir: the run folder, made when missing; by default what the algorithm says (`runs/<date and time>`).
-        port: where the server listens on the loopback; 0 takes a free one.
+        port: where the server listens; 0 takes a free one.
+        isolation: whether many rollouts share a process (`thread`) or each has its own (`process`), which is killed
+            when its time is over. By default what the algorithm says.
+        host: the address where the server listens. Beyond the loopback others can join with `lightning-rl runner`, for
+            which LIGHTNING_RL_RUNNER_KEY must be set; `n_runners=0` then leaves all rollouts to them.
+        url: where they reach it (`http://trainer.example:8080`); by default the address where it listens.
     """
 
     def __init__(
-        self, agent: Any, *, n_runners: int | None = None, run_dir: str | Path | None = None, port: int = 0
+        self,
+        agent: Any = None,
+        *,
+        algorithm: Algorithm | None = None,
+        n_runners: int | None = None,
+        run_dir: str | Path | None = None,
+        port: int = 0,
+        isolation: Isolation | None = None,
+        host: str = "127.0.0.1",
+        url: str | None = None,
+        **elsewhere: Any,
     ) -> None:
-        if n_runners is not None and n_runners < 1:
-            raise ValueError(f"n_runners is {n_runners}; it takes at least one to run an agent")
-        self.agent = as_agent(agent)
+        check_arguments(elsewhere)
+        if agent is not None and algorithm is not None:
+            raise ValueError(f"the Trainer has the agent or the algorithm, and fit is given the other: {_ORDERS}")
+        if algorithm is not None and not isinstance(algorithm, Algorithm):
+            raise TypeError(f"algorithm takes one, as in algorithm=lrl.PPO(config), got {algorithm!r:.80}")
+        self._runner_key = _runner_key(host, url)
+        if n_runners is not None and n_runners < (0 if self._runner_key else 1):
+            raise ValueError(
+                f"n_runners is {n_runners}; it takes at least one to run an agent, or others that join: for them set "
+                f"{RUNNER_KEY} (docs/runners.md)"
+            )
+        self.agent = None if agent is None else as_agent(agent)
+        self.algorithm = algorithm
         self.n_runners = n_runners
         self.run_dir = None if run_dir is None else Path(run_dir).resolve()
         self._fixed_run_dir = run_dir is not None
         self.port = port
+        self.isolation = isolation
+        self.host = host
+        self.url = url
 
     def fit(
         self,
-        algorithm: Algorithm,
+        algorithm: Algorithm | Agent | type[Agent] | Callable[..., Any] | None = None,
         train_dataset: Sequence[Any] | None = None,
         val_dataset: Sequence[Any] | None = None,
     ) -> Algorithm:
         """Run `algorithm` on the datasets; returns it when it is done. `run_dir` then says where the run is.
 
-        Raises what the algorithm raises; RuntimeError when a child process died; RunFolderUsed for a run folder that
-        holds a run, unless the algorithm resumes it. All processes are stopped first.
+        Where the Trainer has the algorithm, the agent stands first. Raises AgentNotFound for no agent, and for two: one
+        that is given and one that the configuration names. Raises what the algorithm raises; RuntimeError when a child
+        process died; RunFolderUsed for a run folder that holds a run, unless the algorithm resumes it. All processes
+        are stopped first.
         """
-        if not isinstance(algorithm, Algorithm):
-            raise TypeError(f"fit takes an algorithm first, as in fit(lrl.PPO(config), tasks), got {algorithm!r:.80}")
+        agent, running = self._agent_and_algorithm(algorithm)
+        self._run(agent, running, train_dataset, val_dataset)
+        return running
+
+    def _run(
+        self, agent: Agent, algorithm: Algorithm, train_dataset: Sequence[Any] | None, val_dataset: Sequence[Any] | None
+    ) -> None:
+        """Open the parts, let the algorithm work, and close them."""
         tasks, held_out = algorithm.prepare(train_dataset, val_dataset)
         if self.run_dir is None or not self._fixed_run_dir:
             self.run_dir = _unused(algorithm.default_run_dir().resolve())
@@ -78,16 +123,34 @@ class Trainer:
                 )
             parts.callback(algorithm.close)
             endpoint = algorithm.open(run_dir)
-            admin_key, runner_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+            admin_key, runner_key = secrets.token_urlsafe(24), self._runner_key or secrets.token_urlsafe(24)
             _write_private(run_dir / "admin.key", admin_key)
             serving = parts.enter_context(
-                server.launch(run_dir, endpoint, admin_key=admin_key, runner_key=runner_key, port=self.port)
+                server.launch(
+                    run_dir,
+                    endpoint,
+                    admin_key=admin_key,
+                    runner_key=runner_key,
+                    host=self.host,
+                    port=self.port,
+                    url=self.url,
+                    own_runners=self._runner_key is None,
+                    otlp_endpoint=endpoint.otlp_endpoint,
+                )
             )
+            _write_private(run_dir / "server.url", serving.url)
             algorithm.store = HttpStore(serving.url, admin_key)
             parts.callback(algorithm.store.close)
-            n_runners = self.n_runners or algorithm.n_runners
+            n_runners = algorithm.n_runners or _at_once(endpoint) if self.n_runners is None else self.n_runners
             working = parts.enter_context(
-                runners.launch(n_runners, self.agent, serving.url, runner_key, log_dir=run_dir)
+                runners.launch(
+                    n_runners,
+                    agent,
+                    serving.url,
+                    runner_key,
+                    log_dir=run_dir,
+                    isolation=self.isolation or algorithm.isolation,
+                )
             )
 
             def check() -> None:
@@ -104,7 +167,18 @@ class Trainer:
             except KeyboardInterrupt as error:
                 error.add_note(f"what was recorded is in {run_dir}; trainer.resume_mode=auto goes on with it")
                 raise
-        return algorithm
+
+    def _agent_and_algorithm(self, given: Any) -> tuple[Agent, Algorithm]:
+        """The two, of which `given` is the one that the Trainer has not."""
+        if self.algorithm is None:
+            if not isinstance(given, Algorithm):
+                raise TypeError(
+                    f"fit takes an algorithm first, as in fit(lrl.PPO(config), tasks), got {given!r:.80}; {_ORDERS}"
+                )
+            return agent_of_run(self.agent, given.langgraph), given
+        if isinstance(given, Algorithm):
+            raise TypeError(f"the Trainer has an algorithm, and fit is given another: {_ORDERS}")
+        return agent_of_run(None if given is None else as_agent(given), self.algorithm.langgraph), self.algorithm
 
     def dev(
         self,
@@ -132,8 +206,25 @@ class Trainer:
         from lightning_rl.algorithms.dev import Dev
 
         dev = Dev(model, base_url=base_url, api_key=api_key, renderer=renderer, n_tasks=n_tasks)
-        Trainer(self.agent, n_runners=self.n_runners, port=self.port).fit(dev, dataset)
+        Trainer(self.agent, n_runners=self.n_runners, port=self.port, isolation=self.isolation).fit(dev, dataset)
         return dev
+
+
+def _at_once(endpoint: Endpoint) -> int:
+    """How many rollouts may run at once where nobody says."""
+    services = all(engine["kind"] in ("openai", "litellm") for engine in endpoint.engines)
+    return runners.FOR_SERVICES if services else runners.MOST
+
+
+def _runner_key(host: str, url: str | None) -> str | None:
+    """The key of runners that join, None where nobody is to. Raises ValueError where it is not safe at `host`."""
+    key = os.environ.get(RUNNER_KEY) or None
+    if not is_loopback(host):
+        if key is None or len(key) < SHORTEST:
+            raise ValueError(f"on {host}, which others can reach, set {RUNNER_KEY} to at least {SHORTEST} characters")
+        if host in ("0.0.0.0", "::") and url is None:
+            raise ValueError(f"{host} is no place to go to: give url, as in url='http://trainer.example:8080'")
+    return key
 
 
 def _unused(folder: Path) -> Path:

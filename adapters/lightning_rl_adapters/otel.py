@@ -28,6 +28,17 @@ _TRACE_BYTES, _SPAN_BYTES = 16, 8
 _LAST_NS = 2**63 - 1
 _NAMED = 5  # rejected spans that an answer names
 _HEX_IDS = ("traceId", "spanId", "parentSpanId")
+_WHOSE = (
+    (semconv.ROLLOUT_ID, semconv.AGENT_LIGHTNING_ROLLOUT_ID),
+    (semconv.ATTEMPT_ID, semconv.AGENT_LIGHTNING_ATTEMPT_ID),
+)  # the first that is there counts
+_NO_ATTRIBUTE = frozenset(name for names in _WHOSE for name in names)
+_KIND = {
+    trace_pb2.Span.SPAN_KIND_CLIENT: "CLIENT",
+    trace_pb2.Span.SPAN_KIND_SERVER: "SERVER",
+    trace_pb2.Span.SPAN_KIND_PRODUCER: "PRODUCER",
+    trace_pb2.Span.SPAN_KIND_CONSUMER: "CONSUMER",
+}
 _STATUS = {trace_pb2.Status.STATUS_CODE_OK: "OK", trace_pb2.Status.STATUS_CODE_ERROR: "ERROR"}
 
 
@@ -116,7 +127,8 @@ def _all(request: ExportTraceServiceRequest) -> Iterator[tuple[dict[str, Any], s
 def _place(attributes: Mapping[str, Any], resource: Mapping[str, Any], own: Place | None) -> Place | str:
     """Whose the span is, or why that is not known."""
     rollout_id, attempt_id = (
-        attributes.get(name, resource.get(name)) for name in (semconv.ROLLOUT_ID, semconv.ATTEMPT_ID)
+        next((holder[name] for name in names for holder in (attributes, resource) if name in holder), None)
+        for names in _WHOSE
     )
     if own is not None:
         if rollout_id in (None, own.rollout_id) and attempt_id in (None, own.attempt_id):
@@ -150,7 +162,7 @@ def _span(
     said = {
         _kept_as(name, semconv.EMITTED_ATTRIBUTES if emitted else frozenset(), value): value
         for name, value in attributes.items()
-        if name not in (semconv.ROLLOUT_ID, semconv.ATTEMPT_ID)
+        if name not in _NO_ATTRIBUTE
     }
     return Span(
         span_id=_span_id(place, wire.trace_id, wire.span_id),
@@ -166,9 +178,7 @@ def _span(
 
 def _more(wire: trace_pb2.Span, place: Place, resource: dict[str, Any], scope: str) -> dict[str, Any]:
     """What a span says beside its attributes, as far as it says anything."""
-    of_resource = {
-        name: value for name, value in resource.items() if name not in (semconv.ROLLOUT_ID, semconv.ATTEMPT_ID)
-    }
+    of_resource = {name: value for name, value in resource.items() if name not in _NO_ATTRIBUTE}
     events = [
         {"name": event.name, "time_ns": event.time_unix_nano, "attributes": _values(event.attributes)}
         for event in wire.events
@@ -180,6 +190,7 @@ def _more(wire: trace_pb2.Span, place: Place, resource: dict[str, Any], scope: s
         semconv.SCOPE: scope,
         semconv.STATUS_CODE: _STATUS.get(wire.status.code),
         semconv.STATUS_DESCRIPTION: wire.status.message,
+        semconv.KIND: _KIND.get(wire.kind),
     }
     return {name: value for name, value in more.items() if value}
 

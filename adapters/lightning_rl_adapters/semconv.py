@@ -6,7 +6,9 @@ from typing import Final
 # OpenTelemetry GenAI semantic conventions.
 OPERATION: Final = "gen_ai.operation.name"
 REQUEST_MODEL: Final = "gen_ai.request.model"
+REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
 RESPONSE_MODEL: Final = "gen_ai.response.model"
+RESPONSE_ID: Final = "gen_ai.response.id"
 FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
 INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
@@ -51,9 +53,18 @@ OPERATION_NAME: Final = "lightning_rl.operation.name"
 OPERATION_INPUTS: Final = "lightning_rl.operation.inputs"  # JSON, as the output
 OPERATION_OUTPUT: Final = "lightning_rl.operation.output"
 
+# What an attempt printed, and where it was: one span, by the runner.
+LOG_SPAN: Final = "lightning_rl.log"
+LOG_STDOUT: Final = "lightning_rl.log.stdout"
+LOG_STDERR: Final = "lightning_rl.log.stderr"
+LOG_TRACEBACK: Final = "lightning_rl.log.traceback"
+
 # Whose a span is: an attribute of it or of its resource while it travels.
 ROLLOUT_ID: Final = "lightning_rl.rollout_id"
 ATTEMPT_ID: Final = "lightning_rl.attempt_id"
+# The same as Agent-lightning's tracers write it, for agents that come from there.
+AGENT_LIGHTNING_ROLLOUT_ID: Final = "agentlightning.rollout_id"
+AGENT_LIGHTNING_ATTEMPT_ID: Final = "agentlightning.attempt_id"
 
 # What else OTLP says of a span; status and scope under the names that OpenTelemetry gives them as attributes.
 PARENT_SPAN: Final = "lightning_rl.parent_span"
@@ -62,6 +73,16 @@ RESOURCE: Final = "lightning_rl.resource"
 STATUS_CODE: Final = "otel.status_code"
 STATUS_DESCRIPTION: Final = "otel.status_description"
 SCOPE: Final = "otel.scope.name"
+KIND: Final = "lightning_rl.kind"  # CLIENT, SERVER, PRODUCER or CONSUMER
+
+# Of spans on their way out alone: the root of an attempt's trace, and what its store keeps it under.
+ROLLOUT_SPAN: Final = "lightning_rl.rollout"
+CALL_ID: Final = "lightning_rl.call_id"
+MODE: Final = "lightning_rl.mode"
+GROUP_ID: Final = "lightning_rl.group_id"
+STATUS: Final = "lightning_rl.status"
+REWARDS: Final = "lightning_rl.rewards"  # and the name of one
+AGENT_NAME: Final = "gen_ai.agent.name"
 
 # Names of ours that a runner may send; everything else of ours is said by the gateway alone.
 EMITTED_SPANS: Final = frozenset({REWARD_SPAN, MESSAGE_SPAN, OBJECT_SPAN, EXCEPTION_SPAN, OPERATION_SPAN})

@@ -30,7 +30,7 @@ _NUMBERED = (
     semconv.SAMPLING_EFFECTIVE, semconv.IGNORED_FIELDS, semconv.DELIVERED, semconv.EXACT, semconv.TRAINABLE,
     semconv.OVERSHOOT, semconv.REWARD_NAME, semconv.REWARD_VALUE, semconv.REWARD_CALL, semconv.MESSAGE, semconv.OBJECT,
     semconv.OPERATION_NAME, semconv.OPERATION_INPUTS, semconv.OPERATION_OUTPUT, semconv.PARENT_SPAN, semconv.EVENTS,
-    semconv.RESOURCE, semconv.STATUS_CODE, semconv.STATUS_DESCRIPTION, semconv.SCOPE,
+    semconv.RESOURCE, semconv.STATUS_CODE, semconv.STATUS_DESCRIPTION, semconv.SCOPE, semconv.KIND,
 )  # fmt: skip
 _NUMBERS: dict[str, int] = {name: number for number, name in enumerate(_NUMBERED)}
 

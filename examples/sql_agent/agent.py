@@ -2,74 +2,21 @@
 
 Nothing here knows of training. `solve` is the agent; it needs only something that answers a chat.
 `sql_agent` gives it the model behind a URL and returns its reward.
-
-Invariant: what the model writes can read its own database and nothing else.
 """
 
 import functools
-import sqlite3
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import openai
 
 from lightning_rl import LLM, rollout
 
+from .queries import run_sql, same_answer, show
+
 TURNS = 3
 MAX_TOKENS = 48  # of one answer
-SHOWN_ROWS = 2
-STEPS = 1_000_000  # of SQLite's machine, about 20 ms: our queries need some hundred
 
 Message = dict[str, str]
-Rows = list[tuple[Any, ...]]
-
-READS = {
-    sqlite3.SQLITE_SELECT,
-    sqlite3.SQLITE_READ,
-    sqlite3.SQLITE_FUNCTION,
-    sqlite3.SQLITE_RECURSIVE,
-}
-
-
-def run_sql(database: str, sql: str) -> Rows | str:
-    """The rows that `sql` gives, or the text of its error. It may read, and only `database`."""
-    connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
-    try:
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 10_000)
-        connection.set_progress_handler(lambda: 1, STEPS)  # the first call interrupts the query
-        connection.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in READS else sqlite3.SQLITE_DENY)
-        return connection.execute(sql).fetchmany(1000)
-    except (sqlite3.Error, sqlite3.Warning, ValueError) as error:  # ValueError: not valid text
-        return f"error: {error}"
-    finally:
-        connection.close()
-
-
-def show(result: Rows | str) -> str:
-    """What the model sees of a result: an error, `empty`, or the first rows."""
-    if isinstance(result, str):
-        return result[:60]
-    if not result:
-        return "empty"
-    lines = [" ".join(_show_value(value) for value in row) for row in result[:SHOWN_ROWS]]
-    return "\n".join([*lines, "..."] if len(result) > SHOWN_ROWS else lines)
-
-
-def _show_value(value: Any) -> str:
-    if value is None:
-        return "NULL"
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
-
-
-def same_answer(database: str, sql: str, gold: str) -> bool:
-    """Whether both queries give the same rows, in the same order where `gold` asks for one."""
-    expected, got = run_sql(database, gold), run_sql(database, sql)
-    if isinstance(expected, str):
-        raise ValueError(f"gold query fails on {database}: {gold!r}: {expected}")
-    if isinstance(got, str):
-        return False
-    return got == expected if "ORDER BY" in gold else Counter(got) == Counter(expected)
 
 
 def solve(task: dict[str, str], chat: Callable[[list[Message]], str]) -> tuple[float, list[Message]]:

@@ -35,12 +35,17 @@ def teacher(rng: random.Random, gold: str) -> Callable[[list[dict[str, str]]], s
 
     def chat(messages: list[dict[str, str]]) -> str:
         if len(messages) == 1:
-            return _slip(rng, _guess_case(rng, gold))
+            return first_try(rng, gold)
         if suspicious(messages[-1]["content"]) and rng.random() < RETRY:
             return gold
         return "done"
 
     return chat
+
+
+def first_try(rng: random.Random, gold: str) -> str:
+    """What the teacher writes without having seen a result: it slips, and guesses the case of a text value."""
+    return _slip(rng, _guess_case(rng, gold))
 
 
 def suspicious(result: str) -> bool:

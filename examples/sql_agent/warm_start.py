@@ -141,8 +141,8 @@ def batches(examples: list[Example], rng: random.Random) -> Iterator[list[Exampl
             yield from rng.sample(cut, len(cut))
 
 
-def train(model: Qwen2ForCausalLM, examples: list[Example], pad: int, steps: int) -> None:
-    """AdamW on the loss of the masked tokens; the rate rises for 50 steps, then falls.
+def train(model: Qwen2ForCausalLM, examples: list[Example], pad: int, steps: int, rate: float = LEARNING_RATE) -> None:
+    """AdamW on the loss of the masked tokens; the rate rises to `rate` for 50 steps, then falls.
 
     The loss is divided by one number for all batches. Divided by its own batch's tokens, a token of a long
     conversation would count less, since batches are of one length, and second answers are in the long ones.
@@ -153,7 +153,7 @@ def train(model: Qwen2ForCausalLM, examples: list[Example], pad: int, steps: int
     for step in range(steps):
         warm, rest = min(1.0, (step + 1) / 50), 0.5 + 0.5 * math.cos(math.pi * step / steps)
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * warm * max(rest, 0.02)
+            group["lr"] = rate * warm * max(rest, 0.02)
         batch = next(feed)
         length = max(len(ids) for ids, _ in batch)
         ids_BT = torch.tensor([ids + [pad] * (length - len(ids)) for ids, _ in batch])

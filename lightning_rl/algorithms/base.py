@@ -4,13 +4,17 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from lightning_rl.errors import Explained
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutRequest, RolloutTrace
+
+if TYPE_CHECKING:
+    from lightning_rl.config.schema import Langgraph
+    from lightning_rl.runner.payload import Isolation
 
 Dataset = Sequence[Any]  # of tasks, JSON values
 T = TypeVar("T")
@@ -32,6 +36,8 @@ class Endpoint(msgspec.Struct, kw_only=True):
 
     `unknown_model`: whether the policy answers for a name that nothing serves, or the call is refused.
     `history`: whether the reasoning of earlier turns is kept, or dropped where the chat format does (`template`).
+    `chat_template_kwargs`: what that format is told besides the messages.
+    `otlp_endpoint`: where every recorded span is sent, too.
     Without `tokenizer` (a folder) every model is a chat backend.
     """
 
@@ -40,7 +46,9 @@ class Endpoint(msgspec.Struct, kw_only=True):
     renderer: str
     engines: list[dict[str, Any]]
     history: str = "keep"
+    chat_template_kwargs: dict[str, Any] = {}
     unknown_model: str = "policy"
+    otlp_endpoint: str | None = None
 
 
 class Algorithm:
@@ -53,7 +61,9 @@ class Algorithm:
 
     store: HttpStore
     check: Callable[[], None]
-    n_runners = 8  # rollouts at once, where the Trainer is not told
+    n_runners: int | None = None  # at most so many rollouts at once, where the Trainer is not told; None: it decides
+    isolation: "Isolation" = "thread"  # of a rollout, where the Trainer is not told
+    langgraph: "Langgraph | None" = None  # the graph that the configuration names as the agent
     resume = False  # whether to go on with a run folder that holds a run
 
     def default_run_dir(self) -> Path:

@@ -98,13 +98,13 @@ class Baseline(Algorithm):
             model=self.policy.name,
             tokenizer=str(self.policy.folder),
             renderer=self.renderer,
-            engines=[self.policy.registration()],
+            engines=self.policy.registrations(),
         )
 
     def watch(self) -> None:
         """Raise what ended the engine, when something has."""
         if self.policy is not None:
-            self.policy.engine.check()
+            self.policy.check()
 
     def close(self) -> None:
         """Stop the engine."""

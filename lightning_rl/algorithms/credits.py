@@ -3,7 +3,7 @@
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import AlgorithmSection, Config
 from lightning_rl.loading import load
-from lightning_rl.rl.advantages import ESTIMATORS, Estimator, OfTokens
+from lightning_rl.rl.advantages import ESTIMATORS, Estimator, OfOutcomes, OfTokens
 from lightning_rl.rl.baselines import OutcomeEstimator
 from lightning_rl.rl.kl import AdaptiveKL, FixedKL, check_kind
 from lightning_rl.rl.shaping import OverlongBuffer
@@ -86,6 +86,11 @@ def needs_critic(config: Config, estimator: Estimator | OutcomeEstimator) -> boo
             "asks no critic: set it to null, or take gae"
         )
     return needs
+
+
+def needs_greedy(estimator: Estimator | OutcomeEstimator) -> bool:
+    """Whether a greedy rollout of every task is asked for, beside the group."""
+    return isinstance(estimator, OfOutcomes) and estimator.needs_greedy
 
 
 def needs_reference(config: Config) -> bool:

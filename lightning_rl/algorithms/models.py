@@ -17,6 +17,8 @@ from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, Fsdp
 from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.inference.load import load_model, model_folder
+from lightning_rl.inference.sglang import SGLangPolicy
+from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.training import checkpoint, lora
 from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import TrainingSequence
@@ -32,6 +34,7 @@ class Models:
 
     Args:
         config: the run's.
+        run_dir: its folder, where an engine with processes of its own has its logs.
         with_critic: whether a critic is trained.
         resumed: the checkpoint that it goes on from; None: it begins.
 
@@ -44,21 +47,10 @@ class Models:
     critic: Critic | None = None
     reference: Reference | BaseOfAdapter | None = None
 
-    def __init__(self, config: Config, *, with_critic: bool, resumed: Path | None = None) -> None:
+    def __init__(self, config: Config, run_dir: Path, *, with_critic: bool, resumed: Path | None = None) -> None:
         self.config = config
-        model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-        held = _FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
-        self.policy = EmbeddedPolicy(
-            model.path,
-            weights=None if model.lora_rank else resumed,
-            trained=True,
-            device=config.trainer.device,
-            dtype=held if rollout.dtype is None else _FORMATS[rollout.dtype],
-            train_dtype=held,
-            max_num_seqs=rollout.max_num_seqs,
-            max_model_len=rollout.max_model_len,
-            threads=rollout.num_threads,
-        )
+        model = config.actor_rollout_ref.model
+        self.policy = _policy(config, run_dir, None if model.lora_rank else resumed)
         self.model: nn.Module = self.policy.model
         self._pad_id: int = self.policy.model.config.pad_token_id or 0
         self._device = next(self.model.parameters()).device
@@ -69,6 +61,12 @@ class Models:
         if model.enable_gradient_checkpointing:
             _checkpoint_activations(self.model)
         self._value_head = value_head(self.model) if shared else None
+
+    def start(self) -> None:
+        """Start the engine, and give it the weights that training begins with as version 0. Whoever calls this closes
+        `policy`, whatever comes between."""
+        self.policy.start()
+        self.send_weights(0)
 
     def train(self, training_steps: int) -> None:
         """Make actor, critic and reference, for a run of so many steps."""
@@ -103,10 +101,12 @@ class Models:
 
     def send_weights(self, version: int) -> None:
         """Give the engine what was trained, as policy version `version`; returns when it samples with it."""
-        if self.config.actor_rollout_ref.model.lora_rank:
-            self.policy.engine.update_weights(lora.changed(self.model), version, partial=True)
+        if not self.config.actor_rollout_ref.model.lora_rank:
+            self.policy.update_weights(self.model, version)
+        elif self.policy.takes_changes:
+            self.policy.update_weights(lora.changed(self.model), version, partial=True)
         else:
-            self.policy.engine.update_weights(self.model, version)
+            self.policy.update_weights(lora.merged(self.model), version)
 
     def export(self, folder: Path) -> None:
         """Write policy and tokenizer to `folder`, as `transformers` (or, an adapter alone, `peft`) loads them."""
@@ -147,7 +147,7 @@ class Models:
                     parameter.copy_(state["adapter"][name])
 
     def _adapt(self) -> None:
-        """Put an adapter into the policy; one that goes on from a folder changes what the engine samples."""
+        """Put an adapter into the policy."""
         model = self.config.actor_rollout_ref.model
         try:
             self.model = lora.adapted(
@@ -160,8 +160,6 @@ class Models:
             )
         except ValueError as error:
             raise ConfigError(f"actor_rollout_ref.model: {error}") from error
-        if model.lora_adapter_path is not None:
-            self.send_weights(0)
 
     def _value_model(self) -> ValueModel:
         critic = self.config.critic
@@ -196,6 +194,34 @@ class Models:
             packed=self.config.actor_rollout_ref.model.use_remove_padding,
             autocast=torch.bfloat16 if formats.dtype == "bfloat16" else None,
         )
+
+
+def _policy(config: Config, run_dir: Path, weights: Path | None) -> EmbeddedPolicy | VllmPolicy | SGLangPolicy:
+    """The policy with the engine that the config names."""
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    held = _FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
+    if rollout.name == "embedded":
+        return EmbeddedPolicy(
+            model.path,
+            weights=weights,
+            trained=True,
+            device=config.trainer.device,
+            dtype=held if rollout.dtype is None else _FORMATS[rollout.dtype],
+            train_dtype=held,
+            max_num_seqs=rollout.max_num_seqs,
+            max_model_len=rollout.max_model_len,
+            threads=rollout.num_threads,
+        )
+    urls = rollout.server_urls or ()
+    common: dict[str, Any] = {
+        "weights": weights,
+        "device": config.trainer.device,
+        "train_dtype": held,
+        "tolerance": settings.sampler_tolerance(config),
+    }
+    if rollout.name == "sglang":
+        return SGLangPolicy(model.path, run_dir, urls=urls, **common)
+    return VllmPolicy(model.path, settings.vllm_options(config), run_dir, urls=urls, **common)
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -11,7 +11,6 @@ store already holds of them is trained on as it is, the rest is sampled.
 import hashlib
 import logging
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from lightning_rl.algorithms import correction, rollouts, settings, step_batch, 
 from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
 from lightning_rl.algorithms.books import Books
 from lightning_rl.algorithms.conservation import TokenAccount
-from lightning_rl.algorithms.credits import kl_controller_of, needs_critic
+from lightning_rl.algorithms.credits import kl_controller_of, needs_critic, needs_greedy
 from lightning_rl.algorithms.grading import Grader
 from lightning_rl.algorithms.metrics import rollout_metrics, timed
 from lightning_rl.algorithms.models import Models
@@ -41,14 +40,17 @@ from lightning_rl.algorithms.step_batch import StepBatch
 from lightning_rl.algorithms.step_record import StepRecord
 from lightning_rl.algorithms.trajectories import Trajectory
 from lightning_rl.algorithms.tuning import Tuning
-from lightning_rl.config import ConfigError, compose, to_yaml
+from lightning_rl.config import ConfigError, backends, compose, to_yaml
 from lightning_rl.config.schema import Config
 from lightning_rl.errors import Explained
 from lightning_rl.files import write_whole
+from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.rewards import GroupReward
 from lightning_rl.rl.advantages import Estimator
 from lightning_rl.rl.baselines import OutcomeEstimator
+from lightning_rl.runner.launch import MOST
 from lightning_rl.store.contract import RolloutTrace
+from lightning_rl.store.errors import StoreError
 from lightning_rl.tracking import jsonl
 from lightning_rl.tracking.about import About
 from lightning_rl.training import checkpoint
@@ -58,6 +60,7 @@ from lightning_rl_adapters.credit import Strategy
 
 _GREEDY = "greedy-"  # what the groups of greedy rollouts begin with
 _PAUSE_LEASE_SECONDS = 120.0  # a trainer that dies in mid-update does not park its agents for ever
+_OUTAGE_LEASE_SECONDS = 1800.0  # an engine starts again
 _log = logging.getLogger(__name__)
 
 
@@ -92,6 +95,7 @@ class PPO(Algorithm):
         tune_dataset: Dataset | None = None,
     ) -> None:
         self.config = config if isinstance(config, Config) else compose(config)
+        self.langgraph = self.config.actor_rollout_ref.rollout.multi_turn.langgraph
         algorithm = self.config.algorithm
         self._select = selection(algorithm.train_agents, select)
         self._rules = settings.rules(self.config, credit, estimator)
@@ -110,7 +114,9 @@ class PPO(Algorithm):
         self.history: list[dict[str, float]] = []
         self._greedy: dict[str, float] = {}  # rewards of greedy rollouts by the group whose task they have
         self._greedy_resources: str | None = None
-        self.n_runners = self.config.actor_rollout_ref.rollout.agent.num_workers
+        rollout = self.config.actor_rollout_ref.rollout
+        self.n_runners = rollout.agent.num_workers or min(MOST, self._batch_size * rollout.n)
+        self.isolation = rollout.agent.isolation
         self.resume = self.config.trainer.resume_mode == "auto"
 
     # The hooks, in the order in which they are called.
@@ -164,33 +170,33 @@ class PPO(Algorithm):
         return tasks, held_out
 
     def open(self, run_dir: Path) -> Endpoint:
-        """Load the models and start the embedded engine."""
+        """Load the models and start the engine."""
         rollout = self.config.actor_rollout_ref.rollout
-        if rollout.name != "embedded":
-            raise ConfigError(f"actor_rollout_ref.rollout.name {rollout.name!r} cannot be started; there is 'embedded'")
+        helpers = backends.registrations(self.config.gateway)
         tracking.check_names(self.config.trainer.logger)
         self.run_dir = run_dir
         write_whole(run_dir / "config.yaml", to_yaml(self.config).encode())
-        self._began_ns = time.time_ns()
         self._checkpoint = checkpoint.latest(run_dir / "checkpoints") if self.resume else None
         torch.manual_seed(self.config.data.seed)
         with_critic = needs_critic(self.config, self._rules.estimator)
-        self.models = Models(self.config, with_critic=with_critic, resumed=self._checkpoint)
-        self.policy, self.engine = self.models.policy, self.models.policy.engine
-        self.policy.start()
+        self.models = Models(self.config, run_dir, with_critic=with_critic, resumed=self._checkpoint)
+        self.policy = self.models.policy
+        self.models.start()
         self.account = TokenAccount(self.policy.name)
         return Endpoint(
             model=self.policy.name,
             tokenizer=str(self.policy.folder),
             renderer=rollout.renderer,
             history=rollout.history,
+            chat_template_kwargs=settings.chat_template_kwargs(self.config),
             unknown_model=self.config.gateway.unknown_model,
-            engines=[self.policy.registration()],
+            otlp_endpoint=self.config.gateway.otlp_endpoint,
+            engines=[*self.policy.registrations(), *helpers],
         )
 
     def watch(self) -> None:
         """Raise what ended the engine, when something has."""
-        self.engine.check()
+        self.policy.check()
 
     def close(self) -> None:
         """Stop the engine."""
@@ -201,6 +207,8 @@ class PPO(Algorithm):
         """Train on `train_dataset` and report on `val_dataset`."""
         config, total = self.config.trainer, self.steps(len(train_dataset))
         self.models.train(total)
+        if isinstance(self.policy, VllmPolicy):
+            self.policy.on_outage = self._park
         self._go_on()
         self.on_init_end()
         self._trackers = self._opened_trackers(total)
@@ -257,6 +265,7 @@ class PPO(Algorithm):
         with timed(timing, "step"):
             with timed(timing, "gen"):
                 rolled_out, trajectories = self._rolled_out(tasks)
+            self._rest_engine()
             models.actor.onload()
             batch = step_batch.read(trajectories, self._rules)
             with timed(timing, "old_log_prob"):
@@ -277,6 +286,7 @@ class PPO(Algorithm):
             self._write_record(step_batch.records(batch, plan))
             metrics |= self._update(batch, plan, timing) if plan else self._skipped(batch)
             models.actor.offload()
+            self._wake_engine()
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
         if "actor/first_k3_kl" in metrics:
             metrics["training/mismatch_kl"] = metrics.get("rollout_corr/k3_kl", metrics["actor/first_k3_kl"])
@@ -393,13 +403,13 @@ class PPO(Algorithm):
         metrics: dict[str, float] = {}
         models, warming_up = self.models, self.step <= self.config.trainer.critic_warmup
         if models.critic is not None:
-            with timed(timing, "update_critic"), self._memory_advice("critic"):
+            with timed(timing, "update_critic"), self._memory_advice(of_critic=True):
                 metrics |= models.critic.update(models.critic.plan(batch.sequences, len(batch.parts)))
         elif warming_up:
-            with timed(timing, "update_critic"), self._memory_advice("actor_rollout_ref.actor"):
+            with timed(timing, "update_critic"), self._memory_advice():
                 metrics |= models.actor.update(plan, values_alone=True)
         if not warming_up:
-            with timed(timing, "update_actor"), self._memory_advice("actor_rollout_ref.actor"):
+            with timed(timing, "update_actor"), self._memory_advice():
                 metrics |= models.actor.update(plan)
             with timed(timing, "update_weights"):
                 self._publish_weights()
@@ -423,6 +433,28 @@ class PPO(Algorithm):
         self.models.send_weights(self.policy_version)
         self.store.resume(self.policy.name, self.policy_version)
 
+    def _rest_engine(self) -> None:
+        """Let an engine on the trainer's GPU give its memory to the update."""
+        if isinstance(self.policy, VllmPolicy) and self.config.actor_rollout_ref.rollout.free_cache_engine:
+            self.store.pause(self.policy.name, lease_seconds=_OUTAGE_LEASE_SECONDS)
+            self.policy.sleep()
+
+    def _wake_engine(self) -> None:
+        """The same back, where no update of its weights has done so."""
+        if isinstance(self.policy, VllmPolicy) and self.config.actor_rollout_ref.rollout.free_cache_engine:
+            self.policy.wake()
+            self.store.resume(self.policy.name)
+
+    def _park(self, outage: bool) -> None:
+        """Let calls wait at the gateway while no engine is there, rather than fail."""
+        try:
+            if outage:
+                self.store.pause(self.policy.name, deadline_seconds=0, lease_seconds=_OUTAGE_LEASE_SECONDS)
+            else:
+                self.store.resume(self.policy.name)
+        except StoreError as error:  # so calls fail, and agents are told to try again
+            _log.warning("calls do not wait for the engine that starts again: %s", error)
+
     def _write_record(self, of_rollouts: list[step_record.RolloutRecord]) -> None:
         record = StepRecord(
             step=self.step,
@@ -435,14 +467,18 @@ class PPO(Algorithm):
         step_record.write(self.run_dir, record)
 
     @contextmanager
-    def _memory_advice(self, section: str) -> Iterator[None]:
+    def _memory_advice(self, *, of_critic: bool = False) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
+                tokens = critic.ppo_max_token_len_per_gpu if of_critic else actor.ppo_max_token_len_per_gpu
+                updated, model = ("critic",) * 2 if of_critic else ("actor_rollout_ref.actor", "actor_rollout_ref")
                 error.add_note(
-                    f"the update of step {self.step} ran out of memory: lower {section}.ppo_max_token_len_per_gpu, or "
-                    "set actor_rollout_ref.model.enable_gradient_checkpointing=true, and resume the run"
+                    f"the update of step {self.step} ran out of memory: lower "
+                    f"{updated}.ppo_max_token_len_per_gpu (now {tokens}), or set "
+                    f"{model}.model.enable_gradient_checkpointing=true, and resume the run"
                 )
             raise
 
@@ -509,6 +545,7 @@ class PPO(Algorithm):
             self.store.resume(self.policy.name, self.policy_version)
         self.history = jsonl.keep_until(self.run_dir / "metrics.jsonl", self.step) if self.resume else []
         self.books = Books(self.account, self.store)
+        self._began_ns = int(self.store.state()["began_ns"])  # what was sampled before it, earlier runs have sampled
         self._problems = Problems(self.run_dir, max_tokens=self.config.data.max_tokens)
         self._began_at = self.step
 
@@ -532,7 +569,7 @@ class PPO(Algorithm):
         """Publish the policy under the name `main_llm`, with the sampling of training and of validation; before it,
         where greedy rollouts are needed, a greedy one, whose id is the same when the run is resumed."""
         main_llm = {"type": "proxy_llm", "model": self.policy.name, **settings.sampling_parameters(self.config)}
-        if getattr(self._rules.estimator, "needs_greedy", False):
+        if needs_greedy(self._rules.estimator):
             greedy = {"main_llm": {**main_llm, "sampling_parameters": settings.greedy_sampling(self.config)}}
             digest = hashlib.blake2b(msgspec.json.encode(greedy), digest_size=8).hexdigest()
             self._greedy_resources = self.store.publish(greedy, f"greedy-{digest}").resources_id

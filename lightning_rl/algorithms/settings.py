@@ -3,6 +3,7 @@
 Raises ConfigError, before a model is loaded, for what does not go together.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from lightning_rl.algorithms.step_batch import Rules
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, Optim, Rollout, ValKwargs
 from lightning_rl.data import load_tasks
+from lightning_rl.inference.load import device_of
+from lightning_rl.inference.vllm.command import Options
 from lightning_rl.rl.advantages import Estimator
 from lightning_rl.rl.baselines import OutcomeEstimator
 from lightning_rl.rl.correction import Rules as RatioRules
@@ -43,11 +46,56 @@ def check(config: Config, estimator: Estimator | OutcomeEstimator) -> None:
             check_it()
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
+    _check_engine(config.actor_rollout_ref.rollout, trainer.device)
+    chat_template_kwargs(config)
     critic_learns = needs_critic(config, estimator)
     if trainer.critic_warmup and not critic_learns:
         raise ConfigError("trainer.critic_warmup has no critic to warm up: set algorithm.adv_estimator=gae, or 0")
     if trainer.early_stopping.patience is not None and trainer.test_freq < 1:
         raise ConfigError("trainer.early_stopping.patience counts measurements: set trainer.test_freq to make some")
+
+
+def _check_engine(rollout: Rollout, device: str) -> None:
+    on_gpus = rollout.name == "vllm" and device_of(device).type == "cuda"
+    for key, asked in (
+        (f"weight_transfer={rollout.weight_transfer}", rollout.weight_transfer != "file"),
+        ("free_cache_engine=true", rollout.free_cache_engine),
+    ):
+        if asked and not on_gpus:
+            raise ConfigError(f"actor_rollout_ref.rollout.{key} is for vLLM on GPUs (rollout.name=vllm): leave it out")
+    if rollout.name == "sglang" and not rollout.server_urls:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.name=sglang needs actor_rollout_ref.rollout.server_urls: SGLang's servers are "
+            "not started by a run"
+        )
+    if rollout.name == "embedded":
+        for key, value, usual in (
+            ("tensor_model_parallel_size", rollout.tensor_model_parallel_size, 1),
+            ("data_parallel_size", rollout.data_parallel_size, 1),
+            ("server_urls", rollout.server_urls, None),
+        ):
+            if value != usual:
+                raise ConfigError(
+                    f"actor_rollout_ref.rollout.{key}={value} is for vLLM, and the embedded engine runs in the "
+                    "trainer's process, on one device: set actor_rollout_ref.rollout.name=vllm, or leave it out"
+                )
+
+
+def chat_template_kwargs(config: Config) -> dict[str, Any]:
+    """What the chat format is told besides the messages; verl has two keys for it."""
+    first, second = (
+        config.data.apply_chat_template_kwargs,
+        config.actor_rollout_ref.rollout.multi_turn.chat_template_kwargs,
+    )
+    given = dict(first or {})
+    for name, value in (second or {}).items():
+        if given.setdefault(name, value) != value:
+            raise ConfigError(
+                f"data.apply_chat_template_kwargs.{name}={given[name]!r} and "
+                f"actor_rollout_ref.rollout.multi_turn.chat_template_kwargs.{name}={value!r} are two values of one "
+                "thing: leave one out"
+            )
+    return given
 
 
 def rules(
@@ -170,11 +218,34 @@ def optimizer_config(
 
 
 def sampler_tolerance(config: Config) -> float:
-    """How far log probabilities of sampler and trainer may be apart, in nats. In float32 they are 1e-5 apart; with
-    bfloat16 on either side, single tokens of a small model by 0.05 to 0.26."""
+    """How far log probabilities of sampler and trainer may be apart, in nats. In float32 they are 1e-5 apart, vLLM's up
+    to 1e-4; with bfloat16 on either side, single tokens of a small model by 0.05 to 0.26."""
     formats = config.actor_rollout_ref.actor.fsdp_config
     rounded = {"bf16", "bfloat16"} & {formats.model_dtype, formats.dtype, config.actor_rollout_ref.rollout.dtype}
-    return config.trainer.sampler_tolerance or (0.5 if rounded else 1e-4)
+    exact = 1e-4 if config.actor_rollout_ref.rollout.name == "embedded" else 1e-3
+    return config.trainer.sampler_tolerance or (0.5 if rounded else exact)
+
+
+def vllm_options(config: Config) -> Options:
+    """How the vLLM servers of a run are started."""
+    rollout, formats = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.fsdp_config
+    return Options(
+        python=rollout.python or sys.executable,
+        context=rollout.max_model_len,
+        dtype=rollout.dtype or {"fp32": "float32", "bf16": "bfloat16"}[formats.model_dtype],
+        device=device_of(config.trainer.device).type,
+        # Raw ones are of temperature 1, and of nothing else; processed ones of what truncation has left, too.
+        processed_logprobs=rollout.temperature != 1,
+        servers=rollout.data_parallel_size,
+        tensor_parallel=rollout.tensor_model_parallel_size,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        max_num_seqs=rollout.max_num_seqs,
+        enforce_eager=rollout.enforce_eager,
+        weight_transfer=rollout.weight_transfer,
+        sleeps=rollout.free_cache_engine,
+        threads=rollout.num_threads,
+        flags=rollout.engine_kwargs.vllm or {},
+    )
 
 
 def sampling_parameters(config: Config) -> dict[str, dict[str, float | int]]:

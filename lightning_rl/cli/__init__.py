@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import lightning_rl
-from lightning_rl.cli import doctor, explain, quickstart, serve, train
+from lightning_rl.cli import doctor, explain, export, quickstart, replay, rollouts, runner, serve, train
 
 app = typer.Typer(
     name="lightning-rl",
@@ -17,8 +17,12 @@ app = typer.Typer(
 app.command("quickstart")(quickstart.run)
 app.command("train")(train.run)
 app.command("serve")(serve.run)
+app.command("runner")(runner.run)
 app.command("explain")(explain.run)
 app.command("doctor")(doctor.run)
+app.add_typer(rollouts.app, name="rollouts")
+app.command("export")(export.run)
+app.command("replay")(replay.run)
 
 
 @app.callback(invoke_without_command=True)

@@ -3,28 +3,27 @@
 Invariant: beyond the loopback nobody serves with a key that is not their own, and no key stands on a command line.
 """
 
-import ipaddress
 import os
 import secrets
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lightning_rl.errors import Explained
+from lightning_rl.server.keys import ADMIN_KEY, RUNNER_KEY, SHORTEST, is_loopback
 
 if TYPE_CHECKING:
     from lightning_rl.server.engines import EngineRequest
     from lightning_rl.server.process import Settings
     from lightning_rl_proxy.limits import Limits
 
-ADMIN_KEY, RUNNER_KEY = "LIGHTNING_RL_ADMIN_KEY", "LIGHTNING_RL_RUNNER_KEY"
 ENGINE_KEY = "OPENAI_API_KEY"  # of engines of kind openai
 LOG = "server.log"
 _SQLITE = "sqlite:///"
-_SHORTEST_KEY = 16  # beyond the loopback
+_POSTGRESQL = ("postgresql://", "postgresql+psycopg://")
 _OF_A_TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"]
 
 
@@ -38,22 +37,39 @@ def run(
         list[str] | None,
         typer.Option(
             metavar="KIND[:MODEL][=URL]",
-            help="What answers: embedded or vllm (token engines of --model), openai or litellm (frozen chat models, of "
-            "a MODEL name of their own or of --model). May repeat. The key of openai is OPENAI_API_KEY's.",
+            help="What answers: embedded, vllm or sglang (token engines of --model), openai or litellm (frozen chat "
+            "models, of a MODEL name of their own or of --model). May repeat. The key of openai is OPENAI_API_KEY's, "
+            "litellm's that of its provider's variable (ANTHROPIC_API_KEY, ...).",
         ),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="A folder with tokenizer.json, or an id of the hub; token engines need it.")
     ] = None,
     renderer: Annotated[str, typer.Option(help="How the model's chats are written: qwen3, llama-3, ...")] = "auto",
-    store: Annotated[str, typer.Option(help="The SQLite file that keeps everything.")] = "sqlite:///run.db",
+    chat_template_kwargs: Annotated[
+        str,
+        typer.Option(metavar="JSON", help='What that format is told besides the messages: {"enable_thinking": false}'),
+    ] = "{}",
+    store: Annotated[
+        str,
+        typer.Option(help="What keeps everything: sqlite:///FILE, or postgresql+psycopg://USER@HOST/DATABASE."),
+    ] = "sqlite:///run.db",
     run_dir: Annotated[
-        Path | None, typer.Option(help="Where journal and log are; by default NAME-server beside the store.")
+        Path | None,
+        typer.Option(help="Where journal and log are; by default NAME-server beside the file, or here for a database."),
     ] = None,
     host: Annotated[str, typer.Option(help="Where to listen; beyond the loopback with your own keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8080,
     url: Annotated[
         str | None, typer.Option(help="Where agents reach it, behind a proxy or on another name; by default HOST:PORT.")
+    ] = None,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="An OTLP/HTTP endpoint, http://127.0.0.1:4318, that gets every recorded span, too; its key comes from "
+            "OTEL_EXPORTER_OTLP_HEADERS.",
+        ),
     ] = None,
     limit: Annotated[
         list[str] | None,
@@ -71,6 +87,7 @@ def run(
     An agent joins with what `POST /api/v1/rollouts/start` answers: a base URL and a key. `LIGHTNING_RL_ADMIN_KEY` is
     the key of that request; without one it is made, and printed. `LIGHTNING_RL_RUNNER_KEY` is that of runners.
     """
+    from lightning_rl.config.otlp_endpoint import traces_url
     from lightning_rl.files import owned
     from lightning_rl.server.process import Settings, listen_and_serve
 
@@ -84,10 +101,12 @@ def run(
         model=model,
         tokenizer=None if tokenizer is None else str(tokenizer_folder(tokenizer)),
         renderer=renderer,
+        chat_template_kwargs=template_kwargs(chat_template_kwargs),
         engines=tuple(engine_request(word, model) for word in engine or ()),
         host=host,
         port=port,
         url=_url(url, host, port),
+        otlp_endpoint=None if otlp_endpoint is None else traces_url(otlp_endpoint, "--otlp-endpoint"),
         limits=limits(limit or ()),
     )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -111,8 +130,20 @@ def engine_request(word: str, model: str) -> "EngineRequest":
     try:
         return msgspec.convert(given, EngineRequest)
     except msgspec.ValidationError as error:
-        kinds = "embedded=URL, vllm=URL, openai[:MODEL]=URL or litellm:MODEL[=URL]"
+        kinds = "embedded=URL, vllm=URL, sglang=URL, openai[:MODEL]=URL or litellm:MODEL[=URL]"
         raise Refused(f"--engine {word}: {error}; give {kinds}") from error
+
+
+def template_kwargs(text: str) -> dict[str, Any]:
+    """The chat template's kwargs that a JSON text of the command line gives. Raises Refused."""
+    import msgspec
+
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        raise Refused(
+            f"--chat-template-kwargs {text}: {error}; give a JSON object, '{{\"enable_thinking\": false}}'"
+        ) from error
 
 
 def limits(words: Sequence[str]) -> "Limits":
@@ -147,22 +178,14 @@ def tokenizer_folder(path: str) -> Path:
         raise
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens there."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"  # another name may lead anywhere
-
-
 def _keys(host: str) -> tuple[str, str]:
     """The admin's and the runners' key, "" where none is set. Raises Refused for such as cannot be used at `host`."""
     given = {name: os.environ.get(name, "") for name in (ADMIN_KEY, RUNNER_KEY)}
     for name, key in given.items():
         if not (key.isascii() and key.isprintable()) or " " in key:
             raise Refused(f"{name} holds what no header can: use letters, digits and punctuation")
-        if key and len(key) < _SHORTEST_KEY and not is_loopback(host):
-            raise Refused(f"{name} has {len(key)} characters; on {host} it needs at least {_SHORTEST_KEY}")
+        if key and len(key) < SHORTEST and not is_loopback(host):
+            raise Refused(f"{name} has {len(key)} characters; on {host} it needs at least {SHORTEST}")
     admin, runner = given.values()
     if not admin and not is_loopback(host):
         raise Refused(f"on {host}, which others can reach, set a key of your own: {ADMIN_KEY}, in the environment")
@@ -173,12 +196,30 @@ def _keys(host: str) -> tuple[str, str]:
 
 def _run_dir(store: str, given: Path | None) -> Path:
     """The run folder; by default beside the store, so that the journal of one is replayed into no other."""
+    if store.startswith(_POSTGRESQL):
+        return (given or Path(f"{_database(store)}-server")).resolve()
     database = Path(store.removeprefix(_SQLITE))
     if not store.startswith(_SQLITE) or not database.name or "?" in store:
-        raise Refused(f"--store {store} is no SQLite file; give {_SQLITE}path/to/file.db")
+        raise Refused(
+            f"--store {store} is neither a SQLite file nor a PostgreSQL database; give {_SQLITE}path/to/file.db, or "
+            "postgresql+psycopg://user@host/database"
+        )
     if not database.parent.is_dir():
         raise Refused(f"--store {store}: there is no folder {database.parent.resolve()}; make it, or name another")
     return (given or database.with_name(f"{database.stem}-server")).resolve()
+
+
+def _database(store: str) -> str:
+    """The name of a PostgreSQL database. Raises Refused where the URL names none, or is none."""
+    import sqlalchemy as sa
+
+    try:
+        url = sa.make_url(store)
+    except (sa.exc.ArgumentError, ValueError) as error:
+        raise Refused("--store is no URL; give postgresql+psycopg://user@host/database") from error
+    if not url.database:
+        raise Refused(f"--store {url} names no database; give postgresql+psycopg://user@host/database")
+    return url.database
 
 
 def _url(given: str | None, host: str, port: int) -> str | None:
@@ -208,11 +249,12 @@ def _log_to(path: Path) -> None:
 
 def _tell(settings: "Settings", url: str, *, made_key: bool) -> None:
     from lightning_rl.server.process import JOURNAL
+    from lightning_rl.store.databases import shown
 
     folder = Path(settings.run_dir)
     lines = [
         f"lightning-rl serves {settings.model} at {url}",
-        f"store       {settings.store}",
+        f"store       {shown(settings.store)}",
         f"journal     {folder / JOURNAL}",
         f"log         {folder / LOG}",
         "",

@@ -40,7 +40,7 @@ def run(
 
     `--dry-run` prints the plan and every key. Ctrl-C stops; `--resume RUN_DIR` goes on.
     """
-    from lightning_rl.agent import load_agent
+    from lightning_rl.agent import agent_of_run, load_agent
     from lightning_rl.config import ConfigError, compose
     from lightning_rl.config.schema import TrainConfig
 
@@ -53,11 +53,10 @@ def run(
             raise ConfigError(f"{resume.resolve()} holds no run of `lightning-rl train`: there is no {CONFIG} in it")
         given.append("trainer.resume_mode=auto")
     settings = compose(file=config, command_line=given, schema=TrainConfig)
-    if settings.agent is None:
-        raise ConfigError("name the agent: lightning-rl train agent=module:function data.train_files=tasks.jsonl")
+    agent = None if settings.agent is None else load_agent(settings.agent)
+    agent_of_run(agent, settings.actor_rollout_ref.rollout.multi_turn.langgraph)  # raises before anything is begun
     if settings.data.train_files is None and not settings.trainer.val_only:
         raise ConfigError("name the tasks: data.train_files=tasks.jsonl")
-    agent = load_agent(settings.agent)
     if dry_run:
         _show(_plan(settings, run_dir), settings, as_json=as_json)
         return
@@ -110,7 +109,7 @@ def _plan(settings: "TrainConfig", run_dir: Path | None) -> dict[str, Any]:
     steps = 0 if settings.trainer.val_only else algorithm.steps(train)
     model = settings.actor_rollout_ref.model.path
     return {
-        "agent": settings.agent,
+        "agent": settings.agent or rollout.multi_turn.langgraph.path,
         "model": model or f"{tutorial.checkpoint()} (the tutorial's; name yours: actor_rollout_ref.model.path)",
         "engine": rollout.name,
         "train_tasks": train,

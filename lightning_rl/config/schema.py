@@ -9,6 +9,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, field
 
+from lightning_rl.config.otlp_endpoint import traces_url
+from lightning_rl.errors import Explained
+
 Positive = Annotated[int, Meta(ge=1)]
 Size = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -52,6 +55,10 @@ class Data(Section, frozen=True):
         Positive, effect("with max_response_length: tokens of the longest row that is trained; longer are `overlong`")
     ] = 1024
     max_response_length: Annotated[Positive, effect("tokens of one call, at most")] = 512
+    apply_chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        effect("verl's other name of `actor_rollout_ref.rollout.multi_turn.chat_template_kwargs`"),
+    ] = None
     overlong: Annotated[
         Literal["drop_row", "drop_rollout", "truncate_left", "truncate_response"],
         effect(
@@ -224,17 +231,69 @@ class ValKwargs(Section, frozen=True):
 class AgentRuns(Section, frozen=True):
     """How agents are run."""
 
-    num_workers: Annotated[Positive, effect("rollouts that run at once, where Trainer is given no n_runners")] = 8
+    num_workers: Annotated[
+        Positive | None,
+        effect(
+            "at most so many rollouts run at once, where Trainer is given no n_runners; null: those of a step, 64 at "
+            "most. The engines' queues decide how many of them do. For agents that compute much themselves set twice "
+            "the number of cores"
+        ),
+    ] = None
     timeout_seconds: Annotated[Above0 | None, effect("an attempt that takes longer has failed; null: no limit")] = 600.0
     max_attempts: Annotated[
         Positive, effect("tries at a rollout, where infrastructure fails; an agent's own failure is not tried again")
     ] = 3
+    isolation: Annotated[
+        Literal["thread", "process"],
+        effect(
+            "process: each rollout runs in a process of its own, which is killed with all that it started when its "
+            "time is over; thread: many share a process, where Trainer is given no isolation (`docs/runners.md`)"
+        ),
+    ] = "thread"
+
+
+class GraphConfig(Section, frozen=True):
+    """What the graph is invoked with."""
+
+    recursion_limit: Annotated[
+        Positive | None, effect("nodes run at most in one rollout; null: the graph's own limit, else LangGraph's")
+    ] = None
+
+
+class Langgraph(Section, frozen=True):
+    """A LangGraph graph as the agent (`docs/langgraph.md`)."""
+
+    path: Annotated[
+        str | None,
+        effect(
+            "the graph that is trained, where no agent is given: module:name, or path/to/file.py:name, of a compiled "
+            "graph, a StateGraph, or a function that builds one"
+        ),
+    ] = None
+    graph_config: GraphConfig = field(default_factory=GraphConfig)
 
 
 class MultiTurn(Section, frozen=True):
     """verl's own agent loops."""
 
     format: Annotated[str, no_effect("the renderer of the model knows how its tool calls are written")] = "hermes"
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        effect(
+            "what the chat format is told besides the messages, `{enable_thinking: false}`, in every prompt of the "
+            "run; the same as `data.apply_chat_template_kwargs`, with which it must agree"
+        ),
+    ] = None
+    langgraph: Langgraph = field(default_factory=Langgraph)
+
+
+class EngineKwargs(Section, frozen=True):
+    """Further flags of engines that are started."""
+
+    vllm: Annotated[
+        dict[str, Any] | None,
+        effect("flags of `vllm serve` by name, `{block_size: 32}`; they win over those that other keys make"),
+    ] = None
 
 
 class Rollout(Section, frozen=True):
@@ -242,21 +301,26 @@ class Rollout(Section, frozen=True):
 
     name: Annotated[
         Literal["embedded", "vllm", "sglang"],
-        effect("the engine; this release starts `embedded`, and refuses the others when the run begins"),
+        effect("the engine: ours, in the trainer's process, vLLM's servers, or SGLang's, which `server_urls` names"),
     ] = "embedded"
+    python: Annotated[
+        str | None, effect("of vLLM: the interpreter of the environment that has it; null: the trainer's own")
+    ] = None
+    server_urls: Annotated[
+        list[str] | None,
+        effect("servers that run already, started as `docs/engines.md` says; null: vLLM's are started by the run"),
+    ] = None
     n: Annotated[Positive, effect("rollouts per task: the group")] = 8
     temperature: Annotated[Above0, effect("of training; replaces the agent's")] = 1.0
     top_p: Annotated[TopP, effect("the smallest set of tokens with this probability; 1: all")] = 1.0
     top_k: Annotated[Annotated[int, Meta(ge=-1)], effect("the most likely tokens; -1: all")] = -1
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        effect("in what the embedded engine computes; null: as the actor's parameters are held"),
+        effect("in what the engine computes; null: as the actor's parameters are held"),
     ] = None
     max_num_seqs: Annotated[Positive, effect("generations at once")] = 256
     max_model_len: Annotated[Positive | None, effect("tokens of a sequence; null: what the model was made for")] = None
-    num_threads: Annotated[
-        Positive, effect("cores of the embedded engine on a CPU: agents and gateway run beside it")
-    ] = 1
+    num_threads: Annotated[Positive, effect("cores of an engine on a CPU: agents and gateway run beside it")] = 1
     renderer: Annotated[str, effect("the chat format, by name; auto: by the model")] = "auto"
     history: Annotated[
         Literal["keep", "template"],
@@ -266,8 +330,30 @@ class Rollout(Section, frozen=True):
         Positive | None,
         effect("rows at once where old log probabilities are recomputed; null: as in the update"),
     ] = None
-    tensor_model_parallel_size: Annotated[int, only((1,), "the embedded engine is one process")] = 1
-    gpu_memory_utilization: Annotated[float, no_effect("the embedded engine takes the memory that it needs")] = 0.5
+    tensor_model_parallel_size: Annotated[
+        Positive, effect("GPUs of one vLLM server; the embedded engine has one device, and refuses more")
+    ] = 1
+    data_parallel_size: Annotated[
+        Positive, effect("vLLM servers, among which the gateway chooses; the embedded engine is one, and refuses more")
+    ] = 1
+    gpu_memory_utilization: Annotated[
+        Annotated[float, Meta(gt=0, le=1)],
+        effect("the share of a GPU's memory that a vLLM server takes; the embedded engine takes what it needs"),
+    ] = 0.5
+    enforce_eager: Annotated[
+        bool, effect("vLLM compiles and captures nothing, as always on a CPU; the embedded engine never does")
+    ] = False
+    weight_transfer: Annotated[
+        Literal["file", "ipc", "nccl"],
+        effect(
+            "how weights reach vLLM: by a file, or on GPUs by vLLM's own transfers, in memory on the same GPUs (`ipc`) "
+            "or between them (`nccl`)"
+        ),
+    ] = "file"
+    free_cache_engine: Annotated[
+        bool, effect("vLLM on the trainer's GPU gives its memory back while the update runs")
+    ] = False
+    engine_kwargs: EngineKwargs = field(default_factory=EngineKwargs)
     agent: AgentRuns = field(default_factory=AgentRuns)
     multi_turn: MultiTurn = field(default_factory=MultiTurn)
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
@@ -560,7 +646,7 @@ class TrainerSection(Section, frozen=True):
         Above0 | None,
         effect(
             "largest difference of log probabilities, sampler to trainer, on the first batch; above it training stops; "
-            "null: 0.0001, and 0.5 where any of the two computes in bfloat16"
+            "null: 0.0001, with vLLM 0.001, and 0.5 where any of the two computes in bfloat16"
         ),
     ] = None
     nnodes: Annotated[int, only((1,), "training runs on one machine yet")] = 1
@@ -570,6 +656,50 @@ class TrainerSection(Section, frozen=True):
         Positive | None, effect("checkpoints that are kept, beside the best one; null: all")
     ] = None
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+
+
+class Backend(Section, frozen=True):
+    """A frozen model beside the policy. Without a `url` litellm takes that of the model's maker."""
+
+    kind: Literal["openai", "litellm"]
+    url: Annotated[str, Meta(pattern=r"\Ahttps?://[^/?#@]+([/][^?#@]*)?\Z")] | None = None
+    remote_model: str | None = None
+    api_key_env: Annotated[str, Meta(pattern=r"\A[A-Z_][A-Z0-9_]*\Z")] | None = None
+
+
+class BackendRefused(Explained):
+    """A model of `gateway.backends` that cannot be used as it is written.
+
+    No ValueError, since msgspec would tell those together with the value, in which somebody may have put a key.
+    """
+
+
+def _backend(name: str, given: Any) -> Backend:
+    key = f"gateway.backends.{name}"
+    if isinstance(given, dict) and "api_key" in given:
+        raise BackendRefused(
+            f"config key {key}.api_key: a configuration is kept and shown, so no key stands in it; put the key into an "
+            f"environment variable and give the variable's name: {key}.api_key_env=HELPER_API_KEY"
+        )
+    try:
+        backend = msgspec.convert(given, Backend)
+    except msgspec.ValidationError as error:
+        raise BackendRefused(f"config key {key}: {_advice(str(error))}") from None
+    if not name:
+        raise BackendRefused("config key gateway.backends: a model has no name")
+    if backend.kind == "openai" and backend.url is None:
+        raise BackendRefused(
+            f"config key {key}.url: kind openai needs the service's base URL, which mostly ends in /v1"
+        )
+    return backend
+
+
+def _advice(error: str) -> str:
+    if "api_key_env" in error:
+        return f"{error}; api_key_env is the NAME of an environment variable, in capital letters, never the key itself"
+    if "`$.url`" in error:
+        return f"{error}; url is http://... or https://..., without a user, a key or a query"
+    return f"{error}; there are kind (openai, litellm), url, remote_model and api_key_env"
 
 
 class Gateway(Section, frozen=True):
@@ -583,6 +713,30 @@ class Gateway(Section, frozen=True):
         Literal["policy", "refuse"],
         effect("a model name that nothing serves: the policy answers and the name is recorded, or 404"),
     ] = "policy"
+    backends: Annotated[
+        dict[str, Any] | None,
+        effect(
+            "frozen models beside the policy (helpers, judges), by the name that agents ask for, each with `kind` "
+            "(openai, litellm), `url`, `remote_model` (its name there) and `api_key_env`: the NAME of the environment "
+            "variable with its key (`docs/helpers.md`); null: none"
+        ),
+    ] = None
+    otlp_endpoint: Annotated[
+        str | None,
+        effect(
+            "where every recorded span is sent, too: an OTLP/HTTP endpoint, `http://127.0.0.1:4318`; its key, if it "
+            "wants one, comes from OTEL_EXPORTER_OTLP_HEADERS (`docs/opentelemetry.md`); null: nowhere"
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        self.frozen_models()
+        if self.otlp_endpoint is not None:
+            traces_url(self.otlp_endpoint, "config key gateway.otlp_endpoint")
+
+    def frozen_models(self) -> dict[str, Backend]:
+        """The backends by name. Raises BackendRefused for one that is wrong."""
+        return {name: _backend(name, given) for name, given in (self.backends or {}).items()}
 
 
 class Config(Section, frozen=True):

@@ -1,14 +1,15 @@
 """A model from disk with the engine that samples it: what an algorithm opens to have a policy on this machine."""
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from lightning_rl import tutorial
 from lightning_rl.inference.engine import EmbeddedEngine
-from lightning_rl.inference.load import load_model, model_folder
+from lightning_rl.inference.load import device_of, load_model, located
 from lightning_rl.inference.server import EngineServer
 
 
@@ -26,6 +27,8 @@ class EmbeddedPolicy:
     `name` is what the gateway calls it, `folder` holds its tokenizer.
     """
 
+    takes_changes = True  # `update_weights` may be given those weights alone that have changed
+
     def __init__(
         self,
         path: str | Path | None,
@@ -39,11 +42,9 @@ class EmbeddedPolicy:
         max_model_len: int | None = None,
         threads: int | None = None,
     ) -> None:
-        self.folder = tutorial.checkpoint() if path is None else model_folder(str(path))
-        # Under its id a hub's model finds its renderer by itself.
-        self.name = self.folder.name if path is None or Path(path).is_dir() else str(path)
+        self.folder, self.name = located(path)
         held = (train_dtype if trained else None) or dtype
-        self.model: Any = load_model(weights or self.folder, held, _device(device))
+        self.model: Any = load_model(weights or self.folder, held, device_of(device))
         self.engine = EmbeddedEngine(
             copy.deepcopy(self.model).to(dtype) if trained else self.model,
             max_num_seqs=max_num_seqs,
@@ -58,17 +59,19 @@ class EmbeddedPolicy:
         self._server.start()
         self.url = self._server.url
 
-    def registration(self, policy_version: int = 0) -> dict[str, Any]:
+    def registrations(self) -> list[dict[str, Any]]:
         """What the gateway is told of the engine."""
-        return {"model": self.name, "kind": "embedded", "url": self.url, "policy_version": policy_version}
+        return [{"model": self.name, "kind": "embedded", "url": self.url, "policy_version": 0}]
+
+    def update_weights(self, weights: nn.Module | Mapping[str, Tensor], version: int, *, partial: bool = False) -> None:
+        """See `EmbeddedEngine`."""
+        self.engine.update_weights(weights, version, partial=partial)
+
+    def check(self) -> None:
+        """Raise what ended the engine, when something has."""
+        self.engine.check()
 
     def close(self) -> None:
         """Stop the engine and its server."""
         self._server.stop()
         self.engine.stop()
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)

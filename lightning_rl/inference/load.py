@@ -1,4 +1,4 @@
-"""Reading a model from disk for the engine: evaluation mode, scaled-dot-product attention."""
+"""Finding a model, and reading it from disk for an engine: evaluation mode, scaled-dot-product attention."""
 
 import warnings
 from pathlib import Path
@@ -9,6 +9,8 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
+
+from lightning_rl import tutorial
 
 # Notebooks without ipywidgets get it from tqdm, whose progress bars we do not show.
 warnings.filterwarnings("ignore", message="IProgress not found")
@@ -29,6 +31,22 @@ def model_folder(path: str) -> Path:
     except (OSError, ValueError) as error:
         error.add_note(f"model {path!r} is no folder here, and could not be taken from the hub")
         raise
+
+
+def located(path: str | Path | None) -> tuple[Path, str]:
+    """The folder of a model (None: the tutorial's), and its name: under a hub's id it finds its renderer by itself.
+
+    Raises as `model_folder`.
+    """
+    folder = tutorial.checkpoint() if path is None else model_folder(str(path))
+    return folder, folder.name if path is None or Path(path).is_dir() else str(path)
+
+
+def device_of(name: str) -> torch.device:
+    """`cpu`, `cuda`, or, for `auto`, a GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
 
 
 def load_model(path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> nn.Module:

@@ -233,6 +233,8 @@ class EngineServer:
             "id": engine.name,
             "object": "model",
             "max_model_len": engine.max_model_len,
+            "max_num_seqs": engine.max_num_seqs,
+            "waiting": max(0, engine.in_flight - engine.max_num_seqs),  # for a place among them
             "policy_version": engine.version,
             "logprobs_mode": "scaled_logprobs",  # after temperature, before top-k and top-p
         }

@@ -11,7 +11,8 @@ from typing import Literal
 import msgspec
 
 from lightning_rl.algorithms.step_record import RolloutRecord
-from lightning_rl.inspect.evidence import RECENT, Evidence, Tally
+from lightning_rl.inspect.evidence import RECENT, Beside, Evidence, Tally
+from lightning_rl_adapters.conventions import USE_THE_GATEWAY
 from lightning_rl_adapters.semconv import ForkCause
 
 Severity = Literal["stops learning", "slows learning", "look at it"]
@@ -285,6 +286,36 @@ def _without_calls(evidence: Evidence) -> Finding | None:
     )
 
 
+def _beside_the_gateway(evidence: Evidence) -> Iterator[Finding]:
+    for convention, beside in evidence.beside.items():
+        share = beside.rollouts.count / evidence.beside_of
+        yield Finding(
+            name=f"calls_beside_the_gateway_{convention}",
+            severity=_by_share(share * evidence.without_calls.count / evidence.rollouts, MUCH, below="look at it"),
+            number=share,
+            told=f"in {beside.rollouts.count} of {evidence.beside_of} rollouts without calls, {_as_they_say(beside)}",
+            advice=USE_THE_GATEWAY if beside.diagnosis is None else beside.diagnosis.advice,
+            rollout=beside.rollouts.rollout,
+        )
+
+
+def _as_they_say(beside: Beside) -> str:
+    """How agents called, as their own spans tell it, and what of it there is."""
+    parts = []
+    if (lacks := beside.diagnosis) is not None:
+        where = "" if lacks.server is None else f" at {lacks.server}"
+        parts.append(
+            f"the agent's own {lacks.convention} spans tell of calls to {lacks.model!r}{where} that have "
+            f"{' and '.join(lacks.told) or 'nothing of the conversation'}, and no {', no '.join(lacks.missing)}"
+        )
+    if beside.with_ids:
+        parts.append(
+            f"{beside.with_ids} have token ids in the agent's own spans (triplets?source=otel): the gateway did not "
+            "see them sampled, so they are not trained"
+        )
+    return "; ".join(parts)
+
+
 def _dead_reward(evidence: Evidence) -> Finding | None:
     rows = evidence.metrics
     values = {row[f"critic/score/{of}"] for row in rows for of in ("min", "max") if f"critic/score/{of}" in row}
@@ -395,6 +426,7 @@ CHECKS: tuple[Check, ...] = (
     _no_reward,
     _lost_rewards,
     _without_calls,
+    _beside_the_gateway,
     _agent_errors,
     _infrastructure,
     _inexact,

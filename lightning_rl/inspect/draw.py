@@ -11,12 +11,14 @@ from lightning_rl.inspect.doctor import SEVERITIES, Diagnosis, Finding
 from lightning_rl.inspect.explain import AttemptView, CallView, Fork, RolloutView, RowView, words_of
 from lightning_rl.inspect.recorded import RunForks
 from lightning_rl.inspect.trained import CallTraining, RolloutTraining
+from lightning_rl.store.contract import Log
 from lightning_rl_adapters.credit import is_state
 from lightning_rl_adapters.rows import Row
 
 _SAID = 48  # characters of what was asked, and of what was answered
 _TASK = 200
 _MESSAGE = 2000
+_LOG_LINES = 12
 _ENDS = 16  # tokens of a long call at its beginning, and at its end
 _WHY = {
     "superseded": "does not count, superseded by a later attempt",
@@ -56,6 +58,18 @@ def attempt(view: AttemptView) -> Iterator[str]:
         told = [f"    {line}" for line in lines]
         yield f"  {title}  {'' if told else 'none'}"
         yield from told
+    yield from _log(view.log)
+
+
+def _log(log: Log) -> Iterator[str]:
+    """The last lines of what an attempt printed, and of its traceback."""
+    for name in ("stdout", "stderr", "traceback"):
+        lines = str(getattr(log, name)).rstrip().splitlines()
+        if lines:
+            shown = lines[-_LOG_LINES:]
+            cut = f"  the last {_LOG_LINES} of {len(lines)} lines" if len(shown) < len(lines) else ""
+            yield f"  {name}{cut}"
+            yield from (f"    {line}" for line in shown)
 
 
 def run(found: RunForks) -> list[str]:

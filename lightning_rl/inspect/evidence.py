@@ -3,7 +3,7 @@
 Invariant: whatever the length of a run, what is kept of it in memory is counts, numbers, and the newest few steps.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,11 +15,13 @@ from lightning_rl.store import schema
 from lightning_rl.store.contract import ErrorInfo
 from lightning_rl.store.life_cycle import ENDED
 from lightning_rl.tracking import jsonl
-from lightning_rl_adapters import semconv
+from lightning_rl_adapters import conventions, semconv
 from lightning_rl_adapters.call import calls_of
+from lightning_rl_adapters.conventions import Diagnosis
 
 RECENT = 20  # steps: a run of some hundred steps changes little within them, and they hold hundreds of groups
 _COMPARED = 64  # rollouts of the newest step whose logprobs are compared one by one
+_READ = 64  # newest rollouts without calls whose agents' own spans are read
 
 
 class Tally(msgspec.Struct):
@@ -32,6 +34,17 @@ class Tally(msgspec.Struct):
         """One more."""
         self.count += 1
         self.rollout = rollout_id
+
+
+class Beside(msgspec.Struct):
+    """Rollouts that asked the gateway nothing, and whose agents' own spans, of one convention, tell of LLM calls.
+
+    `with_ids` of them have token ids; `diagnosis` is of a call that has none.
+    """
+
+    rollouts: Tally = msgspec.field(default_factory=Tally)
+    with_ids: int = 0
+    diagnosis: Diagnosis | None = None
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +62,7 @@ class Evidence(msgspec.Struct, kw_only=True):
     training rollouts, of all where none is for training: `seen` tallies calls by what is wrong with them (`inexact`,
     `no_logprobs`, `length`, and causes of forks), `errors` attempts by the type of the agent's error, `infrastructure`
     those that were lost otherwise. `gaps` has, of the newest step, how far sampler and trainer are apart, by rollout.
+    `beside` has, by convention, how agents called beside the gateway in the newest `beside_of` rollouts without calls.
     """
 
     run_dir: str
@@ -64,6 +78,8 @@ class Evidence(msgspec.Struct, kw_only=True):
     infrastructure: dict[str, Tally] = {}
     without_reward: Tally = msgspec.field(default_factory=Tally)
     without_calls: Tally = msgspec.field(default_factory=Tally)
+    beside: dict[str, Beside] = {}
+    beside_of: int = 0
     reward_names: set[str] = set()
     gaps: dict[str, float] = {}
 
@@ -127,9 +143,24 @@ def _look(connection: sa.Connection, evidence: Evidence) -> None:
     evidence.rollouts = len(status)
     called = _look_at_calls(connection, evidence, status)
     _look_at_attempts(connection, evidence, status)
-    for rollout_id, how in status.items():
-        if how in ENDED and how != "cancelled" and rollout_id not in called:
-            evidence.without_calls.add(rollout_id)
+    silent = [one for one, how in status.items() if how in ENDED and how != "cancelled" and one not in called]
+    for rollout_id in silent:
+        evidence.without_calls.add(rollout_id)
+    _look_beside(connection, evidence, silent[-_READ:])
+
+
+def _look_beside(connection: sa.Connection, evidence: Evidence, silent: Sequence[str]) -> None:
+    """Enter what agents' own spans tell of LLM calls in rollouts that have none of the gateway's."""
+    evidence.beside_of = len(silent)
+    for rollout_id in silent:
+        told = [conventions.told_of(attempt.spans) for attempt in recorded.trace(connection, rollout_id).attempts]
+        with_ids = {name for each in told for name in each.conventions}
+        without = {each.convention: each for one in told for each in one.diagnoses}
+        for name in sorted(with_ids | without.keys()):
+            found = evidence.beside.setdefault(name, Beside())
+            found.rollouts.add(rollout_id)
+            found.with_ids += name in with_ids
+            found.diagnosis = without.get(name, found.diagnosis)
 
 
 def _look_at_calls(connection: sa.Connection, evidence: Evidence, status: Mapping[str, str]) -> set[str]:

@@ -12,8 +12,8 @@ import msgspec
 
 from lightning_rl.inspect import trained
 from lightning_rl.inspect.trained import CallTraining, Found, RolloutTraining
-from lightning_rl.server.readout import why_excluded
-from lightning_rl.store.contract import AttemptTrace, Rollout, RolloutTrace
+from lightning_rl.server.readout import log_of, why_excluded
+from lightning_rl.store.contract import AttemptTrace, Log, Rollout, RolloutTrace
 from lightning_rl_adapters import forest, rows, semconv
 from lightning_rl_adapters.call import Call, calls_of
 from lightning_rl_adapters.forest import Forest, Node
@@ -79,7 +79,8 @@ class RowView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt; `excluded` is why nothing of it is trained, None for the one that counts in training."""
+    """One attempt; `excluded` is why nothing of it is trained, None for the one that counts in training. `log` is what
+    it printed, and its traceback."""
 
     attempt_id: str
     sequence: int
@@ -89,6 +90,7 @@ class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
     calls: list[CallView]
     forks: list[Fork]
     rows: list[RowView]
+    log: Log = Log()
 
 
 class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,6 +211,7 @@ def _attempt(
         ],
         forks=_forks(tree, numbers, attributes),
         rows=views,
+        log=log_of(trace),
     )
 
 

@@ -71,23 +71,12 @@ def steps(run_dir: Path, newest: int) -> list[StepRecord]:
 
 def decoder(run_dir: Path, config: TrainConfig | None) -> Callable[[list[int]], str] | None:
     """What makes text of token ids: the tokenizer of the run's model, None where it is not on this machine."""
-    folder = _tokenizer_folder(run_dir, config)
+    folder = tokenizer_folder(run_dir, config)
     return None if folder is None else FastTokenizer(folder).decode
 
 
-def _record_of(run_dir: Path, config: TrainConfig | None, rollout: Rollout) -> tuple[Found | None, str | None]:
-    try:
-        found = step_record.find(run_dir, rollout.rollout_id, rollout.metadata.get("step", 0))
-    except msgspec.MsgspecError as error:
-        raise _unreadable(run_dir, error) from error
-    if found is not None or config is None or rollout.mode != "train":
-        return found, None
-    if not any((run_dir / step_record.FOLDER).glob("*.msgpack")):
-        return None, "there are no step records: the run is from before they were kept, or its first step is not done"
-    return None, "no step of the run has trained on it, or not yet"
-
-
-def _tokenizer_folder(run_dir: Path, config: TrainConfig | None) -> Path | None:
+def tokenizer_folder(run_dir: Path, config: TrainConfig | None) -> Path | None:
+    """The folder of the tokenizer of the run's model; None where it is not on this machine, or not known."""
     written = [file.parent for file in (run_dir / "checkpoints").glob(f"step-*/{_TOKENIZER}")]
     if written:
         return written[0]  # training changes no tokenizer
@@ -101,6 +90,18 @@ def _tokenizer_folder(run_dir: Path, config: TrainConfig | None) -> Path | None:
         return None
     cached = huggingface_hub.try_to_load_from_cache(path, _TOKENIZER)
     return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _record_of(run_dir: Path, config: TrainConfig | None, rollout: Rollout) -> tuple[Found | None, str | None]:
+    try:
+        found = step_record.find(run_dir, rollout.rollout_id, rollout.metadata.get("step", 0))
+    except msgspec.MsgspecError as error:
+        raise _unreadable(run_dir, error) from error
+    if found is not None or config is None or rollout.mode != "train":
+        return found, None
+    if not any((run_dir / step_record.FOLDER).glob("*.msgpack")):
+        return None, "there are no step records: the run is from before they were kept, or its first step is not done"
+    return None, "no step of the run has trained on it, or not yet"
 
 
 def _unreadable(run_dir: Path, error: msgspec.MsgspecError) -> NotRecorded:

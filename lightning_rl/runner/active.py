@@ -8,12 +8,12 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Claim
-from lightning_rl.store.errors import Conflict, NotFound, Unreachable
+from lightning_rl.store.errors import Unreachable
 
 _BEATS_PER_LEASE = 3
 _LATE_BEAT_SECONDS = 1.0  # past the deadline, which the server may have moved
@@ -28,7 +28,7 @@ class _Held:
     deadline: float
     next_beat: float = 0.0
     finishing: bool = False
-    lost: list[Callable[[], object]] = field(default_factory=list)
+    lost: Callable[[], object] = lambda: None
 
     def set_next_beat(self, now: float) -> None:
         interval = self.claim.rollout.config.unresponsive_seconds / _BEATS_PER_LEASE
@@ -46,20 +46,11 @@ class ActiveClaims:
     def add(self, claim: Claim, lost: Callable[[], object] = lambda: None) -> None:
         """Its lease is kept from now on; `lost` is called when it is refused while the agent runs."""
         now, seconds = time.monotonic(), claim.rollout.config.timeout_seconds
-        held = _Held(claim, deadline=math.inf if seconds is None else now + seconds, lost=[lost])
+        held = _Held(claim, deadline=math.inf if seconds is None else now + seconds, lost=lost)
         held.set_next_beat(now)
         with self._changed:
             self._held[claim.attempt.attempt_id] = held
             self._changed.notify_all()
-
-    def on_loss(self, claim: Claim, lost: Callable[[], object]) -> None:
-        """Call `lost` too; at once when the claim is ours no more."""
-        with self._changed:
-            held = self._held.get(claim.attempt.attempt_id)
-            if held is not None:
-                held.lost.append(lost)
-                return
-        lost()
 
     def holds(self, claim: Claim) -> bool:
         """Whether the claim is still ours."""
@@ -99,8 +90,7 @@ class ActiveClaims:
     def keep_leases(self, store: HttpStore) -> None:
         """Send the heartbeats that are due, for as long as the process lives."""
         while True:
-            for claim in self._wait_for_due():
-                self._beat(store, claim)
+            self._beat(store, self._wait_for_due())
 
     def _wait_for_due(self) -> list[Claim]:
         with self._changed:
@@ -114,14 +104,17 @@ class ActiveClaims:
                 soonest = min((held.next_beat for held in self._held.values()), default=None)
                 self._changed.wait(None if soonest is None else soonest - now)
 
-    def _beat(self, store: HttpStore, claim: Claim) -> None:
+    def _beat(self, store: HttpStore, claims: Sequence[Claim]) -> None:
         try:
-            store.heartbeat(claim.rollout.rollout_id, claim.attempt.attempt_id)
-        except (Conflict, NotFound) as error:
-            held = self._pop(claim)
-            if held is not None:
-                _log.warning("lost rollout %s: %s", claim.rollout.rollout_id, error)
-                for lost in [] if held.finishing else held.lost:
-                    lost()
+            leases = store.heartbeats([(claim.rollout.rollout_id, claim.attempt.attempt_id) for claim in claims])
         except Unreachable as error:
-            _log.warning("no heartbeat for rollout %s: %s", claim.rollout.rollout_id, error)
+            _log.warning("no heartbeat for %d rollouts: %s", len(claims), error)
+            return
+        for claim in claims:
+            held = None if claim.attempt.attempt_id in leases else self._pop(claim)
+            if held is not None:
+                _log.warning(
+                    "lost rollout %s: its attempt %s has ended", claim.rollout.rollout_id, claim.attempt.attempt_id
+                )
+                if not held.finishing:
+                    held.lost()

@@ -20,10 +20,19 @@ class AsyncAgents:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop = _running_loop()
+        self._tasks: set[asyncio.Task[Any] | None] = set()  # a loop itself keeps no task alive
 
     def submit(self, awaitable: Awaitable[Any]) -> "Future[Any]":
         """Its result in time; cancelling the future cancels the task."""
-        return asyncio.run_coroutine_threadsafe(_wait(awaitable), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._wait(awaitable), self._loop)
+
+    async def _wait(self, awaitable: Awaitable[Any]) -> Any:
+        task = asyncio.current_task()
+        self._tasks.add(task)
+        try:
+            return await awaitable
+        finally:
+            self._tasks.discard(task)
 
     def leave_blocked_loop(self) -> None:
         """Go on with a new loop when an agent blocks the present one."""
@@ -41,7 +50,3 @@ def _running_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="async agents", daemon=True).start()
     return loop
-
-
-async def _wait(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable

@@ -3,55 +3,51 @@
 Invariant: delivery takes a few seconds at most and raises nothing. Spans are told of a rollout, never its condition.
 """
 
-import functools
+import gzip
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from lightning_rl_adapters import semconv
+import urllib3
 
-if TYPE_CHECKING:
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.trace import ReadableSpan
+from lightning_rl.runner.outcome import SpanBatch
 
 _SECONDS = 2.0  # for one request, and for the last to begin: a stopped process leaves 5 to results on their way
-_BATCH = 512
+_PAUSE_SECONDS = 0.2
+_TRY_AGAIN = (429, 502, 503, 504)
 _log = logging.getLogger(__name__)
 
 
 class Delivery:
-    """Sends spans to the server at `url`, with a runner key of it; one for each thread."""
+    """Sends spans to the server at `url`, with a runner key of it; safe to share between threads."""
 
-    def __init__(self, url: str, key: str) -> None:
-        self._url = url
-        self._key = key
+    def __init__(self, url: str, key: str, connections: int = 1) -> None:
+        self._url = f"{url.rstrip('/')}/v1/traces"
+        self._headers = {
+            "authorization": f"Bearer {key}",
+            "content-type": "application/x-protobuf",
+            "content-encoding": "gzip",
+        }
+        self._pool = urllib3.PoolManager(maxsize=connections, retries=False, timeout=_SECONDS)
 
-    def __call__(self, spans: Sequence["ReadableSpan"]) -> None:
+    def __call__(self, rollout_id: str, batches: Sequence[SpanBatch]) -> None:
         """Send the spans of one attempt. What cannot be sent in time is given up, and told in the log."""
-        from opentelemetry.sdk.trace.export import SpanExportResult
-
         end = time.monotonic() + _SECONDS
-        for start in range(0, len(spans), _BATCH):
-            sent = time.monotonic() < end and self._exporter.export(spans[start : start + _BATCH])
-            if sent is not SpanExportResult.SUCCESS:
-                whose, left = spans[0].attributes or {}, len(spans) - start
+        for number, batch in enumerate(batches):
+            if not self._sent(batch, end):
                 told = "%d of the %d spans that rollout %s emitted did not reach the server"
-                _log.warning(told, left, len(spans), whose.get(semconv.ROLLOUT_ID))
+                left = sum(each.number for each in batches[number:])
+                _log.warning(told, left, sum(each.number for each in batches), rollout_id)
                 return
 
-    @functools.cached_property
-    def _exporter(self) -> "OTLPSpanExporter":
-        import requests
-        from opentelemetry.exporter.otlp.proto.http import Compression
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-        session = requests.Session()
-        session.trust_env = False  # an agent's proxies, and a .netrc that would replace the key
-        return OTLPSpanExporter(
-            endpoint=f"{self._url.rstrip('/')}/v1/traces",
-            headers={"authorization": f"Bearer {self._key}"},
-            timeout=_SECONDS,
-            compression=Compression.Gzip,
-            session=session,
-        )
+    def _sent(self, batch: SpanBatch, end: float) -> bool:
+        body = gzip.compress(batch.otlp, compresslevel=1)
+        while time.monotonic() < end:
+            try:
+                status = self._pool.request("POST", self._url, body=body, headers=self._headers).status
+            except urllib3.exceptions.HTTPError:
+                return False
+            if status not in _TRY_AGAIN:
+                return status == 200
+            time.sleep(_PAUSE_SECONDS)
+        return False

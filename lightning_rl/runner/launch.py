@@ -3,29 +3,41 @@
 The agent travels by cloudpickle through a pipe, so one that is defined in a script or a notebook works as it is, and
 the script is never run again. Keys travel the same way, never in the environment.
 
-A process that dies (memory ran out, a crash in a C extension) is started anew, and its attempts are lost at once.
+A process that dies (memory ran out, a crash in a C extension) is started anew, and its attempts are lost at once. One
+that retires, since an agent in it hangs, is followed by another at once, and ends when its other rollouts have.
+
+Invariant: all processes of a runner together have the slots that it was given, so no more rollouts run at once.
 """
 
+import contextlib
 import logging
 import os
 import pickle
 import secrets
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import cloudpickle
 
 from lightning_rl.agent import Agent
-from lightning_rl.runner.process import LENGTH, Payload, worker_ids
+from lightning_rl.errors import Explained
+from lightning_rl.runner.payload import LENGTH, ONE_MORE_SLOT, Isolation, Payload
 from lightning_rl.server.child import Child, ChildDied
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.errors import StoreError
 
+MOST = 64  # rollouts at once where no number is given
+FOR_SERVICES = 8  # the same where only services answer, of whose queues nothing is known
 _RESTARTS = 3  # of one process, without a rollout that ended in between
 _log = logging.getLogger(__name__)
+
+
+class CannotIsolate(Explained, OSError):
+    """This system cannot run rollouts in processes of their own."""
 
 
 class Working:
@@ -36,8 +48,13 @@ class Working:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes as they are now."""
+        """Of the processes that take rollouts now."""
         return [runner.child.process.pid for runner in self._runners]
+
+    @property
+    def retiring_pids(self) -> list[int]:
+        """Of the processes that wait for the end of their last rollouts, since an agent in them hangs."""
+        return [pid for runner in self._runners for pid in runner.retiring_pids]
 
     def check(self) -> None:
         """Start anew what has died, with a warning. Raises ChildDied, with the end of its log, when that is of no use:
@@ -46,62 +63,152 @@ class Working:
             runner.check()
 
 
+class _Process:
+    """One process of a runner, with the slots that it was given. Not yet started when made."""
+
+    def __init__(self, name: str, payload: Payload, log: Path, changed: Callable[[], None]) -> None:
+        # Each process has a worker id of its own, so that the claims of a dead one are told from everybody else's.
+        self.worker_id = f"{name.replace(' ', '-')}-{secrets.token_hex(4)}"
+        self.given = payload["slots"]
+        frame = pickle.dumps(payload | {"worker_id": self.worker_id})
+        self.child = Child(
+            "lightning_rl.runner.process", name=name, log=log, first=LENGTH.pack(len(frame)) + frame, heard=changed
+        )
+
+    @property
+    def held(self) -> int:
+        """The slots that it has not freed."""
+        return self.given - int(self.child.told.get("freed", 0))
+
+    @property
+    def retires(self) -> bool:
+        return "freed" in self.child.told
+
+    @property
+    def ended(self) -> bool:
+        return self.child.process.poll() is not None
+
+    def give(self, slots: int) -> None:
+        """Let it run more at once."""
+        self.given += slots
+        self.child.write(ONE_MORE_SLOT * slots)
+
+
 class _Runner:
-    """One runner process after another. Not yet started when made."""
+    """One process after another; safe to share between threads. None is started when it is made."""
 
     def __init__(self, number: int, payload: Payload, log_dir: Path, store: HttpStore) -> None:
-        self._number = number
+        self._name = f"runner {number}"
         self._payload = payload
         self._log = log_dir / f"runner-{number}.log"
         self._store = store
         self._in_vain = 0
-        self.child = self._next()
+        self._lock = threading.RLock()
+        self._stopped = False
+        self._retiring: list[_Process] = []
+        self._changed = threading.Event()
+        self._present = self._made(payload["slots"])
 
-    def _next(self) -> Child:
-        # Each process has worker ids of its own, so that the claims of a dead one are told from everybody else's.
-        self._worker_id = f"runner-{self._number}-{secrets.token_hex(4)}"
-        frame = pickle.dumps(self._payload | {"worker_id": self._worker_id})
-        return Child(
-            "lightning_rl.runner.process",
-            name=f"runner {self._number}",
-            log=self._log,
-            first=LENGTH.pack(len(frame)) + frame,
-        )
+    @property
+    def child(self) -> Child:
+        """The process that takes rollouts."""
+        return self._present.child
+
+    @property
+    def retiring_pids(self) -> list[int]:
+        with self._lock:
+            return [process.child.process.pid for process in self._retiring if not process.ended]
 
     def start(self) -> None:
-        """Start the process."""
-        self.child.start()
-        self.child.listen()
+        """Start the process, and the thread that follows it."""
+        self._start()
+        threading.Thread(target=self._follow, name=f"following {self._name}", daemon=True).start()
 
     def ask_to_stop(self) -> None:
         """See `Child`."""
-        self.child.ask_to_stop()
+        with self._lock:
+            self._stopped = True
+            self._changed.set()
+            for process in [*self._retiring, self._present]:
+                process.child.ask_to_stop()
 
     def stop(self) -> None:
         """See `Child`."""
-        self.child.stop()
+        with self._lock:
+            processes = [*self._retiring, self._present]
+            for process in processes:
+                process.child.stop()
+        with contextlib.suppress(StoreError):  # claims that were on their way to a process that ended
+            self._store.workers_died([process.worker_id for process in processes])
 
     def check(self) -> None:
         """Start it anew when it has died. Raises ChildDied."""
-        if self.child.process.poll() is None:
-            return
-        died = self.child.died()
-        if "started" not in self.child.told:
-            raise died
-        self._in_vain = 0 if "finished" in self.child.told else self._in_vain + 1
-        how = _how_it_died(self.child.process.returncode)
-        if self._in_vain > _RESTARTS:
-            raise ChildDied(f"{self.child.name} died {self._in_vain} times and no rollout ended meanwhile{how}\n{died}")
-        _log.warning("%s died%s; it is started anew, and its rollouts are retried.\n%s", self.child.name, how, died)
-        self._lose_claims()
-        self.child = self._next()
-        self.start()
+        with self._lock:
+            if not self._present.ended:
+                return
+            if self._present.retires:  # as it should; the thread that follows it may not have seen it yet
+                self._replace()
+                return
+            died = self.child.died()
+            if "started" not in self.child.told:
+                raise died
+            self._in_vain = 0 if "finished" in self.child.told else self._in_vain + 1
+            how = _how_it_died(self.child.process.returncode)
+            if self._in_vain > _RESTARTS:
+                raise ChildDied(f"{self._name} died {self._in_vain} times and no rollout ended meanwhile{how}\n{died}")
+            _log.warning("%s died%s; it is started anew, and its rollouts are retried.\n%s", self._name, how, died)
+            self._lose_claims(self._present)
+            self._next()
 
-    def _lose_claims(self) -> None:
+    def _made(self, slots: int) -> _Process:
+        payload = Payload(**(self._payload | {"slots": slots}))
+        return _Process(self._name, payload, self._log, self._changed.set)
+
+    def _start(self) -> None:
+        self.child.start()
+        self.child.listen()
+
+    def _next(self) -> None:
+        self._present = self._made(self._share())
+        self._start()
+
+    def _share(self) -> int:
+        """The slots that are not held by processes which retire."""
+        return self._payload["slots"] - sum(process.held for process in self._retiring)
+
+    def _follow(self) -> None:
+        while not self._stopped:
+            self._changed.wait()
+            self._changed.clear()
+            with self._lock, contextlib.suppress(ChildDied):  # of which `check` tells
+                if not self._stopped:
+                    self._replace()
+
+    def _replace(self) -> None:
+        """Let another process follow one that retires, and have what such a one has freed."""
+        if self._present.retires:
+            _log.warning(
+                "an agent in %s goes on although its time is over, and cannot be ended: another process takes its "
+                "place, and this one ends when its other rollouts have. Give the agent's requests and tools a "
+                "time-out, or run each rollout in a process of its own (isolation=process)",
+                self._name,
+            )
+            self._retiring.append(self._present)
+            self._next()
+        for process in [process for process in self._retiring if process.ended]:
+            self._retiring.remove(process)
+            process.child.stop()
+            if process.child.process.returncode != 0:
+                self._lose_claims(process)
+        more = self._share() - self._present.given
+        if more > 0:
+            self._present.give(more)
+
+    def _lose_claims(self, process: _Process) -> None:
         try:
-            self._store.workers_died(worker_ids(self._worker_id, self._payload["workers"]))
+            self._store.workers_died([process.worker_id])
         except StoreError as error:
-            _log.warning("the rollouts of %s are retried only when their leases are over: %s", self.child.name, error)
+            _log.warning("the rollouts of %s are retried only when their leases are over: %s", self._name, error)
 
 
 def _how_it_died(status: int) -> str:
@@ -114,11 +221,17 @@ def _how_it_died(status: int) -> str:
 
 
 @contextmanager
-def launch(n_runners: int, agent: Agent, url: str, key: str, *, log_dir: Path) -> Iterator[Working]:
-    """`n_runners` concurrent rollouts in at most as many processes as there are cores, while the block runs.
+def launch(
+    n_runners: int, agent: Agent, url: str, key: str, *, log_dir: Path, isolation: Isolation = "thread"
+) -> Iterator[Working]:
+    """Up to `n_runners` concurrent rollouts in at most as many processes as there are cores, while the block runs.
 
-    `key` is a runner key of the server at `url`. Each process logs to `log_dir`/runner-<number>.log.
+    There are fewer while the server holds rollouts back because the engines bear no more (`server.admission`).
+    `key` is a runner key of the server at `url`. Each process logs to `log_dir`/runner-<number>.log. With `isolation`
+    "process" each rollout runs in a process of its own, forked from these. Raises CannotIsolate where that cannot be.
     """
+    if isolation == "process" and not hasattr(os, "waitid"):
+        raise CannotIsolate("isolation=process needs Linux: leave it at thread")
     pickled = cloudpickle.dumps(agent)
     with ExitStack() as parts:
         store = HttpStore(url, key, connections=1, patience_seconds=0)
@@ -126,11 +239,19 @@ def launch(n_runners: int, agent: Agent, url: str, key: str, *, log_dir: Path) -
         runners = [
             _Runner(
                 number,
-                Payload(sys_path=sys.path, url=url, key=key, worker_id="", workers=workers, agent=pickled),
+                Payload(
+                    sys_path=sys.path,
+                    url=url,
+                    key=key,
+                    worker_id="",
+                    slots=slots,
+                    isolation=isolation,
+                    agent=pickled,
+                ),
                 log_dir,
                 store,
             )
-            for number, workers in enumerate(shares(n_runners, len(os.sched_getaffinity(0))))
+            for number, slots in enumerate(shares(n_runners, len(os.sched_getaffinity(0))))
         ]
         # All are asked first, then each is waited for, whatever becomes of the others; none of them runs yet.
         for runner in runners:

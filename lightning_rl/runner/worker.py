@@ -1,149 +1,189 @@
-"""One worker: claim a rollout, run the agent on it, finish it; again and again.
+"""Takes rollouts, runs the agent on them, finishes them; many at a time.
 
-Invariant: whatever the agent does ends as exactly one `finish`, or as a dropped result when the claim was lost. A
-thread whose claim was lost while its agent ran was replaced: it ends when the agent returns.
+Invariant: whatever the agent does ends as exactly one `finish`, or as a dropped result when the claim was lost. What an
+attempt printed is kept in both cases. The slot of a rollout is free when its result is durable, or its claim lost.
 """
 
-import functools
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
 
-from lightning_rl.agent import Agent, run_agent
 from lightning_rl.runner.active import ActiveClaims
 from lightning_rl.runner.blame import error_info
-from lightning_rl.store.client import HttpStore
-from lightning_rl.store.contract import Claim, Finish, Reward
-from lightning_rl.store.errors import Conflict, Invalid, NotFound, Unreachable
-from lightning_rl_adapters.credit import FINAL
+from lightning_rl.runner.outcome import Outcome, SpanBatch
+from lightning_rl.runner.printed import Printed
+from lightning_rl.runner.runs import Run, Runs
+from lightning_rl.runner.slots import Slots
+from lightning_rl.store.client import HttpStore, new_id
+from lightning_rl.store.contract import RUNNER_STOPPED, Claim, ErrorInfo, Finish, Log
+from lightning_rl.store.errors import Conflict, Invalid, NotFound, StoreError, Unreachable
 
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
-
-    from lightning_rl.emitted import Emitted
-
-Submit = Callable[[Awaitable[Any]], "Future[Any]"]
-
-CLAIM_WAIT_SECONDS = 30.0
+CLAIM_WAIT_SECONDS = 10.0
+LEFT_SECONDS = 5.0  # for an agent whose claim was lost to end by itself
 _BACKOFF_SECONDS = 0.2
 _MAX_BACKOFF_SECONDS = 5.0
+_STOPPED_FINISH = Finish(
+    status="failed", error=ErrorInfo(type=RUNNER_STOPPED, message="the runner was stopped", infrastructure=True)
+)
 _log = logging.getLogger(__name__)
 
 
-class Worker:
-    """Runs `agent` on one rollout at a time. `stop` ends it after the present one.
+class _Running:
+    """A claim, the run of the agent on it, and what that prints. `over`: the agent is done."""
 
-    `submit` runs what an async agent returns. `deliver` sends the spans that an agent emitted, and raises nothing.
-    `replace` is called from another thread with this worker when its own thread is left behind, `finished` after every
-    rollout that ended.
+    def __init__(self, claim: Claim) -> None:
+        self.claim = claim
+        self.place = (claim.rollout.rollout_id, claim.attempt.attempt_id)
+        self.printed = Printed()
+        self.over = threading.Event()
+
+    def log(self, where: str = "") -> Log | None:
+        """What it printed so far, and where it was; None where there is nothing to keep."""
+        log = Log(stdout=self.printed.stdout.text(), stderr=self.printed.stderr.text(), traceback=where)
+        return None if log == Log() else log
+
+
+class Worker:
+    """The rollouts of one process.
+
+    `deliver` sends the spans that an agent emitted, and raises nothing. `finished` is called after every rollout that
+    ended, `hangs` when an agent goes on although its claim was lost a while ago. `stop` ends all waiting.
     """
 
     def __init__(
         self,
         *,
         store: HttpStore,
-        agent: Agent,
         worker_id: str,
+        slots: Slots,
         active: ActiveClaims,
+        runs: Runs,
+        deliver: Callable[[str, Sequence[SpanBatch]], None],
         stop: threading.Event,
-        submit: Submit,
-        deliver: Callable[[Sequence["ReadableSpan"]], None],
-        replace: Callable[["Worker"], None],
         finished: Callable[[], None],
+        hangs: Callable[[], object],
     ) -> None:
-        self.worker_id = worker_id
         self._store = store
-        self._agent = agent
+        self._worker_id = worker_id
+        self._slots = slots
         self._active = active
-        self._stop = stop
-        self._submit = submit
+        self._runs = runs
         self._deliver = deliver
-        self._replace = replace
+        self._stop = stop
         self._finished = finished
+        self._hangs = hangs
+        self._running: dict[str, _Running] = {}
 
-    def work(self) -> bool:
-        """Take rollouts until `stop`; a server that is not there is tried again. Whether this thread was replaced."""
-        backoff = _BACKOFF_SECONDS
-        while not self._stop.is_set():
+    def take(self) -> None:
+        """Take rollouts for as long as there are slots; a server that is not there is tried again, by the same claim
+        id, for it may have claimed some and died before it said so."""
+        backoff, claim_id = _BACKOFF_SECONDS, new_id("c")
+        while self._slots.take():
             try:
-                claims = self._store.claim(self.worker_id, wait_seconds=CLAIM_WAIT_SECONDS)
+                claims = self._store.claim(self._worker_id, wait_seconds=CLAIM_WAIT_SECONDS, claim_id=claim_id)
             except Unreachable as error:
+                self._slots.give_back()
                 _log.warning("no claim: %s", error)
                 self._stop.wait(backoff)
                 backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
                 continue
-            backoff = _BACKOFF_SECONDS
-            for claim in claims:
-                if not self.run(claim):
-                    return True
-        return False
+            backoff, claim_id = _BACKOFF_SECONDS, new_id("c")
+            still_ours = [claim for claim in claims if claim.attempt.status == "running"]
+            if not still_ours:
+                self._slots.give_back()
+            for claim in still_ours:
+                if self._stop.is_set():  # it came too late
+                    self._refuse(claim)
+                else:
+                    self.begin(claim)
 
-    def run(self, claim: Claim) -> bool:
-        """Run the agent on one claimed rollout and finish it; False when it was lost before the agent was done."""
-        self._active.add(claim, lost=lambda: self._replace(self))
-        from lightning_rl.emitted import Emitted  # the trainer has this module too, and no use for OpenTelemetry
+    def begin(self, claim: Claim) -> None:
+        """Run the agent on a claimed rollout; returns soon."""
+        running = _Running(claim)
+        run = self._runs.run(claim, running.printed, lambda outcome: self._end(running, outcome))
+        self._running[claim.attempt.attempt_id] = running
+        self._active.add(claim, lost=lambda: self._lose(running, run))
+        run.start()
 
-        emitted = Emitted(claim.rollout.rollout_id, claim.attempt.attempt_id)
-        rewards, finish = self._outcome(claim, emitted)
-        backoff = _BACKOFF_SECONDS
+    def give_back(self) -> None:
+        """Let rollouts under way be retried now, not only when their leases are over."""
+        for claim in self._active.take_running():
+            running = self._running[claim.attempt.attempt_id]
+            try:
+                self._keep(running, running.log())
+                self._store.finish(*running.place, _STOPPED_FINISH)
+            except Unreachable as error:
+                _log.warning("rollouts were not given back: %s", error)
+                return
+            except StoreError as error:
+                _log.info("rollout %s was not given back: %s", claim.rollout.rollout_id, error)
+
+    def _refuse(self, claim: Claim) -> None:
+        self._active.add(claim)
+        self._active.finishing(claim)  # so that the process waits for it
+        try:
+            self._store.finish(claim.rollout.rollout_id, claim.attempt.attempt_id, _STOPPED_FINISH)
+        except StoreError as error:
+            _log.warning("rollout %s was not given back: %s", claim.rollout.rollout_id, error)
+        self._active.remove(claim)
+
+    def _end(self, running: _Running, outcome: Outcome) -> None:
+        """The agent is done: make its result durable."""
+        running.over.set()
+        claim, rollout_id = running.claim, running.claim.rollout.rollout_id
+        failed = outcome.finish.error
+        if failed is not None:
+            _log.info("rollout %s failed\n%s", rollout_id, failed.traceback or failed.message)
         # The lease is kept until the answer is there; a lost claim's result is nobody's.
-        ours = self._active.finishing(claim)
-        if not ours:
-            _log.warning("dropped the result of rollout %s: it was lost before", claim.rollout.rollout_id)
-            return False
-        if emitted.spans:
-            self._deliver(emitted.spans)
+        if not self._active.finishing(claim):
+            _log.warning("dropped the result of rollout %s: it was lost before", rollout_id)
+            return
+        if outcome.spans:
+            self._deliver(rollout_id, outcome.spans)
+        backoff, ours = _BACKOFF_SECONDS, True
         while ours:
             try:
-                self._report(claim, rewards, finish)
-            except Unreachable as error:
-                _log.warning("rollout %s is not finished yet: %s", claim.rollout.rollout_id, error)
+                self._report(running, outcome)
+            except Unreachable as away:
+                _log.warning("rollout %s is not finished yet: %s", rollout_id, away)
                 ours = not self._stop.wait(backoff) and self._active.holds(claim)
                 backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
-            except (Conflict, NotFound) as error:
-                _log.warning("dropped the result of rollout %s: %s", claim.rollout.rollout_id, error)
+            except (Conflict, NotFound) as refused:
+                _log.warning("dropped the result of rollout %s: %s", rollout_id, refused)
                 ours = False
             else:
                 ours = False
                 self._finished()
         self._active.remove(claim)
-        return True
+        del self._running[claim.attempt.attempt_id]
+        self._slots.give_back()
 
-    def _outcome(self, claim: Claim, emitted: "Emitted") -> tuple[list[Reward], Finish]:
-        """The rewards to post, those of calls and those of an agent that gave no final one, and the finish.
-
-        A failed agent's calls keep what they were given: they are trained with it.
-        """
+    def _report(self, running: _Running, outcome: Outcome) -> None:
+        self._keep(running, running.log())
+        if outcome.rewards:
+            self._store.add_rewards(*running.place, outcome.rewards)
         try:
-            await_result = functools.partial(self._result, claim)
-            rewards = run_agent(self._agent, claim, await_result, emitted=emitted)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever an agent raises is data
-            _log.info("the agent failed on rollout %s", claim.rollout.rollout_id, exc_info=error)
-            return emitted.call_rewards, Finish(status="failed", error=error_info(error, claim))
-        if rewards is None or FINAL in rewards:
-            return emitted.call_rewards, Finish(status="succeeded", reward=rewards)
-        return emitted.call_rewards + _named(claim, rewards), Finish(status="succeeded")
-
-    def _result(self, claim: Claim, awaitable: Awaitable[Any]) -> Any:
-        future = self._submit(awaitable)
-        self._active.on_loss(claim, future.cancel)
-        return future.result()
-
-    def _report(self, claim: Claim, rewards: list[Reward], finish: Finish) -> None:
-        place = (claim.rollout.rollout_id, claim.attempt.attempt_id)
-        if rewards:
-            self._store.add_rewards(*place, rewards)
-        try:
-            self._store.finish(*place, finish)
+            self._store.finish(*running.place, outcome.finish)
         except Invalid as error:
-            self._store.finish(*place, Finish(status="failed", error=error_info(error, claim)))
+            refused = Finish(status="failed", error=error_info(error, running.claim))
+            self._store.finish(*running.place, refused)
 
+    def _keep(self, running: _Running, log: Log | None) -> None:
+        if log is not None:
+            self._store.add_log(*running.place, log)
 
-def _named(claim: Claim, rewards: dict[str, float]) -> list[Reward]:
-    """Rewards of the attempt, under ids that are the same however often they are posted."""
-    return [
-        Reward(value=value, name=name, reward_id=f"{claim.attempt.attempt_id}-{number}")
-        for number, (name, value) in enumerate(rewards.items())
-    ]
+    def _lose(self, running: _Running, run: Run) -> None:
+        """The claim is another's, or nobody's: its slot is free, whatever the agent does."""
+        threading.Thread(target=self._look_after, args=(running, run), name="lost rollout", daemon=True).start()
+
+    def _look_after(self, running: _Running, run: Run) -> None:
+        run.stop()
+        self._slots.give_back()
+        ended = running.over.wait(LEFT_SECONDS)
+        del self._running[running.claim.attempt.attempt_id]
+        try:
+            self._keep(running, running.log(run.where))
+        except StoreError as error:
+            _log.warning("what rollout %s printed is not kept: %s", running.claim.rollout.rollout_id, error)
+        if not ended:
+            self._hangs()

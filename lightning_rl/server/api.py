@@ -6,7 +6,7 @@ wrong with which thing; a finished attempt is answered only when it and all its 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,17 +15,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lightning_rl.server import readout
+from lightning_rl.server.admission import Admission
 from lightning_rl.server.engines import EngineRequest, Engines
 from lightning_rl.server.gateway import GatewayDoor, PauseRequest, Pauses, ResumeRequest
 from lightning_rl.server.keys import Keys, Role
 from lightning_rl.server.ledger import claimed_info
 from lightning_rl.server.limits import try_later
 from lightning_rl.server.requests import (
+    AttemptsBody,
     ClaimBody,
+    EndingsBody,
     EnqueueBody,
     PageQuery,
     RewardsBody,
     TracesBody,
+    TripletsQuery,
     WaitBody,
     WorkersBody,
 )
@@ -39,6 +43,7 @@ from lightning_rl.store.contract import (
     Claim,
     ErrorInfo,
     Finish,
+    Log,
     Resources,
     ResourcesRequest,
     Rollout,
@@ -55,6 +60,8 @@ T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Any]]
 
 MSGPACK = "application/msgpack"
+_CLAIMS_REMEMBERED = 1024
+_ENDED_TOGETHER_SECONDS = 0.01  # more rollouts end meanwhile, and are told in one answer
 _STATUS: dict[type[StoreError], tuple[int, str]] = {
     Invalid: (400, "invalid_request"),
     NotFound: (404, "not_found"),
@@ -81,6 +88,7 @@ class ControlPlane:
         store: SqlStore,
         sql: SqlThread,
         signals: Signals,
+        admission: Admission,
         gateway: GatewayDoor,
         pauses: Pauses,
         engines: Engines,
@@ -92,6 +100,8 @@ class ControlPlane:
         self._store = store
         self._sql = sql
         self._signals = signals
+        self._admission = admission
+        self._answered: dict[str, None] = {}  # the latest claims, by id
         self._gateway = gateway
         self._pauses = pauses
         self._engines = engines
@@ -109,6 +119,9 @@ class ControlPlane:
             self._route("POST", attempt + "/heartbeat", self._heartbeat, "runner"),
             self._route("POST", attempt + "/rewards", self._add_rewards, "runner"),
             self._route("POST", attempt + "/finish", self._finish, "runner"),
+            self._route("POST", attempt + "/log", self._add_log, "runner"),
+            self._route("POST", "/attempts/heartbeat", self._heartbeats, "runner"),
+            self._route("POST", "/attempts/finish", self._finish_many, "runner"),
             self._route("POST", "/workers/died", self._workers_died, "runner"),
             self._route("POST", "/rollouts", self._enqueue, status=201),
             self._route("GET", "/rollouts", self._page),
@@ -117,6 +130,7 @@ class ControlPlane:
             self._route("POST", "/rollouts/spans", self._traces),
             self._route("GET", rollout, self._rollout),
             self._route("POST", rollout + "/cancel", self._cancel),
+            self._route("GET", attempt + "/log", self._log),
             self._route("GET", attempt + "/spans", self._spans),
             self._route("GET", attempt + "/triplets", self._triplets),
             self._route("GET", attempt + "/rows", self._rows),
@@ -124,6 +138,7 @@ class ControlPlane:
             self._route("GET", "/resources/{resources_id}", self._resources),
             self._route("POST", "/engines", self._register, status=201),
             self._route("GET", "/engines", self._list_engines),
+            self._route("DELETE", "/engines/{engine_id}", self._remove_engine),
             self._route("POST", "/pause", self._pause),
             self._route("POST", "/resume", self._resume),
             self._route("GET", "/state", self._state),
@@ -192,7 +207,9 @@ class ControlPlane:
             ended = await self._sql.run(self._store.ended, body.rollout_ids)
             if not ended and body.wait_seconds:
                 await asyncio.wait([any_ended], timeout=body.wait_seconds)
-                ended = await self._sql.run(self._store.ended, body.rollout_ids)
+                await asyncio.sleep(_ENDED_TOGETHER_SECONDS)
+                told = sorted(any_ended.result()) if any_ended.done() else []
+                ended = await self._sql.run(self._store.ended, told or body.rollout_ids)
         return {"rollouts": ended}
 
     # A worker's requests
@@ -219,20 +236,41 @@ class ControlPlane:
         while True:
             self._check_open_attempts()
             queued = self._signals.next_queued()
-            claims = await self._sql.run(
-                self._store.claim, body.worker_id, agents=body.agents, limit=body.limit, claim_id=body.claim_id
-            )
+            # What was handed out already is asked for again where its answer was lost.
+            let_in = body.claim_id in self._answered or self._admission.has_room()
+            claims = await self._take(body) if let_in else []
             left = end - loop.time()
             if claims or left <= 0 or self._signals.closing:
-                return {"claims": [self._handed_out(claim) for claim in claims]}
-            await asyncio.wait([queued], timeout=left)
+                return {"claims": claims}
+            if let_in:
+                await asyncio.wait([queued], timeout=left)
+            else:
+                with self._signals.next_room() as turn:
+                    await asyncio.wait([turn], timeout=left)
             # A worker that left while it waited must not be given a rollout.
             if await request.is_disconnected():
+                self._admission.eased()  # its turn is another's
                 return {"claims": []}
+
+    async def _take(self, body: ClaimBody) -> list[Claim]:
+        """Queued rollouts, if there are any, handed out. A claim of several may take more than there is room for."""
+        with self._admission.handing_out(body.limit):
+            found = await self._sql.run(
+                self._store.claim, body.worker_id, agents=body.agents, limit=body.limit, claim_id=body.claim_id
+            )
+            if found and body.claim_id is not None:
+                self._answered[body.claim_id] = None
+                if len(self._answered) > _CLAIMS_REMEMBERED:
+                    del self._answered[next(iter(self._answered))]
+            return [self._handed_out(claim) for claim in found]
 
     async def _heartbeat(self, request: Request) -> dict[str, Any]:
         attempt = await self._sql.run(self._store.heartbeat, *_place(request))
         return {"attempt_id": attempt.attempt_id, "lease_expires_at": attempt.lease_expires_at}
+
+    async def _heartbeats(self, request: Request) -> dict[str, Any]:
+        body = await _decoded(request, AttemptsBody)
+        return {"leases": await self._sql.run(self._store.heartbeats, body.attempts)}
 
     async def _add_rewards(self, request: Request) -> dict[str, Any]:
         body = await _decoded(request, RewardsBody)
@@ -243,15 +281,41 @@ class ControlPlane:
         body = await _decoded(request, Finish)
         rollout_id, attempt_id = _place(request)
         returned_rewards(rollout_id, body)  # a refused finish must not seal the attempt
-        await self._gateway.seal(rollout_id, attempt_id)
-        if self._gateway.is_lost(rollout_id, attempt_id):  # whatever its worker says: its calls are not all there
-            body = _RECORDING_LOST
+        body = await self._sealed(rollout_id, attempt_id, body)
         rollout, attempt = await self._sql.run(self._store.finish, rollout_id, attempt_id, body)
-        if rollout.status in ENDED:
-            self._signals.ended([rollout_id])
-        elif rollout.status == "queued":
-            self._signals.queued()
+        self._tell([rollout])
         return attempt
+
+    async def _finish_many(self, request: Request) -> dict[str, Any]:
+        endings = (await _decoded(request, EndingsBody)).attempts
+        for ending in endings:
+            returned_rewards(ending.rollout_id, ending.finish)
+        sealed = [
+            msgspec.structs.replace(one, finish=await self._sealed(one.rollout_id, one.attempt_id, one.finish))
+            for one in endings
+        ]
+        outcomes = await self._sql.run(self._store.finish_many, sealed)
+        self._tell(rollout for rollout, _ in outcomes)
+        return {"attempts": [attempt for _, attempt in outcomes]}
+
+    async def _sealed(self, rollout_id: str, attempt_id: str, finish: Finish) -> Finish:
+        """The attempt is sealed and its records are stored: how it ended, its worker's word or that they are lost."""
+        await self._gateway.seal(rollout_id, attempt_id)
+        return _RECORDING_LOST if self._gateway.is_lost(rollout_id, attempt_id) else finish
+
+    def _tell(self, moved: Iterable[Rollout]) -> None:
+        """Wake those who wait for what these rollouts became."""
+        by_status = {rollout.rollout_id: rollout.status for rollout in moved}
+        self._signals.ended(rollout_id for rollout_id, status in by_status.items() if status in ENDED)
+        if "queued" in by_status.values():
+            self._signals.queued()
+
+    async def _add_log(self, request: Request) -> Log:
+        log = await _decoded(request, Log)
+        rollout_id, attempt_id = _place(request)
+        await self._sql.run(self._store.attempt, rollout_id, attempt_id)
+        await self._sql.run(self._store.add_spans, [readout.log_span(rollout_id, attempt_id, log)])
+        return log
 
     async def _workers_died(self, request: Request) -> dict[str, Any]:
         body = await _decoded(request, WorkersBody)
@@ -271,12 +335,19 @@ class ControlPlane:
         return {"spans": trace.spans if _wants_msgpack(request) else readout.spans_of(trace)}
 
     async def _triplets(self, request: Request) -> dict[str, Any]:
+        query = msgspec.convert(dict(request.query_params), TripletsQuery)
         _, trace = await self._trace(request)
+        if query.source == "otel":
+            return await asyncio.to_thread(readout.triplets_of_otel, trace)
         return {"triplets": await asyncio.to_thread(readout.triplets_of, trace)}
 
     async def _rows(self, request: Request) -> dict[str, Any]:
         rollout, trace = await self._trace(request)
         return {"rows": await asyncio.to_thread(readout.rows_of, rollout, trace)}
+
+    async def _log(self, request: Request) -> Log:
+        _, trace = await self._trace(request)
+        return readout.log_of(trace)
 
     async def _trace(self, request: Request) -> tuple[Rollout, AttemptTrace]:
         rollout_id, attempt_id = _place(request)
@@ -297,25 +368,32 @@ class ControlPlane:
         return await self._sql.run(self._store.resources, request.path_params["resources_id"])
 
     async def _register(self, request: Request) -> Any:
-        return await self._engines.register(await _decoded(request, EngineRequest))
+        info = await self._engines.register(await _decoded(request, EngineRequest))
+        return self._engines.told(info, self._gateway.state()["engines"])
 
     async def _list_engines(self, request: Request) -> dict[str, Any]:
-        return {"engines": self._engines.all()}
+        return {"engines": self._engines.all(self._gateway.state()["engines"])}
+
+    async def _remove_engine(self, request: Request) -> Any:
+        return await self._engines.remove(request.path_params["engine_id"])
 
     async def _pause(self, request: Request) -> dict[str, Any]:
         await self._pauses.pause(await _decoded(request, PauseRequest))
-        return self._gateway.state()
+        return self._told()
 
     async def _resume(self, request: Request) -> dict[str, Any]:
         await self._pauses.resume(await _decoded(request, ResumeRequest))
-        return self._gateway.state()
+        return self._told()
 
     async def _tokens_received(self, request: Request) -> dict[str, Any]:
         body = await _decoded(request, TracesBody)
         return {"tokens_received": self._gateway.tokens_received(body.rollout_ids)}
 
     async def _state(self, request: Request) -> dict[str, Any]:
-        return self._gateway.state()
+        return self._told()
+
+    def _told(self) -> dict[str, Any]:
+        return self._gateway.state() | {"claims_held_back": self._signals.held_back}
 
 
 def error_response(status: int, kind: str, message: str) -> Response:

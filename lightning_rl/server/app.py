@@ -7,9 +7,10 @@ Both are open exactly while the application's lifespan runs; when it is over, th
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Protocol
 
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -18,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lightning_rl.server import metrics, otlp, readiness
+from lightning_rl.server.admission import Admission, LoadDoor
 from lightning_rl.server.api import ControlPlane, encoded, error_response
 from lightning_rl.server.engines import EngineRequest, Engines
 from lightning_rl.server.gateway import GatewayDoor, Pauses, Receive, Scope, Send
@@ -31,6 +33,10 @@ from lightning_rl_proxy.limits import Limits
 
 _KINDS = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 429: "rate_limited"}
 _OURS = ("/api/v1/", otlp.PATH, "/healthz", "/readyz", "/metrics")
+
+
+class ServedGateway(GatewayDoor, LoadDoor, Protocol):
+    """The gateway as the application sees it."""
 
 
 class App:
@@ -56,33 +62,36 @@ class App:
 
 def create_app(
     store: SqlStore,
-    gateway: GatewayDoor,
+    gateway: ServedGateway,
     *,
     sql: SqlThread,
     keys: Keys,
     gateway_url: str,
-    attach_engine: Callable[[EngineRequest], Awaitable[None]],
+    attach_engine: Callable[[EngineRequest], Awaitable[str]],
     sweep_seconds: float = 1.0,
     own_runners: bool = False,
     limits: Limits | None = None,
+    collectors: Sequence[Collector] = (),
 ) -> App:
     """The application.
 
     Args:
         sql: the thread that all work on `store` runs in; the gateway's ledger shares it.
         gateway_url: where agents reach the gateway.
-        attach_engine: makes the gateway use an engine.
+        attach_engine: makes the gateway use an engine; the name by which it knows it.
         own_runners: all runners are children of the process that starts this server, so that nobody can hold a claim
             of an earlier session: its attempts are lost at once.
+        collectors: what else counts itself, for /metrics.
     """
     limits = limits or Limits()
     signals, pauses = Signals(), Pauses(gateway)
-    known = Engines(attach_engine)
+    known = Engines(attach_engine, gateway)
     sweeper = Sweeper(store, sql, gateway, pauses, signals, seconds=sweep_seconds)
     control_plane = ControlPlane(
         store=store,
         sql=sql,
         signals=signals,
+        admission=Admission(gateway, signals),
         gateway=gateway,
         pauses=pauses,
         engines=known,
@@ -98,7 +107,8 @@ def create_app(
         if not own_runners:
             await sql.run(store.renew_leases)
         await gateway.start()
-        gateway.carry_on(await sql.run(store.sampled_tokens))
+        before = await sql.run(store.recorded_calls)
+        gateway.carry_on(before.tokens, before.newest_ns)
         if own_runners:
             await sweeper.end(await sql.run(store.running))
 
@@ -127,13 +137,14 @@ def create_app(
         found = readiness.checks(
             started=ready.is_set(), store_writable=not sql.unwritable, recording=recording, engines=engines_now
         )
-        well = all(said == readiness.OK for said in found.values())
+        well = readiness.is_ready(found)
         return encoded(request, 200 if well else 503, {"status": "ready" if well else "not ready", "checks": found})
 
     async def metrics_page(request: Request) -> Response:
         if keys.role(request.headers.get("authorization", "")) != "admin":
             return error_response(401, "unauthorized", "send the admin key as Authorization: Bearer")
-        page = metrics.page(gateway.state(), await sql.run(store.counts), gateway.timings)
+        now = gateway.state() | {"claims_held_back": signals.held_back}
+        page = metrics.page(now, await sql.run(store.counts), [*gateway.timings, *collectors])
         return Response(page, media_type=metrics.CONTENT_TYPE)
 
     app = Starlette(

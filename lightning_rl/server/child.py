@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,19 @@ class Child:
     """`python -m module` with its own process group; `name` is what messages call it.
 
     It is made without a process, so that `start` can stand in a block that ends with `stop`: an interrupt in between
-    finds nothing that nobody owns. `told` collects what the child told, by name.
+    finds nothing that nobody owns. `told` collects what the child told, by name; `heard` is called after each line of
+    it, and when there will be no more, in the thread that listens.
     """
 
-    def __init__(self, module: str, *, name: str, log: Path, first: bytes) -> None:
+    def __init__(
+        self, module: str, *, name: str, log: Path, first: bytes, heard: Callable[[], None] = lambda: None
+    ) -> None:
         self.name = name
         self.told: dict[str, Any] = {}
         self._module = module
         self._log = log
         self._first = first
+        self._heard = heard
         self._process: subprocess.Popen[bytes] | None = None
         self._listener: threading.Thread | None = None
 
@@ -65,13 +70,22 @@ class Child:
                 env=environment,
                 start_new_session=True,  # a Ctrl-C is the parent's to handle
             )
-        assert self.process.stdin is not None
         try:
-            left = memoryview(self._first)
-            while left:  # not through a buffer, whose rest an interrupted write would leave to `close`
-                left = left[os.write(self.process.stdin.fileno(), left) :]
+            self._write(self._first)
         except BrokenPipeError:
             raise self.died() from None
+
+    def write(self, more: bytes) -> None:
+        """Tell it more on its stdin. Without effect when it has ended, or was asked to stop."""
+        if self.process.stdin is not None and not self.process.stdin.closed:
+            with contextlib.suppress(BrokenPipeError):
+                self._write(more)
+
+    def _write(self, data: bytes) -> None:
+        assert self.process.stdin is not None
+        left = memoryview(data)
+        while left:  # not through a buffer, whose rest an interrupted write would leave to `close`
+            left = left[os.write(self.process.stdin.fileno(), left) :]
 
     def next_line(self) -> bytes:
         """The next line that the child prints. Raises ChildDied when it ends without one."""
@@ -91,6 +105,9 @@ class Child:
         with self.process.stdout as lines:
             for line in lines:
                 self.hear(line)
+                self._heard()
+        self.process.wait()
+        self._heard()
 
     def hear(self, line: bytes) -> None:
         """Take in what the child told: an alarm is warned of, the rest is put into `told`."""

@@ -1,29 +1,31 @@
 """The engines and chat backends that were registered with a gateway.
 
-Invariants: an engine (model, kind, URL) is registered once; again with the same body it is the same engine. A key is
-handed on and forgotten: nothing here keeps, shows or compares it.
+Invariants: an engine (model, kind, URL) is registered once, until it is taken out; again with the same body it is the
+same engine, and again with the model's present policy version somebody says that it has those weights. A key is handed
+on and forgotten: nothing here keeps, shows or compares it.
 """
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
-from typing import Annotated, Literal
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
-from lightning_rl.store.errors import Conflict
+from lightning_rl.store.errors import Conflict, NotFound
+from lightning_rl_proxy.engines.base import EngineUnavailable
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What answers for `model` at `url`.
 
-    `embedded` and `vllm` are token engines; `policy_version` is that of their weights now. `openai` and `litellm` are
-    frozen chat backends: `remote_model` is the model's name there (by default `model`), `api_key` the service's key.
-    `litellm` knows most URLs by itself.
+    `embedded`, `vllm` and `sglang` are token engines; `policy_version` is that of their weights now. `openai` and
+    `litellm` are frozen chat backends: `remote_model` is the model's name there (by default `model`), `api_key` the
+    service's key. `litellm` knows most URLs by itself.
     """
 
     model: str
-    kind: Literal["embedded", "vllm", "openai", "litellm"]
+    kind: Literal["embedded", "vllm", "sglang", "openai", "litellm"]
     url: Annotated[str, msgspec.Meta(pattern=r"\Ahttps?://")] | None = None
     policy_version: int = 0
     remote_model: str | None = None
@@ -47,28 +49,48 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A registered engine."""
+    """A registered engine. `away` says why it takes no calls; null where it does."""
 
     engine_id: str
     model: str
     kind: str
     url: str | None
-    policy_version: int  # at registration; `GET /state` has the present one
+    policy_version: int  # of its weights now, as far as is known
+    away: str | None = None
+    in_flight: int = 0
+
+
+class EngineDoor(Protocol):
+    """What is done to engines that a gateway uses, by the names that it gave them."""
+
+    async def detach(self, engine: str) -> None:
+        """Send it no call more; those in flight end."""
+        ...
+
+    async def vouch(self, engine: str, policy_version: int) -> None:
+        """Believe that it has the model's weights of that version.
+
+        Raises ValueError where the model's version is another, and EngineUnavailable where it cannot be believed.
+        """
+        ...
 
 
 class Engines:
-    """`attach` makes a gateway use an engine."""
+    """`attach` makes the gateway behind `door` use an engine, and says by which name it knows it."""
 
-    def __init__(self, attach: Callable[[EngineRequest], Awaitable[None]]) -> None:
+    def __init__(self, attach: Callable[[EngineRequest], Awaitable[str]], door: EngineDoor) -> None:
         self._attach = attach
+        self._door = door
         self._one_at_a_time = asyncio.Lock()
         self._known: dict[str, EngineInfo] = {}
         self._remote_models: dict[str, str | None] = {}
+        self._names: dict[str, str] = {}  # by which the gateway knows them
 
     async def register(self, request: EngineRequest) -> EngineInfo:
-        """The engine, attached.
+        """The engine, attached. Where it is there already, the gateway hears that it has the weights of a version.
 
-        Raises Conflict when it is there with another policy version or remote model, and what attaching raises.
+        Raises Conflict when it is there with another policy version than the model's or another remote model, or does
+        not have that version, and what attaching raises.
         """
         async with self._one_at_a_time:
             return await self._register(request)
@@ -85,21 +107,40 @@ class Engines:
         )
         known = self._known.get(engine_id)
         if known is None:
-            await self._attach(request)
+            self._names[engine_id] = await self._attach(request)
             self._known[engine_id] = info
             self._remote_models[engine_id] = request.remote_model
-        elif known != info:
-            raise Conflict(
-                f"engine {request.url} of model {request.model!r} is registered with policy version "
-                f"{known.policy_version}; POST /resume tells of new weights"
-            )
         elif (asked := self._remote_models[engine_id]) != request.remote_model:
             raise Conflict(
                 f"model {request.model!r} at {request.url or request.kind} is registered as {asked or request.model!r} "
                 "there; register the other one under a name of its own"
             )
+        elif not request.is_backend:
+            await self._vouch(request, known)
         return info
 
-    def all(self) -> list[EngineInfo]:
-        """All engines, oldest first."""
-        return list(self._known.values())
+    async def _vouch(self, request: EngineRequest, known: EngineInfo) -> None:
+        try:
+            await self._door.vouch(self._names[known.engine_id], request.policy_version)
+        except ValueError as error:
+            if request.policy_version != known.policy_version:  # else it is the first registration again, come twice
+                raise Conflict(f"engine {request.url}: {error}; POST /resume tells of new weights") from error
+        except EngineUnavailable as error:
+            raise Conflict(f"engine {request.url} does not have the weights: {error}") from error
+
+    async def remove(self, engine_id: str) -> EngineInfo:
+        """Take an engine out; it may be registered again. Raises NotFound."""
+        async with self._one_at_a_time:
+            if engine_id not in self._known:
+                raise NotFound(f"there is no engine {engine_id!r}; there are {sorted(self._known)}")
+            await self._door.detach(self._names.pop(engine_id))
+            del self._remote_models[engine_id]
+            return self._known.pop(engine_id)
+
+    def all(self, now: Mapping[str, Mapping[str, Any]]) -> list[EngineInfo]:
+        """All engines, oldest first; `now` is how each is, by the gateway's names."""
+        return [self.told(info, now) for info in self._known.values()]
+
+    def told(self, info: EngineInfo, now: Mapping[str, Mapping[str, Any]]) -> EngineInfo:
+        """An engine as it is `now`."""
+        return msgspec.structs.replace(info, **now.get(self._names[info.engine_id], {}))

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from prometheus_client.registry import Collector
 
+from lightning_rl.server.engines import EngineDoor
 from lightning_rl.store.errors import Conflict, NotFound
 from lightning_rl_proxy.alarm import ALARMS
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
@@ -20,7 +21,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-class GatewayDoor(Protocol):
+class GatewayDoor(EngineDoor, Protocol):
     """The gateway as the control plane sees it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,6 +36,10 @@ class GatewayDoor(Protocol):
         """An attempt was opened just now."""
         ...
 
+    def held(self) -> Sequence[tuple[str, str]]:
+        """The attempts whose door is open here."""
+        ...
+
     async def seal(self, rollout_id: str, attempt_id: str) -> None:
         """On return the attempt's door is shut and all its spans are in the store."""
         ...
@@ -47,8 +52,8 @@ class GatewayDoor(Protocol):
         """What engines handed over for these rollouts, as far as is remembered."""
         ...
 
-    def carry_on(self, received: dict[str, int]) -> None:
-        """Tokens that earlier processes received, per model."""
+    def carry_on(self, received: dict[str, int], newest_ns: int = 0) -> None:
+        """Tokens that earlier processes received, per model, and when their last call ended."""
         ...
 
     async def pause(self, model: str | None = None, drain_seconds: float = 0) -> None:

@@ -4,11 +4,22 @@ Invariant: keys are compared in constant time, and nothing is done before a key 
 """
 
 import hmac
+import ipaddress
 from typing import Literal
 
 import msgspec
 
 Role = Literal["admin", "runner"]
+ADMIN_KEY, RUNNER_KEY = "LIGHTNING_RL_ADMIN_KEY", "LIGHTNING_RL_RUNNER_KEY"  # where people set them
+SHORTEST = 16  # characters, beyond the loopback
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"  # another name may lead anywhere
 
 
 class Keys(msgspec.Struct, frozen=True, kw_only=True):

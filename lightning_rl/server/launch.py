@@ -21,6 +21,7 @@ class Policy(Protocol):
     tokenizer: str | None
     renderer: str
     history: str
+    chat_template_kwargs: dict[str, Any]
     unknown_model: str
     engines: list[dict[str, Any]]
 
@@ -44,11 +45,22 @@ class Serving:
 
 @contextmanager
 def launch(
-    run_dir: Path, endpoint: Policy, *, admin_key: str, runner_key: str, port: int = 0, own_runners: bool = True
+    run_dir: Path,
+    endpoint: Policy,
+    *,
+    admin_key: str,
+    runner_key: str,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    url: str | None = None,
+    own_runners: bool = True,
+    otlp_endpoint: str | None = None,
 ) -> Iterator[Serving]:
-    """A server on the loopback whose files are in `run_dir`, for as long as the block runs.
+    """A server whose files are in `run_dir`, for as long as the block runs; `url` is where others reach it, by default
+    where it listens.
 
     `own_runners`: its runners all live and die with this process, so attempts that still run in the store are lost.
+    `otlp_endpoint`: where every span that it records is sent, too.
     Its alarms are logged here as warnings. Raises ServerNotStarted when something stands in the way that the user can
     remove, and ChildDied, with the end of `server.log`, when it ended otherwise.
     """
@@ -61,10 +73,14 @@ def launch(
         "tokenizer": endpoint.tokenizer,
         "renderer": endpoint.renderer,
         "history": endpoint.history,
+        "chat_template_kwargs": endpoint.chat_template_kwargs,
         "unknown_model": endpoint.unknown_model,
         "engines": endpoint.engines,
+        "host": host,
         "port": port,
+        "url": url,
         "own_runners": own_runners,
+        "otlp_endpoint": otlp_endpoint,
     }
     child = Child(
         "lightning_rl.server.process",

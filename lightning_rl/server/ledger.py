@@ -17,7 +17,9 @@ _POLICY = "main_llm"
 class StoreLedger:
     """A `Ledger` over a `SqlStore`; its work runs in the server's SQL thread."""
 
-    tells_closings = True  # the control plane and the sweeper are in this process, and seal first
+    # The control plane and the sweeper are in this process, and seal first; what another server closed, the sweeper
+    # seals within its next round, so that no call waits for the store.
+    tells_closings = True
 
     def __init__(self, store: SqlStore, sql: SqlThread) -> None:
         self._store = store

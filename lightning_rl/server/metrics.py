@@ -17,8 +17,17 @@ _OF_A_MODEL = (
     ("tokens_received", "tokens_received", "Tokens that engines handed over.", True),
     ("in_flight", "calls_in_flight", "Calls that engines or services work on.", False),
     ("engines", "engines", "Engines or services that answer for the model.", False),
+    ("waiting", "calls_waiting", "Requests that wait in the engines' queues, as they say.", False),
+    ("capacity", "capacity", "Calls that the engines bear at once; absent where they do not say.", False),
     ("paused", "model_paused", "1 while calls wait for weights.", False),
     ("policy_version", "policy_version", "Updates behind the weights that sample now.", False),
+)
+
+# Of each engine, by the gateway's name of it.
+_OF_AN_ENGINE = (
+    ("away", "engine_well", "1 while the engine or service takes calls, 0 while it is away."),
+    ("in_flight", "engine_calls_in_flight", "Calls that it works on."),
+    ("policy_version", "engine_policy_version", "Updates behind its weights, as far as is known."),
 )
 
 
@@ -47,8 +56,14 @@ def _families(state: Mapping[str, Any], rollouts: Mapping[str, int]) -> Iterable
         kind = CounterMetricFamily if grows else GaugeMetricFamily
         family = kind(f"lightning_rl_{name}", about, labels=["model"])
         for model, counts in state["models"].items():
-            family.add_metric([model], float(counts[key]))
+            if counts[key] is not None:
+                family.add_metric([model], float(counts[key]))
         yield family
+    for key, name, about in _OF_AN_ENGINE:
+        gauge = GaugeMetricFamily(f"lightning_rl_{name}", about, labels=["engine"])
+        for engine, told in state["engines"].items():
+            gauge.add_metric([engine], float(told[key] is None if key == "away" else told[key]))
+        yield gauge
     events = CounterMetricFamily(
         "lightning_rl_gateway_events", "Calls, retries that joined, forks by cause, errors by status.", labels=["event"]
     )
@@ -61,6 +76,7 @@ def _families(state: Mapping[str, Any], rollouts: Mapping[str, int]) -> Iterable
     yield by_status
     for key, about in (
         ("open_attempts", "Attempts that called and are not sealed."),
+        ("claims_held_back", "Workers that wait until the engines bear one more rollout."),
         ("tokens_pending", "Sampled tokens of open attempts."),
         ("records_waiting", "Records on their way from the journal to the store."),
         ("journal_bytes", "Size of the journal."),

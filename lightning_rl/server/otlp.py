@@ -20,7 +20,8 @@ from starlette.routing import Route
 
 from lightning_rl.server.keys import Keys
 from lightning_rl.server.sql_thread import SqlThread
-from lightning_rl.store.errors import NotFound, StoreUnwritable
+from lightning_rl.store.errors import StoreUnwritable
+from lightning_rl.store.life_cycle import AttemptStatus
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters import otel
 from lightning_rl_adapters.otel import NotOtlp, Place, Rejected
@@ -113,10 +114,12 @@ class Traces:
 
     def _keep(self, spans: list[Span], own: Place | None) -> list[Rejected]:
         """In one piece in the store's thread: an attempt cannot end between the question and the answer."""
-        places = {Place(span.rollout_id, span.attempt_id) for span in spans}
-        if own is not None and (closed := self._closed(own)) is not None:
-            raise _Refused(*closed)
-        why = {place: closed[1] for place in places if (closed := self._closed(place)) is not None}
+        places = {Place(span.rollout_id, span.attempt_id) for span in spans} | ({own} if own else set())
+        statuses = self._store.statuses(sorted(places))
+        closed = {place: _closed(place, statuses.get(place)) for place in places if statuses.get(place) != "running"}
+        if own in closed:
+            raise _Refused(*closed[own])
+        why = {place: told for place, (_, told) in closed.items()}
         self._store.add_spans([span for span in spans if (span.rollout_id, span.attempt_id) not in why])
         return [
             Rejected(span.name, f"is of no open attempt: {why[place]}")
@@ -124,15 +127,12 @@ class Traces:
             if (place := Place(span.rollout_id, span.attempt_id)) in why
         ]
 
-    def _closed(self, place: Place) -> tuple[int, str] | None:
-        """The status and the words for an attempt that takes no more spans."""
-        try:
-            _, attempt = self._store.attempt(*place)
-        except NotFound as error:
-            return 404, str(error)
-        if attempt.status == "running":
-            return None
-        return 409, f"attempt {place.attempt_id} is closed: its rollout has ended or was retried"
+
+def _closed(place: Place, status: AttemptStatus | None) -> tuple[int, str]:
+    """The HTTP status and the words for an attempt that takes no more spans."""
+    if status is None:
+        return 404, f"there is no attempt {place.attempt_id} of rollout {place.rollout_id}"
+    return 409, f"attempt {place.attempt_id} is closed: its rollout has ended or was retried"
 
 
 def _within(body: bytes, limit: int) -> bytes:

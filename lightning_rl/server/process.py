@@ -17,14 +17,17 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import msgspec
 import uvicorn
+from prometheus_client.registry import Collector
 
+from lightning_rl.config.otlp_endpoint import traces_url
 from lightning_rl.errors import Explained
+from lightning_rl.files import RunFolderBusy, owned
 from lightning_rl.server import logs
 from lightning_rl.server.app import App, create_app
 from lightning_rl.server.attach import attacher
@@ -35,6 +38,7 @@ from lightning_rl.server.ledger import StoreLedger
 from lightning_rl.server.limits import protocol
 from lightning_rl.server.sql_thread import SqlThread
 from lightning_rl.store.contract import ResourcesRequest
+from lightning_rl.store.databases import shown
 from lightning_rl.store.errors import NotFound, StoreError
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_proxy.alarm import ALARMS
@@ -45,6 +49,7 @@ from lightning_rl_proxy.router import Router
 
 JOURNAL = "gateway.journal"  # in the run folder
 _OWNER_ALONE = 0o077  # as a umask
+_EARLIER_SERVER_SECONDS = 60.0  # to store what it has, and end
 _LONG_POLL_GRACE_SECONDS = 5  # for answers under way when the server stops
 _log = logging.getLogger(__name__)
 
@@ -63,16 +68,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tokenizer: str | None = None
     renderer: str = "auto"
     history: Literal["keep", "template"] = "keep"
+    chat_template_kwargs: dict[str, Any] = {}
     unknown_model: Literal["policy", "refuse"] = "policy"
     engines: tuple[EngineRequest, ...] = ()
     host: str = "127.0.0.1"
     port: int = 0
     url: str | None = None
     own_runners: bool = False  # they all end with the process that starts this one
+    otlp_endpoint: str | None = None  # where spans are sent, too
     limits: Limits = Limits()
 
     def __repr__(self) -> str:
-        return f"Settings(store={self.store!r}, model={self.model!r})"  # never the keys
+        return f"Settings(store={shown(self.store)!r}, model={self.model!r})"  # never the keys
 
 
 class CannotStart(Explained):
@@ -106,7 +113,7 @@ def listen_and_serve(settings: Settings, announce: Callable[[str], None], *, for
     is raised afterwards. Raises CannotStart.
     """
     os.umask(_OWNER_ALONE)
-    with _listen(settings.host, settings.port) as listening:
+    with _alone_in(Path(settings.run_dir)), _listen(settings.host, settings.port) as listening:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         url = settings.url or f"http://{host}:{listening.getsockname()[1]}"
         uvicorn_loop = uvicorn.Config(app="", loop="uvloop", log_config=None).get_loop_factory()
@@ -114,6 +121,19 @@ def listen_and_serve(settings: Settings, announce: Callable[[str], None], *, for
             interrupted = runner.run(_serve(settings, listening, url, announce, foreground=foreground))
     if interrupted:
         raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _alone_in(run_dir: Path) -> Iterator[None]:
+    """Wait for the server of an earlier session, whose trainer was killed: it still stores what it has recorded."""
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(owned(run_dir, lock="server.lock", patience_seconds=_EARLIER_SERVER_SECONDS))
+        except RunFolderBusy as error:
+            raise CannotStart(f"{error} (its process is `lightning_rl.server.process`)") from error
+        except OSError as error:
+            raise CannotStart(f"the run folder {run_dir} cannot be written: {error}") from error
+        yield
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -143,10 +163,10 @@ async def _serve(
     """Serve; whether a Ctrl-C ended it."""
     sql = SqlThread()
     with _users_to_solve():
-        store = await sql.run(SqlStore, settings.store)
+        store, collectors = await sql.run(_opened, settings)
     try:
         with _users_to_solve():
-            app = await _app(settings, store, sql, url)
+            app = await _app(settings, store, sql, url, collectors)
         # What is loaded by now stays, and calls leave few cycles: full collections would only walk the open attempts.
         gc.freeze()
         gc.set_threshold(50_000, 20, 50)
@@ -167,6 +187,16 @@ async def _serve(
         sql.close()
 
 
+def _opened(settings: Settings) -> tuple[SqlStore, Sequence[Collector]]:
+    """The store, and what counts the spans that it sends on."""
+    if settings.otlp_endpoint is None:
+        return SqlStore(settings.store), ()
+    from lightning_rl.server.spans_out import MirroredStore, SpansOut  # an exporter, for those who want one
+
+    out = SpansOut(traces_url(settings.otlp_endpoint, "the OTLP endpoint"))
+    return MirroredStore(settings.store, out), out.collectors
+
+
 def _raise_why(settings: Settings, app: App) -> NoReturn:
     error = app.start_error
     if isinstance(error, StoreError):
@@ -176,10 +206,16 @@ def _raise_why(settings: Settings, app: App) -> NoReturn:
     raise RuntimeError("the application did not start") from error
 
 
-async def _app(settings: Settings, store: SqlStore, sql: SqlThread, url: str) -> App:
+async def _app(settings: Settings, store: SqlStore, sql: SqlThread, url: str, collectors: Sequence[Collector]) -> App:
     renderer = None
     if settings.tokenizer is not None:
-        renderer = load_renderer(Path(settings.tokenizer), settings.renderer, settings.model, history=settings.history)
+        renderer = load_renderer(
+            Path(settings.tokenizer),
+            settings.renderer,
+            settings.model,
+            history=settings.history,
+            chat_template_kwargs=settings.chat_template_kwargs,
+        )
     router = Router(settings.model, unknown_model=settings.unknown_model)
     gateway = Gateway(
         ledger=StoreLedger(store, sql),
@@ -200,6 +236,7 @@ async def _app(settings: Settings, store: SqlStore, sql: SqlThread, url: str) ->
         attach_engine=attacher(router, renderer),
         own_runners=settings.own_runners,
         limits=settings.limits,
+        collectors=collectors,
     )
     for engine in settings.engines:
         await app.engines.register(engine)

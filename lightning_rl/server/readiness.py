@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 OK = "ok"
+_ENGINE = "engine "
 
 
 def checks(
@@ -19,4 +20,17 @@ def checks(
     }
     if not engines:
         return found | {"engines": "none is registered; use POST /api/v1/engines"}
-    return found | {f"engine {name}": trouble or OK for name, trouble in engines.items()}
+    return found | {f"{_ENGINE}{name}": trouble or OK for name, trouble in engines.items()}
+
+
+def is_ready(found: Mapping[str, str]) -> bool:
+    """Whether the server can do its work: all parts are well, but for engines whose model has another one."""
+    models: dict[str, bool] = {}
+    for name, said in found.items():
+        if name.startswith(_ENGINE):  # `engine MODEL N`; a chat backend has no number
+            model, _, number = name.removeprefix(_ENGINE).rpartition(" ")
+            key = model if model and number.isdecimal() else name
+            models[key] = models.get(key, False) or said == OK
+        elif said != OK:
+            return False
+    return all(models.values())

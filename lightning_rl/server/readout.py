@@ -1,14 +1,15 @@
-"""An attempt's trace as people and other programs read it: spans, triplets, rows."""
+"""An attempt's trace as people and other programs read it: spans, triplets, rows, what it printed."""
 
+import time
 from typing import Any
 
 import msgspec
 
-from lightning_rl.store.contract import Attempt, AttemptTrace, Rollout, RolloutTrace
-from lightning_rl_adapters import credit, forest, rows, triplet
+from lightning_rl.store.contract import Attempt, AttemptTrace, Log, Rollout, RolloutTrace
+from lightning_rl_adapters import conventions, credit, forest, rows, semconv, triplet
 from lightning_rl_adapters.call import calls_of
 from lightning_rl_adapters.forest import Forest
-from lightning_rl_adapters.span import to_json
+from lightning_rl_adapters.span import Span, to_json
 
 
 def spans_of(trace: AttemptTrace) -> list[dict[str, Any]]:
@@ -22,6 +23,13 @@ def triplets_of(trace: AttemptTrace) -> list[triplet.Triplet]:
     return triplet.triplets(grown, _rewards(grown, trace.attempt))
 
 
+def triplets_of_otel(trace: AttemptTrace) -> dict[str, Any]:
+    """The triplets of the calls that the agent's own spans tell of, with the final reward, and what the others lack."""
+    told = conventions.told_of(trace.spans)
+    rewards = _rewards(forest.build(told.calls), trace.attempt)
+    return {"triplets": conventions.triplets_of_otel(told, rewards), "diagnoses": told.diagnoses}
+
+
 def rows_of(rollout: Rollout, trace: AttemptTrace) -> list[rows.Row]:
     """One row per leaf; those that would not be trained say why."""
     grown = forest.build(calls_of(trace.spans))
@@ -30,6 +38,37 @@ def rows_of(rollout: Rollout, trace: AttemptTrace) -> list[rows.Row]:
     for row in cut:
         row.excluded = row.excluded or reason
     return cut
+
+
+def log_span(rollout_id: str, attempt_id: str, log: Log) -> Span:
+    """What an attempt printed as its span; there is one of an attempt."""
+    now = time.time_ns()
+    return Span(
+        span_id=f"{attempt_id}-log",
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        name=semconv.LOG_SPAN,
+        number=now,
+        start_ns=now,
+        end_ns=now,
+        attributes={
+            semconv.LOG_STDOUT: log.stdout,
+            semconv.LOG_STDERR: log.stderr,
+            semconv.LOG_TRACEBACK: log.traceback,
+        },
+    )
+
+
+def log_of(trace: AttemptTrace) -> Log:
+    """What the attempt printed, and its traceback; empty where it did not."""
+    error = trace.attempt.error
+    raised = "" if error is None else error.traceback
+    for span in trace.spans:
+        if span.name == semconv.LOG_SPAN:
+            names = (semconv.LOG_STDOUT, semconv.LOG_STDERR, semconv.LOG_TRACEBACK)
+            stdout, stderr, where = (span.attributes[name] for name in names)
+            return Log(stdout=stdout, stderr=stderr, traceback=raised or where)
+    return Log(traceback=raised)
 
 
 def why_excluded(rollout: Rollout, attempt: Attempt) -> str | None:

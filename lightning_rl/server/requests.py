@@ -1,10 +1,10 @@
 """The bodies of the control plane's requests that are no records of the store."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
-from lightning_rl.store.contract import Id, Reward, RolloutRequest
+from lightning_rl.store.contract import Ending, Id, Reward, RolloutRequest
 
 _WaitSeconds = Annotated[float, msgspec.Meta(ge=0, le=600)]
 
@@ -42,6 +42,18 @@ class RewardsBody(_Body, frozen=True, kw_only=True):
     rewards: list[Reward]
 
 
+class AttemptsBody(_Body, frozen=True, kw_only=True):
+    """Attempts, each as its rollout's and its own id."""
+
+    attempts: list[tuple[str, str]]
+
+
+class EndingsBody(_Body, frozen=True, kw_only=True):
+    """Attempts that ended."""
+
+    attempts: list[Ending]
+
+
 class WorkersBody(_Body, frozen=True, kw_only=True):
     """Workers whose process has died."""
 
@@ -52,6 +64,12 @@ class TracesBody(_Body, frozen=True, kw_only=True):
     """Rollouts whose traces are wanted."""
 
     rollout_ids: list[str]
+
+
+class TripletsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whose word the triplets are taken from: the gateway's, or that of the agent's own spans."""
+
+    source: Literal["gateway", "otel"] = "gateway"
 
 
 class PageQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

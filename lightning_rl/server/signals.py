@@ -1,12 +1,15 @@
-"""Who waits for a rollout to be queued or to end, and how they are woken: events, never polling.
+"""Who waits for a rollout to be queued or to end, or for room to run one, and how they are woken: by events alone.
 
-Invariant: a waiter listens before it looks into the store, so nothing that happens in between is missed.
+Invariant: a waiter listens before it looks into the store, so nothing that happens in between is missed. What other
+servers on the same database do, the sweeper sees and tells.
 Used from the event loop only.
 """
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+
+_Ended = asyncio.Future[set[str]]
 
 
 class Signals:
@@ -15,7 +18,8 @@ class Signals:
     def __init__(self) -> None:
         self.closing = False
         self._queued: asyncio.Future[None] | None = None
-        self._waiting: dict[str, set[asyncio.Future[None]]] = {}
+        self._waiting: dict[str, set[_Ended]] = {}
+        self._line: dict[asyncio.Future[None], None] = {}
 
     def next_queued(self) -> "asyncio.Future[None]":
         """Done when rollouts are queued after this call. It is shared: wait for it, do not cancel it."""
@@ -31,14 +35,49 @@ class Signals:
             future, self._queued = self._queued, None
             _wake(future)
 
+    @property
+    def claims_wait(self) -> bool:
+        """Whether anybody may wait for rollouts that are queued."""
+        return self._queued is not None
+
+    @property
+    def waited_for(self) -> list[str]:
+        """The rollouts whose end somebody waits for."""
+        return list(self._waiting)
+
+    @property
+    def held_back(self) -> int:
+        """How many wait for room."""
+        return len(self._line)
+
     @contextmanager
-    def next_ended(self, rollout_ids: Sequence[str]) -> "Iterator[asyncio.Future[None]]":
-        """Done when any of the rollouts ends inside the block."""
+    def next_room(self) -> "Iterator[asyncio.Future[None]]":
+        """A place in line: done when it is its turn. Whoever leaves then without using it has to tell of the room."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line[future] = None
+        if self.closing:
+            _wake(future)
+        try:
+            yield future
+        finally:
+            self._line.pop(future, None)
+
+    def room(self, places: float) -> None:
+        """There is room for so many: wake those that wait the longest."""
+        while self._line and places > 0:
+            future = next(iter(self._line))
+            del self._line[future]
+            _wake(future)
+            places -= 1
+
+    @contextmanager
+    def next_ended(self, rollout_ids: Sequence[str]) -> "Iterator[_Ended]":
+        """Done when any of the rollouts ends inside the block; its result is those that have, also later ones."""
+        future: _Ended = asyncio.get_running_loop().create_future()
         for rollout_id in rollout_ids:
             self._waiting.setdefault(rollout_id, set()).add(future)
         if self.closing:
-            _wake(future)
+            future.set_result(set())
         try:
             yield future
         finally:
@@ -51,13 +90,18 @@ class Signals:
         """These rollouts ended: wake whoever waits for one of them."""
         for rollout_id in rollout_ids:
             for future in self._waiting.get(rollout_id, ()):
-                _wake(future)
+                if not future.done():
+                    future.set_result(set())
+                future.result().add(rollout_id)
 
     def close(self) -> None:
         """The server is about to stop: let every long poll answer now."""
         self.closing = True
         self.queued()
-        self.ended(list(self._waiting))
+        self.room(len(self._line))
+        for future in set().union(*self._waiting.values()):
+            if not future.done():
+                future.set_result(set())
 
 
 def _wake(future: "asyncio.Future[None]") -> None:

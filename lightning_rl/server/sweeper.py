@@ -1,14 +1,16 @@
-"""Ends what nobody ends: attempts whose worker is gone or whose deadline is over.
+"""Acts though nobody calls: ends attempts whose worker is gone or whose deadline is over, and wakes the claims that
+wait for a rollout whose pause before a retry is over.
 
 Invariant: an attempt is sealed before it ends, so that its records are whole and its late calls are refused. Time in
-which the gateway was paused counts against no deadline; time in which the store could not be written, against no
-deadline and no lease.
+which the gateway was paused counts against no deadline; time in which the store could not be written, or this process
+stood still, against no deadline and no lease.
 """
 
 import asyncio
 import logging
 from collections.abc import Sequence
 
+import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
 from lightning_rl.server.gateway import GatewayDoor, Pauses
@@ -24,7 +26,10 @@ _WHY = {
     "deadline": "deadline has passed",
     "worker": "worker's process died",
     "session": "session ended",
+    "server": "server is gone",
 }
+_LATE_SECONDS = 1.0  # a process that wakes later than that has stood still: stopped, swapped out, or kept from its core
+_ORPHANED_SECONDS = 60.0  # for which another server's attempt is left to it
 _log = logging.getLogger(__name__)
 
 
@@ -53,24 +58,58 @@ class Sweeper:
         loop = asyncio.get_running_loop()
         before = loop.time()
         while True:
+            asleep = loop.time()
             await asyncio.sleep(self._seconds)
             now = loop.time()
+            late = now - asleep - self._seconds
             try:
-                await self.sweep(now - before)
+                await self.sweep(now - before, stood_still=late if late > _LATE_SECONDS else 0)
             except StoreUnwritable:
                 continue  # it was told; all the time until it can be written again is made up for
             except SQLAlchemyError:
                 _log.exception("the store could not be swept; trying again in %g s", self._seconds)
             before = now
 
-    async def sweep(self, elapsed: float) -> None:
-        """End what is overdue; `elapsed` seconds have passed since the last time."""
+    async def sweep(self, elapsed: float, *, stood_still: float = 0) -> None:
+        """End what is overdue; `elapsed` seconds have passed since the last time, in `stood_still` of which this
+        process took no heartbeat and answered no call."""
         if self._sql.unwritable:
             await self._sql.run(self._store.make_up, elapsed)
             self._sql.writable_again()
-        elif self._pauses.any_paused():
-            await self._sql.run(self._store.postpone, elapsed)
-        await self.end(await self._sql.run(self._store.overdue))
+        elif self._pauses.any_paused() or stood_still:
+            parked = elapsed if self._pauses.any_paused() else stood_still
+            await self._sql.run(self._store.postpone, parked, lease_seconds=stood_still)
+        overdue = await self._sql.run(self._store.overdue)
+        if self._store.shared:
+            overdue = await self._left_to_us(overdue)
+            await self._tell_of_others()
+        await self.end(overdue)
+        # Twice as far back as need be: what was told of before wakes nobody for nothing but once.
+        if self._signals.claims_wait and await self._sql.run(
+            self._store.claimable, newly_seconds=None if self._store.shared else 2 * elapsed
+        ):
+            self._signals.queued()
+
+    async def _left_to_us(self, overdue: Sequence[Overdue]) -> list[Overdue]:
+        """Those whose calls came in here. Another server ends its own, since only that has all their records; when it
+        has not done so for a while it is gone, and they with it."""
+        held = set(self._gateway.held())
+        orphaned = await self._sql.run(self._store.overdue, since_seconds=_ORPHANED_SECONDS)
+        return [late for late in overdue if (late.rollout_id, late.attempt_id) in held] + [
+            msgspec.structs.replace(late, why="server")
+            for late in orphaned
+            if (late.rollout_id, late.attempt_id) not in held
+        ]
+
+    async def _tell_of_others(self) -> None:
+        """What another server on the same database has done: wake those who wait for it, shut the doors of what it has
+        ended."""
+        if held := self._gateway.held():
+            for rollout_id, attempt_id in await self._sql.run(self._store.closed, held):
+                await self._gateway.seal(rollout_id, attempt_id)
+        if waited_for := self._signals.waited_for:
+            ended = await self._sql.run(self._store.ended, waited_for)
+            self._signals.ended(rollout.rollout_id for rollout in ended)
 
     async def end(self, overdue: Sequence[Overdue]) -> list[Rollout]:
         """Seal these attempts and end those that still run; the rollouts that this moved."""

@@ -15,10 +15,13 @@ from urllib.parse import urlencode
 import msgspec
 import urllib3
 
+from lightning_rl.store.bodies import body_of
 from lightning_rl.store.contract import (
     Attempt,
     Claim,
+    Ending,
     Finish,
+    Log,
     Resources,
     ResourcesRequest,
     Reward,
@@ -70,6 +73,14 @@ class _Lease(msgspec.Struct):
     lease_expires_at: float
 
 
+class _Leases(msgspec.Struct):
+    leases: dict[str, float]
+
+
+class _Attempts(msgspec.Struct):
+    attempts: list[Attempt]
+
+
 class _Rewards(msgspec.Struct):
     rewards: list[Reward]
 
@@ -102,9 +113,7 @@ class HttpStore:
 
     def enqueue(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """The rollouts asked for, in that order."""
-        named = [
-            msgspec.structs.replace(request, rollout_id=request.rollout_id or _new_id("r")) for request in requests
-        ]
+        named = [msgspec.structs.replace(request, rollout_id=request.rollout_id or new_id("r")) for request in requests]
         made: list[Rollout] = []
         for start in range(0, len(named), _ENQUEUE_BATCH):
             body = {"rollouts": named[start : start + _ENQUEUE_BATCH]}
@@ -113,7 +122,7 @@ class HttpStore:
 
     def start(self, request: RolloutRequest) -> Claim:
         """Create one rollout and claim it at once."""
-        rollout_id = request.rollout_id or _new_id("r")
+        rollout_id = request.rollout_id or new_id("r")
         named = msgspec.structs.replace(request, rollout_id=rollout_id)
         return self._call("POST", "/rollouts/start", named, Claim)
 
@@ -157,10 +166,14 @@ class HttpStore:
         agents: Sequence[str] | None = None,
         limit: int = 1,
         wait_seconds: float = 0,
+        claim_id: str | None = None,
     ) -> list[Claim]:
-        """Up to `limit` rollouts to run, as soon as there are any; [] when the time is up."""
+        """Up to `limit` rollouts to run, as soon as there are any; [] when the time is up.
+
+        The same `claim_id` again, for the same request, gives the same claims.
+        """
         body = {
-            "claim_id": _new_id("c"),
+            "claim_id": claim_id or new_id("c"),
             "worker_id": worker_id,
             "agents": agents,
             "limit": limit,
@@ -173,6 +186,11 @@ class HttpStore:
         path = _attempt_path(rollout_id, attempt_id)
         return self._call("POST", f"{path}/heartbeat", {}, _Lease).lease_expires_at
 
+    def heartbeats(self, places: Sequence[tuple[str, str]]) -> dict[str, float]:
+        """`heartbeat` of many attempts, by (rollout id, attempt id): the leases by attempt id; those that are no
+        longer the caller's are left out."""
+        return self._call("POST", "/attempts/heartbeat", {"attempts": places}, _Leases).leases
+
     def workers_died(self, worker_ids: Sequence[str]) -> list[Rollout]:
         """These workers' process is gone: their attempts are lost now; the rollouts that this moved."""
         return self._call("POST", "/workers/died", {"worker_ids": worker_ids}, _Rollouts).rollouts
@@ -182,9 +200,8 @@ class HttpStore:
 
         With the admin key also one that has ended and counts: they win over those that it has.
         """
-        named = [msgspec.structs.replace(reward, reward_id=reward.reward_id or _new_id("w")) for reward in rewards]
         path = _attempt_path(rollout_id, attempt_id)
-        return self._call("POST", f"{path}/rewards", {"rewards": named}, _Rewards).rewards
+        return self._call("POST", f"{path}/rewards", {"rewards": _named(rewards)}, _Rewards).rewards
 
     def add_late_rewards(self, given: Mapping[tuple[str, str], Sequence[Reward]]) -> None:
         """`add_rewards` for many attempts, several at once; by (rollout id, attempt id).
@@ -201,7 +218,24 @@ class HttpStore:
         path = _attempt_path(rollout_id, attempt_id)
         return self._call("POST", f"{path}/finish", finish, Attempt)
 
+    def finish_many(self, endings: Sequence[Ending]) -> list[Attempt]:
+        """`add_rewards` and `finish` of many attempts, all of them or none.
+
+        An error names the rollout that is refused; the others may be finished without it. None of them takes calls any
+        more.
+        """
+        named = [msgspec.structs.replace(ending, rewards=_named(ending.rewards)) for ending in endings]
+        return self._call("POST", "/attempts/finish", {"attempts": named}, _Attempts).attempts
+
+    def add_log(self, rollout_id: str, attempt_id: str, log: Log) -> None:
+        """Keep what an attempt printed, which may have ended; the first log of an attempt stays."""
+        self._call("POST", f"{_attempt_path(rollout_id, attempt_id)}/log", log, Log)
+
     # Records
+
+    def log(self, rollout_id: str, attempt_id: str) -> Log:
+        """What the attempt printed, and its traceback."""
+        return self._call("GET", f"{_attempt_path(rollout_id, attempt_id)}/log", None, Log)
 
     def traces(self, rollout_ids: Sequence[str]) -> dict[str, RolloutTrace]:
         """Everything recorded in these rollouts, all attempts; unknown ids are left out."""
@@ -210,7 +244,7 @@ class HttpStore:
 
     def publish(self, resources: Mapping[str, Mapping[str, Any]], resources_id: str | None = None) -> Resources:
         """Publish resources by name; they are the latest from now on."""
-        body = {"resources": resources, "resources_id": resources_id or _new_id("s")}
+        body = {"resources": resources, "resources_id": resources_id or new_id("s")}
         msgspec.convert(body, ResourcesRequest)
         return self._call("POST", "/resources", body, Resources)
 
@@ -297,11 +331,12 @@ class HttpStore:
             pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
     def _request(self, method: str, path: str, body: Any, wait_seconds: float) -> urllib3.BaseHTTPResponse:
+        content = None if body is None else body_of(body)
         try:
             return self._pool.request(
                 method,
                 self._root + path,
-                body=None if body is None else msgspec.json.encode(body),
+                body=content,
                 headers=self._headers | {"accept": "application/msgpack"},
                 timeout=urllib3.Timeout(connect=5, read=wait_seconds + _ANSWER_SECONDS),
             )
@@ -322,5 +357,10 @@ def _attempt_path(rollout_id: str, attempt_id: str) -> str:
     return f"/rollouts/{rollout_id}/attempts/{attempt_id}"
 
 
-def _new_id(kind: str) -> str:
+def _named(rewards: Sequence[Reward]) -> list[Reward]:
+    return [msgspec.structs.replace(reward, reward_id=reward.reward_id or new_id("w")) for reward in rewards]
+
+
+def new_id(kind: str) -> str:
+    """An id that nobody else has."""
     return kind + secrets.token_hex(10)

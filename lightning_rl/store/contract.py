@@ -105,12 +105,27 @@ class RolloutDetail(Rollout, frozen=True, kw_only=True):
     attempts: list[Attempt]
 
 
+class AttemptedRollout(Rollout, frozen=True, kw_only=True):
+    """A rollout as an agent is given it, with the attempt that runs."""
+
+    attempt: Attempt
+
+    @property
+    def input(self) -> Any:
+        """Agent-lightning's name of the task."""
+        return self.task
+
+
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout handed to a worker, with the attempt that it opened."""
 
     rollout: Rollout
     attempt: Attempt
     resources: dict[str, dict[str, Any]]
+
+    def attempted(self) -> AttemptedRollout:
+        """The rollout with its attempt."""
+        return AttemptedRollout(**msgspec.structs.asdict(self.rollout), attempt=self.attempt)
 
 
 class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -133,6 +148,24 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     status: Literal["succeeded", "failed"]
     reward: float | dict[str, float] | None = None
     error: ErrorInfo | None = None
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The end of one attempt among many: how it ended, and rewards that it is given before."""
+
+    rollout_id: str
+    attempt_id: str
+    finish: Finish
+    rewards: list[Reward] = []
+
+
+class Log(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an attempt printed, the beginning and the end of it, and a traceback: of the error with which it failed, or
+    of where its agent was when its time was over."""
+
+    stdout: str = ""
+    stderr: str = ""
+    traceback: str = ""
 
 
 class ResourcesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -167,9 +200,9 @@ class RolloutTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overdue(msgspec.Struct, frozen=True, kw_only=True):
-    """A running attempt that nobody will end: its lease or deadline is over, its worker's process died (`worker`), or
-    the session that it belonged to (`session`)."""
+    """A running attempt that nobody will end: its lease or deadline is over, its worker's process died (`worker`), the
+    session that it belonged to (`session`), or the server that its calls went to (`server`)."""
 
     rollout_id: str
     attempt_id: str
-    why: Literal["lease", "deadline", "worker", "session"]
+    why: Literal["lease", "deadline", "worker", "session", "server"]

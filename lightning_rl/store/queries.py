@@ -12,25 +12,54 @@ import sqlalchemy as sa
 
 from lightning_rl.store import schema
 from lightning_rl.store.contract import NOT_COUNTED, ErrorInfo, Reward, Rollout
-from lightning_rl.store.errors import Conflict, NotFound
-from lightning_rl.store.life_cycle import ENDED
+from lightning_rl.store.errors import Conflict, Invalid, NotFound
+from lightning_rl.store.life_cycle import ENDED, ROLLOUT_TRANSITIONS
 from lightning_rl.store.records import attempt_of, rollout_of
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.span import unpacked
 
 _CHUNK = 500  # ids per IN (...): every statement has one of few lengths, below SQLite's limit
 
-ROLLOUTS = sa.select(
-    schema.rollouts, schema.attempts.c.reward, schema.attempts.c.rewards, schema.attempts.c.error
+# What a `Rollout` is made of, which stores of every readable version have.
+ROLLOUTS: sa.Select[Any] = sa.select(
+    *(column for column in schema.rollouts.c if column.name != "claimable_at"),
+    schema.attempts.c.reward,
+    schema.attempts.c.rewards,
+    schema.attempts.c.error,
 ).outerjoin(schema.attempts, schema.attempts.c.attempt_id == schema.rollouts.c.attempt_id)
 _ROLLOUT = ROLLOUTS.where(schema.rollouts.c.rollout_id == sa.bindparam("rollout_id"))
+_THESE = schema.rollouts.c.rollout_id.in_(sa.bindparam("ids", expanding=True))
+_ROLLOUTS_OF = ROLLOUTS.where(_THESE)
+_STATUSES = sa.select(schema.rollouts.c.rollout_id, schema.rollouts.c.status).where(_THESE)
+_REQUESTS = sa.select(schema.rollouts.c.rollout_id, schema.rollouts.c.request).where(_THESE)
 _ATTEMPT = sa.select(schema.attempts).where(schema.attempts.c.attempt_id == sa.bindparam("attempt_id"))
-# The oldest `limit` queued rollouts.
+# Queued, and no pause before a retry is under way at `now`.
+_CLAIMABLE = sa.and_(
+    schema.rollouts.c.status == "queued",
+    sa.func.coalesce(schema.rollouts.c.claimable_at, 0) <= sa.bindparam("now", type_=sa.Float),
+)
+# The oldest `limit` claimable rollouts, held; those that somebody else holds are somebody else's.
 QUEUED = (
-    ROLLOUTS.where(schema.rollouts.c.status == "queued")
+    ROLLOUTS.where(_CLAIMABLE)
     .order_by(schema.rollouts.c.position)
     .limit(sa.bindparam("limit", type_=sa.Integer))
+    .with_for_update(of=schema.rollouts, skip_locked=True)
 )
+_ATTEMPTS_OF = sa.select(schema.attempts).where(schema.attempts.c.attempt_id.in_(sa.bindparam("ids", expanding=True)))
+_REWARDS_OF = (
+    sa.select(schema.rewards)
+    .where(schema.rewards.c.rollout_id.in_(sa.bindparam("ids", expanding=True)))
+    .order_by(schema.rewards.c.position)
+)
+# A status at a time, so that each is a part of the index.
+_COUNT = sa.select(sa.func.count()).where(
+    schema.rollouts.c.status == sa.bindparam("status"),
+    schema.rollouts.c.position >= sa.bindparam("first"),
+    schema.rollouts.c.position < sa.bindparam("end"),
+)
+_BEHIND_ALL = 2**62
+_OLDEST = sa.select(sa.func.min(schema.rollouts.c.position)).where(schema.rollouts.c.status == sa.bindparam("status"))
+_NEWEST = sa.select(sa.func.max(schema.rollouts.c.position))
 # What one claim opened.
 CLAIMED = sa.select(schema.attempts).where(schema.attempts.c.claim_id == sa.bindparam("claim_id"))
 _ATTEMPT_REWARDS = (
@@ -43,7 +72,7 @@ RUNNING = sa.text("attempts.status = 'running'")
 
 
 _ERRORS = sa.select(schema.attempts.c.error).where(schema.attempts.c.rollout_id == sa.bindparam("rollout_id"))
-_RECORDS = sa.text("SELECT rowid, record FROM spans WHERE rowid > :after ORDER BY rowid LIMIT 256")
+_RECORDS = sa.select(schema.spans.c.record).execution_options(yield_per=256)
 _ID_BYTES = 4  # of a packed token id
 
 
@@ -58,10 +87,18 @@ class _SampledAttributes(msgspec.Struct):
 
 class _Sampled(msgspec.Struct):
     name: str
+    end_ns: int
     attributes: _SampledAttributes
 
 
 _SAMPLED = msgspec.msgpack.Decoder(_Sampled)
+
+
+class RecordedCalls(msgspec.Struct, frozen=True, kw_only=True):
+    """All calls together: the tokens that engines sampled, per model, and when the last of them ended (0: none did)."""
+
+    tokens: dict[str, int]
+    newest_ns: int = 0
 
 
 class PackedAttemptTrace(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,28 +129,41 @@ def rollouts(connection: sa.Connection, rollout_ids: Sequence[str]) -> list[Roll
     found = {
         row.rollout_id: rollout_of(row)
         for ids in _chunks(rollout_ids)
-        for row in connection.execute(ROLLOUTS.where(schema.rollouts.c.rollout_id.in_(ids)))
+        for row in connection.execute(_ROLLOUTS_OF, {"ids": ids})
     }
     return [found[rollout_id] for rollout_id in rollout_ids if rollout_id in found]
 
 
 def ended(connection: sa.Connection, rollout_ids: Sequence[str]) -> list[Rollout]:
     """Those of the rollouts that have ended."""
-    table = schema.rollouts.c
-    return [
-        rollout_of(row)
+    # By a condition on the status, SQLite would read the index of all that have ever ended.
+    over = [
+        rollout_id
         for ids in _chunks(rollout_ids)
-        for row in connection.execute(ROLLOUTS.where(table.rollout_id.in_(ids), table.status.in_(sorted(ENDED))))
+        for rollout_id, status in connection.execute(_STATUSES, {"ids": ids})
+        if status in ENDED
     ]
+    return rollouts(connection, over)
+
+
+def ended_attempts(connection: sa.Connection, attempt_ids: Sequence[str]) -> set[str]:
+    """The ids of those of the attempts that have ended."""
+    table = schema.attempts.c
+    return {
+        attempt_id
+        for ids in _chunks(attempt_ids)
+        for attempt_id in connection.execute(
+            sa.select(table.attempt_id).where(table.attempt_id.in_(ids), table.status != "running")
+        ).scalars()
+    }
 
 
 def requests(connection: sa.Connection, rollout_ids: Sequence[str]) -> dict[str, bytes]:
     """The requests that made these rollouts, as they were stored, by id."""
-    table = schema.rollouts.c
     return {
         row.rollout_id: row.request
         for ids in _chunks(rollout_ids)
-        for row in connection.execute(sa.select(table.rollout_id, table.request).where(table.rollout_id.in_(ids)))
+        for row in connection.execute(_REQUESTS, {"ids": ids})
     }
 
 
@@ -128,9 +178,41 @@ def attempt_row(connection: sa.Connection, rollout_id: str, attempt_id: str) -> 
 def running_row(connection: sa.Connection, rollout_id: str, attempt_id: str) -> sa.Row[Any]:
     """The row of an attempt that is running. Raises NotFound; Conflict when it has ended."""
     row = attempt_row(connection, rollout_id, attempt_id)
-    if row.status != "running":
-        raise Conflict(f"attempt {attempt_id} of rollout {rollout_id} is {row.status}: it is no longer yours")
+    check_running(row)
     return row
+
+
+def check_running(row: sa.Row[Any]) -> None:
+    """Raises Conflict when the attempt of this row has ended."""
+    if row.status != "running":
+        raise Conflict(f"attempt {row.attempt_id} of rollout {row.rollout_id} is {row.status}: it is no longer yours")
+
+
+def found_attempts(connection: sa.Connection, places: Sequence[tuple[str, str]]) -> list[sa.Row[Any]]:
+    """The rows of those of the attempts, by rollout and attempt id, that are there; in any order."""
+    asked = set(places)
+    return [
+        row
+        for ids in _chunks([attempt_id for _, attempt_id in places])
+        for row in connection.execute(_ATTEMPTS_OF, {"ids": ids})
+        if (row.rollout_id, row.attempt_id) in asked
+    ]
+
+
+def attempt_rows(connection: sa.Connection, places: Sequence[tuple[str, str]]) -> list[sa.Row[Any]]:
+    """The rows of the attempts, in that order.
+
+    Raises:
+        NotFound: one of them is not there.
+        Invalid: one is named twice.
+    """
+    found = {(row.rollout_id, row.attempt_id): row for row in found_attempts(connection, places)}
+    for (rollout_id, attempt_id), times in Counter(places).items():
+        if (rollout_id, attempt_id) not in found:
+            raise NotFound(f"there is no attempt {attempt_id} of rollout {rollout_id}")
+        if times > 1:
+            raise Invalid(f"attempt {attempt_id} of rollout {rollout_id} is there {times} times: name it once")
+    return [found[place] for place in places]
 
 
 def counted_attempts(connection: sa.Connection, rollout_id: str) -> int:
@@ -139,24 +221,43 @@ def counted_attempts(connection: sa.Connection, rollout_id: str) -> int:
     return sum(not _stopped(error) for error in errors)
 
 
-def sampled_tokens(connection: sa.Connection) -> dict[str, int]:
-    """Tokens that engines sampled, per model, over all spans; read a batch at a time."""
+def recorded_calls(connection: sa.Connection) -> RecordedCalls:
+    """What all spans tell of calls; they are read a batch at a time."""
     found: Counter[str] = Counter()
-    last = 0
-    while rows := connection.execute(_RECORDS, {"after": last}).all():
-        for row in rows:
-            span = _SAMPLED.decode(unpacked(row.record))
-            sampled = span.attributes
-            if span.name == semconv.CALL_SPAN and sampled.trainable and sampled.response_ids:
-                found[str(sampled.model)] += len(sampled.response_ids) // _ID_BYTES + sampled.overshoot
-        last = rows[-1].rowid
-    return dict(found)
+    newest_ns = 0
+    for record in connection.execute(_RECORDS).scalars():
+        span = _SAMPLED.decode(unpacked(record))
+        sampled = span.attributes
+        if span.name == semconv.CALL_SPAN and sampled.trainable and sampled.response_ids:
+            found[str(sampled.model)] += len(sampled.response_ids) // _ID_BYTES + sampled.overshoot
+            newest_ns = max(newest_ns, span.end_ns)
+    return RecordedCalls(tokens=dict(found), newest_ns=newest_ns)
 
 
-def counts(connection: sa.Connection) -> dict[str, int]:
-    """How many rollouts there are, by status."""
-    status = schema.rollouts.c.status
-    return {row[0]: row[1] for row in connection.execute(sa.select(status, sa.func.count()).group_by(status))}
+def claimable(connection: sa.Connection, now: float, *, since: float | None = None) -> bool:
+    """Whether a rollout may be claimed; with `since`, one whose pause before a retry has ended after that."""
+    query = sa.select(schema.rollouts.c.position).where(_CLAIMABLE).limit(1)
+    if since is not None:
+        query = query.where(schema.rollouts.c.claimable_at > since)
+    return connection.execute(query, {"now": now}).first() is not None
+
+
+def counts(connection: sa.Connection, first: int = 0, end: int = _BEHIND_ALL) -> dict[str, int]:
+    """How many rollouts there are, by status; of the positions from `first` to before `end`."""
+    found = {
+        status: connection.execute(_COUNT, {"status": status, "first": first, "end": end}).scalar_one()
+        for status in ROLLOUT_TRANSITIONS
+    }
+    return {status: count for status, count in found.items() if count}
+
+
+def first_open(connection: sa.Connection) -> int:
+    """The position before which every rollout has ended."""
+    oldest = [
+        connection.execute(_OLDEST, {"status": status}).scalar_one() for status in ROLLOUT_TRANSITIONS.keys() - ENDED
+    ]
+    newest: int = connection.execute(_NEWEST).scalar_one() or 0
+    return min((position for position in oldest if position is not None), default=newest + 1)
 
 
 def attempt_rewards(connection: sa.Connection, attempt_id: str) -> list[Reward]:
@@ -168,8 +269,7 @@ def rewards(connection: sa.Connection, rollout_ids: Sequence[str]) -> dict[str, 
     """The emitted rewards by attempt, in the order they came; [] where there are none."""
     found: dict[str, list[Reward]] = defaultdict(list)
     for ids in _chunks(rollout_ids):
-        query = sa.select(schema.rewards).where(schema.rewards.c.rollout_id.in_(ids))
-        for row in connection.execute(query.order_by(schema.rewards.c.position)):
+        for row in connection.execute(_REWARDS_OF, {"ids": ids}):
             found[row.attempt_id].append(_reward_of(row))
     return found
 

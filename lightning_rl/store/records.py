@@ -9,28 +9,10 @@ import msgspec
 import sqlalchemy as sa
 
 from lightning_rl.store.contract import Attempt, ErrorInfo, Rollout, RolloutDetail, RolloutRequest
-from lightning_rl.store.errors import Invalid
 
 _REQUEST = msgspec.json.Decoder(RolloutRequest)
 _REWARDS = msgspec.json.Decoder(dict[str, float])
 _ERROR = msgspec.json.Decoder(ErrorInfo)
-
-
-def body_of(record: Any) -> bytes:
-    """The JSON of a record.
-
-    Raises:
-        Invalid: when it holds something that JSON cannot.
-    """
-    try:
-        return msgspec.json.encode(record)
-    except TypeError as error:
-        raise Invalid(f"{type(record).__name__} is not JSON-able: {error}") from error
-
-
-def same_body(one: bytes, other: bytes) -> bool:
-    """Whether two JSON texts say the same, whatever the order of their keys."""
-    return one == other or bool(msgspec.json.decode(one) == msgspec.json.decode(other))
 
 
 def rollout_of(row: sa.Row[Any]) -> Rollout:

@@ -1,26 +1,29 @@
-"""The store in a SQLite file: every operation is one transaction, durable when it returns.
+"""The store in a database: every operation is one transaction, durable when it returns.
 
 Invariants: a rollout has at most one running attempt and ends once; an answered operation repeated
-with the same id and body gives the same answer, with another body `Conflict`. Safe to share between
-threads; the clock is a parameter, so that time can be told in tests.
+with the same id and body gives the same answer, with another body `Conflict`. What changes a rollout, or anything of
+it, holds the rollout first. Safe to share between threads; the clock is a parameter, so that time can be told in tests.
 """
 
+import functools
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import msgspec
 import sqlalchemy as sa
 
 from lightning_rl.store import queries, schema
+from lightning_rl.store.bodies import body_of, same_body
 from lightning_rl.store.contract import (
+    NOT_COUNTED,
     SESSION_ENDED,
     Attempt,
     AttemptTrace,
     Claim,
+    Ending,
     ErrorInfo,
     Finish,
     Overdue,
@@ -40,15 +43,24 @@ from lightning_rl.store.life_cycle import (
     next_attempt_status,
     next_rollout_status,
 )
-from lightning_rl.store.records import attempt_of, body_of, detailed, outcome_of, rollout_of, same_body
+from lightning_rl.store.records import attempt_of, detailed, outcome_of, rollout_of
 from lightning_rl.store.rewards import check_finite, returned_rewards, rewards_by_name, with_late
+from lightning_rl.store.upgrades import open_database
 from lightning_rl_adapters.credit import FINAL
 from lightning_rl_adapters.span import Span, pack
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _END_ATTEMPT = (
     sa.update(schema.attempts)
     .where(schema.attempts.c.attempt_id == sa.bindparam("ended_attempt"))
     .values({name: sa.bindparam(name) for name in ("status", "ended_at", "reward", "rewards", "error", "finish_body")})
+)
+_RENEW_LEASE = (
+    sa.update(schema.attempts)
+    .where(schema.attempts.c.attempt_id == sa.bindparam("renewed"))
+    .values(lease_expires_at=sa.bindparam("lease_expires_at"))
 )
 _CHANGE_REWARDS = (
     sa.update(schema.attempts)
@@ -58,7 +70,7 @@ _CHANGE_REWARDS = (
 _MOVE_ROLLOUT = (
     sa.update(schema.rollouts)
     .where(schema.rollouts.c.rollout_id == sa.bindparam("moved"))
-    .values({name: sa.bindparam(name) for name in ("status", "ended_at")})
+    .values({name: sa.bindparam(name) for name in ("status", "ended_at", "claimable_at")})
 )
 _OPEN_ATTEMPT = (
     sa.update(schema.rollouts)
@@ -77,94 +89,123 @@ _OPENED = (
     "deadline_at",
 )
 
+_FIRST_PAUSE_SECONDS = 1.0  # before a retry
+_LONGEST_PAUSE_SECONDS = 60.0
+
 LATEST = "latest"  # the name of the newest resources
 
 
+Operation = Callable[Concatenate["SqlStore", P], T]
+Work = Callable[Concatenate["SqlStore", sa.Connection, P], T]
+
+
+def _write(work: Work[P, T]) -> Operation[P, T]:
+    """An operation of the store from its work in a transaction, whose connection its caller does not give."""
+
+    @functools.wraps(work)
+    def operation(self: "SqlStore", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._database.write(lambda connection: work(self, connection, *args, **kwargs))
+
+    return operation
+
+
+def _read(work: Work[P, T]) -> Operation[P, T]:
+    """`_write` of work that changes nothing."""
+
+    @functools.wraps(work)
+    def operation(self: "SqlStore", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._database.read(lambda connection: work(self, connection, *args, **kwargs))
+
+    return operation
+
+
 class SqlStore:
-    """The store on the database at `url` (`sqlite:///path`, or `sqlite://` in memory).
+    """The store in the database at `url`: `sqlite:///path`, `sqlite://` in memory, or `postgresql+psycopg://...`.
+
+    `shared`: other processes may change it beside this one.
 
     Raises:
-        ValueError: for another kind of database, a file that is none, or another schema version.
-        StoreUnwritable: here and in every operation, the file cannot be written; nothing of the operation is kept.
+        ValueError: for another kind of database, one that cannot be opened, or another schema version.
+        StoreUnwritable: here and in every operation, the database cannot be written or not be reached; nothing of the
+            operation is kept, unless the message says that this is not known.
     """
 
-    def __init__(self, url: str, clock: Callable[[], float] = time.time) -> None:
-        self._url = url
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._engine = schema.open_database(url)
-        self._connection = self._engine.connect()
+    def __init__(self, url: str, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or steady_clock()
+        self._database = open_database(url)
+        self.shared = self._database.shared
         self._published: dict[str, Resources] = {}  # published resources never change
-        with self._transaction() as connection:
-            self.secret = schema.read_secret(connection)
+        self._ended: Counter[str] = Counter()  # rollouts by status, of the positions before `_counted`
+        self._counted = 0
+        self.secret: bytes = self._database.write(self._read_secret)
 
     def close(self) -> None:
         """Close the database; the store cannot be used after."""
-        with self._lock:
-            self._connection.close()
-            self._engine.dispose()
+        self._database.close()
 
     # Rollouts
 
-    def enqueue(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+    @_write
+    def enqueue(self, connection: sa.Connection, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """The rollouts asked for, in that order; those whose id is there already stay as they are.
 
         Raises:
             Conflict: an id is there with another body.
             Invalid: a task is not JSON-able, or resources are named that are not published.
         """
-        with self._transaction() as connection:
-            return self._enqueue(connection, requests)
+        return self._enqueue(connection, requests)
 
-    def start(self, request: RolloutRequest, worker_id: str) -> Claim:
+    @_write
+    def start(self, connection: sa.Connection, request: RolloutRequest, worker_id: str) -> Claim:
         """Enqueue one rollout and claim it at once; a repeat with its id gives the same claim.
 
         Raises:
             Conflict: the id is there with another body, or somebody else has claimed it.
         """
-        with self._transaction() as connection:
-            rollout = self._enqueue(connection, [request])[0]
-            claim_id = f"start:{rollout.rollout_id}"  # no claim id of a caller holds a colon
-            body = body_of([worker_id])
-            made = self._claimed(connection, claim_id, body)
-            if made:
-                return made[0]
-            if rollout.status != "queued" or rollout.attempt_count:
-                raise Conflict(
-                    f"rollout {rollout.rollout_id} was claimed before and is {rollout.status}: "
-                    "start it under another id"
-                )
-            where = schema.rollouts.c.rollout_id == rollout.rollout_id
-            rows = connection.execute(queries.ROLLOUTS.where(where)).all()
-            return self._open_attempts(connection, rows, worker_id, claim_id, body)[0]
+        rollout_id = self._enqueue(connection, [request])[0].rollout_id
+        self._database.hold(connection, [rollout_id])
+        claim_id = f"start:{rollout_id}"  # no claim id of a caller holds a colon
+        body = body_of([worker_id])
+        made = self._claimed(connection, claim_id, body)
+        if made:
+            return made[0]
+        rows = connection.execute(queries.ROLLOUTS.where(schema.rollouts.c.rollout_id == rollout_id)).all()
+        rollout = rollout_of(rows[0])
+        if rollout.status != "queued" or rollout.attempt_count:
+            raise Conflict(
+                f"rollout {rollout_id} was claimed before and is {rollout.status}: start it under another id"
+            )
+        return self._open_attempts(connection, rows, worker_id, claim_id, body)[0]
 
-    def rollout(self, rollout_id: str) -> RolloutDetail:
+    @_read
+    def rollout(self, connection: sa.Connection, rollout_id: str) -> RolloutDetail:
         """The rollout with its attempts.
 
         Raises:
             NotFound: there is no such rollout.
         """
-        with self._transaction() as connection:
-            rollout = queries.rollout(connection, rollout_id)
-            rows = connection.execute(
-                sa.select(schema.attempts)
-                .where(schema.attempts.c.rollout_id == rollout_id)
-                .order_by(schema.attempts.c.sequence)
-            )
-            return detailed(rollout, [attempt_of(row) for row in rows])
+        rollout = queries.rollout(connection, rollout_id)
+        rows = connection.execute(
+            sa.select(schema.attempts)
+            .where(schema.attempts.c.rollout_id == rollout_id)
+            .order_by(schema.attempts.c.sequence)
+        )
+        return detailed(rollout, [attempt_of(row) for row in rows])
 
-    def rollouts(self, rollout_ids: Sequence[str]) -> list[Rollout]:
+    @_read
+    def rollouts(self, connection: sa.Connection, rollout_ids: Sequence[str]) -> list[Rollout]:
         """The rollouts of these ids, in that order; unknown ids are left out."""
-        with self._transaction() as connection:
-            return queries.rollouts(connection, rollout_ids)
+        return queries.rollouts(connection, rollout_ids)
 
-    def ended(self, rollout_ids: Sequence[str]) -> list[Rollout]:
+    @_read
+    def ended(self, connection: sa.Connection, rollout_ids: Sequence[str]) -> list[Rollout]:
         """Those of the rollouts that have ended."""
-        with self._transaction() as connection:
-            return queries.ended(connection, rollout_ids)
+        return queries.ended(connection, rollout_ids)
 
+    @_read
     def page(
         self,
+        connection: sa.Connection,
         *,
         status: str | None = None,
         mode: str | None = None,
@@ -189,42 +230,51 @@ class SqlStore:
             if not cursor.isdecimal():
                 raise Invalid(f"cursor {cursor!r} is none that a list of rollouts has given")
             query = query.where(schema.rollouts.c.position > int(cursor))
-        with self._transaction() as connection:
-            rows = connection.execute(query).all()
+        rows = connection.execute(query).all()
         following = str(rows[limit - 1].position) if len(rows) > limit else None
         return [rollout_of(row) for row in rows[:limit]], following
 
-    def counts(self) -> dict[str, int]:
+    @_read
+    def counts(self, connection: sa.Connection) -> dict[str, int]:
         """How many rollouts there are, by status."""
-        with self._transaction() as connection:
+        if self.shared:
             return queries.counts(connection)
+        # What has ended stays so: all before the first open one are counted once.
+        first_open = queries.first_open(connection)
+        self._ended.update(queries.counts(connection, self._counted, first_open))
+        self._counted = first_open
+        return dict(self._ended + Counter(queries.counts(connection, first_open)))
 
-    def cancel(self, rollout_id: str) -> Rollout:
+    @_write
+    def cancel(self, connection: sa.Connection, rollout_id: str) -> Rollout:
         """End the rollout as cancelled, with its running attempt; one that has ended stays so.
 
         Raises:
             NotFound: there is no such rollout.
         """
-        with self._transaction() as connection:
-            rollout = queries.rollout(connection, rollout_id)
-            if rollout.status == "running":
-                attempt = queries.attempt_row(connection, rollout_id, str(rollout.attempt_id))
-                self._end(connection, rollout, attempt, "cancelled")
-            elif rollout.status == "queued":
-                self._move(connection, rollout, "cancelled")
-            return queries.rollout(connection, rollout_id)
+        self._database.hold(connection, [rollout_id])
+        rollout = queries.rollout(connection, rollout_id)
+        if rollout.status == "running":
+            attempt = queries.attempt_row(connection, rollout_id, str(rollout.attempt_id))
+            self._end(connection, rollout, attempt, "cancelled")
+        elif rollout.status == "queued":
+            self._move(connection, rollout, "cancelled")
+        return queries.rollout(connection, rollout_id)
 
     # Claims
 
+    @_write
     def claim(
         self,
+        connection: sa.Connection,
         worker_id: str,
         *,
         agents: Sequence[str] | None = None,
         limit: int = 1,
         claim_id: str | None = None,
     ) -> list[Claim]:
-        """Up to `limit` queued rollouts, oldest first, each with an attempt opened under a lease.
+        """Up to `limit` queued rollouts, oldest first, each with an attempt opened under a lease; none that pauses
+        before a retry.
 
         `agents` narrows it to rollouts of these agents and to those that name none. The same
         `claim_id` again gives the same claims.
@@ -237,43 +287,78 @@ class SqlStore:
         if agents is not None:
             agent = schema.rollouts.c.agent
             query = query.where(agent.in_(agents) | agent.is_(None))
-        with self._transaction() as connection:
-            if claim_id is not None and (made := self._claimed(connection, claim_id, body)):
+        if claim_id is not None:
+            self._database.hold_name(connection, claim_id)
+            if made := self._claimed(connection, claim_id, body):
                 return made
-            rows = connection.execute(query, {"limit": limit}).all()
-            return self._open_attempts(connection, rows, worker_id, claim_id, body) if rows else []
+        rows = connection.execute(query, {"limit": limit, "now": self._clock()}).all()
+        return self._open_attempts(connection, rows, worker_id, claim_id, body) if rows else []
 
-    def heartbeat(self, rollout_id: str, attempt_id: str) -> Attempt:
+    @_read
+    def claimable(self, connection: sa.Connection, *, newly_seconds: float | None = None) -> bool:
+        """Whether a rollout may be claimed; with `newly_seconds`, one whose pause before a retry ended within these."""
+        now = self._clock()
+        return queries.claimable(connection, now, since=None if newly_seconds is None else now - newly_seconds)
+
+    @_write
+    def heartbeat(self, connection: sa.Connection, rollout_id: str, attempt_id: str) -> Attempt:
         """The attempt with its lease renewed.
 
         Raises:
             NotFound: there is no such attempt.
             Conflict: it has ended, so it is no longer the caller's.
         """
-        with self._transaction() as connection:
-            row = queries.running_row(connection, rollout_id, attempt_id)
-            lease = self._clock() + row.unresponsive_seconds
-            connection.execute(
-                sa.update(schema.attempts)
-                .where(schema.attempts.c.attempt_id == attempt_id)
-                .values(lease_expires_at=lease)
-            )
-            return msgspec.structs.replace(attempt_of(row), lease_expires_at=lease)
+        row = queries.running_row(connection, rollout_id, attempt_id)
+        lease = self._clock() + row.unresponsive_seconds
+        connection.execute(_RENEW_LEASE, {"renewed": attempt_id, "lease_expires_at": lease})
+        return msgspec.structs.replace(attempt_of(row), lease_expires_at=lease)
 
-    def attempt(self, rollout_id: str, attempt_id: str) -> tuple[Rollout, Attempt]:
+    @_write
+    def heartbeats(self, connection: sa.Connection, places: Sequence[tuple[str, str]]) -> dict[str, float]:
+        """`heartbeat` of many attempts, by rollout and attempt id: the renewed leases by attempt id. Those that do not
+        run any more, and unknown ones, are left out."""
+        now = self._clock()
+        rows = queries.found_attempts(connection, places)
+        leases = {row.attempt_id: now + row.unresponsive_seconds for row in rows if row.status == "running"}
+        if leases:
+            renewed = [{"renewed": attempt_id, "lease_expires_at": lease} for attempt_id, lease in leases.items()]
+            connection.execute(_RENEW_LEASE, renewed)
+        return leases
+
+    @_read
+    def attempt(self, connection: sa.Connection, rollout_id: str, attempt_id: str) -> tuple[Rollout, Attempt]:
         """The attempt and its rollout.
 
         Raises:
             NotFound: there is no such attempt.
         """
-        with self._transaction() as connection:
-            attempt = attempt_of(queries.attempt_row(connection, rollout_id, attempt_id))
-            return queries.rollout(connection, rollout_id), attempt
+        attempt = attempt_of(queries.attempt_row(connection, rollout_id, attempt_id))
+        return queries.rollout(connection, rollout_id), attempt
+
+    @_read
+    def statuses(
+        self, connection: sa.Connection, places: Sequence[tuple[str, str]]
+    ) -> dict[tuple[str, str], AttemptStatus]:
+        """The attempts' statuses, by rollout and attempt id; unknown ones are left out."""
+        return {(row.rollout_id, row.attempt_id): row.status for row in queries.found_attempts(connection, places)}
+
+    @_read
+    def closed(self, connection: sa.Connection, places: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Those of the attempts, by rollout and attempt id, that do not run any more."""
+        ended = queries.ended_attempts(connection, [attempt_id for _, attempt_id in places])
+        return [place for place in places if place[1] in ended]
 
     # Rewards, and the end
 
+    @_write
     def add_rewards(
-        self, rollout_id: str, attempt_id: str, rewards: Sequence[Reward], *, late: bool = False
+        self,
+        connection: sa.Connection,
+        rollout_id: str,
+        attempt_id: str,
+        rewards: Sequence[Reward],
+        *,
+        late: bool = False,
     ) -> list[Reward]:
         """Keep rewards of a running attempt; the answer has their ids.
 
@@ -285,27 +370,21 @@ class SqlStore:
             Conflict: it has ended (with `late`: and does not count), or a reward id is there with another body.
             Invalid: a reward is no finite number.
         """
-        for reward in rewards:
-            check_finite(rollout_id, reward.name, reward.value)
-        with self._transaction() as connection:
-            known = {reward.reward_id: reward for reward in queries.attempt_rewards(connection, attempt_id)}
-            named = [msgspec.structs.replace(reward, reward_id=reward.reward_id or _new_id("w")) for reward in rewards]
-            new: dict[str | None, Reward] = {}
-            for reward in named:
-                there = known.get(reward.reward_id) or new.setdefault(reward.reward_id, reward)
-                if there != reward:
-                    raise Conflict(f"rollout {rollout_id}: reward {reward.reward_id} is there already as {there}")
-            if new:
-                if late:
-                    self._take_late(connection, rollout_id, attempt_id, new.values())
-                else:
-                    queries.running_row(connection, rollout_id, attempt_id)
-                place = {"rollout_id": rollout_id, "attempt_id": attempt_id}
-                rows = [place | msgspec.structs.asdict(reward) for reward in new.values()]
-                connection.execute(sa.insert(schema.rewards), rows)
-            return named
+        self._database.hold(connection, [rollout_id])
+        known = queries.attempt_rewards(connection, attempt_id)
+        named, new = _new_rewards(rollout_id, known, rewards)
+        if new:
+            if late:
+                self._take_late(connection, rollout_id, attempt_id, new)
+            else:
+                queries.running_row(connection, rollout_id, attempt_id)
+            connection.execute(sa.insert(schema.rewards), _reward_rows(rollout_id, attempt_id, new))
+        return named
 
-    def finish(self, rollout_id: str, attempt_id: str, finish: Finish) -> tuple[Rollout, Attempt]:
+    @_write
+    def finish(
+        self, connection: sa.Connection, rollout_id: str, attempt_id: str, finish: Finish
+    ) -> tuple[Rollout, Attempt]:
         """End the attempt as its worker says; the rollout ends, or is queued for a retry.
 
         Raises:
@@ -313,27 +392,59 @@ class SqlStore:
             Conflict: it has ended otherwise.
             Invalid: naming the rollout, for a bad reward.
         """
-        returned = returned_rewards(rollout_id, finish)
-        body = body_of(finish)
-        with self._transaction() as connection:
-            row = queries.attempt_row(connection, rollout_id, attempt_id)
-            rollout = queries.rollout(connection, rollout_id)
-            if row.status == "running":
-                named = rewards_by_name(queries.attempt_rewards(connection, attempt_id), returned)
-                return self._end(connection, rollout, row, finish.status, finish.error, named, body)
-            if row.finish_body is None or not same_body(row.finish_body, body):
-                raise Conflict(
-                    f"attempt {attempt_id} of rollout {rollout_id} has already ended as {row.status}: drop this result"
-                )
-            return rollout, attempt_of(row)
+        self._database.hold(connection, [rollout_id])
+        row = queries.attempt_row(connection, rollout_id, attempt_id)
+        rollout = queries.rollout(connection, rollout_id)
+        emitted = queries.attempt_rewards(connection, attempt_id) if row.status == "running" else []
+        return self._finish(connection, rollout, row, emitted, finish)
 
-    def overdue(self) -> list[Overdue]:
-        """The running attempts whose lease or deadline is over now."""
-        now = self._clock()
+    @_write
+    def finish_many(self, connection: sa.Connection, endings: Sequence[Ending]) -> list[tuple[Rollout, Attempt]]:
+        """`add_rewards` and `finish` of many attempts, all of them or none.
+
+        Raises:
+            NotFound, Conflict, Invalid: as these, for the first that is refused; the error names its rollout.
+        """
+        ids = [ending.rollout_id for ending in endings]
+        self._database.hold(connection, ids)
+        rows = queries.attempt_rows(connection, [(ending.rollout_id, ending.attempt_id) for ending in endings])
+        rollouts = {rollout.rollout_id: rollout for rollout in queries.rollouts(connection, ids)}
+        emitted = queries.rewards(connection, ids)
+        outcomes, given = [], []
+        for ending, row in zip(endings, rows, strict=True):
+            _, new = _new_rewards(ending.rollout_id, emitted[row.attempt_id], ending.rewards)
+            if new:
+                queries.check_running(row)
+                emitted[row.attempt_id] += new
+                given += _reward_rows(ending.rollout_id, row.attempt_id, new)
+            outcome = self._finish(connection, rollouts[ending.rollout_id], row, emitted[row.attempt_id], ending.finish)
+            outcomes.append(outcome)
+        if given:
+            connection.execute(sa.insert(schema.rewards), given)
+        return outcomes
+
+    def _finish(
+        self, connection: sa.Connection, rollout: Rollout, row: sa.Row[Any], emitted: Iterable[Reward], finish: Finish
+    ) -> tuple[Rollout, Attempt]:
+        returned = returned_rewards(rollout.rollout_id, finish)
+        body = body_of(finish)
+        if row.status == "running":
+            named = rewards_by_name(emitted, returned)
+            return self._end(connection, rollout, row, finish.status, finish.error, named, body)
+        if row.finish_body is None or not same_body(row.finish_body, body):
+            raise Conflict(
+                f"attempt {row.attempt_id} of rollout {rollout.rollout_id} has already ended as {row.status}: "
+                "drop this result"
+            )
+        return rollout, attempt_of(row)
+
+    @_read
+    def overdue(self, connection: sa.Connection, *, since_seconds: float = 0) -> list[Overdue]:
+        """The running attempts whose lease or deadline is over, for `since_seconds` or longer."""
+        now = self._clock() - since_seconds
         attempts = schema.attempts.c
         late = (attempts.lease_expires_at < now) | (attempts.deadline_at < now)
-        with self._transaction() as connection:
-            rows = connection.execute(sa.select(schema.attempts).where(queries.RUNNING, late)).all()
+        rows = connection.execute(sa.select(schema.attempts).where(queries.RUNNING, late)).all()
         return [
             Overdue(
                 rollout_id=row.rollout_id,
@@ -343,55 +454,57 @@ class SqlStore:
             for row in rows
         ]
 
-    def running(self, worker_ids: Sequence[str] | None = None) -> list[Overdue]:
+    @_read
+    def running(self, connection: sa.Connection, worker_ids: Sequence[str] | None = None) -> list[Overdue]:
         """The running attempts of these workers, whose process has died; without, all of a session that is over."""
         of = sa.true() if worker_ids is None else schema.attempts.c.worker_id.in_(worker_ids)
-        with self._transaction() as connection:
-            rows = connection.execute(sa.select(schema.attempts).where(queries.RUNNING, of)).all()
+        rows = connection.execute(sa.select(schema.attempts).where(queries.RUNNING, of)).all()
         why: Literal["worker", "session"] = "session" if worker_ids is None else "worker"
         return [Overdue(rollout_id=row.rollout_id, attempt_id=row.attempt_id, why=why) for row in rows]
 
-    def expire(self, overdue: Sequence[Overdue]) -> list[Rollout]:
+    @_write
+    def expire(self, connection: sa.Connection, overdue: Sequence[Overdue]) -> list[Rollout]:
         """End those of the overdue attempts that still run: a lost one is retried, one past its
         deadline has failed by its agent. The rollouts that this moved."""
+        self._database.hold(connection, [late.rollout_id for late in overdue])
         moved = []
-        with self._transaction() as connection:
-            for late in overdue:
-                row = queries.attempt_row(connection, late.rollout_id, late.attempt_id)
-                if row.status != "running":
-                    continue
-                rollout = queries.rollout(connection, late.rollout_id)
-                status: AttemptStatus = "failed" if late.why == "deadline" else "lost"
-                named = rewards_by_name(queries.attempt_rewards(connection, late.attempt_id), {})
-                self._end(connection, rollout, row, status, _why(late, rollout, row), named)
-                moved.append(late.rollout_id)
-            return queries.rollouts(connection, moved)
+        for late in overdue:
+            row = queries.attempt_row(connection, late.rollout_id, late.attempt_id)
+            if row.status != "running":
+                continue
+            rollout = queries.rollout(connection, late.rollout_id)
+            status: AttemptStatus = "failed" if late.why == "deadline" else "lost"
+            named = rewards_by_name(queries.attempt_rewards(connection, late.attempt_id), {})
+            self._end(connection, rollout, row, status, _why(late, rollout, row), named)
+            moved.append(late.rollout_id)
+        return queries.rollouts(connection, moved)
 
     def sweep(self) -> list[Rollout]:
         """`expire` what is `overdue`; the rollouts that this moved."""
         return self.expire(self.overdue())
 
-    def postpone(self, seconds: float) -> None:
-        """Move the deadlines of the running attempts: time in which they were parked."""
-        with self._transaction() as connection:
-            _postpone(connection, seconds)
+    @_write
+    def postpone(self, connection: sa.Connection, seconds: float, *, lease_seconds: float = 0) -> None:
+        """Move the deadlines of the running attempts: time in which they were parked; and their leases by
+        `lease_seconds`, in which no heartbeat was taken."""
+        _postpone(connection, seconds, lease_seconds)
 
-    def renew_leases(self) -> None:
+    @_write
+    def renew_leases(self, connection: sa.Connection) -> None:
         """Begin the leases of the running attempts anew: nobody could renew them while no server
         was there."""
-        with self._transaction() as connection:
-            self._renew_leases(connection)
+        self._renew_leases(connection)
 
-    def make_up(self, seconds: float) -> None:
+    @_write
+    def make_up(self, connection: sa.Connection, seconds: float) -> None:
         """The store could not be written for `seconds`: leases begin anew, deadlines move by as much.
 
         Raises:
             StoreUnwritable: it still cannot; this always writes something.
         """
-        with self._transaction() as connection:
-            schema.write_time(connection, self._clock())
-            _postpone(connection, seconds)
-            self._renew_leases(connection)
+        connection.execute(self._database.replace(schema.meta, "written_at", str(self._clock())))
+        _postpone(connection, seconds)
+        self._renew_leases(connection)
 
     # Spans
 
@@ -408,8 +521,8 @@ class SqlStore:
             for span in spans
         ]
         if rows:
-            with self._transaction() as connection:
-                connection.execute(sa.insert(schema.spans).prefix_with("OR IGNORE"), rows)
+            insert = self._database.insert_new(schema.spans)
+            self._database.write(lambda connection: connection.execute(insert, rows))
 
     def spans(self, rollout_id: str, attempt_id: str) -> list[Span]:
         """The attempt's spans by arrival number.
@@ -436,19 +549,20 @@ class SqlStore:
         packed = self.packed_traces(rollout_ids)
         return msgspec.msgpack.decode(packed, type=dict[str, RolloutTrace])
 
-    def sampled_tokens(self) -> dict[str, int]:
-        """Per model, the tokens that engines sampled in all recorded calls."""
-        with self._transaction() as connection:
-            return queries.sampled_tokens(connection)
+    @_read
+    def recorded_calls(self, connection: sa.Connection) -> queries.RecordedCalls:
+        """What engines sampled in all recorded calls, and when the last one ended."""
+        return queries.recorded_calls(connection)
 
-    def packed_traces(self, rollout_ids: Sequence[str]) -> bytes:
+    @_read
+    def packed_traces(self, connection: sa.Connection, rollout_ids: Sequence[str]) -> bytes:
         """`traces` as MessagePack, without unpacking a span."""
-        with self._transaction() as connection:
-            return msgspec.msgpack.encode(queries.traces(connection, rollout_ids))
+        return msgspec.msgpack.encode(queries.traces(connection, rollout_ids))
 
     # Resources
 
-    def publish(self, request: ResourcesRequest) -> Resources:
+    @_write
+    def publish(self, connection: sa.Connection, request: ResourcesRequest) -> Resources:
         """Keep resources under their id (one is made where they name none).
 
         Raises:
@@ -460,30 +574,33 @@ class SqlStore:
             raise Invalid(f"resources cannot be named {LATEST!r}: that is the newest ones' name")
         body = body_of(request.resources)
         table = schema.resources
-        with self._transaction() as connection:
-            known = self._resources(connection, resources_id)
-            if known is not None:
-                if not same_body(body_of(known.resources), body):
-                    raise Conflict(f"resources {resources_id} are there already with another body")
-                return known
-            row = {"resources_id": resources_id, "created_at": self._clock(), "resources": body}
-            connection.execute(sa.insert(table), row)
-            made = self._resources(connection, resources_id)
-        if made is None:
-            raise NotFound(f"resources {resources_id} were written and are not there")
+        known = self._resources(connection, resources_id)
+        if known is not None:
+            if not same_body(body_of(known.resources), body):
+                raise Conflict(f"resources {resources_id} are there already with another body")
+            return known
+        newest = connection.execute(sa.select(sa.func.max(table.c.version))).scalar_one_or_none()
+        # Not into `_published`: it is published when the transaction has ended well.
+        made = Resources(
+            resources_id=resources_id,
+            version=(newest or 0) + 1,
+            created_at=self._clock(),
+            resources=msgspec.json.decode(body),
+        )
+        connection.execute(sa.insert(table), msgspec.structs.asdict(made) | {"resources": body})
         return made
 
-    def resources(self, resources_id: str) -> Resources:
+    @_read
+    def resources(self, connection: sa.Connection, resources_id: str) -> Resources:
         """The resources of this id, or the newest ones for `latest`.
 
         Raises:
             NotFound: there are none.
         """
-        with self._transaction() as connection:
-            found: str | None = resources_id
-            if resources_id == LATEST:
-                found = self._latest_resources_id(connection)
-            resources = self._resources(connection, found) if found is not None else None
+        found: str | None = resources_id
+        if resources_id == LATEST:
+            found = self._latest_resources_id(connection)
+        resources = self._resources(connection, found) if found is not None else None
         if resources is None:
             raise NotFound(f"there are no resources {resources_id!r}; publish some first")
         return resources
@@ -497,10 +614,12 @@ class SqlStore:
             .values(lease_expires_at=self._clock() + schema.attempts.c.unresponsive_seconds)
         )
 
-    @contextmanager
-    def _transaction(self) -> Iterator[sa.Connection]:
-        with self._lock, schema.writing(self._url), self._connection.begin():
-            yield self._connection
+    def _read_secret(self, connection: sa.Connection) -> bytes:
+        """The secret that signs attempt keys; made on the first call, the same ever after."""
+        made = {"key": "secret", "value": secrets.token_hex(32)}
+        connection.execute(self._database.insert_new(schema.meta), made)
+        kept = sa.select(schema.meta.c.value).where(schema.meta.c.key == "secret")
+        return bytes.fromhex(connection.execute(kept).scalar_one())
 
     def _enqueue(self, connection: sa.Connection, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         latest = self._latest_resources_id(connection)
@@ -635,7 +754,9 @@ class SqlStore:
                 "finish_body": finish_body,
             },
         )
-        moved = self._move(connection, rollout, _following(connection, rollout, status, error))
+        following = _following(connection, rollout, status, error)
+        pause = _pause(connection, rollout, error) if following == "queued" else 0.0
+        moved = self._move(connection, rollout, following, pause)
         return outcome_of(moved, ended), ended
 
     def _take_late(self, connection: sa.Connection, rollout_id: str, attempt_id: str, new: Iterable[Reward]) -> None:
@@ -659,13 +780,16 @@ class SqlStore:
             change = {"rewarded": attempt_id, "reward": named.get(FINAL), "rewards": body_of(named)}
             connection.execute(_CHANGE_REWARDS, change)
 
-    def _move(self, connection: sa.Connection, rollout: Rollout, status: RolloutStatus) -> Rollout:
+    def _move(self, connection: sa.Connection, rollout: Rollout, status: RolloutStatus, pause: float = 0.0) -> Rollout:
         moved = msgspec.structs.replace(
             rollout,
             status=next_rollout_status(rollout.status, status),
             ended_at=self._clock() if status in ENDED else None,
         )
-        change = {"moved": moved.rollout_id, "status": moved.status, "ended_at": moved.ended_at}
+        claimable_at = self._clock() + pause if pause else None
+        change = {
+            "moved": moved.rollout_id, "status": moved.status, "ended_at": moved.ended_at, "claimable_at": claimable_at,
+        }  # fmt: skip
         connection.execute(_MOVE_ROLLOUT, change)
         return moved
 
@@ -690,9 +814,44 @@ class SqlStore:
         return connection.execute(query).scalar_one_or_none()
 
 
-def _postpone(connection: sa.Connection, seconds: float) -> None:
-    deadline = schema.attempts.c.deadline_at
-    connection.execute(sa.update(schema.attempts).where(queries.RUNNING).values(deadline_at=deadline + seconds))
+def steady_clock() -> Callable[[], float]:
+    """Tells seconds since the epoch: by the machine's clock as it stands now, counted on steadily from there. Whoever
+    sets that clock moves no lease and no deadline."""
+    epoch = time.time() - time.monotonic()
+    return lambda: epoch + time.monotonic()
+
+
+def _new_rewards(
+    rollout_id: str, known: Iterable[Reward], rewards: Sequence[Reward]
+) -> tuple[list[Reward], list[Reward]]:
+    """The rewards with ids, and those of them that are not known.
+
+    Raises Conflict where an id is known with another body, Invalid for a reward that is no finite number.
+    """
+    for reward in rewards:
+        check_finite(rollout_id, reward.name, reward.value)
+    there = {reward.reward_id: reward for reward in known}
+    named = [msgspec.structs.replace(reward, reward_id=reward.reward_id or _new_id("w")) for reward in rewards]
+    new: dict[str | None, Reward] = {}
+    for reward in named:
+        first = there.get(reward.reward_id) or new.setdefault(reward.reward_id, reward)
+        if first != reward:
+            raise Conflict(f"rollout {rollout_id}: reward {reward.reward_id} is there already as {first}")
+    return named, list(new.values())
+
+
+def _reward_rows(rollout_id: str, attempt_id: str, rewards: Iterable[Reward]) -> list[dict[str, Any]]:
+    place = {"rollout_id": rollout_id, "attempt_id": attempt_id}
+    return [place | msgspec.structs.asdict(reward) for reward in rewards]
+
+
+def _postpone(connection: sa.Connection, seconds: float, lease_seconds: float = 0) -> None:
+    attempts = schema.attempts.c
+    moved = {
+        "deadline_at": attempts.deadline_at + seconds,
+        "lease_expires_at": attempts.lease_expires_at + lease_seconds,
+    }
+    connection.execute(sa.update(schema.attempts).where(queries.RUNNING).values(moved))
 
 
 def _following(
@@ -705,6 +864,15 @@ def _following(
     if infrastructure and queries.counted_attempts(connection, rollout.rollout_id) < rollout.config.max_attempts:
         return "queued"
     return "failed"
+
+
+def _pause(connection: sa.Connection, rollout: Rollout, error: ErrorInfo | None) -> float:
+    """Seconds until a rollout whose attempt has ended so may be claimed again: twice as long after each failure of
+    infrastructure; none where the attempt was stopped with its runner or its session."""
+    if error is not None and error.type in NOT_COUNTED:
+        return 0.0
+    failures = queries.counted_attempts(connection, rollout.rollout_id)
+    return min(_FIRST_PAUSE_SECONDS * 2.0 ** (failures - 1), _LONGEST_PAUSE_SECONDS)
 
 
 def _who_counts(rollout: Rollout) -> str:
@@ -723,6 +891,12 @@ def _why(late: Overdue, rollout: Rollout, attempt: sa.Row[Any]) -> ErrorInfo:
     if late.why == "worker":
         return ErrorInfo(
             type="RunnerDied", message=f"the process of worker {attempt.worker_id} died", infrastructure=True
+        )
+    if late.why == "server":
+        return ErrorInfo(
+            type="ServerGone",
+            message="the server that has the attempt's records is gone: it did not end it in time",
+            infrastructure=True,
         )
     if late.why == "session":
         return ErrorInfo(

@@ -5,7 +5,6 @@ micro-batches only say how much is computed at once. A loss that must know the w
 (`prepare`), by a pass without gradient.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,44 +15,37 @@ from torch import Tensor, nn
 
 from lightning_rl.rl.kl import kl_penalty
 from lightning_rl.rl.losses import LossOptions, Tokens, loss_named
-from lightning_rl.training.batch import MiniBatch, TrainingSequence, by_sequence, canonical_order, mini_batches
+from lightning_rl.training.batch import MiniBatch, TrainingSequence, by_sequence, canonical_order
 from lightning_rl.training.critic import values_of, weighted_value_loss
 from lightning_rl.training.forward import Forward
-from lightning_rl.training.optimizer import Optimizer, OptimizerConfig
+from lightning_rl.training.learner import Learner, LearnerConfig, add_up, means
+from lightning_rl.training.optimizer import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorConfig(LossOptions):
+class ActorConfig(LearnerConfig, LossOptions):
     """verl's `actor_rollout_ref.actor`, resolved; `loss_mode` names one of `rl.losses.LOSSES`, with its options.
 
-    `mini_batch_rollouts` is ppo_mini_batch_size x rollout.n; `log_prob_rows` are computed at once by `log_probs` (None:
-    as many as in an update). With `kl_loss_coef`, sequences need `reference_log_probs`. With `shuffle`, mini-batches
-    come in another order in every pass. With a value head (a shared trunk) values are trained in the same update, the
-    value loss counts `value_coef` times, and sequences need `values` and `returns`; `cliprange_value` bounds them. With
-    `param_offload`, the weights wait in main memory from `offload` on, with `optimizer_offload` the optimizer's state
-    does so between updates.
+    `log_prob_rows` are computed at once by `log_probs` (None: as many as in an update). With `kl_loss_coef`, sequences
+    need `reference_log_probs`. With `shuffle`, mini-batches come in another order in every pass. With a value head (a
+    shared trunk) values are trained in the same update, the value loss counts `value_coef` times, and sequences need
+    `values` and `returns`; `cliprange_value` bounds them. With `param_offload` the weights wait from `offload` on.
     """
 
-    mini_batch_rollouts: int
-    micro_batch_rows: int | None
-    micro_batch_tokens: int | None
-    ppo_epochs: int
-    loss_agg_mode: str
-    loss_scale_factor: float | None
     entropy_coeff: float
-    optim: OptimizerConfig
     log_prob_rows: int | None = None
     loss_mode: str = "vanilla"
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "low_var_kl"
     shuffle: bool = False
-    param_offload: bool = False
-    optimizer_offload: bool = False
     value_coef: float = 0.0
     cliprange_value: float = 0.5
 
 
-class Actor:
+_ADVICE = "the model's logits or their advantages are no numbers; lower actor.optim.lr, or look at the last checkpoint"
+
+
+class Actor(Learner):
     """A causal LM with its optimizer, which trains those of its parameters that require a gradient.
 
     Args:
@@ -73,7 +65,7 @@ class Actor:
     ) -> None:
         self.model = model
         self.value_head = value_head
-        self.config = config
+        self.config: ActorConfig = config
         self.forward = forward or Forward(model, pad_id)
         of_values = [] if value_head is None else list(value_head.parameters())
         self.optimizer = Optimizer([*model.parameters(), *of_values], config.optim)
@@ -87,6 +79,8 @@ class Actor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; the model's weights must be those of the same moment."""
         self.optimizer.load_state_dict(state)
+        if self.config.optimizer_offload:
+            self.optimizer.offload()
 
     def offload(self) -> None:
         """With `param_offload`, let the weights wait in main memory; on a CPU they are there anyway."""
@@ -115,16 +109,6 @@ class Actor:
         with torch.inference_mode():
             return [values.float().cpu().numpy() for values in self._log_probs(sequences, cut)]
 
-    def plan(self, sequences: list[TrainingSequence], rollouts: int) -> list[MiniBatch]:
-        """The mini-batches of a step that asked for `rollouts` rollouts."""
-        return mini_batches(
-            sequences,
-            rollouts=rollouts,
-            rollouts_each=self.config.mini_batch_rollouts,
-            mode=self.config.loss_agg_mode,
-            scale_factor=self.config.loss_scale_factor,
-        )
-
     def update(self, plan: list[MiniBatch], *, values_alone: bool = False) -> dict[str, float]:
         """One PPO update over mini-batches whose `old_log_probs` are set; verl's `actor/...` metrics, and
         `actor/first_k3_kl`: the distance from the old ones before anything was changed.
@@ -146,7 +130,7 @@ class Actor:
         if self.config.optimizer_offload:
             self.optimizer.offload()
         first = {} if values_alone else {"actor/first_k3_kl": metrics[0]["actor/ppo_k3_kl"]}
-        return {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]} | first
+        return means(metrics) | first
 
     @torch.no_grad()
     def prepare(self, sequences: list[TrainingSequence]) -> dict[int, Tensor]:
@@ -203,7 +187,7 @@ class Actor:
             found["actor/ppo_kl"] = -gap.sum() / trained
             found["actor/ppo_k3_kl"] = (gap.clamp(max=20).expm1() - gap).sum() / trained
             found["actor/entropy"] = entropies.sum() / trained
-            _add(sums, {name: value.item() for name, value in found.items()}, micro)
+            add_up(sums, found, micro, advice=_ADVICE)
         in_rows, distinct, computed = sizes
         sums["perf/padding_share"] = 1 - distinct / computed
         sums["perf/shared_share"] = 1 - distinct / in_rows
@@ -227,7 +211,7 @@ class Actor:
                 states = self.forward.hidden(micro)
             loss, found = self._value_loss(states, micro, mini)
             (self.config.value_coef * loss).backward()  # type: ignore[no-untyped-call]
-            _add(sums, {name: value.item() for name, value in found.items()}, micro)
+            add_up(sums, found, micro, advice=_ADVICE)
         return sums | {f"critic/{name}": value for name, value in self.optimizer.step().items()}
 
     def _order(self, plan: list[MiniBatch]) -> list[MiniBatch]:
@@ -267,11 +251,6 @@ class Actor:
             return 1.0
         return self._gather(np.ones(len(s.trained), np.float32) if s.weights is None else s.weights for s in micro)
 
-    def _micro_batches(self, sequences: list[TrainingSequence]) -> Iterable[list[TrainingSequence]]:
-        return self.forward.micro_batches(
-            sequences, rows=self.config.micro_batch_rows, tokens=self.config.micro_batch_tokens
-        )
-
     def _gather(self, parts: Iterable[np.ndarray[Any, np.dtype[Any]]]) -> Tensor:
         return torch.from_numpy(np.concatenate(list(parts))).to(self._device)
 
@@ -288,15 +267,3 @@ def _known(sequence: TrainingSequence, name: str) -> np.ndarray[Any, np.dtype[np
             "leave such tokens out (TrainingSequence.keep), or compute them"
         )
     return values
-
-
-def _add(sums: dict[str, float], found: dict[str, float], micro: list[TrainingSequence]) -> None:
-    """Add a micro-batch's share. Raises FloatingPointError where a number is none, naming the rollouts."""
-    for name, value in found.items():
-        if not math.isfinite(value):
-            rollouts = sorted({s.rollout for s in micro})
-            raise FloatingPointError(
-                f"{name} is {value} for the rollouts {rollouts} of the batch: the model's logits or their advantages "
-                "are no numbers; lower actor.optim.lr, or look at the last checkpoint"
-            )
-        sums[name] = sums.get(name, 0.0) + value

@@ -5,7 +5,6 @@ loss is a sum of weighted token losses as the actor's is: rows, their order and 
 """
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,27 +17,21 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from lightning_rl.rl.losses import value_loss
-from lightning_rl.training.batch import MiniBatch, TrainingSequence, by_sequence, mini_batches
+from lightning_rl.training.batch import MiniBatch, TrainingSequence, by_sequence
 from lightning_rl.training.forward import Forward
+from lightning_rl.training.learner import Learner, LearnerConfig, add_up, means
 from lightning_rl.training.offload import Offload
-from lightning_rl.training.optimizer import Optimizer, OptimizerConfig
+from lightning_rl.training.optimizer import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticConfig:
-    """verl's `critic`, resolved; the fields are those of `ActorConfig`, `cliprange_value` how far values may go from
-    the old ones in one training step."""
+class CriticConfig(LearnerConfig):
+    """verl's `critic`, resolved; `cliprange_value` is how far values may go from the old ones in one training step."""
 
     cliprange_value: float
-    mini_batch_rollouts: int
-    micro_batch_rows: int | None
-    micro_batch_tokens: int | None
-    ppo_epochs: int
-    loss_agg_mode: str
-    loss_scale_factor: float | None
-    optim: OptimizerConfig
-    param_offload: bool = False
-    optimizer_offload: bool = False
+
+
+_ADVICE = "the critic's values or the returns are no numbers; lower critic.optim.lr, or look at the last checkpoint"
 
 
 class ValueModel(nn.Module):
@@ -82,7 +75,7 @@ def values_of(states: Tensor, head: nn.Linear) -> Tensor:
     return values.squeeze(-1)
 
 
-class Critic:
+class Critic(Learner):
     """A value model with its optimizer.
 
     Args:
@@ -93,7 +86,7 @@ class Critic:
 
     def __init__(self, model: ValueModel, config: CriticConfig, pad_id: int, forward: Forward | None = None) -> None:
         self.model = model
-        self.config = config
+        self.config: CriticConfig = config
         self.forward = forward or Forward(model.trunk, pad_id)
         self.optimizer = Optimizer(model.parameters(), config.optim)
         self._place = Offload(model, enabled=config.param_offload)
@@ -114,16 +107,6 @@ class Critic:
         with self._place.in_use(), torch.inference_mode():
             return by_sequence(sequences, self._micro_batches(sequences), self._values)
 
-    def plan(self, sequences: list[TrainingSequence], rollouts: int) -> list[MiniBatch]:
-        """The mini-batches of a step that asked for `rollouts` rollouts."""
-        return mini_batches(
-            sequences,
-            rollouts=rollouts,
-            rollouts_each=self.config.mini_batch_rollouts,
-            mode=self.config.loss_agg_mode,
-            scale_factor=self.config.loss_scale_factor,
-        )
-
     def update(self, plan: list[MiniBatch]) -> dict[str, float]:
         """One update over mini-batches whose `values` and `returns` are set; verl's `critic/...` metrics."""
         if not plan:
@@ -136,7 +119,7 @@ class Critic:
             self.optimizer.schedule_step()
             if self.config.optimizer_offload:
                 self.optimizer.offload()
-        return {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
+        return means(metrics)
 
     def accumulate(self, mini: MiniBatch) -> dict[str, float]:
         """Add the gradient of one mini-batch's loss to the parameters' `.grad`; its metrics."""
@@ -144,8 +127,7 @@ class Critic:
         for micro in self._micro_batches(mini.sequences):
             loss, found = weighted_value_loss(self._values(micro), micro, mini, clip=self.config.cliprange_value)
             loss.backward()  # type: ignore[no-untyped-call]
-            for name, value in found.items():
-                sums[name] = sums.get(name, 0.0) + _finite(name, value.item(), micro)
+            add_up(sums, found, micro, advice=_ADVICE)
         return sums
 
     def _optimizer_step(self, mini: MiniBatch) -> dict[str, float]:
@@ -155,12 +137,6 @@ class Critic:
 
     def _values(self, micro: Sequence[TrainingSequence]) -> Tensor:
         return values_of(self.forward.hidden(micro), self.model.head)
-
-    def _micro_batches(self, sequences: list[TrainingSequence]) -> list[list[TrainingSequence]]:
-        config = self.config
-        return list(
-            self.forward.micro_batches(sequences, rows=config.micro_batch_rows, tokens=config.micro_batch_tokens)
-        )
 
 
 def weighted_value_loss(
@@ -196,14 +172,3 @@ def _set(sequence: TrainingSequence, name: str) -> NDArray[np.float32]:
     if found is None:
         raise ValueError(f"rollout {sequence.rollout} of the batch has no {name}: compute them before the update")
     return found
-
-
-def _finite(name: str, value: float, micro: Sequence[TrainingSequence]) -> float:
-    """The number. Raises FloatingPointError where it is none, naming the rollouts."""
-    if not math.isfinite(value):
-        rollouts = sorted({s.rollout for s in micro})
-        raise FloatingPointError(
-            f"{name} is {value} for the rollouts {rollouts} of the batch: the critic's values or the returns are no "
-            "numbers; lower critic.optim.lr, or look at the last checkpoint"
-        )
-    return value

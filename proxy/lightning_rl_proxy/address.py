@@ -9,6 +9,8 @@ _DOOR = re.compile(
     rf"/rollout/(?P<rollout>{ID_PATTERN})/attempt/(?P<attempt>{ID_PATTERN})"
     rf"(?:/agent/(?P<agent>{ID_PATTERN}))?(?P<path>/v1/.+)"
 )
+_NOT_IN_A_TAG = re.compile(r"[^A-Za-z0-9._~-]")
+_LONGEST_TAG = 128
 _KEY_DOOR = re.compile(r"(?P<path>/v1/.+)")
 
 
@@ -34,6 +36,11 @@ def parse(path: str) -> Door | None:
     if match := _KEY_DOOR.fullmatch(path):
         return Door(None, match["path"])
     return None
+
+
+def as_tag(name: str) -> str:
+    """A name as a tag: what a URL cannot hold is a `-`, and of a long one the end is kept."""
+    return _NOT_IN_A_TAG.sub("-", name)[-_LONGEST_TAG:]
 
 
 def base_url(gateway: str, address: Address) -> str:

@@ -19,9 +19,10 @@ from lightning_rl_adapters.call import Call, to_span
 from lightning_rl_adapters.span import Span
 from lightning_rl_proxy import relay
 from lightning_rl_proxy.attempt import Attempt, Place, new_call_id
+from lightning_rl_proxy.clock import Clock
 from lightning_rl_proxy.dialects import chat_completions, responses
 from lightning_rl_proxy.dialects.base import Dialect, Events, NamedTool, Opening, Request
-from lightning_rl_proxy.engines.base import Tokens
+from lightning_rl_proxy.engines.base import Engine, Tokens
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.exchange import Exchange
@@ -53,8 +54,14 @@ class Answerer:
     """Works requests of any dialect. `record` takes what was sampled for an answer that never came."""
 
     def __init__(
-        self, router: Router, renderer: Renderer | None, counters: Counter[str], record: Callable[[Span], None]
+        self,
+        router: Router,
+        renderer: Renderer | None,
+        counters: Counter[str],
+        record: Callable[[Span], None],
+        clock: Clock,
     ) -> None:
+        self._clock = clock
         self._router = router
         self._renderer = renderer
         self._counters = counters
@@ -84,6 +91,7 @@ class Answerer:
         if self._renderer is None:
             raise no_engine(model)
         _check_text(request)
+        _check_template_kwargs(request, self._renderer)
         return self._sample_all(asked, self._renderer)
 
     async def _sample_all(self, asked: Asked, renderer: Renderer) -> bytes:
@@ -99,7 +107,8 @@ class Answerer:
         forced = _forced(request, place, renderer)
         reader = self.reader(request)
         choices = [
-            _Choice(asked, place, forced, reader, index=index, number=first + index) for index in range(request.n)
+            _Choice(asked, place, forced, reader, self._clock, index=index, number=first + index)
+            for index in range(request.n)
         ]
         self._check_abilities(request, model, choices[0].sampling)
         opening = Opening(
@@ -123,6 +132,7 @@ class Answerer:
             generation,
             request_id=choice.call_id,
             stream=choice.watched,
+            home=choice.home,
         )
         ended = False
         try:
@@ -144,7 +154,9 @@ class Answerer:
         self._count_ignored(asked.request.ignored_fields)
         call = choice.call()
         asked.exchange.calls.append((call, choice.told() | {semconv.OUTPUT_MESSAGES: [answer.message()]}))
-        commit = asked.attempt.answered(choice.place, call, answer.message(), reasoned=bool(answer.reasoning))
+        commit = asked.attempt.answered(
+            choice.place, call, answer.message(), reasoned=bool(answer.reasoning), served_by=generation.served_by
+        )
         if asked.request.prompt is None:
             asked.exchange.commits.append(commit)
         else:
@@ -180,7 +192,7 @@ class Answerer:
         fields = request.fields if asked.dialect is chat_completions else relay.fields_of(request)
         # What an attempt publishes is about its policy: a judge beside it keeps the temperature that it was given.
         sent = relay.body_of(fields, attempt.info.sampling if model == self._router.policy else {}, index)
-        start_ns = time.time_ns()
+        start_ns = self._clock()
         answer = await self._router.complete(model, sent)
         # As in `_sample`, nothing waits from here to the end.
         place = relay.placed(by_messages, answer, request)
@@ -196,7 +208,7 @@ class Answerer:
             agent=asked.agent,
             model=model,
             start_ns=start_ns,
-            end_ns=time.time_ns(),
+            end_ns=self._clock(),
         )
         self._count_ignored([*request.ignored_fields, *answer.ignored_fields])
         asked.exchange.calls.append((call, relay.attributes(answer, place, request, asked.dialect.NAME, sent)))
@@ -233,7 +245,7 @@ class _Choice:
     """One answer while it is sampled. It begins with the tokens `forced`, which nobody samples."""
 
     def __init__(
-        self, asked: Asked, place: Place, forced: list[int], reader: Reader, *, index: int, number: int
+        self, asked: Asked, place: Place, forced: list[int], reader: Reader, clock: Clock, *, index: int, number: int
     ) -> None:
         request, info = asked.request, asked.attempt.info
         self.asked = asked
@@ -261,7 +273,8 @@ class _Choice:
         if forced:
             self.place = replace(place, added_ids=place.added_ids + forced, prompt_ids=place.prompt_ids + forced)
         self._number = number
-        self.start_ns = time.time_ns()
+        self._clock = clock
+        self.start_ns = clock()
 
     def push(self, tokens: Tokens) -> list[Delta]:
         """What some more tokens add; one by one, so that the recorded tokens give the same events again."""
@@ -271,6 +284,12 @@ class _Choice:
                 logprobs = None if tokens.logprobs is None else [tokens.logprobs[index]]
                 deltas += self._parser.push([token], logprobs)
         return deltas
+
+    @property
+    def home(self) -> Engine | None:
+        """The engine that has the conversation so far in its cache; samples of one prompt begin a new one each."""
+        before = self.place.continued
+        return None if before is None or self.asked.request.n > 1 else before.served_by
 
     @property
     def ended(self) -> bool:
@@ -324,7 +343,7 @@ class _Choice:
             delivered=delivered,
             overshoot=self.overshoot,
             start_ns=self.start_ns,
-            end_ns=time.time_ns(),
+            end_ns=self._clock(),
         )
 
     def told(self) -> dict[str, Any]:
@@ -410,6 +429,23 @@ def _check_text(request: Request) -> None:
                 param=f"messages[{index}].content",
                 kind="unsupported_parameter",
             )
+
+
+def _check_template_kwargs(request: Request, renderer: Renderer) -> None:
+    """Raises GatewayError(400) for kwargs that this request's prompt is not rendered with: those of a run are fixed."""
+    asked = request.fields.get("chat_template_kwargs")
+    if asked is None or request.prompt is not None:
+        return
+    known = renderer.chat_template_kwargs
+    if not isinstance(asked, dict) or any(name not in known or known[name] != asked[name] for name in asked):
+        raise GatewayError(
+            400,
+            f"chat_template_kwargs={str(asked)[:200]} is not how prompts are rendered here ({dict(known)}); leave it "
+            "out, or set it for all: actor_rollout_ref.rollout.multi_turn.chat_template_kwargs, or "
+            "`serve --chat-template-kwargs`",
+            param="chat_template_kwargs",
+            kind="unsupported_parameter",
+        )
 
 
 def _forced(request: Request, place: Place, renderer: Renderer) -> list[int]:

@@ -27,6 +27,7 @@ from lightning_rl_adapters.semconv import ForkCause
 from lightning_rl_proxy import echo, forks
 from lightning_rl_proxy.address import Address
 from lightning_rl_proxy.echo import Conversation, Echo, Head, Numbering
+from lightning_rl_proxy.engines.base import Engine
 from lightning_rl_proxy.exchange import Exchange
 from lightning_rl_proxy.forks import Fork
 from lightning_rl_proxy.ledger import AttemptInfo
@@ -49,7 +50,7 @@ class LiveCall:
     messages behind the head with all before, `numbering` the counts of their tool calls. `forms` are all messages to
     the answer as the client last wrote them, None for one that equality cannot tell; the calls of a line share the
     list, so that it may go on behind the answer. `reasoned`: whether it reasoned before it answered. `prompt` is its
-    whole prompt while that is at hand.
+    whole prompt while that is at hand, `served_by` the engine that sampled it.
     """
 
     call: Call
@@ -62,6 +63,7 @@ class LiveCall:
     forms: list[dict[str, Any] | None]
     reasoned: bool
     prompt: list[int] | None
+    served_by: Engine | None
 
     @property
     def key(self) -> bytes:
@@ -245,6 +247,11 @@ class Place:
     nearest: LiveCall | None = None
 
     @property
+    def continued(self) -> LiveCall | None:
+        """The call that it goes on with: in tokens, or else in messages."""
+        return self.parent or self.trail.continued
+
+    @property
     def echo_edited(self) -> bool:
         """Whether the history holds an answer of ours that the client altered."""
         return self.trail.echo_edited
@@ -345,7 +352,13 @@ class Attempt:
         self.responses |= exchange.responses
 
     def answered(
-        self, place: Place, call: Call, message: dict[str, Any], *, reasoned: bool = False
+        self,
+        place: Place,
+        call: Call,
+        message: dict[str, Any],
+        *,
+        reasoned: bool = False,
+        served_by: Engine | None = None,
     ) -> tuple[Trail, LiveCall]:
         """What `commit` takes, so that a later request finds the answer `message` and continues `call`."""
         trail = place.trail
@@ -364,6 +377,7 @@ class Attempt:
             forms=_lengthened(trail.continued, [echo.comparable(one) for one in (*added, message)]),
             reasoned=reasoned,
             prompt=place.prompt_ids or None,
+            served_by=served_by,
         )
 
     def joinable(self, body_key: bytes, *, marked_as_retry: bool) -> Exchange | None:

@@ -5,29 +5,31 @@ answer was written before its client was seen to leave; only delivered calls are
 """
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import xxhash
 from prometheus_client import Histogram
 
 from lightning_rl_adapters.call import to_span
 from lightning_rl_proxy import address as addresses
-from lightning_rl_proxy import openapi
+from lightning_rl_proxy import baggage, openapi
 from lightning_rl_proxy.address import Address, Door
 from lightning_rl_proxy.answering import Answerer
 from lightning_rl_proxy.attempt import Attempt
+from lightning_rl_proxy.balance import ModelLoad
+from lightning_rl_proxy.clock import Clock
 from lightning_rl_proxy.dialects import chat_completions, completions, messages, responses
 from lightning_rl_proxy.dialects.base import Dialect, decode
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
 from lightning_rl_proxy.errors import GatewayError, closed
 from lightning_rl_proxy.exchange import Exchange
-from lightning_rl_proxy.keys import KeyRefused, verify_attempt_key
+from lightning_rl_proxy.keys import KeyRefused, sent_key, verify_attempt_key
 from lightning_rl_proxy.ledger import AttemptInfo, Ledger
 from lightning_rl_proxy.limits import Limits, announced_bytes
 from lightning_rl_proxy.recorder import Recorder
@@ -50,7 +52,20 @@ _DIALECTS: dict[str, Dialect] = {
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 502: "api_error"}
 _INFO_SECONDS = 1.0  # how long the ledger's word on an attempt is believed
 _SEALED_REMEMBERED = 65536
+_STARTING_SECONDS = 10.0  # an attempt that has not called by then is busy with something else
 _log = logging.getLogger(__name__)
+
+
+class GatewayLoad(NamedTuple):
+    """How busy the models are that have token engines, and the attempts that make them so.
+
+    `starting` attempts were opened moments ago and have not called yet; they, too, are among the `open_attempts`.
+    """
+
+    policy: str
+    models: dict[str, ModelLoad]
+    starting: int
+    open_attempts: int
 
 
 class Gateway:
@@ -88,22 +103,28 @@ class Gateway:
         self._ledger = ledger
         self._secret = secret
         self._renderer = renderer
+        self._clock = Clock()
         self._recorder = Recorder(journal, ledger, counters=self.counters)
-        self._answerer = Answerer(router, renderer, self.counters, self._recorder.record)
+        self._answerer = Answerer(router, renderer, self.counters, self._recorder.record, self._clock)
         self._grace_seconds = grace_seconds
         self._ping_seconds = ping_seconds
         self._parked_seconds = parked_seconds
         self._attempts: dict[tuple[str, str], Attempt] = {}
+        self._starting: dict[tuple[str, str], float] = {}  # since when, the oldest first
         # The ledger says that an attempt is closed a moment after it was sealed; in between, this does.
         self._sealed: dict[tuple[str, str], int] = {}  # the tokens that each was handed
         self._background: set[asyncio.Task[None]] = set()
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Open the journal (replaying what is left in it)."""
+        """Open the journal (replaying what is left in it), and look after the engines from now on."""
         await self._recorder.start()
+        self._watching = self._later(self.router.watch())
 
     async def stop(self) -> None:
         """Hand every record over and free the connections."""
+        if self._watching is not None:
+            self._watching.cancel()
         for attempt in list(self._attempts.values()):
             self._close(attempt)
         await self._recorder.stop()
@@ -111,8 +132,15 @@ class Gateway:
 
     def open(self, info: AttemptInfo) -> None:
         """Tell of an attempt that was opened just now, so that its first call need not ask the ledger."""
-        address = Address(info.rollout_id, info.attempt_id)
-        self._attempts.setdefault((info.rollout_id, info.attempt_id), Attempt(address, info, time.monotonic()))
+        address, now = Address(info.rollout_id, info.attempt_id), time.monotonic()
+        name = (info.rollout_id, info.attempt_id)
+        if name not in self._attempts:
+            self._attempts[name] = Attempt(address, info, now)
+            self._starting[name] = now
+
+    def held(self) -> list[tuple[str, str]]:
+        """The open attempts, by rollout and attempt id."""
+        return list(self._attempts)
 
     async def seal(self, rollout_id: str, attempt_id: str) -> None:
         """End an attempt: later calls get 409, calls in flight are aborted, and on return its records are durable."""
@@ -125,6 +153,7 @@ class Gateway:
             cancelled = self._close(attempt)
             await asyncio.gather(*cancelled, return_exceptions=True)  # each records what it was handed
             self._sealed[name] = attempt.tokens_received
+        self._has_begun(name)
         await self._recorder.stored()
 
     def is_lost(self, rollout_id: str, attempt_id: str) -> bool:
@@ -143,9 +172,10 @@ class Gateway:
                 received[rollout_id] += attempt.tokens_received
         return dict(received)
 
-    def carry_on(self, received: dict[str, int]) -> None:
-        """Begin the counts of received tokens where an earlier gateway's records end."""
+    def carry_on(self, received: dict[str, int], newest_ns: int = 0) -> None:
+        """Begin the counts of received tokens, and the times of calls, where an earlier gateway's records end."""
         self.router.carry_on(received)
+        self._clock.begin_after(newest_ns)
 
     async def pause(self, model: str | None = None, drain_seconds: float = 0) -> None:
         """Let new calls of `model` (None: every model) wait; those in flight have `drain_seconds`, then they freeze.
@@ -158,24 +188,45 @@ class Gateway:
         """Let frozen and waiting calls go on."""
         await self.router.resume(model, policy_version)
 
+    async def detach(self, engine: str) -> None:
+        """Send an engine no call more; `engine` is its name in `state`. Those in flight end. Raises KeyError."""
+        await self.router.detach(engine)
+
+    async def vouch(self, engine: str, policy_version: int) -> None:
+        """Believe that an engine has the model's current weights. Raises as `Router.vouch`."""
+        await self.router.vouch(engine, policy_version)
+
     def state(self) -> dict[str, Any]:
-        """Engines and tokens per model, open attempts, and counts of what went another way than straight.
+        """Calls and tokens per model, each engine, open attempts, and counts of what went another way than straight.
 
         `append_only` says in which situations a chat template is proven to continue at token level; null where the
         renderer was made for the model. `tokens_lost` were sampled for records that were given up; no store will ever
-        tell of them.
+        tell of them. Every call that this process recorded ends after `began_ns`, every earlier one before it.
         """
         lost = self._recorder.tokens_lost
         gone = lost.total() - sum(lost[name] for name in self._attempts)  # the others' are pending with all of theirs
         pending = gone + sum(attempt.tokens_received for attempt in self._attempts.values())
         return {
             "models": self.router.state(),
+            "engines": self.router.engines(),
             "open_attempts": len(self._attempts),
+            "began_ns": self._clock.began_ns,
             "tokens_pending": pending,
             "tokens_lost": lost.total(),
             "counters": dict(self.counters),
             "append_only": None if self._renderer is None else self._renderer.append_only,
         } | self._recorder.state()
+
+    def load(self) -> GatewayLoad:
+        """How busy the engines are, and what is about to call them."""
+        late = time.monotonic() - _STARTING_SECONDS
+        while self._starting and self._starting[first := next(iter(self._starting))] < late:
+            del self._starting[first]
+        return GatewayLoad(self.router.policy, self.router.loads(), len(self._starting), len(self._attempts))
+
+    def when_eased(self, tell: Callable[[], None]) -> None:
+        """Call `tell` whenever `load` may have become less, and now and then."""
+        self.router.eased = tell
 
     async def check(self) -> tuple[str | None, dict[str, str | None]]:
         """What is wrong with recording, and with each engine; None where nothing is."""
@@ -215,7 +266,8 @@ class Gateway:
             await _respond(send, 200, await self._embed(await self._read(headers, receive)))
         elif scope["method"] == "POST" and door.path in _DIALECTS:
             body = await self._read(headers, receive)
-            await self._call(attempt, address.agent, dialect, headers, body, receive, send)
+            agent = address.agent or baggage.agent_of(scope["headers"])
+            await self._call(attempt, agent, dialect, headers, body, receive, send)
         else:
             raise GatewayError(
                 404,
@@ -265,10 +317,8 @@ class Gateway:
 
     def _authorised(self, asked: Address | None, headers: dict[bytes, bytes]) -> Address:
         """The address that the key opens, with the URL's agent tag. Raises GatewayError(401 or 403)."""
-        bearer = headers.get(b"authorization", b"").decode("latin-1")
-        key = bearer.removeprefix("Bearer ").strip() or headers.get(b"x-api-key", b"").decode("latin-1")
         try:
-            opened = verify_attempt_key(self._secret, key)
+            opened = verify_attempt_key(self._secret, sent_key(headers))
         except KeyRefused as error:
             raise GatewayError(401, str(error), kind="authentication_error") from error
         if asked is None:
@@ -316,8 +366,10 @@ class Gateway:
         if attempt.sealed:  # while the body came
             raise closed(attempt.address.attempt_id)
         retry = headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
-        whose = f"{dialect.NAME}\n{agent or ''}\n".encode()
-        body_key = hashlib.blake2b(whose + body, digest_size=16).digest()
+        # No secret: who makes two bodies collide confuses an attempt of its own.
+        digest = xxhash.xxh3_128(f"{dialect.NAME}\n{agent or ''}\n".encode())
+        digest.update(body)
+        body_key = digest.digest()
         exchange = self._joined(attempt, body_key, retry=retry)
         if exchange is None:
             self.limits.check_calls(attempt.in_flight, attempt.address.attempt_id)
@@ -330,6 +382,7 @@ class Gateway:
             exchange.task = asyncio.create_task(work)
             attempt.in_flight += 1
             exchange.task.add_done_callback(attempt.ended)
+            self._has_begun((attempt.address.rollout_id, attempt.address.attempt_id))
             attempt.exchanges.setdefault(body_key, []).append(exchange)
         else:
             self.counters["joined_retries"] += 1
@@ -447,6 +500,11 @@ class Gateway:
             self._record(exchange, delivered=False)
         attempt.exchanges.clear()
         return aborted
+
+    def _has_begun(self, name: tuple[str, str]) -> None:
+        """An attempt has called, or is over: no call is expected of it any more."""
+        if self._starting.pop(name, None) is not None:
+            self.router.eased()
 
     def _forget(self, attempt: Attempt, exchange: Exchange) -> None:
         kept = [other for other in attempt.exchanges.get(exchange.body_key, []) if other is not exchange]

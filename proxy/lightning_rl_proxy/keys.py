@@ -8,6 +8,7 @@ import base64
 import hashlib
 import hmac
 import time
+from collections.abc import Mapping
 
 from lightning_rl_proxy.address import Address
 
@@ -24,6 +25,21 @@ def sign_attempt_key(secret: bytes, rollout_id: str, attempt_id: str, expires_at
     """The key of an attempt, valid until `expires_at` (seconds since the epoch)."""
     payload = _SEPARATOR.join((_PREFIX, rollout_id, attempt_id, str(expires_at)))
     return payload + _SEPARATOR + _signature(secret, payload)
+
+
+def sent_key(headers: Mapping[bytes, bytes]) -> str:
+    """The key that a request carries, "" where there is none: as a bearer, in `x-api-key`, or as a password.
+
+    The last is what HTTP clients make of a key in the URL, `http://attempt:KEY@host`.
+    """
+    scheme, _, sent = headers.get(b"authorization", b"").decode("latin-1").strip().partition(" ")
+    if scheme.lower() != "basic":
+        bearer = sent if scheme.lower() == "bearer" else scheme
+        return bearer.strip() or headers.get(b"x-api-key", b"").decode("latin-1")
+    try:
+        return base64.b64decode(sent, validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
 
 
 def verify_attempt_key(secret: bytes, key: str, *, now: float | None = None) -> Address:

@@ -1,8 +1,8 @@
 """A chat backend's answer as a call: its place by messages, corrected by token ids where the service told them.
 
-Pure. A call is exact where the service told all ids of prompt and answer; it is never trainable. Services speak Chat
-Completions: a request of that dialect goes on as it came and its answer comes back as it was given, others are
-translated.
+Pure. A call is exact where the service told all ids of prompt and answer; it is never trainable, of no policy version.
+Services speak Chat Completions: a request of that dialect goes on as it came and its answer comes back as it was given,
+others are translated.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from lightning_rl_adapters import semconv
-from lightning_rl_adapters.call import Call, VersionRange
+from lightning_rl_adapters.call import Call
 from lightning_rl_proxy.attempt import Attempt, Place
 from lightning_rl_proxy.dialects.base import NamedTool, Request
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer
@@ -132,7 +132,7 @@ def call_of(
         response_ids=response_ids,
         logprobs=answer.logprobs,
         logprob_kind="raw",
-        versions=[VersionRange(0, 0, len(response_ids))] if response_ids else [],
+        versions=[],  # frozen: of no policy
         temperature=_temperature(sent),
         finish_reason=str(answer.body["choices"][0].get("finish_reason") or "unknown"),
         exact=answer.response_ids is not None,

@@ -7,7 +7,7 @@ and then the caller renders anew and records a fork. No text of a sampled answer
 import difflib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -104,6 +104,7 @@ class Renderer(Protocol):
 
     stop_token_ids: list[int]
     tokenizer: "FastTokenizer"
+    chat_template_kwargs: Mapping[str, Any]  # every prompt is rendered with these, as far as they are known
 
     @property
     def markup(self) -> Markup | None:
@@ -209,6 +210,10 @@ class LibraryRenderer:
     def __init__(self, renderer: Any, tokenizer: FastTokenizer) -> None:
         self._renderer = renderer
         self.tokenizer = tokenizer
+        config = renderer.config
+        self.chat_template_kwargs: Mapping[str, Any] = {
+            name: getattr(config, name) for name in config.template_field_names()
+        }
         self.stop_token_ids: list[int] = list(renderer.get_stop_token_ids())
         self.markup = _library_markup(renderer.config.name, tokenizer, self.stop_token_ids)
         self._forcing: Forcing | None = None
@@ -422,35 +427,64 @@ def _shared(one: str, other: str) -> str:
 
 
 def load_renderer(
-    tokenizer_path: Path, name: str, model: str, *, history: Literal["keep", "template"] = "keep"
+    tokenizer_path: Path,
+    name: str,
+    model: str,
+    *,
+    history: Literal["keep", "template"] = "keep",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> "LibraryRenderer | TemplateRenderer":
     """The renderer `name` over `tokenizer_path`/tokenizer.json.
 
     `auto`: the one made for `model`, else the one that tokenizer_config.json names as `renderer`, else `template`: the
     folder's own chat template. `history`: the reasoning of earlier turns is kept, or dropped where the format does.
+    `chat_template_kwargs`: what the format is told besides the messages, `{"enable_thinking": False}`; every prompt is
+    rendered with them, and continuations are proven with them.
 
-    Raises ValueError naming the renderers that there are, or what is wrong with the template, and FileNotFoundError for
-    a folder without tokenizer.json.
+    Raises ValueError naming the renderers that there are, the kwargs that the format takes, or what is wrong with the
+    template, and FileNotFoundError for a folder without tokenizer.json.
     """
     if not (tokenizer_path / "tokenizer.json").exists():
         raise FileNotFoundError(f"{tokenizer_path} holds no tokenizer.json")
     tokenizer = FastTokenizer(tokenizer_path)
     resolved = (MODEL_RENDERER_MAP.get(model) or tokenizer.renderer or "template") if name == "auto" else name
+    kwargs = dict(chat_template_kwargs or {})
     if resolved == "template":
-        return _template_renderer(tokenizer_path, tokenizer, model, history)
+        return _template_renderer(tokenizer_path, tokenizer, model, history, kwargs)
     try:
         config = config_from_name(resolved)
     except ValueError as error:
         near = difflib.get_close_matches(resolved, {*MODEL_RENDERER_MAP.values(), "template"}, n=1, cutoff=0.0)[0]
         raise ValueError(f"renderer {resolved!r} is unknown; did you mean {near!r}? {error}") from error
-    if history == "keep" and hasattr(config, "thinking_retention"):
-        # Only with all thinking kept is a new user turn a pure continuation.
-        config = config.model_copy(update={"thinking_retention": "all"})
+    check_kwargs(kwargs, config.template_field_names(), f"renderer {resolved!r}")
+    # Only with all thinking kept is a new user turn a pure continuation.
+    retention = {"thinking_retention": "all"} if history == "keep" else {}
+    try:
+        config = type(config).model_validate(kwargs | retention)
+    except ValueError as error:
+        told = " ".join(str(error).split())
+        raise ValueError(
+            f"chat_template_kwargs={kwargs}, history={history!r}: renderer {resolved!r}: {told}"
+        ) from error
     return LibraryRenderer(renderers.create_renderer(tokenizer, config), tokenizer)
 
 
+def check_kwargs(kwargs: Mapping[str, Any], known: Collection[str], what: str) -> None:
+    """Raises ValueError naming a kwarg that is not `known` to `what`, and those that are."""
+    for name in kwargs:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            takes = ", ".join(sorted(known)) or "none"
+            raise ValueError(f"chat_template_kwargs has {name!r}, and {what} takes {takes}{hint}")
+
+
 def _template_renderer(
-    folder: Path, tokenizer: FastTokenizer, model: str, history: Literal["keep", "template"]
+    folder: Path,
+    tokenizer: FastTokenizer,
+    model: str,
+    history: Literal["keep", "template"],
+    chat_template_kwargs: Mapping[str, Any],
 ) -> "TemplateRenderer":
     from lightning_rl_proxy import templates  # which builds on this module
 
@@ -461,7 +495,9 @@ def _template_renderer(
             "actor_rollout_ref.rollout.renderer or `serve --renderer` (qwen3, llama-3, ...): "
             f"{folder} has no chat template"
         )
-    return templates.TemplateRenderer(folder, tokenizer, texts, model=model, history=history)
+    return templates.TemplateRenderer(
+        folder, tokenizer, texts, model=model, history=history, chat_template_kwargs=chat_template_kwargs
+    )
 
 
 def tool_call_id(call_id: str, index: int) -> str:

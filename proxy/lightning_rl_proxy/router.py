@@ -1,22 +1,27 @@
-"""Which engine or chat backend answers a call, and when: the least busy one of the model, unless the model is paused.
+"""Which engine or chat backend answers a call, and when: as `balance` says, unless the model is paused.
 
 A model has engines or chat backends, never both. Counts every token at the moment an engine hands it over: these counts
-are one side of the conservation law.
+are one side of the conservation law. A call moves to another engine only while it has no token, so that none is counted
+twice.
 """
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from typing import Any, Literal
 
 from lightning_rl_adapters.call import VersionRange
-from lightning_rl_proxy.alarm import ALARMS
-from lightning_rl_proxy.engines.base import Engine, EngineRefused, EngineUnavailable, Finish, Tokens
+from lightning_rl_proxy.balance import EnginePool, ModelLoad, Pool, Replica
+from lightning_rl_proxy.engines.base import Engine, EngineUnavailable, Finish, Tokens
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer, ChatBackend
 from lightning_rl_proxy.errors import UnknownModel
 from lightning_rl_proxy.sampling import Sampling
+from lightning_rl_proxy.watch import Watch
+
+_log = logging.getLogger(__name__)
 
 
 class Generation:
@@ -28,6 +33,15 @@ class Generation:
         self.logprob_kind = "sampled"
         self.finish_reason: str | None = None
         self.versions: list[VersionRange] = []
+        self.served_by: Engine | None = None  # which has its KV cache
+
+    def begin(self, engine: Engine, sampling: Sampling) -> None:
+        """Expect all of it from `engine`; what another one ended without a token is forgotten."""
+        self.served_by = engine
+        self.logprobs = []
+        self.logprob_kind = engine.logprob_kind(sampling)
+        self.finish_reason = None
+        self.versions = []
 
     def add(self, tokens: Tokens, version: int) -> None:
         """Take some tokens more, sampled under `version` as far as is known now."""
@@ -66,24 +80,60 @@ class Router:
         self.policy = policy
         self._refuses_unknown = unknown_model == "refuse"
         self.received: Counter[str] = Counter()
-        self._engines: dict[str, list[Engine]] = {}
-        self._backends: dict[str, list[ChatBackend]] = {}
-        self._busy: Counter[int] = Counter()
+        self._engines: dict[str, EnginePool[Engine]] = {}
+        self._backends: dict[str, Pool[ChatBackend]] = {}
+        self._registered: Counter[str] = Counter()
         self._ended = asyncio.Event()  # set, and made anew, when a call ends
         self._paused: dict[str, asyncio.Event] = {}
-        self._frozen: dict[str, list[Engine]] = {}
+        self._asked: Counter[str] = Counter()  # calls of token engines, also those that wait here
+        self.eased: Callable[[], None] = lambda: None  # called where the engines may bear more than before
+        self._watch = Watch(self._engines.values(), lambda: self.eased())
+        self._leaving: set[asyncio.Task[None]] = set()
 
-    def register(self, engine: Engine) -> None:
-        """Add an engine for its model. Raises ValueError where chat backends serve a model of that name."""
-        if engine.model in self._backends:
-            raise ValueError(f"model {engine.model!r} is a chat backend's already; give the engine's another name")
-        self._engines.setdefault(engine.model, []).append(engine)
+    def register(self, engine: Engine) -> str:
+        """Add an engine for its model; the name that it has here: the model's, and how many were registered before it.
 
-    def register_backend(self, backend: ChatBackend) -> None:
-        """Add a chat backend for its model. Raises ValueError where engines serve a model of that name."""
-        if backend.model in self._engines:
-            raise ValueError(f"model {backend.model!r} has token engines already; give the chat backend another name")
-        self._backends.setdefault(backend.model, []).append(backend)
+        Raises ValueError where chat backends serve a model of that name.
+        """
+        taken = "is a chat backend's already; give the engine's another name"
+        _check_free(engine.model, self._backends.get(engine.model), taken)
+        self._backends.pop(engine.model, None)
+        return self._engines.setdefault(engine.model, EnginePool(engine.model)).add(engine, self._name(engine.model))
+
+    def register_backend(self, backend: ChatBackend) -> str:
+        """Add a chat backend for its model, as `register` does. Raises ValueError where engines serve that model."""
+        taken = "has token engines already; give the chat backend another name"
+        _check_free(backend.model, self._engines.get(backend.model), taken)
+        self._engines.pop(backend.model, None)
+        return self._backends.setdefault(backend.model, Pool(backend.model)).add(backend, self._name(backend.model))
+
+    async def detach(self, name: str) -> None:
+        """Take an engine or chat backend out: it gets no call more, and is let go when those in flight have ended.
+
+        Its model stays known, with its counts. Raises KeyError.
+        """
+        pool = self._pool(name.rpartition(" ")[0])
+        replica = pool.find(name)
+        pool.replicas.remove(replica)
+        task = asyncio.create_task(self._let_go(replica))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def vouch(self, name: str, policy_version: int) -> None:
+        """Believe that an engine has the model's current weights, as somebody says who knows.
+
+        Raises KeyError, ValueError where `policy_version` is not the model's, and EngineUnavailable where the model is
+        paused, or the engine does not answer, or says otherwise itself.
+        """
+        pool = self._engines[name.rpartition(" ")[0]]
+        replica = pool.find(name)
+        if policy_version != pool.version:
+            raise ValueError(f"model {pool.model!r} is at policy version {pool.version}, not {policy_version}")
+        if pool.away(replica) is None:
+            return
+        if self.is_paused(pool.model):
+            raise EngineUnavailable(f"model {pool.model!r} is paused; register engine {name} again when it goes on")
+        await self._watch.vouch(pool, replica)
 
     def resolve(self, requested: str) -> str:
         """The model that a requested name means. Raises UnknownModel where unknown ones are refused."""
@@ -101,7 +151,9 @@ class Router:
         """The names of the parameters that are set and that not every engine of `model` honours."""
         named = ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "json_schema")
         asked = {name for name in named if getattr(sampling, name) is not None}
-        return sorted({name for engine in self._engines.get(model, ()) for name in asked - engine.abilities})
+        if not asked or model not in self._engines:
+            return []
+        return sorted({name for each in self._engines[model].replicas for name in asked - each.engine.abilities})
 
     async def generate(
         self,
@@ -112,43 +164,63 @@ class Router:
         *,
         request_id: str,
         stream: bool = False,
+        home: Engine | None = None,
     ) -> AsyncGenerator[Tokens]:
         """Sample one answer into `generation`, yielding the tokens that come; with `stream`, as they are sampled.
 
-        Waits while the model is paused. Closing the generator aborts the engine's work. Raises EngineUnavailable,
-        EngineRefused or PromptTooLong.
+        `home` is the engine that has the conversation so far in its cache; None for a new one. Waits while the model is
+        paused. An engine that fails before it gave a token is left for another one, each once. Closing the generator
+        aborts the engine's work. Raises EngineUnavailable, EngineRefused or PromptTooLong.
         """
-        await self._not_paused(model)
-        engine = self._least_busy(model)
-        generation.logprob_kind = engine.logprob_kind(sampling)
-        self._busy[id(engine)] += 1
-        try:
-            async with aclosing(engine.generate(prompt, sampling, request_id=request_id, stream=stream)) as parts:
-                async for part in parts:
-                    if isinstance(part, Finish):
-                        generation.end(part)
-                        break
-                    self.received[model] += len(part.token_ids)
-                    generation.add(part, engine.policy_version)
-                    yield part
-        finally:
-            self._left(engine)
-        if generation.finish_reason in (None, "abort"):
-            raise EngineUnavailable(f"the engine of model {model!r} broke request {request_id} off")
+        tried: list[Replica[Engine]] = []
+        with self._asking(model):
+            while True:
+                pool, replica = await self._take(model, home, tried)
+                engine, known_by = replica.engine, replica.said
+                generation.begin(engine, sampling)
+                tried.append(replica)
+                failure: EngineUnavailable | None = None
+                try:
+                    parts = engine.generate(prompt, sampling, request_id=request_id, stream=stream)
+                    async with aclosing(parts):
+                        async for part in parts:
+                            if isinstance(part, Finish):
+                                generation.end(part)
+                                break
+                            self.received[model] += len(part.token_ids)
+                            generation.add(part, engine.policy_version)
+                            yield part
+                except EngineUnavailable as error:
+                    self._watch.lost(pool, replica, str(error))
+                    failure = error
+                finally:
+                    self._left(replica)
+                if failure is None and generation.finish_reason not in (None, "abort"):
+                    if generation.versions:
+                        self._watch.sampled_with(pool, replica, generation.versions[-1].version, known_by)
+                    return
+                failure = failure or EngineUnavailable(f"the engine of model {model!r} broke request {request_id} off")
+                if generation.token_ids or all(each in tried for each in pool.well()):
+                    raise failure
+                _log.warning("request %s goes on to another engine than %s: %s", request_id, replica.name, failure)
 
     async def complete(self, model: str, body: dict[str, Any]) -> ChatAnswer:
         """One choice of a chat backend. Waits while the model is paused. Raises as `generate` does."""
         await self._not_paused(model)
-        backend = min(self._backends[model], key=lambda backend: self._busy[id(backend)])
-        self._busy[id(backend)] += 1
+        pool = self._backends[model]
+        if not pool.replicas:
+            raise no_engine(model)
+        replica = pool.take(pool.replicas)
         try:
-            return await backend.complete(body)
+            return await replica.engine.complete(body)
         finally:
-            self._left(backend)
+            self._left(replica)
 
     async def embed(self, model: str, body: dict[str, Any]) -> bytes:
         """A chat backend's embeddings, as the service gave them. Raises as `generate` does."""
-        return await self._backends[model][0].embed(body)
+        if not self._backends[model].replicas:
+            raise no_engine(model)
+        return await self._backends[model].replicas[0].engine.embed(body)
 
     def carry_on(self, received: dict[str, int]) -> None:
         """Count received tokens on from these, per model: those of earlier processes."""
@@ -158,89 +230,132 @@ class Router:
         """Let the new calls of `model` (None: of all) wait.
 
         Those in flight have `drain_seconds` to end; then they are frozen where they are, and go on at `resume`. Calls
-        of chat backends end as they like. Raises EngineUnavailable or EngineRefused where an engine cannot be frozen.
+        of chat backends end as they like. An engine that does not answer is away then, while another one of its model
+        is well. Raises EngineUnavailable or EngineRefused where an engine cannot be frozen.
         """
         gates = {name: self._paused.setdefault(name, asyncio.Event()) for name in self._named(model)}
+        for name in gates:
+            if name in self._engines:
+                await self._watch.expect_pause(self._engines[name])
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_seconds):
-                while any(self._in_flight(name) for name, gate in gates.items() if not gate.is_set()):
+                while any(self._pool(name).in_flight for name, gate in gates.items() if not gate.is_set()):
                     await self._ended.wait()
         for name, gate in gates.items():
-            for engine in self._engines.get(name, ()):
-                if self._busy[id(engine)] and not gate.is_set() and engine not in self._frozen.get(name, ()):
-                    self._frozen.setdefault(name, []).append(engine)
-                    await engine.pause()
+            if name in self._engines:
+                await self._watch.freeze(self._engines[name], gate)
 
     async def resume(self, model: str | None, policy_version: int | None) -> None:
-        """Let frozen and waiting calls go on, under `policy_version` where one is given."""
+        """Let frozen and waiting calls go on, under `policy_version` where one is given.
+
+        Whoever gives one says that every engine has these weights that answered since the pause began. The version is
+        the model's as soon as each of those goes on; the others stay away until they have it too.
+        """
         for name in self._named(model):
-            for engine in self._engines.get(name, ()):
-                if policy_version is not None:
-                    engine.policy_version = policy_version
+            if (pool := self._engines.get(name)) is not None:
+                await self._watch.go_on(pool, policy_version, paused=self.is_paused(name))
             if (gate := self._paused.pop(name, None)) is not None:
                 gate.set()
-            for engine in self._frozen.pop(name, ()):
-                try:
-                    await engine.resume()
-                except (EngineUnavailable, EngineRefused) as error:
-                    ALARMS.error("an engine of model %s did not go on after the pause: %s", name, error)
 
     def is_paused(self, model: str) -> bool:
         """Whether calls of `model` wait."""
         return model in self._paused
 
-    def state(self) -> dict[str, dict[str, int | bool]]:
-        """Per model: engines (or backends), calls in flight, tokens received, paused, policy version, trainable."""
-        trainable: dict[str, dict[str, int | bool]] = {
-            model: self._counts(model, engines)
-            | {
-                "tokens_received": self.received[model],
-                "policy_version": max(engine.policy_version for engine in engines),
-                "trainable": True,
-            }
-            for model, engines in self._engines.items()
+    def state(self) -> dict[str, dict[str, int | bool | None]]:
+        """Per model: engines (or backends), calls in flight, tokens received, paused, policy version, trainable.
+
+        And of token engines, what waits in their queues, and how many calls they bear at once.
+        """
+        trainable: dict[str, dict[str, int | bool | None]] = {
+            model: self._counts(pool)
+            | {"tokens_received": self.received[model], "policy_version": pool.version, "trainable": True}
+            | {"waiting": load.waiting, "capacity": load.capacity}
+            for (model, pool), load in zip(self._engines.items(), self.loads().values(), strict=True)
         }
-        return trainable | {
-            model: self._counts(model, backends) | {"tokens_received": 0, "policy_version": 0, "trainable": False}
-            for model, backends in self._backends.items()
+        frozen = {"tokens_received": 0, "policy_version": 0, "trainable": False, "waiting": 0, "capacity": None}
+        return trainable | {model: self._counts(pool) | frozen for model, pool in self._backends.items()}
+
+    def engines(self) -> dict[str, dict[str, Any]]:
+        """Per engine or chat backend: why it is away (None: it is well), its calls in flight, its policy version."""
+        engines = {
+            each.name: _told(each, pool.away(each), each.engine.policy_version)
+            for pool in self._engines.values()
+            for each in pool.replicas
         }
+        return engines | {each.name: _told(each) for pool in self._backends.values() for each in pool.replicas}
+
+    def loads(self) -> dict[str, ModelLoad]:
+        """How busy each model is that has token engines."""
+        return {model: pool.busy(self._asked[model]) for model, pool in self._engines.items()}
 
     async def check(self) -> dict[str, str | None]:
         """Per engine, or model of chat backends, what is wrong with it; None for what is well or cannot be asked."""
-        engines = [(f"{model} {i}", each) for model, some in self._engines.items() for i, each in enumerate(some)]
-        found = await asyncio.gather(*(engine.check() for _, engine in engines), return_exceptions=True)
-        for error in found:
-            if error is not None and not isinstance(error, EngineUnavailable):
-                raise error
-        told = {name: None if error is None else str(error) for (name, _), error in zip(engines, found, strict=True)}
-        return told | dict.fromkeys(self._backends)
+        asked = [(pool, replica) for pool in self._engines.values() for replica in pool.replicas]
+        found = await asyncio.gather(*(self._watch.check(pool, replica) for pool, replica in asked))
+        told = {replica.name: trouble for (_, replica), trouble in zip(asked, found, strict=True)}
+        return told | dict.fromkeys(model for model, pool in self._backends.items() if pool.replicas)
+
+    async def watch(self) -> None:
+        """Look after the engines until cancelled, so that those that are away come back."""
+        await self._watch.run()
 
     async def close(self) -> None:
         """Free every engine's and backend's connections."""
-        for engines in self._engines.values():
-            for engine in engines:
-                await engine.close()
-        for backends in self._backends.values():
-            for backend in backends:
-                await backend.close()
+        self._watch.close()
+        for task in self._leaving:
+            task.cancel()
+        pools: list[Pool[Any]] = [*self._engines.values(), *self._backends.values()]
+        for replica in (each for pool in pools for each in pool.replicas):
+            await replica.engine.close()
+
+    @contextlib.contextmanager
+    def _asking(self, model: str) -> Iterator[None]:
+        self._asked[model] += 1
+        try:
+            yield
+        finally:
+            self._asked[model] -= 1
+            self.eased()
 
     async def _not_paused(self, model: str) -> None:
         while (gate := self._paused.get(model)) is not None:
             await gate.wait()
 
-    def _counts(self, model: str, served: Sequence[Engine | ChatBackend]) -> dict[str, int | bool]:
-        return {
-            "engines": len(served),
-            "in_flight": sum(self._busy[id(each)] for each in served),
-            "paused": model in self._paused,
-        }
+    async def _take(
+        self, model: str, home: Engine | None, tried: list[Replica[Engine]]
+    ) -> tuple[EnginePool[Engine], Replica[Engine]]:
+        """The engine that a call goes to. While all are away they are asked once more, so that none is missed."""
+        await self._not_paused(model)
+        pool = self._engines.get(model)
+        if pool is None or not pool.replicas:
+            raise no_engine(model)
+        if not tried and not pool.well():
+            await asyncio.gather(*(self._watch.check(pool, replica) for replica in pool.replicas))
+            await self._not_paused(model)
+        able = [replica for replica in pool.well() if replica not in tried]
+        able = able or [replica for replica in pool.worth_a_try() if replica not in tried]
+        if not able:
+            raise EngineUnavailable("; ".join(filter(None, map(pool.away, pool.replicas))) or str(no_engine(model)))
+        return pool, pool.take(able, home)
 
-    def _in_flight(self, model: str) -> int:
-        served: list[Engine | ChatBackend] = [*self._engines.get(model, ()), *self._backends.get(model, ())]
-        return sum(self._busy[id(each)] for each in served)
+    async def _let_go(self, replica: Replica[Any]) -> None:
+        await self._watch.let_go(replica)
+        while replica.in_flight:
+            await self._ended.wait()
+        await replica.engine.close()
 
-    def _left(self, served: Engine | ChatBackend) -> None:
-        self._busy[id(served)] -= 1
+    def _name(self, model: str) -> str:
+        self._registered[model] += 1
+        return f"{model} {self._registered[model] - 1}"
+
+    def _counts(self, pool: Pool[Any]) -> dict[str, int | bool | None]:
+        return {"engines": len(pool.replicas), "in_flight": pool.in_flight, "paused": pool.model in self._paused}
+
+    def _pool(self, model: str) -> Pool[Any]:
+        return self._engines[model] if model in self._engines else self._backends[model]
+
+    def _left(self, replica: Replica[Any]) -> None:
+        replica.in_flight -= 1
         self._ended.set()
         self._ended = asyncio.Event()
 
@@ -252,11 +367,15 @@ class Router:
             raise KeyError(f"no engine serves model {model!r}; there are {sorted(names)}")
         return [model]
 
-    def _least_busy(self, model: str) -> Engine:
-        engines = self._engines.get(model)
-        if not engines:
-            raise no_engine(model)
-        return min(engines, key=lambda engine: self._busy[id(engine)])
+
+def _check_free(model: str, other: Pool[Any] | None, taken: str) -> None:
+    """Raises ValueError where engines of the `other` kind have a model's name, which is `taken` by them."""
+    if other is not None and other.replicas:
+        raise ValueError(f"model {model!r} {taken}")
+
+
+def _told(replica: Replica[Any], away: str | None = None, policy_version: int = 0) -> dict[str, Any]:
+    return {"away": away, "in_flight": replica.in_flight, "policy_version": policy_version}
 
 
 def no_engine(model: str) -> EngineUnavailable:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import jinja2
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
@@ -30,6 +31,7 @@ from lightning_rl_proxy.rendering import (
     Forcing,
     Markup,
     arguments_parsed,
+    check_kwargs,
     probe_forcing,
     tokens_of,
     tool_call,
@@ -43,6 +45,7 @@ Outcome = Literal["proven", "refused", "moved"]
 _log = logging.getLogger(__name__)
 _FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", *_NAMED_TOKENS}  # to every template
 _THINK, _CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")  # which parsing needs, special or not
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _THOUGHT = re.compile(r"\A\s*(<think>)?.*?</think>", re.DOTALL)
@@ -55,12 +58,19 @@ _CALLED: list[Message] = [
 
 
 class ChatTemplate:
-    """A compiled template, or several by name: `default`, and `tool_use` for requests with tools."""
+    """A compiled template, or several by name: `default`, and `tool_use` for requests with tools.
 
-    def __init__(self, texts: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+    `kwargs` are variables of its own that it is always given. Raises ValueError naming one that it does not read.
+    """
+
+    def __init__(
+        self, texts: Mapping[str, str], special_tokens: Mapping[str, str], kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         environment = _environment()
         self._templates = {name: environment.from_string(text) for name, text in texts.items()}
-        self._special_tokens = dict(special_tokens)
+        read = {name for text in texts.values() for name in find_undeclared_variables(environment.parse(text))}
+        check_kwargs(kwargs or {}, read - environment.globals.keys() - _GIVEN, "it")
+        self._always = {**special_tokens, **(kwargs or {})}
         self.reasons = any("</think>" in text for text in texts.values())
         # Most templates take the arguments of calls as objects; some put them together as the texts that they came as.
         self._objects = True
@@ -77,7 +87,7 @@ class ChatTemplate:
             tools=None if tools is None else list(tools),
             documents=None,
             add_generation_prompt=generation,
-            **self._special_tokens,
+            **self._always,
         )
 
     def _renders(self, messages: Sequence[Message]) -> bool:
@@ -92,8 +102,9 @@ class TemplateRenderer:
     """A `Renderer` over the chat template of a folder.
 
     `history`: `keep` leaves the sampled reasoning of earlier turns in the context though the template would strip it;
-    `template` follows the template, and renders such conversations anew. `append_only` says for each probed situation
-    whether continuing in it is proven. Raises ValueError naming the folder for a template that cannot be used.
+    `template` follows the template, and renders such conversations anew. `chat_template_kwargs` are the template's own
+    variables. `append_only` says for each probed situation whether continuing in it is proven, with these variables.
+    Raises ValueError naming the folder for a template that cannot be used, or not with them.
     """
 
     def __init__(
@@ -104,10 +115,12 @@ class TemplateRenderer:
         *,
         model: str,
         history: Literal["keep", "template"] = "keep",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.chat_template_kwargs: Mapping[str, Any] = dict(chat_template_kwargs or {})
         self._keep = history == "keep"
-        self._template = _usable(folder, texts, _special_tokens(folder, tokenizer.config))
+        self._template = _usable(folder, texts, _special_tokens(folder, tokenizer.config), self.chat_template_kwargs)
         self._thinks = self._template.reasons or tokenizer.token_id("</think>") is not None
         self._anchor = _anchor(tokenizer)
         self._closer = self._find_closer()
@@ -367,9 +380,11 @@ def read_template(folder: Path, config: Mapping[str, Any]) -> dict[str, str] | N
     return texts
 
 
-def _usable(folder: Path, texts: Mapping[str, str], special_tokens: Mapping[str, str]) -> ChatTemplate:
+def _usable(
+    folder: Path, texts: Mapping[str, str], special_tokens: Mapping[str, str], kwargs: Mapping[str, Any]
+) -> ChatTemplate:
     try:
-        template = ChatTemplate(texts, special_tokens)
+        template = ChatTemplate(texts, special_tokens, kwargs)
         template.text([_QUESTION], None)
     except _FAILURES as error:
         raise _unusable(folder, _why(error)) from error

@@ -51,6 +51,7 @@ def test_a_span_keeps_all_that_it_says() -> None:
     ]
     span = {
         "parentSpanId": PARENT, "startTimeUnixNano": "5", "endTimeUnixNano": 7, "attributes": values, "newField": 1,
+        "kind": 3,
         "status": {"code": 2, "message": "bad"}, "links": [{"traceId": TRACE, "spanId": PARENT}],
         "events": [{"name": "exception", "timeUnixNano": "6", "attributes": key_values({"exception.type": "E"})}],
     }  # fmt: skip
@@ -62,6 +63,7 @@ def test_a_span_keeps_all_that_it_says() -> None:
         "map": {"in": False}, "nothing": None,
         semconv.PARENT_SPAN: f"a:{TRACE}:{PARENT}", semconv.STATUS_CODE: "ERROR", semconv.STATUS_DESCRIPTION: "bad",
         semconv.SCOPE: "openinference", semconv.RESOURCE: {"service.name": "agent"},
+        semconv.KIND: "CLIENT",
         semconv.EVENTS: [{"name": "exception", "time_ns": 6, "attributes": {"exception.type": "E"}}],
     }  # fmt: skip
     assert msgspec.msgpack.decode(unpacked(pack(found)), type=Span) == found
@@ -85,6 +87,22 @@ def test_whose_a_span_is_stands_on_it_or_on_its_resource_or_in_the_key() -> None
     ]  # fmt: skip
     assert of_span.attributes == {semconv.SCOPE: "openinference"}
     assert len({span.span_id for span in (of_resource, of_span, of_key)}) == 3  # none can take another attempt's id
+
+
+THEIRS = {"agentlightning.rollout_id": "r4", "agentlightning.attempt_id": "a4"}
+
+
+def test_agent_lightnings_names_say_whose_a_span_is_too_and_ours_count_first() -> None:
+    [of_resource] = read(wire({}, resource=THEIRS | {"service.name": "agent"}))
+    [of_span] = read(wire({"attributes": key_values(THEIRS)}, resource={}))
+    [ours] = read(wire({"attributes": key_values(THEIRS)}))
+    assert [(s.rollout_id, s.attempt_id) for s in (of_resource, of_span, ours)] == [
+        ("r4", "a4"),
+        ("r4", "a4"),
+        ("r", "a"),
+    ]
+    assert of_resource.attributes[semconv.RESOURCE] == {"service.name": "agent"}
+    assert of_span.attributes == {semconv.SCOPE: "openinference"}
 
 
 @pytest.mark.parametrize(

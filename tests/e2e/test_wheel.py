@@ -100,7 +100,7 @@ def test_a_users_types_are_checked(installed: Path, tmp_path: Path) -> None:
     [
         ("n_runners=2", 'n_runners="x"', 'Argument "n_runners" to "Trainer" has incompatible type "str"'),
         ("llm.base_url", "llm.base_ulr", '"LLM" has no attribute "base_ulr"'),
-        ("lrl.PPO(", "len(", 'Argument 1 to "fit" of "Trainer" has incompatible type "int"; expected "Algorithm"'),
+        ("lrl.PPO(", "len(", 'Argument 1 to "fit" of "Trainer" has incompatible type "int"; expected "Algorithm | '),
     ],
 )
 def test_a_users_mistakes_are_reported(right: str, wrong: str, complaint: str, installed: Path, tmp_path: Path) -> None:

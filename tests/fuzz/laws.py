@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, settings
 
 from lightning_rl_adapters.call import VersionRange
 from lightning_rl_proxy import openapi
-from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Tokens
+from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Load, Tokens
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer
 from lightning_rl_proxy.sampling import Sampling
 from tests.proxy.conftest import MODEL, Served
@@ -105,6 +105,12 @@ class PlannedEngine:
 
     def logprob_kind(self, sampling: Sampling) -> str:
         return "sampled"
+
+    async def check(self) -> int | None:
+        return self.policy_version
+
+    async def load(self) -> Load | None:
+        return None
 
     async def close(self) -> None:
         pass

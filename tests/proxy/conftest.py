@@ -6,9 +6,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import uvicorn
@@ -16,7 +16,7 @@ import uvicorn
 from lightning_rl_adapters.call import Call, VersionRange, calls_of
 from lightning_rl_adapters.span import Span
 from lightning_rl_proxy.address import Address, base_url
-from lightning_rl_proxy.engines.base import EngineUnavailable, Finish, Tokens
+from lightning_rl_proxy.engines.base import EngineUnavailable, Finish, Load, Tokens
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.keys import sign_attempt_key
 from lightning_rl_proxy.ledger import AttemptInfo
@@ -27,6 +27,7 @@ from lightning_rl_proxy.sampling import Sampling
 TOKENIZER = Path(__file__).parents[2] / "examples" / "sql_agent" / "checkpoint"
 SECRET = b"a secret of the tests"
 MODEL = "policy"
+VERSION = 7  # of the engine's weights
 
 
 class MemoryLedger:
@@ -64,36 +65,100 @@ class MemoryLedger:
         return calls_of([span for span in self.spans if span.rollout_id == rollout_id])
 
 
-class ScriptedEngine:
-    """Says the scripted answers in turn (then `ok`), each closed by the turn's end token, with its index as logprob.
+class Script(NamedTuple):
+    """The tokens of an answer, its end token the last unless it is `cut`."""
 
-    While `hold` is set, generations wait; `fail` makes the next ones fail. A stream gives one token at a time, and with
-    `steps` waits for a permit before each.
+    ids: list[int]
+    cut: bool
+
+
+class ScriptedSampler:
+    """Gives a script's tokens, each with its index as logprob; one at a time in a stream.
+
+    With `--engine vllm` another one has its place, which lets a real server sample them (`tests/vllm/forced.py`).
+    """
+
+    def __init__(self, end: int) -> None:
+        self._end = end
+        self.policy_version = VERSION
+
+    async def sample(
+        self, script: Script, prompt: list[int], sampling: Sampling, *, request_id: str, stream: bool
+    ) -> AsyncGenerator[Tokens | Finish]:
+        ids, cut = script
+        logprobs = [-0.25 * (i + 1) for i in range(len(ids))]
+        size = 1 if stream else len(ids)
+        for i in range(0, len(ids), size):
+            yield Tokens(ids[i : i + size], logprobs[i : i + size])
+        yield Finish("length" if cut else "stop", None if cut else self._end, [VersionRange(VERSION, 0, len(ids))])
+
+    def logprob_kind(self, sampling: Sampling) -> str:
+        return "greedy" if sampling.temperature == 0 else "sampled"
+
+    async def check(self) -> None:
+        pass
+
+    async def load(self) -> None:
+        pass
+
+    async def pause(self) -> None:
+        pass
+
+    async def resume(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+class ScriptedEngine:
+    """Says the scripted answers in turn (then `ok`), each closed by the turn's end token; its `sampler` samples them.
+
+    While `hold` is there, generations wait until it is set; `fail` makes the next ones fail. With `steps`, a part of an
+    answer waits for a permit before it is given: each token of a stream. `logprobs` are those that were given, of each
+    generation.
     """
 
     model = MODEL
-    policy_version = 7
     abilities = frozenset({"min_p"})
+    sampler: ClassVar[Any] = ScriptedSampler
 
     def __init__(self, tokenizer: FastTokenizer) -> None:
         self._tokenizer = tokenizer
         self._end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self._sampler = self.sampler(self._end)
         self.script: deque[str] = deque()
         self.prompts: list[list[int]] = []
         self.samplings: list[Sampling] = []
+        self.logprobs: list[list[float]] = []
         self.hold: asyncio.Event | None = None
         self.fail = 0
         self.aborted = 0
         self.steps: asyncio.Semaphore | None = None
         self.frozen = False
 
-    async def check(self) -> None:
-        pass
+    @property
+    def policy_version(self) -> int:
+        return int(self._sampler.policy_version)
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self._sampler.policy_version = version
+
+    async def check(self) -> int | None:
+        told: int | None = await self._sampler.check()
+        return told
+
+    async def load(self) -> Load | None:
+        told: Load | None = await self._sampler.load()
+        return told
 
     async def pause(self) -> None:
+        await self._sampler.pause()
         self.frozen = True
 
     async def resume(self) -> None:
+        await self._sampler.resume()
         self.frozen = False
 
     async def generate(
@@ -101,36 +166,50 @@ class ScriptedEngine:
     ) -> AsyncGenerator[Tokens | Finish]:
         self.prompts.append(prompt)
         self.samplings.append(sampling)
-        text = self.script.popleft() if self.script else "ok"
+        script, hold = self._next(), self.hold
         if self.fail:
             self.fail -= 1
             raise EngineUnavailable("scripted failure")
-        if self.hold is not None:
-            try:
-                await self.hold.wait()
-            except asyncio.CancelledError:
-                self.aborted += 1
-                raise
-        ids = self._tokenizer.encode(text)
-        cut = text.endswith("...")  # as if max_tokens had been reached
-        ids = ids if cut else [*ids, self._end]
-        logprobs = [-0.25 * (i + 1) for i in range(len(ids))]
-        size = 1 if stream else len(ids)
-        for i in range(0, len(ids), size):
-            try:
-                if self.steps is not None:
-                    await self.steps.acquire()
-                yield Tokens(ids[i : i + size], logprobs[i : i + size])
-            except (asyncio.CancelledError, GeneratorExit):
-                self.aborted += 1
-                raise
-        yield Finish("length" if cut else "stop", None if cut else self._end, [VersionRange(7, 0, len(ids))])
+        finish: Finish | None = None
+        sampled = self._sampler.sample(script, prompt, sampling, request_id=request_id, stream=stream)
+        given: list[float] = []
+        self.logprobs.append(given)
+        try:
+            async with aclosing(sampled) as parts:
+                async for part in parts:
+                    if hold is not None:
+                        await hold.wait()
+                    if isinstance(part, Finish):
+                        finish = part
+                        break
+                    for piece in _pieces(part) if self.steps is not None and stream else [part]:
+                        if self.steps is not None:
+                            await self.steps.acquire()
+                        given += piece.logprobs or []
+                        yield piece
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted += 1
+            raise
+        if finish is not None:
+            yield finish
 
     def logprob_kind(self, sampling: Sampling) -> str:
-        return "greedy" if sampling.temperature == 0 else "sampled"
+        return str(self._sampler.logprob_kind(sampling))
 
     async def close(self) -> None:
-        pass
+        await self._sampler.close()
+
+    def _next(self) -> Script:
+        text = self.script.popleft() if self.script else "ok"
+        ids = self._tokenizer.encode(text)
+        cut = text.endswith("...")  # as if max_tokens had been reached
+        return Script(ids if cut else [*ids, self._end], cut)
+
+
+def _pieces(part: Tokens) -> Iterator[Tokens]:
+    """A part token by token: an engine gives more at once where its client is slow."""
+    for i, token in enumerate(part.token_ids):
+        yield Tokens([token], None if part.logprobs is None else part.logprobs[i : i + 1])
 
 
 class Served:

@@ -43,7 +43,8 @@ def test_a_recorded_call_holds_the_very_tokens_of_the_engine(
     [call] = served.ledger.calls()
     assert call.prompt_ids == served.engine.prompts[0] == renderer.render([user("how many?")], None)
     assert call.response_ids == [*tokenizer.encode("SELECT 1"), tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    assert call.logprobs == [-0.25 * (i + 1) for i in range(len(call.response_ids))]
+    assert [call.logprobs] == served.engine.logprobs
+    assert len(call.logprobs or []) == len(call.response_ids)
     assert call.policy_versions() == [7] * len(call.response_ids)
     assert (call.finish_reason, call.number, call.parent_id) == ("stop", 0, None)
 
@@ -227,6 +228,7 @@ def test_what_the_engine_lacks_is_refused_by_the_clients_own_name(served: Served
     assert refused.value.param == "response_format"
     assert served.engine.prompts == []
     served.engine.abilities = frozenset({"json_schema"})
+    served.engine.script.append("{}")
     say(client(served), [user("one")], response_format={"type": "json_object"})
     assert served.engine.samplings[0].json_schema == {}
 

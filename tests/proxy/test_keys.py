@@ -1,5 +1,6 @@
 """Attempt keys open their own attempt until their last second, and nothing can be changed in them."""
 
+import base64
 import hmac
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_rl_proxy import address
 from lightning_rl_proxy.address import Address
-from lightning_rl_proxy.keys import KeyRefused, sign_attempt_key, verify_attempt_key
+from lightning_rl_proxy.keys import KeyRefused, sent_key, sign_attempt_key, verify_attempt_key
 
 ids = st.from_regex(address.ID_PATTERN, fullmatch=True)
 
@@ -71,3 +72,32 @@ def test_a_refusal_does_not_show_the_key() -> None:
         with pytest.raises(KeyRefused) as refused:
             verify_attempt_key(b"secret", given_key, now=now)
         assert key.rpartition(":")[2][:8] not in str(refused.value)
+
+
+def basic(text: str) -> bytes:
+    return b"Basic " + base64.b64encode(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("headers", "key"),
+    [
+        ({b"authorization": b"Bearer a:key"}, "a:key"),
+        ({b"authorization": b"bearer  a:key "}, "a:key"),
+        ({b"authorization": b"a:key"}, "a:key"),
+        ({b"authorization": basic("attempt:a:key")}, "a:key"),
+        ({b"authorization": basic("attempt")}, ""),
+        ({b"authorization": b"Basic =notbase64"}, ""),
+        ({b"authorization": b"Bearer", b"x-api-key": b"a:key"}, "a:key"),
+        ({b"x-api-key": b"a:key"}, "a:key"),
+        ({}, ""),
+    ],
+)
+def test_a_key_is_sent_in_three_ways(headers: dict[bytes, bytes], key: str) -> None:
+    assert sent_key(headers) == key
+
+
+@given(st.text())
+def test_any_name_makes_a_tag_that_a_door_can_hold(name: str) -> None:
+    tag = address.as_tag(name)
+    if name:
+        assert address.parse(address.base_url("", Address("r", "a", tag)) + "/models") is not None

@@ -13,7 +13,8 @@ import pytest
 
 from lightning_rl_adapters.call import VersionRange
 from lightning_rl_proxy.engines.base import EngineUnavailable
-from tests.proxy.conftest import Served
+from lightning_rl_proxy.rendering import FastTokenizer
+from tests.proxy.conftest import ScriptedEngine, Served
 from tests.proxy.test_streaming import permit
 
 USER: Any = {"role": "user", "content": "how many?"}
@@ -92,6 +93,7 @@ def test_only_the_paused_model_waits(served: Served) -> None:
     assert client(served).models.list().data[0].id == "policy"
 
 
+@pytest.mark.scripted("it answers, although it was not told to go on")
 def test_an_engine_that_does_not_go_on_is_an_alarm_and_holds_up_no_other_call(
     served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,3 +177,31 @@ def test_tokens_of_a_generation_that_outlives_an_update_have_their_versions(serv
     served.seal()
     [recorded] = served.ledger.calls()
     assert recorded.versions == [VersionRange(7, 0, 2), VersionRange(8, 2, len(recorded.response_ids))]
+
+
+def test_a_pause_freezes_every_engine_and_a_resume_tells_the_version_to_each(
+    served: Served, tokenizer: FastTokenizer
+) -> None:
+    other = ScriptedEngine(tokenizer)
+    served.gateway.router.register(other)
+    for engine in (served.engine, other):
+        engine.steps = asyncio.Semaphore(0)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(ask, served) for _ in range(2)]
+        served.eventually(lambda: len(served.engine.prompts) == len(other.prompts) == 1)
+        served.run(lambda: served.gateway.pause("policy"))
+        assert served.engine.frozen
+        assert other.frozen
+        served.run(lambda: served.gateway.resume("policy", 8))
+        assert not served.engine.frozen
+        assert not other.frozen
+        assert [engine["policy_version"] for engine in served.gateway.state()["engines"].values()] == [8, 8]
+        for engine in (served.engine, other):
+            served.run(lambda engine=engine: release(engine))
+        assert [call.result(20) for call in calls] == ["ok", "ok"]
+
+
+async def release(engine: ScriptedEngine) -> None:
+    assert engine.steps is not None
+    for _ in range(20):
+        engine.steps.release()

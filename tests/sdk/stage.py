@@ -1,6 +1,6 @@
 """The gateway that the players play against, and what came of each conversation: seen, stored, asked.
 
-The engine is a scripted one, so every play of a conversation must leave the same forest.
+The engine says what is scripted, so every play of a conversation must leave the same forest.
 """
 
 import json
@@ -24,6 +24,7 @@ from tests.sdk.players import CONVERSATIONS, PLAYERS, Conversation, Door, Mode, 
 
 Play = Callable[[str, Mode, str, Door], Played]
 DOORS = ("url", "tagged", "key")
+ENDED_BY_THE_GATEWAY = ("stop", "one_call")  # how far an engine got beyond the end is chance
 
 
 class StagedEngine(ScriptedEngine):
@@ -93,13 +94,13 @@ class Stage:
         root = served.url if door == "key" else url.removesuffix("/v1")
         played = by(player, mode, conversation, Door(root, served.key(rollout, attempt)))
         served.seal(rollout, attempt)
-        forest, ignored = self._forest(rollout)
+        forest, ignored = self._forest(rollout, early=conversation in ENDED_BY_THE_GATEWAY)
         return Outcome(played, forest, ignored, self._refused(asked) - before)
 
     def _refused(self, asked: Conversation) -> int:
         return self.served.gateway.counters[f"status_{asked.status}"]
 
-    def _forest(self, rollout: str) -> tuple[list[Stored], list[list[str]]]:
+    def _forest(self, rollout: str, *, early: bool) -> tuple[list[Stored], list[list[str]]]:
         spans = {span.span_id: span for span in self.served.ledger.spans if span.rollout_id == rollout}
         calls = calls_of(spans.values())
         number = {call.call_id: place for place, call in enumerate(calls)}
@@ -113,7 +114,7 @@ class Stage:
                     response_ids=call.response_ids,
                     finish_reason=call.finish_reason,
                     delivered=call.delivered,
-                    overshoot=call.overshoot if call.overshoot == 0 else -1,  # how far an engine got is chance
+                    overshoot=-1 if early else call.overshoot,
                     agent=call.agent,
                     model=call.model,
                     requested_model=told[semconv.REQUEST_MODEL],

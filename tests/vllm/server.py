@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import urllib3
 
 ROOT = Path(__file__).parents[2]
@@ -108,6 +109,17 @@ class Server:
 
     def _tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+
+
+def processes(url: str) -> list[int]:
+    """The ids of the vLLM server at `url`, its parent first; not of what keeps it."""
+    port = url.rsplit(":", 1)[1]
+    [server] = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "vllm.entrypoints.openai.api_server" in (words := process.info["cmdline"] or []) and port in words
+    ]
+    return [server.pid, *(child.pid for child in server.children(recursive=True))]
 
 
 def eventually(holds: Callable[[], bool]) -> None:

@@ -170,6 +170,8 @@ def test_a_generation_that_is_left_after_its_first_tokens_is_aborted(raw: Server
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_generation_that_the_server_aborts_is_told_as_aborted(raw: Server, stream: bool) -> None:
+    eventually(lambda: raw.metric("num_requests_running") == 0)  # what ran before is told of for a while
+
     async def abort(engine: TokenEngine) -> Sampled:
         task = asyncio.create_task(whole(engine, stream=stream, **ENDLESS))
         await asyncio.to_thread(eventually, lambda: raw.metric("num_requests_running") == 1)

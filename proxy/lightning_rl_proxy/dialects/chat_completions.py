@@ -32,6 +32,7 @@ TABLES = Tables(
             "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "n", "temperature", "top_p", "top_k",
             "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "seed", "stop",
             "max_tokens", "max_completion_tokens", "logprobs", "response_format", "stream", "stream_options",
+            "chat_template_kwargs",  # where they are those of all prompts
         }
     ),
     hints=frozenset(
@@ -78,7 +79,7 @@ class _ResponseFormat(msgspec.Struct):
 
 
 class Wire(SamplingWire, kw_only=True):
-    """The honoured fields, as OpenAI types them; `top_k` and the like are vLLM's extensions."""
+    """The honoured fields, as OpenAI types them; `top_k`, `chat_template_kwargs` and the like are vLLM's extensions."""
 
     model: str
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
@@ -93,6 +94,7 @@ class Wire(SamplingWire, kw_only=True):
     response_format: _ResponseFormat | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class _RelayedWire(msgspec.Struct):

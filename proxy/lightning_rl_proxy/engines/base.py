@@ -22,6 +22,16 @@ class Finish(NamedTuple):
     version_spans: list[VersionRange]
 
 
+class Load(NamedTuple):
+    """What an engine says of its queue: requests that wait for a place, others' too, and how many it works on at once.
+
+    `capacity` is None where it does not say.
+    """
+
+    waiting: int
+    capacity: int | None
+
+
 class EngineUnavailable(Exception):
     """The engine could not be reached or failed: the request may be tried again, after `retry_after` seconds."""
 
@@ -42,7 +52,7 @@ class Engine(Protocol):
     """An engine behind the gateway. `logprob_kind` says what its logprobs are (see `Call.logprob_kind`).
 
     `abilities` are the parameters that it honours beyond temperature, top_p, top_k, max_tokens and seed; stop strings
-    are the gateway's business.
+    are the gateway's business. `policy_version` is what the gateway believes of the weights, and sets.
     """
 
     model: str
@@ -58,8 +68,15 @@ class Engine(Protocol):
         """
         ...
 
-    async def check(self) -> None:
-        """Raises EngineUnavailable where the engine does not answer, or says that it is not well."""
+    async def check(self) -> int | None:
+        """The policy version that the engine itself says its weights have; None where it does not say.
+
+        Raises EngineUnavailable where the engine does not answer, or says that it is not well.
+        """
+        ...
+
+    async def load(self) -> Load | None:
+        """How busy the engine says it is; None where it does not say. Raises EngineUnavailable."""
         ...
 
     async def pause(self) -> None:
@@ -67,7 +84,7 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on with what is frozen. Raises as `pause`."""
+        """Go on with what is frozen, if anything is, under `policy_version`. Raises as `pause`."""
         ...
 
     def logprob_kind(self, sampling: Sampling) -> str:

@@ -1,23 +1,30 @@
 """Frozen chat models: messages in, messages out, through whatever service has them. Never trained.
 
-A request goes on as the agent wrote it and its answer comes back as the service gave it; what the service tells of
-tokens is kept beside the answer. A backend asks for one choice at a time.
+A request goes on as the agent wrote it, and its answer or its error comes back as the service gave it; what the service
+tells of tokens is kept beside the answer. A backend asks for one choice at a time.
 """
 
 import asyncio
 import importlib.util
+import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Annotated, Any, Protocol
 
 import aiohttp
 import msgspec
 
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
+from lightning_rl_proxy.errors import GatewayError
 
 # vLLM's and SGLang's field for the ids of prompt and answer; logprobs are OpenAI's own.
 _ASKED_FOR_TOKENS = {"return_token_ids": True, "logprobs": True}
-_KEPT_STATUS = frozenset({400, 401, 403, 404, 422})
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_KEY_NAME = re.compile(r"(KEY|TOKEN|SECRET)(_\w+)?$")  # of variables
+_SHORTEST_KEY = 8
 _CONNECT_SECONDS = 10
 _CONNECTIONS = 1024
 # The fields of an agent's request that may reach litellm: its other arguments (api_base, mock_response, ...) say where
@@ -54,7 +61,11 @@ class ChatBackend(Protocol):
     model: str
 
     async def complete(self, body: dict[str, Any]) -> ChatAnswer:
-        """The answer to a chat request without `n` and `stream`. Raises EngineUnavailable or EngineRefused."""
+        """The answer to a chat request without `n` and `stream`.
+
+        Raises GatewayError, with the service's own status, where it answers with an error; EngineUnavailable where it
+        cannot be reached or breaks off; EngineRefused where it answers with what is no answer.
+        """
         ...
 
     async def embed(self, body: dict[str, Any]) -> bytes:
@@ -76,7 +87,8 @@ class OpenAIBackend:
         self.model = model
         self.url = url.rstrip("/")
         self.remote_model = remote_model or model
-        self._api_key = api_key
+        self._api_key = _checked(api_key, model)
+        self._keys = [api_key or ""]
         self._asks_for_tokens = True
         self._session: aiohttp.ClientSession | None = None
 
@@ -87,7 +99,7 @@ class OpenAIBackend:
             return _told(await self._post(plain), body)
         try:
             answer = _told(await self._post(plain | _ASKED_FOR_TOKENS), body)
-        except EngineRefused as refused:
+        except GatewayError as refused:
             if refused.status not in (400, 422):
                 raise
             answer = _told(await self._post(plain), body)  # where this is refused too, it was not for what we added
@@ -124,10 +136,14 @@ class OpenAIBackend:
             ) as response:
                 raw = await response.read()
         except aiohttp.ClientError as error:
-            raise EngineUnavailable(f"{service} cannot be reached: {error!r}") from error
+            said = _without(self._keys, repr(error))
+            raise EngineUnavailable(f"{service} cannot be reached, or broke off: {said}") from error
         if response.status != 200:
-            said = _without(self._api_key, _message_of(raw))
-            raise _failure(f"{service}, asked for {self.remote_model!r},", response.status, said, response.headers)
+            said = _decoded(raw)
+            if not _error_in(said):
+                said = raw[:500].decode(errors="replace")
+            service = f"{service}, asked for {self.remote_model!r},"
+            raise _failure(service, response.status, said, response.headers, self._keys)
         return raw
 
 
@@ -143,7 +159,9 @@ class LitellmBackend:
         self.litellm_model = litellm_model
         self._service = f"litellm's {litellm_model}{f' at {api_base}' if api_base else ''}"
         self._api_base = api_base
-        self._api_key = api_key
+        self._api_key = _checked(api_key, model)
+        # Where it is given no key, litellm takes one of the environment, by a name that it knows.
+        self._keys = [api_key] if api_key else [value for name, value in os.environ.items() if _KEY_NAME.search(name)]
 
     async def complete(self, body: dict[str, Any]) -> ChatAnswer:
         """See `ChatBackend`."""
@@ -173,8 +191,14 @@ class LitellmBackend:
                 **fields,
             )
         except openai.OpenAIError as error:
-            said = _without(self._api_key, str(error))
-            raise _failure(self._service, getattr(error, "status_code", 500), said, {}) from error
+            said = str(error).partition("\nTraceback")[0]
+            headers = getattr(error, "litellm_response_headers", None)
+            status = getattr(error, "status_code", 500)
+            # Without headers there was no answer: litellm calls a service that is not there a 500.
+            if isinstance(error, openai.APIConnectionError) or (headers is None and status >= 500):
+                said = _without(self._keys, said)
+                raise EngineUnavailable(f"{self._service} cannot be reached, or broke off: {said}") from error
+            raise _failure(self._service, status, said, headers or {}, self._keys) from error
 
     async def close(self) -> None:
         """See `ChatBackend`: litellm's clients are the process's, and end with it."""
@@ -249,28 +273,66 @@ def _chat_completion(service: str, body: Any) -> dict[str, Any]:
     )
 
 
-def _failure(service: str, status: int, said: str, headers: Mapping[str, str]) -> EngineUnavailable | EngineRefused:
-    """What an answer that is no 200 means: 408, 429 and 5xx may be tried again, the others not."""
-    if status in (408, 429) or status >= 500:
-        seconds = headers.get("retry-after", "")
-        wait = min(max(int(seconds), 1), 60) if seconds.isdigit() else 1
-        return EngineUnavailable(f"{service} answered {status}: {said}", retry_after=wait)
+def _failure(service: str, status: int, said: Any, headers: Mapping[str, str], keys: Sequence[str]) -> GatewayError:
+    """The service's error as the agent gets it: 408, 429 and 5xx may be tried again, the others not.
+
+    `said` is what the service said, in words or as OpenAI's body of an error. A 409 would say that the attempt is
+    closed, and a redirect is nothing that an SDK follows with a key: both are a 400.
+    """
+    error = _error_in(said)
+    words = _without(keys, error.get("message") or str(said))
     hint = {
-        401: "; check the api_key",
-        403: "; check the api_key and what it may do",
+        401: "; check the api_key that the gateway has for it",
+        403: "; check the api_key that the gateway has for it, and what it may do",
         404: "; check the url (it mostly ends in /v1) and the model's name",
     }.get(status, "; give the url that it redirects to" if status < 400 else "")
-    return EngineRefused(f"{service} answered {status}: {said}{hint}", status=status if status in _KEPT_STATUS else 400)
+    told = status if status >= 400 and status != 409 else 400
+    return GatewayError(
+        told,
+        f"{service} answered {status}: {words}{hint}",
+        kind=error.get("type") or _KINDS.get(told, "api_error" if told >= 500 else "invalid_request_error"),
+        param=error.get("param"),
+        code=error.get("code"),
+        retry=(told in (408, 429) or told >= 500) and headers.get("x-should-retry") != "false",
+        retry_after=_seconds(headers.get("retry-after", "")),
+    )
 
 
-def _message_of(raw: bytes) -> str:
-    """The service's own words: OpenAI's error message, else the beginning of what it sent."""
-    body = _decoded(raw)
+def _error_in(body: Any) -> dict[str, str]:
+    """The texts of an error in OpenAI's or Anthropic's shape; none where it is no such error."""
     error = body.get("error") if isinstance(body, dict) else None
-    message = error.get("message") if isinstance(error, dict) else error
-    return message if isinstance(message, str) else raw[:500].decode(errors="replace")
+    if isinstance(error, str):
+        return {"message": error}
+    found = error if isinstance(error, dict) else {}
+    return {name: value for name, value in found.items() if isinstance(value, str)}
 
 
-def _without(key: str | None, text: str) -> str:
+def _seconds(retry_after: str) -> int:
+    """From 1 to 60: what a service asks to wait, in seconds or until a date; 1 where it does not say."""
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        try:
+            until = parsedate_to_datetime(retry_after)
+        except ValueError:
+            return 1
+        seconds = (until.replace(tzinfo=until.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
+    return min(max(math.ceil(seconds), 1), 60) if math.isfinite(seconds) else 60
+
+
+def _checked(key: str | None, model: str) -> str | None:
+    """The key. Raises ValueError, without it, where no header can hold it."""
+    if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
+        raise ValueError(
+            f"the api_key of model {model!r} holds what no header can, such as a space or the end of a line: look at "
+            "the variable or the file that it was taken from"
+        )
+    return key
+
+
+def _without(keys: Sequence[str], text: str) -> str:
     """Services may repeat the key they were sent; short ones are no secrets, and would blot out words."""
-    return text.replace(key, "***") if key and len(key) >= 8 else text
+    for key in keys:
+        if len(key) >= _SHORTEST_KEY:
+            text = text.replace(key, "***")
+    return text

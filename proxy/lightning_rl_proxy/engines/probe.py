@@ -1,10 +1,11 @@
-"""What a vLLM server is able to do, asked once when it is registered.
+"""What an engine server is able to do, asked once when it is registered: the questions to vLLM, and how any is asked.
 
 A server that lacks what the gateway needs is refused then, by the name of the missing flag, and not at some later call.
 """
 
 import asyncio
 import math
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
 
 import aiohttp
@@ -15,8 +16,8 @@ from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
 T = TypeVar("T")
 
 GENERATE = "/inference/v1/generate"
+TOP = 5  # logprobs by which the kind is told
 _SECONDS = 45.0  # for all questions; an engine that was never asked before may still compile
-_TOP = 5  # logprobs by which the kind is told
 _MASS = 1.001  # what probabilities add up to, at most
 _HOW = "start it as: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out"
 
@@ -50,86 +51,33 @@ class _Paused(msgspec.Struct):
     is_paused: bool
 
 
-async def probe(url: str) -> LogprobsMode:
-    """What the logprobs of the vLLM server at `url` are.
+class Asked:
+    """The server at `url`, which is asked over `session`; `name` is what it should be."""
 
-    Raises EngineUnavailable where it does not answer, or is paused, and EngineRefused where it lacks what is needed.
-    """
-    server = _Server(url.rstrip("/"))
-    try:
-        async with asyncio.timeout(_SECONDS), aiohttp.ClientSession() as session:
-            return await _probe(server, session)
-    except TimeoutError as error:
-        raise EngineUnavailable(
-            f"engine {server.url} did not answer within {_SECONDS:g} s; try again when it is less busy"
-        ) from error
-
-
-async def _probe(server: "_Server", session: aiohttp.ClientSession) -> LogprobsMode:
-    lacking = [*await server.lacks_dev_mode(session), *await server.lacks_token_endpoint(session)]
-    if lacking:
-        raise EngineRefused(f"engine {server.url} lacks {' and '.join(lacking)}; {_HOW}")
-    hot, cold = [await server.top_logprobs(session, temperature) for temperature in (1.0, 0.5)]
-    # A server that tells no other tokens than the sampled one leaves it open; `raw` claims least: away from temperature
-    # 1 such logprobs are recomputed.
-    return _kind(server.url, hot, cold) if hot and cold else "raw"
-
-
-class _Server:
-    """The questions."""
-
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, session: aiohttp.ClientSession, name: str) -> None:
         self.url = url
+        self._session = session
+        self._name = name
 
-    async def lacks_dev_mode(self, session: aiohttp.ClientSession) -> list[str]:
-        status, said = await self._ask(session, "GET", "/is_paused")
-        if status == 404:
-            return ["pause, resume and weight updates (VLLM_SERVER_DEV_MODE=1 in its environment)"]
-        self._check(status, said, "/is_paused")
-        if self._decoded(said, _Paused, "/is_paused").is_paused:
-            raise EngineUnavailable(f"engine {self.url} is paused: it answers nothing until POST {self.url}/resume")
-        return []
-
-    async def lacks_token_endpoint(self, session: aiohttp.ClientSession) -> list[str]:
-        # Without any field: it is refused as such where the endpoint is there, and nothing is sampled.
-        status, said = await self._ask(session, "POST", GENERATE, {})
-        if status == 403:
-            return ["the token endpoint (--enable-scale-out)"]
-        if status == 404:
-            raise EngineRefused(f"{self.url}{GENERATE} is not there: this is no vLLM server, or one older than 0.32")
-        if status not in (400, 422):
-            self._check(status, said, GENERATE)
-        return []
-
-    async def top_logprobs(self, session: aiohttp.ClientSession, temperature: float) -> dict[int, float]:
-        """The likeliest tokens at the place behind one fixed token, and the logprobs that are told of them; none where
-        the server refuses to."""
-        parameters = {"max_tokens": 1, "temperature": temperature, "logprobs": _TOP}
-        body = {"token_ids": [0], "sampling_params": parameters}
-        status, said = await self._ask(session, "POST", GENERATE, body)
-        if status == 400:
-            return {}
-        self._check(status, said, GENERATE)
-        [choice] = self._decoded(said, _Answer, GENERATE).choices
-        [position] = choice.logprobs.content
-        return {entry.token_id: entry.logprob for entry in position.top_logprobs}
-
-    async def _ask(self, session: aiohttp.ClientSession, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+    async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+        """Status and body of the answer. Raises EngineUnavailable where there is none."""
         try:
-            async with session.request(method, self.url + path, json=body) as response:
+            async with self._session.request(method, self.url + path, json=body) as response:
                 return response.status, await response.read()
         except aiohttp.ClientError as error:
             raise EngineUnavailable(f"engine {self.url} cannot be reached: {error}; start it first") from error
 
-    def _decoded(self, said: bytes, expected: type[T], path: str) -> T:
+    def decoded(self, said: bytes, expected: type[T], path: str) -> T:
+        """The answer's record. Raises EngineRefused for one that is none."""
         try:
             return msgspec.json.decode(said, type=expected)
         except msgspec.DecodeError as error:
             raise EngineRefused(
-                f"{self.url}{path} does not answer as vLLM 0.32 does ({error}): {said[:200]!r}"
+                f"{self.url}{path} does not answer as {self._name} does ({error}): {said[:200]!r}"
             ) from error
 
-    def _check(self, status: int, said: bytes, path: str) -> None:
+    def check(self, status: int, said: bytes, path: str) -> None:
+        """Raises EngineRefused or EngineUnavailable for an answer that is an error."""
         if status == 401:
             raise EngineRefused(f"engine {self.url} wants an API key; start it without --api-key, behind a firewall")
         if status >= 500:
@@ -138,15 +86,85 @@ class _Server:
             raise EngineRefused(f"engine {self.url}{path} answered {status}: {said[:500]!r}")
 
 
-def _kind(url: str, hot: dict[int, float], cold: dict[int, float]) -> LogprobsMode:
-    """Which kind the logprobs are that are told at temperature 1 (`hot`) and 0.5 (`cold`).
+async def asked(url: str, name: str, questions: Callable[[Asked], Awaitable[T]]) -> T:
+    """What the `questions` find out about the server at `url`; they have a bounded time."""
+    url = url.rstrip("/")
+    try:
+        async with asyncio.timeout(_SECONDS), aiohttp.ClientSession() as session:
+            return await questions(Asked(url, session, name))
+    except TimeoutError as error:
+        raise EngineUnavailable(
+            f"engine {url} did not answer within {_SECONDS:g} s; try again when it is less busy"
+        ) from error
+
+
+def logprobs_mode(hot: dict[int, float], cold: dict[int, float]) -> LogprobsMode | None:
+    """Which kind the logprobs are that are told at temperature 1 (`hot`) and 0.5 (`cold`); None: they are logits.
 
     Halving the temperature doubles how far apart they lie; raw ones stay where they are.
     """
+    # A server that tells no other tokens than the sampled one leaves it open; `raw` claims least: away from temperature
+    # 1 such logprobs are recomputed.
+    if not (hot and cold):
+        return "raw"
     if sum(math.exp(logprob) for logprob in hot.values()) > _MASS:
-        raise EngineRefused(
-            f"engine {url} gives logits as logprobs; start it with --logprobs-mode processed_logprobs or raw_logprobs"
-        )
+        return None
     both = sorted((hot[token], cold[token]) for token in hot.keys() & cold.keys())
     spread_hot, spread_cold = (both[-1][i] - both[0][i] for i in (0, 1))
     return "processed" if spread_cold > 1.5 * spread_hot else "raw"
+
+
+async def probe(url: str) -> LogprobsMode:
+    """What the logprobs of the vLLM server at `url` are.
+
+    Raises EngineUnavailable where it does not answer, or is paused, and EngineRefused where it lacks what is needed.
+    """
+    return await asked(url, "vLLM 0.32", _questions)
+
+
+async def _questions(server: Asked) -> LogprobsMode:
+    lacking = [*await _lacks_dev_mode(server), *await _lacks_token_endpoint(server)]
+    if lacking:
+        raise EngineRefused(f"engine {server.url} lacks {' and '.join(lacking)}; {_HOW}")
+    mode = logprobs_mode(await _top_logprobs(server, 1.0), await _top_logprobs(server, 0.5))
+    if mode is None:
+        raise EngineRefused(
+            f"engine {server.url} gives logits as logprobs; start it with --logprobs-mode processed_logprobs or "
+            "raw_logprobs"
+        )
+    return mode
+
+
+async def _lacks_dev_mode(server: Asked) -> list[str]:
+    status, said = await server.ask("GET", "/is_paused")
+    if status == 404:
+        return ["pause, resume and weight updates (VLLM_SERVER_DEV_MODE=1 in its environment)"]
+    server.check(status, said, "/is_paused")
+    if server.decoded(said, _Paused, "/is_paused").is_paused:
+        raise EngineUnavailable(f"engine {server.url} is paused: it answers nothing until POST {server.url}/resume")
+    return []
+
+
+async def _lacks_token_endpoint(server: Asked) -> list[str]:
+    # Without any field: it is refused as such where the endpoint is there, and nothing is sampled.
+    status, said = await server.ask("POST", GENERATE, {})
+    if status == 403:
+        return ["the token endpoint (--enable-scale-out)"]
+    if status == 404:
+        raise EngineRefused(f"{server.url}{GENERATE} is not there: this is no vLLM server, or one older than 0.32")
+    if status not in (400, 422):
+        server.check(status, said, GENERATE)
+    return []
+
+
+async def _top_logprobs(server: Asked, temperature: float) -> dict[int, float]:
+    """The likeliest tokens at the place behind one fixed token, and the logprobs that are told of them; none where the
+    server refuses to."""
+    parameters = {"max_tokens": 1, "temperature": temperature, "logprobs": TOP}
+    status, said = await server.ask("POST", GENERATE, {"token_ids": [0], "sampling_params": parameters})
+    if status == 400:
+        return {}
+    server.check(status, said, GENERATE)
+    [choice] = server.decoded(said, _Answer, GENERATE).choices
+    [position] = choice.logprobs.content
+    return {entry.token_id: entry.logprob for entry in position.top_logprobs}

@@ -4,19 +4,21 @@ Token in, token out: no text crosses this wire. Needs `--enable-scale-out` on a 
 as server-sent events with some tokens each. Logprobs that are of no kind in `Call.logprob_kind` are not handed on.
 """
 
-import re
+import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
-from lightning_rl_adapters.call import VersionRange
-from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Tokens
+from lightning_rl_proxy.engines.base import EngineUnavailable, Finish, Load, Tokens
+from lightning_rl_proxy.engines.http import EngineServer, Problem, events, refusal
+from lightning_rl_proxy.engines.marks import Labelled, Labels, is_biased, known
 from lightning_rl_proxy.engines.probe import GENERATE, LogprobsMode
-from lightning_rl_proxy.errors import PromptTooLong
 from lightning_rl_proxy.sampling import Sampling
+
+T = TypeVar("T")
 
 # What vLLM honours by the names of `Sampling`, but for json_schema, which is `structured_outputs` on its wire.
 _ABILITIES = {
@@ -25,15 +27,10 @@ _ABILITIES = {
         {"min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "json_schema"}
     ),
 }
-# How the embedded engine and vLLM say that a prompt does not fit.
-_TOO_LONG = (
-    re.compile(r"a prompt of (?P<prompt>\d+) tokens does not fit: max_model_len is (?P<limit>\d+)"),
-    re.compile(r"prompt \(length (?P<prompt>\d+)\).*? longer than the maximum model length of (?P<limit>\d+)"),
-)
-_AGENTS_FAULT = (400, 413, 422)
-_NO_LOGPROB = -9999.0  # which vLLM says where it has none
-_CHECK_SECONDS = 2.0
-_MAX_LINE = 2**24  # bytes; the longest event
+_NEEDS = "start the vLLM server with VLLM_SERVER_DEV_MODE=1"
+_WAITING = b"vllm:num_requests_waiting{"  # a line of the metrics for each of a server's data-parallel ranks
+_CONFIG = "/server_info?config_format=json"
+_ASK_AGAIN_SECONDS = 30.0  # a server looks around its machine before it answers this for the first time
 
 
 class _Logprob(msgspec.Struct):
@@ -44,32 +41,48 @@ class _Logprobs(msgspec.Struct):
     content: list[_Logprob]
 
 
-class _Version(msgspec.Struct):
-    version: str | int | None
-    start: int
-    end: int
-
-
 class _Choice(msgspec.Struct):
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: _Logprobs | None = None
-    weight_versions: list[_Version] | None = None
-
-
-class _Problem(msgspec.Struct):
-    message: str
-    code: int = 500  # as of HTTP
+    weight_versions: list[Labelled] | None = None
 
 
 class _Generated(msgspec.Struct):
     choices: list[_Choice] = []
-    error: _Problem | None = None
+    error: Problem | None = None
 
 
-class _Refused(msgspec.Struct):
-    error: _Problem
+class _Model(msgspec.Struct):
+    policy_version: int | None = None
+    max_num_seqs: int | None = None
+    waiting: int = 0
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _WeightInfo(msgspec.Struct):
+    weight_version: str | int | None = None
+
+
+class _Scheduler(msgspec.Struct):
+    max_num_seqs: int
+
+
+class _Parallel(msgspec.Struct):
+    data_parallel_size: int = 1
+
+
+class _Config(msgspec.Struct):
+    scheduler_config: _Scheduler
+    parallel_config: _Parallel
+
+
+class _ServerInfo(msgspec.Struct):
+    vllm_config: _Config
 
 
 _decoder = msgspec.json.Decoder(_Generated)
@@ -95,14 +108,15 @@ class TokenEngine:
     ) -> None:
         self.model = model
         self.kind = kind
-        self.url = url.rstrip("/")
         self.policy_version = policy_version
         self.abilities = _ABILITIES[kind]
         self._logprobs = logprobs
-        self._unlabelled = self._told = policy_version
         self._stop_token_ids = stop_token_ids
-        self._connections = connections
-        self._session: aiohttp.ClientSession | None = None
+        self._labels = Labels(policy_version)
+        self._capacity: int | None = None
+        self._ask_capacity_at = 0.0
+        self._server = EngineServer(url, connections=connections)
+        self.url = self._server.url
 
     async def generate(
         self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0, stream: bool = False
@@ -118,30 +132,45 @@ class TokenEngine:
         if stream:
             body["stream"] = True
         await self._tell_version()
-        async with self._post(msgspec.json.encode(body)) as response:
+        async with self._server.post(GENERATE, body) as response:
             if not stream:
                 [choice] = _decoder.decode(await response.read()).choices
                 yield _tokens(choice)
                 yield self._finish(choice, len(choice.token_ids))
                 return
             sampled = 0
-            async for choice in self._events(response):
+            async for choice in _choices(response):
                 if choice.token_ids:
                     sampled += len(choice.token_ids)
                     yield _tokens(choice)
                 if choice.finish_reason is not None:
                     yield self._finish(choice, sampled)
 
-    async def check(self) -> None:
-        """See `Engine`."""
-        url = f"{self.url}/health"
-        try:
-            async with self._connected().get(url, timeout=aiohttp.ClientTimeout(total=_CHECK_SECONDS)) as response:
-                status = response.status
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineUnavailable(f"{url}: {error!r}") from error
+    async def check(self) -> int | None:
+        """See `Engine`. The embedded engine knows its version, a vLLM server the label that it was told last."""
+        status, _ = await self._server.get("/health")
         if status != 200:
-            raise EngineUnavailable(f"{url} answered {status}")
+            raise EngineUnavailable(f"{self.url}/health answered {status}")
+        status, said = await self._server.get("/v1/models" if self.kind == "embedded" else "/weight_info")
+        if status != 200:
+            return None
+        if self.kind == "embedded":
+            return self._decoded(said, _Models).data[0].policy_version
+        return self._labels.hear(self._decoded(said, _WeightInfo).weight_version)
+
+    async def load(self) -> Load | None:
+        """See `Engine`. A vLLM server with --disable-log-stats does not say."""
+        if self.kind == "embedded":
+            status, said = await self._server.get("/v1/models")
+            if status != 200:
+                return None
+            model = self._decoded(said, _Models).data[0]
+            return Load(model.waiting, model.max_num_seqs)
+        status, said = await self._server.get("/metrics")
+        counts = [float(line.rpartition(b" ")[2]) for line in said.splitlines() if line.startswith(_WAITING)]
+        if status != 200 or not counts:
+            return None
+        return Load(int(sum(counts)), await self._told_capacity())
 
     async def pause(self) -> None:
         """See `Engine`. A vLLM server has this route only with VLLM_SERVER_DEV_MODE=1."""
@@ -161,8 +190,7 @@ class TokenEngine:
 
     async def close(self) -> None:
         """See `Engine`."""
-        if self._session is not None:
-            await self._session.close()
+        await self._server.close()
 
     def _parameters(self, sampling: Sampling) -> dict[str, Any]:
         parameters: dict[str, Any] = msgspec.to_builtins(sampling)
@@ -186,114 +214,58 @@ class TokenEngine:
             return sampling.json_schema is None
         return not _reshaped(sampling)
 
+    async def _told_capacity(self) -> int | None:
+        """What a vLLM server's own configuration says, asked until it has answered."""
+        if self._capacity is None and time.monotonic() >= self._ask_capacity_at:
+            self._ask_capacity_at = time.monotonic() + _ASK_AGAIN_SECONDS
+            with contextlib.suppress(EngineUnavailable):
+                status, said = await self._server.get(_CONFIG)
+                if status == 200:
+                    config = self._decoded(said, _ServerInfo).vllm_config
+                    self._capacity = config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
+        return self._capacity
+
+    def _decoded(self, said: bytes, expected: type[T]) -> T:
+        try:
+            return msgspec.json.decode(said, type=expected)
+        except msgspec.DecodeError as error:
+            raise EngineUnavailable(f"engine {self.url} does not answer as vLLM does ({error})") from error
+
     async def _tell_version(self) -> None:
         """Let a vLLM server label what it samples from now on, where the version is another than it was told."""
         version = self.policy_version
-        if self.kind == "vllm" and version != self._told:
+        if self.kind == "vllm" and version != self._labels.told:
             await self._order("/update_weight_version", {"new_version": str(version)})
-            self._told = version
+            self._labels.told = version
 
     async def _order(self, path: str, body: Any = None) -> None:
-        try:
-            async with self._connected().post(self.url + path, json=body) as response:
-                said = await response.read()
-        except aiohttp.ClientError as error:
-            raise EngineUnavailable(f"engine {self.url}{path}: {error!r}") from error
-        if response.status == 404:
-            raise EngineRefused(
-                f"engine {self.url} has no {path}; start the vLLM server with VLLM_SERVER_DEV_MODE=1", status=502
-            )
-        if response.status != 200:
-            raise EngineUnavailable(f"engine {self.url}{path} answered {response.status}: {said[:500]!r}")
-
-    def _connected(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._connections),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
-                headers={"content-type": "application/json"},
-                read_bufsize=_MAX_LINE,
-            )
-        return self._session
-
-    @asynccontextmanager
-    async def _post(self, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer, if the engine takes the request."""
-        url = self.url + GENERATE
-        try:
-            async with self._connected().post(url, data=body) as response:
-                if response.status != 200:
-                    raise _refusal(url, response.status, await response.read())
-                yield response
-        except aiohttp.ClientError as error:
-            raise EngineUnavailable(f"engine {url}: {error!r}") from error
-
-    async def _events(self, response: aiohttp.ClientResponse) -> AsyncIterator[_Choice]:
-        """The choices of a stream's events."""
-        async for line in response.content:
-            data = line.removeprefix(b"data:").strip()
-            if not line.startswith(b"data:") or data == b"[DONE]":
-                continue
-            event = _decoder.decode(data)
-            if event.error is not None:  # a request that vLLM refuses has its 400 here, below a status of 200
-                raise _refusal(str(response.url), event.error.code, data)
-            for choice in event.choices:
-                yield choice
+        await self._server.order(path, body, needs=_NEEDS)
 
     def _finish(self, choice: _Choice, sampled: int) -> Finish:
         stop = choice.stop_reason
         if stop is None and choice.finish_reason == "stop" and choice.token_ids:
             stop = choice.token_ids[-1]  # the model's own end of text, which vLLM does not name
         stop = stop if isinstance(stop, int) else None
-        return Finish(choice.finish_reason or "abort", stop, self._versions(choice, sampled))
+        versions = self._labels.ranges(choice.weight_versions, self.policy_version, sampled)
+        return Finish(choice.finish_reason or "abort", stop, versions)
 
-    def _versions(self, choice: _Choice, sampled: int) -> list[VersionRange]:
-        """Who sampled which token; an engine that does not say is believed to be at the version that we know."""
-        if choice.weight_versions:
-            return [
-                VersionRange(self._number(v.version), v.start, v.end) for v in choice.weight_versions if v.end > v.start
-            ]
-        return [VersionRange(self.policy_version, 0, sampled)] if sampled else []
 
-    def _number(self, version: str | int | None) -> int:
-        text = str(version).removeprefix("v")
-        return int(text) if text.isdigit() else self._unlabelled
+async def _choices(response: aiohttp.ClientResponse) -> AsyncIterator[_Choice]:
+    """The choices of a stream's events."""
+    async for data in events(response):
+        event = _decoder.decode(data)
+        if event.error is not None:  # a request that vLLM refuses has its 400 here, below a status of 200
+            raise refusal(str(response.url), event.error.code, data)
+        for choice in event.choices:
+            yield choice
 
 
 def _tokens(choice: _Choice) -> Tokens:
-    logprobs = None if choice.logprobs is None else [entry.logprob for entry in choice.logprobs.content]
-    if logprobs is not None and any(logprob <= _NO_LOGPROB for logprob in logprobs):
-        logprobs = None
+    logprobs = None if choice.logprobs is None else known([entry.logprob for entry in choice.logprobs.content])
     return Tokens(choice.token_ids, logprobs)
 
 
 def _reshaped(sampling: Sampling) -> bool:
     """Whether more than the temperature lies between the logits and what is sampled from."""
-    others = (
-        sampling.min_p,
-        sampling.frequency_penalty,
-        sampling.presence_penalty,
-        sampling.repetition_penalty not in (None, 1),
-        sampling.logit_bias,
-        sampling.json_schema is not None,
-    )
     cut = sampling.top_p not in (None, 1) or sampling.top_k not in (None, -1, 0)
-    return (cut and sampling.temperature != 0) or any(others)
-
-
-def _refusal(url: str, status: int, raw: bytes) -> Exception:
-    if status >= 500:
-        return EngineUnavailable(f"engine {url} answered {status}: {raw[:500]!r}")
-    said = _message(raw)
-    for pattern in _TOO_LONG:
-        if match := pattern.search(said):
-            return PromptTooLong(int(match["prompt"]), int(match["limit"]))
-    return EngineRefused(f"the engine answered {status}: {said}", status=400 if status in _AGENTS_FAULT else 502)
-
-
-def _message(body: bytes) -> str:
-    """What an engine's error says; the body itself where it is not the usual JSON."""
-    try:
-        return msgspec.json.decode(body, type=_Refused).error.message
-    except msgspec.DecodeError:
-        return body[:500].decode(errors="replace")
+    return (cut and sampling.temperature != 0) or bool(sampling.min_p) or is_biased(sampling)

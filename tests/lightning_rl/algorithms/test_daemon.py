@@ -478,7 +478,7 @@ def test_a_lost_claim_and_a_hung_agent_do_not_stall_the_batch(served: Any) -> No
     runner = served.client("runner")
     [_], [_] = runner.claim("dies"), runner.claim("hangs")
     runner.workers_died(["dies"])
-    [again] = runner.claim("lives")
+    [again] = runner.claim("lives", wait_seconds=30)
     runner.finish(again.rollout.rollout_id, again.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
     daemon.run_until_all_finished(verbose=False)
     _, metrics = daemon.get_train_data_batch(4, 4, "cpu")

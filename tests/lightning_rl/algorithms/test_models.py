@@ -26,6 +26,7 @@ def models(
     keys["actor"] = {"optim": {"lr": 1e-3}} | keys.get("actor", {})
     made = Models(
         compose({"actor_rollout_ref": {**keys, "model": model}, "critic": critic or {}, "trainer": {"device": "cpu"}}),
+        Path(),
         with_critic=with_critic,
         resumed=resumed,
     )
@@ -109,7 +110,8 @@ def test_an_adapter_goes_on_from_a_folder(tmp_path: Path) -> None:
     for ours, theirs in zip(first.actor.log_probs(rows), second.actor.log_probs(rows), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     first.send_weights(1)
-    for name, value in engine_weights(second).items():  # what it samples with before anything was trained
+    second.send_weights(0)  # as at the start: what it samples with before anything was trained
+    for name, value in engine_weights(second).items():
         torch.testing.assert_close(value, engine_weights(first)[name], rtol=0, atol=1e-7)
 
 

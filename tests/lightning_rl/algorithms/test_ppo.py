@@ -71,7 +71,7 @@ def test_an_engine_with_other_weights_is_refused(tmp_path: Path) -> None:
             endpoint = super().open(run_dir)
             torch.manual_seed(0)
             weights = {name: w + 0.01 * torch.randn_like(w) for name, w in self.models.model.named_parameters()}
-            self.engine.update_weights(weights, 0)
+            self.policy.update_weights(weights, 0)
             return endpoint
 
     trainer = lrl.Trainer(some_fail, n_runners=4, run_dir=tmp_path)
@@ -213,7 +213,7 @@ def test_an_engine_that_dies_ends_the_run_with_its_cause(tmp_path: Path, monkeyp
     class Dies(lrl.PPO):
         def open(self, run_dir: Path) -> Any:
             endpoint = super().open(run_dir)
-            monkeypatch.setattr(self.engine._policy, "forward", _out_of_memory)
+            monkeypatch.setattr(self.policy.engine._policy, "forward", _out_of_memory)
             return endpoint
 
     with pytest.raises(RuntimeError, match="allocate memory"):

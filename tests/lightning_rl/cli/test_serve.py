@@ -188,7 +188,7 @@ def test_keys_that_are_not_safe_there_are_refused(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--engine", "sglang=http://x"], "--engine sglang=http://x: Invalid enum value 'sglang'"),
+        (["--engine", "tgi=http://x"], "--engine tgi=http://x: Invalid enum value 'tgi'"),
         (["--engine", "vllm"], "needs its url"),
         (["--engine", "vllm=127.0.0.1:8000"], "--engine vllm=127.0.0.1:8000: "),
         (["--engine", NOWHERE], "started without a tokenizer"),
@@ -196,8 +196,19 @@ def test_keys_that_are_not_safe_there_are_refused(
         (["--engine", NOWHERE, "--tokenizer", "."], "holds no tokenizer.json"),
         (["--engine", NOWHERE, "--tokenizer", "no-one/nothing"], "could not be taken from the hub"),
         (["--engine", NOWHERE, "--tokenizer", TOKENIZER, "--renderer", "qwen33"], "did you mean 'qwen3'?"),
-        (["--store", "postgresql://x/y"], "--store postgresql://x/y is no SQLite file"),
-        (["--store", "sqlite://"], "--store sqlite:// is no SQLite file"),
+        (
+            ["--engine", NOWHERE, "--tokenizer", TOKENIZER, "--chat-template-kwargs", '{"enable_thinkin": false}'],
+            "takes enable_thinking; did you mean 'enable_thinking'?",
+        ),
+        (["--chat-template-kwargs", "enable_thinking"], "--chat-template-kwargs enable_thinking: "),
+        (["--chat-template-kwargs", "[1]"], "give a JSON object"),
+        (["--store", "mysql://x/y"], "--store mysql://x/y is neither a SQLite file nor a PostgreSQL database"),
+        (["--store", "sqlite://"], "--store sqlite:// is neither a SQLite file nor"),
+        (["--store", "postgresql+psycopg://u:hidden@x"], "--store postgresql+psycopg://u:***@x names no database"),
+        (
+            ["--store", "postgresql://u:hidden@127.0.0.1:9/y"],
+            "the store postgresql://u:***@127.0.0.1:9/y cannot be reach",
+        ),
         (["--store", "sqlite:///none/run.db"], "there is no folder"),
         (["--limit", "body_bytes"], "--limit body_bytes: "),
         (["--limit", "bodies=3"], "unknown field `bodies`; give NAME=NUMBER, of body_bytes"),
@@ -219,6 +230,22 @@ def test_a_port_in_use_a_store_that_cannot_be_written_and_a_folder_in_use_are_on
         busy = refusal(tmp_path, "--port", "0", "--store", "sqlite:///two.db")
         assert "another process is using the run folder" in busy
         server.stop(signal.SIGTERM)
+
+
+def test_a_store_in_postgresql_is_told_without_its_password_and_keeps_what_was_recorded(
+    tmp_path: Path, postgres_url: str
+) -> None:
+    store = postgres_url.replace("postgres@", "postgres:hidden@")
+    for status in ("running", "running"):  # made, then found again by another process
+        with serving(tmp_path, "--store", store, **{ADMIN_KEY: "mine"}) as server:
+            assert "postgres:***@" in server.printed
+            claim = server.post("/api/v1/rollouts/start", {"task": 1, "rollout_id": "r1"}, "mine").json()
+            assert claim["rollout"]["status"] == status
+            code, rest = server.stop(signal.SIGTERM)
+            assert (code, "hidden" in server.printed + rest) == (0, False)
+    [folder] = tmp_path.iterdir()
+    assert folder.name.endswith("-server")
+    assert "hidden" not in (folder / "server.log").read_text()
 
 
 SMALL = ["body_bytes=3000", "control_body_bytes=4000", "header_bytes=1500", "messages=3", "open_attempts=2"]
@@ -270,6 +297,7 @@ def test_a_head_that_does_not_end_is_cut_off_at_the_limit(tmp_path: Path) -> Non
     ("word", "expected"),
     [
         ("vllm=http://h:1/x=y", ("vllm", "m", "http://h:1/x=y", None)),
+        ("sglang=http://h:1", ("sglang", "m", "http://h:1", None)),
         ("openai:gpt-5=https://h/v1", ("openai", "gpt-5", "https://h/v1", "sk-env")),
         ("litellm:anthropic/claude-sonnet-5", ("litellm", "anthropic/claude-sonnet-5", None, None)),
     ],

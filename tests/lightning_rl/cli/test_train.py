@@ -85,6 +85,22 @@ def test_the_plan_says_what_would_be_done_and_does_nothing(place: Path) -> None:
     assert plan["config"]["data"]["train_batch_size"] == 2
 
 
+def test_a_graph_is_an_agent_too(place: Path) -> None:
+    (place / "my_graph.py").write_text("def graph(model): ...\n")
+    langgraph = "actor_rollout_ref.rollout.multi_turn.langgraph"
+    words = [f"{langgraph}.path=my_graph.py:graph", f"{langgraph}.graph_config.recursion_limit=9", *SMALL]
+    plan = json.loads(
+        lightning_rl(place, "train", *words, "data.train_files=tasks.jsonl", "--dry-run", "--json").stdout
+    )
+    assert plan["plan"]["agent"] == "my_graph.py:graph"
+    wrong = lightning_rl(
+        place, "train", f"{langgraph}.path=my_graph.py:grap", "data.train_files=tasks.jsonl", fails=True
+    )
+    assert "did you mean 'graph'?" in wrong.stderr
+    both = ["agent=my_agent:solve", *words, "data.train_files=tasks.jsonl", "--dry-run"]
+    assert "name two agents: leave one out" in lightning_rl(place, "train", *both, fails=True).stderr
+
+
 def test_tasks_may_be_in_any_of_the_known_files(place: Path) -> None:
     tasks = datasets.Dataset.from_list([{"question": f"number {i}"} for i in range(4)])
     tasks.save_to_disk(place / "tasks")
@@ -133,7 +149,7 @@ def test_what_is_wrong_is_one_line(words: list[str], message: str, place: Path) 
         ("actor_rollout_ref.model.path=./nowhere", "is neither a folder nor a model id"),
         ("actor_rollout_ref.model.path=./bare", "no renderer is known for model 'bare'; name one that fits its chat"),
         ("actor_rollout_ref.rollout.renderer=quen3", "renderer 'quen3' is unknown; did you mean 'qwen3'?"),
-        ("actor_rollout_ref.rollout.name=vllm", "cannot be started; there is 'embedded'"),
+        ("actor_rollout_ref.rollout.name=vllm", "there is no vLLM in that environment"),
     ],
 )
 def test_what_cannot_start_is_one_line(override: str, message: str, place: Path) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from lightning_rl.agent import load_agent
+from lightning_rl.agent import agent_of_run, load_agent
 from lightning_rl.algorithms import ppo as ppo_module
 from lightning_rl.algorithms import settings
 from lightning_rl.algorithms.ppo import PPO
@@ -86,6 +86,11 @@ class _Models:
     def report(self, when: str, trajectories: Any) -> None: ...
 
 
+def vllm(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """How vLLM servers would be started; what becomes of each of these is in `test_command.py`."""
+    return settings.vllm_options(config)
+
+
 def story(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a run of 8 tasks would do and ask for."""
     monkeypatch.setattr(ppo_module.checkpoint, "final_model", lambda *_: None)
@@ -115,6 +120,11 @@ def penalty(config: Config, _: pytest.MonkeyPatch) -> Any:
     return before, control.value
 
 
+def template_kwargs(config: Config, _: pytest.MonkeyPatch) -> Any:
+    """What prompts are rendered with; that it is so is in `test_template_kwargs.py`."""
+    return settings.chat_template_kwargs(config)
+
+
 def sampling(config: Config, _: pytest.MonkeyPatch) -> Any:
     return settings.sampling_parameters(config)
 
@@ -124,6 +134,7 @@ def limits(config: Config, _: pytest.MonkeyPatch) -> Any:
         config.data.max_tokens,
         settings.agent_failure(config),
         PPO(config).n_runners,
+        PPO(config).isolation,
         PPO(config).resume,
         bool(PPO(config)._select),
     )
@@ -223,8 +234,19 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     (ROLLOUT + "temperature", 0.5, sampling),
     (ROLLOUT + "top_p", 0.5, sampling),
     (ROLLOUT + "top_k", 5, sampling),
+    (ROLLOUT + "multi_turn.chat_template_kwargs", {"enable_thinking": False}, template_kwargs),
+    ("data.apply_chat_template_kwargs", {"enable_thinking": False}, template_kwargs),
     (ROLLOUT + "log_prob_micro_batch_size_per_gpu", 2, update),
+    (ROLLOUT + "python", "/envs/vllm/bin/python", vllm),
+    (ROLLOUT + "tensor_model_parallel_size", 2, vllm),
+    (ROLLOUT + "data_parallel_size", 2, vllm),
+    (ROLLOUT + "gpu_memory_utilization", 0.8, vllm),
+    (ROLLOUT + "enforce_eager", True, vllm),
+    (ROLLOUT + "weight_transfer", "ipc", vllm),
+    (ROLLOUT + "free_cache_engine", True, vllm),
+    (ROLLOUT + "engine_kwargs.vllm", {"block_size": 32}, vllm),
     (ROLLOUT + "agent.num_workers", 2, limits),
+    (ROLLOUT + "agent.isolation", "process", limits),
     (ROLLOUT + "agent.timeout_seconds", 2.0, story),
     (ROLLOUT + "agent.max_attempts", 2, story),
     (ROLLOUT + "val_kwargs.temperature", 0.5, sampling),
@@ -282,6 +304,8 @@ ELSEWHERE = {
     ROLLOUT + "dtype": "test_models.py: test_number_formats_are_what_the_keys_say",
     "trainer.total_epochs": "test_epochs_count_the_steps",
     "agent": "test_the_agent_is_the_one_that_is_named",
+    f"{ROLLOUT}multi_turn.langgraph.path": "test_the_graph_is_the_one_that_is_named",
+    f"{ROLLOUT}multi_turn.langgraph.graph_config.recursion_limit": "test_the_graph_is_the_one_that_is_named",
     "actor_rollout_ref.model.path": "test_the_engine_is_what_the_keys_say",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "test_the_engine_is_what_the_keys_say",
     ROLLOUT + "max_num_seqs": "test_the_engine_is_what_the_keys_say",
@@ -290,7 +314,10 @@ ELSEWHERE = {
     ROLLOUT + "renderer": "test_the_engine_is_what_the_keys_say",
     ROLLOUT + "history": "test_the_engine_is_what_the_keys_say",
     "gateway.unknown_model": "test_the_engine_is_what_the_keys_say",
-    ROLLOUT + "name": "test_what_cannot_be_started_is_refused",
+    "gateway.otlp_endpoint": "test_the_engine_is_what_the_keys_say, test_spans_out.py: test_a_run_sends_its_spans",
+    "gateway.backends": "test_the_engine_is_what_the_keys_say, test_backends.py, tests/e2e/test_frozen_helpers.py",
+    ROLLOUT + "name": "test_what_cannot_be_started_is_refused, tests/vllm/test_training.py",
+    ROLLOUT + "server_urls": "tests/vllm/test_policy.py: test_servers_that_run_already_are_attached",
     "trainer.logger": "test_trackers.py: each of them",
     "trainer.device": "test_the_engine_is_what_the_keys_say",
     "trainer.sampler_tolerance": "test_ppo.py: test_an_engine_with_other_weights_is_refused",
@@ -360,6 +387,30 @@ def test_the_agent_is_the_one_that_is_named(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text("def solve(task): return float(task)\n")
     named = compose(command_line=[f"agent={tmp_path}/theirs.py:solve"], schema=TrainConfig).agent
     assert load_agent(str(named)).rollout(3, {}, None) == 3.0
+
+
+def test_the_graph_is_the_one_that_is_named(tmp_path: Path) -> None:
+    named = f"{tmp_path / 'named_graph.py'}:graph"
+    (tmp_path / "named_graph.py").write_text("def graph(model): ...\n")
+    langgraph = {"path": named, "graph_config": {"recursion_limit": 3}}
+    settings = compose({"actor_rollout_ref": {"rollout": {"multi_turn": {"langgraph": langgraph}}}})
+    configured: Any = agent_of_run(None, PPO(settings).langgraph)
+    assert (configured.graph, configured.config) == (named, {"recursion_limit": 3})
+
+
+def test_two_names_of_the_template_kwargs_agree_or_are_an_error() -> None:
+    def together(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any]:
+        multi_turn = {"chat_template_kwargs": second}
+        config = {"data": {"apply_chat_template_kwargs": first}}
+        return settings.chat_template_kwargs(
+            PPO(config | {"actor_rollout_ref": {"rollout": {"multi_turn": multi_turn}}}).config
+        )
+
+    assert together(None, None) == {}
+    assert together({"a": 1}, None) == together(None, {"a": 1}) == together({"a": 1}, {"a": 1}) == {"a": 1}
+    assert together({"a": 1}, {"b": 2}) == {"a": 1, "b": 2}
+    with pytest.raises(ConfigError, match=r"data\.apply_chat_template_kwargs\.a=1 and .* are two values of one thing"):
+        together({"a": 1}, {"a": 2})
 
 
 def test_credit_is_what_the_keys_say(tmp_path: Path) -> None:
@@ -576,15 +627,20 @@ def test_the_engine_is_what_the_keys_say(tmp_path: Path) -> None:
     config = {
         "actor_rollout_ref": {"model": {"path": model, "enable_gradient_checkpointing": True}, "rollout": rollout},
         "trainer": {"device": "cpu"},
-        "gateway": {"unknown_model": "refuse"},
+        "gateway": {
+            "unknown_model": "refuse",
+            "backends": {"judge": {"kind": "litellm"}},
+            "otlp_endpoint": "http://h:4318",
+        },
     }
     algorithm = PPO(config)
     try:
         endpoint = algorithm.open(tmp_path)
-        engine = algorithm.engine
+        engine = algorithm.policy.engine
         assert (engine.max_num_seqs, engine.max_model_len, engine._threads) == (3, 77, 2)
         assert (endpoint.renderer, endpoint.history, endpoint.tokenizer) == ("qwen3", "template", str(model))
-        assert endpoint.unknown_model == "refuse"
+        assert (endpoint.unknown_model, endpoint.otlp_endpoint) == ("refuse", "http://h:4318")
+        assert endpoint.engines[1:] == [{"model": "judge", "kind": "litellm"}]
         model: Any = algorithm.models.model
         assert model.is_gradient_checkpointing
         assert model.device.type == "cpu"
@@ -596,9 +652,14 @@ def test_the_engine_is_what_the_keys_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor_rollout_ref.rollout.name=vllm", "'vllm' cannot be started; there is 'embedded'"),
+        ("name=sglang", "sglang needs .*server_urls: SGLang's servers are not started by a run"),
+        ("tensor_model_parallel_size=2", "tensor_model_parallel_size=2 is for vLLM"),
+        ("weight_transfer=ipc", "weight_transfer=ipc is for vLLM on GPUs"),
+        ("free_cache_engine=true", "free_cache_engine=true is for vLLM on GPUs"),
+        ("data_parallel_size=2", "data_parallel_size=2 is for vLLM"),
+        ("server_urls=[http://127.0.0.1:8000]", "server_urls=.* is for vLLM"),
     ],
 )
-def test_what_cannot_be_started_is_refused(override: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        PPO(compose(command_line=[override])).open(tmp_path)
+def test_what_cannot_be_started_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PPO(compose(command_line=[ROLLOUT + override]))

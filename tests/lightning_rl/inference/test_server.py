@@ -200,6 +200,25 @@ def test_the_model_is_described(server):
     assert (model["id"], model["max_model_len"], model["policy_version"]) == ("policy", 64, 0)
 
 
+def test_what_has_no_place_waits_and_is_counted(server):
+    def told():
+        (model,) = call(server, "GET", "/v1/models")[1]["data"]
+        return model["max_num_seqs"], model["waiting"]
+
+    assert told() == (4, 0)
+    server.engine.pause("keep")
+    clients = [threading.Thread(target=generate, args=(server, [1, n])) for n in range(2, 9)]
+    for client in clients:
+        client.start()
+    while server.engine.in_flight < 7:
+        pass
+    assert told() == (4, 3)
+    server.engine.resume()
+    for client in clients:
+        client.join(TIMEOUT)
+    assert told() == (4, 0)
+
+
 def test_versions_are_strings_of_the_policy_version():
     with EmbeddedEngine(make("qwen2"), version=4) as engine, EngineServer(engine) as server:
         engine.update_weights(reference("qwen2"), 5)

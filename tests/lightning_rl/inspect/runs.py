@@ -1,5 +1,6 @@
 """Folders of runs as training leaves them, made by hand: a store, step records, metrics, a config."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +15,9 @@ from lightning_rl.store.contract import ErrorInfo, Finish, Reward, RolloutConfig
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call
+from lightning_rl_adapters.otel import Place
 from lightning_rl_adapters.span import pack_logprobs
+from tests.adapters.test_conventions import recorded
 from tests.adapters.words import attempt_of, say
 
 TALK = [say(1, "a", "b c"), say(2, "d", "e", after=1)]
@@ -32,9 +35,10 @@ def record(
     error: ErrorInfo | None = None,
     attempts: int = 1,
     step: int = 7,
+    seen: str | None = None,
 ) -> None:
     """A rollout of `attempts` attempts that ended so, each with these calls; their ids get the rollout's before. `step`
-    asked for it."""
+    asked for it. `seen` names the recording (tests/adapters/otel) of what the agent's own spans say."""
     config, metadata = RolloutConfig(max_attempts=attempts), {"step": step}
     asked = RolloutRequest(task={"q": rollout_id}, rollout_id=rollout_id, mode=mode, config=config, metadata=metadata)
     store.enqueue([asked])
@@ -49,6 +53,8 @@ def record(
             if span.attributes[semconv.PARENT] is not None:
                 span.attributes[semconv.PARENT] = f"{before}-{span.attributes[semconv.PARENT]}"
         store.add_spans(spans)
+        if seen is not None:
+            store.add_spans(recorded(seen, Place(rollout_id, attempt_id)))
         store.add_rewards(rollout_id, attempt_id, list(call_rewards))
         status: Any = "succeeded" if error is None else "failed"
         store.finish(rollout_id, attempt_id, Finish(status=status, reward=None if error else reward, error=error))
@@ -110,6 +116,7 @@ def write_run(
 
 
 def open_store(run_dir: Path) -> "closing[SqlStore]":
-    """The run's store, to be filled."""
+    """The run's store, to be filled; its clock goes on when it is read, so that no attempt waits for the next."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    return closing(SqlStore(f"sqlite:///{run_dir / 'store.db'}"))
+    seconds = itertools.count(1_700_000_000.0, 60.0)
+    return closing(SqlStore(f"sqlite:///{run_dir / 'store.db'}", clock=lambda: next(seconds)))

@@ -127,6 +127,14 @@ SICK: list[tuple[dict[str, Any], str, str, float]] = [
     ({"rollouts": several(4, reward=None)}, "no_reward", "stops learning", 1.0),
     ({"rollouts": [GOOD, {"calls": []}]}, "rollouts_without_calls", "slows learning", 0.5),
     (
+        {"rollouts": [GOOD, *several(3, calls=[], seen="gen_ai")]},
+        "calls_beside_the_gateway_gen_ai", "slows learning", 1.0,
+    ),
+    (
+        {"rollouts": [*several(2, calls=[], seen="openinference"), *several(2, calls=[])]},
+        "calls_beside_the_gateway_openinference", "slows learning", 0.5,
+    ),
+    (
         {"metrics": [metrics_of(n, critic__score__max=0.0, critic__score__min=0.0) for n in (1, 2, 3)]},
         "dead_reward", "stops learning", 0.0,
     ),
@@ -156,6 +164,7 @@ WELL: list[tuple[dict[str, Any], str]] = [
     ({"rollouts": several(4, reward=None, call_rewards=[Reward(value=1.0, call_id="any")])}, "no_reward"),
     ({"rollouts": several(4, reward={"reward": 1.0, "tone": 0.0}), "config": WEIGHTS}, "reward_never_given_tone"),
     ({"metrics": [metrics_of(n, critic__score__max=0.0, critic__score__min=0.0) for n in (1, 2)]}, "dead_reward"),
+    ({"rollouts": several(3, seen="gen_ai")}, "calls_beside_the_gateway_gen_ai"),  # they called the gateway, too
     ({"metrics": trend("response_length__mean", [8.0, 80.0])}, "exploding_lengths"),
     ({"metrics": trend("actor__entropy", [1.0] * 6 + [0.2] * 2)}, "entropy_collapse"),
     ({"metrics": trend("tokens__excluded__validation", [60.0])}, "excluded_validation"),
@@ -208,6 +217,21 @@ def test_sampler_and_trainer_are_compared_token_by_token_and_the_worst_rollout_n
     assert (found.number, found.rollout, found.steps) == (0.25, "r1", (3, 3))
     write_run(folder, config=BYPASS)
     assert "logprob_mismatch" not in findings(folder), "the record holds the sampler's own"
+
+
+def test_an_agent_that_called_beside_the_gateway_is_told_where_what_is_missing_and_what_to_do(tmp_path: Path) -> None:
+    found = findings(run_of(tmp_path / "1", rollouts=several(2, calls=[], seen="openllmetry_before_1_0")))
+    finding = found["calls_beside_the_gateway_openllmetry"]
+    assert finding.severity == "stops learning"
+    assert finding.told == (
+        "in 2 of 2 rollouts without calls, the agent's own openllmetry spans tell of calls to 'policy' at "
+        "http://127.0.0.1:1/v1/ that have messages, and no prompt token ids, no response token ids, no logprobs"
+    )
+    assert "point the agent's client at the gateway (llm.base_url, llm.api_key)" in finding.advice
+    found = findings(run_of(tmp_path / "2", rollouts=several(2, calls=[], seen="openinference")))
+    told_of_ids = found["calls_beside_the_gateway_openinference"].told
+    assert "2 have token ids in the agent's own spans (triplets?source=otel)" in told_of_ids
+    assert "they are not trained" in told_of_ids
 
 
 def test_a_finding_names_a_rollout_to_look_at(tmp_path: Path) -> None:

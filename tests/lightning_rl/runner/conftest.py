@@ -13,6 +13,7 @@ class Policy:
     tokenizer: str = str(Path(__file__).parents[3] / "examples/sql_agent/checkpoint")
     renderer: str = "qwen3"
     history: str = "keep"
+    chat_template_kwargs: dict = field(default_factory=dict)
     unknown_model: str = "policy"
     engines: list = field(default_factory=list)
 

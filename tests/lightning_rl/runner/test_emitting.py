@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import cloudpickle
@@ -19,6 +18,9 @@ from lightning_rl.emitted import Emitted
 from lightning_rl.runner.active import ActiveClaims
 from lightning_rl.runner.delivery import Delivery
 from lightning_rl.runner.launch import launch
+from lightning_rl.runner.outcome import SpanBatch
+from lightning_rl.runner.runs import InProcess
+from lightning_rl.runner.slots import Slots
 from lightning_rl.runner.worker import Worker
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import AttemptTrace, RolloutConfig, RolloutRequest
@@ -43,17 +45,23 @@ def run(server, tmp_path, agent, tasks: Sequence[Any], n_runners: int = 2) -> li
     return [traces[rollout_id].attempts[0] for rollout_id in ids]
 
 
+def spawn(work) -> None:
+    threading.Thread(target=work, daemon=True).start()
+
+
 def work(server, agent, deliver) -> AttemptTrace:
     """The attempt of one rollout, run by a worker in this process."""
     (rollout,) = server.store.enqueue([RolloutRequest(task=1)])
     store = HttpStore(server.url, server.runner_key)
     (claim,) = store.claim("here", wait_seconds=10)
-    future: Future[Any] = Future()
+    finished = threading.Event()
+    slots = Slots(1, freed=lambda _: None, empty=lambda: None)
     worker = Worker(
-        store=store, agent=as_agent(agent), worker_id="here", active=ActiveClaims(), stop=threading.Event(),
-        submit=lambda _: future, deliver=deliver, replace=lambda _: None, finished=lambda: None,
+        store=store, worker_id="here", slots=slots, active=ActiveClaims(), runs=InProcess(as_agent(agent), spawn),
+        deliver=deliver, stop=threading.Event(), finished=finished.set, hangs=lambda: None,
     )  # fmt: skip
-    assert worker.run(claim)
+    worker.begin(claim)
+    assert finished.wait(60)
     return server.store.traces([rollout.rollout_id])[rollout.rollout_id].attempts[0]
 
 
@@ -164,11 +172,13 @@ def test_an_export_that_fails_changes_nothing_of_the_rollout(server, caplog) -> 
 
 
 def test_nothing_is_sent_where_nothing_was_emitted(server) -> None:
-    sent: list[Any] = []
-    assert work(server, lambda task, llm: 1.0, sent.append).attempt.reward == 1.0
+    sent: list[tuple[str, Sequence[SpanBatch]]] = []
+    assert work(server, lambda task, llm: 1.0, lambda *what: sent.append(what)).attempt.reward == 1.0
     assert sent == []
-    work(server, emitting, sent.append)
-    assert [[span.name for span in spans] for spans in sent] == [["lightning_rl.message", "lightning_rl.reward"]]
+    trace = work(server, emitting, lambda *what: sent.append(what))
+    [(rollout_id, [batch])] = sent
+    assert (rollout_id, batch.number) == (trace.attempt.rollout_id, 2)
+    assert b"lightning_rl.message" in batch.otlp
 
 
 def test_rewards_that_are_posted_again_count_once(server, monkeypatch) -> None:
@@ -181,7 +191,7 @@ def test_rewards_that_are_posted_again_count_once(server, monkeypatch) -> None:
         return finish(self, *args)
 
     monkeypatch.setattr(HttpStore, "finish", first_lost)
-    trace = work(server, emitting, lambda _: None)
+    trace = work(server, emitting, lambda *_: None)
     assert (len(refused), trace.attempt.reward) == (1, 1.0)
     assert [(reward.call_id, reward.value) for reward in trace.rewards] == [("resp_c", 0.5)]
 

@@ -153,10 +153,10 @@ def test_a_stopped_runner_gives_its_rollout_back_and_leaves_no_process(server, t
     assert (given_back.status, given_back.attempts[0].error.type) == ("queued", "RunnerStopped")
     server.store.cancel(rollout.rollout_id)
     for pid in (runner, int(path.read_text())):
-        assert _gone(pid)
+        assert gone(pid)
 
 
-def _gone(pid: int) -> bool:
+def gone(pid: int) -> bool:
     """Whether the process has ended (one that nobody has waited for yet has)."""
     try:
         with open(f"/proc/{pid}/stat") as file:

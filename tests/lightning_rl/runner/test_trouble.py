@@ -10,11 +10,9 @@ import pytest
 
 from lightning_rl.agent import as_agent
 from lightning_rl.runner.active import ActiveClaims
-from lightning_rl.runner.crew import Crew
 from lightning_rl.runner.launch import launch
 from lightning_rl.server.child import ChildDied
 from lightning_rl.store.contract import Claim, RolloutConfig, RolloutRequest
-from lightning_rl.store.errors import Conflict
 from lightning_rl.store.sql import SqlStore
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # children cannot import a test
@@ -102,22 +100,11 @@ def test_an_async_agent_that_blocks_its_event_loop_does_not_stop_the_others(serv
     assert (blocked.error.type, free.reward) == ("DeadlineExceeded", 1.0)
 
 
-def test_many_threads_left_behind_are_told_of_once(caplog) -> None:
-    crew = Crew(lambda name, work: None)
-    for _ in range(64):
-        crew.replace("w", lambda: True)
-    assert not caplog.records
-    crew.replace("w", lambda: True)
-    crew.replace("w", lambda: True)
-    (told,) = caplog.records
-    assert "more than 64 threads" in told.getMessage()
-
-
 class Refusing:
     """A store whose attempts are all over."""
 
-    def heartbeat(self, rollout_id, attempt_id):
-        raise Conflict("over")
+    def heartbeats(self, places):
+        return {}
 
 
 def claimed() -> Claim:
@@ -131,17 +118,14 @@ def claimed() -> Claim:
 def test_a_lost_claim_is_told_of_once_and_not_when_its_agent_was_done() -> None:
     active, lost = ActiveClaims(), []
     claim = claimed()
-    active.add(claim, lost=lambda: lost.append("first"))
-    active.on_loss(claim, lambda: lost.append("second"))
-    active._beat(Refusing(), claim)
-    active._beat(Refusing(), claim)
-    assert lost == ["first", "second"]
+    active.add(claim, lost=lambda: lost.append("lost"))
+    active._beat(Refusing(), [claim])
+    active._beat(Refusing(), [claim])
+    assert lost == ["lost"]
     assert not active.finishing(claim)
-    active.on_loss(claim, lambda: lost.append("late"))
-    assert lost.pop() == "late"
     active.add(claim, lost=lambda: lost.append("never"))
     assert active.finishing(claim)
-    active._beat(Refusing(), claim)
+    active._beat(Refusing(), [claim])
     assert "never" not in lost
 
 

@@ -16,6 +16,8 @@ from lightning_rl.server.sql_thread import SqlThread
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters.call import Call, VersionRange, to_span
+from lightning_rl_proxy.balance import ModelLoad
+from lightning_rl_proxy.gateway import GatewayLoad
 
 
 class FakeGateway:
@@ -30,9 +32,14 @@ class FakeGateway:
         self.refuses: Exception | None = None
         self.recording: str | None = None
         self.engines: dict[str, str | None] = {"m 0": None}
+        self.told: dict[str, dict[str, Any]] = {}
         self.timings: list[Any] = []
         self.opened: list[tuple[str, str]] = []
         self.lost: set[str] = set()
+        self.model = ModelLoad(engines=1, calls=0, waiting=0, capacity=None)
+        self.starting = 0
+        self.open_attempts = 2
+        self.eased = lambda: None
 
     async def __call__(self, scope, receive, send) -> None:
         await send({"type": "http.response.start", "status": 299, "headers": []})
@@ -40,6 +47,7 @@ class FakeGateway:
 
     async def start(self) -> None:
         self.asked.append("start")
+        self.loop = asyncio.get_running_loop()
 
     async def stop(self) -> None:
         self.asked.append("stop")
@@ -57,7 +65,7 @@ class FakeGateway:
     def tokens_received(self, rollout_ids) -> dict[str, int]:
         return {}
 
-    def carry_on(self, received) -> None:
+    def carry_on(self, received, newest_ns=0) -> None:
         self.asked.append(("carry_on", received))
 
     async def pause(self, model=None, drain_seconds=0) -> None:
@@ -70,11 +78,33 @@ class FakeGateway:
         self.asked.append(("resume", model, policy_version))
         self.paused = False
 
+    async def detach(self, engine: str) -> None:
+        self.asked.append(("detach", engine))
+
+    async def vouch(self, engine: str, policy_version: int) -> None:
+        self.asked.append(("vouch", engine, policy_version))
+        if policy_version != 3:
+            raise ValueError(f"model 'm' is at policy version 3, not {policy_version}")
+        if self.refuses is not None:
+            raise self.refuses
+
+    def load(self) -> GatewayLoad:
+        return GatewayLoad("m", {"m": self.model}, self.starting, self.open_attempts)
+
+    def when_eased(self, tell) -> None:
+        self.eased = tell
+
+    def eased_in_its_loop(self) -> None:
+        self.loop.call_soon_threadsafe(self.eased)
+
     def state(self) -> dict[str, Any]:
         model = {"in_flight": self.in_flight, "paused": self.paused, "tokens_received": 7, "engines": 1}
         return {
-            "models": {"m": model | {"policy_version": 3}}, "counters": {"calls": 5}, "open_attempts": 2,
-            "tokens_pending": 4, "records_waiting": 1, "journal_bytes": 100,
+            "models": {
+                "m": model | {"policy_version": 3, "waiting": self.model.waiting, "capacity": self.model.capacity}
+            },
+            "counters": {"calls": 5}, "open_attempts": self.open_attempts,
+            "tokens_pending": 4, "records_waiting": 1, "journal_bytes": 100, "engines": self.told,
         }  # fmt: skip
 
     async def check(self):
@@ -116,8 +146,9 @@ def served(tmp_path):
             await super().startup(sockets)
             started.set()
 
-    async def attach(request: Any) -> None:
+    async def attach(request: Any) -> str:
         attached.append(request)
+        return f"{request.model} {len([each for each in attached if each.model == request.model]) - 1}"
 
     async def serve() -> None:
         url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"

@@ -6,10 +6,10 @@ import pytest
 
 from lightning_rl.server.api import ControlPlane
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.contract import ErrorInfo, Finish, Reward, RolloutConfig, RolloutRequest
+from lightning_rl.store.contract import Ending, ErrorInfo, Finish, Reward, RolloutConfig, RolloutRequest
 from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, Unreachable
 from lightning_rl_proxy.address import Address
-from lightning_rl_proxy.engines.base import EngineRefused
+from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
 from lightning_rl_proxy.keys import verify_attempt_key
 
 POLICY = {
@@ -26,6 +26,9 @@ RUNNERS = [
     ("POST", f"{A}/heartbeat"),
     ("POST", f"{A}/rewards"),
     ("POST", f"{A}/finish"),
+    ("POST", f"{A}/log"),
+    ("POST", "/api/v1/attempts/heartbeat"),
+    ("POST", "/api/v1/attempts/finish"),
     ("POST", "/api/v1/workers/died"),
 ]
 ADMINS = [
@@ -36,6 +39,7 @@ ADMINS = [
     ("POST", "/api/v1/rollouts/spans"),
     ("GET", "/api/v1/rollouts/r1"),
     ("POST", "/api/v1/rollouts/r1/cancel"),
+    ("GET", f"{A}/log"),
     ("GET", f"{A}/spans"),
     ("GET", f"{A}/triplets"),
     ("GET", f"{A}/rows"),
@@ -43,6 +47,7 @@ ADMINS = [
     ("GET", "/api/v1/resources/latest"),
     ("POST", "/api/v1/engines"),
     ("GET", "/api/v1/engines"),
+    ("DELETE", "/api/v1/engines/e1"),
     ("POST", "/api/v1/pause"),
     ("POST", "/api/v1/resume"),
     ("GET", "/api/v1/state"),
@@ -67,7 +72,7 @@ def test_every_route_needs_a_key_and_the_admins_need_the_admin_key(served) -> No
 
 
 def test_the_keys_table_names_every_route_there_is(served) -> None:
-    parts = ("store", "sql", "signals", "gateway", "pauses", "engines", "sweeper", "keys")
+    parts = ("store", "sql", "signals", "admission", "gateway", "pauses", "engines", "sweeper", "keys")
     routes = ControlPlane(**dict.fromkeys(parts), gateway_url="").routes()
     assert len(routes) == len(RUNNERS + ADMINS)
 
@@ -206,7 +211,7 @@ def test_rows_that_are_not_trained_say_why(served, call_span) -> None:
         return body["rows"][0]["excluded"]
 
     assert (why("v"), why("open")) == ("validation", "open")
-    (retry,) = client.claim("w")
+    (retry,) = client.claim("w", wait_seconds=30)
     client.finish("lost", retry.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
     assert why("lost") == "superseded"
 
@@ -257,6 +262,10 @@ def test_a_refused_finish_leaves_the_attempt_open(served) -> None:
         assert status == 400
         assert "rollout r1" in body["error"]["message"]
     assert ("seal", *place) not in served.gateway.asked
+    many = [Ending(rollout_id=place[0], attempt_id=place[1], finish=Finish(status="succeeded", reward={"x": 1.0}))]
+    with pytest.raises(Invalid, match="r1"):
+        served.client().finish_many(many)
+    assert ("seal", *place) not in served.gateway.asked
     served.client().heartbeat(*place)
 
 
@@ -291,7 +300,7 @@ def test_one_rollout_goes_to_one_of_many_that_wait(served) -> None:
     assert sorted(claimed) == [f"r{n}" for n in range(4)]
 
 
-@pytest.mark.parametrize("how", ["finish", "cancel", "deadline"])
+@pytest.mark.parametrize("how", ["finish", "finish_many", "cancel", "deadline"])
 def test_a_wait_wakes_when_a_rollout_ends(served, how) -> None:
     config = RolloutConfig(timeout_seconds=0.05 if how == "deadline" else 60)
     enqueue(served, "r1", "r2", config=config)
@@ -299,11 +308,26 @@ def test_a_wait_wakes_when_a_rollout_ends(served, how) -> None:
     thread, answers = in_thread(lambda: served.client().wait(["r2", "r1"], 60))
     if how == "finish":
         served.client().finish("r1", claim.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
+    elif how == "finish_many":
+        done = Finish(status="succeeded", reward=1.0)
+        served.client().finish_many([Ending(rollout_id="r1", attempt_id=claim.attempt.attempt_id, finish=done)])
     elif how == "cancel":
         served.client().cancel("r1")
     thread.join(20)
     assert [r.rollout_id for r in answers[0]] == ["r1"]
     assert ("seal", "r1", claim.attempt.attempt_id) in served.gateway.asked
+
+
+def test_a_wait_tells_of_all_that_ended_together(served) -> None:
+    enqueue(served, "r1", "r2", "r3")
+    claims = served.client().claim("w", limit=2)
+    thread, answers = in_thread(lambda: served.client().wait(["r3", "r2", "r1"], 60))
+    done = Finish(status="succeeded", reward=1.0)
+    served.client().finish_many(
+        [Ending(rollout_id=c.rollout.rollout_id, attempt_id=c.attempt.attempt_id, finish=done) for c in claims]
+    )
+    thread.join(20)
+    assert sorted(rollout.rollout_id for rollout in answers[0]) == ["r1", "r2"]
 
 
 def test_a_wait_answers_nothing_when_the_time_is_up(served) -> None:
@@ -333,6 +357,52 @@ def test_engines_are_registered_once(served) -> None:
     assert len(served.attached) == 1
     with pytest.raises(Conflict, match="policy version"):
         client.register_engine("m", "embedded", "http://127.0.0.1:1", 4)
+
+
+def test_an_engine_registered_again_with_the_present_version_has_those_weights(served) -> None:
+    client = served.client()
+    client.register_engine("m", "vllm", "http://127.0.0.1:1")
+    client.register_engine("m", "vllm", "http://127.0.0.1:2")
+    client.register_engine("m", "vllm", "http://127.0.0.1:2", 3)
+    assert served.gateway.asked[-1] == ("vouch", "m 1", 3)
+    assert len(served.attached) == 2
+    served.gateway.refuses = EngineUnavailable("it does not answer")
+    with pytest.raises(Conflict, match="it does not answer"):
+        client.register_engine("m", "vllm", "http://127.0.0.1:2", 3)
+
+
+def test_the_first_registration_come_twice_speaks_for_no_later_weights(served) -> None:
+    client = served.client()
+    one = client.register_engine("m", "vllm", "http://127.0.0.1:1")
+    assert client.register_engine("m", "vllm", "http://127.0.0.1:1") == one
+
+
+def test_the_list_of_engines_says_how_each_is(served) -> None:
+    client = served.client()
+    for port in (1, 2):
+        client.register_engine("m", "vllm", f"http://127.0.0.1:{port}")
+    served.gateway.told = {
+        "m 0": {"away": None, "in_flight": 4, "policy_version": 3},
+        "m 1": {"away": "it is gone", "in_flight": 0, "policy_version": 2},
+    }
+    told = [(one["away"], one["in_flight"], one["policy_version"]) for one in client.engines()]
+    assert told == [(None, 4, 3), ("it is gone", 0, 2)]
+
+
+def test_an_engine_is_taken_out_and_may_come_back(served) -> None:
+    client = served.client()
+    [kept, out] = [client.register_engine("m", "vllm", f"http://127.0.0.1:{port}") for port in (1, 2)]
+    status, answer = served.call("DELETE", f"/api/v1/engines/{out['engine_id']}")
+    assert (status, answer["url"]) == (200, "http://127.0.0.1:2")
+    assert served.gateway.asked[-1] == ("detach", "m 1")
+    assert client.engines() == [kept]
+    status, answer = served.call("DELETE", f"/api/v1/engines/{out['engine_id']}")
+    assert status == 404
+    assert kept["engine_id"] in answer["error"]["message"]
+    assert client.register_engine("m", "vllm", "http://127.0.0.1:2", 3)["engine_id"] == out["engine_id"]
+    assert len(served.attached) == 3
+    served.call("DELETE", f"/api/v1/engines/{out['engine_id']}")
+    assert served.gateway.asked[-1] == ("detach", "m 2")
 
 
 def test_generations_in_flight_have_until_the_deadline_or_no_time_at_all(served) -> None:

@@ -31,7 +31,7 @@ def test_a_key_is_handed_on_and_never_shown(served) -> None:
     listed = served.call("GET", "/api/v1/engines")
     assert listed == (200, {"engines": [one]})
     expected = {"model": "helper", "kind": "openai", "url": "https://example.com/v1", "policy_version": 0}
-    assert one == expected | {"engine_id": one["engine_id"]}
+    assert one == expected | {"engine_id": one["engine_id"], "away": None, "in_flight": 0}
     assert len(served.attached) == 1
     assert KEY not in repr(served.attached[0])
 
@@ -133,6 +133,7 @@ class Policy:
     history: str = "keep"
     unknown_model: str = "policy"
     engines: list = field(default_factory=list)
+    chat_template_kwargs: dict = field(default_factory=dict)
 
 
 def test_an_agent_runs_on_a_service_behind_a_server_without_a_tokenizer(tmp_path) -> None:

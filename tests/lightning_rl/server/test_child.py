@@ -17,14 +17,6 @@ from lightning_rl.server.child import Child, ChildDied
 from tests.lightning_rl.server.test_process import TOKENIZER
 
 
-@pytest.fixture(autouse=True)
-def interruptible():
-    """SIGINT interrupts, although a shell that started the tests in the background has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.fixture
 def module(tmp_path, monkeypatch):
     """Makes the module that a child runs."""

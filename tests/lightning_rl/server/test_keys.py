@@ -39,6 +39,9 @@ CONTROL = {
     ("POST", f"{ATTEMPT}/heartbeat"): ("runner", 404),
     ("POST", f"{ATTEMPT}/rewards"): ("runner", 400),
     ("POST", f"{ATTEMPT}/finish"): ("runner", 400),
+    ("POST", f"{ATTEMPT}/log"): ("runner", 400),
+    ("POST", "/attempts/heartbeat"): ("runner", 400),
+    ("POST", "/attempts/finish"): ("runner", 400),
     ("POST", "/workers/died"): ("runner", 400),
     ("POST", "/rollouts"): ("admin", 400),
     ("GET", "/rollouts"): ("admin", 200),
@@ -47,6 +50,7 @@ CONTROL = {
     ("POST", "/rollouts/spans"): ("admin", 400),
     ("GET", "/rollouts/r"): ("admin", 404),
     ("POST", "/rollouts/r/cancel"): ("admin", 404),
+    ("GET", f"{ATTEMPT}/log"): ("admin", 404),
     ("GET", f"{ATTEMPT}/spans"): ("admin", 404),
     ("GET", f"{ATTEMPT}/triplets"): ("admin", 404),
     ("GET", f"{ATTEMPT}/rows"): ("admin", 404),
@@ -54,6 +58,7 @@ CONTROL = {
     ("GET", "/resources/none"): ("admin", 404),
     ("POST", "/engines"): ("admin", 400),
     ("GET", "/engines"): ("admin", 200),
+    ("DELETE", "/engines/e"): ("admin", 404),
     ("POST", "/pause"): ("admin", 400),
     ("POST", "/resume"): ("admin", 400),
     ("GET", "/state"): ("admin", 200),
@@ -82,6 +87,7 @@ class Policy:
     tokenizer: str | None = None
     renderer: str = "auto"
     history: str = "keep"
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     unknown_model: str = "policy"
 
 
@@ -136,7 +142,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_the_table_has_every_route_of_the_control_plane() -> None:
     routes = ControlPlane.routes(ControlPlane.__new__(ControlPlane))
     there = {(method, route.path) for route in routes for method in (route.methods or set()) - {"HEAD"}}
-    named = {"r": "{rollout_id}", "a": "{attempt_id}", "none": "{resources_id}"}
+    named = {"r": "{rollout_id}", "a": "{attempt_id}", "none": "{resources_id}", "e": "{engine_id}"}
     table = {(method, "/".join(named.get(part, part) for part in path.split("/"))) for method, path in CONTROL}
     assert {(method, "/api/v1" + path) for method, path in table} == there
 

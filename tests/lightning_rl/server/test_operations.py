@@ -26,6 +26,10 @@ def test_metrics_are_what_prometheus_reads_and_true(served) -> None:
     enqueue(served, "r1")
     enqueue(served, "r2")
     served.client().claim("w")
+    served.gateway.told = {
+        "m 0": {"away": None, "in_flight": 4, "policy_version": 3},
+        "m 1": {"away": "it is gone", "in_flight": 0, "policy_version": 2},
+    }
     answer = scrape(served)
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     found = read(answer.data.decode())
@@ -35,6 +39,9 @@ def test_metrics_are_what_prometheus_reads_and_true(served) -> None:
     assert found["lightning_rl_policy_version m"] == 3
     assert found["lightning_rl_gateway_events_total calls"] == 5
     assert found["lightning_rl_records_waiting"] == 1
+    assert [found[f"lightning_rl_engine_well m {i}"] for i in (0, 1)] == [1, 0]
+    assert [found[f"lightning_rl_engine_calls_in_flight m {i}"] for i in (0, 1)] == [4, 0]
+    assert [found[f"lightning_rl_engine_policy_version m {i}"] for i in (0, 1)] == [3, 2]
     assert found["process_resident_memory_bytes"] > 1e6
 
 
@@ -53,7 +60,7 @@ def test_a_server_that_can_work_is_ready(served) -> None:
     ("recording", "engines", "part"),
     [
         ("the disk is full", {"m 0": None}, "journal"),
-        (None, {"m 0": "http://e/health answered 500", "m 1": None}, "engine m 0"),
+        (None, {"m 0": "http://e/health answered 500", "helper": None}, "engine m 0"),
         (None, {}, "engines"),
     ],
 )
@@ -62,6 +69,13 @@ def test_readiness_names_what_is_wrong(served, recording, engines, part) -> None
     status, said = served.call("GET", "/readyz", key=None)
     assert (status, said["status"]) == (503, "not ready")
     assert [name for name, what in said["checks"].items() if what != "ok"] == [part]
+
+
+def test_a_server_is_ready_while_each_model_has_an_engine(served) -> None:
+    served.gateway.engines = {"m 0": "http://e/health answered 500", "m 1": None, "other 0": None}
+    status, said = served.call("GET", "/readyz", key=None)
+    assert (status, said["status"]) == (200, "ready")
+    assert said["checks"]["engine m 0"] == "http://e/health answered 500"
 
 
 def test_a_gateway_tells_of_its_calls_and_of_a_dead_engine(tmp_path: Path) -> None:

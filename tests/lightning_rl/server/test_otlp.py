@@ -5,6 +5,7 @@ import json
 import time
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,16 +18,20 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.trace import SpanKind
 
 from lightning_rl.algorithms.trajectories import trajectory_of
 from lightning_rl.emit import emit_message, emit_reward, operation
 from lightning_rl.emitted import Emitted
 from lightning_rl.inspect.explain import explain
 from lightning_rl.runner.delivery import Delivery
+from lightning_rl.runner.outcome import batches
 from lightning_rl.store.contract import Claim, Finish, Reward, RolloutRequest
 from lightning_rl.store.errors import StoreUnwritable
+from lightning_rl_adapters import otel
 from lightning_rl_proxy.keys import sign_attempt_key
 
+CONVENTIONS = Path(__file__).parents[2] / "adapters" / "otel"
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
@@ -93,14 +98,59 @@ def test_the_standard_exporters_spans_are_kept_and_served(served, claim, compres
     assert turn.start_ns <= search.start_ns <= search.end_ns <= turn.end_ns
 
 
+@pytest.mark.parametrize("prefix", ["lightning_rl", "agentlightning"])
+def test_the_standard_exporters_spans_are_joined_by_their_resource(served, claim, prefix) -> None:
+    """With a runner's key, which opens every attempt: the resource alone says whose the spans are."""
+    whose = dict(zip((f"{prefix}.rollout_id", f"{prefix}.attempt_id"), place(claim), strict=True))
+    exporter = OTLPSpanExporter(
+        endpoint=f"{served.url}/v1/traces",
+        headers={"authorization": "Bearer runner"},
+        compression=Compression.Gzip,
+        timeout=5,
+    )
+    provider = TracerProvider(resource=Resource({"service.name": "their agent"} | whose))
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    with provider.get_tracer("their tool").start_as_current_span("turn", kind=SpanKind.CLIENT):
+        pass
+    [turn] = served.store.spans(*place(claim))
+    assert turn.attributes["lightning_rl.resource"] == {"service.name": "their agent"}
+    assert turn.attributes["lightning_rl.kind"] == "CLIENT"
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "application/x-protobuf"])
+def test_what_real_instrumentations_exported_are_triplets_where_they_have_token_ids(
+    served, claim, content_type
+) -> None:
+    body = json.dumps(json.loads((CONVENTIONS / "openinference.json").read_text())["request"]).encode()
+    if content_type != "application/json":
+        body = otel.from_json(body).SerializeToString()
+    form = {"content_type": content_type, "content_encoding": "gzip"}
+    assert post(served, gzip.compress(body), attempt_key(served, claim), **form).status == 200
+    path = "/api/v1/rollouts/{}/attempts/{}/triplets".format(*place(claim))
+    assert served.call("GET", path) == (200, {"triplets": []})  # the gateway saw none of it
+    served.client().finish(*place(claim), Finish(status="succeeded", reward=0.5))
+    status, told = served.call("GET", f"{path}?source=otel")
+    assert status == 200
+    assert [each["response_token_ids"] for each in told["triplets"]] == [[21, 22, 23]] * 2
+    assert {(each["verified"], each["convention"]) for each in told["triplets"]} == {(False, "openinference")}
+    assert {each["reward"] for each in told["triplets"]} == {0.5}
+    [diagnosis] = told["diagnoses"]
+    assert diagnosis["missing"] == ["prompt token ids", "response token ids", "logprobs"]
+    assert "llm.base_url" in diagnosis["advice"]
+    trace = served.store.traces([claim.rollout.rollout_id])[claim.rollout.rollout_id]
+    assert trajectory_of(trace, agent_failure=0.0).sampled_tokens == 0
+    status, wrong = served.call("GET", f"{path}?source=other")
+    assert (status, "Invalid enum value 'other'" in wrong["error"]["message"]) == (400, True)
+
+
 def test_what_an_agent_emitted_is_kept_once_however_often_it_is_sent(served, claim) -> None:
     emitted = Emitted(*place(claim))
     with emitted.collecting(), operation("step", inputs={"a": 1}):
         emit_message("hello")
         emit_reward(0.5, "style")
     deliver = Delivery(served.url, "runner")
-    deliver(emitted.spans)
-    deliver(emitted.spans)
+    deliver(place(claim)[0], batches(emitted.spans))
+    deliver(place(claim)[0], batches(emitted.spans))
     assert sorted(names(served, claim)) == ["lightning_rl.message", "lightning_rl.operation", "lightning_rl.reward"]
     served.client().finish(*place(claim), Finish(status="succeeded"))
     rollout = served.client().rollout(claim.rollout.rollout_id)
@@ -112,7 +162,7 @@ def test_many_spans_are_sent_in_several_requests(served, claim) -> None:
     with emitted.collecting():
         for number in range(1100):
             emit_message(str(number))
-    Delivery(served.url, "runner")(emitted.spans)
+    Delivery(served.url, "runner")(place(claim)[0], batches(emitted.spans))
     assert len(names(served, claim)) == 1100
 
 
@@ -154,7 +204,7 @@ def test_each_key_opens_what_it_may(served, claim) -> None:
 def test_the_holder_of_an_attempts_key_gives_neither_rewards_nor_calls(served, claim, call_span) -> None:
     recorded = call_span(*place(claim))
     served.store.add_spans([recorded])
-    own, before = attempt_key(served, claim), served.store.sampled_tokens()
+    own, before = attempt_key(served, claim), served.store.recorded_calls().tokens
     attributes = [
         {"key": "lightning_rl.reward.value", "value": {"doubleValue": 1.0}},
         {"key": "lightning_rl.response_ids", "value": {"bytesValue": "AAAAAA=="}},
@@ -170,7 +220,7 @@ def test_the_holder_of_an_attempts_key_gives_neither_rewards_nor_calls(served, c
     assert len(trace.attempts[0].spans) == 4
     assert trace.rollout.rewards == {"reward": 0.5}
     # Nothing that reads spans minds those that are no calls.
-    assert served.store.sampled_tokens() == before == {"m": 2}
+    assert served.store.recorded_calls().tokens == before == {"m": 2}
     assert len(explain(trace).attempts[0].calls) == 1
     assert trajectory_of(trace, agent_failure=0.0).sampled_tokens == 2
     for what in ("triplets", "rows"):

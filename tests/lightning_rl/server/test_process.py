@@ -35,6 +35,7 @@ class Policy:
     history: str = "keep"
     unknown_model: str = "policy"
     engines: list = field(default_factory=list)
+    chat_template_kwargs: dict = field(default_factory=dict)
 
 
 POLICY = Policy(engines=[{"model": "policy", "kind": "embedded", "url": "http://127.0.0.1:1"}])

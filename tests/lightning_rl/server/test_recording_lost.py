@@ -61,7 +61,7 @@ def test_an_attempt_whose_calls_were_given_up_is_retried_and_the_tokens_add_up(t
             finishing.join(20)
             assert (answers[0].status, answers[0].error.type) == ("failed", "RecordingLost")
             assert store.finish("r1", claim.attempt.attempt_id, finish).status == "failed"  # said again
-            (again,) = store.claim("w")
+            (again,) = store.claim("w", wait_seconds=30)
             assert again.attempt.sequence == 2
             call(again, 2)
             store.finish("r1", again.attempt.attempt_id, finish)

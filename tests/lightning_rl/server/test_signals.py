@@ -35,3 +35,23 @@ def test_a_server_that_stops_lets_everybody_go() -> None:
         assert signals.next_queued().done()
 
     asyncio.run(scenario())
+
+
+def test_who_waits_the_longest_has_the_first_turn_and_who_left_has_none() -> None:
+    async def work() -> None:
+        signals = Signals()
+        with signals.next_room() as first, signals.next_room() as second:
+            with signals.next_room():
+                assert signals.held_back == 3
+            signals.room(1)
+            assert (first.done(), second.done(), signals.held_back) == (True, False, 1)
+            signals.room(float("inf"))
+            assert second.done()
+        assert signals.held_back == 0
+        with signals.next_room() as held:
+            signals.close()
+            assert held.done()
+        with signals.next_room() as late:
+            assert late.done()
+
+    asyncio.run(work())

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 
 from lightning_rl.server.signals import Signals
 from lightning_rl.server.sql_thread import SqlThread
@@ -25,6 +26,26 @@ class FullStore:
     def overdue(self):
         self.loop.call_soon_threadsafe(self.swept.set)
         return []
+
+
+class Noting:
+    """A store with nothing overdue; notes how far leases and deadlines were moved."""
+
+    shared = False
+
+    def __init__(self) -> None:
+        self.moved: list[tuple[float, float]] = []
+        self.due = False
+
+    def postpone(self, seconds: float, *, lease_seconds: float) -> None:
+        self.moved.append((seconds, lease_seconds))
+
+    def overdue(self):
+        return []
+
+    def claimable(self, *, newly_seconds: float | None) -> bool:
+        due, self.due = self.due, False
+        return due
 
 
 class NoPauses:
@@ -52,3 +73,36 @@ def test_the_whole_time_in_which_nothing_could_be_written_is_made_up_for(caplog)
         "trouble with the store: full",
         "trouble with the store is over",
     ]
+
+
+def test_time_in_which_the_process_stood_still_counts_against_nobody() -> None:
+    async def scenario() -> list[tuple[float, float]]:
+        store, sql = Noting(), SqlThread()
+        sweeper = Sweeper(store, sql, None, NoPauses(), Signals(), seconds=0.2)
+        task = asyncio.create_task(sweeper.run())
+        await asyncio.sleep(0.1)
+        time.sleep(1.5)
+        while not store.moved:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        sql.close()
+        return store.moved
+
+    (seconds, lease_seconds), *_ = asyncio.run(scenario())
+    assert seconds == lease_seconds
+    assert 1.0 < seconds < 60
+
+
+def test_a_claim_that_waits_is_woken_when_a_pause_before_a_retry_is_over() -> None:
+    async def scenario() -> tuple[bool, bool]:
+        store, sql, signals = Noting(), SqlThread(), Signals()
+        sweeper = Sweeper(store, sql, None, NoPauses(), signals, seconds=1)
+        waiting = signals.next_queued()
+        await sweeper.sweep(1)
+        before = waiting.done()
+        store.due = True
+        await sweeper.sweep(1)
+        sql.close()
+        return before, waiting.done()
+
+    assert asyncio.run(scenario()) == (False, True)

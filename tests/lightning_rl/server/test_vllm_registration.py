@@ -30,7 +30,8 @@ def attached(url: str) -> Router:
 @pytest.mark.parametrize(("mode", "kind"), [("raw", "raw"), ("processed", "sampled")])
 def test_a_registered_engine_marks_its_tokens_with_the_kind_that_was_found(mode: str, kind: str) -> None:
     with serving(StandIn(mode=f"{mode}_logprobs").app) as url:
-        [[engine]] = attached(url)._engines.values()
+        [pool] = attached(url)._engines.values()
+        [engine] = [replica.engine for replica in pool.replicas]
         assert engine.logprob_kind(Sampling(temperature=0.7)) == kind
 
 

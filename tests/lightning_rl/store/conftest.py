@@ -1,6 +1,10 @@
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from lightning_rl.store.sql import SqlStore
+from tests.lightning_rl.store.backends import BACKENDS, opened
 
 
 class Clock:
@@ -21,8 +25,15 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture
-def store(clock: Clock):
-    store = SqlStore("sqlite://", clock)
-    yield store
-    store.close()
+@pytest.fixture(params=BACKENDS)
+def store(request: pytest.FixtureRequest, clock: Clock, tmp_path: Path) -> Iterator[Any]:
+    """What keeps the contract, each in turn: with the methods of `SqlStore`."""
+    url = "sqlite://" if "sqlite" in request.param else request.getfixturevalue("postgres_url")
+    with opened(request.param, url, tmp_path, clock) as store:
+        yield store
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty store that several processes may open, or one after another."""
+    return f"sqlite:///{tmp_path / 'run.db'}" if request.param == "sqlite" else request.getfixturevalue("postgres_url")

@@ -1,13 +1,25 @@
 """Whatever happens in whatever order, the invariants of the life cycle hold."""
 
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from lightning_rl.store.contract import ErrorInfo, Finish, RolloutConfig, RolloutRequest
 from lightning_rl.store.errors import Conflict
 from lightning_rl.store.life_cycle import ENDED, ROLLOUT_TRANSITIONS
-from lightning_rl.store.sql import SqlStore
+from tests.lightning_rl.store.backends import opened
 
 FINISHES = [
     Finish(status="succeeded", reward=1.0),
@@ -17,16 +29,18 @@ FINISHES = [
 
 
 class StoreMachine(RuleBasedStateMachine):
-    def __init__(self) -> None:
+    def __init__(self, backend: str, url: str) -> None:
         super().__init__()
         self.now = 0.0
-        self.store = SqlStore("sqlite://", lambda: self.now)
+        self.open = ExitStack()
+        folder = Path(self.open.enter_context(tempfile.TemporaryDirectory()))
+        self.store = self.open.enter_context(opened(backend, url, folder, lambda: self.now))
         self.statuses: dict[str, str] = {}
         self.ended: dict[str, object] = {}
         self.claimed: list[tuple[str, str]] = []
 
     def teardown(self) -> None:
-        self.store.close()
+        self.open.close()
 
     @rule(attempts=st.integers(1, 3), timeout=st.sampled_from([None, 5.0, 25.0]))
     def enqueue(self, attempts: int, timeout: float | None) -> None:
@@ -106,5 +120,15 @@ class StoreMachine(RuleBasedStateMachine):
         assert len(attempt_ids) == len(set(attempt_ids))
 
 
-TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+@pytest.mark.parametrize(
+    ("backend", "examples"), [("sqlite", 40), ("postgres", 8), ("http-sqlite", 3), ("http-postgres", 3)]
+)
+def test_whatever_happens_in_whatever_order_the_laws_hold(
+    backend: str, examples: int, request: pytest.FixtureRequest
+) -> None:
+    empty: Callable[[], str] = lambda: "sqlite://"  # noqa: E731
+    if "postgres" in backend:
+        empty = request.getfixturevalue("empty_postgres_store")
+    steps = 15 if backend.startswith("http-") else 30
+    wanted = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
+    run_state_machine_as_test(lambda: StoreMachine(backend, empty()), settings=wanted)

@@ -215,7 +215,8 @@ def test_records_that_come_twice_and_attempts_that_were_retried_change_nothing(
     """Through a real store: a first attempt is lost in the middle, and every record is sent twice."""
     expected = learned(sequences_of(traces_of(step)))
     (tmp_path / "store.db").unlink(missing_ok=True)
-    store = SqlStore(f"sqlite:///{tmp_path / 'store.db'}")
+    now = [1000.0]
+    store = SqlStore(f"sqlite:///{tmp_path / 'store.db'}", clock=lambda: now[0])
     ids = [f"r{number}" for number in range(len(step))]
     store.enqueue([RolloutRequest(task=None, rollout_id=name, group_id=f"g{i % 2}") for i, name in enumerate(ids)])
     lost = Finish(status="failed", error=ErrorInfo(type="Lost", message="", infrastructure=True))
@@ -227,6 +228,7 @@ def test_records_that_come_twice_and_attempts_that_were_retried_change_nothing(
             for _ in range(2):
                 store.add_spans([to_span(call) for call in calls])
             store.finish(rollout_id, attempt_id, lost if first else Finish(status="succeeded", reward=played.reward))
+        now[0] += 60  # a lost attempt is not tried again at once
     found = store.traces(ids)
     store.close()
     assert [len(found[name].attempts) for name in ids] == [2] * len(ids)

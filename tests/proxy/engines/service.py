@@ -32,6 +32,7 @@ class Service:
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.script: deque[str | dict[str, Any]] = deque()
+        self.reply: Callable[[dict[str, Any]], str] | None = None  # instead of the script
         self.tokens = True  # whether it tells of tokens when asked
         self.known_fields: frozenset[str] | None = None  # others are refused with 400
         self.status = 200
@@ -39,6 +40,9 @@ class Service:
         self.headers: dict[str, str] = {}
         self.retokenizes: Callable[[list[int]], list[int]] = lambda ids: ids
         self.drops_logprobs = 0
+        self.told: dict[str, Any] | None = None  # the body of an error
+        self.failures: deque[tuple[int, dict[str, str]]] = deque()  # status and headers of the next answers
+        self.cuts = False  # off in the middle of an answer
         self.raw: bytes | None = None
         self.hold: threading.Event | None = None
 
@@ -51,14 +55,25 @@ class Service:
         unknown = set() if self.known_fields is None else set(body) - self.known_fields
         if unknown:
             return _error(400, f"Unrecognized request argument supplied: {sorted(unknown)[0]}")
+        if self.failures:
+            return _error(self.failures[0][0], self.error, self.failures.popleft()[1])
+        if self.told is not None:
+            return web.json_response(self.told, status=self.status, headers=self.headers)
         if self.status != 200:
             return _error(self.status, self.error, self.headers)
+        if self.cuts:
+            return await _cut(request)
         if self.raw is not None:
             return web.Response(body=self.raw, content_type="text/html")
         return web.json_response(self._completion(body))
 
+    def _said(self, body: dict[str, Any]) -> Any:
+        if self.reply is not None:
+            return self.reply(body)
+        return self.script.popleft() if self.script else "ok"
+
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
-        said = self.script.popleft() if self.script else "ok"
+        said = self._said(body)
         message = {"role": "assistant", "content": said} if isinstance(said, str) else {"role": "assistant", **said}
         prompt = self.retokenizes(prompt_ids(body["messages"]) if self.tokens else [])
         ids = [*map(ord, message.get("content") or ""), 2]
@@ -99,20 +114,36 @@ class Service:
         body = await request.json()
         self.requests.append(body)
         self.keys.append(request.headers.get("x-api-key"))
+        if self.hold is not None:
+            await asyncio.to_thread(self.hold.wait, 20)
         if self.status != 200:
             error = {"type": "error", "error": {"type": "authentication_error", "message": self.error}}
-            return web.json_response(error, status=self.status)
-        said = self.script.popleft() if self.script else "ok"
+            return web.json_response(error, status=self.status, headers=self.headers)
+        if self.cuts:
+            return await _cut(request)
+        said = self._said(body)
+        content = [{"type": "text", "text": said}] if isinstance(said, str) else said["content"]
+        called = any(block["type"] == "tool_use" for block in content)
         answer = {
-            "id": "msg_1",
+            "id": f"msg_{len(self.requests)}",
             "type": "message",
             "role": "assistant",
             "model": "claude-stand-in",
-            "content": [{"type": "text", "text": said}],
-            "stop_reason": "end_turn",
+            "content": content,
+            "stop_reason": "tool_use" if called else "end_turn",
             "usage": {"input_tokens": 7, "output_tokens": 2},
         }
         return web.json_response(answer)
+
+
+async def _cut(request: web.Request) -> web.StreamResponse:
+    """An answer that ends before the length that it said."""
+    answer = web.StreamResponse(headers={"content-length": "1000", "content-type": "application/json"})
+    await answer.prepare(request)
+    await answer.write(b'{"choi')
+    assert request.transport is not None
+    request.transport.abort()
+    return answer
 
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:

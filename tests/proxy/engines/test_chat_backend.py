@@ -1,6 +1,7 @@
 """Frozen chat models behind the gateway, through the official SDK: relayed as they are, recorded like any call."""
 
 import base64
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -99,6 +100,7 @@ def test_a_call_is_recorded_with_its_tokens_where_the_service_tells_them(helped:
     assert first_call.prompt_ids == prompt_ids(first)
     assert first_call.response_ids == [ord("o"), ord("k"), 2]
     assert first_call.logprobs == [-0.5, -1.0, -1.5]
+    assert first_call.versions == []
     assert (first_call.logprob_kind, first_call.temperature, first_call.finish_reason) == ("raw", 0.5, "stop")
     assert second_call.parent_id == first_call.call_id
     whole = first_call.prompt_ids + first_call.response_ids + second_call.prompt_ids
@@ -207,7 +209,8 @@ def test_n_choices_are_n_requests_n_calls_and_one_answer(helped: Served, service
         (403, openai.PermissionDeniedError, "check the api_key"),
         (404, openai.NotFoundError, "check the url"),
         (422, openai.UnprocessableEntityError, "scripted"),
-        (402, openai.BadRequestError, "answered 402: scripted"),
+        (402, openai.APIStatusError, "answered 402: scripted"),
+        (409, openai.BadRequestError, "answered 409: scripted"),
         (307, openai.BadRequestError, "redirects"),
     ],
 )
@@ -223,16 +226,105 @@ def test_what_the_service_refuses_the_agent_hears_and_need_not_retry(
     assert helped.ledger.calls() == []
 
 
-@pytest.mark.parametrize("status", [408, 429, 500, 503])
-def test_a_service_in_trouble_is_a_retryable_503(helped: Served, service: Service, status: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (408, openai.APIStatusError),
+        (429, openai.RateLimitError),
+        (500, openai.InternalServerError),
+        (503, openai.InternalServerError),
+        (529, openai.InternalServerError),
+    ],
+)
+def test_a_service_in_trouble_is_told_of_with_its_own_status_and_may_be_tried_again(
+    helped: Served, service: Service, status: int, error: type[openai.APIStatusError]
+) -> None:
     service.status, service.headers = status, {"retry-after": "7"}
-    with pytest.raises(openai.InternalServerError, match=f"answered {status}: scripted") as failed:
+    with pytest.raises(error, match=f"answered {status}: scripted") as failed:
         ask(helped, [user("one")])
-    assert failed.value.status_code == 503
+    assert failed.value.status_code == status
     assert failed.value.response.headers["x-should-retry"] == "true"
     assert failed.value.response.headers["retry-after"] == "7"
     service.status = 200
     assert ask(helped, [user("one")]) == "ok"
+
+
+def test_an_error_has_the_services_own_type_code_and_parameter(helped: Served, service: Service) -> None:
+    told = {"message": "too long", "type": "theirs", "param": "messages", "code": "context_length_exceeded"}
+    service.status, service.told = 400, {"error": told}
+    with pytest.raises(openai.BadRequestError) as failed:
+        ask(helped, [user("one")])
+    error = failed.value
+    assert (error.type, error.param, error.code) == ("theirs", "messages", "context_length_exceeded")
+
+
+def test_a_service_that_says_not_to_try_again_is_not_contradicted(helped: Served, service: Service) -> None:
+    service.status, service.headers = 429, {"x-should-retry": "false"}
+    with pytest.raises(openai.RateLimitError) as failed:
+        ask(helped, [user("one")])
+    assert failed.value.response.headers["x-should-retry"] == "false"
+
+
+def test_an_sdk_tries_a_busy_service_again_and_has_one_call(helped: Served, service: Service) -> None:
+    service.failures.append((429, {"retry-after": "1"}))
+    sdk = openai.OpenAI(base_url=helped.base_url(), api_key=helped.key(), max_retries=1)
+    answer = sdk.chat.completions.create(model="helper", messages=[user("one")])  # type: ignore[list-item]
+    assert answer.choices[0].message.content == "ok"
+    helped.seal()
+    assert (len(service.requests), len(helped.ledger.calls())) == (2, 1)
+
+
+def test_a_client_that_times_out_and_asks_again_gets_the_answer_to_its_first_request(
+    helped: Served, service: Service
+) -> None:
+    service.tokens, service.hold = False, threading.Event()
+    sdk = openai.OpenAI(base_url=helped.base_url(), api_key=helped.key(), max_retries=1, timeout=1)
+    impatient = sdk.with_options(max_retries=0)
+    with pytest.raises(openai.APITimeoutError):
+        impatient.chat.completions.create(model="helper", messages=[user("one")])  # type: ignore[list-item]
+    service.hold.set()
+    assert say(sdk, [user("one")], model="helper") == "ok"
+    helped.seal()
+    assert (len(service.requests), len(helped.ledger.calls())) == (1, 1)
+
+
+@pytest.mark.parametrize("kind", ["openai", "litellm"])
+def test_an_answer_that_is_cut_off_is_a_retryable_503(served: Served, service: Service, kind: str) -> None:
+    if kind == "openai":
+        served.gateway.router.register_backend(OpenAIBackend("helper", service.url))
+    else:
+        litellm_helper(served, "openai/whatever", service.url)
+    service.cuts = True
+    with pytest.raises(openai.InternalServerError, match="cannot be reached, or broke off") as failed:
+        ask(served, [user("one")])
+    assert (failed.value.status_code, failed.value.response.headers["x-should-retry"]) == (503, "true")
+    served.seal()
+    assert served.ledger.calls() == []
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        ("7", 7), ("0", 1), ("1.2", 2), ("900", 60), ("-3", 1), ("inf", 60), ("nan", 60), ("soon", 1), ("", 1),
+        ("Sat, 01 Jan 2000 00:00:00 GMT", 1), ("Sat, 01 Jan 2400 00:00:00 GMT", 60),
+        ("Sat, 01 Jan 2400 00:00:00 -0000", 60),
+    ],
+)  # fmt: skip
+def test_the_time_to_wait_is_read_as_services_write_it(
+    helped: Served, service: Service, said: str, seconds: int
+) -> None:
+    service.status, service.headers = 503, {"retry-after": said}
+    with pytest.raises(openai.InternalServerError) as failed:
+        ask(helped, [user("one")])
+    assert failed.value.response.headers["retry-after"] == str(seconds)
+
+
+@pytest.mark.parametrize("key", ["two words", "a-line\n", "schl\u00fcssel-lang"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(key: str) -> None:
+    for make in (lambda: OpenAIBackend("helper", "http://h/v1", key), lambda: LitellmBackend("helper", "m", None, key)):
+        with pytest.raises(ValueError, match="the api_key of model 'helper' holds what no header can") as refused:
+            make()
+        assert key.strip() not in str(refused.value)
 
 
 def test_a_service_that_is_not_there_is_a_retryable_503(served: Served) -> None:
@@ -354,6 +446,7 @@ def test_state_models_and_pauses_know_backends(helped: Served, service: Service)
     state = helped.gateway.state()["models"]
     assert state["helper"] == {
         "engines": 1, "in_flight": 0, "tokens_received": 0, "paused": False, "policy_version": 0, "trainable": False,
+        "waiting": 0, "capacity": None,
     }  # fmt: skip
     assert state["policy"]["trainable"] is True
     assert [model.id for model in client(helped).models.list()] == ["policy", "helper"]
@@ -370,8 +463,6 @@ def test_state_models_and_pauses_know_backends(helped: Served, service: Service)
 
 
 def test_two_backends_of_a_model_share_its_calls(helped: Served, service: Service) -> None:
-    import threading
-
     with running() as other:
         helped.gateway.router.register_backend(OpenAIBackend("helper", other.url))
         service.hold = other.hold = threading.Event()
@@ -392,8 +483,6 @@ def test_a_name_is_of_engines_or_of_chat_backends(helped: Served) -> None:
 
 
 def test_sealing_aborts_a_call_at_a_service(helped: Served, service: Service) -> None:
-    import threading
-
     service.hold = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         calling = pool.submit(ask, helped, [user("one")])
@@ -458,7 +547,7 @@ def test_litellm_speaks_other_dialects(served: Served, service: Service) -> None
         (400, openai.BadRequestError, "false"),
         (401, openai.AuthenticationError, "false"),
         (404, openai.NotFoundError, "false"),
-        (429, openai.InternalServerError, "true"),
+        (429, openai.RateLimitError, "true"),
         (500, openai.InternalServerError, "true"),
     ],
 )
@@ -466,12 +555,27 @@ def test_litellms_errors_are_told_like_the_services_own(
     served: Served, service: Service, status: int, error: type[openai.APIStatusError], retry: str
 ) -> None:
     litellm_helper(served, "openai/whatever", service.url, "a-secret-key")
-    service.status, service.error = status, "no, a-secret-key"
+    service.status, service.error, service.headers = status, "no, a-secret-key", {"retry-after": "7"}
     with pytest.raises(error, match=r"no, \*\*\*") as failed:
         ask(served, [user("one")])
+    assert failed.value.status_code == status
     assert failed.value.response.headers["x-should-retry"] == retry
+    assert failed.value.response.headers.get("retry-after") == ("7" if retry == "true" else None)
     assert f"litellm's openai/whatever at {service.url} answered {status}" in str(failed.value)
     assert len(service.requests) == 1  # no retries of litellm's own
+
+
+def test_a_key_that_litellm_finds_in_the_environment_is_not_told(
+    served: Served, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "the-environments-key")
+    url = service.url.removesuffix("/v1")
+    served.gateway.router.register_backend(LitellmBackend("helper", "anthropic/claude-3-5-haiku-20241022", url))
+    assert ask(served, [user("one")]) == "ok"
+    service.status, service.error = 401, "you sent the-environments-key"
+    with pytest.raises(openai.AuthenticationError, match=r"you sent \*\*\*"):
+        ask(served, [user("two")])
+    assert service.keys == ["the-environments-key"] * 2
 
 
 def test_litellms_service_that_is_not_there_is_a_retryable_503(served: Served) -> None:

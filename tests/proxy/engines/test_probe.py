@@ -30,6 +30,14 @@ def test_logits_are_refused_as_logprobs(mode: str) -> None:
     assert "--logprobs-mode" in refusal(EngineRefused, mode=mode)
 
 
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_a_server_that_refuses_to_tell_other_tokens_is_taken_as_raw(mode: str) -> None:
+    server = StandIn(mode=f"{mode}_logprobs", most=0)
+    with serving(server.app) as url:
+        assert asyncio.run(probe(url)) == "raw"
+    assert server.sampled == 0
+
+
 def test_what_is_missing_is_named_by_its_flag() -> None:
     message = refusal(EngineRefused, scale_out=False)
     assert "the token endpoint (--enable-scale-out); start it" in message

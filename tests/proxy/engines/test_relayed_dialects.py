@@ -1,5 +1,6 @@
 """A frozen chat model answers every dialect: requests are translated to its chat, answers back, streams as they are."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import openai
 import pytest
 
 from lightning_rl_adapters import semconv
-from lightning_rl_proxy.engines.chat_backend import OpenAIBackend
+from lightning_rl_proxy.engines.chat_backend import LitellmBackend, OpenAIBackend
 from tests.proxy.conftest import Served
 from tests.proxy.engines.service import Service, running
 from tests.proxy.test_gateway import client, user
@@ -157,3 +158,132 @@ def test_a_services_failure_has_the_dialects_shape(helped: Served, service: Serv
     body: Any = failed.value.body
     assert body["error"]["type"] == "overloaded_error"
     assert "busy" in body["error"]["message"]
+
+
+# Each kind of service, and each dialect that an agent may ask it in.
+SERVICES = ["openai", "litellm to OpenAI", "litellm to Anthropic"]
+DIALECTS = ["chat", "responses", "messages"]
+FUNCTION: dict[str, Any] = {"name": "look_up", "description": "Looks up.", "parameters": {"type": "object"}}
+
+
+@pytest.fixture
+def beside(served: Served, service: Service, kind: str) -> Served:
+    """The gateway of the policy, with the model `helper` at a service of a kind."""
+    anthropics = service.url.removesuffix("/v1")
+    made = {
+        "openai": lambda: OpenAIBackend("helper", service.url, "the-secret-key", "remote"),
+        "litellm to OpenAI": lambda: LitellmBackend("helper", "openai/remote", service.url, "the-secret-key"),
+        "litellm to Anthropic": lambda: LitellmBackend(
+            "helper", "anthropic/claude-3-5-haiku-20241022", anthropics, "the-secret-key"
+        ),
+    }
+    served.gateway.router.register_backend(made[kind]())
+    return served
+
+
+def asked(served: Served, dialect: str, *, stream: bool = False, retries: int = 0) -> tuple[str, list[Any], int]:
+    """An answer's text, its tool calls as (name, arguments), and its output tokens."""
+    question: Any = [{"role": "user", "content": "cats?"}]
+    if dialect == "messages":
+        sdk = claude(served).with_options(max_retries=retries)
+        tools: Any = [LOOK_UP]
+        more: dict[str, Any] = {"model": "helper", "max_tokens": 50, "messages": question, "tools": tools}
+        if stream:
+            with sdk.messages.stream(**more) as events:
+                answer = events.get_final_message()
+        else:
+            answer = sdk.messages.create(**more)
+        said = [block.text for block in answer.content if block.type == "text"]
+        called = [(block.name, block.input) for block in answer.content if block.type == "tool_use"]
+        return "".join(said), called, answer.usage.output_tokens
+    openais = client(served).with_options(max_retries=retries)
+    if dialect == "responses":
+        more = {"model": "helper", "input": question, "tools": [{"type": "function", "strict": False, **FUNCTION}]}
+        if stream:
+            with openais.responses.create(**more, stream=True) as parts:
+                [whole] = [part.response for part in parts if part.type == "response.completed"]
+        else:
+            whole = openais.responses.create(**more)
+        calls = [(item.name, json.loads(item.arguments)) for item in whole.output if item.type == "function_call"]
+        return whole.output_text, calls, whole.usage.output_tokens
+    more = {"model": "helper", "messages": question, "tools": [{"type": "function", "function": FUNCTION}]}
+    if not stream:
+        chat = openais.chat.completions.create(**more)
+        message = chat.choices[0].message
+        of_message = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
+        return message.content or "", of_message, chat.usage.completion_tokens
+    chunks = list(openais.chat.completions.create(**more, stream=True, stream_options={"include_usage": True}))
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    parts = [call.function for delta in deltas for call in delta.tool_calls or ()]
+    text = "".join(delta.content or "" for delta in deltas)
+    return text, [(part.name, json.loads(part.arguments)) for part in parts], chunks[-1].usage.completion_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("kind", SERVICES)
+def test_text_tools_and_usage_come_back_in_the_dialect_that_asked(
+    beside: Served, service: Service, kind: str, dialect: str, stream: bool
+) -> None:
+    arguments = {"what": "cats"}
+    if kind == "litellm to Anthropic":
+        tool_use = {"type": "tool_use", "id": "toolu_1", "name": "look_up", "input": arguments}
+        service.script.append({"content": [{"type": "text", "text": "let me see"}, tool_use]})
+    else:
+        service.script.append({name: value for name, value in CALLED.items() if name != "reasoning_content"})
+    tokens = 2 if kind == "litellm to Anthropic" else 5
+    assert asked(beside, dialect, stream=stream) == ("let me see", [("look_up", arguments)], tokens)
+    [sent] = service.requests
+    [tool] = sent["tools"]
+    assert (tool.get("function") or tool)["name"] == "look_up"
+    beside.seal()
+    [span] = beside.ledger.spans
+    assert (span.attributes[semconv.OUTPUT_TOKENS], span.attributes[semconv.REQUEST_MODEL]) == (tokens, "helper")
+    [message] = span.attributes[semconv.OUTPUT_MESSAGES]
+    assert (message["content"], message["tool_calls"][0]["function"]["name"]) == ("let me see", "look_up")
+    assert (span.attributes[semconv.EXACT], span.attributes[semconv.POLICY_VERSIONS]) == (False, [])
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("kind", SERVICES)
+@pytest.mark.parametrize("status", [401, 404, 429, 500])
+def test_an_error_is_the_services_own_in_the_dialect_that_asked(
+    beside: Served, service: Service, kind: str, dialect: str, stream: bool, status: int
+) -> None:
+    service.status, service.error = status, "no model remote for the-secret-key"
+    service.headers = {"retry-after": "7"}
+    with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as failed:
+        asked(beside, dialect, stream=stream)
+    names = {401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError", 500: "InternalServerError"}
+    assert (failed.value.status_code, type(failed.value).__name__) == (status, names[status])
+    assert "no model remote for ***" in str(failed.value)
+    assert f"answered {status}" in str(failed.value)
+    headers = failed.value.response.headers
+    retried = ("true", "7") if status >= 429 else ("false", None)
+    assert (headers["x-should-retry"], headers.get("retry-after")) == retried
+    beside.seal()
+    assert beside.ledger.spans == []
+    assert len(service.requests) == 1
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("kind", SERVICES)
+def test_a_service_that_breaks_off_or_is_not_there_may_be_asked_again(
+    beside: Served, service: Service, kind: str, dialect: str
+) -> None:
+    service.cuts = True
+    with pytest.raises((openai.InternalServerError, anthropic.InternalServerError), match="or broke off") as failed:
+        asked(beside, dialect)
+    assert (failed.value.status_code, failed.value.response.headers["x-should-retry"]) == (503, "true")
+    service.cuts = False
+    assert asked(beside, dialect)[0] == "ok"
+
+
+@pytest.mark.parametrize("kind", SERVICES)
+def test_n_choices_of_a_service_are_n_calls(beside: Served, service: Service, kind: str) -> None:
+    service.script.extend(["one", "two", "three"])
+    answer = client(beside).chat.completions.create(model="helper", messages=[user("x")], n=3)  # type: ignore[list-item]
+    assert sorted(choice.message.content or "" for choice in answer.choices) == ["one", "three", "two"]
+    beside.seal()
+    assert len(beside.ledger.calls()) == len(service.requests) == 3

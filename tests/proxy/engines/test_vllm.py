@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Tokens
+from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Load, Tokens
 from lightning_rl_proxy.engines.vllm import TokenEngine
 from lightning_rl_proxy.errors import PromptTooLong
 from lightning_rl_proxy.sampling import Sampling
@@ -22,6 +22,7 @@ class Wire(HTTPServer):
 
     asked: dict[str, Any]
     paths: list[str]
+    told: dict[str, bytes]
     status = 200
     answer: Any = b'{"choices": [{"token_ids": [1, 2], "finish_reason": "stop"}]}'
 
@@ -38,13 +39,21 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def do_GET(self) -> None:
+        body = self.server.told.get(self.path)
+        self.server.paths.append(self.path)
+        self.send_response(404 if body is None else 200)
+        self.send_header("content-length", str(len(body or b"")))
+        self.end_headers()
+        self.wfile.write(body or b"")
+
     def log_message(self, *_: Any) -> None: ...
 
 
 @pytest.fixture
 def wire() -> Iterator[Wire]:
     with Wire(("127.0.0.1", 0), Handler) as server:
-        server.paths = []
+        server.paths, server.told = [], {}
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -190,3 +199,43 @@ def test_tokens_without_a_label_are_of_the_version_at_registration(wire: Wire) -
     finish = with_client(wire, use)
     assert isinstance(finish, Finish)
     assert [(v.version, v.start, v.end) for v in finish.version_spans] == [(3, 0, 1), (4, 1, 2)]
+
+
+METRICS = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 8.0
+vllm:num_requests_running{engine="1",model_name="m"} 7.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 3.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 2.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 3.0
+"""
+SERVER_INFO = {"scheduler_config": {"max_num_seqs": 8, "more": 1}, "parallel_config": {"data_parallel_size": 2}}
+
+
+def test_the_queue_is_that_of_all_ranks_and_the_configuration_is_asked_once(wire: Wire) -> None:
+    wire.told["/metrics"] = METRICS
+    wire.told["/server_info?config_format=json"] = json.dumps({"vllm_config": SERVER_INFO}).encode()
+
+    async def twice(engine: TokenEngine) -> list[Load | None]:
+        return [await engine.load(), await engine.load()]
+
+    assert with_client(wire, twice) == [Load(5, 16)] * 2
+    assert wire.paths == ["/metrics", "/server_info?config_format=json", "/metrics"]
+
+
+def test_a_server_whose_configuration_cannot_be_read_has_a_queue_without_a_capacity(wire: Wire) -> None:
+    wire.told["/metrics"] = METRICS
+
+    async def twice(engine: TokenEngine) -> list[Load | None]:
+        return [await engine.load(), await engine.load()]
+
+    assert with_client(wire, twice) == [Load(5, None)] * 2
+    assert len(wire.paths) == 3  # it is not asked again at once
+
+
+@pytest.mark.parametrize("metrics", [None, b"", b"python_info 1.0"])
+def test_a_server_without_statistics_does_not_say_how_busy_it_is(wire: Wire, metrics: bytes | None) -> None:
+    if metrics is not None:
+        wire.told["/metrics"] = metrics
+    assert with_client(wire, lambda engine: engine.load()) is None

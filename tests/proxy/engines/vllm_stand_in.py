@@ -12,10 +12,12 @@ LOGITS = {3: 2.0, 4: 1.0, 5: 0.5, 6: -1.0, 7: -3.0}
 
 
 class StandIn:
-    """Answers the probe's questions as a vLLM server with these flags does."""
+    """Answers the probe's questions as a vLLM server with these flags does; `most` is its --max-logprobs."""
 
-    def __init__(self, *, scale_out: bool = True, dev_mode: bool = True, mode: str = "raw_logprobs") -> None:
-        self.scale_out, self.dev_mode, self.mode = scale_out, dev_mode, mode
+    def __init__(
+        self, *, scale_out: bool = True, dev_mode: bool = True, mode: str = "raw_logprobs", most: int = 20
+    ) -> None:
+        self.scale_out, self.dev_mode, self.mode, self.most = scale_out, dev_mode, mode, most
         self.paused = False
         self.status = 200
         self.sampled = 0
@@ -38,8 +40,10 @@ class StandIn:
             return error(403, "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out.")
         if "token_ids" not in body:
             return error(400, "Field required")
-        self.sampled += 1
         asked = body["sampling_params"]
+        if asked["logprobs"] > self.most:
+            return error(400, f"Requested sample logprobs of {asked['logprobs']}, which is greater than {self.most}")
+        self.sampled += 1
         found = told(self.mode, asked["temperature"])
         top = [{"token_id": token, "logprob": value} for token, value in found.items()][: asked["logprobs"]]
         entry = {"token_id": 3, "logprob": found[3], "top_logprobs": top}

@@ -1,0 +1,112 @@
+"""Spans -> OpenTelemetry's own, as its exporters send them.
+
+Invariant: an attempt is one trace, whoever told of its spans. A span without a parent of its own hangs below the
+attempt's root span; one that came by OTLP keeps its span id, its resource and its scope, and links to the trace that
+its agent knew it in. The same span always has the same ids. Token ids and logprobs stay in the store, which has them
+under the call's id; what OTLP's plain attributes cannot hold of a call, such as its messages, is JSON.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from lightning_rl_adapters import semconv
+from lightning_rl_adapters.span import Span
+
+_LEFT_OUT = frozenset({semconv.PROMPT_IDS, semconv.RESPONSE_IDS, semconv.LOGPROBS})
+# What OpenTelemetry has fields of its own for.
+_FIELDS = frozenset({
+    semconv.PARENT_SPAN, semconv.EVENTS, semconv.RESOURCE, semconv.SCOPE, semconv.STATUS_CODE,
+    semconv.STATUS_DESCRIPTION, semconv.KIND,
+})  # fmt: skip
+_RESOURCE = Resource({"service.name": "lightning_rl"})
+_SCOPE = InstrumentationScope("lightning_rl")
+_PLAIN = (str, bool, int, float)
+
+
+def readable(span: Span) -> ReadableSpan:
+    """The span as an exporter of OpenTelemetry takes it."""
+    said = span.attributes
+    trace_id, span_id, link = _ids(span)
+    return ReadableSpan(
+        name=span.name,
+        context=_context(trace_id, span_id),
+        parent=_parent(span, trace_id),
+        resource=Resource(said[semconv.RESOURCE]) if semconv.RESOURCE in said else _RESOURCE,
+        attributes=_attributes(span),
+        events=[
+            Event(event["name"], attributes=event["attributes"], timestamp=event["time_ns"])
+            for event in said.get(semconv.EVENTS, ())
+        ],
+        links=[] if link is None else [Link(link)],
+        kind=_kind(span),
+        status=_status(said),
+        start_time=span.start_ns,
+        end_time=span.end_ns,
+        instrumentation_scope=InstrumentationScope(str(said[semconv.SCOPE])) if semconv.SCOPE in said else _SCOPE,
+    )
+
+
+def trace_id_of(attempt_id: str) -> int:
+    """The trace of an attempt; that of what its agent emits outside of anybody's span too."""
+    return int.from_bytes(hashlib.blake2b(attempt_id.encode(), digest_size=16).digest())
+
+
+def _ids(span: Span) -> tuple[int, int, SpanContext | None]:
+    """Trace id, span id, and the span as its own agent knows it where that is in another trace."""
+    trace_id = trace_id_of(span.attempt_id)
+    _, came, its_ids = span.span_id.partition(":")
+    if not came:
+        return trace_id, _made(span.span_id), None
+    its_trace, its_id = (int(part, 16) for part in its_ids.split(":"))
+    return trace_id, its_id, None if its_trace == trace_id else _context(its_trace, its_id)
+
+
+def _parent(span: Span, trace_id: int) -> SpanContext | None:
+    if span.name == semconv.ROLLOUT_SPAN:
+        return None
+    parent = span.attributes.get(semconv.PARENT_SPAN)
+    return _context(trace_id, _made(span.attempt_id) if parent is None else int(parent.rpartition(":")[2], 16))
+
+
+def _made(name: str) -> int:
+    """The span id of what did not come with one: of a call's id, and of an attempt's for its root."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
+
+
+def _context(trace_id: int, span_id: int) -> SpanContext:
+    return SpanContext(trace_id, span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+
+def _attributes(span: Span) -> dict[str, Any]:
+    ours = span.name == semconv.CALL_SPAN
+    said = {
+        name: value if _is_plain(value) or not ours else msgspec.json.encode(value).decode()
+        for name, value in span.attributes.items()
+        if value is not None and name not in _FIELDS and name not in _LEFT_OUT
+    }
+    whose = {semconv.ROLLOUT_ID: span.rollout_id, semconv.ATTEMPT_ID: span.attempt_id}
+    return said | whose | ({semconv.CALL_ID: span.span_id} if ours else {})
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, list) and all(isinstance(each, _PLAIN) for each in value))
+
+
+def _kind(span: Span) -> SpanKind:
+    if span.name == semconv.CALL_SPAN:
+        return SpanKind.CLIENT
+    return SpanKind[span.attributes.get(semconv.KIND, SpanKind.INTERNAL.name)]
+
+
+def _status(said: Mapping[str, Any]) -> Status:
+    told = said.get(semconv.STATUS_CODE)
+    if told != StatusCode.ERROR.name:
+        return Status(StatusCode.OK if told == StatusCode.OK.name else StatusCode.UNSET)
+    return Status(StatusCode.ERROR, str(said.get(semconv.STATUS_DESCRIPTION, "")) or None)

@@ -1,0 +1,159 @@
+"""A model from disk that SGLang servers sample: they run already, and read weights from a folder that both sides see.
+
+The place of an update is after the gateway's pause and before its resume: that pause retracts the requests, so that the
+cache of the old weights can be flushed while they wait. What was sampled keeps its version, what comes next has the new
+one. An invariant as with vLLM: after an update a server's log probabilities are compared with the model's.
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import urllib3
+from torch import Tensor, nn
+
+from lightning_rl.errors import Explained
+from lightning_rl.inference.load import device_of, load_model, located
+from lightning_rl.inference.proof import Sampled, prove
+
+_PATH = "/update_weights_from_disk"
+_CONNECT_SECONDS = 10.0
+_SAMPLE_SECONDS = 60.0
+
+
+class WeightsNotUpdated(Explained, RuntimeError):
+    """The server did not say that it took the weights and flushed its caches: it must not sample for training."""
+
+
+class _Told(msgspec.Struct):
+    success: bool
+    message: str = ""
+
+
+class SGLangPolicy:
+    """The model at `path` (a folder or a hub's id; None: the tutorial's), sampled by the SGLang servers at `urls`.
+
+    Args:
+        run_dir: where the weights on their way to the servers are, which must be able to read them there.
+        weights: a checkpoint whose weights are sampled and trained instead of those at `path`.
+        device: of `model`: cpu, cuda, or auto.
+        train_dtype: of `model`, and of what the servers are sent.
+        tolerance: how far log probabilities of server and model may be apart, in nats.
+
+    `name` is what the gateway calls it, `folder` holds its tokenizer, `model` is the one that is trained.
+    """
+
+    takes_changes = False  # a server reads whole checkpoints
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        run_dir: Path,
+        *,
+        urls: Sequence[str],
+        weights: Path | None = None,
+        device: str = "auto",
+        train_dtype: torch.dtype = torch.float32,
+        tolerance: float = 1e-3,
+    ) -> None:
+        self.folder, self.name = located(path)
+        self.model: Any = load_model(weights or self.folder, train_dtype, device_of(device))
+        self._urls = [url.rstrip("/") for url in urls]
+        self._outbox = (run_dir / "weights").resolve()
+        self._tolerance = tolerance
+
+    def start(self) -> None:
+        """Nothing: the servers run already. Whoever calls this calls `close`, whatever comes between."""
+
+    def registrations(self) -> list[dict[str, Any]]:
+        """What the gateway is told of the servers."""
+        return [{"model": self.name, "kind": "sglang", "url": url, "policy_version": 0} for url in self._urls]
+
+    def update_weights(self, weights: nn.Module | Mapping[str, Tensor], version: int, *, partial: bool = False) -> None:
+        """Give every server new weights; returns when all sample with them. Calls should wait meanwhile.
+
+        Args:
+            weights: the model, or its whole state dict.
+            version: the policy version of every token sampled from here on.
+            partial: not possible here (`takes_changes`).
+
+        Raises WeightsNotUpdated or EngineMismatch.
+        """
+        if partial:
+            raise ValueError("SGLang takes the whole model's weights, not some of them")
+        state = weights.state_dict() if isinstance(weights, nn.Module) else dict(weights)
+        folder = self._outbox / f"version-{version}"
+        self.model.save_pretrained(folder, state_dict=state)
+        for url in self._urls:
+            update_from_disk(url, folder, version)
+            if not _is_paused(url):
+                prove(
+                    self.model,
+                    lambda prompt, n, url=url: _sample(url, prompt, n),  # type: ignore[misc]
+                    engine=f"SGLang at {url}",
+                    version=version,
+                    tolerance=self._tolerance,
+                )
+        shutil.rmtree(folder)
+
+    def check(self) -> None:
+        """Nothing: the gateway watches servers that are not ours."""
+
+    def close(self) -> None:
+        """Remove what was on its way."""
+        shutil.rmtree(self._outbox, ignore_errors=True)
+
+
+def update_from_disk(url: str, folder: Path, version: int, *, seconds: float = 600.0) -> None:
+    """Let the SGLang server at `url` load the checkpoint in `folder` and call it `version`; its caches are flushed.
+
+    `folder` is a path on the server's machine, with the layout of a Hugging Face checkpoint. A server that was not
+    paused ends its requests first. Raises WeightsNotUpdated.
+    """
+    url = url.rstrip("/")
+    asked = {
+        "model_path": str(folder),
+        "weight_version": str(version),
+        "flush_cache": True,
+        "abort_all_requests": False,
+    }
+    answer = _ask("POST", url, _PATH, seconds, asked)
+    told = _told(answer.data)
+    if answer.status != 200 or told is None or not told.success:
+        said = told.message if told else answer.data[:500].decode(errors="replace")
+        raise WeightsNotUpdated(
+            f"SGLang server {url} did not take version {version} from {folder} ({answer.status}): {said}"
+        )
+
+
+def _told(body: bytes) -> _Told | None:
+    try:
+        return msgspec.json.decode(body, type=_Told)
+    except msgspec.DecodeError:
+        return None
+
+
+def _ask(method: str, url: str, path: str, seconds: float, body: Any = None) -> urllib3.BaseHTTPResponse:
+    timeout = urllib3.Timeout(connect=_CONNECT_SECONDS, read=seconds)
+    try:
+        return urllib3.request(method, url + path, json=body, timeout=timeout, retries=False)
+    except urllib3.exceptions.HTTPError as error:
+        raise WeightsNotUpdated(f"SGLang server {url} gave no answer to {path}: {error}") from error
+
+
+def _is_paused(url: str) -> bool:
+    return _ask("GET", url, "/ready", _CONNECT_SECONDS).status == 503
+
+
+def _sample(url: str, prompt: list[int], n: int) -> Sampled:
+    """Some tokens behind a prompt, whatever they are."""
+    parameters = {"max_new_tokens": n, "temperature": 1.0, "ignore_eos": True}
+    asked = {"input_ids": prompt, "sampling_params": parameters, "return_logprob": True}
+    answer = _ask("POST", url, "/generate", _SAMPLE_SECONDS, asked)
+    if answer.status != 200:
+        raise WeightsNotUpdated(f"SGLang server {url} does not sample after the update: {answer.data[:500]!r}")
+    told = answer.json()
+    return Sampled(told["output_ids"], [entry[0] for entry in told["meta_info"]["output_token_logprobs"]])

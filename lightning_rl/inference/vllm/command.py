@@ -1,0 +1,101 @@
+"""How a vLLM server is started: its command line and its environment, from what a run asks for."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+PLUGIN = Path(__file__).parent / "plugin"
+_BACKENDS = {"file": "lightning_rl_file"}  # as the plugin registers it; others are vLLM's own
+_CPU_CACHE_GIB = "1"
+_LEAST_BATCHED_TOKENS = 2048
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run asks of its vLLM servers.
+
+    Attributes:
+        python: the interpreter of vLLM's environment.
+        model: a folder, or a hub's id.
+        context: tokens of a sequence, at most; None: what the model was made for.
+        dtype: in what it computes, `float32` or `bfloat16`.
+        device: `cpu` or `cuda`.
+        processed_logprobs: logprobs are of what is sampled from, and not of temperature 1.
+        servers: how many of them, each with `tensor_parallel` GPUs of its own.
+        weight_transfer: how weights reach them (`transfer`).
+        sleeps: they leave their GPU to the trainer while it trains.
+        threads: cores of each on a CPU.
+        flags: further ones, by name (`max_num_batched_tokens: 4096`); they win over ours.
+    """
+
+    python: str
+    model: str = ""
+    context: int | None = None
+    dtype: str
+    device: str
+    processed_logprobs: bool
+    servers: int = 1
+    tensor_parallel: int = 1
+    gpu_memory_utilization: float = 0.5
+    max_num_seqs: int = 256
+    enforce_eager: bool = False
+    weight_transfer: Literal["file", "ipc", "nccl"] = "file"
+    sleeps: bool = False
+    threads: int = 1
+    flags: Mapping[str, Any] = msgspec.field(default_factory=dict)
+
+
+def command(options: Options, port: int) -> list[str]:
+    """The command line of a server at `port` of the loopback."""
+    flags: dict[str, Any] = {
+        "model": options.model,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": options.dtype,
+        "max_model_len": options.context,
+        "max_num_seqs": options.max_num_seqs,
+        "tensor_parallel_size": options.tensor_parallel,
+        "enable_scale_out": True,
+        "logprobs_mode": "processed_logprobs" if options.processed_logprobs else "raw_logprobs",
+        "worker_extension_cls": "lightning_rl_vllm.WorkerExtension",
+        "weight_transfer_config": {"backend": _BACKENDS.get(options.weight_transfer, options.weight_transfer)},
+        "enforce_eager": options.enforce_eager,
+    }
+    if options.device == "cuda":
+        flags |= {"gpu_memory_utilization": options.gpu_memory_utilization, "enable_sleep_mode": options.sleeps}
+    else:
+        # vLLM 0.32 dies on a CPU where a request with a seed, as ours all are, is read in pieces (docs/engines.md).
+        whole = max(options.context or 0, _LEAST_BATCHED_TOKENS)
+        flags |= {"enable_chunked_prefill": False, "max_num_batched_tokens": whole, "enforce_eager": True}
+    words = [options.python, "-m", "vllm.entrypoints.openai.api_server"]
+    return words + [word for name, value in {**flags, **options.flags}.items() for word in _words(name, value)]
+
+
+def environment(options: Options, index: int, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What a server's environment has beside, or instead of, the inherited one; `index` tells the servers apart."""
+    added = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        **({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if options.weight_transfer == "ipc" else {}),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(PLUGIN), inherited.get("PYTHONPATH", "")])),
+    }
+    if options.device == "cpu":
+        added |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(options.threads)}
+        added["VLLM_CPU_KVCACHE_SPACE"] = inherited.get("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
+    elif options.servers > 1:
+        seen = inherited.get("CUDA_VISIBLE_DEVICES", "")
+        gpus = seen.split(",") if seen else [str(i) for i in range(options.servers * options.tensor_parallel)]
+        first = index * options.tensor_parallel
+        added["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + options.tensor_parallel])
+    return added
+
+
+def _words(name: str, value: Any) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag[2:]}"]
+    return [flag, json.dumps(value) if isinstance(value, dict | list) else str(value)]

@@ -1,0 +1,116 @@
+"""What is asked of a vLLM server over HTTP beside sampling: to take weights, to name their version, to prove them."""
+
+import json
+from typing import Any
+
+import msgspec
+import urllib3
+
+from lightning_rl.errors import Explained
+from lightning_rl.inference.proof import Sampled
+
+_SECONDS = 600.0  # a large file is read from a slow disk
+# After an error vLLM cuts the connection: each question has its own.
+_HEADERS = {"content-type": "application/json", "connection": "close"}
+
+
+class WeightsRefused(Explained, RuntimeError):
+    """A vLLM server did not take weights; the message says which and why."""
+
+
+class Refused(Explained, RuntimeError):
+    """A vLLM server answered with an error, of HTTP `status`."""
+
+    def __init__(self, what: str, response: urllib3.BaseHTTPResponse) -> None:
+        self.status = response.status
+        super().__init__(what + _message(response.data))
+
+
+class Unreached(Explained, RuntimeError):
+    """A vLLM server does not answer."""
+
+
+class Control:
+    """The server at `url`, which must run with VLLM_SERVER_DEV_MODE=1 and our plugin (`docs/engines.md`)."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._pool = urllib3.PoolManager(retries=False, timeout=urllib3.Timeout(connect=10, read=_SECONDS))
+
+    def initialise(self, info: Any) -> None:
+        """Make weights receivable; `info` is as the server's backend wants it.
+
+        Raises WeightsRefused where the server has no such backend.
+        """
+        self._order("/init_weight_transfer_engine", {"init_info": info})
+
+    def begin(self) -> None:
+        """Weights come now. Raises WeightsRefused."""
+        self._order("/start_weight_update")
+
+    def update(self, info: Any) -> None:
+        """Take weights; `info` says where they are. Raises WeightsRefused."""
+        self._order("/update_weights", {"update_info": info})
+
+    def finish(self, version: int) -> None:
+        """That was all of policy version `version`; nothing that older weights computed is used again.
+
+        Generations that a pause froze are read anew from their first token when they go on. Raises WeightsRefused.
+        """
+        self._order("/finish_weight_update", {"weight_version": str(version)})
+        answer = self._order("/reset_prefix_cache?reset_running_requests=true")
+        if not answer.get("success"):
+            raise WeightsRefused(f"vLLM at {self.url} kept what the old weights computed: /reset_prefix_cache {answer}")
+
+    def sleep(self) -> None:
+        """Leave the GPU to others: weights and cache give their memory back until `wake`. Raises WeightsRefused."""
+        self._order("/sleep?level=1")
+
+    def wake(self, *tags: str) -> None:
+        """Take the memory of `weights` or of `kv_cache` again. Raises WeightsRefused."""
+        self._order("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
+
+    def world_size(self) -> int:
+        """Processes that hold a share of its weights."""
+        return int(self._ask("GET", "/get_world_size")["world_size"])
+
+    def paused(self) -> bool:
+        """Whether it samples nothing until it is resumed."""
+        return bool(self._ask("GET", "/is_paused")["is_paused"])
+
+    def sample(self, prompt: list[int], n: int, seed: int) -> Sampled:
+        """`n` tokens behind a prompt at temperature 1, whatever they are."""
+        parameters = {"max_tokens": n, "temperature": 1.0, "seed": seed, "logprobs": 0, "ignore_eos": True}
+        body = {"token_ids": prompt, "sampling_params": parameters | {"detokenize": False}}
+        [choice] = self._ask("POST", "/inference/v1/generate", body)["choices"]
+        return Sampled(choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]])
+
+    def close(self) -> None:
+        """Free its connections."""
+        self._pool.clear()
+
+    def _order(self, path: str, body: Any = None) -> dict[str, Any]:
+        try:
+            return self._ask("POST", path, body)
+        except Refused as error:
+            unable = error.status == 404 or "Weight transfer not configured" in str(error)
+            advice = "; start it with VLLM_SERVER_DEV_MODE=1 and the plugin, as docs/engines.md says" if unable else ""
+            raise WeightsRefused(f"{error}{advice}") from error
+
+    def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        sent = None if body is None else json.dumps(body).encode()
+        try:
+            response = self._pool.request(method, self.url + path, body=sent, headers=_HEADERS)
+        except urllib3.exceptions.HTTPError as error:
+            raise Unreached(f"vLLM at {self.url}{path} does not answer: {error}") from error
+        if response.status != 200:
+            raise Refused(f"vLLM at {self.url}: {method} {path} answered {response.status}: ", response)
+        found: dict[str, Any] = msgspec.json.decode(response.data)
+        return found
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return body[:500].decode(errors="replace")

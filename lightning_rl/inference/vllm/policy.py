@@ -1,0 +1,246 @@
+"""A model from disk that vLLM samples: what an algorithm opens to have a policy on vLLM servers.
+
+Invariants: a server samples under a version only after it has taken the file of that version whole, whose names and
+shapes are the trained model's; and what it then gives as log probabilities is compared with the model's own.
+"""
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from lightning_rl.inference.load import device_of, load_model, located
+from lightning_rl.inference.proof import Sampled, prove
+from lightning_rl.inference.vllm.command import Options
+from lightning_rl.inference.vllm.control import Control, Unreached
+from lightning_rl.inference.vllm.server import VllmNotStarted, VllmServer
+from lightning_rl.inference.vllm.transfer import transfer_of
+
+_RESTARTS = 3  # of one server; what ends it more often will not go away by itself
+_WATCH_SECONDS = 0.5
+_FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_log = logging.getLogger(__name__)
+
+
+class _Member:
+    """A server, ours or (`server` None) somebody else's; one that is `away` has ended, or not taken its weights yet."""
+
+    def __init__(self, url: str, server: VllmServer | None) -> None:
+        self.server = server
+        self.control = Control(url)
+        self.away = False
+        self.restarts = 0
+
+
+class VllmPolicy:
+    """The model at `path` (a folder or a hub's id; None: the tutorial's), sampled by vLLM from `start` to `close`.
+
+    Args:
+        options: how its servers are started; of `model` and `context` only where they are not the model's own.
+        run_dir: where the logs of the servers are, and the weights on their way to them.
+        urls: servers that run already and read the same files, instead of ones of our own.
+        weights: a checkpoint whose weights are sampled and trained instead of those at `path`.
+        device: of `model`: cpu, cuda, or auto.
+        train_dtype: of `model`.
+        tolerance: how far log probabilities of server and model may be apart, in nats.
+
+    `name` is what the gateway calls it, `folder` holds its tokenizer, `model` is the one that is trained. `on_outage`
+    is called, from another thread, with True when no server is left that could answer, and with False when one is back.
+    """
+
+    takes_changes = False  # vLLM packs weights together, so it wants all of them
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        options: Options,
+        run_dir: Path,
+        *,
+        urls: Iterable[str] = (),
+        weights: Path | None = None,
+        device: str = "auto",
+        train_dtype: torch.dtype = torch.float32,
+        tolerance: float = 1e-3,
+    ) -> None:
+        self.folder, self.name = located(path)
+        model: Any = load_model(weights or self.folder, train_dtype, device_of(device))
+        self.model = model
+        self.on_outage: Callable[[bool], None] = lambda away: None
+        context = options.context or model.config.max_position_embeddings
+        self._options = msgspec.structs.replace(options, model=str(self.folder), context=context)
+        self._tolerance = tolerance
+        self._outbox = run_dir / "weights"
+        attached = [_Member(url, None) for url in urls]
+        own = [VllmServer(self._options, run_dir, i) for i in range(0 if attached else options.servers)]
+        self._members = attached + [_Member(server.url, server) for server in own]
+        self._version: int | None = None
+        self._asleep = False
+        self._transfer = transfer_of(options.weight_transfer, run_dir / "weights", _FORMATS[options.dtype])
+        self._lock = threading.Lock()  # of the present weights, and of who has them
+        self._over = threading.Event()
+        self._failed: Exception | None = None
+        self._watcher = threading.Thread(target=self._watch, name="vLLM's watcher", daemon=True)
+
+    def start(self) -> None:
+        """Start the servers, which want weights then. Whoever calls this calls `close`, whatever comes between.
+
+        Raises VllmNotStarted.
+        """
+        shutil.rmtree(self._outbox, ignore_errors=True)
+        own = [member.server for member in self._members if member.server is not None]
+        for server in own:
+            server.start()
+        for server in own:
+            server.wait()
+        self._watcher.start()
+
+    def registrations(self) -> list[dict[str, Any]]:
+        """What the gateway is told of the servers."""
+        return [
+            {"model": self.name, "kind": "vllm", "url": member.control.url, "policy_version": 0}
+            for member in self._members
+        ]
+
+    def update_weights(self, weights: nn.Module | Mapping[str, Tensor], version: int, *, partial: bool = False) -> None:
+        """Give every server new weights; returns when all that run sample with them. Calls should wait meanwhile.
+
+        Args:
+            weights: the model, or its whole state dict.
+            version: the policy version of every token sampled from here on.
+            partial: not possible here (`takes_changes`).
+
+        Raises WeightsRefused, Unreached, EngineMismatch or VllmNotStarted.
+        """
+        if partial:
+            raise ValueError("vLLM takes the whole model's weights, not some of them")
+        state = weights.state_dict() if isinstance(weights, nn.Module) else weights
+        saved = _as_saved(self.model, state)
+        self.wake()
+        with self._lock:
+            self._transfer.offer(saved, version)
+            self._version = version
+            well = [member for member in self._members if not member.away]
+            with ThreadPoolExecutor(max(len(well), 1)) as pool:
+                list(pool.map(self._give, well))
+        while all(member.away for member in self._members):
+            self.check()
+            self._over.wait(_WATCH_SECONDS)
+        for member in self._members:
+            if not member.away:
+                self._prove(member, version)
+
+    def sleep(self) -> None:
+        """Let the servers leave their GPUs to the trainer, where they were started so: they sleep until `wake`.
+
+        Calls must wait meanwhile. Raises WeightsRefused or Unreached.
+        """
+        if self._options.sleeps and not self._asleep:
+            self._asleep = True
+            for member in self._members:
+                member.control.sleep()
+
+    def wake(self) -> None:
+        """See `sleep`."""
+        if self._asleep:
+            for member in self._members:
+                member.control.wake("weights", "kv_cache")
+            self._asleep = False
+
+    def check(self) -> None:
+        """Raise what ended a server for good, when something has."""
+        if self._failed is not None:
+            raise self._failed
+
+    def close(self) -> None:
+        """Stop the servers that are ours."""
+        self._over.set()
+        own = [member.server for member in self._members if member.server is not None]
+        for server in own:  # all at once
+            server.ask_to_stop()
+        for server in own:
+            server.stop()
+        if self._watcher.is_alive():
+            self._watcher.join()
+            for server in own:  # one may have been started again in between
+                server.stop()
+        for member in self._members:
+            member.control.close()
+        shutil.rmtree(self._outbox, ignore_errors=True)
+
+    def _give(self, member: _Member) -> None:
+        """One server the present weights, if there are any yet. One of ours that does not answer is the watcher's."""
+        if self._version is None:
+            return
+        try:
+            self._transfer.give(member.control)
+        except Unreached:
+            if member.server is None:
+                raise
+            member.away = True
+            member.server.stop()
+
+    def _prove(self, member: _Member, version: int) -> None:
+        """Compare a server's log probabilities with the model's, unless it is paused. One of ours may have ended."""
+
+        def sample(prompt: list[int], n: int) -> Sampled:
+            return member.control.sample(prompt, n, seed=version)
+
+        url = member.control.url
+        try:
+            if not member.control.paused():
+                prove(self.model, sample, engine=f"vLLM at {url}", version=version, tolerance=self._tolerance)
+        except Unreached:
+            if member.server is None:
+                raise
+
+    # The watcher's thread.
+
+    def _watch(self) -> None:
+        """Start again what has ended; what prevents that, whatever it is, is for `check` to raise."""
+        while not self._over.wait(_WATCH_SECONDS):
+            for member in self._members:
+                if member.server is not None and not member.server.runs:
+                    try:
+                        self._revive(member, member.server)
+                    except Exception as error:  # noqa: BLE001  # a full disk, say
+                        if not self._over.is_set():
+                            self._failed = error
+                        return
+
+    def _revive(self, member: _Member, server: VllmServer) -> None:
+        member.away = True
+        why, member.restarts = server.why(), member.restarts + 1
+        if member.restarts > _RESTARTS:
+            raise VllmNotStarted(f"it ended {member.restarts} times; the last time: {why}")
+        _log.warning("%s\nit is started again (%d of %d times)", why, member.restarts, _RESTARTS)
+        alone = all(each.away for each in self._members)
+        if alone:
+            self.on_outage(True)
+        if self._over.is_set():
+            return
+        server.start()
+        server.wait()
+        with self._lock:  # an update meanwhile is not missed
+            self._transfer.forget(member.control)
+            member.away = False
+            self._give(member)
+        if alone and not member.away:
+            self.on_outage(False)
+
+
+def _as_saved(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict under the names of the checkpoint that the model was read from; of tied weights the first alone."""
+    first: dict[tuple[int, torch.Size], str] = {}
+    for name, tensor in state.items():
+        first.setdefault((tensor.data_ptr(), tensor.shape), name)
+    own = {name: state[name] for name in first.values()}
+    saved: dict[str, Tensor] = revert_weight_conversion(model, own)
+    return saved

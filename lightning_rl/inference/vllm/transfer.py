@@ -1,0 +1,187 @@
+"""How weights reach a vLLM server: by a file that it reads, or on GPUs by vLLM's own transfers, which leave no file.
+
+Both are given the same: all weights under their names in the checkpoint, and a version. A file needs nothing but a disk
+that both sides see. `ipc` hands over GPU memory (trainer and server on the same GPUs), `nccl` broadcasts it (on other
+ones); they are vLLM's code on both sides, so the trainer's own environment must have vLLM, of the server's version.
+"""
+
+import base64
+import importlib.util
+import pickle
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lightning_rl.errors import Explained
+from lightning_rl.inference.vllm.control import Control
+
+Way = Literal["file", "ipc", "nccl"]
+
+
+class NoVllm(Explained, ModuleNotFoundError):
+    """vLLM is missing where its code is needed."""
+
+
+class Transfer(Protocol):
+    """`offer` what is sent from now on, then `give` it to each server; `forget` what a restarted one was told."""
+
+    def offer(self, weights: Mapping[str, Tensor], version: int) -> None: ...
+
+    def give(self, control: Control) -> None:
+        """Returns when the server samples with what was offered. Raises WeightsRefused or Unreached."""
+        ...
+
+    def forget(self, control: Control) -> None: ...
+
+
+def transfer_of(way: Way, outbox: Path, dtype: torch.dtype) -> Transfer:
+    """The transfer of that name; weights are sent as `dtype`, and files are written to `outbox`.
+
+    Raises NoVllm where vLLM's own is asked for, and the trainer's environment has no vLLM.
+    """
+    if way == "file":
+        return FileTransfer(outbox, dtype)
+    if importlib.util.find_spec("vllm") is None:
+        raise NoVllm(
+            f"actor_rollout_ref.rollout.weight_transfer={way} is vLLM's code in the trainer's process too: install "
+            "vLLM in the trainer's environment, or use weight_transfer=file"
+        )
+    return DeviceTransfer(way, dtype)
+
+
+class FileTransfer:
+    """One safetensors file per version, which the plugin reads. Each version replaces the one before."""
+
+    def __init__(self, outbox: Path, dtype: torch.dtype) -> None:
+        self._outbox = outbox
+        self._dtype = dtype
+        self._shapes: dict[str, list[int]] = {}
+        self._knowing: set[Control] = set()
+        self._file: Path | None = None
+        self._version = 0
+
+    def offer(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """See `Transfer`."""
+        self._outbox.mkdir(parents=True, exist_ok=True)
+        self._shapes = self._shapes or {name: list(tensor.shape) for name, tensor in weights.items()}
+        file = self._outbox / f"version-{version}.safetensors"
+        partial = file.with_suffix(".partial")
+        save_file({name: _as_sent(tensor, self._dtype).cpu().contiguous() for name, tensor in weights.items()}, partial)
+        partial.rename(file)
+        former, self._file, self._version = self._file, file.resolve(), version
+        if former is not None and former != self._file:
+            former.unlink()
+
+    def give(self, control: Control) -> None:
+        """See `Transfer`."""
+        if control not in self._knowing:
+            control.initialise({"shapes": self._shapes})
+            self._knowing.add(control)
+        control.begin()
+        control.update({"path": str(self._file)})
+        control.finish(self._version)
+
+    def forget(self, control: Control) -> None:
+        """See `Transfer`."""
+        self._knowing.discard(control)
+
+
+class DeviceTransfer:
+    """vLLM's own: `ipc` or `nccl`. What is offered must not change until it is given."""
+
+    def __init__(self, way: Way, dtype: torch.dtype) -> None:
+        self._way = way
+        self._dtype = dtype
+        self._ends: dict[Control, Any] = {}  # our ends of the transfers
+        self._one_at_a_time = threading.Lock()
+        self._weights: Mapping[str, Tensor] = {}
+        self._version = 0
+
+    def offer(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """See `Transfer`."""
+        self._weights, self._version = weights, version
+
+    def give(self, control: Control) -> None:
+        """See `Transfer`."""
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+
+        source = _source(self._weights, self._dtype)
+        with self._one_at_a_time:
+            if control not in self._ends:
+                self._ends[control] = WeightTransferTrainerFactory.trainer_init(
+                    self._told(control), client=_Client(control), source=source
+                )
+            end = self._ends[control]
+            end.source, end.client.version = source, self._version
+            end.send_weights()
+
+    def forget(self, control: Control) -> None:
+        """See `Transfer`."""
+        if (end := self._ends.pop(control, None)) is not None:
+            end.shutdown()
+
+    def _told(self, control: Control) -> Any:
+        if self._way == "ipc":
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+            return IPCTrainerInitInfo(rank=0, packed=True)
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        return NCCLTrainerInitInfo(
+            rank=0, master_address="127.0.0.1", master_port=port, world_size=1 + control.world_size()
+        )
+
+
+class _Client:
+    """What vLLM's end of a transfer asks of the server, by our control of it."""
+
+    version = 0
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._control.initialise(init_info)
+
+    def start_weight_update(self) -> None:
+        self._control.begin()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        told = dict(update_info)
+        if (handles := told.pop("ipc_handles", None)) is not None:  # no JSON
+            told["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
+        self._control.update(told)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._control.finish(self.version)
+
+
+def _source(weights: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
+    """The weights as vLLM's transfers take them."""
+    from vllm.distributed.weight_transfer import ParamMeta, WeightSource
+
+    class Source(WeightSource):  # type: ignore[misc]  # vLLM's
+        def metadata(self) -> list[Any]:
+            return [ParamMeta(name, _sent_dtype(t, dtype), tuple(t.shape)) for name, t in weights.items()]
+
+        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights.items():
+                yield name, _as_sent(tensor, dtype)
+
+    return Source()
+
+
+def _as_sent(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to(_sent_dtype(tensor, dtype))
+
+
+def _sent_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if tensor.is_floating_point() else tensor.dtype

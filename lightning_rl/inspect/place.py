@@ -1,0 +1,198 @@
+"""Where rollouts are looked at: in a run's folder, or at the server that runs it.
+
+Invariant: a folder is only read, a page or a moment at a time, so that a run that goes on is never held up.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlencode
+
+import msgspec
+import sqlalchemy as sa
+
+from lightning_rl.inspect import recorded
+from lightning_rl.store import queries, schema
+from lightning_rl.store.client import HttpStore
+from lightning_rl.store.contract import Rollout, RolloutTrace
+from lightning_rl.store.life_cycle import ENDED
+from lightning_rl.store.records import rollout_of
+
+_PAGE = 500  # rollouts
+_POLL_SECONDS = 1.0  # between two looks into a file
+_WAIT_SECONDS = 2.0  # at a server: rollouts that are new are heard of by then
+_WAITED_FOR = 1000  # rollouts that one long poll names
+
+
+class Which(msgspec.Struct, frozen=True, kw_only=True):
+    """Which rollouts are asked for; None leaves a field open."""
+
+    status: str | None = None
+    mode: str | None = None
+    group_id: str | None = None
+
+    def fits(self, rollout: Rollout) -> bool:
+        """Whether it is one of them."""
+        return all(wanted in (None, getattr(rollout, name)) for name, wanted in msgspec.structs.asdict(self).items())
+
+
+class Place(Protocol):
+    """Where rollouts are looked at."""
+
+    def newest(self, which: Which, limit: int) -> list[Rollout]:
+        """The `limit` newest of them, the newest last."""
+        ...
+
+    def trace(self, name: str) -> RolloutTrace:
+        """All that was recorded in one rollout."""
+        ...
+
+    def arrived(self) -> Iterator[Rollout]:
+        """The rollouts that were asked for since this was called last, oldest first; all, the first time."""
+        ...
+
+    def ended(self, rollout_ids: Sequence[str]) -> list[Rollout]:
+        """Those of them that have ended; waits some moments where none has."""
+        ...
+
+
+def tail(place: Place, which: Which, *, before: int = 0) -> Iterator[Rollout]:
+    """Rollouts as they end, for ever; at first the `before` newest of those that have ended already."""
+    waiting: dict[str, Rollout] = {}
+    for rollout in _last_ended(place.arrived(), waiting, before, which):
+        yield rollout
+    while True:
+        for rollout in place.arrived():
+            if rollout.status not in ENDED:
+                waiting[rollout.rollout_id] = rollout
+            elif which.fits(rollout):
+                yield rollout
+        for rollout in place.ended(list(waiting)):
+            del waiting[rollout.rollout_id]
+            if which.fits(rollout):
+                yield rollout
+
+
+def _last_ended(rollouts: Iterable[Rollout], waiting: dict[str, Rollout], n: int, which: Which) -> deque[Rollout]:
+    """The last `n` that have ended; those that have not are put into `waiting`."""
+    ended: deque[Rollout] = deque(maxlen=n)
+    for rollout in rollouts:
+        if rollout.status not in ENDED:
+            waiting[rollout.rollout_id] = rollout
+        elif which.fits(rollout):
+            ended.append(rollout)
+    return ended
+
+
+def pages(connection: sa.Connection, which: Which, *, page: int = _PAGE, after: int = 0) -> Iterator[list[Rollout]]:
+    """The rollouts in the order they were asked for, `page` at a time, from behind position `after`."""
+    for rollouts, _ in _positioned(connection, which, page, after):
+        yield rollouts
+
+
+def resources_of(connection: sa.Connection, resources_id: str | None) -> dict[str, dict[str, Any]]:
+    """What was published under this id; {} where nothing was."""
+    table = schema.resources.c
+    asked = sa.select(table.resources).where(table.resources_id == resources_id)
+    found = connection.execute(asked).scalar_one_or_none()
+    return {} if found is None else msgspec.json.decode(found, type=dict[str, dict[str, Any]])
+
+
+def _positioned(connection: sa.Connection, which: Which, page: int, after: int) -> Iterator[tuple[list[Rollout], int]]:
+    """Pages, each with the position of its last rollout."""
+    position = schema.rollouts.c.position
+    query = _asked(which).order_by(position).limit(page)
+    while rows := connection.execute(query.where(position > after)).all():
+        after = rows[-1].position
+        yield [rollout_of(row) for row in rows], after
+
+
+def _asked(which: Which) -> "sa.Select[tuple[object, ...]]":
+    wanted = {name: value for name, value in msgspec.structs.asdict(which).items() if value is not None}
+    return queries.ROLLOUTS.where(*(schema.rollouts.c[name] == value for name, value in wanted.items()))
+
+
+class Folder:
+    """A run's folder, its run alive or over."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._after = 0
+
+    def newest(self, which: Which, limit: int) -> list[Rollout]:
+        """See `Place`."""
+        query = _asked(which).order_by(schema.rollouts.c.position.desc()).limit(limit)
+        with recorded.opened(self.run_dir) as connection:
+            return [rollout_of(row) for row in connection.execute(query)][::-1]
+
+    def trace(self, name: str) -> RolloutTrace:
+        """See `Place`; how its id alone begins or ends is enough. Raises NotRecorded."""
+        with recorded.opened(self.run_dir) as connection:
+            return recorded.trace(connection, recorded.find(connection, name))
+
+    def arrived(self) -> Iterator[Rollout]:
+        """See `Place`."""
+        with recorded.opened(self.run_dir) as connection:
+            for rollouts, last in _positioned(connection, Which(), _PAGE, self._after):
+                self._after = last
+                yield from rollouts
+
+    def ended(self, rollout_ids: Sequence[str]) -> list[Rollout]:
+        """See `Place`."""
+        time.sleep(_POLL_SECONDS)
+        with recorded.opened(self.run_dir) as connection:
+            return queries.ended(connection, rollout_ids)
+
+
+class _Page(msgspec.Struct):
+    rollouts: list[Rollout]
+    cursor: str | None = None
+
+
+class PagedStore(HttpStore):
+    """A store that also gives single pages, so that a listing can be gone on with."""
+
+    def page(self, cursor: str | None, limit: int) -> tuple[list[Rollout], str | None]:
+        """A page of rollouts, and the cursor of the next one; None where there is none yet."""
+        query = {"limit": str(limit)} | ({} if cursor is None else {"cursor": cursor})
+        found = self._call("GET", f"/rollouts?{urlencode(query)}", None, _Page)
+        return found.rollouts, found.cursor
+
+
+class Server:
+    """A running server, by its admin key."""
+
+    def __init__(self, store: PagedStore) -> None:
+        self.store = store
+        self._cursor: str | None = None
+        self._seen: set[str] = set()  # of the last page, which was not full
+
+    def newest(self, which: Which, limit: int) -> list[Rollout]:
+        """See `Place`. The server lists from the oldest on, so all that fit are read, a page at a time."""
+        return list(deque(self.store.rollouts(**msgspec.structs.asdict(which), page=_PAGE), maxlen=limit))
+
+    def trace(self, name: str) -> RolloutTrace:
+        """See `Place`; by its whole id. Raises NotRecorded."""
+        found = self.store.traces([name]).get(name)
+        if found is None:
+            raise recorded.NotRecorded(f"the server knows no rollout {name!r}: give its whole id, as `list` shows it")
+        return found
+
+    def arrived(self) -> Iterator[Rollout]:
+        """See `Place`."""
+        while True:
+            rollouts, following = self.store.page(self._cursor, _PAGE)
+            yield from (rollout for rollout in rollouts if rollout.rollout_id not in self._seen)
+            self._seen = {rollout.rollout_id for rollout in rollouts} if following is None else set()
+            if following is None:
+                return
+            self._cursor = following
+
+    def ended(self, rollout_ids: Sequence[str]) -> list[Rollout]:
+        """See `Place`: one long poll for those that run next, and a look at the others."""
+        ended = self.store.wait(rollout_ids[:_WAITED_FOR], _WAIT_SECONDS)
+        for start in range(_WAITED_FOR, len(rollout_ids), _WAITED_FOR):
+            ended += self.store.wait(rollout_ids[start : start + _WAITED_FOR], 0)
+        return ended

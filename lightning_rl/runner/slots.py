@@ -1,0 +1,70 @@
+"""How many more rollouts a process may begin.
+
+Invariant: a slot is free, taken, or freed for good: a process that retires takes none any more, and tells its parent of
+each that it will not use again, so that the next process may.
+"""
+
+import threading
+from collections.abc import Callable
+
+
+class Slots:
+    """The slots of one process; safe to share between threads.
+
+    `freed` is called with the number of all slots that were freed so far, each time after one was; `empty` when a
+    process that retired has freed all.
+    """
+
+    def __init__(self, number: int, *, freed: Callable[[int], None], empty: Callable[[], None]) -> None:
+        self._changed = threading.Condition()
+        self._free = self._all = number
+        self._freed = 0
+        self._retired = self._closed = False
+        self._tell_freed = freed
+        self._tell_empty = empty
+
+    def take(self) -> bool:
+        """Wait for a free one and take it; False when there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._retired or self._closed)
+            if self._retired or self._closed:
+                return False
+            self._free -= 1
+            return True
+
+    def give_back(self) -> None:
+        """One that was taken is free."""
+        with self._changed:
+            self._return(1)
+
+    def add(self, number: int) -> None:
+        """There are more."""
+        with self._changed:
+            self._all += number
+            self._return(number)
+
+    def retire(self) -> bool:
+        """Let nobody take any more; False when that was so already."""
+        with self._changed:
+            if self._retired or self._closed:
+                return False
+            self._retired = True
+            free, self._free = self._free, 0
+            self._return(free)
+            return True
+
+    def close(self) -> None:
+        """The process ends: wake who waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _return(self, number: int) -> None:
+        self._changed.notify_all()
+        if not self._retired:
+            self._free += number
+            return
+        self._freed += number
+        self._tell_freed(self._freed)
+        if self._freed == self._all:
+            self._tell_empty()

@@ -1,0 +1,320 @@
+"""What SQLite and PostgreSQL do differently, and nothing else: how a transaction runs, what holds others off, which
+errors mean what.
+
+Invariant: the work of a transaction is done whole or not at all, and alone: on SQLite since nobody else writes
+meanwhile, on PostgreSQL since whoever changes a rollout, or anything of it, holds the rollout first. Work may be done
+again, so it changes nothing but the database.
+"""
+
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.dialects import postgresql, sqlite
+
+from lightning_rl.store import schema
+from lightning_rl.store.errors import Invalid, StoreUnwritable
+
+T = TypeVar("T")
+Work = Callable[[sa.Connection], T]
+
+SQLITE, POSTGRESQL = "sqlite", "postgresql"
+_LOCK_SECONDS = 30  # for which somebody waits for another
+_PATIENCE = {"connect_timeout": "10", "tcp_user_timeout": "30000"}  # with PostgreSQL, in s and ms: libpq's own units
+_URLS = "give sqlite:///path/to/file.db, or postgresql+psycopg://user@host/database"
+
+
+class Database(Protocol):
+    """An open database.
+
+    `place` is its URL without a password. `shared`: other processes may change it beside this one. `remedy`: what to
+    do where it cannot be opened.
+    """
+
+    engine: sa.Engine
+    place: str
+    shared: bool
+    remedy: str
+
+    def write(self, work: Work[T]) -> T:
+        """What `work` returns, in a transaction that is durable on return.
+
+        Raises:
+            Invalid: it writes what the database cannot hold.
+            StoreUnwritable: the database cannot be written, or not be reached.
+        """
+        ...
+
+    def read(self, work: Work[T]) -> T:
+        """What `work` returns, which sees one moment of the database. Raises StoreUnwritable."""
+        ...
+
+    def hold(self, connection: sa.Connection, rollout_ids: Sequence[str]) -> None:
+        """Nobody else changes these rollouts until the transaction is over."""
+        ...
+
+    def hold_name(self, connection: sa.Connection, name: str) -> None:
+        """Nobody else holds this name until the transaction is over."""
+        ...
+
+    def insert_new(self, table: sa.Table) -> sa.Insert:
+        """An INSERT that leaves rows which are there as they are."""
+        ...
+
+    def replace(self, table: sa.Table, key: str, value: str) -> sa.Insert:
+        """An INSERT of the columns `key` and `value` that gives a row of this key a new value."""
+        ...
+
+    def close(self) -> None:
+        """Close the connections."""
+        ...
+
+
+def connect(url: str) -> Database:
+    """The database at `url`, of whatever schema.
+
+    Raises:
+        ValueError: for no URL, another kind of database, or one whose driver is not installed.
+    """
+    try:
+        parsed = sa.make_url(url)
+    except (sa.exc.ArgumentError, ValueError):
+        raise ValueError(f"the store {shown(url)!r} is no URL; {_URLS}") from None
+    if parsed.drivername in ("sqlite", "sqlite+pysqlite"):
+        return Sqlite(parsed)
+    if parsed.drivername in ("postgresql", "postgresql+psycopg"):
+        return Postgres(parsed)
+    raise ValueError(f"the store {shown(url)} is neither SQLite nor PostgreSQL; {_URLS}")
+
+
+def shown(url: str) -> str:
+    """The URL as it may be shown: without a password."""
+    try:
+        return sa.make_url(url).render_as_string(hide_password=True)
+    except (sa.exc.ArgumentError, ValueError):
+        return url.rpartition("@")[2]
+
+
+def _said(error: sa.exc.DBAPIError) -> str:
+    return str(error.orig).strip().partition("\n")[0]
+
+
+def _held(place: str, error: sa.exc.DBAPIError) -> StoreUnwritable:
+    return StoreUnwritable(
+        f"the store {place} was held by another process for {_LOCK_SECONDS} s ({_said(error)}): wait until "
+        "that has upgraded it, or end it"
+    )
+
+
+class Sqlite:
+    """A file of one process: one connection, one transaction at a time."""
+
+    shared = False
+    remedy = "choose another file"
+
+    # Primary codes: https://www.sqlite.org/rescode.html
+    _UNWRITABLE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
+
+    def __init__(self, url: sa.URL) -> None:
+        self.place = url.render_as_string()
+        self._file = url.database
+        self._lock = threading.Lock()
+        self.engine = sa.create_engine(url, poolclass=sa.StaticPool, connect_args={"check_same_thread": False})
+        event.listen(self.engine, "connect", _configure)
+        event.listen(self.engine, "begin", _begin_immediate)
+        self._connection: sa.Connection | None = None
+
+    def write(self, work: Work[T]) -> T:
+        """See `Database`."""
+        with self._lock:
+            try:
+                if self._connection is None:  # connecting writes, too
+                    self._connection = self.engine.connect()
+                with self._connection.begin():
+                    return work(self._connection)
+            except sa.exc.OperationalError as error:
+                raise self._refusal(error) from error
+
+    read = write  # a transaction that read first and wrote later could fail half-way on a lock
+
+    def hold(self, connection: sa.Connection, rollout_ids: Sequence[str]) -> None:
+        """See `Database`: the transaction holds the whole file."""
+
+    def hold_name(self, connection: sa.Connection, name: str) -> None:
+        """See `Database`: the transaction holds the whole file."""
+
+    def insert_new(self, table: sa.Table) -> sa.Insert:
+        """See `Database`."""
+        return sqlite.insert(table).on_conflict_do_nothing()
+
+    def replace(self, table: sa.Table, key: str, value: str) -> sa.Insert:
+        """See `Database`."""
+        made = sqlite.insert(table).values(key=key, value=value)
+        return made.on_conflict_do_update(index_elements=["key"], set_={"value": value})
+
+    def close(self) -> None:
+        """See `Database`."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            self.engine.dispose()
+
+    def _refusal(self, error: sa.exc.OperationalError) -> Exception:
+        code = error.orig.sqlite_errorcode & 0xFF if isinstance(error.orig, sqlite3.Error) else None
+        if code == sqlite3.SQLITE_BUSY:
+            return _held(str(self._file), error)
+        if code not in self._UNWRITABLE:
+            return error
+        return StoreUnwritable(
+            f"the store {self._file} cannot be written ({error.orig}): free space, or make it writable; what was "
+            "recorded waits in the journal"
+        )
+
+
+def _configure(driver_connection: Any, _record: object) -> None:
+    # The driver must not begin transactions by itself: _begin_immediate does.
+    driver_connection.isolation_level = None
+    # Most spans of a turn weigh 2 to 4 kB: pages of 4 kB would stay half empty. It is for new files alone.
+    # WAL with synchronous=NORMAL: an answered commit survives the death of any process.
+    # The indexes of a million rollouts are 64 MiB or so; what is not in the cache is copied from the system's.
+    pragmas = {
+        "page_size": 8192,
+        "journal_mode": "WAL",
+        "synchronous": "NORMAL",
+        "busy_timeout": 1000 * _LOCK_SECONDS,
+        "cache_size": -64 * 2**10,  # in KiB
+    }
+    for name, value in pragmas.items():
+        driver_connection.execute(f"PRAGMA {name}={value}").close()
+
+
+def _begin_immediate(connection: sa.Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+class Postgres:
+    """A database of many processes: READ COMMITTED, so that whoever waited for a rollout sees it as it was left.
+
+    A transaction that got in another's way is done again, and so is one whose connection was lost before its commit.
+    """
+
+    shared = True
+    remedy = "give the user rights on it, or the store a database of its own"
+
+    # SQLSTATEs: https://www.postgresql.org/docs/current/errcodes-appendix.html
+    _IN_THE_WAY = ("40001", "40P01", "23505")  # serialization_failure, deadlock_detected, unique_violation
+    _LOCKED = "55P03"  # lock_not_available
+    _READ_ONLY = "25006"
+    _TRIES = 12
+    _PAUSE_SECONDS = 0.2  # at most, between two tries
+    _HOLD = (
+        sa.select(schema.rollouts.c.position)
+        .where(schema.rollouts.c.rollout_id == sa.any_(sa.bindparam("ids", type_=postgresql.ARRAY(sa.Text))))
+        .order_by(schema.rollouts.c.position)  # all in one order, or two would wait for each other
+        .with_for_update()
+    )
+    _HOLD_NAME = sa.text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))")
+
+    def __init__(self, url: sa.URL) -> None:
+        self.place = url.render_as_string(hide_password=True)
+        patient = url.set(drivername="postgresql+psycopg", query={**_PATIENCE, **url.query})
+        try:
+            self.engine = sa.create_engine(patient)
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"the store {self.place} needs psycopg ({error}): pip install 'lightning-rl[postgres]'"
+            ) from error
+        event.listen(self.engine, "connect", _begin_session)
+        self._reader = self.engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+
+    def write(self, work: Work[T]) -> T:
+        """See `Database`."""
+        return self._patiently(self.engine, work)
+
+    def read(self, work: Work[T]) -> T:
+        """See `Database`."""
+        return self._patiently(self._reader, work)
+
+    def hold(self, connection: sa.Connection, rollout_ids: Sequence[str]) -> None:
+        """See `Database`."""
+        connection.execute(self._HOLD, {"ids": list(rollout_ids)})
+
+    def hold_name(self, connection: sa.Connection, name: str) -> None:
+        """See `Database`."""
+        connection.execute(self._HOLD_NAME, {"name": name})
+
+    def insert_new(self, table: sa.Table) -> sa.Insert:
+        """See `Database`."""
+        return postgresql.insert(table).on_conflict_do_nothing()
+
+    def replace(self, table: sa.Table, key: str, value: str) -> sa.Insert:
+        """See `Database`."""
+        made = postgresql.insert(table).values(key=key, value=value)
+        return made.on_conflict_do_update(index_elements=["key"], set_={"value": value})
+
+    def close(self) -> None:
+        """See `Database`."""
+        self.engine.dispose()
+
+    def _patiently(self, engine: sa.Engine, work: Work[T]) -> T:
+        tried = 0
+        while True:
+            tried += 1
+            done = False
+            try:
+                with engine.begin() as connection:
+                    answer = work(connection)
+                    done = True
+                return answer
+            except sa.exc.DBAPIError as error:
+                if self._again(error, tried, committing=done):
+                    continue
+                raise self._refusal(error, committing=done) from error
+
+    def _again(self, error: sa.exc.DBAPIError, tried: int, *, committing: bool) -> bool:
+        """Whether to do the work again, after a pause where somebody was in the way."""
+        if _state(error) in self._IN_THE_WAY and tried < self._TRIES:
+            time.sleep(random.uniform(0, self._PAUSE_SECONDS))
+            return True
+        # The connection may have been cut while nobody used it; the next one is a new one.
+        return error.connection_invalidated and not committing and tried == 1
+
+    def _refusal(self, error: sa.exc.DBAPIError, *, committing: bool) -> Exception:
+        said = _said(error)
+        if isinstance(error, sa.exc.DataError):
+            return Invalid(f"the store {self.place} cannot hold this ({said}): change it")
+        if error.connection_invalidated and committing:
+            return StoreUnwritable(
+                f"the store {self.place} was lost while it wrote ({said}); whether it did is not known: ask again with "
+                "the same ids, which does no harm"
+            )
+        if _state(error) == self._LOCKED:
+            return _held(self.place, error)
+        if isinstance(error, sa.exc.OperationalError) and _state(error) is None:
+            return StoreUnwritable(
+                f"the store {self.place} cannot be reached ({said}): start PostgreSQL, or correct the URL; what was "
+                "recorded waits in the journal"
+            )
+        if isinstance(error, sa.exc.OperationalError) or _state(error) == self._READ_ONLY:
+            return StoreUnwritable(
+                f"the store {self.place} cannot be written ({said}): see that PostgreSQL runs, has room and is not "
+                "read-only; what was recorded waits in the journal"
+            )
+        return error
+
+
+def _state(error: sa.exc.DBAPIError) -> str | None:
+    """The SQLSTATE that the server gave, if it was the server that failed."""
+    return getattr(error.orig, "sqlstate", None)
+
+
+def _begin_session(driver_connection: Any, _record: object) -> None:
+    # A process that stands still in mid-transaction holds the others off for no longer than this.
+    with driver_connection.cursor() as cursor:
+        cursor.execute(f"SET idle_in_transaction_session_timeout = '60s'; SET lock_timeout = '{_LOCK_SECONDS}s'")
+    driver_connection.commit()

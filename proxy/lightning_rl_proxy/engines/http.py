@@ -1,0 +1,140 @@
+"""One engine server over HTTP: its connections, its answers and events, and its refusals in the gateway's words.
+
+What a server's tokens mean is the business of its own module; nothing here knows of sampling.
+"""
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
+from lightning_rl_proxy.errors import PromptTooLong
+
+# How the embedded engine, vLLM and SGLang (before and after it has queued it) say that a prompt does not fit.
+_TOO_LONG = (
+    re.compile(r"a prompt of (?P<prompt>\d+) tokens does not fit: max_model_len is (?P<limit>\d+)"),
+    re.compile(r"prompt \(length (?P<prompt>\d+)\).*? longer than the maximum model length of (?P<limit>\d+)"),
+    re.compile(r"The input \((?P<prompt>\d+) tokens\) is longer than the model's context length \((?P<limit>\d+)"),
+    re.compile(r"Input length \((?P<prompt>\d+) tokens\) exceeds the maximum allowed length \((?P<limit>\d+) tokens"),
+)
+_AGENTS_FAULT = (400, 413, 422)
+_CHECK_SECONDS = 2.0
+# Less than servers wait (vLLM's and other uvicorns 5 s): what is sent as they hang up is lost.
+_IDLE_SECONDS = 2.0
+_MAX_LINE = 2**24  # bytes; the longest event
+
+
+class Problem(msgspec.Struct):
+    """What an event says instead of tokens; `code` is as of HTTP."""
+
+    message: str
+    code: int = 500
+
+
+class _Refused(msgspec.Struct):
+    """SGLang has a text as `error`, an object, or none and a `message` instead; vLLM an object."""
+
+    error: Problem | str | None = None
+    message: str | None = None
+
+
+class EngineServer:
+    """The connections to the server at `url`."""
+
+    def __init__(self, url: str, *, connections: int = 1024) -> None:
+        self.url = url.rstrip("/")
+        self._connections = connections
+        self._session: aiohttp.ClientSession | None = None
+
+    @asynccontextmanager
+    async def post(self, path: str, body: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer to `body`, if the server takes it. Raises EngineUnavailable, EngineRefused or PromptTooLong."""
+        url = self.url + path
+        try:
+            async with self._connected().post(url, data=msgspec.json.encode(body)) as response:
+                if response.status != 200:
+                    raise refusal(url, response.status, await response.read())
+                yield response
+        except aiohttp.ClientError as error:
+            raise EngineUnavailable(f"engine {url}: {error!r}") from error
+
+    async def order(self, path: str, body: Any = None, *, needs: str, seconds: float | None = None) -> None:
+        """Tell the server to do something, once more where the connection was cut: twice does what once does. `needs`
+        says what a server lacks that has no such `path`.
+
+        Raises EngineUnavailable where it does not, and EngineRefused where it cannot.
+        """
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=10)
+        try:
+            try:
+                status, said = await self._told(path, body, timeout)
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                status, said = await self._told(path, body, timeout)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineUnavailable(f"engine {self.url}{path}: {error!r}") from error
+        if status == 404:
+            raise EngineRefused(f"engine {self.url} has no {path}; {needs}", status=502)
+        if status != 200:
+            raise EngineUnavailable(f"engine {self.url}{path} answered {status}: {said[:500]!r}")
+
+    async def _told(self, path: str, body: Any, timeout: aiohttp.ClientTimeout) -> tuple[int, bytes]:
+        async with self._connected().post(self.url + path, json=body, timeout=timeout) as response:
+            return response.status, await response.read()
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body of the answer at `path`, which comes soon. Raises EngineUnavailable where none comes."""
+        url = self.url + path
+        try:
+            async with self._connected().get(url, timeout=aiohttp.ClientTimeout(total=_CHECK_SECONDS)) as response:
+                return response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineUnavailable(f"{url}: {error!r}") from error
+
+    async def close(self) -> None:
+        """Free the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    def _connected(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=_IDLE_SECONDS),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+                headers={"content-type": "application/json"},
+                read_bufsize=_MAX_LINE,
+            )
+        return self._session
+
+
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of a stream's events, up to its end."""
+    async for line in response.content:
+        data = line.removeprefix(b"data:").strip()
+        if line.startswith(b"data:") and data != b"[DONE]":
+            yield data
+
+
+def refusal(url: str, status: int, raw: bytes) -> Exception:
+    """The error that an answer with `status` is; `raw` is its body."""
+    if status >= 500:
+        return EngineUnavailable(f"engine {url} answered {status}: {raw[:500]!r}")
+    said = _message(raw)
+    for pattern in _TOO_LONG:
+        if match := pattern.search(said):
+            return PromptTooLong(int(match["prompt"]), int(match["limit"]))
+    return EngineRefused(f"the engine answered {status}: {said}", status=400 if status in _AGENTS_FAULT else 502)
+
+
+def _message(body: bytes) -> str:
+    """What an engine's error says; the body itself where it is not the usual JSON."""
+    otherwise = body[:500].decode(errors="replace")
+    try:
+        refused = msgspec.json.decode(body, type=_Refused)
+    except msgspec.DecodeError:
+        return otherwise
+    said = refused.message if refused.error is None else refused.error
+    return said.message if isinstance(said, Problem) else said or otherwise

@@ -1,0 +1,97 @@
+"""The command line and the environment that a vLLM server is started with."""
+
+import json
+
+import pytest
+
+from lightning_rl.inference.vllm.command import PLUGIN, Options, command, environment
+
+
+def options(**changes: object) -> Options:
+    usual = {
+        "python": "/envs/vllm/bin/python", "model": "/models/m", "context": 4096, "dtype": "bfloat16",
+        "device": "cuda", "processed_logprobs": False,
+    }  # fmt: skip
+    return Options(**{**usual, **changes})  # type: ignore[arg-type]
+
+
+def flags(words: list[str]) -> dict[str, str | None]:
+    """Each flag with its value, where it has one."""
+    found: dict[str, str | None] = {}
+    for word, after in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--"):
+            found[word] = None if after.startswith("--") else after
+    return found
+
+
+def test_a_server_is_a_module_of_the_named_python_on_the_loopback() -> None:
+    words = command(options(), 8123)
+    assert words[:3] == ["/envs/vllm/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
+    asked = flags(words)
+    assert asked["--host"] == "127.0.0.1"
+    assert asked["--port"] == "8123"
+    assert asked["--model"] == "/models/m"
+    assert "--enable-scale-out" in asked
+    assert json.loads(asked["--weight-transfer-config"] or "") == {"backend": "lightning_rl_file"}
+
+
+def test_sizes_and_formats_are_handed_on() -> None:
+    asked = flags(command(options(tensor_parallel=2, gpu_memory_utilization=0.8, max_num_seqs=64), 1))
+    assert asked["--tensor-parallel-size"] == "2"
+    assert asked["--gpu-memory-utilization"] == "0.8"
+    assert asked["--max-num-seqs"] == "64"
+    assert asked["--max-model-len"] == "4096"
+    assert asked["--dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(("processed", "mode"), [(True, "processed_logprobs"), (False, "raw_logprobs")])
+def test_logprobs_are_of_what_was_sampled_from(processed: bool, mode: str) -> None:
+    assert flags(command(options(processed_logprobs=processed), 1))["--logprobs-mode"] == mode
+
+
+def test_on_a_cpu_prompts_are_read_whole_and_nothing_is_compiled() -> None:
+    asked = flags(command(options(device="cpu", context=512), 1))
+    assert "--no-enable-chunked-prefill" in asked
+    assert asked["--max-num-batched-tokens"] == "2048"
+    assert "--enforce-eager" in asked
+    assert "--gpu-memory-utilization" not in asked
+    longer = flags(command(options(device="cpu", context=10_000), 1))
+    assert longer["--max-num-batched-tokens"] == "10000"
+
+
+def test_vllms_own_transfers_are_its_backends() -> None:
+    asked = flags(command(options(weight_transfer="nccl", sleeps=True), 1))
+    assert json.loads(asked["--weight-transfer-config"] or "") == {"backend": "nccl"}
+    assert "--enable-sleep-mode" in asked
+    assert "--no-enable-sleep-mode" in flags(command(options(), 1))
+    assert environment(options(weight_transfer="ipc"), 0, {})["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in environment(options(), 0, {})
+
+
+def test_flags_of_one_s_own_win() -> None:
+    asked = flags(command(options(flags={"max_num_seqs": 8, "trust_remote_code": True, "hf_overrides": {"a": 1}}), 1))
+    assert asked["--max-num-seqs"] == "8"
+    assert "--trust-remote-code" in asked
+    assert json.loads(asked["--hf-overrides"] or "") == {"a": 1}
+
+
+def test_the_plugin_is_found_before_what_else_is_in_the_path() -> None:
+    found = environment(options(), 0, {"PYTHONPATH": "/mine"})
+    assert found["PYTHONPATH"] == f"{PLUGIN}:/mine"
+    assert found["VLLM_SERVER_DEV_MODE"] == "1"
+    assert (PLUGIN / "lightning_rl_vllm.py").is_file()
+
+
+def test_a_server_on_a_cpu_keeps_to_its_cores_and_to_a_small_cache() -> None:
+    found = environment(options(device="cpu", threads=3), 0, {})
+    assert found["OMP_NUM_THREADS"] == "3"
+    assert found["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert environment(options(device="cpu"), 0, {"VLLM_CPU_KVCACHE_SPACE": "9"})["VLLM_CPU_KVCACHE_SPACE"] == "9"
+
+
+def test_each_of_several_servers_has_gpus_of_its_own() -> None:
+    several = options(servers=2, tensor_parallel=2)
+    assert [environment(several, i, {})["CUDA_VISIBLE_DEVICES"] for i in range(2)] == ["0,1", "2,3"]
+    seen = {"CUDA_VISIBLE_DEVICES": "7,6,5,4"}
+    assert [environment(several, i, seen)["CUDA_VISIBLE_DEVICES"] for i in range(2)] == ["7,6", "5,4"]
+    assert "CUDA_VISIBLE_DEVICES" not in environment(options(), 0, seen)

@@ -1,0 +1,87 @@
+"""How weights reach a server: whole files that replace each other, told in order; and a policy that sleeps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightning_rl.inference.vllm.command import Options
+from lightning_rl.inference.vllm.policy import VllmPolicy
+from lightning_rl.inference.vllm.transfer import FileTransfer, transfer_of
+
+CHECKPOINT = Path(__file__).parents[4] / "examples" / "sql_agent" / "checkpoint"
+WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "n": torch.tensor([7])}
+
+
+class Server:
+    """Keeps what it was told, and what the file held when it was told of it."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def initialise(self, info: Any) -> None:
+        self.told.append(info)
+
+    def begin(self) -> None:
+        self.told.append("begin")
+
+    def update(self, info: Any) -> None:
+        self.told.append(load_file(info["path"]))
+
+    def finish(self, version: int) -> None:
+        self.told.append(version)
+
+
+def test_a_file_holds_all_weights_in_the_servers_format_while_it_is_read(tmp_path: Path) -> None:
+    server: Any = Server()
+    transfer = FileTransfer(tmp_path / "weights", torch.bfloat16)
+    transfer.offer(WEIGHTS, 3)
+    transfer.give(server)
+    shapes, begin, held, version = server.told
+    assert (shapes, begin, version) == ({"shapes": {"a": [2, 3], "n": [1]}}, "begin", 3)
+    assert torch.equal(held["a"], WEIGHTS["a"].bfloat16())
+    assert torch.equal(held["n"], WEIGHTS["n"])
+
+
+def test_a_version_replaces_the_one_before(tmp_path: Path) -> None:
+    server: Any = Server()
+    transfer = FileTransfer(tmp_path, torch.float32)
+    for version in (3, 4, 4):
+        transfer.offer(WEIGHTS, version)
+        transfer.give(server)
+    assert [path.name for path in tmp_path.iterdir()] == ["version-4.safetensors"]
+    assert len([told for told in server.told if isinstance(told, dict) and "shapes" in told]) == 1
+
+
+def test_a_server_that_was_started_again_is_told_what_to_expect_again(tmp_path: Path) -> None:
+    server: Any = Server()
+    transfer = FileTransfer(tmp_path, torch.float32)
+    transfer.offer(WEIGHTS, 3)
+    transfer.give(server)
+    transfer.forget(server)
+    transfer.give(server)
+    assert [server.told[0], server.told[4]] == [{"shapes": {"a": [2, 3], "n": [1]}}] * 2
+
+
+def test_vllms_own_transfers_need_vllm_in_the_trainers_environment(tmp_path: Path) -> None:
+    with pytest.raises(ModuleNotFoundError, match="weight_transfer=ipc is vLLM's code in the trainer's process too"):
+        transfer_of("ipc", tmp_path, torch.float32)
+
+
+def test_a_policy_sleeps_once_and_is_awake_for_its_weights(tmp_path: Path) -> None:
+    options = Options(python="", dtype="float32", device="cuda", processed_logprobs=False, sleeps=True)
+    policy = VllmPolicy(CHECKPOINT, options, tmp_path, device="cpu", urls=["http://127.0.0.1:1"])
+    asked: list[str] = []
+    control: Any = policy._members[0].control
+    control.sleep = lambda: asked.append("sleep")
+    control.wake = lambda *tags: asked.append(f"wake {tags}")
+    transfer: Any = policy._transfer
+    transfer.give = lambda _: asked.append("give")
+    policy._prove = lambda *_: asked.append("prove")  # type: ignore[method-assign]
+    policy.sleep()
+    policy.sleep()
+    policy.update_weights(policy.model, 1)
+    policy.wake()
+    assert asked == ["sleep", "wake ('weights', 'kv_cache')", "give", "prove"]

@@ -1,0 +1,147 @@
+"""A rollout in a process of its own: what it comes to is whole, what happens to it costs no other anything."""
+
+import os
+import sys
+
+import cloudpickle
+import pytest
+
+from tests.lightning_rl.runner.runs import asked
+from tests.lightning_rl.runner.test_runner import gone
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # children cannot import a test
+
+
+def test_rewards_spans_results_and_tracebacks_come_back_whole(server, tmp_path) -> None:
+    def agent(task, llm):
+        from lightning_rl.emit import emit_message, emit_reward
+
+        emit_message(f"message of {task}")
+        emit_reward(0.5, name="tool", call_id="resp_c")
+        if task == "raise":
+            raise LookupError("no such table")
+        return {"reward": 1.0, "style": 2.0, "pid": float(__import__("os").getpid())}
+
+    async def awaited(task, llm):
+        import asyncio
+
+        await asyncio.sleep(0)
+        return agent(task, llm)
+
+    for each in (agent, awaited):
+        with asked(server, tmp_path, each, ["a", "raise", "b"], isolation="process") as rollouts:
+            one, failed, two = rollouts.ended()
+            workers = rollouts.working.pids
+        assert (one.reward, one.rewards["style"]) == (1.0, 2.0)
+        assert len({one.rewards["pid"], two.rewards["pid"], *workers}) == 2 + len(workers)
+        assert (failed.status, failed.error.type, failed.attempt_count) == ("failed", "LookupError", 1)
+        assert "in agent" in failed.error.traceback
+        assert not failed.error.infrastructure
+        for rollout, task in ((one, "a"), (failed, "raise"), (two, "b")):
+            [trace] = server.store.traces([rollout.rollout_id])[rollout.rollout_id].attempts
+            assert [r.call_id for r in trace.rewards if r.call_id] == ["resp_c"]
+            [said] = [span for span in trace.spans if span.name == "lightning_rl.message"]
+            assert said.attributes["lightning_rl.message.text"] == f"message of {task}"
+
+
+def test_crashes_are_infrastructure_and_cost_no_sibling_anything(server, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+
+    def agent(task, llm):
+        import ctypes
+        import os
+        import resource
+        import time
+
+        print("begun", task)
+        if task == "exit":
+            os._exit(7)
+        if task == "segv":
+            ctypes.string_at(0)
+        if task == "memory":
+            resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29))
+            bytearray(2**31)
+        time.sleep(2)
+        return 1.0
+
+    with asked(
+        server, tmp_path, agent, ["sibling", "exit", "segv", "memory"], 4, "process", max_attempts=2
+    ) as rollouts:
+        before = rollouts.working.pids
+        sibling, left, segv, memory = rollouts.ended()
+        assert rollouts.working.pids == before
+        assert (sibling.reward, sibling.attempt_count) == (1.0, 1)
+        for rollout, how in ((left, "ended with status 7"), (segv, "was killed by SIGSEGV")):
+            assert (rollout.error.type, rollout.error.infrastructure) == ("RolloutProcessDied", True)
+            assert how in rollout.error.message
+            assert rollout.attempt_count == 2
+        assert (memory.error.type, memory.error.infrastructure) == ("MemoryError", False)
+        logs = rollouts.logs()
+    assert [log.stdout for log in logs] == [f"begun {task}\n" for task in ("sibling", "exit", "segv", "memory")]
+    assert "Segmentation fault" in logs[2].stderr
+    assert "in agent" in logs[2].stderr
+
+
+@pytest.mark.parametrize("how", ["deadline", "cancel"])
+def test_it_is_killed_with_all_that_it_started(server, tmp_path, how) -> None:
+    def agent(task, llm):
+        import os
+        import signal
+        import subprocess
+        import time
+
+        if task == "next":
+            return 1.0
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = subprocess.Popen(["sleep", "1000"])
+        print("begun", flush=True)
+        with open(task + ".new", "w") as file:
+            file.write(f"{os.getpid()} {child.pid}")
+        os.rename(task + ".new", task)
+        time.sleep(1e6)
+        return None
+
+    note = tmp_path / "note"
+    limits = {"timeout_seconds": 3 if how == "deadline" else None, "unresponsive_seconds": 3}
+    with asked(server, tmp_path, agent, [str(note), "next"], 1, "process", **limits) as rollouts:
+        before = rollouts.working.pids
+        rollouts.until(note.exists)
+        pids = [int(pid) for pid in note.read_text().split()]
+        if how == "cancel":
+            server.store.cancel(rollouts.ids[0])
+        rollouts.until(lambda: all(gone(pid) for pid in pids))
+        first, second = rollouts.ended()
+        rollouts.until(lambda: rollouts.logs()[0].stdout == "begun\n")
+        assert rollouts.working.pids == before
+    assert first.status == ("failed" if how == "deadline" else "cancelled")
+    assert second.reward == 1.0
+
+
+def test_nothing_of_it_outlives_its_runner(server, tmp_path) -> None:
+    def agent(task, llm):
+        import os
+        import time
+
+        with open(task + ".new", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(task + ".new", task)
+        time.sleep(1e6)
+
+    note = tmp_path / "note"
+    with asked(server, tmp_path, agent, [str(note)], 1, "process") as rollouts:
+        rollouts.until(note.exists)
+        pid = int(note.read_text())
+        os.kill(rollouts.working.pids[0], 9)
+        rollouts.until(lambda: gone(pid))
+
+
+def test_random_numbers_differ_between_the_rollouts_of_one_process(server, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+
+    def agent(task, llm):
+        import random
+
+        return random.random()
+
+    with asked(server, tmp_path, agent, range(6), isolation="process") as rollouts:
+        assert len({rollout.reward for rollout in rollouts.ended()}) == 6

@@ -1,0 +1,209 @@
+"""The backends that the contract is tested on: a store in SQLite, one in PostgreSQL, and a client of the server before
+each."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from lightning_rl.server.app import create_app
+from lightning_rl.server.attach import attacher
+from lightning_rl.server.keys import Keys
+from lightning_rl.server.ledger import StoreLedger
+from lightning_rl.server.sql_thread import SqlThread
+from lightning_rl.store.client import HttpStore
+from lightning_rl.store.contract import (
+    Attempt,
+    AttemptTrace,
+    Claim,
+    Ending,
+    Finish,
+    Resources,
+    ResourcesRequest,
+    Reward,
+    Rollout,
+    RolloutRequest,
+    RolloutTrace,
+)
+from lightning_rl.store.errors import NotFound
+from lightning_rl.store.sql import SqlStore
+from lightning_rl_proxy.gateway import Gateway
+from lightning_rl_proxy.limits import Limits
+from lightning_rl_proxy.router import Router
+
+BACKENDS = ("sqlite", "postgres", "http-sqlite", "http-postgres")
+
+# What no client may or need ask for over HTTP: whom the server does it for. Tests do it in the server's own store.
+NOT_OVER_HTTP = {
+    "add_spans": "the gateway: it records, and takes the spans that agents send",
+    "attempt": "the gateway: it asks whether an attempt is open",
+    "claimable": "the sweeper, every second: whether it wakes the claims that wait",
+    "closed": "the sweeper, every second: what other servers have closed",
+    "counts": "/metrics",
+    "expire": "the sweeper, every second",
+    "make_up": "the sweeper, after a time in which the store could not be written",
+    "overdue": "the sweeper, every second",
+    "packed_traces": "the client's `traces`, which unpacks them",
+    "postpone": "the sweeper, while the gateway is paused, or where the server stood still",
+    "renew_leases": "the server, as it starts",
+    "rollouts": "the sweeper's answer to `workers_died`",
+    "running": "the server, as it starts, and `workers_died`",
+    "recorded_calls": "the server, as it starts",
+    "statuses": "`POST /v1/traces`: whether the attempts of spans are open",
+    "sweep": "the sweeper, every second",
+}
+
+
+class OverHttp:
+    """A client of the server before `store`, with the store's own methods; of `NOT_OVER_HTTP`, the store's."""
+
+    def __init__(self, url: str, store: SqlStore) -> None:
+        self._store = store
+        self._admin, self._runner = HttpStore(url, "admin"), HttpStore(url, "runner")
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in NOT_OVER_HTTP:
+            raise AttributeError(f"{name} is neither over HTTP nor in NOT_OVER_HTTP")
+        return getattr(self._store, name)
+
+    def close(self) -> None:
+        self._admin.close()
+        self._runner.close()
+
+    def enqueue(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        return self._admin.enqueue(requests)
+
+    def start(self, request: RolloutRequest, worker_id: str) -> Claim:
+        return self._admin.start(request)  # whose worker is always "started by hand"
+
+    def rollout(self, rollout_id: str) -> Rollout:
+        return self._admin.rollout(rollout_id)
+
+    def page(self, *, limit: int = 100, cursor: str | None = None, **wanted: Any) -> tuple[list[Rollout], str | None]:
+        if cursor is None:
+            return list(self._admin.rollouts(page=limit, **wanted)), None  # every page
+        query = f"/rollouts?limit={limit}&cursor={cursor}"
+        answer = self._admin._call("GET", query, None, dict[str, Any])
+        return msgspec.convert(answer["rollouts"], list[Rollout]), answer["cursor"]
+
+    def ended(self, rollout_ids: Sequence[str]) -> list[Rollout]:
+        return self._admin.wait(rollout_ids, 0)
+
+    def cancel(self, rollout_id: str) -> Rollout:
+        return self._admin.cancel(rollout_id)
+
+    def claim(self, worker_id: str, **fields: Any) -> list[Claim]:
+        return self._runner.claim(worker_id, **fields)
+
+    def heartbeat(self, rollout_id: str, attempt_id: str) -> Attempt:
+        lease = self._runner.heartbeat(rollout_id, attempt_id)
+        [attempt] = [each for each in self._admin.rollout(rollout_id).attempts if each.attempt_id == attempt_id]
+        assert attempt.lease_expires_at == lease
+        return attempt
+
+    def heartbeats(self, places: Sequence[tuple[str, str]]) -> dict[str, float]:
+        return self._runner.heartbeats(places)
+
+    def add_rewards(
+        self, rollout_id: str, attempt_id: str, rewards: Sequence[Reward], *, late: bool = False
+    ) -> list[Reward]:
+        client = self._admin if late else self._runner
+        return client.add_rewards(rollout_id, attempt_id, rewards)
+
+    def finish(self, rollout_id: str, attempt_id: str, finish: Finish) -> tuple[Rollout, Attempt]:
+        attempt = self._runner.finish(rollout_id, attempt_id, finish)
+        detail = self._admin.rollout(rollout_id)
+        return Rollout(**{name: getattr(detail, name) for name in Rollout.__struct_fields__}), attempt
+
+    def finish_many(self, endings: Sequence[Ending]) -> list[tuple[Rollout, Attempt]]:
+        attempts = self._runner.finish_many(endings)
+        details = [self._admin.rollout(attempt.rollout_id) for attempt in attempts]
+        rollouts = [Rollout(**{name: getattr(one, name) for name in Rollout.__struct_fields__}) for one in details]
+        return list(zip(rollouts, attempts, strict=True))
+
+    def spans(self, rollout_id: str, attempt_id: str) -> list[Any]:
+        return self.trace(rollout_id, attempt_id).spans
+
+    def trace(self, rollout_id: str, attempt_id: str) -> AttemptTrace:
+        for trace in self.traces([rollout_id])[rollout_id].attempts:
+            if trace.attempt.attempt_id == attempt_id:
+                return trace
+        raise NotFound(attempt_id)
+
+    def traces(self, rollout_ids: Sequence[str]) -> dict[str, RolloutTrace]:
+        return self._admin.traces(rollout_ids)
+
+    def publish(self, request: ResourcesRequest) -> Resources:
+        return self._admin.publish(request.resources, request.resources_id)
+
+    def resources(self, resources_id: str) -> Resources:
+        return self._admin.resources(resources_id)
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.answers = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.answers.set()
+
+
+@contextmanager
+def served(store: SqlStore, folder: Path, *, sweep_seconds: float = 3600) -> Iterator[str]:
+    """The URL of a server before `store`, with a gateway that has no engine; tests sweep by themselves."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    sql = SqlThread()
+    server = _Server(uvicorn.Config(lambda: None, log_config=None, lifespan="on", ws="none"))
+
+    async def serve() -> None:
+        router = Router("m")
+        gateway = Gateway(
+            ledger=StoreLedger(store, sql), secret=store.secret, journal=folder / "journal", renderer=None,
+            router=router, limits=Limits(),
+        )  # fmt: skip
+        app = create_app(
+            store, gateway, sql=sql, keys=Keys(admin="admin", runner="runner"), gateway_url=url,
+            attach_engine=attacher(router, None), sweep_seconds=sweep_seconds,
+        )  # fmt: skip
+        server.config.app = app
+        releases.append(app.release)
+        await server.serve(sockets=[listening])
+
+    releases: list[Any] = []
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert server.answers.wait(60), "the server did not start"
+        yield url
+    finally:
+        for release in releases:
+            release()
+        server.should_exit = True
+        thread.join()
+        sql.close()
+        listening.close()
+
+
+@contextmanager
+def opened(backend: str, url: str, folder: Path, clock: Any) -> Iterator[Any]:
+    """The backend of this name over the database at `url`."""
+    store = SqlStore(url, clock)
+    try:
+        if not backend.startswith("http-"):
+            yield store
+            return
+        with served(store, folder) as address:
+            client = OverHttp(address, store)
+            yield client
+            client.close()
+    finally:
+        store.close()

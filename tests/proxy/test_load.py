@@ -1,0 +1,54 @@
+"""How busy the gateway says its engines are: with calls, and with attempts that are about to call."""
+
+from typing import Any
+
+import openai
+import pytest
+
+from lightning_rl_proxy import gateway
+from lightning_rl_proxy.ledger import AttemptInfo
+from tests.proxy.conftest import Served
+
+
+def opened(served: Served, attempt_id: str) -> None:
+    info = AttemptInfo(
+        rollout_id="r1", attempt_id=attempt_id, mode="train", open=True, sampling={"temperature": 1.0}, seed_key="r1"
+    )
+
+    async def work() -> None:
+        served.gateway.open(info)
+
+    served.run(work)
+
+
+def say(served: Served, attempt_id: str) -> None:
+    chat: Any = [{"role": "user", "content": "how many?"}]
+    where: Any = {"attempt_id": attempt_id}
+    with openai.OpenAI(base_url=served.base_url(**where), api_key=served.key(**where), max_retries=0) as client:
+        client.chat.completions.create(model="policy", messages=chat)
+
+
+def test_an_attempt_that_was_handed_out_is_expected_to_call_until_it_has_or_is_over(served: Served) -> None:
+    eased: list[int] = []
+    served.gateway.when_eased(lambda: eased.append(served.gateway.load().starting))
+    opened(served, "a1")
+    opened(served, "a2")
+    assert served.gateway.load().starting == 2
+    say(served, "a1")
+    say(served, "a1")
+    assert served.gateway.load().starting == 1
+    served.seal(attempt_id="a2")
+    now = served.gateway.load()
+    assert (now.policy, now.starting, now.open_attempts, now.models["policy"].calls) == ("policy", 0, 1, 0)
+    assert 1 in eased
+    assert eased[-1] == 0
+
+
+def test_an_attempt_that_does_not_call_for_long_is_busy_with_something_else(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(served, "a1")
+    assert served.gateway.load().starting == 1
+    monkeypatch.setattr(gateway, "_STARTING_SECONDS", -1.0)
+    assert served.gateway.load().starting == 0
+    assert served.gateway.load().open_attempts == 1
