@@ -25,6 +25,7 @@ Work = Callable[[sa.Connection], T]
 
 SQLITE, POSTGRESQL = "sqlite", "postgresql"
 _LOCK_SECONDS = 30  # for which somebody waits for another
+_PAUSE_SECONDS = 0.2  # at most, between two tries
 _PATIENCE = {"connect_timeout": "10", "tcp_user_timeout": "30000"}  # with PostgreSQL, in s and ms: libpq's own units
 _URLS = "give sqlite:///path/to/file.db, or postgresql+psycopg://user@host/database"
 
@@ -190,7 +191,21 @@ def _configure(driver_connection: Any, _record: object) -> None:
         "cache_size": -64 * 2**10,  # in KiB
     }
     for name, value in pragmas.items():
-        driver_connection.execute(f"PRAGMA {name}={value}").close()
+        _patiently_set(driver_connection, f"PRAGMA {name}={value}")
+
+
+def _patiently_set(driver_connection: Any, pragma: str) -> None:
+    # Of several processes that open a new file, one turns it into WAL; meanwhile SQLite refuses the others at once,
+    # whatever the busy_timeout: https://www.sqlite.org/wal.html#sometimes_queries_return_sqlite_busy_in_wal_mode
+    given_up_at = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            driver_connection.execute(pragma).close()
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > given_up_at:
+                raise
+            time.sleep(random.uniform(0, _PAUSE_SECONDS))
 
 
 def _begin_immediate(connection: sa.Connection) -> None:
@@ -211,7 +226,6 @@ class Postgres:
     _LOCKED = "55P03"  # lock_not_available
     _READ_ONLY = "25006"
     _TRIES = 12
-    _PAUSE_SECONDS = 0.2  # at most, between two tries
     _HOLD = (
         sa.select(schema.rollouts.c.position)
         .where(schema.rollouts.c.rollout_id == sa.any_(sa.bindparam("ids", type_=postgresql.ARRAY(sa.Text))))
@@ -279,7 +293,7 @@ class Postgres:
     def _again(self, error: sa.exc.DBAPIError, tried: int, *, committing: bool) -> bool:
         """Whether to do the work again, after a pause where somebody was in the way."""
         if _state(error) in self._IN_THE_WAY and tried < self._TRIES:
-            time.sleep(random.uniform(0, self._PAUSE_SECONDS))
+            time.sleep(random.uniform(0, _PAUSE_SECONDS))
             return True
         # The connection may have been cut while nobody used it; the next one is a new one.
         return error.connection_invalidated and not committing and tried == 1
