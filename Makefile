@@ -7,18 +7,24 @@ SDKS := .venv-sdk3/.made .venv-sdk-litellm/.made
 ORACLE := .venv-oracle
 VLLM := .venv-vllm
 AGENTS := .venv-agents
+SERVICES := tests/lightning_rl/server tests/lightning_rl/runner tests/lightning_rl/store
+FAST := not e2e and not chaos and not package and not sdk and not vllm and not agents
 ASKING := attempt call_names gateway limits logs openapi parking recorder retries router streaming templates texts
 PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # One thread each: several processes on the same cores stand in each other's way with more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: quickstart test test-runs test-e2e test-sdk test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents docs lint types check bench clean
+.PHONY: quickstart test test-services test-runs test-e2e test-sdk test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents docs lint types check bench clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/lightning-rl quickstart $(ARGS)
 
 test: $(VENV)/.dev
-	$(PYTEST) tests --ignore tests/oracle -m "not e2e and not chaos and not package and not sdk and not vllm and not agents" -n 2 --dist loadscope $(ARGS)
+	$(PYTEST) tests $(SERVICES:%=--ignore %) --ignore tests/oracle -m "$(FAST)" -n 2 --dist loadscope $(ARGS)
+
+# Those of them that start processes and databases by the hundred: servers, runners, and the store over each database.
+test-services: $(VENV)/.dev
+	$(PYTEST) $(SERVICES) -m "$(FAST)" -n 2 --dist loadscope $(ARGS)
 
 # Whole runs, each with trainer, server, runners and engine: of the parts, and of what a newcomer does (quickstart, docs,
 # notebooks).
@@ -81,7 +87,7 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-check: lint types test
+check: lint types test test-services
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/gateway.py

@@ -79,7 +79,7 @@ def test_a_transaction_that_was_in_anothers_way_is_done_again(broken: Broken, st
 
 
 def test_one_that_always_is_ends_as_what_it_is(broken: Broken, store: SqlStore, monkeypatch: Any) -> None:
-    monkeypatch.setattr("lightning_rl.store.databases.Postgres._PAUSE_SECONDS", 0)
+    monkeypatch.setattr("lightning_rl.store.databases._PAUSE_SECONDS", 0)
     broken.trouble("RAISE EXCEPTION USING ERRCODE = '40001'", times=1000)
     with pytest.raises(StoreUnwritable, match=r"cannot be written .* what was recorded waits in the journal"):
         store.enqueue([request("r1")])
