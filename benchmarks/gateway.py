@@ -1,17 +1,22 @@
 """What the gateway costs: calls per second and added latency, recording durably, beside a bare relay in the same run.
 
-    python benchmarks/gateway.py
+    python benchmarks/gateway.py [--peer PYTHON]
 
 Both sit between the same clients and the same instant token engine (eight tokens at once, no model). The gateway is the
 real server: keys, forest, journal, SQLite store. The relay is the least that any proxy must do: parse the request,
 tokenise it with the same chat format, ask the engine over HTTP, decode the answer, write it to SQLite in batches. Every
-call goes to an attempt of its own with a text of its own. The two take turns; medians are printed, and the processor
+call goes to an attempt of its own with a text of its own. They take turns; medians are printed, and the processor
 time of the serving process per call, which does not depend on what else the machine does.
+
+`--peer` names the Python of an environment with agentlightning 0.3 and its LLMProxy (`llm_proxy.py`), which is then a
+third beside them. It speaks Chat Completions to an engine that answers with the same tokens at once, and looks at no
+keys.
 """
 
 import argparse
 import asyncio
 import itertools
+import json
 import os
 import sqlite3
 import subprocess
@@ -37,6 +42,8 @@ from lightning_rl_proxy.rendering import FastTokenizer, load_renderer
 TOKENIZER = Path(__file__).parents[1] / "examples" / "sql_agent" / "checkpoint"
 MODEL = "policy"
 GENERATE = "/inference/v1/generate"
+CHAT = "/v1/chat/completions"
+PEER = "Agent Lightning 0.3, LLMProxy"
 ANSWER = [300, 301, 302, 303, 304, 305, 306, 307]
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -73,16 +80,25 @@ def instant_engine() -> Asgi:
     versions = [{"version": "0", "start": 0, "end": len(ANSWER)}]
     choice = {"index": 0, "token_ids": ANSWER, "finish_reason": "stop", "stop_reason": None}
     fixed = msgspec.json.encode({"choices": [choice | {"weight_versions": versions, "logprobs": {"content": content}}]})
-    return fixed_answer(fixed)
+    return fixed_answer(fixed, chat_answer())
 
 
-def fixed_answer(fixed: bytes) -> Asgi:
-    """An engine that gives the same answer to every prompt."""
+def chat_answer() -> bytes:
+    """The same answer as vLLM's Chat Completions give it, with token ids."""
+    message = {"role": "assistant", "content": "how many shops have size over 3?"}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": ANSWER}
+    usage = {"prompt_tokens": 40, "completion_tokens": len(ANSWER), "total_tokens": 40 + len(ANSWER)}
+    about = {"id": "x", "object": "chat.completion", "created": 0, "model": MODEL}
+    return msgspec.json.encode(about | {"choices": [choice], "usage": usage, "prompt_token_ids": list(range(40))})
+
+
+def fixed_answer(fixed: bytes, chat: bytes = b"") -> Asgi:
+    """An engine that gives the same answer to every prompt, and another to every conversation."""
     well = msgspec.json.encode({"data": [{"policy_version": 0}]})  # of its health and of its queue
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await body_of(receive)
-        await answer(send, fixed if scope["path"] == GENERATE else well)
+        await answer(send, {GENERATE: fixed, CHAT: chat}.get(scope["path"], well))
 
     return app
 
@@ -152,6 +168,33 @@ def role(*arguments: str, script: str = __file__) -> Iterator[tuple[str, int]]:
         child.wait(20)
 
 
+@contextmanager
+def llm_proxy(python: str, engine_url: str, calls: int, log: Path) -> Iterator[tuple[list[str], int]]:
+    """Agent Lightning's LLMProxy; the base URLs of so many attempts, and its process id."""
+    script = Path(__file__).with_name("llm_proxy.py")
+    without_keys = {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}
+    environment = os.environ | without_keys | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""}
+    with log.open("wb") as lines:
+        child = subprocess.Popen(
+            [python, str(script), engine_url, MODEL, str(calls)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=lines, text=True, env=environment,
+        )  # fmt: skip
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        for line in child.stdout:
+            if line.startswith("["):
+                yield json.loads(line), child.pid
+                break
+        else:
+            raise RuntimeError(f"LLMProxy did not start: {log.read_text()[-2000:]}")
+        child.stdin.close()
+        print(f"{PEER} at its end: {child.stdout.read().strip()}", file=sys.stderr)
+    finally:
+        child.terminate()
+        child.wait(20)
+
+
 def cpu_seconds(pid: int) -> float:
     """Processor time of a process so far (Linux)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
@@ -216,6 +259,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=2000, help="calls of a round with 16 clients; 1 client: a quarter")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peer", help="the Python of an environment with agentlightning 0.3 and litellm's proxy")
+    parser.add_argument("--peer-calls", type=int, default=200, help="its calls of a round")
     parser.add_argument("--role", choices=["engine", "relay"])
     parser.add_argument("--engine-url")
     parser.add_argument("--database", type=Path)
@@ -236,24 +281,35 @@ def main() -> None:
         endpoint = Endpoint(model=MODEL, tokenizer=str(TOKENIZER), renderer="qwen3", engines=[engine])
         serving = parts.enter_context(server.launch(folder, endpoint, admin_key="admin", runner_key="runner"))
         store = HttpStore(serving.url, "admin")
+        peer_urls: list[str] = []
+        if arguments.peer:
+            peer_urls, peer_pid = parts.enter_context(
+                llm_proxy(arguments.peer, engine_url, arguments.peer_calls, folder / "peer.log")
+            )
         print("| clients | | calls/s | median ms | p99 ms | CPU ms per call |\n|---|---|---|---|---|---|")
         for clients in (1, 16):
             calls = arguments.calls if clients > 1 else arguments.calls // 4
-            found: dict[str, list[Measured]] = {"gateway": [], "bare relay": []}
+            found: dict[str, list[Measured]] = {"gateway": [], "bare relay": []} | ({PEER: []} if peer_urls else {})
             for warm_up in (True, *[False] * arguments.rounds):
                 attempts = open_attempts(store, calls)
                 gateway = measure(attempts, clients, serving.pid, number)
                 end_attempts(store, attempts)
                 relay = measure([(f"{relay_url}/v1", "none")] * calls, clients, relay_pid, number)
+                peer = measure([(url, "none") for url in peer_urls], clients, peer_pid, number) if peer_urls else None
                 if not warm_up:
                     found["gateway"].append(gateway)
                     found["bare relay"].append(relay)
+                    if peer is not None:
+                        found[PEER].append(peer)
             middle = {name: Measured(*map(median, zip(*rounds, strict=True))) for name, rounds in found.items()}
             for name, m in middle.items():
                 print(f"| {clients} | {name} | {m.rate:.0f} | {m.p50:.2f} | {m.p99:.2f} | {m.cpu:.2f} |")
             ratio = median(g.rate / r.rate for g, r in zip(found["gateway"], found["bare relay"], strict=True))
             added = middle["gateway"].p50 - middle["bare relay"].p50
             print(f"| {clients} | | **{ratio:.2f}x the relay's calls/s** | {added:+.2f} | | |")
+            if peer_urls:
+                over = median(g.rate / p.rate for g, p in zip(found["gateway"], found[PEER], strict=True))
+                print(f"| {clients} | | **{over:.0f}x {PEER}'s calls/s** | | | |")
     return None
 
 
