@@ -1,7 +1,7 @@
 """Agent Lightning 0.3's LLMProxy in a process of its own, as `benchmarks/gateway.py --peer` compares it.
 
 Run by the Python of an environment with agentlightning and litellm's proxy, not by ours. Store and proxy share the
-process, which spares the peer HTTP between the two; what it keeps is in memory. Prints the base URLs of so many attempts
+process, which spares the peer HTTP between the two; what it keeps is in memory. Prints the base URLs of many attempts
 as a line of JSON, and at its end how many spans it has of the first five.
 """
 
