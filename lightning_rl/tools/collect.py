@@ -61,18 +61,29 @@ def _loaded(file: Path) -> ModuleType | None:
 
 
 def _load(file: Path) -> ModuleType:
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # last, so that its neighbours hide no installed module
+    with explained(f"function_tool_path {str(file)!r}", ToolError):
+        return importlib.import_module(file.stem) if _is_importable(file) else _apart(file)
+
+
+def _is_importable(file: Path) -> bool:
+    """Whether `import` finds this file by its name, as its neighbours do."""
+    spec = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == file
+
+
+def _apart(file: Path) -> ModuleType:
+    """The file as a module of a name that no other has."""
     digest = hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()
     spec = importlib.util.spec_from_file_location(f"tools_{file.stem}_{digest}", file)
     assert spec is not None  # its name ends in .py
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # last, so that its neighbours hide no installed module
     sys.modules[spec.name] = module
     try:
-        with explained(f"function_tool_path {str(file)!r}", ToolError):
-            spec.loader.exec_module(module)
-    except ToolError:
+        spec.loader.exec_module(module)
+    except BaseException:
         del sys.modules[spec.name]
         raise
     return module

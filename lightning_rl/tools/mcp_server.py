@@ -9,6 +9,7 @@ broke: nobody knows whether that one was done.
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Coroutine, Mapping
@@ -70,7 +71,7 @@ class McpServer:
             mcp.MCPError: what the server raises.
         """
         connection = self._connection
-        if connection is None or connection.broken:
+        if connection is None or not connection.usable:
             connection = await in_thread(self._opened)
         return await asyncio.wrap_future(connection.start(connection.call(tool, arguments)))
 
@@ -83,7 +84,7 @@ class McpServer:
 
     def _opened(self) -> "_Connection":
         with self._opening:
-            if self._connection is not None and self._connection.broken:
+            if self._connection is not None and not self._connection.usable:
                 self._connection.close()
                 self._connection = None
             if self._connection is None:
@@ -97,7 +98,8 @@ class _Connection:
 
     def __init__(self, name: str, spec: Mapping[str, Any], rate_limit: float | None) -> None:
         self.name = name
-        self.broken = False
+        self._broken = False
+        self._pid = os.getpid()
         self._interval = 1 / rate_limit if rate_limit else 0.0
         self._next = 0.0
         self._opened: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event, Client]] = Future()
@@ -108,6 +110,11 @@ class _Connection:
         except (Exception, asyncio.CancelledError) as error:
             reasons = "; ".join(_reasons(error))
             raise ToolError(f"MCP server {name!r} ({_where(spec)}) cannot be used: {reasons}") from error
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is open, and of this process: a forked one has its memory, and not its thread."""
+        return not self._broken and self._pid == os.getpid()
 
     def start(self, work: "Coroutine[Any, Any, T]") -> "Future[T]":
         if self._loop.is_closed():
@@ -134,7 +141,7 @@ class _Connection:
         try:
             return await self._client.call_tool(tool, arguments)
         except MCPError as error:
-            self.broken = self.broken or error.code == CONNECTION_CLOSED
+            self._broken = self._broken or error.code == CONNECTION_CLOSED
             raise
 
     def close(self) -> None:
@@ -151,7 +158,7 @@ class _Connection:
             if not self._opened.done():
                 self._opened.set_exception(error)
             else:
-                self.broken = True
+                self._broken = True
                 _log.warning("MCP server %r: its connection ended: %s", self.name, "; ".join(_reasons(error)))
 
     async def _keep(self, spec: dict[str, Any]) -> None:
