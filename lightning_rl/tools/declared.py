@@ -46,7 +46,7 @@ def declared_tools(path: str) -> list[tuple[BaseTool, str]]:
         if kind == "native":
             found.append((_native(where, entry), where))
         elif kind == "mcp":
-            found += [(tool, where) for tool in _mcp(where, entry, file.parent, servers)]
+            found += _mcp(where, entry, file.parent, servers)
         else:
             raise ToolError(f"{where}: config.type is {kind!r}; there are native and mcp")
     return found
@@ -86,7 +86,9 @@ def _class(where: str, name: Any, base: type) -> Any:
     return found
 
 
-def _mcp(where: str, entry: Mapping[str, Any], folder: Path, servers: dict[str, McpServer]) -> list[BaseTool]:
+def _mcp(
+    where: str, entry: Mapping[str, Any], folder: Path, servers: dict[str, McpServer]
+) -> list[tuple[BaseTool, str]]:
     if importlib.util.find_spec("mcp") is None:
         raise ToolError(f"{where}: tools of MCP servers need mcp: pip install 'lightning-rl[mcp]'")
     if entry.get("tool_schema") is not None:
@@ -96,26 +98,27 @@ def _mcp(where: str, entry: Mapping[str, Any], folder: Path, servers: dict[str, 
     config = dict(entry.get("config") or {})
     said = entry.get("mcp") or {}
     _check_keys(f"{where}: mcp", said, _MCP)
-    tools: list[BaseTool] = []
+    tools: list[tuple[BaseTool, str]] = []
     for server in _servers(where, said.get("mcp_servers_config_path"), folder, config.get("rate_limit"), servers):
         for listed in server.tools():
             told = {"name": listed.name, "description": listed.description or "", "parameters": listed.input_schema}
-            tool = made(config=config, tool_schema=tool_schema(told, f"{where}: server {server.name!r}"))
+            place = f"{where}: server {server.name!r}"
+            tool = made(config=config, tool_schema=tool_schema(told, place))
             tool.server = server
-            tools.append(tool)
+            tools.append((tool, place))
     return _selected(where, tools, said.get("tool_selected_list"))
 
 
-def _selected(where: str, tools: list[BaseTool], names: list[str] | None) -> list[BaseTool]:
+def _selected(where: str, tools: list[tuple[BaseTool, str]], names: list[str] | None) -> list[tuple[BaseTool, str]]:
     if not names:
         return tools
-    known = [tool.name for tool in tools]
+    known = [tool.name for tool, _ in tools]
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ToolError(f"{where}: tool_selected_list names {name!r}; the servers have {', '.join(known)}{hint}")
-    return [tool for tool in tools if tool.name in names]
+    return [(tool, place) for tool, place in tools if tool.name in names]
 
 
 def _servers(

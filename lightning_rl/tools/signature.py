@@ -16,6 +16,7 @@ from docstring_parser import DocstringStyle
 from docstring_parser import parse as parse_docstring
 from pydantic import PydanticInvalidForJsonSchema, PydanticUserError, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticSerializationError
 
 from lightning_rl.tools.errors import ToolError, WrongArguments
@@ -44,6 +45,11 @@ class Signature:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 raise ToolError(
                     f"{self.called}: {parameter} cannot be told to a model; name each argument, or give schema="
+                )
+            if isinstance(parameter.default, FieldInfo):
+                raise ToolError(
+                    f"{self.called}: the default of argument {parameter.name!r} is pydantic's Field(...), which only its "
+                    f"models read; write {parameter.name}: Annotated[type, Field(...)]"
                 )
         doc = parse_docstring(_docstring(function, plain, self.called), style=DocstringStyle.GOOGLE)
         self.description = (doc.description or "").strip()
@@ -186,7 +192,7 @@ def place_of(function: Callable[..., Any]) -> str:
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it gives a coroutine; of partials and callable objects too."""
     plain, _ = _plain(function)
-    return inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(getattr(plain, "__func__", None))
+    return inspect.iscoroutinefunction(plain)
 
 
 def _plain(function: Callable[..., Any]) -> tuple[Callable[..., Any], set[str]]:

@@ -133,7 +133,7 @@ class TrajectoryTools:
                 error = None
             except _Refused as refused:
                 error, reward, metrics = refused.reason, 0.0, {}
-                content, cut = self._limits.cut(f"Error: {refused}")
+                content, cut = self._limits.cut(_sendable(f"Error: {refused}"))
         if cut:
             _log.info("tool %r: %d of its answer were cut", call.name, cut)
             metrics = metrics | {"truncated": cut}
@@ -177,7 +177,7 @@ class TrajectoryTools:
         raise _refused(call, "unknown tool", f"there is no such tool.{hint} The tools are: {there_are}.")
 
     async def _content(self, call: ToolCall, response: ToolResponse) -> tuple[Content, int]:
-        text, cut = self._limits.cut(response.text or "")
+        text, cut = self._limits.cut(_sendable(response.text or ""))
         if not response.image and not response.video:
             return text, cut
         try:
@@ -214,6 +214,11 @@ _JSON_NAMES = {list: "array", str: "string", int: "number", float: "number", boo
 def _refused(call: ToolCall, reason: str, told: str) -> _Refused:
     _log.info("call of tool %r failed (%s): %s", call.name, reason, told)
     return _Refused(reason, f"{call.name}: {told}")
+
+
+def _sendable(text: str) -> str:
+    """The text with lone surrogates, which JSON may hold and UTF-8 may not, as their escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _joined(said: ToolResponse | None, value: Returned) -> Returned:

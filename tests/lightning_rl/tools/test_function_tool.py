@@ -248,6 +248,11 @@ def untellable(lock: threading.Event) -> str:
     return ""
 
 
+def fielded(q: str = Field(description="what")) -> str:
+    """Find."""
+    return q
+
+
 def generating(q: str) -> Any:
     """Find.
 
@@ -266,6 +271,7 @@ def generating(q: str) -> Any:
         (starred, r"'starred' .*\*args: str cannot be told to a model"),
         (double_starred, r"'double_starred' .*\*\*kwargs: str cannot be told"),
         (untellable, "'untellable' .*argument 'lock' of type Event has no JSON schema"),
+        (fielded, r"default of argument 'q' is pydantic's Field\(...\), .* q: Annotated\[type, Field"),
         (generating, "'generating' .*is a generator"),
         (Point, "'Point' is a class"),
     ],

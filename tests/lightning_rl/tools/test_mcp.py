@@ -124,7 +124,18 @@ def test_the_end_of_the_process_ends_its_servers(tmp_path: Path) -> None:
     assert not psutil.pid_exists(pids[0])
 
 
-def test_a_server_over_http_with_headers_and_a_choice_of_tools(tmp_path: Path) -> None:
+LOUD = """
+from lightning_rl.tools.mcp_tool import McpTool
+
+class Loud(McpTool):
+    def _parse_tool_result(self, content):
+        return " ".join(part.text for part in content).upper(), {"parts": len(content)}
+"""
+
+
+def test_a_server_over_http_with_headers_a_choice_of_tools_and_a_class_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     port_file = tmp_path / "port"
     child = subprocess.Popen([sys.executable, SERVER, "http", str(port_file)])
     try:
@@ -132,13 +143,17 @@ def test_a_server_over_http_with_headers_and_a_choice_of_tools(tmp_path: Path) -
             assert child.poll() is None
             os.sched_yield()
         url = f"http://127.0.0.1:{port_file.read_text()}/mcp"
-        path = write(tmp_path, {"web": {"url": url, "auth_token": "secret", "headers": {"X-Team": "red"}}})
+        (tmp_path / f"loud_{child.pid}.py").write_text(LOUD)
+        monkeypatch.syspath_prepend(tmp_path)
+        entry = f"class_name: loud_{child.pid}.Loud\n  config: {{type: mcp}}"
+        path = write(tmp_path, {"web": {"url": url, "auth_token": "secret", "headers": {"X-Team": "red"}}}, entry)
         text = Path(path).read_text().replace("servers.json", "servers.json, tool_selected_list: [add, whoami]")
         Path(path).write_text(text)
         made = [tool for tool, _ in declared_tools(path)]
         assert [tool.name for tool in made] == ["add", "whoami"]
         added, me = run(made, ("add", '{"a": 1, "b": 2}'), ("whoami", "{}"))
-        assert (added.content, me.content) == ("3", "Bearer secret red")
+        assert (added.content, me.content) == ("3", "BEARER SECRET RED")
+        assert me.metrics == {"parts": 1}
         server_of(made).close()
     finally:
         child.terminate()
