@@ -21,13 +21,14 @@ from lightning_rl.tools.mcp_server import McpServer
 from lightning_rl.tools.mcp_tool import McpTool
 from lightning_rl.tools.schemas import tool_schema
 
+Placed = tuple[BaseTool, str]  # a tool, and where it is declared
 _ENTRY = ("class_name", "config", "tool_schema", "mcp")
 _MCP = ("mcp_servers_config_path", "tool_selected_list")
 _SERVER = ("command", "args", "env", "cwd", "url", "headers", "auth_token")
 _OURS = ("verl.tools.mcp_base_tool.MCPBaseTool", "lightning_rl.tools.mcp_tool.McpTool")
 
 
-def declared_tools(path: str) -> list[tuple[BaseTool, str]]:
+def declared_tools(path: str) -> list[Placed]:
     """The tools of a YAML file, each with its place. Servers that it names are connected, and list their tools.
 
     Raises:
@@ -86,9 +87,7 @@ def _class(where: str, name: Any, base: type) -> Any:
     return found
 
 
-def _mcp(
-    where: str, entry: Mapping[str, Any], folder: Path, servers: dict[str, McpServer]
-) -> list[tuple[BaseTool, str]]:
+def _mcp(where: str, entry: Mapping[str, Any], folder: Path, servers: dict[str, McpServer]) -> list[Placed]:
     if importlib.util.find_spec("mcp") is None:
         raise ToolError(f"{where}: tools of MCP servers need mcp: pip install 'lightning-rl[mcp]'")
     if entry.get("tool_schema") is not None:
@@ -98,7 +97,7 @@ def _mcp(
     config = dict(entry.get("config") or {})
     said = entry.get("mcp") or {}
     _check_keys(f"{where}: mcp", said, _MCP)
-    tools: list[tuple[BaseTool, str]] = []
+    tools: list[Placed] = []
     for server in _servers(where, said.get("mcp_servers_config_path"), folder, config.get("rate_limit"), servers):
         for listed in server.tools():
             told = {"name": listed.name, "description": listed.description or "", "parameters": listed.input_schema}
@@ -109,7 +108,7 @@ def _mcp(
     return _selected(where, tools, said.get("tool_selected_list"))
 
 
-def _selected(where: str, tools: list[tuple[BaseTool, str]], names: list[str] | None) -> list[tuple[BaseTool, str]]:
+def _selected(where: str, tools: list[Placed], names: list[str] | None) -> list[Placed]:
     if not names:
         return tools
     known = [tool.name for tool, _ in tools]

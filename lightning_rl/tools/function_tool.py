@@ -66,7 +66,10 @@ def _marked(function: Any, mark: Mark) -> Any:
     FunctionTool(function, mark)  # says what is wrong
     if mark_of(function) not in (None, mark):
         raise ToolError(f"{place_of(function)} is marked twice, differently: {mark_of(function)} and {mark}")
-    setattr(function, _MARK, mark)
+    try:
+        setattr(function, _MARK, mark)
+    except AttributeError as error:  # a bound method, say
+        raise ToolError(f"{place_of(function)} cannot be marked; give it to BaseTool.from_callable instead") from error
     return function
 
 

@@ -147,6 +147,8 @@ class _Connection:
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended by itself
             self._loop.call_soon_threadsafe(self._stop.set)
+        if threading.current_thread() is self._thread:  # the garbage collector runs wherever it likes
+            return
         self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
             _log.warning("MCP server %r: its connection does not close", self.name)

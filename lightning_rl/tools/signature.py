@@ -48,8 +48,8 @@ class Signature:
                 )
             if isinstance(parameter.default, FieldInfo):
                 raise ToolError(
-                    f"{self.called}: the default of argument {parameter.name!r} is pydantic's Field(...), which only its "
-                    f"models read; write {parameter.name}: Annotated[type, Field(...)]"
+                    f"{self.called}: the default of argument {parameter.name!r} is pydantic's Field(...), which is "
+                    f"for models; write {parameter.name}: Annotated[type, Field(...)]"
                 )
         doc = parse_docstring(_docstring(function, plain, self.called), style=DocstringStyle.GOOGLE)
         self.description = (doc.description or "").strip()

@@ -302,6 +302,22 @@ def test_marked_functions_stay_functions() -> None:
         function_tool("find")(named)
 
 
+class Shelf:
+    def find(self, q: str) -> str:
+        """Find.
+
+        Args:
+            q: what
+        """
+        return f"{type(self).__name__} has {q}"
+
+
+def test_a_bound_method_is_a_tool_and_cannot_be_marked() -> None:
+    assert run(Shelf().find, q="it").content == "Shelf has it"
+    with pytest.raises(ToolError, match=r"'find' .* cannot be marked; give it to BaseTool\.from_callable"):
+        function_tool(Shelf().find)
+
+
 def test_a_given_schema_is_shown_and_nothing_is_inferred() -> None:
     schema = {"name": "find", "parameters": {"type": "object", "properties": {"q": {"type": "string"}, "n": {}}}}
 
