@@ -1,10 +1,9 @@
-"""A real MCP server: `python mcp_server_of_tests.py stdio`, or `http PORT_FILE`."""
+"""A real MCP server: `python mcp_server_of_tests.py stdio`, or `http`, which prints its port."""
 
 import io
 import os
 import socket
 import sys
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -64,15 +63,14 @@ def die() -> str:
     os._exit(3)
 
 
-def over_http(port_file: Path) -> None:
+def over_http() -> None:
     listening = socket.create_server(("127.0.0.1", 0))
-    port_file.with_suffix(".new").write_text(str(listening.getsockname()[1]))
-    port_file.with_suffix(".new").rename(port_file)
+    print(listening.getsockname()[1], flush=True)
     uvicorn.Server(uvicorn.Config(server.streamable_http_app(), log_level="error")).run(sockets=[listening])
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "http":
-        over_http(Path(sys.argv[2]))
+        over_http()
     else:
         server.run("stdio")

@@ -59,6 +59,26 @@ def test_each_kind_runs_where_it_should() -> None:
     assert run(Shout(), text="hey").content == "HEY"
 
 
+BLOCKS = [
+    {"type": "text", "text": "look"},
+    {"type": "image_url", "image_url": {"url": "https://x.org/a.png"}},
+    {"type": "image", "base64": "AAAA", "mime_type": "image/png"},
+    {"type": "image", "url": "https://x.org/b.png"},
+]
+
+
+def test_content_blocks_are_shown() -> None:
+    def look(other: bool) -> Any:
+        """Look."""
+        return [*BLOCKS, {"type": "audio", "base64": "AAAA"}] if other else BLOCKS
+
+    content = run(StructuredTool.from_function(look), other=False).content
+    assert content[0] == {"type": "text", "text": "look"}
+    urls = [part["image_url"]["url"] for part in content[1:]]
+    assert urls == ["https://x.org/a.png", "data:image/png;base64,AAAA", "https://x.org/b.png"]
+    assert "'type': 'audio'" in run(StructuredTool.from_function(look), other=True).content
+
+
 def test_the_schema_is_langchains() -> None:
     made = BaseTool.from_callable(find_async)
     assert made.name == "find"

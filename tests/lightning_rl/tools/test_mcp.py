@@ -4,7 +4,6 @@ import asyncio
 import base64
 import io
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -136,13 +135,10 @@ class Loud(McpTool):
 def test_a_server_over_http_with_headers_a_choice_of_tools_and_a_class_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port_file = tmp_path / "port"
-    child = subprocess.Popen([sys.executable, SERVER, "http", str(port_file)])
+    child = subprocess.Popen([sys.executable, SERVER, "http"], stdout=subprocess.PIPE, text=True)
     try:
-        while not port_file.exists():
-            assert child.poll() is None
-            os.sched_yield()
-        url = f"http://127.0.0.1:{port_file.read_text()}/mcp"
+        assert child.stdout is not None
+        url = f"http://127.0.0.1:{int(child.stdout.readline())}/mcp"
         (tmp_path / f"loud_{child.pid}.py").write_text(LOUD)
         monkeypatch.syspath_prepend(tmp_path)
         entry = f"class_name: loud_{child.pid}.Loud\n  config: {{type: mcp}}"
@@ -157,7 +153,7 @@ def test_a_server_over_http_with_headers_a_choice_of_tools_and_a_class_of_ones_o
         server_of(made).close()
     finally:
         child.terminate()
-        child.wait()
+        child.communicate()
 
 
 def test_so_many_calls_a_second_and_no_more(tools: list[BaseTool], monkeypatch: pytest.MonkeyPatch) -> None:
