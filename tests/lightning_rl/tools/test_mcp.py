@@ -99,28 +99,41 @@ def test_a_server_that_died_is_started_again_by_the_next_call(tools: list[BaseTo
     assert (words, pid != before.content.split()[0]) == (["b"], True)
 
 
-def test_closing_ends_the_servers_process_and_another_process_opens_its_own(tmp_path: Path) -> None:
-    made = [tool for tool, _ in declared_tools(write(tmp_path, {"s": STDIO}))]
-    [first] = run(made, ("remember", '{"word": "a"}'))
-    server_of(made).close()
-    assert not psutil.pid_exists(int(first.content.split()[0]))
-    again = server_of(pickle.loads(pickle.dumps(made)))  # as it goes to another process
-    assert (again.spec, again._connection) == (STDIO, None)
+def test_a_tool_that_goes_to_another_process_connects_there(tools: list[BaseTool]) -> None:
+    gone = server_of(pickle.loads(pickle.dumps(tools)))
+    assert (gone.spec, gone.rate_limit, gone._connection) == (STDIO, 5000, None)
 
 
-def test_the_end_of_the_process_ends_its_servers(tmp_path: Path) -> None:
+FORKS = """
+import asyncio, os, sys
+from lightning_rl.tools import ResultLimits, ToolCall, TrajectoryTools
+from lightning_rl.tools.declared import declared_tools
+
+tools = [tool for tool, _ in declared_tools(sys.argv[1])]
+
+async def remember(word):
+    async with TrajectoryTools(tools, ResultLimits()) as opened:
+        return (await opened.run([ToolCall("c", "remember", '{"word": "%s"}' % word)]))[0].content
+
+print(asyncio.run(remember("before")), flush=True)
+if (child := os.fork()) == 0:
+    print(asyncio.run(remember("in the child")), flush=True)
+    tools[0].server.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print(asyncio.run(remember("after")))
+"""
+
+
+def test_a_forked_process_opens_its_own_connection_and_the_end_of_a_process_closes_its(tmp_path: Path) -> None:
     path = write(tmp_path, {"s": STDIO})
-    script = (
-        "from lightning_rl.tools.declared import declared_tools\n"
-        f"tools = declared_tools({path!r})\n"
-        "import psutil\n"
-        "print(*[child.pid for child in psutil.Process().children()])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", FORKS, path], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    pids = [int(pid) for pid in done.stdout.split()]
-    assert len(pids) == 1
-    assert not psutil.pid_exists(pids[0])
+    (parents, *first), (childs, *second), (again, *third) = [line.split(" ") for line in done.stdout.splitlines()]
+    assert (first, second, third) == (["before"], ["in", "the", "child"], ["before", "after"])
+    assert parents == again != childs
+    assert not psutil.pid_exists(int(parents))
+    assert not psutil.pid_exists(int(childs))
 
 
 LOUD = """
