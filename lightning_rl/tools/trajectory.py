@@ -9,6 +9,7 @@ import asyncio
 import difflib
 import json
 import logging
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -126,13 +127,14 @@ class TrajectoryTools:
         return [task.result() for task in tasks]
 
     async def _answer(self, call: ToolCall) -> ToolResult:
+        error: str | None = None
+        reward, metrics = 0.0, dict[str, Any]()
         async with self._slots:
             try:
                 response, reward, metrics = await self._executed(call)
                 content, cut = await self._content(call, response)
-                error = None
             except _Refused as refused:
-                error, reward, metrics = refused.reason, 0.0, {}
+                error = refused.reason
                 content, cut = self._limits.cut(_sendable(f"Error: {refused}"))
         if cut:
             _log.info("tool %r: %d of its answer were cut", call.name, cut)
@@ -165,7 +167,7 @@ class TrajectoryTools:
                 told = f"it took longer than {tool.timeout_seconds:g} seconds and was given up."
                 raise _refused(call, "timeout", told) from error
             _log.warning("tool %r raised, and the model is told so", call.name, exc_info=error)
-            raise _refused(call, type(error).__name__, f"it raised {type(error).__name__}: {error}") from error
+            raise _refused(call, type(error).__name__, f"it raised {_said(error)}") from error
         return _joined(instance.greeting(), value)
 
     def _instance(self, call: ToolCall) -> Instance:
@@ -182,9 +184,9 @@ class TrajectoryTools:
             return text, cut
         try:
             return await in_thread(content_of, response, text), cut
-        except (TypeError, ValueError, OSError) as error:
+        except Exception as error:
             _log.warning("tool %r answered with what is no image", call.name, exc_info=error)
-            raise _refused(call, type(error).__name__, f"its answer cannot be shown: {error}") from error
+            raise _refused(call, type(error).__name__, f"its answer cannot be shown: {_said(error)}") from error
 
     async def _close(self) -> None:
         for task in self._running:  # of a run that was left behind
@@ -214,6 +216,11 @@ _JSON_NAMES = {list: "array", str: "string", int: "number", float: "number", boo
 def _refused(call: ToolCall, reason: str, told: str) -> _Refused:
     _log.info("call of tool %r failed (%s): %s", call.name, reason, told)
     return _Refused(reason, f"{call.name}: {told}")
+
+
+def _said(error: BaseException) -> str:
+    """An error's type and message, also of one that cannot be printed."""
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def _sendable(text: str) -> str:

@@ -153,10 +153,26 @@ def test_a_scalar_is_no_list(field: str) -> None:
         ToolResponse(**{field: Image.new("L", (1, 1))})  # type: ignore[arg-type]
 
 
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_an_error_without_words_is_an_answer_too() -> None:
+    def fail() -> str:
+        """Raise."""
+        raise Unprintable
+
+    [result] = run([fail], [ToolCall("c", "fail", "{}")], ResultLimits())
+    assert result.error == "Unprintable"
+    assert "Unprintable: <exception str() failed>" in result.content
+
+
 @pytest.mark.parametrize("image", [7, b"none", np.zeros((2, 2)), "/no/such/file.png"])
 def test_what_is_no_image_is_an_error(image: Any) -> None:
-    result = answer(ToolResponse(image=[image]))
+    result = answer((ToolResponse(image=[image]), 0.5, {"m": 1}))
     assert result.error is not None
+    assert (result.reward, result.metrics) == (0.5, {"m": 1})  # the tool has run
     assert result.content.startswith("Error: tool: its answer cannot be shown: ")
 
 
