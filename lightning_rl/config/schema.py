@@ -285,6 +285,24 @@ class MultiTurn(Section, frozen=True):
         ),
     ] = None
     langgraph: Langgraph = field(default_factory=Langgraph)
+    tool_config_path: Annotated[
+        str | None, effect("a YAML file of tools: classes with state, and MCP servers (`docs/agent-tools.md`)")
+    ] = None
+    function_tool_path: Annotated[
+        Files, effect("Python files whose functions marked `@function_tool` are tools: a file, a module, or a list")
+    ] = None
+    max_parallel_calls: Annotated[
+        Positive, effect("tool calls of one answer that run at once; the others run after them")
+    ] = 1
+    max_tool_response_length: Annotated[
+        Positive | None, effect("of a tool's text the model reads so much, and a marker of what was cut; null: all")
+    ] = 256
+    tool_response_length_unit: Annotated[
+        Literal["characters", "tokens"], effect("what max_tool_response_length counts")
+    ] = "characters"
+    tool_response_truncate_side: Annotated[
+        Literal["left", "right", "middle"], effect("the part of a longer text that is cut")
+    ] = "middle"
 
 
 class EngineKwargs(Section, frozen=True):

@@ -23,12 +23,14 @@ from lightning_rl.rl.advantages import ESTIMATORS
 from lightning_rl.rl.correction import correct
 from lightning_rl.rl.shaping import OverlongBuffer
 from lightning_rl.store.contract import RolloutRequest
+from lightning_rl.tools.config import limits_of
 from lightning_rl_adapters import credit, forest
 from lightning_rl_adapters.credit import Credit, Rewards
 from tests.adapters.forests import make_call
 
 ACTOR = "actor_rollout_ref.actor."
 ROLLOUT = "actor_rollout_ref.rollout."
+CHECKPOINT = Path(__file__).parents[3] / "examples" / "sql_agent" / "checkpoint"
 
 
 class Story(PPO):
@@ -123,6 +125,11 @@ def penalty(config: Config, _: pytest.MonkeyPatch) -> Any:
 def template_kwargs(config: Config, _: pytest.MonkeyPatch) -> Any:
     """What prompts are rendered with; that it is so is in `test_template_kwargs.py`."""
     return settings.chat_template_kwargs(config)
+
+
+def tool_limits(config: Config, _: pytest.MonkeyPatch) -> Any:
+    """How much of a tool's answer is read; what becomes of it is in `tools/test_results.py`."""
+    return limits_of(config.actor_rollout_ref.rollout.multi_turn, CHECKPOINT)
 
 
 def sampling(config: Config, _: pytest.MonkeyPatch) -> Any:
@@ -235,6 +242,10 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     (ROLLOUT + "top_p", 0.5, sampling),
     (ROLLOUT + "top_k", 5, sampling),
     (ROLLOUT + "multi_turn.chat_template_kwargs", {"enable_thinking": False}, template_kwargs),
+    (ROLLOUT + "multi_turn.max_parallel_calls", 2, tool_limits),
+    (ROLLOUT + "multi_turn.max_tool_response_length", 7, tool_limits),
+    (ROLLOUT + "multi_turn.tool_response_length_unit", "tokens", tool_limits),
+    (ROLLOUT + "multi_turn.tool_response_truncate_side", "left", tool_limits),
     ("data.apply_chat_template_kwargs", {"enable_thinking": False}, template_kwargs),
     (ROLLOUT + "log_prob_micro_batch_size_per_gpu", 2, update),
     (ROLLOUT + "python", "/envs/vllm/bin/python", vllm),
@@ -271,6 +282,8 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
 ]
 # Shown elsewhere, each by a test of its own.
 ELSEWHERE = {
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path": "tools/test_config.py",
+    "actor_rollout_ref.rollout.multi_turn.function_tool_path": "tools/test_config.py",
     "data.train_files": "test_tasks_come_from_files",
     "data.val_files": "test_tasks_come_from_files",
     "data.tune_files": "test_tasks_come_from_files",

@@ -1,0 +1,70 @@
+"""A JSON schema made simple for models: every type written where it is used, no titles.
+
+Invariant: it says the same as before. A type that contains itself cannot be written out: it stays under `$defs`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+_REF = "#/$defs/"
+_MAPS = ("properties", "$defs", "patternProperties", "dependentSchemas")  # of schemas by names, which are no keywords
+_VALUES = ("default", "const", "enum", "examples", "required")  # data, which may look like anything
+
+
+def inlined(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> dict[str, Any]:
+    """`schema` without references to `defs`, but of the types that contain themselves."""
+    circular = {name for name in defs if name in _reached(defs[name], defs)}
+    made: dict[str, Any] = _written(schema, defs, circular)
+    needed = {name: _written(defs[name], defs, circular) for name in sorted(_reached(schema, defs) & circular)}
+    return made | ({"$defs": needed} if needed else {})
+
+
+def _written(node: Any, defs: Mapping[str, Any], circular: set[str]) -> Any:
+    if isinstance(node, list):
+        return [_written(one, defs, circular) for one in node]
+    if not isinstance(node, Mapping):
+        return node
+    name = _name(node)
+    if name is not None and name not in circular:
+        beside = {key: value for key, value in node.items() if key != "$ref"}
+        return _written({**defs[name], **beside}, defs, circular)
+    return {
+        key: _child(key, value, defs, circular)
+        for key, value in node.items()
+        if key not in ("title", "discriminator")  # the latter repeats what the alternatives' constants say
+    }
+
+
+def _child(key: str, value: Any, defs: Mapping[str, Any], circular: set[str]) -> Any:
+    if key in _VALUES:
+        return value
+    if key in _MAPS:
+        return {name: _written(one, defs, circular) for name, one in value.items()}
+    return _written(value, defs, circular)
+
+
+def _name(node: Mapping[str, Any]) -> str | None:
+    ref = node.get("$ref")
+    return ref.removeprefix(_REF) if isinstance(ref, str) else None
+
+
+def _reached(schema: Any, defs: Mapping[str, Any]) -> set[str]:
+    """The names of the types that a schema leads to."""
+    found: set[str] = set()
+    open_ = _names(schema)
+    while open_:
+        name = open_.pop()
+        if name not in found:
+            found.add(name)
+            open_ |= _names(defs[name])
+    return found
+
+
+def _names(node: Any) -> set[str]:
+    if isinstance(node, list):
+        return {name for one in node for name in _names(one)}
+    if not isinstance(node, Mapping):
+        return set()
+    name = _name(node)
+    inner = {found for key, value in node.items() if key not in _VALUES for found in _names(value)}
+    return inner | ({name} if name is not None else set())

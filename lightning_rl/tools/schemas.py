@@ -1,0 +1,108 @@
+"""What a tool is to the model, its schema, and what it answers, `ToolResponse`: verl's names, and nothing left out.
+
+Invariant: a schema that comes in goes out whole. verl's classes keep `type`, `description` and `enum` of a property;
+here `items`, `anyOf`, nested objects, defaults and whatever else JSON Schema has stay where they were.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from lightning_rl.tools.errors import ToolError
+
+
+class _Whole(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class OpenAIFunctionPropertySchema(_Whole):
+    """One argument; `type` is missing where it is a union."""
+
+    type: str | list[str] | None = None
+    description: str | None = None
+    enum: list[Any] | None = None
+
+
+class OpenAIFunctionParametersSchema(_Whole):
+    """The arguments of a tool."""
+
+    type: str = "object"
+    properties: dict[str, OpenAIFunctionPropertySchema] = Field(default_factory=dict)
+    required: list[str] = Field(default_factory=list)
+
+
+class OpenAIFunctionSchema(_Whole):
+    """Name, description and arguments of a tool."""
+
+    name: str = Field(min_length=1)
+    description: str = ""
+    parameters: OpenAIFunctionParametersSchema = Field(default_factory=OpenAIFunctionParametersSchema)
+
+
+class OpenAIFunctionToolSchema(_Whole):
+    """A tool as the `tools` of a Chat Completions request name it."""
+
+    type: Literal["function"] = "function"
+    function: OpenAIFunctionSchema
+
+    def request_form(self) -> dict[str, Any]:
+        """The dict that a request holds: what was given, with the parts that every tool has."""
+        function = self.function.model_dump(exclude_unset=True)
+        given = function.pop("parameters", {})
+        parameters = {"type": "object", "properties": {}} | given
+        return {"type": "function", "function": {"name": "", "description": ""} | function | {"parameters": parameters}}
+
+
+def tool_schema(given: Any, where: str) -> OpenAIFunctionToolSchema:
+    """A schema of what was given: ours, another object with `model_dump`, or a dict.
+
+    A dict has either of the documented shapes: `{type: function, function: {name, ...}}`, or `{name, ...}` itself.
+
+    Raises:
+        ToolError: it is neither; `where` names the place.
+    """
+    if isinstance(given, OpenAIFunctionToolSchema):
+        return given
+    if isinstance(given, BaseModel):
+        given = given.model_dump(exclude_unset=True)
+    if not isinstance(given, Mapping):
+        raise ToolError(f"{where}: a tool schema is a dict with a name, not of type {type(given).__name__}")
+    shaped = given if "function" in given else {"type": "function", "function": dict(given)}
+    try:
+        return OpenAIFunctionToolSchema.model_validate(shaped)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ToolError(
+            f"{where}: this is no tool schema ({wrong}); write {{type: function, function: {{name, description, "
+            "parameters}}, or the name directly under tool_schema"
+        ) from error
+
+
+class ToolResponse(BaseModel):
+    """What a tool answers: text, a list of images, a list of videos (or of the frames of one).
+
+    An image is a Pillow image, an array of bytes in height x width x channels, the bytes of an image file, its path, a
+    URL (`data:` too), or a dict with `bytes` or `image`. A video is a list of images, or an array of frames.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+
+    text: str | None = None
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+
+    @field_validator("image", "video", mode="before")
+    @classmethod
+    def _is_list(cls, value: Any) -> Any:
+        if value is None or isinstance(value, list):
+            return value
+        raise ValueError(f"must be a list, also of one: [...], and is of type {type(value).__name__}")
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it."""
+        return not (self.text or self.image or self.video)
+
+    def is_text_only(self) -> bool:
+        """Whether there is text and no image or video."""
+        return bool(self.text) and not (self.image or self.video)

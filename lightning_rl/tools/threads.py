@@ -1,0 +1,44 @@
+"""Functions that block, each call in a thread of its own.
+
+Invariant: one that never returns holds up nothing: no other call waits for its thread, nor does the interpreter's end.
+That is why these are neither asyncio's pool, which all share, nor one of `concurrent.futures`, which is joined at exit.
+"""
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+
+async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What the function returns or raises, called in a new thread with the caller's context variables.
+
+    Cancelled, it is no longer waited for; a thread cannot be stopped, so it runs to its end and its result is dropped.
+    """
+    context = contextvars.copy_context()
+    job: Future[Any] = Future()
+
+    def work() -> None:
+        if not job.set_running_or_notify_cancel():
+            return
+        try:
+            result = context.run(function, *args, **kwargs)
+        except StopIteration as error:  # which a future cannot hold
+            job.set_exception(_told(error))
+        except Exception as error:  # noqa: BLE001 - it is raised where the result is awaited
+            job.set_exception(error)
+        except BaseException as error:  # noqa: BLE001 - sys.exit() in a tool must not end the event loop
+            job.set_exception(_told(error))
+        else:
+            job.set_result(result)
+
+    threading.Thread(target=work, name=f"tool {getattr(function, '__name__', '')}", daemon=True).start()
+    return await asyncio.wrap_future(job)
+
+
+def _told(error: BaseException) -> RuntimeError:
+    told = RuntimeError(f"the tool raised {type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told
