@@ -1,4 +1,4 @@
-"""The loops that a config names: by the task, by the default, one's own by a file; unknown ones before anything runs."""
+"""The loops that a config names: by the task, by the default, one's own by a file; unknown ones are refused early."""
 
 import json
 from pathlib import Path
@@ -13,6 +13,7 @@ from lightning_rl.config import ConfigError, compose
 from lightning_rl.config.schema import Config, Langgraph, TrainConfig
 from lightning_rl.loops.named import LoopsAgent, NotALoop, loops_of, makers
 from lightning_rl.loops.tasks import LoopTaskError
+from lightning_rl.loops.user import ModelUser, user_of
 from lightning_rl_proxy.rendering import FastTokenizer
 from tests.lightning_rl.loops.conftest import Recorded, Run
 from tests.proxy.conftest import Served
@@ -142,6 +143,20 @@ def test_a_function_speaks_as_the_user(run: Run, served: Served, tmp_path: Path)
     turns = {"user": {"path": f"{tmp_path / 'a_user.py'}:more"}}
     ran = run(agent(config(turns, default_agent_loop="tool_agent")), {"prompt": "hi", "next": "go on"})
     assert (ran.end["ended_by"], ran.end["user_turns"]) == ("user_done", 1)
+
+
+def test_a_model_speaks_as_the_user() -> None:
+    helper = {"gateway": {"backends": {"gpt": {"kind": "openai", "url": "http://127.0.0.1:1/v1"}}}}
+    turns = {"user": {"model": "gpt", "prompt": "Be a guest.", "done": "BYE"}}
+    found = loops_of(
+        compose(
+            helper
+            | {"actor_rollout_ref": {"rollout": {"agent": {"default_agent_loop": "tool_agent"}, "multi_turn": turns}}}
+        )
+    )
+    assert found is not None
+    user: Any = user_of(found.multi_turn.user)
+    assert vars(user) == vars(ModelUser("gpt", "Be a guest.", "BYE"))
 
 
 def test_a_user_that_is_no_backend_or_two_are_refused() -> None:
