@@ -109,7 +109,7 @@ def agent_of_run(given: Agent | None, langgraph: "Langgraph | None", loops: "Nam
     """The agent of a run: the one that is given, or the graph or the agent loops that its configuration names.
 
     Raises AgentNotFound where there is none or more than one, and what `lightning_rl.langgraph.agent_of` raises of the
-    graph, or `lightning_rl.loops.named.LoopsAgent` of tools and loops.
+    graph, or `lightning_rl.loops.named.agent_of` of tools and loops.
     """
     named = [] if given is None else [f"the agent {getattr(given, '__name__', type(given).__name__)}"]
     graph = None if langgraph is None else langgraph.path
@@ -125,9 +125,9 @@ def agent_of_run(given: Agent | None, langgraph: "Langgraph | None", loops: "Nam
     if given is not None:
         return given
     if loops is not None:
-        from lightning_rl.loops.named import LoopsAgent
+        from lightning_rl.loops.named import agent_of as loops_agent_of
 
-        return LoopsAgent(loops)
+        return loops_agent_of(loops)
     from lightning_rl.langgraph import agent_of  # an extra
 
     assert langgraph is not None

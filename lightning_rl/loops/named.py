@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from lightning_rl import tutorial
 from lightning_rl.agent import Agent
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, MultiTurn
@@ -39,6 +40,7 @@ class NamedLoops(msgspec.Struct, frozen=True, kw_only=True):
     path: str | None
     limits: Limits
     multi_turn: MultiTurn
+    tokenizer: str  # the policy's folder or id, for limits in tokens
 
     def check(self, tasks: Sequence[Any]) -> None:
         """Raises LoopTaskError for a task that asks for a loop that there is not."""
@@ -69,6 +71,7 @@ def loops_of(config: Config) -> NamedLoops | None:
             answer_length=data.max_response_length,
         ),
         multi_turn=turns,
+        tokenizer=config.actor_rollout_ref.model.path or str(tutorial.checkpoint()),
     )
     known = sorted(makers(found.path))
     if found.default not in known:
@@ -115,6 +118,13 @@ def _maker(entry: Any, path: str) -> tuple[str, Callable[[], Agent]]:
     return name, maker
 
 
+def agent_of(loops: NamedLoops) -> "LoopsAgent":
+    """The agent of a config's loops. Raises here what every rollout would raise: of loops, tools and the user."""
+    makers(loops.path)
+    _setting(loops)
+    return LoopsAgent(loops)
+
+
 class LoopsAgent(Agent):
     """Runs each task by the loop that it names. A process makes tools and user once, and a loop for every rollout."""
 
@@ -122,7 +132,6 @@ class LoopsAgent(Agent):
         self.loops = loops
         self._made: tuple[dict[str, Callable[[], Agent]], Setting] | None = None
         self._making = threading.Lock()
-        self._parts()  # raises here what would be raised in every rollout
 
     def rollout(self, task: Any, resources: Mapping[str, Any], rollout: Any) -> Any:
         """See `Agent`."""
@@ -161,7 +170,7 @@ def _setting(loops: NamedLoops) -> Setting:
     from lightning_rl.tools.config import limits_of, load_tools
     from lightning_rl.tools.trajectory import TrajectoryTools
 
-    tools, limits = load_tools(loops.multi_turn), limits_of(loops.multi_turn)
+    tools, limits = load_tools(loops.multi_turn), limits_of(loops.multi_turn, loops.tokenizer)
 
     def opened(selection: Sequence[str] | None, create_kwargs: Mapping[str, Mapping[str, Any]]) -> TrajectoryTools:
         return TrajectoryTools(tools, limits, selection=selection, create_kwargs=create_kwargs)
