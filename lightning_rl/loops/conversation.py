@@ -71,8 +71,11 @@ class Conversation:
         """The policy's next answer, added to the messages; None where a limit leaves no room for one.
 
         `request` is what a Chat Completions request has besides model and messages: `tools`, `temperature`, ... An
-        answer that a limit cut off is given as it is, and ends the conversation.
+        answer that a limit cut off is given as it is, and ends the conversation. Raises ValueError for an `n`: a
+        conversation has one answer at a time.
         """
+        if request.get("n", 1) != 1:
+            raise ValueError(f"n={request['n']}: a conversation has one answer at a time; open several of them")
         if self.ended_by is None and self.assistant_turns == self.limits.assistant_turns:
             self.ended_by = words.ASSISTANT_TURNS
         if self.ended_by is not None:
@@ -98,12 +101,13 @@ class Conversation:
 
     def _room(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The request's fields that keep its answer within the limits."""
-        limits = [request.get("max_tokens"), self.limits.answer_length]
+        name = "max_completion_tokens" if "max_completion_tokens" in request else "max_tokens"
+        limits = [request.get(name), self.limits.answer_length]
         if self._first_prompt is None:
             limits.append(self.limits.response_length)
         found: dict[str, Any] = {}
         if given := [limit for limit in limits if limit is not None]:
-            found["max_tokens"] = min(given)
+            found[name] = min(given)
         context = self.limits.row_length if self._first_prompt is None else self.limits.context(self._first_prompt)
         if context is not None:
             found["extra_body"] = {**(request.get("extra_body") or {}), "max_context_tokens": context}

@@ -178,6 +178,20 @@ def test_one_s_own_loop_has_a_conversation_and_gives_its_reward(served: Served, 
     assert len(recorded()[1]) == 1
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_request_asks_for_less_than_the_limits_and_never_for_more(served: Served, run: Run, name: str) -> None:
+    class Asks(AgentLoop):
+        async def run(self, task: Any, llm: Any) -> None:
+            async with self.conversation(task, llm) as talk:
+                await talk.ask(**{name: task["tokens"]})
+                with pytest.raises(ValueError, match="one answer at a time"):
+                    await talk.ask(n=2)
+
+    for tokens in (3, 50):
+        run(loop(kind=Asks, response_length=20), {"prompt": "hi", "tokens": tokens})
+    assert [sampling.max_tokens for sampling in served.engine.samplings] == [3, 20]
+
+
 def test_a_loop_that_raises_says_so_and_its_tools_are_released(served: Served, run: Run) -> None:
     def breaks(call: ToolCall) -> str:
         raise RuntimeError("the double breaks")
