@@ -18,10 +18,13 @@ from lightning_rl.resources import LLM, ProxyLLM
 if TYPE_CHECKING:
     from lightning_rl.config.schema import Langgraph
     from lightning_rl.emitted import Emitted
+    from lightning_rl.loops.named import NamedLoops
     from lightning_rl.store.contract import Claim
 
 
 _GRAPH = "actor_rollout_ref.rollout.multi_turn.langgraph.path"
+_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
+_NUMBERS = {2: "two", 3: "three"}
 
 
 class AgentSignature(Explained, TypeError):
@@ -102,23 +105,32 @@ def as_agent(candidate: Any) -> Agent:
     raise TypeError(f"an agent is a function, an Agent or an Agent class, got {candidate!r}")
 
 
-def agent_of_run(given: Agent | None, langgraph: "Langgraph | None") -> Agent:
-    """The agent of a run: the one that is given, or the graph that its configuration names.
+def agent_of_run(given: Agent | None, langgraph: "Langgraph | None", loops: "NamedLoops | None" = None) -> Agent:
+    """The agent of a run: the one that is given, or the graph or the agent loops that its configuration names.
 
-    Raises AgentNotFound where there is neither or both, and what `lightning_rl.langgraph.agent_of` raises of the graph.
+    Raises AgentNotFound where there is none or more than one, and what `lightning_rl.langgraph.agent_of` raises of the
+    graph, or `lightning_rl.loops.named.agent_of` of tools and loops.
     """
-    if langgraph is None or langgraph.path is None:
-        if given is None:
-            raise AgentNotFound(
-                "name the agent: lightning-rl train agent=module:function, lrl.Trainer(agent), or a graph: "
-                f"{_GRAPH}=my_graph.py:graph"
-            )
-        return given
+    named = [] if given is None else [f"the agent {getattr(given, '__name__', type(given).__name__)}"]
+    graph = None if langgraph is None else langgraph.path
+    named += [] if graph is None else [f"{_GRAPH}={graph}"]
+    named += [] if loops is None else [f"{_LOOP}={loops.default}"]
+    if not named:
+        raise AgentNotFound(
+            "name the agent: lightning-rl train agent=module:function, lrl.Trainer(agent), or a graph: "
+            f"{_GRAPH}=my_graph.py:graph, or a loop: {_LOOP}=tool_agent"
+        )
+    if len(named) > 1:
+        raise AgentNotFound(f"{' and '.join(named)} name {_NUMBERS[len(named)]} agents: leave one out")
     if given is not None:
-        name = getattr(given, "__name__", type(given).__name__)
-        raise AgentNotFound(f"the agent {name} and {_GRAPH}={langgraph.path} name two agents: leave one out")
+        return given
+    if loops is not None:
+        from lightning_rl.loops.named import agent_of as loops_agent_of
+
+        return loops_agent_of(loops)
     from lightning_rl.langgraph import agent_of  # an extra
 
+    assert langgraph is not None
     return agent_of(langgraph.path, recursion_limit=langgraph.graph_config.recursion_limit)
 
 

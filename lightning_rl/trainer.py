@@ -40,7 +40,7 @@ class Trainer:
 
     Args:
         agent: a function (decorated with `@rollout` or not), an `Agent`, or an `Agent` class. None where the
-            algorithm's configuration names a LangGraph graph, or where `fit` is given the agent.
+            algorithm's configuration names a LangGraph graph or agent loops, or where `fit` is given the agent.
         algorithm: Agent-lightning's order, `Trainer(algorithm=algorithm).fit(agent, tasks)`.
         n_runners: at most so many rollouts run at the same time, packed into at most as many processes as there are
             cores. Fewer do while the engines bear no more. By default what the algorithm says: as many as the engines
@@ -175,10 +175,11 @@ class Trainer:
                 raise TypeError(
                     f"fit takes an algorithm first, as in fit(lrl.PPO(config), tasks), got {given!r:.80}; {_ORDERS}"
                 )
-            return agent_of_run(self.agent, given.langgraph), given
+            return agent_of_run(self.agent, given.langgraph, given.loops), given
         if isinstance(given, Algorithm):
             raise TypeError(f"the Trainer has an algorithm, and fit is given another: {_ORDERS}")
-        return agent_of_run(None if given is None else as_agent(given), self.algorithm.langgraph), self.algorithm
+        agent, algorithm = None if given is None else as_agent(given), self.algorithm
+        return agent_of_run(agent, algorithm.langgraph, algorithm.loops), algorithm
 
     def dev(
         self,

@@ -14,6 +14,7 @@ from lightning_rl.store.contract import RolloutRequest, RolloutTrace
 
 if TYPE_CHECKING:
     from lightning_rl.config.schema import Langgraph
+    from lightning_rl.loops.named import NamedLoops
     from lightning_rl.runner.payload import Isolation
 
 Dataset = Sequence[Any]  # of tasks, JSON values
@@ -64,6 +65,7 @@ class Algorithm:
     n_runners: int | None = None  # at most so many rollouts at once, where the Trainer is not told; None: it decides
     isolation: "Isolation" = "thread"  # of a rollout, where the Trainer is not told
     langgraph: "Langgraph | None" = None  # the graph that the configuration names as the agent
+    loops: "NamedLoops | None" = None  # the agent loops that it names instead
     resume = False  # whether to go on with a run folder that holds a run
 
     def default_run_dir(self) -> Path:

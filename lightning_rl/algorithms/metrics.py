@@ -1,5 +1,6 @@
 """A step's rollouts as numbers, under verl's names where verl has them."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
@@ -21,7 +22,8 @@ def rollout_metrics(
     calls = sum(t.calls for t in trajectories)
     made = [node.call for t in trajectories for node in t.forest.nodes.values()]
     ages = [(policy_version - part.version, part.end - part.start) for call in made for part in call.versions]
-    return {
+    ended = Counter(t.ended_by for t in trajectories if t.ended_by is not None)
+    return {f"rollouts/ended_by/{why}": float(count) for why, count in ended.items()} | {
         "critic/score/mean": float(np.mean(rewards)),
         "critic/score/max": float(np.max(rewards)),
         "critic/score/min": float(np.min(rewards)),

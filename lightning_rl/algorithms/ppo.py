@@ -45,6 +45,7 @@ from lightning_rl.config.schema import Config
 from lightning_rl.errors import Explained
 from lightning_rl.files import write_whole
 from lightning_rl.inference.vllm.policy import VllmPolicy
+from lightning_rl.loops.named import loops_of
 from lightning_rl.rewards import GroupReward
 from lightning_rl.rl.advantages import Estimator
 from lightning_rl.rl.baselines import OutcomeEstimator
@@ -96,6 +97,7 @@ class PPO(Algorithm):
     ) -> None:
         self.config = config if isinstance(config, Config) else compose(config)
         self.langgraph = self.config.actor_rollout_ref.rollout.multi_turn.langgraph
+        self.loops = loops_of(self.config)
         algorithm = self.config.algorithm
         self._select = selection(algorithm.train_agents, select)
         self._rules = settings.rules(self.config, credit, estimator)
@@ -159,6 +161,9 @@ class PPO(Algorithm):
         tasks = settings.tasks_of("train", train_dataset, data.train_files)
         held_out = settings.tasks_of("val", val_dataset, data.val_files)
         self._tune_dataset = settings.tasks_of("tune", self._tune_dataset, data.tune_files)
+        if self.loops is not None:
+            for dataset in (tasks, held_out, self._tune_dataset):
+                self.loops.check(dataset)
         if trainer.val_only and not held_out:
             raise ConfigError("trainer.val_only needs validation tasks: a val_dataset, or data.val_files")
         if trainer.early_stopping.patience is not None and not self._tune_dataset:

@@ -118,6 +118,7 @@ def rules(
         kl_penalty=algorithm.kl_penalty,
         reward_weights=gdpo_weights(config),
         overlong_buffer=overlong_buffer_of(config),
+        min_successful_rollouts=algorithm.min_successful_rollouts,
         groups_of_one=algorithm.groups_of_one,
         groups_without_variance=algorithm.groups_without_variance,
         overlong=overlong,

@@ -51,6 +51,7 @@ class Rules:
     kl_penalty: str = "kl"
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     overlong_buffer: OverlongBuffer | None = None
+    min_successful_rollouts: int = 0
     groups_of_one: str = "zero"
     groups_without_variance: str = "keep"
     overlong: str = "drop_row"
@@ -110,10 +111,10 @@ class RolloutPart:
 
 @dataclass
 class StepBatch:
-    """One part per rollout, in their order. `groups_of_one` and `groups_without_variance` are counts of groups;
-    `overlong_penalty` is the mean over the rollouts with a reward, None where there is no such rule. `kl` is the
-    distance from the reference that rewards were lowered by `kl_coef` times: the mean over rollouts of the mean over
-    their trained tokens, None where they were not."""
+    """One part per rollout, in their order. `groups_of_one`, `groups_without_variance` and `groups_of_few_successes`
+    are counts of groups; `overlong_penalty` is the mean over the rollouts with a reward, None where there is no such
+    rule. `kl` is the distance from the reference that rewards were lowered by `kl_coef` times: the mean over rollouts
+    of the mean over their trained tokens, None where they were not."""
 
     parts: list[RolloutPart]
     overlong_penalty: float | None = None
@@ -121,6 +122,7 @@ class StepBatch:
     kl_coef: float = 0.0
     groups_of_one: int = 0
     groups_without_variance: int = 0
+    groups_of_few_successes: int = 0
 
     @property
     def sequences(self) -> list[TrainingSequence]:
@@ -137,6 +139,7 @@ class StepBatch:
         found = {
             "rollouts/groups_of_one": float(self.groups_of_one),
             "rollouts/groups_without_variance": float(self.groups_without_variance),
+            "rollouts/groups_of_few_successes": float(self.groups_of_few_successes),
         }
         if self.overlong_penalty is not None:
             found["rollouts/overlong_penalty"] = self.overlong_penalty
@@ -369,12 +372,17 @@ def _check_finite(part: RolloutPart) -> None:
 
 
 def _judge_groups(batch: StepBatch, rewarded: Sequence[RolloutPart], rules: Rules) -> None:
-    """Count the groups that say nothing of their rollouts, and leave them out where the rules do."""
+    """Count the groups that say nothing of their rollouts, and those in which too few agents ended well, and leave
+    them out where the rules do."""
     groups: defaultdict[str, list[RolloutPart]] = defaultdict(list)
     for part in rewarded:
         groups[part.trajectory.group_id].append(part)
     for parts in groups.values():
-        if len(parts) == 1:
+        if sum(not part.trajectory.agent_failed for part in parts) < rules.min_successful_rollouts:
+            batch.groups_of_few_successes += 1
+            for part in parts:
+                part.left_out = "few_successes"
+        elif len(parts) == 1:
             batch.groups_of_one += 1
             if rules.groups_of_one == "drop":
                 parts[0].left_out = "group_of_one"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from lightning_rl.algorithms.conservation import ConservationError
+from lightning_rl.loops.ended import ended_by
 from lightning_rl.server.readout import why_excluded
 from lightning_rl.store.contract import AttemptTrace, ErrorInfo, RolloutTrace
 from lightning_rl.store.rewards import added_up, rewards_by_call
@@ -28,6 +29,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     `left_out` counts tokens of its calls that no row trains, by reason, `excluded` those of its other attempts; the
     masks of `rows` hold all others. `why_left_out` has the reason of every call that is left out for itself.
     `other_calls` went to other models than the policy. `lost_rewards` were for calls that are not there.
+    `ended_by` is what ended it, where an agent loop says it (`loops.limits`).
     `earlier_tokens` are those of all its attempts that were sampled before the present run of the trainer began.
     """
 
@@ -47,6 +49,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     lost_rewards: int = 0
     error: ErrorInfo | None = None
     earlier_tokens: int = 0
+    ended_by: str | None = None
 
     def check(self) -> None:
         """Law 2 within a rollout: every sampled token stands in one mask, or is left out. Raises ConservationError."""
@@ -86,6 +89,7 @@ def trajectory_of(
     counting = forest.build([])
     rewards, lost_rewards = Rewards(), 0
     earlier = others = 0
+    ended: str | None = None
     for attempt in trace.attempts:
         recorded = calls_of(attempt.spans)
         calls = [call for call in recorded if model is None or call.model == model]
@@ -93,6 +97,7 @@ def trajectory_of(
         earlier += sum(call.sampled_tokens for call in calls if call.end_ns < began_ns)
         if attempt.attempt.attempt_id == rollout.counting_attempt_id:
             counting = forest.build(calls if rollout.mode != "train" else map(_with_known_logprobs, calls))
+            ended = ended_by(attempt.spans)
             rewards, lost_rewards = _rewards(attempt, rollout.rewards, rollout.reward, {c.call_id for c in recorded})
         elif reason := why_excluded(rollout, attempt.attempt):
             excluded[reason] += sum(call.sampled_tokens for call in calls)
@@ -135,6 +140,7 @@ def trajectory_of(
         lost_rewards=lost_rewards,
         error=rollout.error,
         earlier_tokens=earlier,
+        ended_by=ended,
     )
     trajectory.check()
     return trajectory

@@ -60,17 +60,18 @@ def run(
 def _agent(run_dir: Path, config: "TrainConfig | None", named: str | None) -> "Agent":
     """The agent that is named, else the run's own. Raises AgentNotFound."""
     from lightning_rl.agent import AgentNotFound, agent_of_run, load_agent
+    from lightning_rl.loops.named import loops_of
 
     if named is not None:
         return load_agent(named)
     graph = None if config is None else config.actor_rollout_ref.rollout.multi_turn.langgraph
-    own = None if config is None else config.agent
-    if own is None and (graph is None or graph.path is None):
+    own, loops = (None, None) if config is None else (config.agent, loops_of(config))
+    if own is None and loops is None and (graph is None or graph.path is None):
         raise AgentNotFound(
             f"the run in {run_dir.resolve()} was started by a script, which names no agent: give --agent "
             "module:function or --agent path/to/file.py:function"
         )
-    return agent_of_run(None if own is None else load_agent(own), graph)
+    return agent_of_run(None if own is None else load_agent(own), graph, loops)
 
 
 def _setting(

@@ -43,6 +43,7 @@ def run(
     from lightning_rl.agent import agent_of_run, load_agent
     from lightning_rl.config import ConfigError, compose
     from lightning_rl.config.schema import TrainConfig
+    from lightning_rl.loops.named import loops_of
 
     given = list(overrides or ())
     if resume is not None:
@@ -54,7 +55,8 @@ def run(
         given.append("trainer.resume_mode=auto")
     settings = compose(file=config, command_line=given, schema=TrainConfig)
     agent = None if settings.agent is None else load_agent(settings.agent)
-    agent_of_run(agent, settings.actor_rollout_ref.rollout.multi_turn.langgraph)  # raises before anything is begun
+    graph = settings.actor_rollout_ref.rollout.multi_turn.langgraph
+    agent_of_run(agent, graph, loops_of(settings))  # raises before anything is begun
     if settings.data.train_files is None and not settings.trainer.val_only:
         raise ConfigError("name the tasks: data.train_files=tasks.jsonl")
     if dry_run:
@@ -109,7 +111,7 @@ def _plan(settings: "TrainConfig", run_dir: Path | None) -> dict[str, Any]:
     steps = 0 if settings.trainer.val_only else algorithm.steps(train)
     model = settings.actor_rollout_ref.model.path
     return {
-        "agent": settings.agent or rollout.multi_turn.langgraph.path,
+        "agent": settings.agent or rollout.multi_turn.langgraph.path or (algorithm.loops and algorithm.loops.default),
         "model": model or f"{tutorial.checkpoint()} (the tutorial's; name yours: actor_rollout_ref.model.path)",
         "engine": rollout.name,
         "train_tasks": train,

@@ -250,6 +250,38 @@ class AgentRuns(Section, frozen=True):
             "time is over; thread: many share a process, where Trainer is given no isolation (`docs/runners.md`)"
         ),
     ] = "thread"
+    default_agent_loop: Annotated[
+        str | None,
+        effect(
+            "the agent, where none is given: single_turn_agent, tool_agent, or a name of agent_loop_config_path. A "
+            "task's `agent_name` chooses another; null: single_turn_agent, where agent_loop_config_path is given"
+        ),
+    ] = None
+    agent_loop_config_path: Annotated[
+        str | None,
+        effect("a YAML file of loops of your own: a list of `name`, `_target_` (the class) and its arguments"),
+    ] = None
+
+
+class UserTurns(Section, frozen=True):
+    """Who answers the policy as the user, where a loop has user turns (`docs/loops.md`)."""
+
+    path: Annotated[
+        str | None,
+        effect(
+            "a function of yours, module:name or path/to/file.py:name, sync or async: from the task and the messages "
+            "to what the user says next, or None when they are done"
+        ),
+    ] = None
+    model: Annotated[str | None, effect("one of `gateway.backends` that plays the user instead")] = None
+    prompt: Annotated[
+        str,
+        effect("what that model is told it is; a task's `user_prompt` goes before it"),
+    ] = (
+        "You are the user of an assistant, and write what this user says next, nothing else. "
+        "When what you wanted is done, answer ###DONE### alone."
+    )
+    done: Annotated[str, effect("what that model says when the user is done")] = "###DONE###"
 
 
 class GraphConfig(Section, frozen=True):
@@ -284,6 +316,14 @@ class MultiTurn(Section, frozen=True):
             "run; the same as `data.apply_chat_template_kwargs`, with which it must agree"
         ),
     ] = None
+    max_assistant_turns: Annotated[
+        Positive | None, effect("of the loop tool_agent: answers of the policy, at most; null: no limit")
+    ] = None
+    max_user_turns: Annotated[
+        Size | None,
+        effect("of the loop tool_agent: how often the user speaks again, at most (tools are no users); null: no limit"),
+    ] = None
+    user: UserTurns = field(default_factory=UserTurns)
     langgraph: Langgraph = field(default_factory=Langgraph)
     tool_config_path: Annotated[
         str | None, effect("a YAML file of tools: classes with state, and MCP servers (`docs/agent-tools.md`)")
@@ -337,6 +377,13 @@ class Rollout(Section, frozen=True):
         effect("in what the engine computes; null: as the actor's parameters are held"),
     ] = None
     max_num_seqs: Annotated[Positive, effect("generations at once")] = 256
+    response_length: Annotated[
+        Positive | None,
+        effect(
+            "of agent loops: tokens of a trajectory after its first prompt, at most, sampled ones and those of tools "
+            "and users; null: as many as the longest row that is trained has room for"
+        ),
+    ] = None
     max_model_len: Annotated[Positive | None, effect("tokens of a sequence; null: what the model was made for")] = None
     num_threads: Annotated[Positive, effect("cores of an engine on a CPU: agents and gateway run beside it")] = 1
     renderer: Annotated[str, effect("the chat format, by name; auto: by the model")] = "auto"
@@ -536,6 +583,13 @@ class AlgorithmSection(Section, frozen=True):
         Literal["zero", "raw", "drop"],
         effect("a rollout without others to compare it with: advantage 0, its credit as it is (as verl), or left out"),
     ] = "zero"
+    min_successful_rollouts: Annotated[
+        Size,
+        effect(
+            "a group with fewer rollouts whose agents ended well and have a reward is left out of training, counted "
+            "as `few_successes`"
+        ),
+    ] = 0
     groups_without_variance: Annotated[
         Literal["keep", "drop"],
         effect("a group whose advantages are all 0: kept, so that it counts in the means of the loss, or left out"),

@@ -53,6 +53,7 @@ _EXCLUDED = {
     "superseded": "look why attempts were retried: runner-*.log, server.log",
     "infrastructure": "look why attempts were lost: runner-*.log, server.log",
     "cancelled": "look why rollouts were cancelled",
+    "few_successes": "let agents not fail, or lower algorithm.min_successful_rollouts",
     "no_reward": "let agents not fail, and give a reward; or set algorithm.agent_failure=zero, so that failing counts",
     "no_logprob": "let the engine give logprobs, or leave algorithm.rollout_correction (bypass_mode, rollout_*) off",
     "rejected": "sampler and trainer are apart: look at rollout_corr/kl, or widen rollout_rs_threshold",

@@ -56,6 +56,7 @@ def _info(rollout: Rollout, attempt: Attempt, resources: dict[str, dict[str, Any
         open=attempt.status == "running",
         sampling=policy.sampling(rollout.mode) if policy is not None else {},
         seed_key=seed_key(rollout),
+        sampling_defaults=policy.defaults() if policy is not None else {},
     )
 
 

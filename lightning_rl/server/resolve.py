@@ -1,6 +1,6 @@
 """A claim's resources as its agent gets them: every `proxy_llm` becomes a plain `llm` of that one attempt."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -14,16 +14,33 @@ PROXY_LLM = "proxy_llm"
 _KEY_SECONDS = 7 * 24 * 3600
 
 
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What requests are sampled with where they do not say it: what a session lets them override, and nothing else."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    stop: list[str] | None = None
+
+
 class ProxyLLMResource(msgspec.Struct, frozen=True, kw_only=True, tag=PROXY_LLM, forbid_unknown_fields=True):
-    """The policy behind the gateway, as it is published. `val_sampling_parameters` hold for val and test."""
+    """The policy behind the gateway, as it is published. `val_sampling_parameters` hold for val and test;
+    `default_sampling_parameters` wherever neither these nor a request say anything."""
 
     model: str
     sampling_parameters: dict[str, float | int] = {}
     val_sampling_parameters: dict[str, float | int] = {}
+    default_sampling_parameters: SamplingDefaults = SamplingDefaults()
 
     def sampling(self, mode: str) -> dict[str, float | int]:
         """The sampling parameters of a rollout of this mode."""
         return self.sampling_parameters if mode == "train" else self.val_sampling_parameters
+
+    def defaults(self) -> dict[str, Any]:
+        """Those of `default_sampling_parameters` that are given."""
+        given: dict[str, Any] = msgspec.to_builtins(self.default_sampling_parameters)
+        return given
 
 
 def proxy_llm(resource: dict[str, Any]) -> ProxyLLMResource | None:

@@ -105,9 +105,10 @@ class Answerer:
             place = attempt.texts.place(attempt, model, request.prompt, PlainText(renderer))
         self._count_place(place)
         forced = _forced(request, place, renderer)
+        room = _room(request, len(place.prompt_ids) + len(forced))
         reader = self.reader(request)
         choices = [
-            _Choice(asked, place, forced, reader, self._clock, index=index, number=first + index)
+            _Choice(asked, place, forced, reader, self._clock, room, index=index, number=first + index)
             for index in range(request.n)
         ]
         self._check_abilities(request, model, choices[0].sampling)
@@ -191,7 +192,9 @@ class Answerer:
         attempt, request, model = asked.attempt, asked.request, asked.model
         fields = request.fields if asked.dialect is chat_completions else relay.fields_of(request)
         # What an attempt publishes is about its policy: a judge beside it keeps the temperature that it was given.
-        sent = relay.body_of(fields, attempt.info.sampling if model == self._router.policy else {}, index)
+        policy = model == self._router.policy
+        fields = {**attempt.info.sampling_defaults, **fields} if policy else fields
+        sent = relay.body_of(fields, attempt.info.sampling if policy else {}, index)
         start_ns = self._clock()
         answer = await self._router.complete(model, sent)
         # As in `_sample`, nothing waits from here to the end.
@@ -245,13 +248,29 @@ class _Choice:
     """One answer while it is sampled. It begins with the tokens `forced`, which nobody samples."""
 
     def __init__(
-        self, asked: Asked, place: Place, forced: list[int], reader: Reader, clock: Clock, *, index: int, number: int
+        self,
+        asked: Asked,
+        place: Place,
+        forced: list[int],
+        reader: Reader,
+        clock: Clock,
+        room: int | None,
+        *,
+        index: int,
+        number: int,
     ) -> None:
         request, info = asked.request, asked.attempt.info
         self.asked = asked
         self.index = index
         self.call_id = new_call_id()
-        self.sampling = effective(request.sampling, info.sampling, seed_key=info.seed_key, number=number)
+        self.sampling = effective(
+            request.sampling,
+            info.sampling,
+            defaults=info.sampling_defaults,
+            room=room,
+            seed_key=info.seed_key,
+            number=number,
+        )
         self.generation = Generation()
         one_tool_call = bool(request.tools) and not request.parallel_tool_calls
         # An engine that nobody watches answers whole, which costs it and us less.
@@ -404,6 +423,19 @@ class _Stream:
         if not self._begun:
             self._begun = True
             self._asked.exchange.write(events.start())
+
+
+def _room(request: Request, prompt_tokens: int) -> int | None:
+    """How many tokens `max_context_tokens` leaves for the answer. Raises GatewayError where it leaves none."""
+    limit = request.max_context_tokens
+    if limit is not None and limit <= prompt_tokens:
+        raise GatewayError(
+            400,
+            f"max_context_tokens is {limit}, and the messages are {prompt_tokens} tokens: there is no room to answer",
+            param="max_context_tokens",
+            code="context_length_exceeded",
+        )
+    return None if limit is None else limit - prompt_tokens
 
 
 def _parsed(dialect: Dialect, fields: dict[str, Any], attempt: Attempt) -> Request:

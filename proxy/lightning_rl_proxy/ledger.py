@@ -1,7 +1,7 @@
 """What the gateway needs of a store: is this attempt open, how is it sampled, and a place for its spans."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -11,7 +11,8 @@ from lightning_rl_adapters.span import Span
 class AttemptInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the store says of one attempt.
 
-    `sampling` replaces the agent's own sampling parameters (empty: the agent's hold). `seed_key` is mixed into the
+    `sampling` replaces the agent's own sampling parameters (empty: the agent's hold), `sampling_defaults` hold where a
+    request has none. `seed_key` is mixed into the
     seed of every call, so that the rollouts of a group differ and two validations agree.
     """
 
@@ -21,6 +22,7 @@ class AttemptInfo(msgspec.Struct, frozen=True, kw_only=True):
     open: bool
     sampling: dict[str, float | int]
     seed_key: str
+    sampling_defaults: dict[str, Any] = {}
 
 
 class Ledger(Protocol):

@@ -38,12 +38,23 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     json_schema: dict[str, Any] | None = None
 
 
-def effective(requested: Sampling, algorithm: Mapping[str, float | int], *, seed_key: str, number: int) -> Sampling:
-    """What the engine is asked for, for the call that arrived as `number`."""
+def effective(
+    requested: Sampling,
+    algorithm: Mapping[str, float | int],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    room: int | None = None,
+    seed_key: str,
+    number: int,
+) -> Sampling:
+    """What the engine is asked for, for the call that arrived as `number`. `defaults` hold where it asks for nothing;
+    an answer has `room` tokens at most."""
+    absent = {name: value for name, value in (defaults or {}).items() if getattr(requested, name) is None}
+    requested = msgspec.structs.replace(requested, **absent)
     given = ((name, algorithm.get(name, getattr(requested, name))) for name in REPLACED)
     values = {name: value for name, value in given if value is not None}
     penalties = {name: float(values[name]) for name, off in _NEUTRAL.items() if values.get(name, off) != off}
-    limits = [n for n in (requested.max_tokens, algorithm.get("max_tokens")) if n is not None]
+    limits = [n for n in (requested.max_tokens, algorithm.get("max_tokens"), room) if n is not None]
     return Sampling(
         temperature=float(values.get("temperature", 1.0)),
         top_p=float(values.get("top_p", 1.0)),

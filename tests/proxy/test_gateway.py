@@ -210,6 +210,18 @@ def test_validation_seeds_can_be_repeated(served: Served) -> None:
     assert one != two
 
 
+def test_prompt_and_answer_together_have_the_room_that_a_request_gives(served: Served) -> None:
+    served.ledger.sampling = {"temperature": 1.0, "max_tokens": 64}
+    say(client(served), [user("one")], extra_body={"max_context_tokens": 50})
+    [prompt], [sampling] = served.engine.prompts, served.engine.samplings
+    assert sampling.max_tokens == 50 - len(prompt)
+    with pytest.raises(openai.BadRequestError, match=f"max_context_tokens is {len(prompt)}, and the messages are") as e:
+        say(client(served), [user("one")], extra_body={"max_context_tokens": len(prompt)})
+    assert (e.value.code, e.value.param) == ("context_length_exceeded", "max_context_tokens")
+    say(client(served), [user("one")], extra_body={"max_context_tokens": len(prompt) + 1})
+    assert served.engine.samplings[-1].max_tokens == 1
+
+
 def test_requested_and_effective_sampling_are_both_recorded(served: Served) -> None:
     served.ledger.sampling = {"temperature": 1.0, "max_tokens": 64, "presence_penalty": 0.0}
     say(client(served), [user("one")], temperature=0.1, max_tokens=500, presence_penalty=1.0, stop="x")

@@ -35,3 +35,17 @@ def test_seeds_can_be_repeated_and_fit_into_63_bits(key: str, asked: int | None,
     assert 0 <= seed < 2**63
     assert seed != mixed_seed(key, asked, number + 1)
     assert seed != mixed_seed(key + "x", asked, number)
+
+
+def test_defaults_hold_where_a_request_says_nothing() -> None:
+    defaults = {"temperature": 0.5, "max_tokens": 7, "stop": ["x"]}
+    asked = Sampling(temperature=0.75)
+    found = effective(asked, {"presence_penalty": 0.0}, defaults=defaults, seed_key="r", number=0)
+    assert (found.temperature, found.max_tokens, found.stop) == (0.75, 7, ["x"])
+    assert effective(asked, {"temperature": 1.0}, defaults=defaults, seed_key="r", number=0).temperature == 1.0
+
+
+@given(st.none() | st.integers(1, 100), st.integers(1, 100))
+def test_an_answer_has_no_more_room_than_is_left(asked: int | None, room: int) -> None:
+    found = effective(Sampling(max_tokens=asked), ALGORITHM, room=room, seed_key="r", number=0)
+    assert found.max_tokens == min(asked or 32, 32, room)

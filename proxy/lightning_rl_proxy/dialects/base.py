@@ -33,7 +33,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     `messages` and `tools` are as in Chat Completions: roles system (developer is one), user, assistant and tool;
     `content` is a text wherever the parts are texts alone, else a list of `text` and `image_url` parts; reasoning that
     a client sends back is `reasoning_content`; tools are `{"type": "function", "function": {...}}`. `prompt` is there
-    instead of messages where the client writes the prompt itself: its text or its token ids.
+    instead of messages where the client writes the prompt itself: its text or its token ids. `max_context_tokens`
+    bounds prompt and answer together.
 
     `fields` is the request as it came: serializers read from it what they must repeat. `ignored_fields` are those that
     no table of the dialect knows.
@@ -46,6 +47,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     sampling: Sampling = Sampling()
+    max_context_tokens: int | None = None
     n: int = 1
     stream: bool = False
     logprobs: bool = False

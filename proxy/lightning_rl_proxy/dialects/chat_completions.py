@@ -33,6 +33,7 @@ TABLES = Tables(
             "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "seed", "stop",
             "max_tokens", "max_completion_tokens", "logprobs", "response_format", "stream", "stream_options",
             "chat_template_kwargs",  # where they are those of all prompts
+            "max_context_tokens",  # ours: of prompt and answer together, in the policy's own tokens
         }
     ),
     hints=frozenset(
@@ -95,6 +96,7 @@ class Wire(SamplingWire, kw_only=True):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    max_context_tokens: Count | None = None
 
 
 class _RelayedWire(msgspec.Struct):
@@ -123,6 +125,7 @@ def parse(fields: dict[str, Any]) -> Request:
             stop=stops("stop", wire.stop),
             json_schema=_json_schema(wire.response_format),
         ),
+        max_context_tokens=wire.max_context_tokens,
         n=wire.n or 1,
         stream=bool(wire.stream),
         logprobs=bool(wire.logprobs),

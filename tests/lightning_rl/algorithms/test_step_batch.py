@@ -120,6 +120,17 @@ def test_a_group_of_one(policy: str, expected: list[set[float]], left_out: dict[
     assert (advantages(batch), excluded(batch), batch.groups_of_one) == (expected, left_out, 1)
 
 
+@pytest.mark.parametrize(("least", "left_out"), [(1, {}), (2, {"few_successes": 6})])
+def test_a_group_in_which_too_few_agents_ended_well_is_left_out(least: int, left_out: dict[str, int]) -> None:
+    def group(name: str, *rewards: float | None) -> list[Trajectory]:
+        return [rollout(f"{name}{i}", make_call(0, None), reward=r, group=name) for i, r in enumerate(rewards)]
+
+    batch = build(group("few", 1.0, None, None) + group("enough", 1.0, 0.0, None), Rules(min_successful_rollouts=least))
+    assert (excluded(batch), batch.groups_of_few_successes) == (left_out, int(bool(left_out)))
+    assert batch.metrics()["rollouts/groups_of_few_successes"] == float(bool(left_out))
+    assert [part.trained > 0 for part in batch.parts] == [not left_out] * 3 + [True] * 3
+
+
 @pytest.mark.parametrize(("policy", "left_out"), [("keep", {}), ("drop", {"zero_variance": 4})])
 def test_a_group_without_variance(policy: str, left_out: dict[str, int]) -> None:
     same = [rollout(name, make_call(0, None), reward=0.1) for name in "ab"]

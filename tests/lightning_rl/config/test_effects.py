@@ -151,6 +151,7 @@ def batch(config: Config, _: pytest.MonkeyPatch) -> Any:
     rules = PPO(config)._rules
     credits = credit.assign(rules.strategy, TWO_CALLS, Rewards(final=1.0))
     decided = rules.groups_of_one, rules.groups_without_variance, rules.overlong
+    decided += (rules.min_successful_rollouts,)
     return credits, decided, rules.settings.lam, rules.kl_penalty
 
 
@@ -267,6 +268,7 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     ("data.overlong", "drop_rollout", batch),
     ("algorithm.credit.strategy", "last_call", batch),
     ("algorithm.groups_of_one", "raw", batch),
+    ("algorithm.min_successful_rollouts", 2, batch),
     ("algorithm.groups_without_variance", "drop", batch),
     ("algorithm.agent_failure", "exclude", limits),
     ("algorithm.train_agents", "writer", limits),
@@ -317,6 +319,15 @@ ELSEWHERE = {
     ROLLOUT + "dtype": "test_models.py: test_number_formats_are_what_the_keys_say",
     "trainer.total_epochs": "test_epochs_count_the_steps",
     "agent": "test_the_agent_is_the_one_that_is_named",
+    ROLLOUT + "agent.default_agent_loop": "loops/test_named.py: test_a_task_names_its_loop_and_others_run_the_default",
+    ROLLOUT + "agent.agent_loop_config_path": "loops/test_named.py: test_a_task_names_its_loop_and_others_...",
+    ROLLOUT + "response_length": "loops/test_named.py: test_loops_get_the_limits_of_the_config, test_tool_agent.py",
+    ROLLOUT + "multi_turn.max_assistant_turns": "loops/test_named.py: test_loops_get_the_limits_of_the_config",
+    ROLLOUT + "multi_turn.max_user_turns": "loops/test_named.py: test_loops_get_the_limits_of_the_config",
+    ROLLOUT + "multi_turn.user.path": "loops/test_named.py: test_a_function_speaks_as_the_user",
+    ROLLOUT + "multi_turn.user.model": "loops/test_user.py, loops/test_named.py: test_a_model_speaks_as_the_user",
+    ROLLOUT + "multi_turn.user.prompt": "loops/test_named.py: test_a_model_speaks_as_the_user, loops/test_user.py",
+    ROLLOUT + "multi_turn.user.done": "loops/test_named.py: test_a_model_speaks_as_the_user, loops/test_user.py",
     f"{ROLLOUT}multi_turn.langgraph.path": "test_the_graph_is_the_one_that_is_named",
     f"{ROLLOUT}multi_turn.langgraph.graph_config.recursion_limit": "test_the_graph_is_the_one_that_is_named",
     "actor_rollout_ref.model.path": "test_the_engine_is_what_the_keys_say",

@@ -1,0 +1,66 @@
+"""What a loop reads of a task, which verl's Parquet rows and plain texts both are. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lightning_rl.errors import Explained
+
+AGENT_NAME = "agent_name"
+
+
+class LoopTaskError(Explained, ValueError):
+    """A task that no loop can begin with, or that names a loop that there is not."""
+
+
+class ToolsOfTask(NamedTuple):
+    """Which tools a task selects (None: all), and what each is created with."""
+
+    selection: list[str] | None
+    create_kwargs: dict[str, dict[str, Any]]
+
+
+def messages_of(task: Any) -> list[dict[str, Any]]:
+    """The conversation that a task begins with: a text is a user's; else its `prompt` or `messages`, each a text or a
+    list of messages. Raises LoopTaskError for any other."""
+    found = task
+    if isinstance(task, Mapping):
+        found = task.get("prompt") or task.get("messages")
+    if isinstance(found, str) and found:
+        return [{"role": "user", "content": found}]
+    if isinstance(found, Sequence) and found and all(isinstance(each, Mapping) and "role" in each for each in found):
+        return [dict(each) for each in found]
+    what = f"has the keys {sorted(map(str, task))}" if isinstance(task, Mapping) else f"is {task!r:.60}"
+    raise LoopTaskError(
+        f"a loop begins with a text, or with a task's `prompt` (or `messages`): a text or a list of messages; this "
+        f"task {what}"
+    )
+
+
+def name_of(task: Any, default: str) -> str:
+    """The loop that a task asks for by `agent_name`, else `default`."""
+    name = task.get(AGENT_NAME) if isinstance(task, Mapping) else None
+    return default if name is None else str(name)
+
+
+def check_names(tasks: Sequence[Any], known: Sequence[str], default: str) -> None:
+    """Raises LoopTaskError for the first task that asks for a loop that there is not."""
+    for index, task in enumerate(tasks):
+        if (name := name_of(task, default)) not in known:
+            raise unknown(f"task {index}", name, known)
+
+
+def unknown(whose: str, name: str, known: Sequence[str]) -> LoopTaskError:
+    """The error for a name that is none of `known`."""
+    return LoopTaskError(f"{whose} has agent_name {name!r}, and there is no such loop; there are {sorted(known)}")
+
+
+def tools_of(task: Any) -> ToolsOfTask:
+    """The tools of a task, under verl's names: `extra_info.tool_selection`, and
+    `extra_info.tools_kwargs.NAME.create_kwargs`."""
+    extra = task.get("extra_info") if isinstance(task, Mapping) else None
+    if not isinstance(extra, Mapping):
+        return ToolsOfTask(None, {})
+    kwargs = extra.get("tools_kwargs") or {}
+    given = {name: dict((of_tool or {}).get("create_kwargs") or {}) for name, of_tool in kwargs.items()}
+    selection = extra.get("tool_selection")
+    return ToolsOfTask(None if selection is None else list(selection), given)

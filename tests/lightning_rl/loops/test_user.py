@@ -1,0 +1,44 @@
+"""A model beside the policy as the user: asked by its own name, from the other side of the conversation."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from lightning_rl.loops.user import FunctionUser, ModelUser, UserError
+from lightning_rl.resources import LLM
+from tests.proxy.engines.service import running
+
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "You help."},
+    {"role": "user", "content": [{"type": "text", "text": "A table, please."}]},
+    {"role": "assistant", "content": "", "tool_calls": [{"id": "t"}]},
+    {"role": "tool", "content": "free at 8", "tool_call_id": "t"},
+    {"role": "assistant", "content": "At 8?"},
+]
+
+
+def test_the_model_sees_the_conversation_from_the_other_side() -> None:
+    with running() as service:
+        service.tokens = False
+        service.script.extend(["Yes.", "Thanks. ###DONE###", ""])
+        root = service.url.removesuffix("/v1")
+        llm = LLM("policy", service.url, "key", anthropic_base_url=root)
+        # The door of an attempt has the tag in its path; the service here has none.
+        llm = type("Untagged", (LLM,), {"for_agent": lambda self, name: self})(**vars(llm))
+        user = ModelUser("helper", "Be a guest.", "###DONE###")
+        said = [asyncio.run(user({"user_prompt": "You are Ann."}, TALK, llm)) for _ in range(3)]
+        assert said == ["Yes.", None, None]
+        request = service.requests[0]
+    assert request["model"] == "helper"
+    assert request["messages"] == [
+        {"role": "system", "content": "You are Ann.\n\nBe a guest."},
+        {"role": "assistant", "content": "A table, please."},
+        {"role": "user", "content": "At 8?"},
+    ]
+
+
+def test_a_user_says_a_text_or_nothing() -> None:
+    llm = LLM("policy", "http://127.0.0.1:9/v1", "key")
+    with pytest.raises(UserError, match=r"simulator returned 3; return a text, or None"):
+        asyncio.run(FunctionUser(lambda task, messages: 3)("task", [], llm))
