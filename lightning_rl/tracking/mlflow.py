@@ -14,8 +14,13 @@ _ID = "mlflow.id"  # the file that keeps the id of the folder's run
 
 
 def tracking_uri(run_dir: Path) -> str:
-    """Where MLflow keeps what is told of the run in this folder."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run_dir.resolve() / 'mlflow.db'}"
+    """Where MLflow keeps what is told of the run in this folder; a database in the folder is its owner's alone."""
+    named = os.environ.get("MLFLOW_TRACKING_URI")
+    if named:
+        return named
+    database = run_dir.resolve() / "mlflow.db"
+    database.touch(0o600)
+    return f"sqlite:///{database}"
 
 
 def experiment_of(client: Any, project: str) -> str:

@@ -43,7 +43,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
             locations=[client.get_experiment_by_name("p").experiment_id], filter_string="tags.`lightning_rl.step` = '3'"
         )
         assert len(by_step) == 2
-        yield {trace.info.client_request_id: trace for trace in found}
+        yield {trace.info.client_request_id: trace for trace in found} | {"database": run_dir / "mlflow.db"}
 
 
 def test_spans_nest_from_the_attempt_over_its_calls_to_their_tools(traces: dict[str, Any]) -> None:
@@ -88,6 +88,10 @@ def test_exceptions_are_recorded_of_a_tool_and_of_an_attempt(traces: dict[str, A
     [root] = traces[FAILED].data.spans
     assert root.status.description == "EngineAway: no engine"
     assert root.events[0].attributes["exception.stacktrace"] == "Traceback: here"
+
+
+def test_only_its_owner_can_read_a_database_in_the_run_folder(traces: dict[str, Any]) -> None:
+    assert traces["database"].stat().st_mode & 0o777 == 0o600
 
 
 def test_any_otlp_endpoint_gets_the_same(receiver: Receiver) -> None:  # noqa: F811
