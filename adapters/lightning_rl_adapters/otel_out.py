@@ -62,21 +62,25 @@ def _ids(span: Span) -> tuple[int, int, SpanContext | None]:
     """Trace id, span id, and the span as its own agent knows it where that is in another trace."""
     trace_id = trace_id_of(span.attempt_id)
     _, came, its_ids = span.span_id.partition(":")
+    span_id = _span_id(span.span_id)
     if not came:
-        return trace_id, _made(span.span_id), None
-    its_trace, its_id = (int(part, 16) for part in its_ids.split(":"))
-    return trace_id, its_id, None if its_trace == trace_id else _context(its_trace, its_id)
+        return trace_id, span_id, None
+    its_trace = int(its_ids.partition(":")[0], 16)
+    return trace_id, span_id, None if its_trace == trace_id else _context(its_trace, span_id)
 
 
 def _parent(span: Span, trace_id: int) -> SpanContext | None:
     if span.name == semconv.ROLLOUT_SPAN:
         return None
     parent = span.attributes.get(semconv.PARENT_SPAN)
-    return _context(trace_id, _made(span.attempt_id) if parent is None else int(parent.rpartition(":")[2], 16))
+    return _context(trace_id, _span_id(span.attempt_id if parent is None else parent))
 
 
-def _made(name: str) -> int:
-    """The span id of what did not come with one: of a call's id, and of an attempt's for its root."""
+def _span_id(name: str) -> int:
+    """The id that a span came with by OTLP; of a call, and of an attempt for its root, one that is made of its id."""
+    _, came, its_id = name.rpartition(":")
+    if came:
+        return int(its_id, 16)
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
 
 

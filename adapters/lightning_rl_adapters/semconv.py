@@ -84,6 +84,16 @@ STATUS: Final = "lightning_rl.status"
 REWARDS: Final = "lightning_rl.rewards"  # and the name of one
 AGENT_NAME: Final = "gen_ai.agent.name"
 
+# Of rollout traces alone: what a person looks for in them.
+TASK: Final = "lightning_rl.task"  # JSON
+STEP: Final = "lightning_rl.step"
+COUNTS: Final = "lightning_rl.counts"  # whether the attempt is the one of its rollout that counts
+LOGPROB_MEAN: Final = "lightning_rl.logprob.mean"
+LOGPROB_MIN: Final = "lightning_rl.logprob.min"
+LOGPROB_SUM: Final = "lightning_rl.logprob.sum"
+PROMPT_TEXT: Final = "lightning_rl.prompt.text"
+RESPONSE_TEXT: Final = "lightning_rl.response.text"
+
 # Names of ours that a runner may send; everything else of ours is said by the gateway alone.
 EMITTED_SPANS: Final = frozenset({REWARD_SPAN, MESSAGE_SPAN, OBJECT_SPAN, EXCEPTION_SPAN, OPERATION_SPAN})
 EMITTED_ATTRIBUTES: Final = frozenset(

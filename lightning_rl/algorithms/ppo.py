@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from lightning_rl import tracking
+from lightning_rl import tracing, tracking
 from lightning_rl.algorithms import correction, rollouts, settings, step_batch, step_record
 from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
 from lightning_rl.algorithms.books import Books
@@ -50,8 +50,9 @@ from lightning_rl.rewards import GroupReward
 from lightning_rl.rl.advantages import Estimator
 from lightning_rl.rl.baselines import OutcomeEstimator
 from lightning_rl.runner.launch import MOST
-from lightning_rl.store.contract import RolloutTrace
+from lightning_rl.store.contract import RolloutRequest, RolloutTrace
 from lightning_rl.store.errors import StoreError
+from lightning_rl.tracing.writer import Writer
 from lightning_rl.tracking import jsonl
 from lightning_rl.tracking.about import About
 from lightning_rl.training import checkpoint
@@ -120,6 +121,7 @@ class PPO(Algorithm):
         self.n_runners = rollout.agent.num_workers or min(MOST, self._batch_size * rollout.n)
         self.isolation = rollout.agent.isolation
         self.resume = self.config.trainer.resume_mode == "auto"
+        self._traces: Writer | None = None
 
     # The hooks, in the order in which they are called.
 
@@ -179,6 +181,7 @@ class PPO(Algorithm):
         rollout = self.config.actor_rollout_ref.rollout
         helpers = backends.registrations(self.config.gateway)
         tracking.check_names(self.config.trainer.logger)
+        tracing.check(rollout.trace)
         self.run_dir = run_dir
         write_whole(run_dir / "config.yaml", to_yaml(self.config).encode())
         self._checkpoint = checkpoint.latest(run_dir / "checkpoints") if self.resume else None
@@ -217,6 +220,7 @@ class PPO(Algorithm):
         self._go_on()
         self.on_init_end()
         self._trackers = self._opened_trackers(total)
+        self._traces = tracing.open_writer(self.config, self.run_dir, Path(self.policy.folder))
         try:
             self._publish_resources()
             self._supply = islice(self._batches(train_dataset), self.batches_taken, None)
@@ -243,6 +247,8 @@ class PPO(Algorithm):
                 best = self.tuning.best_step
                 checkpoint.final_model(self.run_dir, self._folder(self.step if best is None else best))
         finally:
+            if self._traces is not None:
+                self._traces.close()
             for tracker in self._trackers:
                 tracker.close()
 
@@ -328,6 +334,7 @@ class PPO(Algorithm):
                 self.config, greedy, mode, tasks, 1, self.step, resources_id=self._greedy_resources
             )
         read = rollouts.reader(self.config, self.policy.name, self._select, self._began_ns)
+        read = self._traced(f"{name or mode} {self.step}", asked[:sampled], read)
         if self._grader is None:
             trajectories = self.finished(asked, read)
         else:
@@ -341,6 +348,21 @@ class PPO(Algorithm):
             if trajectory.reward is not None:
                 self._greedy[trajectory.group_id.removeprefix(_GREEDY)] = trajectory.reward
         return trajectories[:sampled]
+
+    def _traced(
+        self, batch: str, asked: Sequence[RolloutRequest], read: Callable[[RolloutTrace], Trajectory]
+    ) -> Callable[[RolloutTrace], Trajectory]:
+        """`read`, which hands the rollouts of chosen groups on to whom writes traces; what is read is the same."""
+        if self._traces is None:
+            return read
+        writer, chosen = self._traces, self._traces.chosen(batch, (str(request.group_id) for request in asked))
+
+        def handing_on(trace: RolloutTrace) -> Trajectory:
+            if trace.rollout.group_id in chosen:
+                writer.put(trace)
+            return read(trace)
+
+        return handing_on
 
     def _rolled_out(self, tasks: Tasks) -> tuple[list[Trajectory], list[Trajectory]]:
         """All rollouts of a step, and those to be trained: with `filter_groups` those of groups that say something, for
@@ -591,6 +613,8 @@ class PPO(Algorithm):
 
     def _log(self, metrics: dict[str, float]) -> None:
         metrics["training/policy_version"] = float(self.policy_version)
+        if self._traces is not None:
+            metrics |= self._traces.metrics()
         self.history.append({"step": float(self.step), **metrics})
         for tracker in self._trackers:
             tracker.log(self.step, metrics)

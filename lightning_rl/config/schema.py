@@ -345,6 +345,34 @@ class MultiTurn(Section, frozen=True):
     ] = "middle"
 
 
+class Trace(Section, frozen=True):
+    """Rollouts as traces of a tool for looking at them (`docs/rollout-trace.md`)."""
+
+    backend: Annotated[
+        Literal["mlflow", "otlp"] | None,
+        effect(
+            "where they go: to MLflow, as MLFLOW_TRACKING_URI says, else into mlflow.db of the run's folder; or to "
+            "`otlp_endpoint`; null: nowhere"
+        ),
+    ] = None
+    token2text: Annotated[bool, effect("calls have their prompt and response tokens as text, too")] = False
+    max_samples_per_step_per_worker: Annotated[
+        Positive | None,
+        effect("tasks of a step, and of a validation, that are traced at most, each with all its rollouts; null: all"),
+    ] = None
+    otlp_endpoint: Annotated[
+        str | None,
+        effect(
+            "of backend otlp: an OTLP/HTTP endpoint, `http://127.0.0.1:4318`; its key, if it wants one, comes from "
+            "OTEL_EXPORTER_OTLP_HEADERS"
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.otlp_endpoint is not None:
+            traces_url(self.otlp_endpoint, "config key actor_rollout_ref.rollout.trace.otlp_endpoint")
+
+
 class EngineKwargs(Section, frozen=True):
     """Further flags of engines that are started."""
 
@@ -421,6 +449,7 @@ class Rollout(Section, frozen=True):
     engine_kwargs: EngineKwargs = field(default_factory=EngineKwargs)
     agent: AgentRuns = field(default_factory=AgentRuns)
     multi_turn: MultiTurn = field(default_factory=MultiTurn)
+    trace: Trace = field(default_factory=Trace)
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
 
 

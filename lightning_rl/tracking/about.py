@@ -8,11 +8,13 @@ import msgspec
 
 from lightning_rl.files import write_whole
 
+PROJECT = "lightning_rl"  # of runs that name none
+
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
     """The project that a run belongs to, its name there, and its configuration."""
 
-    project: str = "lightning_rl"
+    project: str = PROJECT
     name: str
     config: Mapping[str, Any] = {}
 

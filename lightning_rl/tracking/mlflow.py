@@ -10,6 +10,28 @@ from lightning_rl.tracking.about import About, kept_id
 
 _AT_ONCE = 1000  # metrics, and 100 parameters: the limits of one request
 _LONGEST = 500  # characters of a parameter's value
+_ID = "mlflow.id"  # the file that keeps the id of the folder's run
+
+
+def tracking_uri(run_dir: Path) -> str:
+    """Where MLflow keeps what is told of the run in this folder; a database in the folder is its owner's alone."""
+    named = os.environ.get("MLFLOW_TRACKING_URI")
+    if named:
+        return named
+    database = run_dir.resolve() / "mlflow.db"
+    database.touch(0o600)
+    return f"sqlite:///{database}"
+
+
+def experiment_of(client: Any, project: str) -> str:
+    """The id of the experiment of the project's name; it is made where there is none."""
+    found = client.get_experiment_by_name(project)
+    return str(found.experiment_id if found else client.create_experiment(project))
+
+
+def run_id_of(run_dir: Path) -> str | None:
+    """The id of the folder's MLflow run; None where no metrics go there."""
+    return (run_dir / _ID).read_text() if (run_dir / _ID).exists() else None
 
 
 class MlflowTracker:
@@ -19,14 +41,10 @@ class MlflowTracker:
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        where = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run_dir.resolve() / 'mlflow.db'}"
-        self._client: Any = MlflowClient(where)
-        found = self._client.get_experiment_by_name(about.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(about.project)
-        made = not (run_dir / "mlflow.id").exists()
-        self._run = kept_id(
-            run_dir / "mlflow.id", lambda: self._client.create_run(experiment, run_name=about.name).info.run_id
-        )
+        self._client: Any = MlflowClient(tracking_uri(run_dir))
+        experiment = experiment_of(self._client, about.project)
+        made = run_id_of(run_dir) is None
+        self._run = kept_id(run_dir / _ID, lambda: self._client.create_run(experiment, run_name=about.name).info.run_id)
         if made:
             values = [Param(name, str(value)[:_LONGEST]) for name, value in _leaves(about.config)]
             for start in range(0, len(values), 100):

@@ -79,7 +79,7 @@ class Story(PPO):
 
 
 class _Models:
-    name = "policy"
+    name, folder = "policy", Path()
 
     def train(self, total: int) -> None: ...
 
@@ -339,6 +339,10 @@ ELSEWHERE = {
     ROLLOUT + "history": "test_the_engine_is_what_the_keys_say",
     "gateway.unknown_model": "test_the_engine_is_what_the_keys_say",
     "gateway.otlp_endpoint": "test_the_engine_is_what_the_keys_say, test_spans_out.py: test_a_run_sends_its_spans",
+    ROLLOUT + "trace.backend": "tracing/test_training.py, and each in tracing/test_backends.py",
+    ROLLOUT + "trace.token2text": "tracing/test_training.py: test_mlflow_shows_...",
+    ROLLOUT + "trace.max_samples_per_step_per_worker": "tracing/test_training.py: test_mlflow_shows_...",
+    ROLLOUT + "trace.otlp_endpoint": "tracing/test_training.py: test_an_otlp_endpoint_...",
     "gateway.backends": "test_the_engine_is_what_the_keys_say, test_backends.py, tests/e2e/test_frozen_helpers.py",
     ROLLOUT + "name": "test_what_cannot_be_started_is_refused, tests/vllm/test_training.py",
     ROLLOUT + "server_urls": "tests/vllm/test_policy.py: test_servers_that_run_already_are_attached",
