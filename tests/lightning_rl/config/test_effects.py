@@ -43,7 +43,7 @@ class Story(PPO):
         self.policy: Any = self.models
         self.books: Any = _Models()
         self._problems: Any = _Models()
-        self._began_ns = self._began_at = 0
+        self._began_ns = 0
         self._tune_dataset = ["tune"]
 
     def _go_on(self) -> None: ...
@@ -56,7 +56,8 @@ class Story(PPO):
         self.asked += requests
         return []
 
-    def train_step(self, tasks: Sequence[tuple[int, Any]]) -> dict[str, float]:
+    def train_step(self) -> dict[str, float]:
+        tasks = self._next_batch()
         self.said.append(f"train {[index for index, _ in tasks]}")
         self.roll_out("train", tasks, self.config.actor_rollout_ref.rollout.n)
         return {}
