@@ -1,28 +1,29 @@
 """How much time do the schedules save where few rollouts take long, and what does it cost? An agent with a slow tool.
 
-    python benchmarks/schedules.py --seeds 0 1 2 --steps 12 --out runs/benchmark-schedules
+    python benchmarks/schedules.py --seeds 0 1 2 --steps 10 --out runs/benchmark-schedules
 
-The tutorial's model is to learn that all answers count (`SELECT count`). Between its first call and its second the
-agent waits, mostly next to nothing and sometimes for seconds (a Lomax distribution, cut at `--longest`); how long is
-settled by the rollout's id, so it is the same in every schedule. Every schedule makes the same number of updates.
-Prints the seconds of all steps, validation left out, as a share of those of `sync`, the reward on other questions after
-the last step, and the staleness of what was trained.
+Before its second call the SQL agent waits, mostly next to nothing and sometimes for seconds (a Lomax distribution, cut
+at `--longest`); how long is settled by the rollout's id, so it is the same in every schedule. Every schedule makes the
+same number of updates. Prints the seconds of all steps, validation left out, as a share of those of `sync`, the
+held-out accuracy after the last step, and the staleness of what was trained.
 """
 
 import argparse
-import asyncio
 import random
+import time
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import lightning_rl as lrl
+from examples.sql_agent.agent import MAX_TOKENS, Message, _client, solve
 from examples.sql_agent.data import make
+from examples.sql_agent.train import CONFIG
 from lightning_rl.config import compose
 from lightning_rl.tracking.jsonl import read
 
 SCHEDULES = ("sync", "one_step_off", "async")
-TASKS, N = 4, 4
+TASKS, N = 8, 4
 
 
 def wait_of(rollout_id: str, longest: float) -> float:
@@ -31,34 +32,33 @@ def wait_of(rollout_id: str, longest: float) -> float:
 
 
 def agent_that_waits(longest: float) -> Any:
-    """Asks twice, with a tool between that is slow in training; the share of answers that count."""
+    """The SQL agent, whose first query takes its time in training."""
 
     @lrl.rollout
-    async def waits(task: dict[str, str], llm: lrl.LLM, rollout: Any) -> float:
-        import openai
+    def waits(task: dict[str, str], llm: lrl.LLM, rollout: Any) -> float:
+        client = _client().with_options(base_url=llm.base_url, api_key=llm.api_key)
 
-        chat: Any = [{"role": "user", "content": f"{task['schema']}\n{task['question']}"}]
-        answers = []
-        async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
-            for call in range(2):
-                if call and rollout.mode == "train":
-                    await asyncio.sleep(wait_of(rollout.rollout_id, longest))
-                answer = await client.chat.completions.create(model=llm.model, messages=chat)
-                answers.append(answer.choices[0].message.content or "")
-                chat += [{"role": "assistant", "content": answers[-1]}, {"role": "user", "content": "and?"}]
-        return sum("count" in answer for answer in answers) / len(answers)
+        def chat(messages: list[Message]) -> str:
+            if len(messages) == 3 and rollout.mode == "train":
+                time.sleep(wait_of(rollout.rollout_id, longest))
+            given: Any = messages
+            answer = client.chat.completions.create(model=llm.model, messages=given, max_tokens=MAX_TOKENS)
+            return answer.choices[0].message.content or ""
+
+        return solve(task, chat)[0]
 
     return waits
 
 
 def train(schedule: str, seed: int, steps: int, longest: float, folder: Path) -> dict[str, float]:
-    """One run: the seconds of its steps, its reward, its mean and largest staleness."""
+    """One run: the seconds of its steps, its accuracy, its mean and largest staleness."""
     if not (folder / "metrics.jsonl").exists():
         given = {
-            "data": {"train_batch_size": TASKS, "max_response_length": 8, "seed": seed},
+            "data": {**CONFIG["data"], "train_batch_size": TASKS, "seed": seed},
             "actor_rollout_ref": {
-                "actor": {"ppo_mini_batch_size": TASKS, "optim": {"lr": 1e-3}},
-                "rollout": {"n": N, "max_model_len": 512},
+                **CONFIG["actor_rollout_ref"],
+                "actor": {**CONFIG["actor_rollout_ref"]["actor"], "optim": {"lr": 6e-4, "betas": [0.9, 0.95]}},
+                "rollout": {**CONFIG["actor_rollout_ref"]["rollout"], "n": N},
             },
             "trainer": {
                 "schedule": schedule,
@@ -68,13 +68,13 @@ def train(schedule: str, seed: int, steps: int, longest: float, folder: Path) ->
             },
         }
         tasks = make(folder / "data")
-        trainer = lrl.Trainer(agent_that_waits(longest), n_runners=3 * TASKS * N, run_dir=folder)
-        trainer.fit(lrl.PPO(compose(given)), tasks["train"], val_dataset=tasks["heldout"][:48])
+        trainer = lrl.Trainer(agent_that_waits(longest), n_runners=5 * TASKS * N, run_dir=folder)
+        trainer.fit(lrl.PPO(compose(given)), tasks["train"], val_dataset=tasks["heldout"])
     rows = read(folder / "metrics.jsonl")
     return {
         "seconds": sum(row["timing_s/step"] for row in rows),
         "waiting": sum(row["timing_s/gen"] for row in rows),
-        "reward": rows[-1]["val/reward"],
+        "accuracy": rows[-1]["val/reward"],
         "staleness": fmean(row["training/staleness/mean"] for row in rows),
         "oldest": max(row["training/staleness/max"] for row in rows),
         "stale": sum(row.get("schedule/groups_stale", 0.0) for row in rows),
@@ -82,10 +82,11 @@ def train(schedule: str, seed: int, steps: int, longest: float, folder: Path) ->
 
 
 def main() -> None:
+    """Run, and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--longest", type=float, default=8.0, help="seconds that the tool takes at most")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--longest", type=float, default=6.0, help="seconds that the tool takes at most")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark-schedules"))
     asked = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {schedule: [] for schedule in SCHEDULES}
@@ -94,15 +95,17 @@ def main() -> None:
             folder = asked.out / schedule / f"seed-{seed}"
             found[schedule].append(train(schedule, seed, asked.steps, asked.longest, folder))
             print(schedule, seed, {name: round(value, 3) for name, value in found[schedule][-1].items()}, flush=True)
-    print("| schedule | time, share of sync | trainer waits, share of its time | reward | staleness: mean, max | stale |")
+    print(
+        "| schedule | time, share of sync | waiting, share of time | accuracy | staleness: mean, max | stale groups |"
+    )
     print("|---|---|---|---|---|---|")
     for schedule, runs in found.items():
         shares = [run["seconds"] / sync["seconds"] for run, sync in zip(runs, found["sync"], strict=True)]
         waits = fmean(run["waiting"] / run["seconds"] for run in runs)
-        rewards = ", ".join(f"{run['reward']:.3f}" for run in runs)
+        accuracies = ", ".join(f"{run['accuracy']:.3f}" for run in runs)
         print(
             f"| `{schedule}` | {fmean(shares):.2f} ({min(shares):.2f} to {max(shares):.2f}) | {waits:.2f} | "
-            f"{fmean(run['reward'] for run in runs):.3f} ({rewards}) | "
+            f"{fmean(run['accuracy'] for run in runs):.3f} ({accuracies}) | "
             f"{fmean(run['staleness'] for run in runs):.2f}, {max(run['oldest'] for run in runs):.0f} | "
             f"{sum(run['stale'] for run in runs):.0f} |"
         )

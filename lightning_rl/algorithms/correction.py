@@ -22,8 +22,8 @@ _KEY = "algorithm.rollout_correction"
 def rules_of(section: RolloutCorrection, *, overlong: str = "drop_row", loss_mode: str = "vanilla") -> Rules:
     """What `algorithm.rollout_correction` says. Raises ConfigError where it cannot be honoured.
 
-    In bypass mode the loss `reinforce` makes the weights of `rollout_is` itself, so there are none here. `auto` is for the
-    schedule to decide; here it is none.
+    In bypass mode the loss `reinforce` makes the weights of `rollout_is` itself, so there are none here. `auto` is a
+    matter of the schedule, and none here.
     """
     by_the_loss = section.bypass_mode and "reinforce" in (loss_mode, section.loss_type)
     try:

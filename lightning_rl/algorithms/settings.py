@@ -35,7 +35,7 @@ from lightning_rl.training.critic import CriticConfig
 from lightning_rl.training.optimizer import OptimizerConfig
 from lightning_rl_adapters.credit import Strategy
 
-_THRESHOLD = 2  # of `trainer.max_off_policy_threshold`
+_THRESHOLD = 4  # of `trainer.max_off_policy_threshold`
 
 
 def check(config: Config, estimator: Estimator | OutcomeEstimator) -> None:

@@ -635,7 +635,7 @@ class TrainerSection(Section, frozen=True):
     ] = "sync"
     max_off_policy_threshold: Annotated[
         Size | None,
-        effect("of async: by how many policy versions a trained token may be older than the weights; null: 2"),
+        effect("of async: by how many policy versions a trained token may be older than the weights; null: 4"),
     ] = None
     watchdog_seconds: Annotated[
         Above0 | None,
