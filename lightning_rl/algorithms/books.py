@@ -12,8 +12,8 @@ from lightning_rl.store.client import HttpStore
 class Books:
     """An account with what it is held against: the tokens that the gateway counted, as the store tells them.
 
-    Invariant: what the store holds beyond the account (of a run that was resumed) is pending until it is read again,
-    and so is what was sampled for a rollout that is asked for, until it is entered as trained or excluded.
+    Invariant: what was sampled for a rollout, by this process or an earlier one, is pending until the rollout is entered
+    as trained or excluded.
     """
 
     def __init__(self, account: TokenAccount, store: HttpStore) -> None:
@@ -26,14 +26,10 @@ class Books:
         """Take note of rollouts that are asked for: their tokens are pending until they are entered."""
         self._in_flight.update(rollout_ids)
 
-    def read(self, trajectories: Sequence[Trajectory]) -> None:
-        """Take note of finished rollouts; their tokens of earlier runs are no longer pending."""
-        self._earlier -= sum(trajectory.earlier_tokens for trajectory in trajectories)
-
     def enter(self, batch: StepBatch) -> None:
         """Enter every token of a step's rollouts as trained or excluded."""
         for part in batch.parts:
-            self._in_flight.discard(part.trajectory.rollout_id)
+            self._settle(part.trajectory)
             self.account.train(part.trained)
             for reasons in (part.trajectory.excluded, part.excluded):
                 for reason, tokens in reasons.items():
@@ -41,7 +37,7 @@ class Books:
 
     def exclude(self, trajectory: Trajectory, reason: str) -> None:
         """Enter all of a trajectory's tokens as excluded: by `reason`, where nothing excluded them before."""
-        self._in_flight.discard(trajectory.rollout_id)
+        self._settle(trajectory)
         for parts in (trajectory.excluded, trajectory.left_out):
             for earlier, tokens in parts.items():
                 self.account.exclude(earlier, tokens)
@@ -60,6 +56,11 @@ class Books:
         except ConservationError as error:
             error.add_note(self._whose_tokens(trajectories))
             raise
+
+    def _settle(self, trajectory: Trajectory) -> None:
+        """A rollout is entered: its tokens, of this run and of earlier ones, are no longer pending."""
+        self._in_flight.discard(trajectory.rollout_id)
+        self._earlier -= trajectory.earlier_tokens
 
     def _whose_tokens(self, trajectories: Sequence[Trajectory]) -> str:
         """Which rollouts do not hold the tokens that the gateway counted for them."""

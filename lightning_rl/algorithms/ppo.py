@@ -350,7 +350,6 @@ class PPO(Algorithm):
         else:
             traces: list[RolloutTrace] = self.finished(asked, lambda trace: trace)
             trajectories = [read(trace) for trace in self._grader.graded(traces, self.store, self.policy.name)]
-        self.books.read(trajectories)
         when = {"val": "validation", "tune": "tuning"}.get(name or mode, f"step {self.step}")
         self._problems.report(when, trajectories)
         self._note_greedy(trajectories[sampled:])
@@ -364,7 +363,6 @@ class PPO(Algorithm):
             traces = self._grader.graded(traces, self.store, self.policy.name)
         read = rollouts.reader(self.config, self.policy.name, self._select, self._began_ns)
         trajectories = [read(trace) for trace in traces]
-        self.books.read(trajectories)
         self._problems.report(f"step {self.step}", trajectories)
         return trajectories
 
