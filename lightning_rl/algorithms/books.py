@@ -12,8 +12,8 @@ from lightning_rl.store.client import HttpStore
 class Books:
     """An account with what it is held against: the tokens that the gateway counted, as the store tells them.
 
-    Invariant: what was sampled for a rollout, by this process or an earlier one, is pending until the rollout is entered
-    as trained or excluded.
+    Invariant: what was sampled for a rollout, by this process or an earlier one, is pending until it is entered as
+    trained or excluded.
     """
 
     def __init__(self, account: TokenAccount, store: HttpStore) -> None:

@@ -396,6 +396,7 @@ class PPO(Algorithm):
         """Off-policy: the groups whose turn it is, of those in flight."""
         in_flight, left = self._in_flight, (self._total - self.step + 1) * self._batch_size
         in_flight.idle_seconds = 0.0
+        self._of_run.watchdog.begin()
         found = in_flight.hand_over(self.policy_version, left, _WAIT_SECONDS)
         stale = sum(reason == "stale" for _, reason in found.left_out)
         if left <= self._batch_size:
@@ -417,13 +418,13 @@ class PPO(Algorithm):
 
     def _first_in_flight(self, schedule: Schedule, dataset: Dataset) -> InFlight:
         """The groups in flight as training begins: none, or those that a run which is resumed has left there."""
-        rule = self.config.algorithm.filter_groups
+        rule, self._of_run = self.config.algorithm.filter_groups, _OfRun(self)
         left = self._left_in_flight or {"asked": self.batches_taken * self._batch_size, "groups": []}
         return InFlight(
             schedule,
             self._batches(dataset),
             self._requests_of,
-            _OfRun(self),
+            self._of_run,
             why_not=self._why_not,
             most=rule.max_num_gen_batches * self._batch_size if rule.enable else None,
             **left,
@@ -723,14 +724,14 @@ class _OfRun:
 
     def __init__(self, ppo: PPO) -> None:
         self._ppo = ppo
-        self._watchdog = Watchdog(ppo.store, ppo.watchdog_seconds)
+        self.watchdog = Watchdog(ppo.store, ppo.watchdog_seconds)
 
     def ask(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         self._ppo.books.ask(str(request.rollout_id) for request in requests)
         return self._ppo.ask(requests)
 
     def ended(self, rollout_ids: Sequence[str], wait_seconds: float) -> list[Rollout]:
-        return self._ppo.ended(rollout_ids, self._watchdog, wait_seconds)
+        return self._ppo.ended(rollout_ids, self.watchdog, wait_seconds)
 
     def read(self, rollout_ids: Sequence[str]) -> list[Trajectory]:
         return self._ppo.read_back(rollout_ids)

@@ -27,7 +27,7 @@ class Watched(Protocol):
 
 
 class Watchdog:
-    """Of one wait for rollouts: `look` after every turn of it.
+    """Of a wait for rollouts: `look` after every turn of it, and `begin` where it is to be of another one.
 
     Args:
         seconds: warn when nothing has ended for so long; None: never.
@@ -46,7 +46,11 @@ class Watchdog:
         self._seconds = seconds
         self._clock = clock
         self._now = now
-        self._quiet_since = self._told_at = clock()
+        self.begin()
+
+    def begin(self) -> None:
+        """A wait begins: what was before it does not count."""
+        self._quiet_since = self._told_at = self._clock()
 
     def look(self, waiting: Collection[str], *, any_ended: bool) -> None:
         """`waiting` has the ids of the rollouts that are waited for; warn where nothing has ended for long."""

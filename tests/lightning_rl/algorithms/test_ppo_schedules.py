@@ -102,6 +102,33 @@ def test_a_run_killed_with_rollouts_in_flight_goes_on_and_trains_none_twice(tmp_
     assert_trained_once(tmp_path)
 
 
+class Impatient(lrl.PPO):
+    """Looks for hangs more often."""
+
+    def ended(self, waiting: Any, watchdog: Any, wait_seconds: float = 0.1) -> Any:
+        return super().ended(waiting, watchdog, min(wait_seconds, 0.1))
+
+
+def test_groups_that_say_nothing_are_replaced_and_greedy_ones_compared_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rules = {"adv_estimator": "remax", "filter_groups": {"enable": True}}
+    ppo = Impatient(given("async", algorithm=rules, max_off_policy_threshold=1, watchdog_seconds=0.2))
+    fit(ppo, tmp_path)
+    rows = rows_of(tmp_path)
+    assert_conserved(rows)
+    assert rows[-1]["tokens/pending"] == 0
+    assert rows[-1]["tokens/excluded/greedy_logprobs"] > 0
+    assert rows[-1]["tokens/excluded/zero_variance"] > 0
+    assert max(row["training/staleness/max"] for row in rows) <= 1
+    assert_trained_once(tmp_path)
+    for record in step_record.read_all(tmp_path):
+        groups = {rollout.rollout_id.rpartition("-")[0] for rollout in record.rollouts}
+        assert len(groups) == BATCH
+    told = [text for text in caplog.messages if text.startswith("no rollout has ended for")]
+    assert any(" is open since " in text and ", claimed by worker " in text for text in told)
+
+
 class UpdatesInMidCall(lrl.PPO):
     """Publishes weights when the engine samples something, if it does soon."""
 

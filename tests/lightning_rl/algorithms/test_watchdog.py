@@ -91,6 +91,14 @@ def test_it_is_quiet_while_rollouts_end_and_repeats_itself_while_none_does(caplo
         assert len(told(caplog)) == warns
 
 
+def test_what_was_before_a_wait_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    dog, clock = watchdog(Store())
+    clock.now = 500.0  # an update
+    dog.begin()
+    dog.look(["runs"], any_ended=False)
+    assert told(caplog) == []
+
+
 def test_of_many_it_names_the_first(caplog: pytest.LogCaptureFixture) -> None:
     dog, clock = watchdog(Store())
     clock.now = 60.0
