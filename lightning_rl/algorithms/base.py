@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from lightning_rl.algorithms.watchdog import Watchdog
 from lightning_rl.errors import Explained
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.contract import RolloutRequest, RolloutTrace
+from lightning_rl.store.contract import Rollout, RolloutRequest, RolloutTrace
 
 if TYPE_CHECKING:
     from lightning_rl.config.schema import Langgraph
@@ -67,6 +68,7 @@ class Algorithm:
     langgraph: "Langgraph | None" = None  # the graph that the configuration names as the agent
     loops: "NamedLoops | None" = None  # the agent loops that it names instead
     resume = False  # whether to go on with a run folder that holds a run
+    watchdog_seconds: float | None = 600.0  # without an end of any rollout, until a warning says who waits for whom
 
     def default_run_dir(self) -> Path:
         """The run folder, where the Trainer is not told."""
@@ -95,17 +97,29 @@ class Algorithm:
 
         `read` is called as they end, while others still run.
         """
-        for request in {id(request.task): request for request in requests}.values():  # a group has one task
-            _check_task(request)
-        self.store.enqueue(requests)
+        self.ask(requests)
         waiting = {str(request.rollout_id) for request in requests}
+        watchdog = Watchdog(self.store, self.watchdog_seconds)
         ended: dict[str, T] = {}
         while waiting:
-            self.check()
-            finished = [r.rollout_id for r in self.store.wait(sorted(waiting), wait_seconds=_WAIT_SECONDS)]
+            finished = [rollout.rollout_id for rollout in self.ended(sorted(waiting), watchdog)]
             ended |= {rollout_id: read(trace) for rollout_id, trace in self.store.traces(finished).items()}
             waiting.difference_update(finished)
         return [ended[str(request.rollout_id)] for request in requests]
+
+    def ask(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """Ask for rollouts. Raises TaskError for a task that is no JSON value."""
+        for request in {id(request.task): request for request in requests}.values():  # a group has one task
+            _check_task(request)
+        return self.store.enqueue(requests)
+
+    def ended(self, waiting: Sequence[str], watchdog: Watchdog, wait_seconds: float = _WAIT_SECONDS) -> list[Rollout]:
+        """One turn of a wait: those of the rollouts `waiting` that have ended, as soon as any has; [] when the time is
+        up. Raises where a process of the run has died."""
+        self.check()
+        finished = self.store.wait(waiting, wait_seconds)
+        watchdog.look(waiting, any_ended=bool(finished))
+        return finished
 
 
 def _check_task(request: RolloutRequest) -> None:

@@ -1,6 +1,6 @@
-"""The account of tokens, held against what the gateway counted: checked after every step."""
+"""The account of tokens, held against what the gateway counted: checked after every step, whatever is in flight."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_rl.algorithms.conservation import ConservationError, TokenAccount
@@ -12,21 +12,24 @@ from lightning_rl.store.client import HttpStore
 class Books:
     """An account with what it is held against: the tokens that the gateway counted, as the store tells them.
 
-    Invariant: what the store holds beyond the account (of a run that was resumed) is pending until it is read again.
+    Invariant: what was sampled for a rollout, by this process or an earlier one, is pending until it is entered as
+    trained or excluded.
     """
 
     def __init__(self, account: TokenAccount, store: HttpStore) -> None:
         self.account = account
         self._store = store
-        self._earlier = self._received(store.state()) - account.entered
+        self._earlier = int(store.state()["tokens_earlier"].get(account.model, 0)) - account.entered
+        self._in_flight: set[str] = set()
 
-    def read(self, trajectories: Sequence[Trajectory]) -> None:
-        """Take note of finished rollouts; their tokens of earlier runs are no longer pending."""
-        self._earlier -= sum(trajectory.earlier_tokens for trajectory in trajectories)
+    def ask(self, rollout_ids: Iterable[str]) -> None:
+        """Take note of rollouts that are asked for: their tokens are pending until they are entered."""
+        self._in_flight.update(rollout_ids)
 
     def enter(self, batch: StepBatch) -> None:
         """Enter every token of a step's rollouts as trained or excluded."""
         for part in batch.parts:
+            self._settle(part.trajectory)
             self.account.train(part.trained)
             for reasons in (part.trajectory.excluded, part.excluded):
                 for reason, tokens in reasons.items():
@@ -34,6 +37,7 @@ class Books:
 
     def exclude(self, trajectory: Trajectory, reason: str) -> None:
         """Enter all of a trajectory's tokens as excluded: by `reason`, where nothing excluded them before."""
+        self._settle(trajectory)
         for parts in (trajectory.excluded, trajectory.left_out):
             for earlier, tokens in parts.items():
                 self.account.exclude(earlier, tokens)
@@ -44,13 +48,19 @@ class Books:
 
         Raises ConservationError naming those of `trajectories` whose records are not what engines handed over.
         """
-        state = self._store.state()
+        state, sealed = self._store.unread(sorted(self._in_flight))
+        pending = int(state["tokens_pending"]) + sealed + self._earlier
         forks = {f"gateway/{name}": float(n) for name, n in state["counters"].items() if name.startswith("fork_")}
         try:
-            return forks | self.account.check(self._received(state), int(state["tokens_pending"]) + self._earlier)
+            return forks | self.account.check(self._received(state), pending)
         except ConservationError as error:
             error.add_note(self._whose_tokens(trajectories))
             raise
+
+    def _settle(self, trajectory: Trajectory) -> None:
+        """A rollout is entered: its tokens, of this run and of earlier ones, are no longer pending."""
+        self._in_flight.discard(trajectory.rollout_id)
+        self._earlier -= trajectory.earlier_tokens
 
     def _whose_tokens(self, trajectories: Sequence[Trajectory]) -> str:
         """Which rollouts do not hold the tokens that the gateway counted for them."""

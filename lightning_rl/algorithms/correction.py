@@ -22,12 +22,13 @@ _KEY = "algorithm.rollout_correction"
 def rules_of(section: RolloutCorrection, *, overlong: str = "drop_row", loss_mode: str = "vanilla") -> Rules:
     """What `algorithm.rollout_correction` says. Raises ConfigError where it cannot be honoured.
 
-    In bypass mode the loss `reinforce` makes the weights of `rollout_is` itself, so there are none here.
+    In bypass mode the loss `reinforce` makes the weights of `rollout_is` itself, so there are none here. `auto` is a
+    matter of the schedule, and none here.
     """
     by_the_loss = section.bypass_mode and "reinforce" in (loss_mode, section.loss_type)
     try:
         rules = Rules(
-            level=None if by_the_loss else section.rollout_is,
+            level=None if by_the_loss or section.rollout_is == "auto" else section.rollout_is,
             bounds=correction.weight_bounds(section.rollout_is_threshold),
             batch_normalize=section.rollout_is_batch_normalize,
             criteria={}

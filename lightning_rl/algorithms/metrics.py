@@ -1,7 +1,7 @@
 """A step's rollouts as numbers, under verl's names where verl has them."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
@@ -10,10 +10,8 @@ import numpy as np
 from lightning_rl.algorithms.trajectories import Trajectory
 
 
-def rollout_metrics(
-    trajectories: list[Trajectory], timing: Mapping[str, float], policy_version: int
-) -> dict[str, float]:
-    """Rewards, lengths, failures and speeds of the rollouts that `timing["gen"]` seconds were spent on.
+def rollout_metrics(trajectories: list[Trajectory], seconds: float, policy_version: int) -> dict[str, float]:
+    """Rewards, lengths, failures and speeds of the rollouts that `seconds` were spent on.
 
     `policy_version` is that of the weights which they are to update.
     """
@@ -39,8 +37,8 @@ def rollout_metrics(
         "rollouts/cut_by_length": sum(call.finish_reason == "length" for call in made) / max(calls, 1),
         "training/staleness/mean": sum(age * n for age, n in ages) / max(sum(n for _, n in ages), 1),
         "training/staleness/max": float(max((age for age, _ in ages), default=0)),
-        "perf/calls_per_s": calls / timing["gen"],
-        "perf/tokens_per_s": sum(t.sampled_tokens for t in trajectories) / timing["gen"],
+        "perf/calls_per_s": calls / seconds,
+        "perf/tokens_per_s": sum(t.sampled_tokens for t in trajectories) / seconds,
     }
 
 

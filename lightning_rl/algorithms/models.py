@@ -62,11 +62,16 @@ class Models:
             _checkpoint_activations(self.model)
         self._value_head = value_head(self.model) if shared else None
 
-    def start(self) -> None:
-        """Start the engine, and give it the weights that training begins with as version 0. Whoever calls this closes
-        `policy`, whatever comes between."""
+    def start(self, version: int = 0) -> None:
+        """Start the engine, and give it the weights that training begins with, those of this policy version. Whoever
+        calls this closes `policy`, whatever comes between.
+
+        Engines beside the trainer's process are known by version 0 until they are given the next weights, and so is an
+        adapter that is loaded later.
+        """
+        in_process = isinstance(self.policy, EmbeddedPolicy) and not self.config.actor_rollout_ref.model.lora_rank
         self.policy.start()
-        self.send_weights(0)
+        self.send_weights(version if in_process else 0)
 
     def train(self, training_steps: int) -> None:
         """Make actor, critic and reference, for a run of so many steps."""

@@ -4,6 +4,8 @@ A step rolls out `n` times per task, reads the finished rollouts back as rows, a
 their tokens, estimates advantages, updates critic and actor, and publishes the policy's weights. Sampler and trainer
 are compared on the first batch, tokens are accounted for after every step: a run stops rather than train on wrong data.
 
+When rollouts are asked for is the schedule's matter (`schedules.py`); the step on a batch of them is one.
+
 A run that is resumed starts at its last checkpoint and asks for the same rollouts again under the same ids: what the
 store already holds of them is trained on as it is, the rest is sampled.
 """
@@ -22,6 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from omegaconf import DictConfig
 
 from lightning_rl import tracing, tracking
@@ -31,15 +34,18 @@ from lightning_rl.algorithms.books import Books
 from lightning_rl.algorithms.conservation import TokenAccount
 from lightning_rl.algorithms.credits import kl_controller_of, needs_critic, needs_greedy
 from lightning_rl.algorithms.grading import Grader
+from lightning_rl.algorithms.in_flight import InFlight
 from lightning_rl.algorithms.metrics import rollout_metrics, timed
 from lightning_rl.algorithms.models import Models
 from lightning_rl.algorithms.problems import Problems
 from lightning_rl.algorithms.rollouts import Tasks
+from lightning_rl.algorithms.schedules import Schedule
 from lightning_rl.algorithms.selection import selection
 from lightning_rl.algorithms.step_batch import StepBatch
 from lightning_rl.algorithms.step_record import StepRecord
-from lightning_rl.algorithms.trajectories import Trajectory
+from lightning_rl.algorithms.trajectories import Trajectory, informative
 from lightning_rl.algorithms.tuning import Tuning
+from lightning_rl.algorithms.watchdog import Watchdog
 from lightning_rl.config import ConfigError, backends, compose, to_yaml
 from lightning_rl.config.schema import Config
 from lightning_rl.errors import Explained
@@ -50,16 +56,21 @@ from lightning_rl.rewards import GroupReward
 from lightning_rl.rl.advantages import Estimator
 from lightning_rl.rl.baselines import OutcomeEstimator
 from lightning_rl.runner.launch import MOST
+<<<<<<< HEAD
 from lightning_rl.store.contract import RolloutRequest, RolloutTrace
+=======
+from lightning_rl.store.contract import Rollout, RolloutRequest, RolloutTrace
+>>>>>>> schedules
 from lightning_rl.store.errors import StoreError
 from lightning_rl.tracing.writer import Writer
 from lightning_rl.tracking import jsonl
 from lightning_rl.tracking.about import About
 from lightning_rl.training import checkpoint
-from lightning_rl.training.batch import MiniBatch
+from lightning_rl.training.batch import MiniBatch, TrainingSequence
 from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.credit import Strategy
 
+_WAIT_SECONDS = 2.0  # between two looks at the processes of a run
 _GREEDY = "greedy-"  # what the groups of greedy rollouts begin with
 _PAUSE_LEASE_SECONDS = 120.0  # a trainer that dies in mid-update does not park its agents for ever
 _OUTAGE_LEASE_SECONDS = 1800.0  # an engine starts again
@@ -117,8 +128,13 @@ class PPO(Algorithm):
         self.history: list[dict[str, float]] = []
         self._greedy: dict[str, float] = {}  # rewards of greedy rollouts by the group whose task they have
         self._greedy_resources: str | None = None
+        self._left_in_flight: dict[str, Any] | None = None  # by the run that is resumed
+        self._compared = False  # sampler with trainer, on tokens of the same weights
         rollout = self.config.actor_rollout_ref.rollout
-        self.n_runners = rollout.agent.num_workers or min(MOST, self._batch_size * rollout.n)
+        self._schedule = settings.schedule(self.config)
+        at_once = self._batch_size if self._schedule is None else self._schedule.before
+        self.n_runners = rollout.agent.num_workers or min(MOST, at_once * rollout.n)
+        self.watchdog_seconds = self.config.trainer.watchdog_seconds
         self.isolation = rollout.agent.isolation
         self.resume = self.config.trainer.resume_mode == "auto"
         self._traces: Writer | None = None
@@ -189,7 +205,8 @@ class PPO(Algorithm):
         with_critic = needs_critic(self.config, self._rules.estimator)
         self.models = Models(self.config, run_dir, with_critic=with_critic, resumed=self._checkpoint)
         self.policy = self.models.policy
-        self.models.start()
+        self._state = None if self._checkpoint is None else checkpoint.load_state(self._checkpoint)
+        self.models.start(0 if self._state is None else self._state["policy_version"])
         self.account = TokenAccount(self.policy.name)
         return Endpoint(
             model=self.policy.name,
@@ -214,6 +231,7 @@ class PPO(Algorithm):
     def run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
         """Train on `train_dataset` and report on `val_dataset`."""
         config, total = self.config.trainer, self.steps(len(train_dataset))
+        self._total = total
         self.models.train(total)
         if isinstance(self.policy, VllmPolicy):
             self.policy.on_outage = self._park
@@ -223,7 +241,12 @@ class PPO(Algorithm):
         self._traces = tracing.open_writer(self.config, self.run_dir, Path(self.policy.folder))
         try:
             self._publish_resources()
-            self._supply = islice(self._batches(train_dataset), self.batches_taken, None)
+            if self._schedule is None:
+                self._supply = islice(self._batches(train_dataset), self.batches_taken, None)
+            else:
+                self._in_flight = self._first_in_flight(self._schedule, train_dataset)
+                if uncorrected := settings.uncorrected(self.config):
+                    _log.warning("%s", uncorrected)
             self.on_train_begin()
             if self.step == 0 and (config.val_before_train or config.val_only):
                 if measured := self._measure(val_dataset):
@@ -233,7 +256,7 @@ class PPO(Algorithm):
             while self.step < total and not self.tuning.stop:
                 self.step += 1
                 self.on_step_begin()
-                metrics = self.train_step(self._next_batch())
+                metrics = self.train_step()
                 if self._due(config.test_freq) or self.step == total:
                     metrics |= self._measure(val_dataset)
                 last = self.step == total or self.tuning.stop is not None
@@ -268,14 +291,14 @@ class PPO(Algorithm):
 
     # A step.
 
-    def train_step(self, tasks: Tasks) -> dict[str, float]:
-        """One step on (task index, task) pairs; its metrics."""
+    def train_step(self) -> dict[str, float]:
+        """One step on the batch that the schedule gives; its metrics."""
         timing: dict[str, float] = {}
         version, models = self.policy_version, self.models
         metrics: dict[str, float] = {}
         with timed(timing, "step"):
             with timed(timing, "gen"):
-                rolled_out, trajectories = self._rolled_out(tasks)
+                rolled_out, trajectories = self._rolled_out()
             self._rest_engine()
             models.actor.onload()
             batch = step_batch.read(trajectories, self._rules)
@@ -301,7 +324,10 @@ class PPO(Algorithm):
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
         if "actor/first_k3_kl" in metrics:
             metrics["training/mismatch_kl"] = metrics.get("rollout_corr/k3_kl", metrics["actor/first_k3_kl"])
-        return metrics | rollout_metrics(rolled_out, timing, version) | self.books.check(rolled_out)
+        if self._schedule is not None:
+            metrics |= self._ahead
+        spent = timing["gen" if self._schedule is None else "step"]
+        return metrics | rollout_metrics(rolled_out, spent, version) | self.books.check(rolled_out)
 
     def validate(self, val_dataset: Dataset) -> dict[str, float]:
         """Roll out the validation tasks under validation sampling; `val/...` metrics."""
@@ -340,15 +366,12 @@ class PPO(Algorithm):
         else:
             traces: list[RolloutTrace] = self.finished(asked, lambda trace: trace)
             trajectories = [read(trace) for trace in self._grader.graded(traces, self.store, self.policy.name)]
-        self.books.read(trajectories)
         when = {"val": "validation", "tune": "tuning"}.get(name or mode, f"step {self.step}")
         self._problems.report(when, trajectories)
-        for trajectory in trajectories[sampled:]:
-            self.books.exclude(trajectory, "greedy_logprobs")
-            if trajectory.reward is not None:
-                self._greedy[trajectory.group_id.removeprefix(_GREEDY)] = trajectory.reward
+        self._note_greedy(trajectories[sampled:])
         return trajectories[:sampled]
 
+<<<<<<< HEAD
     def _traced(
         self, batch: str, asked: Sequence[RolloutRequest], read: Callable[[RolloutTrace], Trajectory]
     ) -> Callable[[RolloutTrace], Trajectory]:
@@ -367,8 +390,31 @@ class PPO(Algorithm):
     def _rolled_out(self, tasks: Tasks) -> tuple[list[Trajectory], list[Trajectory]]:
         """All rollouts of a step, and those to be trained: with `filter_groups` those of groups that say something, for
         which further batches of tasks are rolled out as needed."""
+=======
+    def read_back(self, rollout_ids: Sequence[str]) -> list[Trajectory]:
+        """Rollouts of training that have ended, in this order, with the rewards that training gives."""
+        found = self.store.traces(rollout_ids)
+        traces = [found[rollout_id] for rollout_id in rollout_ids]
+        if self._grader is not None:
+            traces = self._grader.graded(traces, self.store, self.policy.name)
+        read = rollouts.reader(self.config, self.policy.name, self._select, self._began_ns)
+        trajectories = [read(trace) for trace in traces]
+        self._problems.report(f"step {self.step}", trajectories)
+        return trajectories
+
+    def _rolled_out(self) -> tuple[list[Trajectory], list[Trajectory]]:
+        """All rollouts of a step, and those to be trained."""
+>>>>>>> schedules
         self.on_sample_begin()
         self._greedy.clear()
+        rolled_out, trained = self._of_this_step() if self._schedule is None else self._handed_over()
+        self.on_sample_end(rolled_out)
+        return rolled_out, trained
+
+    def _of_this_step(self) -> tuple[list[Trajectory], list[Trajectory]]:
+        """`sync`: a batch of tasks is rolled out; with `filter_groups` further ones as needed, and groups are trained
+        that say something."""
+        tasks = self._next_batch()
         n, rule = self.config.actor_rollout_ref.rollout.n, self.config.algorithm.filter_groups
         if not rule.enable:
             rolled_out = trained = self.roll_out("train", tasks, n)
@@ -381,8 +427,73 @@ class PPO(Algorithm):
             for trajectory in rolled_out:
                 if trajectory.group_id in why_not:
                     self.books.exclude(trajectory, why_not[trajectory.group_id])
-        self.on_sample_end(rolled_out)
         return rolled_out, trained
+
+    def _handed_over(self) -> tuple[list[Trajectory], list[Trajectory]]:
+        """Off-policy: the groups whose turn it is, of those in flight."""
+        in_flight, left = self._in_flight, (self._total - self.step + 1) * self._batch_size
+        in_flight.idle_seconds = 0.0
+        self._of_run.watchdog.begin()
+        found = in_flight.hand_over(self.policy_version, left, _WAIT_SECONDS)
+        stale = sum(reason == "stale" for _, reason in found.left_out)
+        if left <= self._batch_size:
+            found.left_out += [(group, "surplus") for group in in_flight.cancel(_WAIT_SECONDS)]
+        trained = [trajectory for group in found.taken for trajectory in self._without_greedy(group)]
+        rolled_out = list(trained)
+        for group, reason in found.left_out:
+            for trajectory in self._without_greedy(group):
+                self.books.exclude(trajectory, reason)
+                rolled_out.append(trajectory)
+        self.batches_taken = -(-in_flight.asked // self._batch_size)
+        self._ahead = {
+            "schedule/groups_in_flight": float(len(in_flight)),
+            "schedule/groups_queued": float(found.queued),
+            "schedule/groups_stale": float(stale),
+            "timing_s/sampling_idle": in_flight.idle_seconds,
+        }
+        return rolled_out, trained
+
+    def _first_in_flight(self, schedule: Schedule, dataset: Dataset) -> InFlight:
+        """The groups in flight as training begins: none, or those that a run which is resumed has left there."""
+        rule, self._of_run = self.config.algorithm.filter_groups, _OfRun(self)
+        left = self._left_in_flight or {"asked": self.batches_taken * self._batch_size, "groups": []}
+        return InFlight(
+            schedule,
+            self._batches(dataset),
+            self._requests_of,
+            self._of_run,
+            why_not=self._why_not,
+            most=rule.max_num_gen_batches * self._batch_size if rule.enable else None,
+            **left,
+        )
+
+    def _requests_of(self, batch: int, task: tuple[int, Any]) -> list[RolloutRequest]:
+        """The rollouts of a group: what `sync` would ask for in step `batch`."""
+        prefix, n = f"train-{self.config.data.seed}-{batch}", self.config.actor_rollout_ref.rollout.n
+        asked = rollouts.requests(self.config, prefix, "train", [task], n, batch)
+        if self._greedy_resources is None:
+            return asked
+        greedy, resources = f"{_GREEDY}{prefix}", self._greedy_resources
+        return asked + rollouts.requests(self.config, greedy, "train", [task], 1, batch, resources_id=resources)
+
+    def _why_not(self, group: list[Trajectory], version: int) -> str | None:
+        """Why a group that has ended is not trained on weights of this version."""
+        sampled, rule = [t for t in group if not _is_greedy(t)], self.config.algorithm.filter_groups
+        versions = [part.version for t in sampled for node in t.forest.nodes.values() for part in node.call.versions]
+        if self._schedule is not None and version - min(versions, default=version) > self._schedule.threshold:
+            return "stale"
+        return "zero_variance" if rule.enable and not informative(sampled, rule.metric) else None
+
+    def _without_greedy(self, group: list[Trajectory]) -> list[Trajectory]:
+        self._note_greedy([trajectory for trajectory in group if _is_greedy(trajectory)])
+        return [trajectory for trajectory in group if not _is_greedy(trajectory)]
+
+    def _note_greedy(self, trajectories: Sequence[Trajectory]) -> None:
+        """Keep the rewards of greedy rollouts for those that they are compared with."""
+        for trajectory in trajectories:
+            self.books.exclude(trajectory, "greedy_logprobs")
+            if trajectory.reward is not None:
+                self._greedy[trajectory.group_id.removeprefix(_GREEDY)] = trajectory.reward
 
     def _set_old_log_probs(self, batch: StepBatch) -> dict[str, float]:
         """Old log probabilities: the sampler's (bypass) or the trainer's own; and how far the two are apart."""
@@ -391,25 +502,37 @@ class PPO(Algorithm):
         if bypass:
             for sequence in sequences:
                 sequence.old_log_probs = sequence.rollout_log_probs
-        first = self.step == self._began_at + 1
+        first = not self._compared
         if bypass and not first:
             return {}
-        gaps = [np.zeros(1, np.float32)]
+        gaps, of_these_weights = [np.zeros(1, np.float32)], [np.zeros(1, np.float32)]
         for sequence, own in zip(sequences, self.models.actor.log_probs(sequences), strict=True):
             if not sequence.cut_context:
                 gaps.append(np.abs(own - sequence.rollout_log_probs))
+                of_these_weights.append(gaps[-1][self._sampled_by_these_weights(batch, sequence)])
             if not bypass:
                 sequence.old_log_probs = own
         gap = np.concatenate(gaps)
         largest = float(np.nanmax(gap))
         tolerance = settings.sampler_tolerance(self.config)
-        if first and largest > tolerance:
+        self._compared = self._compared or sum(map(len, of_these_weights)) > 1
+        if first and np.nanmax(np.concatenate(of_these_weights)) > tolerance:
             raise SamplerMismatch(
                 f"on the first batch sampler and trainer log probabilities differ by up to {largest:.3g} "
                 f"(trainer.sampler_tolerance is {tolerance:g}): the engine does not run the model that is trained; "
                 "check its weights, dtype, chat format and cache"
             )
         return {"training/rollout_probs_diff_max": largest, "training/rollout_probs_diff_mean": float(np.nanmean(gap))}
+
+    def _sampled_by_these_weights(self, batch: StepBatch, sequence: TrainingSequence) -> NDArray[np.bool_]:
+        """Which trained tokens of a sequence the weights sampled that the step begins with, [K]; in `sync` all."""
+        same = np.ones(len(sequence.trained), dtype=bool)
+        if self._schedule is not None:
+            nodes = batch.parts[sequence.rollout].trajectory.forest.nodes
+            for call_id, where, places in sequence.trained_by_call():
+                versions = nodes[call_id].call.policy_versions()
+                same[where] = [versions[place] == self.policy_version for place in places]
+        return same
 
     def _correct(self, batch: StepBatch) -> dict[str, float]:
         """Weigh and reject by how far sampler and trainer are apart; with the sampler's numbers alone, nothing."""
@@ -456,7 +579,9 @@ class PPO(Algorithm):
     def _publish_weights(self) -> None:
         """Give the engine the new weights while calls wait at the gateway."""
         self.policy_version += 1
-        self.store.pause(self.policy.name, lease_seconds=_PAUSE_LEASE_SECONDS)
+        # Where rollouts are in flight they go on over the update: waiting for their ends would be what sync does.
+        mode = "drain" if self._schedule is None else "keep"
+        self.store.pause(self.policy.name, mode=mode, lease_seconds=_PAUSE_LEASE_SECONDS)
         self.models.send_weights(self.policy_version)
         self.store.resume(self.policy.name, self.policy_version)
 
@@ -541,6 +666,7 @@ class PPO(Algorithm):
             "step": self.step,
             "policy_version": self.policy_version,
             "batches_taken": self.batches_taken,
+            "in_flight": None if self._schedule is None else self._in_flight.state_dict(),
             "account": self.account.state_dict(),
             "tuning": self.tuning.state_dict(),
             "kl_coef": self._kl_coef,
@@ -558,10 +684,16 @@ class PPO(Algorithm):
 
     def _go_on(self) -> None:
         """Take up where the run folder's last checkpoint stands; a fresh run has none."""
-        if self._checkpoint is not None:
-            state = checkpoint.load_state(self._checkpoint)
+        if (state := self._state) is not None:
+            self._state = None
             self.step, self.policy_version = state["step"], state["policy_version"]
             self.batches_taken = state["batches_taken"]
+            self._left_in_flight = state.get("in_flight")
+            if self._schedule is None and self._left_in_flight is not None and self._left_in_flight["groups"]:
+                raise ConfigError(
+                    "the checkpoint has rollouts in flight, and trainer.schedule=sync would drop them: resume with the "
+                    "config.yaml of the run's folder"
+                )
             self.models.load_state_dict(state["models"])
             self.account.load_state_dict(state["account"])
             self.tuning.load_state_dict(state["tuning"])
@@ -574,7 +706,6 @@ class PPO(Algorithm):
         self.books = Books(self.account, self.store)
         self._began_ns = int(self.store.state()["began_ns"])  # what was sampled before it, earlier runs have sampled
         self._problems = Problems(self.run_dir, max_tokens=self.config.data.max_tokens)
-        self._began_at = self.step
 
     # Tasks, resources, trackers.
 
@@ -625,6 +756,32 @@ class PPO(Algorithm):
     @property
     def _batch_size(self) -> int:
         return self.config.data.train_batch_size
+
+
+class _OfRun:
+    """Rollouts of a run in flight; see `in_flight.Rollouts`."""
+
+    def __init__(self, ppo: PPO) -> None:
+        self._ppo = ppo
+        self.watchdog = Watchdog(ppo.store, ppo.watchdog_seconds)
+
+    def ask(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        self._ppo.books.ask(str(request.rollout_id) for request in requests)
+        return self._ppo.ask(requests)
+
+    def ended(self, rollout_ids: Sequence[str], wait_seconds: float) -> list[Rollout]:
+        return self._ppo.ended(rollout_ids, self.watchdog, wait_seconds)
+
+    def read(self, rollout_ids: Sequence[str]) -> list[Trajectory]:
+        return self._ppo.read_back(rollout_ids)
+
+    def cancel(self, rollout_ids: Sequence[str]) -> None:
+        for rollout_id in rollout_ids:
+            self._ppo.store.cancel(rollout_id)
+
+
+def _is_greedy(trajectory: Trajectory) -> bool:
+    return trajectory.group_id.startswith(_GREEDY)
 
 
 VERL = PPO

@@ -5,7 +5,9 @@ Raises ConfigError, before a model is loaded, for what does not go together.
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from lightning_rl.algorithms import correction
 from lightning_rl.algorithms.base import NEUTRAL, Dataset
@@ -16,6 +18,7 @@ from lightning_rl.algorithms.credits import (
     overlong_buffer_of,
     strategy_of,
 )
+from lightning_rl.algorithms.schedules import Async, OneStepOff, Schedule
 from lightning_rl.algorithms.step_batch import Rules
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, Optim, Rollout, ValKwargs
@@ -32,6 +35,8 @@ from lightning_rl.training.critic import CriticConfig
 from lightning_rl.training.optimizer import OptimizerConfig
 from lightning_rl_adapters.credit import Strategy
 
+_THRESHOLD = 4  # of `trainer.max_off_policy_threshold`
+
 
 def check(config: Config, estimator: Estimator | OutcomeEstimator) -> None:
     """Raises ConfigError for names that there are not, and for keys that do not go together."""
@@ -47,12 +52,61 @@ def check(config: Config, estimator: Estimator | OutcomeEstimator) -> None:
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
     _check_engine(config.actor_rollout_ref.rollout, trainer.device)
+    _check_schedule(config)
     chat_template_kwargs(config)
     critic_learns = needs_critic(config, estimator)
     if trainer.critic_warmup and not critic_learns:
         raise ConfigError("trainer.critic_warmup has no critic to warm up: set algorithm.adv_estimator=gae, or 0")
     if trainer.early_stopping.patience is not None and trainer.test_freq < 1:
         raise ConfigError("trainer.early_stopping.patience counts measurements: set trainer.test_freq to make some")
+
+
+def _check_schedule(config: Config) -> None:
+    name, threshold = config.trainer.schedule, config.trainer.max_off_policy_threshold
+    if threshold is not None and name != "async":
+        raise ConfigError(
+            f"trainer.max_off_policy_threshold={threshold} has no effect under trainer.schedule={name}: leave it null, "
+            "or set trainer.schedule=async"
+        )
+    if name == "one_step_off" and config.algorithm.filter_groups.enable:
+        raise ConfigError(
+            "algorithm.filter_groups.enable=true rolls out as many tasks as a step turns out to need, and "
+            "trainer.schedule=one_step_off asks for one step ahead: set trainer.schedule=async or sync"
+        )
+    if name != "sync" and config.actor_rollout_ref.rollout.free_cache_engine:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.free_cache_engine=true lets the engine rest while the trainer computes, and "
+            f"under trainer.schedule={name} it samples then: leave it out, or set trainer.schedule=sync"
+        )
+
+
+def schedule(config: Config) -> Schedule | None:
+    """When rollouts are asked for; None: for each step when it begins, as `sync` says."""
+    batch, trainer = config.data.train_batch_size, config.trainer
+    if trainer.schedule == "one_step_off":
+        return OneStepOff(batch)
+    if trainer.schedule == "async":
+        threshold = trainer.max_off_policy_threshold
+        return Async(batch, _THRESHOLD if threshold is None else threshold)
+    return None
+
+
+def uncorrected(config: Config) -> str | None:
+    """What is to be said of an off-policy schedule whose rollouts are trained as if they were the trainer's own."""
+    section = config.algorithm.rollout_correction
+    if config.trainer.schedule == "sync" or section.bypass_mode or ratio_rules(config).active:
+        return None
+    return (
+        f"trainer.schedule={config.trainer.schedule} trains what older weights have sampled, and nothing corrects for "
+        "that: algorithm.rollout_correction.rollout_is is null; set it to auto"
+    )
+
+
+def _rollout_is(config: Config) -> Literal["token", "sequence", "geometric"] | None:
+    section = config.algorithm.rollout_correction
+    if section.rollout_is == "auto":
+        return "token" if config.trainer.schedule != "sync" and not section.bypass_mode else None
+    return section.rollout_is
 
 
 def _check_engine(rollout: Rollout, device: str) -> None:
@@ -130,7 +184,7 @@ def rules(
 def ratio_rules(config: Config) -> RatioRules:
     """How a batch is corrected for its sampler."""
     return correction.rules_of(
-        config.algorithm.rollout_correction,
+        msgspec.structs.replace(config.algorithm.rollout_correction, rollout_is=_rollout_is(config)),
         overlong=config.data.overlong,
         loss_mode=config.actor_rollout_ref.actor.policy_loss.loss_mode,
     )
@@ -153,7 +207,7 @@ def actor_config(config: Config, training_steps: int) -> ActorConfig:
         dro_beta=loss.dro_beta,
         tau_pos=actor.tau_pos,
         tau_neg=actor.tau_neg,
-        rollout_is=sampler.rollout_is,
+        rollout_is=_rollout_is(config),
         rollout_is_threshold=sampler.rollout_is_threshold,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
         kl_loss_type=actor.kl_loss_type,

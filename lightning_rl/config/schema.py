@@ -525,11 +525,12 @@ class RolloutCorrection(Section, frozen=True):
         ),
     ] = "ppo_clip"
     rollout_is: Annotated[
-        Literal["token", "sequence", "geometric"] | None,
+        Literal["token", "sequence", "geometric", "auto"] | None,
         effect(
-            "importance weights, trainer to sampler: each token's, its rollout's product or geometric mean; null: 1"
+            "importance weights, trainer to sampler: each token's, its rollout's product or geometric mean; null: 1; "
+            "auto: token where trainer.schedule is off-policy and bypass_mode is false, else 1"
         ),
-    ] = None
+    ] = "auto"
     rollout_is_threshold: Annotated[
         float | str, effect("a number truncates weights; quoted bounds, '0.5_5.0', make those outside 0 (IcePop)")
     ] = 2.0
@@ -726,6 +727,21 @@ class TrainerSection(Section, frozen=True):
 
     total_epochs: Annotated[Positive, effect("passes over the tasks")] = 1
     total_training_steps: Annotated[Positive | None, effect("steps; null: epochs x batches")] = None
+    schedule: Annotated[
+        Literal["sync", "one_step_off", "async"],
+        effect(
+            "when rollouts are asked for (`docs/training.md`): sync: when a step begins; one_step_off: one step ahead; "
+            "async: steps ahead, and a step takes the groups that end first"
+        ),
+    ] = "sync"
+    max_off_policy_threshold: Annotated[
+        Size | None,
+        effect("of async: by how many policy versions a trained token may be older than the weights; null: 4"),
+    ] = None
+    watchdog_seconds: Annotated[
+        Above0 | None,
+        effect("when no rollout has ended for so long, a warning says who waits for whom; null: none does"),
+    ] = 600.0
     val_before_train: Annotated[bool, effect("validate before the first step")] = True
     val_only: Annotated[bool, effect("validate, and train nothing")] = False
     test_freq: Annotated[int, effect("validate and tune every so many steps; the last step always")] = -1

@@ -61,7 +61,7 @@ class EmbeddedPolicy:
 
     def registrations(self) -> list[dict[str, Any]]:
         """What the gateway is told of the engine."""
-        return [{"model": self.name, "kind": "embedded", "url": self.url, "policy_version": 0}]
+        return [{"model": self.name, "kind": "embedded", "url": self.url, "policy_version": self.engine.version}]
 
     def update_weights(self, weights: nn.Module | Mapping[str, Tensor], version: int, *, partial: bool = False) -> None:
         """See `EmbeddedEngine`."""

@@ -102,6 +102,7 @@ class ControlPlane:
         self._signals = signals
         self._admission = admission
         self._answered: dict[str, None] = {}  # the latest claims, by id
+        self._claims_waiting = 0
         self._gateway = gateway
         self._pauses = pauses
         self._engines = engines
@@ -231,6 +232,14 @@ class ControlPlane:
 
     async def _claim(self, request: Request) -> dict[str, Any]:
         body = await _decoded(request, ClaimBody)
+        self._claims_waiting += 1
+        try:
+            return await self._claimed(request, body)
+        finally:
+            self._claims_waiting -= 1
+
+    async def _claimed(self, request: Request, body: ClaimBody) -> dict[str, Any]:
+        """What there is to claim, as soon as there is something and room for it, or the time is up."""
         loop = asyncio.get_running_loop()
         end = loop.time() + body.wait_seconds
         while True:
@@ -387,13 +396,18 @@ class ControlPlane:
 
     async def _tokens_received(self, request: Request) -> dict[str, Any]:
         body = await _decoded(request, TracesBody)
-        return {"tokens_received": self._gateway.tokens_received(body.rollout_ids)}
+        return {
+            "tokens_received": self._gateway.tokens_received(body.rollout_ids),
+            "tokens_sealed": self._gateway.tokens_sealed(body.rollout_ids),
+            "state": self._told(),
+        }
 
     async def _state(self, request: Request) -> dict[str, Any]:
         return self._told()
 
     def _told(self) -> dict[str, Any]:
-        return self._gateway.state() | {"claims_held_back": self._signals.held_back}
+        claims = {"claims_held_back": self._signals.held_back, "claims_waiting": self._claims_waiting}
+        return self._gateway.state() | claims
 
 
 def error_response(status: int, kind: str, message: str) -> Response:

@@ -52,6 +52,10 @@ class GatewayDoor(EngineDoor, Protocol):
         """What engines handed over for these rollouts, as far as is remembered."""
         ...
 
+    def tokens_sealed(self, rollout_ids: Sequence[str]) -> dict[str, int]:
+        """What engines handed over for the sealed attempts of these rollouts, and was not given up."""
+        ...
+
     def carry_on(self, received: dict[str, int], newest_ns: int = 0) -> None:
         """Tokens that earlier processes received, per model, and when their last call ended."""
         ...

@@ -310,7 +310,12 @@ class HttpStore:
     def tokens_received(self, rollout_ids: Sequence[str]) -> dict[str, int]:
         """What engines handed over for these rollouts, as far as the gateway remembers them."""
         asked = {"rollout_ids": list(rollout_ids)}
-        return self._call("POST", "/state/tokens", asked, dict[str, dict[str, int]])["tokens_received"]
+        return self._call("POST", "/state/tokens", asked, dict[str, dict[str, Any]])["tokens_received"]
+
+    def unread(self, rollout_ids: Sequence[str]) -> tuple[dict[str, Any], int]:
+        """The gateway's state, and at that very moment the tokens of the sealed attempts of these rollouts."""
+        answer = self._call("POST", "/state/tokens", {"rollout_ids": list(rollout_ids)}, dict[str, dict[str, Any]])
+        return answer["state"], sum(answer["tokens_sealed"].values())
 
     def _call(self, method: str, path: str, body: Any, answer: type[T], wait_seconds: float = 0) -> T:
         response = self._patiently(method, path, body, wait_seconds)

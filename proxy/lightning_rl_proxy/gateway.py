@@ -110,6 +110,7 @@ class Gateway:
         self._ping_seconds = ping_seconds
         self._parked_seconds = parked_seconds
         self._attempts: dict[tuple[str, str], Attempt] = {}
+        self._earlier: dict[str, int] = {}  # tokens received by earlier processes, by model
         self._starting: dict[tuple[str, str], float] = {}  # since when, the oldest first
         # The ledger says that an attempt is closed a moment after it was sealed; in between, this does.
         self._sealed: dict[tuple[str, str], int] = {}  # the tokens that each was handed
@@ -151,6 +152,7 @@ class Gateway:
         attempt = self._attempts.pop(name, None)
         if attempt is not None:
             cancelled = self._close(attempt)
+            self._sealed[name] = attempt.tokens_received
             await asyncio.gather(*cancelled, return_exceptions=True)  # each records what it was handed
             self._sealed[name] = attempt.tokens_received
         self._has_begun(name)
@@ -172,8 +174,19 @@ class Gateway:
                 received[rollout_id] += attempt.tokens_received
         return dict(received)
 
+    def tokens_sealed(self, rollout_ids: Sequence[str]) -> dict[str, int]:
+        """What engines handed over for the sealed attempts of these rollouts, and was not given up, as far as this
+        process remembers. Together with `tokens_pending` of a state it is what no reader of the store may know yet."""
+        wanted, lost = set(rollout_ids), self._recorder.tokens_lost
+        sealed: Counter[str] = Counter()
+        for name, tokens in self._sealed.items():
+            if name[0] in wanted:
+                sealed[name[0]] += tokens - lost.get(name, 0)
+        return dict(sealed)
+
     def carry_on(self, received: dict[str, int], newest_ns: int = 0) -> None:
         """Begin the counts of received tokens, and the times of calls, where an earlier gateway's records end."""
+        self._earlier = dict(received)
         self.router.carry_on(received)
         self._clock.begin_after(newest_ns)
 
@@ -201,7 +214,8 @@ class Gateway:
 
         `append_only` says in which situations a chat template is proven to continue at token level; null where the
         renderer was made for the model. `tokens_lost` were sampled for records that were given up; no store will ever
-        tell of them. Every call that this process recorded ends after `began_ns`, every earlier one before it.
+        tell of them. `tokens_earlier`, per model, are those received that earlier processes recorded. Every call that
+        this process recorded ends after `began_ns`, every earlier one before it.
         """
         lost = self._recorder.tokens_lost
         gone = lost.total() - sum(lost[name] for name in self._attempts)  # the others' are pending with all of theirs
@@ -213,6 +227,7 @@ class Gateway:
             "began_ns": self._clock.began_ns,
             "tokens_pending": pending,
             "tokens_lost": lost.total(),
+            "tokens_earlier": self._earlier,
             "counters": dict(self.counters),
             "append_only": None if self._renderer is None else self._renderer.append_only,
         } | self._recorder.state()

@@ -8,6 +8,7 @@ twice.
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
@@ -85,6 +86,7 @@ class Router:
         self._registered: Counter[str] = Counter()
         self._ended = asyncio.Event()  # set, and made anew, when a call ends
         self._paused: dict[str, asyncio.Event] = {}
+        self._paused_at: dict[str, float] = {}  # by the monotonic clock
         self._asked: Counter[str] = Counter()  # calls of token engines, also those that wait here
         self.eased: Callable[[], None] = lambda: None  # called where the engines may bear more than before
         self._watch = Watch(self._engines.values(), lambda: self.eased())
@@ -235,6 +237,8 @@ class Router:
         """
         gates = {name: self._paused.setdefault(name, asyncio.Event()) for name in self._named(model)}
         for name in gates:
+            self._paused_at.setdefault(name, time.monotonic())
+        for name in gates:
             if name in self._engines:
                 await self._watch.expect_pause(self._engines[name])
         with contextlib.suppress(TimeoutError):
@@ -254,6 +258,7 @@ class Router:
         for name in self._named(model):
             if (pool := self._engines.get(name)) is not None:
                 await self._watch.go_on(pool, policy_version, paused=self.is_paused(name))
+            self._paused_at.pop(name, None)
             if (gate := self._paused.pop(name, None)) is not None:
                 gate.set()
 
@@ -261,17 +266,19 @@ class Router:
         """Whether calls of `model` wait."""
         return model in self._paused
 
-    def state(self) -> dict[str, dict[str, int | bool | None]]:
-        """Per model: engines (or backends), calls in flight, tokens received, paused, policy version, trainable.
+    def state(self) -> dict[str, dict[str, int | float | bool | None]]:
+        """Per model: engines (or backends), calls in flight, tokens received, paused (and for how long), policy
+        version, trainable.
 
         And of token engines, what waits in their queues, and how many calls they bear at once.
         """
-        trainable: dict[str, dict[str, int | bool | None]] = {
+        trainable: dict[str, dict[str, int | float | bool | None]] = {
             model: self._counts(pool)
             | {"tokens_received": self.received[model], "policy_version": pool.version, "trainable": True}
             | {"waiting": load.waiting, "capacity": load.capacity}
             for (model, pool), load in zip(self._engines.items(), self.loads().values(), strict=True)
         }
+        frozen: dict[str, int | float | bool | None]
         frozen = {"tokens_received": 0, "policy_version": 0, "trainable": False, "waiting": 0, "capacity": None}
         return trainable | {model: self._counts(pool) | frozen for model, pool in self._backends.items()}
 
@@ -348,8 +355,14 @@ class Router:
         self._registered[model] += 1
         return f"{model} {self._registered[model] - 1}"
 
-    def _counts(self, pool: Pool[Any]) -> dict[str, int | bool | None]:
-        return {"engines": len(pool.replicas), "in_flight": pool.in_flight, "paused": pool.model in self._paused}
+    def _counts(self, pool: Pool[Any]) -> dict[str, int | float | bool | None]:
+        paused_at = self._paused_at.get(pool.model)
+        return {
+            "engines": len(pool.replicas),
+            "in_flight": pool.in_flight,
+            "paused": pool.model in self._paused,
+            "paused_seconds": None if paused_at is None else time.monotonic() - paused_at,
+        }
 
     def _pool(self, model: str) -> Pool[Any]:
         return self._engines[model] if model in self._engines else self._backends[model]

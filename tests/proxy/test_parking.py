@@ -53,6 +53,19 @@ def test_a_draining_pause_waits_until_what_is_in_flight_has_ended(served: Served
     assert not served.engine.frozen
 
 
+def test_the_state_says_for_how_long_a_model_is_paused(served: Served) -> None:
+    def told() -> Any:
+        return served.gateway.state()["models"]["policy"]["paused_seconds"]
+
+    assert told() is None
+    served.run(lambda: served.gateway.pause("policy"))
+    first = told()
+    served.run(lambda: served.gateway.pause("policy"))  # the same pause
+    assert 0 <= first < told()
+    served.run(lambda: served.gateway.resume("policy"))
+    assert told() is None
+
+
 @pytest.mark.parametrize("drain_seconds", [0, 0.05])
 def test_what_has_not_ended_by_the_deadline_freezes_and_goes_on(served: Served, drain_seconds: float) -> None:
     served.engine.steps = asyncio.Semaphore(0)

@@ -465,4 +465,8 @@ def test_recording_that_falls_behind_fails_the_attempt_and_never_the_service(
     lost = state["tokens_lost"]
     assert lost
     assert state["tokens_pending"] == lost
+    assert (
+        sum(served.gateway.tokens_sealed(["r1", "r2"]).values()) + lost == state["models"]["policy"]["tokens_received"]
+    )
+    assert served.gateway.tokens_sealed(["r2"]) == {}
     assert state["models"]["policy"]["tokens_received"] == sum(call.sampled_tokens for call in calls) + lost

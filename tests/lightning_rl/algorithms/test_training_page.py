@@ -7,7 +7,7 @@ from tests.pages import ROOT, check_examples
 
 
 def test_its_examples_print_what_it_says() -> None:
-    assert check_examples("docs/training.md") == 2
+    assert check_examples("docs/training.md") == 3
 
 
 def test_its_lines_of_config_are_taken() -> None:

@@ -9,11 +9,13 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from lightning_rl.agent import agent_of_run, load_agent
 from lightning_rl.algorithms import ppo as ppo_module
 from lightning_rl.algorithms import settings
 from lightning_rl.algorithms.ppo import PPO
+from lightning_rl.algorithms.schedules import Async, OneStepOff
 from lightning_rl.algorithms.settings import tasks_of
 from lightning_rl.config import ConfigError, compose, keys
 from lightning_rl.config.schema import Config, TrainConfig
@@ -45,7 +47,7 @@ class Story(PPO):
         self.policy: Any = self.models
         self.books: Any = _Models()
         self._problems: Any = _Models()
-        self._began_ns = self._began_at = 0
+        self._began_ns = 0
         self._tune_dataset = ["tune"]
 
     def _go_on(self) -> None: ...
@@ -58,7 +60,8 @@ class Story(PPO):
         self.asked += requests
         return []
 
-    def train_step(self, tasks: Sequence[tuple[int, Any]]) -> dict[str, float]:
+    def train_step(self) -> dict[str, float]:
+        tasks = self._next_batch()
         self.said.append(f"train {[index for index, _ in tasks]}")
         self.roll_out("train", tasks, self.config.actor_rollout_ref.rollout.n)
         return {}
@@ -82,8 +85,6 @@ class _Models:
     name, folder = "policy", Path()
 
     def train(self, total: int) -> None: ...
-
-    def read(self, trajectories: Any) -> None: ...
 
     def report(self, when: str, trajectories: Any) -> None: ...
 
@@ -143,6 +144,7 @@ def limits(config: Config, _: pytest.MonkeyPatch) -> Any:
         PPO(config).n_runners,
         PPO(config).isolation,
         PPO(config).resume,
+        PPO(config).watchdog_seconds,
         bool(PPO(config)._select),
     )
 
@@ -273,6 +275,7 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     ("algorithm.agent_failure", "exclude", limits),
     ("algorithm.train_agents", "writer", limits),
     ("trainer.total_training_steps", 2, story),
+    ("trainer.watchdog_seconds", 5.0, limits),
     ("trainer.val_before_train", False, story),
     ("trainer.val_only", True, story),
     ("trainer.test_freq", 1, story),
@@ -314,6 +317,8 @@ ELSEWHERE = {
     "algorithm.use_kl_in_reward": "test_step_batch.py, test_ppo_models.py",
     "algorithm.kl_ctrl.horizon": "test_the_penalty_steers_as_the_keys_say",
     "algorithm.kl_ctrl.target_kl": "test_the_penalty_steers_as_the_keys_say",
+    "trainer.schedule": "test_the_schedule_is_what_the_keys_say, test_ppo_schedules.py",
+    "trainer.max_off_policy_threshold": "test_the_schedule_is_what_the_keys_say",
     "trainer.critic_warmup": "test_ppo_models.py: test_the_policy_stays_while_the_critic_warms_up",
     "trainer.max_actor_ckpt_to_keep": "test_checkpoint.py: pruning",
     ROLLOUT + "dtype": "test_models.py: test_number_formats_are_what_the_keys_say",
@@ -500,6 +505,59 @@ def test_the_correction_is_what_the_keys_say() -> None:
 def test_a_correction_that_cannot_be_honoured_is_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PPO({"algorithm": {"rollout_correction": keys}})
+
+
+def test_the_schedule_is_what_the_keys_say() -> None:
+    def planned(**trainer: Any) -> Any:
+        ppo = PPO({"data": {"train_batch_size": 4}, "actor_rollout_ref": {"rollout": {"n": 2}}, "trainer": trainer})
+        schedule = ppo._schedule
+        return None if schedule is None else (type(schedule), schedule.threshold, schedule.before, ppo.n_runners)
+
+    assert planned() is None
+    assert planned(schedule="one_step_off") == (OneStepOff, 1, 4, 8)
+    assert planned(schedule="async") == (Async, 4, 20, 40)
+    assert planned(schedule="async", max_off_policy_threshold=2) == (Async, 2, 12, 24)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"trainer": {"max_off_policy_threshold": 3}}, "has no effect under trainer.schedule=sync"),
+        (
+            {"trainer": {"schedule": "one_step_off"}, "algorithm": {"filter_groups": {"enable": True}}},
+            "set trainer.schedule=async or sync",
+        ),
+        (
+            {
+                "trainer": {"schedule": "async", "device": "cuda"},
+                "actor_rollout_ref": {"rollout": {"name": "vllm", "free_cache_engine": True}},
+            },
+            "lets the engine rest while the trainer computes",
+        ),
+        ({"trainer": {"schedule": "asink"}}, "there are sync, one_step_off, async"),
+    ],
+)
+def test_a_schedule_that_cannot_be_kept_is_refused(
+    config: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "device_of", lambda _: torch.device("cuda"))
+    with pytest.raises(ConfigError, match=message):
+        PPO(config)
+
+
+@pytest.mark.parametrize("schedule", ["one_step_off", "async"])
+def test_what_older_weights_sampled_is_corrected_unless_the_config_says_otherwise(schedule: str) -> None:
+    def corrected(**keys: Any) -> tuple[str | None, bool, bool]:
+        """The weights, whether old log probabilities are recomputed, and whether a warning is given."""
+        ppo = PPO({"trainer": {"schedule": schedule}, "algorithm": {"rollout_correction": keys}})
+        bypass = ppo.config.algorithm.rollout_correction.bypass_mode
+        return ppo._ratio_rules.level, not bypass, settings.uncorrected(ppo.config) is not None
+
+    assert corrected() == ("token", True, False)
+    assert corrected(rollout_is="sequence") == ("sequence", True, False)
+    assert corrected(rollout_is=None) == (None, True, True)
+    assert corrected(rollout_is=None, rollout_rs="token_k1", rollout_rs_threshold=2.0) == (None, True, False)
+    assert corrected(bypass_mode=True) == (None, False, False)  # the clip bounds the ratio to the sampler itself
 
 
 def test_in_bypass_mode_the_loss_is_what_the_keys_say() -> None:

@@ -97,6 +97,9 @@ class FakeGateway:
     def eased_in_its_loop(self) -> None:
         self.loop.call_soon_threadsafe(self.eased)
 
+    def tokens_sealed(self, rollout_ids) -> dict[str, int]:
+        return {}
+
     def state(self) -> dict[str, Any]:
         model = {"in_flight": self.in_flight, "paused": self.paused, "tokens_received": 7, "engines": 1}
         return {
