@@ -65,6 +65,7 @@ class Algorithm:
     isolation: "Isolation" = "thread"  # of a rollout, where the Trainer is not told
     langgraph: "Langgraph | None" = None  # the graph that the configuration names as the agent
     resume = False  # whether to go on with a run folder that holds a run
+    max_restarts = 0  # how often the run is opened anew, to go on, when a process that trains has died
 
     def default_run_dir(self) -> Path:
         """The run folder, where the Trainer is not told."""

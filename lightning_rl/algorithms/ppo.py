@@ -100,17 +100,12 @@ class PPO(Algorithm):
         self._select = selection(algorithm.train_agents, select)
         self._rules = settings.rules(self.config, credit, estimator)
         self._ratio_rules = settings.ratio_rules(self.config)
-        self._kl_controller = kl_controller_of(self.config)
         settings.check(self.config, self._rules.estimator)
         self._rule = settings.name_of(credit) if credit else algorithm.credit.function or algorithm.credit.strategy
         self._estimator = settings.name_of(estimator) if estimator else algorithm.adv_estimator
         self._grader = Grader.of(self.config.reward, reward)
         self._tune_dataset = tune_dataset
-        stopping = self.config.trainer.early_stopping
-        self.tuning = Tuning(patience=stopping.patience, min_delta=stopping.min_delta)
-        self.step = 0
-        self.policy_version = 0
-        self.batches_taken = 0  # of tasks, for training
+        self._begin()
         self.history: list[dict[str, float]] = []
         self._greedy: dict[str, float] = {}  # rewards of greedy rollouts by the group whose task they have
         self._greedy_resources: str | None = None
@@ -118,6 +113,16 @@ class PPO(Algorithm):
         self.n_runners = rollout.agent.num_workers or min(MOST, self._batch_size * rollout.n)
         self.isolation = rollout.agent.isolation
         self.resume = self.config.trainer.resume_mode == "auto"
+        self.max_restarts = self.config.trainer.max_restarts
+
+    def _begin(self) -> None:
+        """What training starts with; a run that is opened again forgets what is in no checkpoint."""
+        stopping = self.config.trainer.early_stopping
+        self.tuning = Tuning(patience=stopping.patience, min_delta=stopping.min_delta)
+        self._kl_controller = kl_controller_of(self.config)
+        self.step = 0
+        self.policy_version = 0
+        self.batches_taken = 0  # of tasks, for training
 
     # The hooks, in the order in which they are called.
 
@@ -171,6 +176,7 @@ class PPO(Algorithm):
 
     def open(self, run_dir: Path) -> Endpoint:
         """Load the models and start the engine."""
+        self._begin()
         rollout = self.config.actor_rollout_ref.rollout
         helpers = backends.registrations(self.config.gateway)
         tracking.check_names(self.config.trainer.logger)
@@ -199,9 +205,10 @@ class PPO(Algorithm):
         self.policy.check()
 
     def close(self) -> None:
-        """Stop the engine."""
+        """Stop the engine, and the processes that train."""
         if hasattr(self, "policy"):
             self.policy.close()
+            self.models.close()
 
     def run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
         """Train on `train_dataset` and report on `val_dataset`."""
