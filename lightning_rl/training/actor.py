@@ -242,8 +242,13 @@ class Actor(Learner):
             old_log_probs=self._gather(_known(s, "old_log_probs") for s in sequences),
             advantages=self._gather(s.advantages for s in sequences),
             sequence=self._gather(np.full(len(s.trained), s.rollout) for s in sequences),
-            constants=torch.cat([constants[id(s)] for s in sequences]) if constants else None,
+            constants=self._constants(sequences, constants) if constants else None,
         )
+
+    def _constants(self, sequences: Sequence[TrainingSequence], constants: Mapping[int, Tensor]) -> Tensor:
+        """`constants` of the trained tokens of `sequences`, joined [K]; a row that trains nothing has none."""
+        parts = [constants[id(s)] for s in sequences if len(s.trained)]
+        return torch.cat(parts) if parts else torch.empty(0, device=self._device)
 
     def _importance(self, micro: list[TrainingSequence]) -> Tensor | float:
         """The weights of rollout correction [K], where any sequence has them."""

@@ -28,6 +28,7 @@ class WorkerGroup:
         device: cpu, or cuda: each has a GPU of its own.
         build: makes the models of a worker; it is sent to all of them.
 
+    `pids` are the workers' processes, each on its machine.
     Whoever makes one calls `close`. Raises NoPlace where the cluster has no room.
     """
 
@@ -43,6 +44,7 @@ class WorkerGroup:
         bundle = {"CPU": per_node} | ({"GPU": per_node} if gpus else {})
         self._room = placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
         self._workers: list[Any] = []
+        self.pids: list[int] = []
         try:
             if not self._room.wait(_PLACING_SECONDS):
                 raise NoPlace(
@@ -54,7 +56,7 @@ class WorkerGroup:
                 made = ray.remote(Worker).options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place)
                 self._workers.append(made.remote(rank, self.size, device))
             host, port = self._answers([self._workers[0].listen.remote()])[0]
-            self._answers([worker.join.remote(host, port, build) for worker in self._workers])
+            self.pids = self._answers([worker.join.remote(host, port, build) for worker in self._workers])
         except BaseException:
             self.close()
             raise
@@ -106,9 +108,10 @@ class WorkerGroup:
             ready, _ = self._ray.wait([one], timeout=max(0.0, until - time.monotonic()))
             found = self._failure(one) if ready else None
             if isinstance(found, self._ray.exceptions.RayError):
+                process = f" (process {self.pids[rank]})" if self.pids else ""
                 died = WorkerDied(
-                    f"worker {rank} of {self.size} that trains {self.name} is gone: {_first_line(found)}; the run goes "
-                    "on from its last checkpoint when it is resumed (trainer.max_restarts does so by itself)"
+                    f"worker {rank} of {self.size} that trains {self.name} is gone{process}: {_first_line(found)}; the "
+                    "run goes on from its last checkpoint when it is resumed (trainer.max_restarts does so by itself)"
                 )
                 died.__cause__ = found
                 return died

@@ -32,13 +32,14 @@ class Worker:
         self._door = socket.create_server((host, 0))
         return host, self._door.getsockname()[1]
 
-    def join(self, host: str, port: int, build: Callable[[Team], Any]) -> None:
-        """Meet the others, and build the models of this process."""
+    def join(self, host: str, port: int, build: Callable[[Team], Any]) -> int:
+        """Meet the others, and build the models of this process; its id."""
         if host == "127.0.0.1":  # then they are all on this machine, and listen to nobody else
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
         door = None if self._door is None else self._door.detach()  # the store closes it
         store = TCPStore(host, port, self._size, is_master=door is not None, timeout=_JOINING, master_listen_fd=door)
         self._models = build(Team(store, self._rank, self._size, self._device))
+        return os.getpid()
 
     def ask(self, part: str | None, method: str, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """What `method` of a part of the models answers (None: of the models); None but for the first worker."""

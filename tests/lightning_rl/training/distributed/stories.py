@@ -1,5 +1,6 @@
 """Some training steps on made-up rows, told by one process or by each of a team: what they come to must be the same."""
 
+import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,9 @@ class Teller:
         made = Learners(config, load_model(CHECKPOINT, story.dtype), roles_of(config, with_critic=story.with_critic))
         made.train(CHECKPOINT, 10, self._team)
         if story.begin is not None:
-            put(story.begin["weights"], made.model)
-            made.load_state_dict(story.begin["state"])
+            begin = copy.deepcopy(story.begin)  # an optimizer trains on in the state that it is given
+            put(begin["weights"], made.model)
+            made.load_state_dict(begin["state"])
         metrics, numbers = [], []
         for seed in story.seeds:
             found, asked = self._step(made, rows(seed, story.rollouts))

@@ -53,8 +53,9 @@ def test_actor_critic_and_reference(tell: Tell, workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_to_rounding_of_float64(tell: Tell, workers: int) -> None:
+    """But for log probabilities, which are kept as float32."""
     story = Story({A + "optim.optimizer": "SGD", A + "optim.lr": 0.01}, dtype=torch.float64)
-    assert_same(tell(1, story), tell(workers, story), rtol=1e-6, atol=1e-9)
+    assert_same(tell(1, story), tell(workers, story), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("mode", sorted(LOSSES))
@@ -63,7 +64,7 @@ def test_every_loss(tell: Tell, mode: str) -> None:
     keys = {A + "policy_loss.loss_mode": mode, A + "policy_loss.dro_beta": 1.0, A + "policy_loss.clip_cov_ratio": 0.1}
     keys |= {A + "policy_loss.clip_cov_lb": 0.0, A + "policy_loss.kl_cov_ratio": 0.1, A + "ppo_mini_batch_size": 1}
     story = Story(keys | {A + "optim.optimizer": "SGD", A + "optim.lr": 0.01}, seeds=[3], dtype=torch.float64)
-    assert_same(tell(1, story), tell(4, story), rtol=1e-6, atol=1e-9)
+    assert_same(tell(1, story), tell(4, story), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
