@@ -1,7 +1,7 @@
 """Every configuration key: its type, its default and its effect, each written once, under verl's names.
 
 Defaults, validation, typed access and `docs/config.md` all come from these classes. A key either has an effect, or it
-is `no_effect`, with the reason; a key marked `only` takes the values that this release can honour, and no other.
+is `no_effect`, with the reason.
 """
 
 from typing import Annotated, Any, Literal
@@ -24,11 +24,6 @@ Files = str | list[str] | None
 def effect(text: str) -> Meta:
     """What the key does."""
     return Meta(description=text)
-
-
-def only(values: tuple[Any, ...], because: str) -> Meta:
-    """The key is known, and the other values that verl takes are refused: `because`."""
-    return Meta(description=because, extra={"only": values})
 
 
 def no_effect(because: str) -> Meta:

@@ -4,7 +4,9 @@ Invariant: the parts hold every sequence once, and each worker finds the same pa
 stand next to each other before the list is cut, so few workers compute a shared beginning twice.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -13,20 +15,33 @@ from lightning_rl.training.packing import prefix_order
 
 
 def parts(sequences: Sequence[TrainingSequence], workers: int, *, packed: bool) -> list[list[TrainingSequence]]:
-    """`sequences` in `workers` parts, some of which may be empty; no part has more tokens to compute than its even
-    share and one row.
+    """`sequences` in `workers` parts, some of which may be empty: ordered by their tokens and cut so that the largest
+    part is as small as it can be.
 
-    With `packed` a row costs the tokens that it does not share with the row before it, otherwise all of its tokens.
+    A part costs the tokens that are computed for it: all of its rows', with `packed` what rows begin with alike once.
     """
-    if not sequences:
-        return [[] for _ in range(workers)]
     order, shared = prefix_order(sequences)
     ordered = [sequences[number] for number in order]
-    costs = np.array([len(s) - (known if packed else 0) for s, known in zip(ordered, shared, strict=True)], float)
-    costs += 1e-9  # a row that is another's beginning costs next to nothing, and still has its place
-    middles = np.cumsum(costs) - costs / 2
-    owner = np.minimum((middles / costs.sum() * workers).astype(int), workers - 1)
-    return [[s for s, own in zip(ordered, owner, strict=True) if own == worker] for worker in range(workers)]
+    lengths = [len(sequence) for sequence in ordered]
+    added = [length - known if packed else length for length, known in zip(lengths, shared, strict=False)]
+    sizes = range(max(lengths, default=0), sum(lengths) + 1)
+    most = sizes[bisect_left(sizes, True, key=lambda size: len(_ends(lengths, added, size)) <= workers)]
+    found = [ordered[start:end] for start, end in pairwise([0, *_ends(lengths, added, most)])]
+    return found + [[] for _ in range(workers - len(found))]
+
+
+def _ends(lengths: Sequence[int], added: Sequence[int], most: int) -> list[int]:
+    """Where parts of at most `most` tokens end: a row costs its length in the first place of a part, else `added`.
+
+    None is cut short, and a part that begins later never costs more, so there are as few as there can be.
+    """
+    ends, held = [], 0
+    for number, (length, more) in enumerate(zip(lengths, added, strict=True)):
+        if held and held + more > most:
+            ends.append(number)
+            held = 0
+        held += more if held else length
+    return [*ends, len(lengths)]
 
 
 def silent(like: TrainingSequence) -> TrainingSequence:

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import lightning_rl as lrl
-from lightning_rl.errors import WorkerDied
-from lightning_rl.training import checkpoint
+from lightning_rl.tracking import jsonl
 from tests.lightning_rl.algorithms.agents import two_calls
 from tests.lightning_rl.training.distributed.stories import CHECKPOINT
 
@@ -42,7 +41,6 @@ class Unlucky(lrl.PPO):
     """Loses a worker in its second step, so many times as `losses` says."""
 
     losses = 0
-    error: WorkerDied | None = None
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
@@ -59,21 +57,14 @@ class Unlucky(lrl.PPO):
 def run(run_dir: Path, *, losses: int = 0, **trainer: Any) -> Unlucky:
     ppo = Unlucky(CONFIG | {"trainer": CONFIG["trainer"] | trainer})
     ppo.losses = losses
-    try:
-        lrl.Trainer(two_calls, n_runners=4, run_dir=run_dir).fit(ppo, [0, 1, 2, 3])
-    except WorkerDied as error:
-        ppo.error = error
+    lrl.Trainer(two_calls, n_runners=4, run_dir=run_dir).fit(ppo, [0, 1, 2, 3])
     return ppo
 
 
-def test_a_run_that_loses_workers_ends_as_one_that_trains_alone(local_ray: None, tmp_path: Path) -> None:
-    lost = run(tmp_path / "two", losses=2, max_restarts=1)
-    assert lost.sampled == [1, 2, 2]  # of its two restarts it was allowed one
-    assert "worker 1 of 2 that trains actor, critic is gone" in str(lost.error)
-    assert checkpoint.latest(tmp_path / "two" / "checkpoints") == tmp_path / "two" / "checkpoints" / "step-1"
-
-    resumed = run(tmp_path / "two", n_gpus_per_node=2)
-    assert resumed.sampled == [2, 3]
+def test_a_run_that_loses_a_worker_ends_as_one_that_trains_alone(local_ray: None, tmp_path: Path) -> None:
+    lost = run(tmp_path / "two", losses=1, max_restarts=1)
+    assert lost.sampled == [1, 2, 2, 3]  # what was sampled of the second step is read again
+    assert [row["step"] for row in jsonl.read(tmp_path / "two" / "metrics.jsonl")] == [1, 2, 3]
 
     (tmp_path / "one").mkdir()
     shutil.copy(tmp_path / "two" / "store.db", tmp_path / "one")
