@@ -8,13 +8,13 @@ ORACLE := .venv-oracle
 VLLM := .venv-vllm
 AGENTS := .venv-agents
 SERVICES := tests/lightning_rl/server tests/lightning_rl/runner tests/lightning_rl/store
-FAST := not e2e and not chaos and not package and not sdk and not vllm and not agents
+FAST := not e2e and not chaos and not package and not sdk and not vllm and not agents and not cluster
 ASKING := attempt call_names gateway limits logs openapi parking recorder retries router streaming templates texts
 PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # One thread each: several processes on the same cores stand in each other's way with more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: quickstart test test-services test-runs test-e2e test-sdk test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents docs lint types check bench clean
+.PHONY: quickstart test test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents docs lint types check bench clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/lightning-rl quickstart $(ARGS)
@@ -33,6 +33,10 @@ test-runs: $(VENV)/.dev
 
 test-e2e: $(VENV)/.dev
 	$(PYTEST) tests/e2e tests/test_docs.py -m "e2e and not package" -n 2 --dist loadscope $(ARGS)
+
+# Ray and its workers, on this machine.
+test-cluster: $(VENV)/.dev
+	$(PYTEST) tests -m cluster $(ARGS)
 
 test-sdk: $(VENV)/.dev $(SDKS)
 	$(PYTEST) tests/sdk/test_newer_sdk.py -m sdk $(ARGS)

@@ -3,3 +3,7 @@
 
 class Explained(Exception):
     """An error whose message names the thing, the place and what to do: nobody needs its traceback."""
+
+
+class WorkerDied(Explained, RuntimeError):
+    """A process that trains is gone. What it knew is lost, so the run goes on from its last checkpoint, or ends."""

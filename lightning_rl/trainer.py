@@ -5,6 +5,7 @@ They live in one run folder: the store, the journal, the logs, the metrics and t
 """
 
 import itertools
+import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_rl.agent import Agent, agent_of_run, as_agent
 from lightning_rl.agent_lightning import check_arguments
 from lightning_rl.algorithms.base import Algorithm, Endpoint
-from lightning_rl.errors import Explained
+from lightning_rl.errors import Explained, WorkerDied
 from lightning_rl.files import owned
 from lightning_rl.runner import launch as runners
 from lightning_rl.runner.payload import Isolation
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_rl.algorithms.dev import Dev
 
 
+_log = logging.getLogger(__name__)
 _ORDERS = "Trainer(agent).fit(algorithm, tasks), or Trainer(algorithm=algorithm).fit(agent, tasks)"
 
 
@@ -108,14 +110,28 @@ class Trainer:
     def _run(
         self, agent: Agent, algorithm: Algorithm, train_dataset: Sequence[Any] | None, val_dataset: Sequence[Any] | None
     ) -> None:
-        """Open the parts, let the algorithm work, and close them."""
+        """Run it, and where a process that trains dies, go on with it as often as the algorithm allows."""
         tasks, held_out = algorithm.prepare(train_dataset, val_dataset)
         if self.run_dir is None or not self._fixed_run_dir:
             self.run_dir = _unused(algorithm.default_run_dir().resolve())
         run_dir = self.run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
+        with owned(run_dir):
+            for left in reversed(range(algorithm.max_restarts + 1)):
+                try:
+                    self._run_once(agent, algorithm, tasks, held_out, run_dir)
+                    break
+                except WorkerDied as error:
+                    if not left:
+                        raise
+                    algorithm.resume = True
+                    _log.warning("%s; this is done now, and at most %d more times", error, left - 1)
+
+    def _run_once(
+        self, agent: Agent, algorithm: Algorithm, tasks: Sequence[Any], held_out: Sequence[Any], run_dir: Path
+    ) -> None:
+        """Open the parts, let the algorithm work, and close them."""
         with ExitStack() as parts:
-            parts.enter_context(owned(run_dir))
             if (run_dir / "store.db").exists() and not algorithm.resume:
                 raise RunFolderUsed(
                     f"{run_dir} holds a run already: resume it (trainer.resume_mode=auto, or `lightning-rl train "

@@ -69,6 +69,7 @@ class Algorithm:
     loops: "NamedLoops | None" = None  # the agent loops that it names instead
     resume = False  # whether to go on with a run folder that holds a run
     watchdog_seconds: float | None = 600.0  # without an end of any rollout, until a warning says who waits for whom
+    max_restarts = 0  # how often the run is opened anew, to go on, when a process that trains has died
 
     def default_run_dir(self) -> Path:
         """The run folder, where the Trainer is not told."""

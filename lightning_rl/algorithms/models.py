@@ -8,25 +8,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_rl.algorithms import settings
-from lightning_rl.algorithms.credits import needs_reference
+from lightning_rl.algorithms.crew import Crew
+from lightning_rl.algorithms.learners import FORMATS, Learners, put, roles_of
 from lightning_rl.config import ConfigError
-from lightning_rl.config.schema import Config, Fsdp
+from lightning_rl.config.schema import Config
 from lightning_rl.inference.embedded import EmbeddedPolicy
-from lightning_rl.inference.load import load_model, model_folder
 from lightning_rl.inference.sglang import SGLangPolicy
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.training import checkpoint, lora
 from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import TrainingSequence
-from lightning_rl.training.critic import Critic, ValueModel, value_head
-from lightning_rl.training.forward import Forward
+from lightning_rl.training.critic import Critic
+from lightning_rl.training.distributed.remote import RemoteActor, RemoteCritic, RemoteReference
 from lightning_rl.training.reference import BaseOfAdapter, Reference
-
-_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Models:
@@ -39,28 +36,23 @@ class Models:
         resumed: the checkpoint that it goes on from; None: it begins.
 
     `policy` is there at once, `actor`, `critic` and `reference` (None where nothing needs them) after `train`. With a
-    shared trunk the actor has the critic's head, and there is no `critic`.
+    shared trunk the actor has the critic's head, and there is no `critic`. Where several processes train, these three
+    stand for what the processes hold, and `model` is a copy of the policy that is renewed when it is sent.
     Raises ConfigError for an adapter that cannot be made.
     """
 
-    actor: Actor
-    critic: Critic | None = None
-    reference: Reference | BaseOfAdapter | None = None
+    actor: Actor | RemoteActor
+    critic: Critic | RemoteCritic | None = None
+    reference: Reference | BaseOfAdapter | RemoteReference | None = None
 
     def __init__(self, config: Config, run_dir: Path, *, with_critic: bool, resumed: Path | None = None) -> None:
         self.config = config
-        model = config.actor_rollout_ref.model
-        self.policy = _policy(config, run_dir, None if model.lora_rank else resumed)
-        self.model: nn.Module = self.policy.model
-        self._pad_id: int = self.policy.model.config.pad_token_id or 0
-        self._device = next(self.model.parameters()).device
-        shared = with_critic and config.critic.shared_trunk
-        self._values = self._value_model() if with_critic and not shared else None
-        if model.lora_rank:
-            self._adapt()
-        if model.enable_gradient_checkpointing:
-            _checkpoint_activations(self.model)
-        self._value_head = value_head(self.model) if shared else None
+        self._roles = roles_of(config, with_critic=with_critic)
+        self._resumed = None if config.actor_rollout_ref.model.lora_rank else resumed
+        self.policy = _policy(config, run_dir, self._resumed)
+        self._crew: Crew | None = None
+        self._own = Learners(config, self.policy.model, () if config.trainer.workers > 1 else self._roles)
+        self.model: nn.Module = self._own.model
 
     def start(self, version: int = 0) -> None:
         """Start the engine, and give it the weights that training begins with, those of this policy version. Whoever
@@ -74,18 +66,20 @@ class Models:
         self.send_weights(version if in_process else 0)
 
     def train(self, training_steps: int) -> None:
-        """Make actor, critic and reference, for a run of so many steps."""
-        config = self.config
-        actor, critic = config.actor_rollout_ref.actor, config.critic
-        forward = self._forward(self.model, actor.fsdp_config)
-        self.actor = Actor(
-            self.model, settings.actor_config(config, training_steps), self._pad_id, forward, self._value_head
-        )
-        if self._values is not None:
-            of_values = self._forward(self._values.trunk, critic.fsdp_config)
-            self.critic = Critic(self._values, settings.critic_config(config, training_steps), self._pad_id, of_values)
-        if needs_reference(config):
-            self.reference = self._reference(forward)
+        """Make actor, critic and reference, for a run of so many steps. Whoever calls this calls `close`."""
+        if self.config.trainer.workers > 1:
+            weights = self._resumed or self.policy.folder
+            self._crew = Crew(self.config, self._roles, weights, self.policy.folder, training_steps)
+            self.actor, self.critic, self.reference = self._crew.actor, self._crew.critic, self._crew.reference
+        else:
+            self._own.train(self.policy.folder, training_steps)
+            assert self._own.actor is not None
+            self.actor, self.critic, self.reference = self._own.actor, self._own.critic, self._own.reference
+
+    def close(self) -> None:
+        """End the processes that train, where there are any beside this one."""
+        if self._crew is not None:
+            self._crew.close()
 
     def set_reference_log_probs(self, sequences: list[TrainingSequence]) -> None:
         """Ask the reference, which must be there."""
@@ -96,7 +90,7 @@ class Models:
     @property
     def has_values(self) -> bool:
         """Whether there is a critic, or a head on the policy that stands for one."""
-        return self.critic is not None or self._value_head is not None
+        return bool(self._roles & {"critic", "value head"})
 
     def set_values(self, sequences: list[TrainingSequence]) -> None:
         """Ask the critic, or the policy's head of values; one must be there."""
@@ -106,6 +100,8 @@ class Models:
 
     def send_weights(self, version: int) -> None:
         """Give the engine what was trained, as policy version `version`; returns when it samples with it."""
+        if self._crew is not None:
+            put(self._crew.weights(), self.model)
         if not self.config.actor_rollout_ref.model.lora_rank:
             self.policy.update_weights(self.model, version)
         elif self.policy.takes_changes:
@@ -124,94 +120,31 @@ class Models:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside the exported policy."""
-        adapted = self.config.actor_rollout_ref.model.lora_rank
-        return {
-            "actor": self.actor.state_dict(),
-            "critic": None if self.critic is None else self.critic.state_dict(),
-            "value head": None if self._value_head is None else self._value_head.state_dict(),
-            "adapter": dict(_trained(self.model)) if adapted else None,
-        }
+        return (self._own if self._crew is None else self._crew).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state. Raises ConfigError where the config now asks for other models."""
-        asked = {"critic": self.critic, "value head": self._value_head}
-        for what, there in (asked | {"adapter": self.config.actor_rollout_ref.model.lora_rank or None}).items():
-            if (there is not None) != (state[what] is not None):
+        asked = {what: what in self._roles for what in ("critic", "value head")}
+        for what, there in (asked | {"adapter": bool(self.config.actor_rollout_ref.model.lora_rank)}).items():
+            if there != (state[what] is not None):
                 raise ConfigError(
                     f"the checkpoint has {'no' if state[what] is None else 'its'} {what}, the config says otherwise: "
                     "resume with the config.yaml of the run's folder"
                 )
-        self.actor.load_state_dict(state["actor"])
-        if self.critic is not None:
-            self.critic.load_state_dict(state["critic"])
-        if self._value_head is not None:
-            self._value_head.load_state_dict(state["value head"])
-        if state["adapter"] is not None:
-            with torch.no_grad():
-                for name, parameter in _trained(self.model).items():
-                    parameter.copy_(state["adapter"][name])
-
-    def _adapt(self) -> None:
-        """Put an adapter into the policy."""
-        model = self.config.actor_rollout_ref.model
-        try:
-            self.model = lora.adapted(
-                self.policy.model,
-                rank=model.lora_rank,
-                alpha=model.lora_alpha,
-                targets=model.target_modules,
-                adapter_path=model.lora_adapter_path,
-                seed=self.config.data.seed,
-            )
-        except ValueError as error:
-            raise ConfigError(f"actor_rollout_ref.model: {error}") from error
-
-    def _value_model(self) -> ValueModel:
-        critic = self.config.critic
-        held = _FORMATS[critic.fsdp_config.model_dtype]
-        if critic.model.path is None:
-            values = ValueModel.like(self.policy.model, held)
-        else:
-            values = ValueModel.load(model_folder(critic.model.path), held, self._device)
-        if critic.model.enable_gradient_checkpointing:
-            _checkpoint_activations(values.trunk)
-        return values
-
-    def _reference(self, forward: Forward) -> Reference | BaseOfAdapter:
-        ref, actor = self.config.actor_rollout_ref.ref, self.actor.config
-        rows = ref.log_prob_micro_batch_size_per_gpu
-        bounds = {"rows": rows or actor.micro_batch_rows, "tokens": None if rows else actor.micro_batch_tokens}
-        if self.config.actor_rollout_ref.model.lora_rank:
-            return BaseOfAdapter(self.model, self._pad_id, forward=forward, **bounds)
-        model = load_model(self.policy.folder, _FORMATS[ref.fsdp_config.model_dtype], self._device)
-        return Reference(
-            model,
-            self._pad_id,
-            offload=ref.fsdp_config.param_offload,
-            forward=self._forward(model, ref.fsdp_config),
-            **bounds,
-        )
-
-    def _forward(self, model: nn.Module, formats: Fsdp) -> Forward:
-        return Forward(
-            model,
-            self._pad_id,
-            packed=self.config.actor_rollout_ref.model.use_remove_padding,
-            autocast=torch.bfloat16 if formats.dtype == "bfloat16" else None,
-        )
+        (self._own if self._crew is None else self._crew).load_state_dict(state)
 
 
 def _policy(config: Config, run_dir: Path, weights: Path | None) -> EmbeddedPolicy | VllmPolicy | SGLangPolicy:
     """The policy with the engine that the config names."""
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    held = _FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
+    held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
     if rollout.name == "embedded":
         return EmbeddedPolicy(
             model.path,
             weights=weights,
             trained=True,
             device=config.trainer.device,
-            dtype=held if rollout.dtype is None else _FORMATS[rollout.dtype],
+            dtype=held if rollout.dtype is None else FORMATS[rollout.dtype],
             train_dtype=held,
             max_num_seqs=rollout.max_num_seqs,
             max_model_len=rollout.max_model_len,
@@ -227,11 +160,3 @@ def _policy(config: Config, run_dir: Path, weights: Path | None) -> EmbeddedPoli
     if rollout.name == "sglang":
         return SGLangPolicy(model.path, run_dir, urls=urls, **common)
     return VllmPolicy(model.path, settings.vllm_options(config), run_dir, urls=urls, **common)
-
-
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def _checkpoint_activations(model: Any) -> None:
-    model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -56,11 +56,7 @@ from lightning_rl.rewards import GroupReward
 from lightning_rl.rl.advantages import Estimator
 from lightning_rl.rl.baselines import OutcomeEstimator
 from lightning_rl.runner.launch import MOST
-<<<<<<< HEAD
-from lightning_rl.store.contract import RolloutRequest, RolloutTrace
-=======
 from lightning_rl.store.contract import Rollout, RolloutRequest, RolloutTrace
->>>>>>> schedules
 from lightning_rl.store.errors import StoreError
 from lightning_rl.tracing.writer import Writer
 from lightning_rl.tracking import jsonl
@@ -114,22 +110,15 @@ class PPO(Algorithm):
         self._select = selection(algorithm.train_agents, select)
         self._rules = settings.rules(self.config, credit, estimator)
         self._ratio_rules = settings.ratio_rules(self.config)
-        self._kl_controller = kl_controller_of(self.config)
         settings.check(self.config, self._rules.estimator)
         self._rule = settings.name_of(credit) if credit else algorithm.credit.function or algorithm.credit.strategy
         self._estimator = settings.name_of(estimator) if estimator else algorithm.adv_estimator
         self._grader = Grader.of(self.config.reward, reward)
         self._tune_dataset = tune_dataset
-        stopping = self.config.trainer.early_stopping
-        self.tuning = Tuning(patience=stopping.patience, min_delta=stopping.min_delta)
-        self.step = 0
-        self.policy_version = 0
-        self.batches_taken = 0  # of tasks, for training
+        self._begin()
         self.history: list[dict[str, float]] = []
         self._greedy: dict[str, float] = {}  # rewards of greedy rollouts by the group whose task they have
         self._greedy_resources: str | None = None
-        self._left_in_flight: dict[str, Any] | None = None  # by the run that is resumed
-        self._compared = False  # sampler with trainer, on tokens of the same weights
         rollout = self.config.actor_rollout_ref.rollout
         self._schedule = settings.schedule(self.config)
         at_once = self._batch_size if self._schedule is None else self._schedule.before
@@ -138,6 +127,18 @@ class PPO(Algorithm):
         self.isolation = rollout.agent.isolation
         self.resume = self.config.trainer.resume_mode == "auto"
         self._traces: Writer | None = None
+        self.max_restarts = self.config.trainer.max_restarts
+
+    def _begin(self) -> None:
+        """What training starts with; a run that is opened again forgets what is in no checkpoint."""
+        stopping = self.config.trainer.early_stopping
+        self.tuning = Tuning(patience=stopping.patience, min_delta=stopping.min_delta)
+        self._kl_controller = kl_controller_of(self.config)
+        self.step = 0
+        self.policy_version = 0
+        self.batches_taken = 0  # of tasks, for training
+        self._left_in_flight: dict[str, Any] | None = None  # by the run that is resumed
+        self._compared = False  # sampler with trainer, on tokens of the same weights
 
     # The hooks, in the order in which they are called.
 
@@ -194,6 +195,7 @@ class PPO(Algorithm):
 
     def open(self, run_dir: Path) -> Endpoint:
         """Load the models and start the engine."""
+        self._begin()
         rollout = self.config.actor_rollout_ref.rollout
         helpers = backends.registrations(self.config.gateway)
         tracking.check_names(self.config.trainer.logger)
@@ -224,9 +226,10 @@ class PPO(Algorithm):
         self.policy.check()
 
     def close(self) -> None:
-        """Stop the engine."""
+        """Stop the engine, and the processes that train."""
         if hasattr(self, "policy"):
             self.policy.close()
+            self.models.close()
 
     def run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
         """Train on `train_dataset` and report on `val_dataset`."""
@@ -371,7 +374,6 @@ class PPO(Algorithm):
         self._note_greedy(trajectories[sampled:])
         return trajectories[:sampled]
 
-<<<<<<< HEAD
     def _traced(
         self, batch: str, asked: Sequence[RolloutRequest], read: Callable[[RolloutTrace], Trajectory]
     ) -> Callable[[RolloutTrace], Trajectory]:
@@ -390,7 +392,7 @@ class PPO(Algorithm):
     def _rolled_out(self, tasks: Tasks) -> tuple[list[Trajectory], list[Trajectory]]:
         """All rollouts of a step, and those to be trained: with `filter_groups` those of groups that say something, for
         which further batches of tasks are rolled out as needed."""
-=======
+
     def read_back(self, rollout_ids: Sequence[str]) -> list[Trajectory]:
         """Rollouts of training that have ended, in this order, with the rewards that training gives."""
         found = self.store.traces(rollout_ids)
@@ -404,7 +406,6 @@ class PPO(Algorithm):
 
     def _rolled_out(self) -> tuple[list[Trajectory], list[Trajectory]]:
         """All rollouts of a step, and those to be trained."""
->>>>>>> schedules
         self.on_sample_begin()
         self._greedy.clear()
         rolled_out, trained = self._of_this_step() if self._schedule is None else self._handed_over()

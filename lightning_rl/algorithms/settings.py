@@ -3,9 +3,11 @@
 Raises ConfigError, before a model is loaded, for what does not go together.
 """
 
+import os
 import sys
 from collections.abc import Callable
-from typing import Any, Literal
+from importlib.util import find_spec
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -36,6 +38,8 @@ from lightning_rl.training.optimizer import OptimizerConfig
 from lightning_rl_adapters.credit import Strategy
 
 _THRESHOLD = 4  # of `trainer.max_off_policy_threshold`
+# What these do to a number of a weight hangs on this number's gradients alone.
+_ELEMENTWISE: Final = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "Adagrad", "RMSprop", "ASGD", "SGD")
 
 
 def check(config: Config, estimator: Estimator | OutcomeEstimator) -> None:
@@ -53,6 +57,8 @@ def check(config: Config, estimator: Estimator | OutcomeEstimator) -> None:
             raise ConfigError(f"{key}: {error}") from error
     _check_engine(config.actor_rollout_ref.rollout, trainer.device)
     _check_schedule(config)
+    if trainer.workers > 1:
+        _check_workers(config)
     chat_template_kwargs(config)
     critic_learns = needs_critic(config, estimator)
     if trainer.critic_warmup and not critic_learns:
@@ -133,6 +139,26 @@ def _check_engine(rollout: Rollout, device: str) -> None:
                     f"actor_rollout_ref.rollout.{key}={value} is for vLLM, and the embedded engine runs in the "
                     "trainer's process, on one device: set actor_rollout_ref.rollout.name=vllm, or leave it out"
                 )
+
+
+def _check_workers(config: Config) -> None:
+    """Several processes train."""
+    trainer = config.trainer
+    asked = f"trainer.nnodes={trainer.nnodes} and trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
+    if find_spec("ray") is None:
+        raise ConfigError(f"{asked} need Ray: pip install 'lightning-rl[ray]', or set both to 1")
+    if trainer.nnodes > 1 and not os.environ.get("RAY_ADDRESS"):
+        raise ConfigError(
+            f"trainer.nnodes={trainer.nnodes} needs a Ray cluster: start one (docs/distributed.md), and set "
+            "RAY_ADDRESS to its address"
+        )
+    optimizers = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.optim, "critic": config.critic.optim}
+    for key, optim in optimizers.items():
+        if optim.optimizer_impl != "torch.optim" or optim.optimizer not in _ELEMENTWISE:
+            raise ConfigError(
+                f"{key}.optim.optimizer={optim.optimizer} of {optim.optimizer_impl} may look at whole weights, and "
+                f"with {asked} a worker has a part of each: take one of {', '.join(_ELEMENTWISE)} of torch.optim"
+            )
 
 
 def chat_template_kwargs(config: Config) -> dict[str, Any]:

@@ -36,14 +36,13 @@ class ConfigError(Explained, ValueError):
 
 
 class Key(msgspec.Struct, frozen=True):
-    """A key as the schema has it. `kind` is `effect`, `only` or `no_effect`; `text` says which effect, or why not."""
+    """A key as the schema has it. `kind` is `effect` or `no_effect`; `text` says which effect, or why not."""
 
     name: str
     type: Any
     default: Any
     kind: str
     text: str
-    only: tuple[Any, ...] = ()
 
 
 def compose(
@@ -84,9 +83,9 @@ def keys(schema: type[Section] = TrainConfig, prefix: str = "") -> Iterator[Key]
         meta = annotation.__metadata__[-1]
         extra = meta.extra or {}
         default = info.default_factory() if info.default is msgspec.NODEFAULT else info.default
-        kind = "no_effect" if "no_effect" in extra else "only" if "only" in extra else "effect"
+        kind = "no_effect" if "no_effect" in extra else "effect"
         bounded: Any = Annotated[(annotation.__origin__, *annotation.__metadata__)]
-        yield Key(name, bounded, default, kind, meta.description or "", extra.get("only", ()))
+        yield Key(name, bounded, default, kind, meta.description or "")
 
 
 def to_yaml(config: Config) -> str:
@@ -183,7 +182,7 @@ def _nearest(name: str, valid: set[str]) -> str:
 
 def _checked(merged: Any, schema: type[C]) -> C:
     try:
-        config = msgspec.convert(merged, schema)
+        return msgspec.convert(merged, schema)
     except msgspec.ValidationError as error:
         found = _CONVERSION.fullmatch(str(error))
         assert found is not None
@@ -192,12 +191,6 @@ def _checked(merged: Any, schema: type[C]) -> C:
         raise ConfigError(
             f"config key {place} is {value!r}: {found['what'].lower()}{_choices(schema, place)}"
         ) from error
-    for key in keys(schema):
-        value = _value(config, key.name)
-        if key.only and value not in key.only:
-            allowed = " or ".join(map(repr, key.only))
-            raise ConfigError(f"config key {key.name} is {value!r}, and must be {allowed}: {key.text}")
-    return config
 
 
 def _choices(schema: type[Config], place: str) -> str:
@@ -211,9 +204,3 @@ def _literals(annotation: Any) -> list[Any]:
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     return [choice for part in get_args(annotation) for choice in _literals(part)]
-
-
-def _value(config: Any, name: str) -> Any:
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config

@@ -23,14 +23,6 @@ An unknown key is an error that names the nearest valid one; so is a value that 
 | key | values | default | effect |
 |---|---|---|---|
 """
-_ONLY = """
-## Keys that take one value yet
-
-verl has more values for these. Here they are an error rather than silence.
-
-| key | value | because |
-|---|---|---|
-"""
 _NO_EFFECT = """
 ## Accepted without effect
 
@@ -50,10 +42,6 @@ def page() -> str:
         for key in known
         if key.kind == "effect"
     )
-    text += _ONLY
-    for key in known:
-        if key.kind == "only":
-            text += f"| `{key.name}` | {' or '.join(f'`{json.dumps(v)}`' for v in key.only)} | {key.text} |\n"
     text += _NO_EFFECT
     text += "".join(f"| `{key.name}` | {_default(key)} | {key.text} |\n" for key in known if key.kind == "no_effect")
     return text

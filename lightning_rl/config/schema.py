@@ -1,7 +1,7 @@
 """Every configuration key: its type, its default and its effect, each written once, under verl's names.
 
 Defaults, validation, typed access and `docs/config.md` all come from these classes. A key either has an effect, or it
-is `no_effect`, with the reason; a key marked `only` takes the values that this release can honour, and no other.
+is `no_effect`, with the reason.
 """
 
 from typing import Annotated, Any, Literal
@@ -24,11 +24,6 @@ Files = str | list[str] | None
 def effect(text: str) -> Meta:
     """What the key does."""
     return Meta(description=text)
-
-
-def only(values: tuple[Any, ...], because: str) -> Meta:
-    """The key is known, and the other values that verl takes are refused: `because`."""
-    return Meta(description=because, extra={"only": values})
 
 
 def no_effect(because: str) -> Meta:
@@ -766,13 +761,38 @@ class TrainerSection(Section, frozen=True):
             "null: 0.0001, with vLLM 0.001, and 0.5 where any of the two computes in bfloat16"
         ),
     ] = None
-    nnodes: Annotated[int, only((1,), "training runs on one machine yet")] = 1
-    n_gpus_per_node: Annotated[int, only((0, 1), "one process trains, on the GPU that it finds or on the CPU")] = 1
+    nnodes: Annotated[
+        Positive,
+        effect("machines that train; more than one are a Ray cluster at RAY_ADDRESS (`docs/distributed.md`)"),
+    ] = 1
+    n_gpus_per_node: Annotated[
+        Size,
+        effect(
+            "workers of a machine, each with a GPU of its own, or on a CPU with a core; they hold the models in shards "
+            "(FSDP2). 0 or 1, on one machine: the trainer's own process trains"
+        ),
+    ] = 1
+    colocate: Annotated[
+        bool, effect("the same workers hold actor, critic and reference; false: each has nnodes x n_gpus_per_node")
+    ] = True
+    max_restarts: Annotated[
+        Size, effect("how often a run whose worker died goes on from its last checkpoint by itself")
+    ] = 0
     critic_warmup: Annotated[Size, effect("training steps in which the critic learns and the policy stays")] = 0
     max_actor_ckpt_to_keep: Annotated[
         Positive | None, effect("checkpoints that are kept, beside the best one; null: all")
     ] = None
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+
+    @property
+    def per_node(self) -> int:
+        """Workers of a machine."""
+        return max(self.n_gpus_per_node, 1)
+
+    @property
+    def workers(self) -> int:
+        """Processes that train; one is the trainer's own."""
+        return self.nnodes * self.per_node
 
 
 class Backend(Section, frozen=True):

@@ -17,7 +17,7 @@ from lightning_rl.rl.kl import kl_penalty
 from lightning_rl.rl.losses import LossOptions, Tokens, loss_named
 from lightning_rl.training.batch import MiniBatch, TrainingSequence, by_sequence, canonical_order
 from lightning_rl.training.critic import values_of, weighted_value_loss
-from lightning_rl.training.forward import Forward
+from lightning_rl.training.forward import Forward, Sizes
 from lightning_rl.training.learner import Learner, LearnerConfig, add_up, means
 from lightning_rl.training.optimizer import Optimizer
 
@@ -95,18 +95,17 @@ class Actor(Learner):
     def values(self, sequences: list[TrainingSequence]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Per sequence the values of its trained tokens, float32 [K], by the value head."""
         self.onload()
-        with torch.inference_mode():
-            return by_sequence(
-                sequences, self._micro_batches(sequences), lambda micro: self._valued(self.forward.hidden(micro))
-            )
+        with self.forward.without_gradient():
+            found = by_sequence(self._micro_batches(sequences), lambda micro: self._valued(self.forward.hidden(micro)))
+            return self.forward.gathered(sequences, found)
 
     def log_probs(self, sequences: list[TrainingSequence]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Per sequence the log probabilities (nats) of its trained tokens, float32 [K], at their own temperature."""
         self.onload()  # not in inference mode: no gradient could be taken of weights that were copied in it
         rows = self.config.log_prob_rows
-        micro = self._micro_batches(sequences)
-        cut = micro if rows is None else self.forward.micro_batches(sequences, rows=rows, tokens=None)
-        with torch.inference_mode():
+        with self.forward.without_gradient():
+            micro = self._micro_batches(sequences)
+            cut = micro if rows is None else self.forward.micro_batches(sequences, rows=rows, tokens=None)
             return [values.float().cpu().numpy() for values in self._log_probs(sequences, cut)]
 
     def update(self, plan: list[MiniBatch], *, values_alone: bool = False) -> dict[str, float]:
@@ -141,7 +140,7 @@ class Actor(Learner):
         if self._loss.prepare is None:
             return {}
         parts = self._log_probs(sequences, self._micro_batches(sequences))
-        tokens = self._tokens(sequences, torch.cat(parts))
+        tokens = self._tokens(sequences, torch.cat(parts).to(self._device))
         order = torch.from_numpy(canonical_order(sequences)).to(self._device)
         generator = torch.Generator().manual_seed(self.optimizer.steps)
         constants = torch.empty_like(tokens.log_probs)
@@ -155,10 +154,9 @@ class Actor(Learner):
         """
         constants = self.prepare(mini.sequences) if constants is None else constants
         trained = sum(len(s.trained) for s in mini.sequences)
-        sizes = [0, 0, 0]
-        sums: dict[str, float] = {}
+        sums = dict.fromkeys(Sizes._fields, 0.0)
         for micro in self._micro_batches(mini.sequences):
-            sizes = [total + size for total, size in zip(sizes, self.forward.sizes(micro), strict=True)]
+            sums |= {name: sums[name] + size for name, size in self.forward.sizes(micro)._asdict().items()}
             if self.value_head is None:
                 log_probs, entropies = self.forward.log_probs(micro, with_entropy=True)
             else:
@@ -188,7 +186,8 @@ class Actor(Learner):
             found["actor/ppo_k3_kl"] = (gap.clamp(max=20).expm1() - gap).sum() / trained
             found["actor/entropy"] = entropies.sum() / trained
             add_up(sums, found, micro, advice=_ADVICE)
-        in_rows, distinct, computed = sizes
+        sums = self.forward.total(sums)
+        in_rows, distinct, computed = (sums.pop(name) for name in Sizes._fields)
         sums["perf/padding_share"] = 1 - distinct / computed
         sums["perf/shared_share"] = 1 - distinct / in_rows
         return sums
@@ -212,7 +211,7 @@ class Actor(Learner):
             loss, found = self._value_loss(states, micro, mini)
             (self.config.value_coef * loss).backward()  # type: ignore[no-untyped-call]
             add_up(sums, found, micro, advice=_ADVICE)
-        return sums | {f"critic/{name}": value for name, value in self.optimizer.step().items()}
+        return self.forward.total(sums) | {f"critic/{name}": value for name, value in self.optimizer.step().items()}
 
     def _order(self, plan: list[MiniBatch]) -> list[MiniBatch]:
         """One pass; with `shuffle` the count of optimizer steps decides the order: a resumed run has the same."""
@@ -226,13 +225,14 @@ class Actor(Learner):
         return metrics | {f"actor/{name}": value for name, value in self.optimizer.step().items()}
 
     def _log_probs(self, sequences: Sequence[TrainingSequence], cut: Iterable[list[TrainingSequence]]) -> list[Tensor]:
-        """Log probabilities [K] of the trained tokens of each sequence, computed in the parts `cut`."""
+        """Log probabilities [K] of the trained tokens of each sequence, computed in the parts `cut`; on the CPU where
+        others computed some of them."""
         found: dict[int, Tensor] = {}
         for micro in cut:
             values, _ = self.forward.log_probs(micro)
             parts = torch.split(values, [len(s.trained) for s in micro])
             found.update({id(s): part for s, part in zip(micro, parts, strict=True)})
-        return [found[id(s)] for s in sequences]
+        return self.forward.gathered(sequences, found)
 
     def _tokens(
         self, sequences: Sequence[TrainingSequence], log_probs: Tensor, constants: Mapping[int, Tensor] | None = None
@@ -242,8 +242,13 @@ class Actor(Learner):
             old_log_probs=self._gather(_known(s, "old_log_probs") for s in sequences),
             advantages=self._gather(s.advantages for s in sequences),
             sequence=self._gather(np.full(len(s.trained), s.rollout) for s in sequences),
-            constants=torch.cat([constants[id(s)] for s in sequences]) if constants else None,
+            constants=self._constants(sequences, constants) if constants else None,
         )
+
+    def _constants(self, sequences: Sequence[TrainingSequence], constants: Mapping[int, Tensor]) -> Tensor:
+        """`constants` of the trained tokens of `sequences`, joined [K]; a row that trains nothing has none."""
+        parts = [constants[id(s)] for s in sequences if len(s.trained)]
+        return torch.cat(parts) if parts else torch.empty(0, device=self._device)
 
     def _importance(self, micro: list[TrainingSequence]) -> Tensor | float:
         """The weights of rollout correction [K], where any sequence has them."""

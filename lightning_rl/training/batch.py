@@ -193,17 +193,16 @@ def micro_batches(
 
 
 def by_sequence(
-    sequences: Sequence[TrainingSequence],
-    cut: Iterable[list[TrainingSequence]],
-    compute: Callable[[list[TrainingSequence]], torch.Tensor],
-) -> list[NDArray[np.float32]]:
-    """Numbers of trained tokens, float32 [K] per sequence; `compute` gives those of a micro-batch of `cut`, joined."""
+    cut: Iterable[list[TrainingSequence]], compute: Callable[[list[TrainingSequence]], torch.Tensor]
+) -> dict[int, NDArray[np.float32]]:
+    """Numbers of trained tokens, float32 [K], by a sequence's `id`; `compute` gives those of a micro-batch of `cut`,
+    joined."""
     found: dict[int, NDArray[np.float32]] = {}
     for micro in cut:
         joined: NDArray[np.float32] = compute(micro).float().cpu().numpy()
         ends = np.cumsum([len(sequence.trained) for sequence in micro])[:-1]
         found.update({id(s): own for s, own in zip(micro, np.split(joined, ends), strict=True)})
-    return [found[id(sequence)] for sequence in sequences]
+    return found
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from lightning_rl.rl.losses import value_loss
+from lightning_rl.training import shards
 from lightning_rl.training.batch import MiniBatch, TrainingSequence, by_sequence
 from lightning_rl.training.forward import Forward
 from lightning_rl.training.learner import Learner, LearnerConfig, add_up, means
@@ -93,19 +94,19 @@ class Critic(Learner):
 
     def state_dict(self) -> dict[str, Any]:
         """All that a checkpoint needs: weights, optimizer, schedule."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {"model": shards.whole(self.model.state_dict()), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
-        self.model.load_state_dict(state["model"])
+        self.model.load_state_dict(shards.sharded(state["model"], self.model.state_dict()))
         self.optimizer.load_state_dict(state["optimizer"])
         if self.config.optimizer_offload:
             self.optimizer.offload()
 
     def values(self, sequences: list[TrainingSequence]) -> list[NDArray[np.float32]]:
         """Per sequence the values of its trained tokens, float32 [K]."""
-        with self._place.in_use(), torch.inference_mode():
-            return by_sequence(sequences, self._micro_batches(sequences), self._values)
+        with self._place.in_use(), self.forward.without_gradient():
+            return self.forward.gathered(sequences, by_sequence(self._micro_batches(sequences), self._values))
 
     def update(self, plan: list[MiniBatch]) -> dict[str, float]:
         """One update over mini-batches whose `values` and `returns` are set; verl's `critic/...` metrics."""
@@ -128,7 +129,7 @@ class Critic(Learner):
             loss, found = weighted_value_loss(self._values(micro), micro, mini, clip=self.config.cliprange_value)
             loss.backward()  # type: ignore[no-untyped-call]
             add_up(sums, found, micro, advice=_ADVICE)
-        return sums
+        return self.forward.total(sums)
 
     def _optimizer_step(self, mini: MiniBatch) -> dict[str, float]:
         self.optimizer.zero_grad()

@@ -6,10 +6,10 @@ needed go through the head. Whether a model allows each is tried when a `Forward
 one that does not goes the plain way, with the same results.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from lightning_rl.training.packing import Layout, Line, alone, cost, cut, lay_ou
 GAIN: Final = 0.95  # rows are packed where that costs at most so much of the plain way: building a mask costs a little
 _FAILURES: Final = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)  # of a model asked too much
 _WINDOWS: Final = ("sliding_window", "attention_chunk_size", "window_size")
+T = TypeVar("T")
 _ATTENTION: Final = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
@@ -94,6 +95,18 @@ class Forward:
             return iter(plain)
         ways = [list(self._packed_micro_batches(sequences, rows, tokens, weight)) for weight in self._weights()]
         return iter(min([plain, *ways], key=lambda parts: sum(self._plan(part).cost for part in parts)))
+
+    def gathered(self, sequences: Sequence[TrainingSequence], found: Mapping[int, T]) -> list[T]:
+        """What was found of the sequences of `micro_batches` (by their `id`), in the order of `sequences`."""
+        return [found[id(sequence)] for sequence in sequences]
+
+    def total(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Sums over the sequences of `micro_batches`, as sums over all that it was given."""
+        return dict(sums)
+
+    def without_gradient(self) -> AbstractContextManager[Any]:
+        """The mode for passes that nothing is learned from."""
+        return torch.inference_mode()
 
     def sizes(self, micro: Sequence[TrainingSequence]) -> Sizes:
         """How many tokens the rows of `micro` have, and how many are computed."""

@@ -32,12 +32,10 @@ class LearnerConfig:
     optimizer_offload: bool = False
 
 
-class Learner:
-    """A model that is updated on training sequences; subclasses say by which loss."""
+class Planner:
+    """Whoever updates a model knows how a step is cut, wherever the model is."""
 
     config: LearnerConfig
-    forward: Forward
-    optimizer: Optimizer
 
     def plan(self, sequences: list[TrainingSequence], rollouts: int) -> list[MiniBatch]:
         """The mini-batches of a step that asked for `rollouts` rollouts."""
@@ -48,6 +46,13 @@ class Learner:
             mode=self.config.loss_agg_mode,
             scale_factor=self.config.loss_scale_factor,
         )
+
+
+class Learner(Planner):
+    """A model that is updated on training sequences; subclasses say by which loss."""
+
+    forward: Forward
+    optimizer: Optimizer
 
     def _micro_batches(self, sequences: list[TrainingSequence]) -> list[list[TrainingSequence]]:
         config = self.config

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_rl.training import shards
+
 _CANNOT_STEP = {
     "LBFGS": "it asks for the loss again and again within a step",
     "SparseAdam": "it takes sparse gradients alone, and a language model has none",
@@ -66,7 +68,9 @@ class Optimizer:
 
         Raises FloatingPointError, and leaves the parameters, where the norm is no number.
         """
-        norm = float(nn.utils.clip_grad_norm_(self._parameters, self._config.grad_clip))
+        norm_of_all = shards.full(nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None]))
+        nn.utils.clip_grads_with_norm_(self._parameters, self._config.grad_clip, norm_of_all)
+        norm = float(norm_of_all)
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient norm is {norm} after {self.steps} optimizer steps; lower {self._config.section}.lr"
@@ -103,14 +107,19 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside the weights: optimizer, schedule, count of optimizer steps."""
         return {
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": shards.whole(self._optimizer.state_dict()),
             "schedule": self._schedule.state_dict(),
             "optimizer_steps": self.steps,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; the weights must be those of the same moment."""
-        self._optimizer.load_state_dict(state["optimizer"])
+        saved = state["optimizer"]
+        own = {
+            number: {name: _cut(value, self._parameters[number]) for name, value in values.items()}
+            for number, values in saved["state"].items()
+        }
+        self._optimizer.load_state_dict({**saved, "state": own})
         self._schedule.load_state_dict(state["schedule"])
         self.steps = state["optimizer_steps"]
 
@@ -195,6 +204,10 @@ def _is_optimizer(kind: object) -> bool:
 
 def _name(config: OptimizerConfig) -> str:
     return f"{config.optimizer_impl}.{config.optimizer}"
+
+
+def _cut(value: Any, parameter: nn.Parameter) -> Any:
+    return shards.cut(value, parameter) if isinstance(value, Tensor) else value
 
 
 def _is_large(value: object) -> bool:

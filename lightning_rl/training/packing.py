@@ -74,7 +74,7 @@ def shared_lines(
     """
     if not sequences:
         return []
-    order, shared = _sorted(sequences)
+    order, shared = prefix_order(sequences)
     lines: list[Line] = []
     for number, common in zip(order, shared, strict=True):
         length = len(sequences[number])
@@ -215,7 +215,7 @@ def _segments(end: Ints, first: int) -> list[Segment]:
     ]
 
 
-def _sorted(sequences: Sequence[TrainingSequence]) -> tuple[list[int], list[int]]:
+def prefix_order(sequences: Sequence[TrainingSequence]) -> tuple[list[int], list[int]]:
     """The rows by their tokens, a row before those it is a prefix of; and what each shares with the one before it."""
     keys = [sequence.token_ids.astype(">i8").tobytes() for sequence in sequences]
     order = sorted(range(len(sequences)), key=keys.__getitem__)

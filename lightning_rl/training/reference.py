@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -74,11 +73,12 @@ class BaseOfAdapter:
             return _log_probs(self._forward, sequences, self._rows, self._tokens)
 
 
-@torch.inference_mode()
 def _log_probs(
     forward: Forward, sequences: list[TrainingSequence], rows: int | None, tokens: int | None
 ) -> list[NDArray[np.float32]]:
     def compute(micro: Iterable[TrainingSequence]) -> Tensor:
         return forward.log_probs(list(micro))[0]
 
-    return by_sequence(sequences, forward.micro_batches(sequences, rows=rows, tokens=tokens), compute)
+    with forward.without_gradient():
+        found = by_sequence(forward.micro_batches(sequences, rows=rows, tokens=tokens), compute)
+        return forward.gathered(sequences, found)

@@ -52,7 +52,6 @@ async def two_calls(task: int, llm: lrl.LLM) -> float:
 
 
 @lrl.rollout
-<<<<<<< HEAD
 async def looks_up(task: int, llm: lrl.LLM) -> float:
     """A call, a tool, another call; task 3 raises in its tool."""
     async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
@@ -62,14 +61,18 @@ async def looks_up(task: int, llm: lrl.LLM) -> float:
             if task == 3:
                 raise KeyError("nothing there")
             step.output = task
-=======
+        chat += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "and"}]
+        second = await client.chat.completions.create(model=llm.model, messages=chat)
+    return float(len(second.choices[0].message.content or "") % 3)
+
+
+@lrl.rollout
 async def straggles(task: int, llm: lrl.LLM) -> float:
     """Two calls with a tool between them that mostly answers at once; every fifth task's takes its time."""
     async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
         chat: Any = [{"role": "user", "content": f"number {task}"}]
         first = await client.chat.completions.create(model=llm.model, messages=chat)
         await asyncio.sleep(1.0 if task % 5 == 4 else 0.01)
->>>>>>> schedules
         chat += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "and"}]
         second = await client.chat.completions.create(model=llm.model, messages=chat)
     return float(len(second.choices[0].message.content or "") % 3)

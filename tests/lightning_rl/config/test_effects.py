@@ -145,6 +145,7 @@ def limits(config: Config, _: pytest.MonkeyPatch) -> Any:
         PPO(config).isolation,
         PPO(config).resume,
         PPO(config).watchdog_seconds,
+        PPO(config).max_restarts,
         bool(PPO(config)._select),
     )
 
@@ -281,6 +282,7 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     ("trainer.test_freq", 1, story),
     ("trainer.save_freq", 1, story),
     ("trainer.resume_mode", "auto", limits),
+    ("trainer.max_restarts", 2, limits),
     ("trainer.project_name", "p", place),
     ("trainer.experiment_name", "e", place),
     ("gateway.sampling", "agent", sampling),
@@ -319,6 +321,9 @@ ELSEWHERE = {
     "algorithm.kl_ctrl.target_kl": "test_the_penalty_steers_as_the_keys_say",
     "trainer.schedule": "test_the_schedule_is_what_the_keys_say, test_ppo_schedules.py",
     "trainer.max_off_policy_threshold": "test_the_schedule_is_what_the_keys_say",
+    "trainer.nnodes": "test_many_processes_need_what_they_need, test_nodes.py",
+    "trainer.n_gpus_per_node": "training/distributed/test_crew.py, test_run.py",
+    "trainer.colocate": "training/distributed/test_crew.py: test_who_shares_workers",
     "trainer.critic_warmup": "test_ppo_models.py: test_the_policy_stays_while_the_critic_warms_up",
     "trainer.max_actor_ckpt_to_keep": "test_checkpoint.py: pruning",
     ROLLOUT + "dtype": "test_models.py: test_number_formats_are_what_the_keys_say",
@@ -673,6 +678,37 @@ def test_the_loss_knows_the_reference() -> None:
 def test_models_that_cannot_be_what_is_asked_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PPO(keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"trainer": {"nnodes": 2}}, r"nnodes=2 needs a Ray cluster: .*set RAY_ADDRESS"),
+        (
+            {
+                "trainer": {"n_gpus_per_node": 2},
+                "actor_rollout_ref": {"actor": {"optim": {"optimizer": "Adafactor", "override_optimizer_config": {}}}},
+            },
+            r"actor_rollout_ref\.actor\.optim\.optimizer=Adafactor .* may look at whole weights",
+        ),
+    ],
+)
+def test_many_processes_need_what_they_need(
+    keys: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=message):
+        PPO(keys)
+    PPO({"trainer": {"n_gpus_per_node": 2}})
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    PPO({"trainer": {"nnodes": 2}})
+
+
+def test_without_ray_one_process_trains_and_more_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "find_spec", lambda name: None if name == "ray" else name)
+    PPO()
+    with pytest.raises(ConfigError, match=r"n_gpus_per_node=2 need Ray: pip install 'lightning-rl\[ray\]'"):
+        PPO({"trainer": {"n_gpus_per_node": 2}})
 
 
 def test_early_stopping_needs_tasks_to_go_by() -> None:

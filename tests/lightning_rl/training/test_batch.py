@@ -105,14 +105,14 @@ def test_numbers_of_calls_are_spread_over_the_tokens_that_are_trained() -> None:
     assert row.spread({"a": np.array([9.0, 1.0, 2.0]), "b": 4.0}).tolist() == [1, 2, 4, 4, 0]
 
 
-def test_what_is_computed_in_parts_comes_back_in_order() -> None:
+def test_what_is_computed_in_parts_comes_back_by_sequence() -> None:
     rows = [sequence(rollout, tokens=tokens, trained=rollout + 1) for rollout, tokens in enumerate((9, 3, 6))]
 
     def compute(micro: list[TrainingSequence]) -> torch.Tensor:
         return torch.cat([torch.full((len(row.trained),), float(row.rollout)) for row in micro])
 
-    found = by_sequence(rows, micro_batches(rows, rows=2, tokens=None), compute)
-    assert [part.tolist() for part in found] == [[0], [1, 1], [2, 2, 2]]
+    found = by_sequence(micro_batches(rows, rows=2, tokens=None), compute)
+    assert [found[id(row)].tolist() for row in rows] == [[0], [1, 1], [2, 2, 2]]
 
 
 @pytest.mark.parametrize("max_tokens", [8, 9])

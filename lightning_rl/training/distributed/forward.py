@@ -1,0 +1,74 @@
+"""The forward pass of a model in shards: each worker runs it over its share of the rows, all of them equally often.
+
+Invariant: every worker is given the same sequences, and what comes out is of all of them: numbers of tokens are
+gathered, sums are added up. So actor, critic and reference are written as if they were alone.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_rl.training.batch import TrainingSequence
+from lightning_rl.training.distributed.share import parts, silent
+from lightning_rl.training.forward import Forward
+
+T = TypeVar("T")
+
+
+class ShardedForward(Forward):
+    """`Forward` of a model that `fully_shard` has cut.
+
+    Args:
+        model, pad_id, packed, autocast: as of `Forward`.
+        talk: the group over which workers tell each other numbers; not the one that carries weights and gradients.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pad_id: int,
+        *,
+        talk: dist.ProcessGroup,
+        packed: bool = False,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self._talk = talk
+        super().__init__(model, pad_id, packed=packed, autocast=autocast)
+
+    def micro_batches(
+        self, sequences: Sequence[TrainingSequence], *, rows: int | None, tokens: int | None
+    ) -> Iterator[list[TrainingSequence]]:
+        """This worker's share of `sequences`, and then as many silent rows as it takes to keep step with the others."""
+        own = parts(sequences, self._talk.size(), packed=self.packed)[self._talk.rank()]
+        cut = list(super().micro_batches(own, rows=rows, tokens=tokens))
+        most = torch.tensor(len(cut))
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._talk)
+        yield from cut
+        for _ in range(int(most) - len(cut)):
+            yield [silent(sequences[0])]
+
+    def gathered(self, sequences: Sequence[TrainingSequence], found: Mapping[int, T]) -> list[T]:
+        """As of `Forward`, from all workers; tensors come to the CPU."""
+        own = {n: _on_cpu(found[id(s)]) for n, s in enumerate(sequences) if id(s) in found}
+        of_all: list[dict[int, T]] = [{}] * self._talk.size()
+        dist.all_gather_object(of_all, own, group=self._talk)
+        joined = {n: value for of_one in of_all for n, value in of_one.items()}
+        return [joined[n] for n in range(len(sequences))]
+
+    def total(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """As of `Forward`: over all workers."""
+        numbers = torch.tensor(list(sums.values()), dtype=torch.float64)
+        dist.all_reduce(numbers, group=self._talk)
+        return dict(zip(sums, numbers.tolist(), strict=True))
+
+    def without_gradient(self) -> AbstractContextManager[Any]:
+        """Not the inference mode: FSDP2 keeps the room into which it gathers weights, and trains in it later."""
+        return torch.no_grad()
+
+
+def _on_cpu(value: T) -> T:
+    return value.cpu() if isinstance(value, Tensor) else value  # type: ignore[return-value]

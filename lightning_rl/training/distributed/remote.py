@@ -1,0 +1,73 @@
+"""Actor, critic and reference that a group of workers holds: the same methods, asked of all workers at once."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_rl.training.actor import ActorConfig
+from lightning_rl.training.batch import MiniBatch, TrainingSequence
+from lightning_rl.training.critic import CriticConfig
+from lightning_rl.training.distributed.group import WorkerGroup
+from lightning_rl.training.learner import Planner
+
+OfTokens = list[NDArray[np.float32]]
+
+
+class RemoteActor(Planner):
+    """As `training.actor.Actor`."""
+
+    def __init__(self, group: WorkerGroup, config: ActorConfig) -> None:
+        self.config: ActorConfig = config
+        self._group = group
+
+    def log_probs(self, sequences: list[TrainingSequence]) -> OfTokens:
+        """Per sequence the log probabilities (nats) of its trained tokens, float32 [K]."""
+        found: OfTokens = self._group.ask("actor", "log_probs", sequences)
+        return found
+
+    def values(self, sequences: list[TrainingSequence]) -> OfTokens:
+        """Per sequence the values of its trained tokens, float32 [K], by the value head."""
+        found: OfTokens = self._group.ask("actor", "values", sequences)
+        return found
+
+    def update(self, plan: list[MiniBatch], *, values_alone: bool = False) -> dict[str, float]:
+        """One PPO update; its metrics are those of the whole batch."""
+        found: dict[str, float] = self._group.ask("actor", "update", plan, values_alone=values_alone)
+        return found
+
+    def offload(self) -> None:
+        """With `param_offload`, let the weights wait in main memory."""
+        self._group.ask("actor", "offload")
+
+    def onload(self) -> None:
+        """Bring them back."""
+        self._group.ask("actor", "onload")
+
+
+class RemoteCritic(Planner):
+    """As `training.critic.Critic`."""
+
+    def __init__(self, group: WorkerGroup, config: CriticConfig) -> None:
+        self.config: CriticConfig = config
+        self._group = group
+
+    def values(self, sequences: list[TrainingSequence]) -> OfTokens:
+        """Per sequence the values of its trained tokens, float32 [K]."""
+        found: OfTokens = self._group.ask("critic", "values", sequences)
+        return found
+
+    def update(self, plan: list[MiniBatch]) -> dict[str, float]:
+        """One update; its metrics are those of the whole batch."""
+        found: dict[str, float] = self._group.ask("critic", "update", plan)
+        return found
+
+
+class RemoteReference:
+    """As `training.reference.Reference`."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def log_probs(self, sequences: list[TrainingSequence]) -> OfTokens:
+        """Per sequence the log probabilities (nats) of its trained tokens, float32 [K]."""
+        found: OfTokens = self._group.ask("reference", "log_probs", sequences)
+        return found

@@ -1,0 +1,67 @@
+"""A process group whose members hold a model in shards, by FSDP2 (`fully_shard`), each layer a unit of its own.
+
+Invariant: the gradient of a parameter is the SUM of what the workers computed. Losses are sums of weighted token
+losses whose weights know the whole mini-batch; FSDP2's own mean would divide them once more.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import Store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from lightning_rl.training.distributed.forward import ShardedForward
+
+_PATIENCE = timedelta(minutes=30)  # of a collective: a worker may compute long before it comes to it
+
+
+class Team:
+    """The workers that train together; gloo carries weights and gradients on a CPU, NCCL on GPUs.
+
+    Args:
+        store: where they find each other.
+        rank, size: which of how many this one is.
+        device: cpu or cuda; of several GPUs the one that this process sees.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, device: str) -> None:
+        backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}[device]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
+        self.rank = rank
+        self._talk: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._mesh: DeviceMesh = init_device_mesh(device, (size,))
+
+    def forward(
+        self, model: nn.Module, pad_id: int, *, packed: bool = False, autocast: torch.dtype | None = None
+    ) -> ShardedForward:
+        """Cut `model` into shards; how it is run then. With `autocast` weights travel in that format, and gradients are
+        added up in float32."""
+        policy = MixedPrecisionPolicy(
+            param_dtype=autocast,
+            reduce_dtype=None if autocast is None else torch.float32,
+            cast_forward_inputs=False,  # masks stay what they are; autocast sees to the rest
+        )
+        for layer in _layers(model):
+            self._shard(layer, policy)
+        self._shard(model, policy)
+        return ShardedForward(model, pad_id, talk=self._talk, packed=packed, autocast=autocast)
+
+    def shard(self, head: nn.Module) -> None:
+        """Cut a small module that stands beside its model."""
+        self._shard(head, MixedPrecisionPolicy())
+
+    def _shard(self, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+        # Resharded at once, the outermost too: else it would keep weights of before an update that it slept through.
+        cut: FSDPModule = fully_shard(module, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
+        cut.set_gradient_divide_factor(1.0)
+        cut.set_force_sum_reduction_for_comms(True)  # gloo has no other
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """The layers of a transformer, as its architecture names them; none: the model is one unit."""
+    names = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    return [part for part in model.modules() if type(part).__name__ in names]

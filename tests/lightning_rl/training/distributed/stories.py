@@ -1,0 +1,114 @@
+"""Some training steps on made-up rows, told by one process or by each of a team: what they come to must be the same."""
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_rl.algorithms.learners import Learners, put, roles_of
+from lightning_rl.config import compose
+from lightning_rl.inference.load import load_model
+from lightning_rl.training.batch import TrainingSequence
+from lightning_rl.training.distributed.team import Team
+
+CHECKPOINT = Path(__file__).parents[4] / "examples" / "sql_agent" / "checkpoint"
+
+
+def rows(seed: int, rollouts: int = 4) -> list[TrainingSequence]:
+    """Rollouts of one to three rows that begin alike, of very different lengths."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for rollout in range(rollouts):
+        begins = rng.integers(10, 900, 6)
+        for _ in range(rng.integers(1, 4)):
+            token_ids = np.concatenate([begins, rng.integers(10, 900, rng.integers(2, 30))])
+            trained = np.arange(6, len(token_ids))
+            some = np.ones(len(trained), np.float32)
+            found.append(
+                TrainingSequence(
+                    rollout=rollout,
+                    token_ids=token_ids,
+                    trained=trained,
+                    rollout_log_probs=-3 * some,
+                    advantages=rng.normal(size=len(trained)).astype(np.float32),
+                    temperature=some,
+                    returns=rng.normal(size=len(trained)).astype(np.float32),
+                    calls={f"{rollout}-{len(found)}": 6},
+                )
+            )
+    return found
+
+
+@dataclass
+class Story:
+    """What happens: `changes` are keys of the config, beside small sizes; each of `seeds` is a step."""
+
+    changes: dict[str, Any] = field(default_factory=dict)
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    with_critic: bool = False
+    dtype: torch.dtype = torch.float32
+    rollouts: int = 4
+    begin: dict[str, Any] | None = None  # `Told.end` of another
+
+
+@dataclass
+class Told:
+    """What came of it."""
+
+    metrics: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+    end: dict[str, Any]
+    numbers: list[Any]
+
+
+class Teller:
+    """One of a team, or alone."""
+
+    def __init__(self, team: Team | None) -> None:
+        self._team = team
+
+    def tell(self, story: Story) -> Told:
+        keys = {
+            "actor_rollout_ref.rollout.n": 1,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 48,
+            "actor_rollout_ref.actor.optim.lr": 1e-3,
+            "critic.optim.lr": 1e-3,
+            **story.changes,
+        }
+        config = compose(command_line=[f"{key}={value}" for key, value in keys.items()])
+        made = Learners(config, load_model(CHECKPOINT, story.dtype), roles_of(config, with_critic=story.with_critic))
+        made.train(CHECKPOINT, 10, self._team)
+        if story.begin is not None:
+            begin = copy.deepcopy(story.begin)  # an optimizer trains on in the state that it is given
+            put(begin["weights"], made.model)
+            made.load_state_dict(begin["state"])
+        metrics, numbers = [], []
+        for seed in story.seeds:
+            found, asked = self._step(made, rows(seed, story.rollouts))
+            metrics.append(found)
+            numbers.append(asked)
+        weights = made.weights()
+        return Told(metrics, weights, {"weights": weights, "state": made.state_dict()}, numbers)
+
+    def _step(self, made: Learners, batch: list[TrainingSequence]) -> tuple[dict[str, float], Any]:
+        assert made.actor is not None
+        metrics: dict[str, float] = {}
+        asked: dict[str, Any] = {"log probs": made.actor.log_probs(batch)}
+        if made.reference is not None:
+            asked["reference"] = made.reference.log_probs(batch)
+        if made.critic is not None:
+            asked["values"] = made.critic.values(batch)
+        elif "value head" in made.roles:
+            asked["values"] = made.actor.values(batch)
+        for number, sequence in enumerate(batch):
+            sequence.old_log_probs = asked["log probs"][number]
+            sequence.reference_log_probs = asked["reference"][number] if "reference" in asked else None
+            sequence.values = asked["values"][number] if "values" in asked else None
+        rollouts = max(s.rollout for s in batch) + 1
+        if made.critic is not None:
+            metrics |= made.critic.update(made.critic.plan(batch, rollouts))
+        return metrics | made.actor.update(made.actor.plan(batch, rollouts)), asked

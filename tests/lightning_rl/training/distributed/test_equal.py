@@ -1,0 +1,117 @@
+"""Two and four workers come to the numbers of one: metrics, weights, optimizer states. Over gloo, on the CPU."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_rl.rl.losses import LOSSES
+from tests.lightning_rl.training.distributed.conftest import Tell
+from tests.lightning_rl.training.distributed.stories import Story, Told
+
+pytestmark = pytest.mark.cluster
+
+A = "actor_rollout_ref.actor."
+NOT_ADDED = {"perf/padding_share", "perf/shared_share"}  # say how the work was cut, which is another with more workers
+
+
+def assert_same(one: Told, other: Told, *, rtol: float, atol: float) -> None:
+    for ours, theirs in zip(one.metrics, other.metrics, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours.keys() - NOT_ADDED:
+            assert theirs[name] == pytest.approx(ours[name], rel=rtol, abs=atol), name
+    for ours, theirs in zip(one.numbers, other.numbers, strict=True):
+        for name in ours:
+            for row, its in zip(ours[name], theirs[name], strict=True):
+                np.testing.assert_allclose(its, row, rtol=rtol, atol=atol, err_msg=name)
+    assert_near(one.end, other.end, rtol, atol)
+
+
+def assert_near(a: Any, b: Any, rtol: float, atol: float, at: str = "end") -> None:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), at
+        for key in a:
+            assert_near(a[key], b[key], rtol, atol, f"{at}[{key!r}]")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), at
+        for n, (one, other) in enumerate(zip(a, b, strict=True)):
+            assert_near(one, other, rtol, atol, f"{at}[{n}]")
+    elif isinstance(a, torch.Tensor):
+        torch.testing.assert_close(b, a, rtol=rtol, atol=atol, msg=lambda text: f"{at}: {text}")
+    else:
+        assert a == b, at
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_actor_critic_and_reference(tell: Tell, workers: int) -> None:
+    story = Story({A + "use_kl_loss": True, A + "entropy_coeff": 0.01, A + "ppo_epochs": 2}, with_critic=True)
+    one, several = tell(1, story), tell(workers, story)
+    assert one.metrics[0]["actor/grad_norm"] > 1  # so that clipping is seen
+    assert_same(one, several, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_to_rounding_of_float64(tell: Tell, workers: int) -> None:
+    """But for log probabilities, which are kept as float32."""
+    story = Story({A + "optim.optimizer": "SGD", A + "optim.lr": 0.01}, dtype=torch.float64)
+    assert_same(tell(1, story), tell(workers, story), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", sorted(LOSSES))
+def test_every_loss(tell: Tell, mode: str) -> None:
+    """Some know the whole mini-batch, which no worker has; and all bear a worker that has no row left."""
+    keys = {A + "policy_loss.loss_mode": mode, A + "policy_loss.dro_beta": 1.0, A + "policy_loss.clip_cov_ratio": 0.1}
+    keys |= {A + "policy_loss.clip_cov_lb": 0.0, A + "policy_loss.kl_cov_ratio": 0.1, A + "ppo_mini_batch_size": 1}
+    story = Story(keys | {A + "optim.optimizer": "SGD", A + "optim.lr": 0.01}, seeds=[3], dtype=torch.float64)
+    assert_same(tell(1, story), tell(4, story), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"critic.shared_trunk": "true"},
+        {"actor_rollout_ref.model.lora_rank": 2, A + "use_kl_loss": True},
+        {"actor_rollout_ref.model.enable_gradient_checkpointing": True},
+        {"actor_rollout_ref.model.use_remove_padding": False},
+        {A + "fsdp_config.param_offload": True, A + "fsdp_config.optimizer_offload": True, A + "shuffle": True},
+        {"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 1, A + "ppo_micro_batch_size_per_gpu": 1},
+    ],
+    ids=["shared trunk", "adapter", "checkpointing", "whole rows", "offload and shuffle", "micro-batches of a row"],
+)
+def test_what_a_run_may_ask_for(tell: Tell, changes: dict[str, Any]) -> None:
+    story = Story(changes, with_critic="critic.shared_trunk" in changes)
+    assert_same(tell(1, story), tell(2, story), rtol=1e-3, atol=2e-5)
+
+
+def test_fewer_rows_than_workers(tell: Tell) -> None:
+    story = Story(rollouts=1, with_critic=True)
+    assert_same(tell(1, story), tell(4, story), rtol=1e-3, atol=2e-5)
+
+
+def test_bfloat16_is_as_near_as_bfloat16_is(tell: Tell) -> None:
+    exact = tell(1, Story(seeds=[0]))
+    story = Story({A + "fsdp_config.dtype": "bfloat16"}, seeds=[0])
+    one, two = tell(1, story), tell(2, story)
+    far = max(float(np.abs(a - b).max()) for a, b in zip(*(t.numbers[0]["log probs"] for t in (one, two)), strict=True))
+    rounded = max(
+        float(np.abs(a - b).max()) for a, b in zip(*(t.numbers[0]["log probs"] for t in (exact, two)), strict=True)
+    )
+    assert 0 < rounded < 0.3
+    assert far < 0.3
+    assert {tensor.dtype for tensor in two.weights.values()} == {torch.float32}  # only what travels is rounded
+
+
+def test_a_checkpoint_of_two_goes_on_with_one_and_with_four(tell: Tell) -> None:
+    changes = {A + "use_kl_loss": True, A + "optim.lr_warmup_steps": 3}
+    whole = tell(1, Story(changes, seeds=[0, 1, 2], with_critic=True))
+    of_two = tell(2, Story(changes, seeds=[0, 1], with_critic=True))
+    for workers in (1, 4):
+        rest = tell(workers, Story(changes, seeds=[2], with_critic=True, begin=of_two.end))
+        assert_same(Told(whole.metrics[2:], whole.weights, whole.end, whole.numbers[2:]), rest, rtol=1e-3, atol=2e-5)
+
+
+def test_what_is_loaded_is_what_was_saved(tell: Tell) -> None:
+    end = tell(2, Story(seeds=[0], with_critic=True)).end
+    for workers in (1, 2, 4):
+        assert_near(end, tell(workers, Story(seeds=[], with_critic=True, begin=end)).end, rtol=0, atol=0)

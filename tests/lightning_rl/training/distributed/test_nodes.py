@@ -1,0 +1,58 @@
+"""Workers of a Ray cluster of two nodes, which is joined by RAY_ADDRESS and left running."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).parents[4]
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # on the loopback
+
+# A process of its own, since a process is in one Ray at a time.
+PROGRAM = """
+import os
+
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
+
+node = {"num_cpus": 2, "object_store_memory": 100 * 2**20, "include_dashboard": False}
+nodes = Cluster(initialize_head=True, head_node_args=node)
+nodes.add_node(num_cpus=2, object_store_memory=100 * 2**20)
+nodes.wait_for_nodes()
+os.environ["RAY_ADDRESS"] = nodes.address
+
+from tests.lightning_rl.training.distributed.test_crew import models, step
+
+with models() as alone:
+    expected = step(alone, 0)
+with models("trainer.nnodes=2") as made:
+    found = step(made, 0)
+    [group] = made._crew._all
+    places = placement_group_table(group._room)["bundles_to_node_id"]
+    assert len(set(places.values())) == 2, places
+for name, value in expected.items():
+    assert name.startswith("perf/") or abs(found[name] - value) < 1e-3 * abs(value) + 2e-5, name
+assert not ray.is_initialized()
+ray.init(address=nodes.address, log_to_driver=False)  # it runs still
+ray.shutdown()
+nodes.shutdown()
+print("the same on two nodes")
+"""
+
+
+def test_two_nodes_train_as_one_process() -> None:
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=ROOT,
+        env=os.environ
+        | {"PYTHONPATH": paths, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert "the same on two nodes" in done.stdout, done.stdout + done.stderr
