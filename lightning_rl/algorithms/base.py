@@ -13,7 +13,7 @@ from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutRequest, RolloutTrace
 
 if TYPE_CHECKING:
-    from lightning_rl.config.schema import Langgraph
+    from lightning_rl.config.schema import Langgraph, RayActors
     from lightning_rl.runner.payload import Isolation
 
 Dataset = Sequence[Any]  # of tasks, JSON values
@@ -63,6 +63,7 @@ class Algorithm:
     check: Callable[[], None]
     n_runners: int | None = None  # at most so many rollouts at once, where the Trainer is not told; None: it decides
     isolation: "Isolation" = "thread"  # of a rollout, where the Trainer is not told
+    ray: "RayActors | None" = None  # where runners are Ray's actors
     langgraph: "Langgraph | None" = None  # the graph that the configuration names as the agent
     resume = False  # whether to go on with a run folder that holds a run
 

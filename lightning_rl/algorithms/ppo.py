@@ -117,6 +117,7 @@ class PPO(Algorithm):
         rollout = self.config.actor_rollout_ref.rollout
         self.n_runners = rollout.agent.num_workers or min(MOST, self._batch_size * rollout.n)
         self.isolation = rollout.agent.isolation
+        self.ray = rollout.agent.ray if rollout.agent.ray.address is not None else None
         self.resume = self.config.trainer.resume_mode == "auto"
 
     # The hooks, in the order in which they are called.
