@@ -171,11 +171,6 @@ class Hosts:
     def __init__(self, seats: Sequence[_Seat]) -> None:
         self._seats = seats
 
-    @property
-    def seen(self) -> list[Seen]:
-        """What those that have a place have last said of themselves."""
-        return [seat.seen for seat in self._seats if seat.seen is not None]
-
     def check(self) -> None:
         """Look after all of them, without waiting. Raises ChildDied when one dies again and again, or its processes."""
         for seat in self._seats:

@@ -20,7 +20,9 @@ class Hosts:
         missed = {"health_check_period_ms": 1000, "health_check_failure_threshold": 5}
         # At exit: by handlers of signals, which only a main thread may set, and machines join from others.
         self._cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": missed, **small}, shutdown_at_exit=False
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "_system_config": missed, **small},
+            shutdown_at_exit=False,
         )
         self._nodes: dict[str, Any] = {}
 

@@ -13,8 +13,6 @@ import cloudpickle
 import pytest
 
 import lightning_rl as lrl
-from lightning_rl.config.schema import RayActors
-from lightning_rl.runner import on_ray
 from lightning_rl.server.keys import RUNNER_KEY
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.tracking import jsonl
@@ -38,7 +36,6 @@ def cluster() -> Iterator[Hosts]:
 def agent(task: dict[str, Any], llm: lrl.LLM) -> float:
     """Two calls, with a wait between them: on the doomed machine until that is gone, in the second step until the
     machine that takes its place runs agents too."""
-    import os
     import secrets
     import time
     from pathlib import Path
