@@ -76,7 +76,7 @@ def run(
     except KeyboardInterrupt:
         typer.echo("Stopped; what ran was given back.")
         raise
-    typer.echo(f"Done: {max_rollouts} rollouts have ended here.")
+    typer.echo(f"Done: rollouts that ended here: {max_rollouts}.")
 
 
 def _wait_for(server: "HttpStore", url: str) -> None:
