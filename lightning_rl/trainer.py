@@ -1,7 +1,8 @@
 """The Trainer: opens the parts of a run, lets the algorithm work, and closes them again.
 
 A run is this process (algorithm and engine), one server child (store, control plane, gateway), and runner children.
-They live in one run folder: the store, the journal, the logs, the metrics and the checkpoints.
+Where the algorithm says so the runners are children of actors on a Ray cluster instead. All live in one run folder: the
+store, the journal, the logs, the metrics and the checkpoints.
 """
 
 import itertools
@@ -9,7 +10,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ from lightning_rl.store.errors import Unreachable
 
 if TYPE_CHECKING:
     from lightning_rl.algorithms.dev import Dev
+    from lightning_rl.runner.launch import Working
+    from lightning_rl.runner.on_ray import Hosts
 
 
 _log = logging.getLogger(__name__)
@@ -158,16 +161,18 @@ class Trainer:
             algorithm.store = HttpStore(serving.url, admin_key)
             parts.callback(algorithm.store.close)
             n_runners = algorithm.n_runners or _at_once(endpoint) if self.n_runners is None else self.n_runners
-            working = parts.enter_context(
-                runners.launch(
-                    n_runners,
-                    agent,
-                    serving.url,
-                    runner_key,
-                    log_dir=run_dir,
-                    isolation=self.isolation or algorithm.isolation,
+            isolation = self.isolation or algorithm.isolation
+            if algorithm.ray is None:
+                started: AbstractContextManager[Working | Hosts] = runners.launch(
+                    n_runners, agent, serving.url, runner_key, log_dir=run_dir, isolation=isolation
                 )
-            )
+            else:
+                from lightning_rl.runner import on_ray
+
+                started = on_ray.launch(
+                    n_runners, agent, serving.url, runner_key, given=algorithm.ray, isolation=isolation
+                )
+            working = parts.enter_context(started)
 
             def check() -> None:
                 serving.check()

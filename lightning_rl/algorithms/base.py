@@ -14,7 +14,7 @@ from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Rollout, RolloutRequest, RolloutTrace
 
 if TYPE_CHECKING:
-    from lightning_rl.config.schema import Langgraph
+    from lightning_rl.config.schema import Langgraph, RayActors
     from lightning_rl.loops.named import NamedLoops
     from lightning_rl.runner.payload import Isolation
 
@@ -65,6 +65,7 @@ class Algorithm:
     check: Callable[[], None]
     n_runners: int | None = None  # at most so many rollouts at once, where the Trainer is not told; None: it decides
     isolation: "Isolation" = "thread"  # of a rollout, where the Trainer is not told
+    ray: "RayActors | None" = None  # where runners are Ray's actors
     langgraph: "Langgraph | None" = None  # the graph that the configuration names as the agent
     loops: "NamedLoops | None" = None  # the agent loops that it names instead
     resume = False  # whether to go on with a run folder that holds a run

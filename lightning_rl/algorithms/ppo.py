@@ -125,6 +125,7 @@ class PPO(Algorithm):
         self.n_runners = rollout.agent.num_workers or min(MOST, at_once * rollout.n)
         self.watchdog_seconds = self.config.trainer.watchdog_seconds
         self.isolation = rollout.agent.isolation
+        self.ray = rollout.agent.ray if rollout.agent.ray.address is not None else None
         self.resume = self.config.trainer.resume_mode == "auto"
         self._traces: Writer | None = None
         self.max_restarts = self.config.trainer.max_restarts

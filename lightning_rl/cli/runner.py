@@ -1,7 +1,8 @@
 """`lightning-rl runner`: run an agent for a server on another machine.
 
 Invariant: it ends by itself only for what its user can put right: a key that is refused, an agent that cannot be loaded
-or whose processes die again and again. A server that is away is waited for.
+or whose processes die again and again; and when the rollouts that it was asked for have ended. A server that is away is
+waited for.
 """
 
 import os
@@ -37,6 +38,9 @@ def run(
         Literal["thread", "process"],
         typer.Option(help="Whether rollouts share processes, or each has its own, killed when its time is over."),
     ] = "thread",
+    max_rollouts: Annotated[
+        int | None, typer.Option(min=1, help="End when so many rollouts have ended here; by default it goes on.")
+    ] = None,
     log_dir: Annotated[Path, typer.Option(help="Where the logs go, runner-NUMBER.log.")] = Path("runner-logs"),
 ) -> None:
     """Take rollouts from a server, run the agent on them, and report how they end. Ctrl-C gives back what runs.
@@ -63,13 +67,16 @@ def run(
     typer.echo(f"Runs {agent} for {store}, at most {at_once} rollouts at once (isolation: {isolation}).")
     typer.echo(f"Logs: {log_dir.resolve()}. Ctrl-C gives back what runs, and ends.")
     try:
-        with runners.launch(at_once, loaded, store, key, log_dir=log_dir, isolation=isolation) as working:
-            while True:
+        with runners.launch(
+            at_once, loaded, store, key, log_dir=log_dir, isolation=isolation, most=max_rollouts
+        ) as working:
+            while not working.done:
                 working.check()
                 time.sleep(_CHECK_SECONDS)
     except KeyboardInterrupt:
         typer.echo("Stopped; what ran was given back.")
         raise
+    typer.echo(f"Done: rollouts that ended here: {max_rollouts}.")
 
 
 def _wait_for(server: "HttpStore", url: str) -> None:

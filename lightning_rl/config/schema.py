@@ -223,6 +223,28 @@ class ValKwargs(Section, frozen=True):
     n: Annotated[Positive, effect("rollouts per validation task")] = 1
 
 
+class RayActors(Section, frozen=True):
+    """Runners as actors on the machines of a Ray cluster (`docs/runners.md`)."""
+
+    address: Annotated[
+        str | None,
+        effect(
+            "the cluster whose machines run the agents: auto (the one that is there), HOST:PORT, ray://HOST:PORT, or "
+            "local (one for this run, on this machine); null: agents run in processes beside the trainer"
+        ),
+    ] = None
+    num_actors: Annotated[
+        Positive | None,
+        effect("actors, among which the rollouts at once are divided; null: as many as the cluster has room for"),
+    ] = None
+    num_cpus: Annotated[Above0, effect("cores that an actor holds; it runs the agents in so many processes")] = 1.0
+    num_gpus: Annotated[NotNegative, effect("GPUs that an actor holds, for agents that need one")] = 0.0
+    resources: Annotated[
+        dict[str, float] | None,
+        effect("of Ray's own resources, what an actor holds: `{browser: 1}` puts it on machines that have it"),
+    ] = None
+
+
 class AgentRuns(Section, frozen=True):
     """How agents are run."""
 
@@ -256,6 +278,7 @@ class AgentRuns(Section, frozen=True):
         str | None,
         effect("a YAML file of loops of your own: a list of `name`, `_target_` (the class) and its arguments"),
     ] = None
+    ray: RayActors = field(default_factory=RayActors)
 
 
 class UserTurns(Section, frozen=True):

@@ -6,6 +6,8 @@ the script is never run again. Keys travel the same way, never in the environmen
 A process that dies (memory ran out, a crash in a C extension) is started anew, and its attempts are lost at once. One
 that retires, since an agent in it hangs, is followed by another at once, and ends when its other rollouts have.
 
+A runner that is given a number of rollouts ends when so many have ended in it.
+
 Invariant: all processes of a runner together have the slots that it was given, so no more rollouts run at once.
 """
 
@@ -17,7 +19,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -55,6 +57,21 @@ class Working:
     def retiring_pids(self) -> list[int]:
         """Of the processes that wait for the end of their last rollouts, since an agent in them hangs."""
         return [pid for runner in self._runners for pid in runner.retiring_pids]
+
+    @property
+    def worker_ids(self) -> list[str]:
+        """The names under which all these processes claim."""
+        return [worker_id for runner in self._runners for worker_id in runner.worker_ids]
+
+    @property
+    def finished(self) -> bool:
+        """Whether a rollout has ended in a process that takes them now."""
+        return any("finished" in runner.child.told for runner in self._runners)
+
+    @property
+    def done(self) -> bool:
+        """Whether as many rollouts have ended as were to be run; never where no number was given."""
+        return all(runner.done for runner in self._runners)
 
     def check(self) -> None:
         """Start anew what has died, with a warning. Raises ChildDied, with the end of its log, when that is of no use:
@@ -97,11 +114,12 @@ class _Process:
 class _Runner:
     """One process after another; safe to share between threads. None is started when it is made."""
 
-    def __init__(self, number: int, payload: Payload, log_dir: Path, store: HttpStore) -> None:
-        self._name = f"runner {number}"
+    def __init__(self, name: str, payload: Payload, log: Path, store: HttpStore) -> None:
+        self._name = name
         self._payload = payload
-        self._log = log_dir / f"runner-{number}.log"
+        self._log = log
         self._store = store
+        self._left = payload["most"]
         self._in_vain = 0
         self._lock = threading.RLock()
         self._stopped = False
@@ -118,6 +136,16 @@ class _Runner:
     def retiring_pids(self) -> list[int]:
         with self._lock:
             return [process.child.process.pid for process in self._retiring if not process.ended]
+
+    @property
+    def worker_ids(self) -> list[str]:
+        with self._lock:
+            return [process.worker_id for process in [*self._retiring, self._present]]
+
+    @property
+    def done(self) -> bool:
+        """Whether the rollouts that it was to run have ended."""
+        return self._left is not None and self._left <= 0
 
     def start(self) -> None:
         """Start the process, and the thread that follows it."""
@@ -144,9 +172,18 @@ class _Runner:
     def check(self) -> None:
         """Start it anew when it has died. Raises ChildDied."""
         with self._lock:
-            if not self._present.ended:
+            if self.done or not self._present.ended:
                 return
-            if self._present.retires:  # as it should; the thread that follows it may not have seen it yet
+            if self._left is not None:
+                self._present.child.stop()  # it has told all that it had to tell
+                self._left -= int(self._present.child.told.get("ended", 0))
+                if self.done:
+                    return
+                if self._present.retires and self._present.child.process.returncode == 0:
+                    self._warn_of_hanging()
+                    self._next()
+                    return
+            elif self._present.retires:  # as it should; the thread that follows it may not have seen it yet
                 self._replace()
                 return
             died = self.child.died()
@@ -161,7 +198,7 @@ class _Runner:
             self._next()
 
     def _made(self, slots: int) -> _Process:
-        payload = Payload(**(self._payload | {"slots": slots}))
+        payload = Payload(**(self._payload | {"slots": slots, "most": self._left}))
         return _Process(self._name, payload, self._log, self._changed.set)
 
     def _start(self) -> None:
@@ -186,13 +223,8 @@ class _Runner:
 
     def _replace(self) -> None:
         """Let another process follow one that retires, and have what such a one has freed."""
-        if self._present.retires:
-            _log.warning(
-                "an agent in %s goes on although its time is over, and cannot be ended: another process takes its "
-                "place, and this one ends when its other rollouts have. Give the agent's requests and tools a "
-                "time-out, or run each rollout in a process of its own (isolation=process)",
-                self._name,
-            )
+        if self._present.retires and self._left is None:  # else what is left is known only when it has ended: `check`
+            self._warn_of_hanging()
             self._retiring.append(self._present)
             self._next()
         for process in [process for process in self._retiring if process.ended]:
@@ -203,6 +235,14 @@ class _Runner:
         more = self._share() - self._present.given
         if more > 0:
             self._present.give(more)
+
+    def _warn_of_hanging(self) -> None:
+        _log.warning(
+            "an agent in %s goes on although its time is over, and cannot be ended: another process takes its "
+            "place, and this one ends when its other rollouts have. Give the agent's requests and tools a "
+            "time-out, or run each rollout in a process of its own (isolation=process)",
+            self._name,
+        )
 
     def _lose_claims(self, process: _Process) -> None:
         try:
@@ -222,36 +262,52 @@ def _how_it_died(status: int) -> str:
 
 @contextmanager
 def launch(
-    n_runners: int, agent: Agent, url: str, key: str, *, log_dir: Path, isolation: Isolation = "thread"
+    n_runners: int,
+    agent: Agent,
+    url: str,
+    key: str,
+    *,
+    log_dir: Path,
+    isolation: Isolation = "thread",
+    most: int | None = None,
 ) -> Iterator[Working]:
     """Up to `n_runners` concurrent rollouts in at most as many processes as there are cores, while the block runs.
 
     There are fewer while the server holds rollouts back because the engines bear no more (`server.admission`).
     `key` is a runner key of the server at `url`. Each process logs to `log_dir`/runner-<number>.log. With `isolation`
-    "process" each rollout runs in a process of its own, forked from these. Raises CannotIsolate where that cannot be.
+    "process" each rollout runs in a process of its own, forked from these. `most` rollouts are taken in all where it
+    is given. Raises CannotIsolate where isolation cannot be.
     """
-    if isolation == "process" and not hasattr(os, "waitid"):
+    payload = payload_of(cloudpickle.dumps(agent), url, key, isolation=isolation)
+    cores = len(os.sched_getaffinity(0))
+    slots = shares(n_runners, cores if most is None else min(cores, most))
+    with running(payload, slots, log_dir=log_dir, most=most) as working:
+        yield working
+
+
+def payload_of(agent: bytes, url: str, key: str, *, isolation: Isolation) -> Payload:
+    """What every process of a pickled agent is told; `running` gives each its slots."""
+    return Payload(
+        sys_path=sys.path, url=url, key=key, worker_id="", slots=0, most=None, isolation=isolation, agent=agent
+    )
+
+
+@contextmanager
+def running(
+    payload: Payload, slots: Sequence[int], *, log_dir: Path, most: int | None = None, name: str = "runner"
+) -> Iterator[Working]:
+    """A process for each of `slots`, that runs so many rollouts at once, while the block runs. Messages, and the
+    worker ids, begin with `name`. Raises CannotIsolate."""
+    if payload["isolation"] == "process" and not hasattr(os, "waitid"):
         raise CannotIsolate("isolation=process needs Linux: leave it at thread")
-    pickled = cloudpickle.dumps(agent)
+    mosts = [None] * len(slots) if most is None else shares(most, len(slots))
     with ExitStack() as parts:
-        store = HttpStore(url, key, connections=1, patience_seconds=0)
+        store = HttpStore(payload["url"], payload["key"], connections=1, patience_seconds=0)
         parts.callback(store.close)
         runners = [
-            _Runner(
-                number,
-                Payload(
-                    sys_path=sys.path,
-                    url=url,
-                    key=key,
-                    worker_id="",
-                    slots=slots,
-                    isolation=isolation,
-                    agent=pickled,
-                ),
-                log_dir,
-                store,
-            )
-            for number, slots in enumerate(shares(n_runners, len(os.sched_getaffinity(0))))
+            _Runner(f"{name} {number}", Payload(**(payload | {"slots": at_once, "most": of_it})), log, store)
+            for number, (at_once, of_it) in enumerate(zip(slots, mosts, strict=True))
+            for log in [log_dir / f"runner-{number}.log"]
         ]
         # All are asked first, then each is waited for, whatever becomes of the others; none of them runs yet.
         for runner in runners:

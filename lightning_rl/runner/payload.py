@@ -16,6 +16,7 @@ class Payload(TypedDict):
     """What a runner needs to know. `agent` is pickled by itself: it needs `sys_path` to be set first.
 
     `isolation`: whether rollouts run in this process or each in one of its own. `slots`: how many run at once at first.
+    `most`: it retires when it has begun so many; None: it goes on. It then tells of each that ended (`ended`).
     """
 
     sys_path: list[str]
@@ -23,5 +24,6 @@ class Payload(TypedDict):
     key: str
     worker_id: str
     slots: int
+    most: int | None
     isolation: Isolation
     agent: bytes

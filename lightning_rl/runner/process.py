@@ -5,7 +5,8 @@ when the parent dies: rollouts under way are given back, and no child of an agen
 stdout that its agent is there (`started`), that a rollout ended (`finished`), and what is wrong.
 
 A thread cannot be ended from outside. So when an agent hangs on past its time, the process *retires*: it takes no more
-rollouts, frees its slots one by one as the others end (`freed`), and then ends, and the hanging thread with it.
+rollouts, frees its slots one by one as the others end (`freed`), and then ends, and the hanging thread with it. One
+that is to run only so many rollouts retires with the last of them.
 """
 
 import logging
@@ -67,9 +68,17 @@ class _Process:
         self._stop, self._failed = threading.Event(), threading.Event()
         self._threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="rollout")
         self._slots = Slots(
-            payload["slots"], freed=lambda number: tell({"freed": number}, parent), empty=self._stop.set
+            payload["slots"],
+            freed=lambda number: tell({"freed": number}, parent),
+            empty=self._stop.set,
+            most=payload["most"],
+            ended=self._tell_ended,
         )
         ALARMS.addHandler(TellAlarms(parent))
+
+    def _tell_ended(self, number: int) -> None:
+        if self._payload["most"] is not None:
+            tell({"ended": number}, self._parent)
 
     def spawn(self, work: Callable[[], None]) -> None:
         """Run `work` in a thread; an error in it is a bug or a refused key, and ends the process."""

@@ -1,7 +1,8 @@
 """How many more rollouts a process may begin.
 
 Invariant: a slot is free, taken, or freed for good: a process that retires takes none any more, and tells its parent of
-each that it will not use again, so that the next process may.
+each that it will not use again, so that the next process may. It retires by itself once it has begun as many rollouts
+as it may.
 """
 
 import threading
@@ -11,30 +12,58 @@ from collections.abc import Callable
 class Slots:
     """The slots of one process; safe to share between threads.
 
+    `most`: rollouts that may begin in all; None: no end of them. `ended` is called with how many of these have ended.
     `freed` is called with the number of all slots that were freed so far, each time after one was; `empty` when a
     process that retired has freed all.
     """
 
-    def __init__(self, number: int, *, freed: Callable[[int], None], empty: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        number: int,
+        *,
+        freed: Callable[[int], None],
+        empty: Callable[[], None],
+        most: int | None = None,
+        ended: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self._changed = threading.Condition()
         self._free = self._all = number
-        self._freed = 0
+        self._freed = self._taken = self._begun = self._ended = 0
+        self._most = most
         self._retired = self._closed = False
         self._tell_freed = freed
         self._tell_empty = empty
+        self._tell_ended = ended
 
     def take(self) -> bool:
-        """Wait for a free one and take it; False when there will be none."""
+        """Wait for a free one and take it, to begin a rollout; False when there will be none."""
         with self._changed:
-            self._changed.wait_for(lambda: self._free or self._retired or self._closed)
+            self._changed.wait_for(lambda: self._may_take() or self._retired or self._closed)
             if self._retired or self._closed:
                 return False
             self._free -= 1
+            self._taken += 1
             return True
 
-    def give_back(self) -> None:
-        """One that was taken is free."""
+    def put_back(self) -> None:
+        """There was no rollout for one that was taken."""
         with self._changed:
+            self._taken -= 1
+            self._return(1)
+
+    def begun(self) -> None:
+        """There is a rollout for one that was taken."""
+        with self._changed:
+            self._begun += 1
+            last = self._begun == self._most
+        if last:
+            self.retire()
+
+    def give_back(self) -> None:
+        """The rollout of one has ended."""
+        with self._changed:
+            self._ended += 1
+            self._tell_ended(self._ended)
             self._return(1)
 
     def add(self, number: int) -> None:
@@ -58,6 +87,9 @@ class Slots:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def _may_take(self) -> bool:
+        return self._free > 0 and (self._most is None or self._taken < self._most)
 
     def _return(self, number: int) -> None:
         self._changed.notify_all()

@@ -82,7 +82,7 @@ class Worker:
             try:
                 claims = self._store.claim(self._worker_id, wait_seconds=CLAIM_WAIT_SECONDS, claim_id=claim_id)
             except Unreachable as error:
-                self._slots.give_back()
+                self._slots.put_back()
                 _log.warning("no claim: %s", error)
                 self._stop.wait(backoff)
                 backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
@@ -90,11 +90,12 @@ class Worker:
             backoff, claim_id = _BACKOFF_SECONDS, new_id("c")
             still_ours = [claim for claim in claims if claim.attempt.status == "running"]
             if not still_ours:
-                self._slots.give_back()
+                self._slots.put_back()
             for claim in still_ours:
                 if self._stop.is_set():  # it came too late
                     self._refuse(claim)
                 else:
+                    self._slots.begun()
                     self.begin(claim)
 
     def begin(self, claim: Claim) -> None:

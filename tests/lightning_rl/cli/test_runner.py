@@ -116,6 +116,18 @@ def test_it_joins_and_gives_back_what_runs_when_it_is_interrupted(
     assert "solving short" in "".join(path.read_text() for path in (tmp_path / "runner-logs").glob("runner-*.log"))
 
 
+def test_a_runner_for_one_rollout_takes_one_and_ends(store: HttpStore, tmp_path: Path) -> None:
+    rollouts = store.enqueue([RolloutRequest(task="short"), RolloutRequest(task="short")])
+    url = store.url  # type: ignore[attr-defined]
+    with runner(tmp_path, url, "--agent", "my_agent:solve", "--max-rollouts", "1") as command:
+        out, errors = command.communicate(timeout=WAIT_SECONDS)
+    assert (command.returncode, errors) == (0, "")
+    assert "Done: rollouts that ended here: 1." in out
+    assert sorted(store.rollout(each.rollout_id).status for each in rollouts) == ["queued", "succeeded"]
+    for each in rollouts:
+        store.cancel(each.rollout_id)
+
+
 @pytest.mark.e2e
 def test_it_waits_for_a_server_that_is_away(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

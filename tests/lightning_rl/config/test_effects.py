@@ -24,6 +24,7 @@ from lightning_rl.rewards import FinishedRollout
 from lightning_rl.rl.advantages import ESTIMATORS
 from lightning_rl.rl.correction import correct
 from lightning_rl.rl.shaping import OverlongBuffer
+from lightning_rl.runner import on_ray
 from lightning_rl.store.contract import RolloutRequest
 from lightning_rl.tools.config import limits_of
 from lightning_rl_adapters import credit, forest
@@ -143,11 +144,18 @@ def limits(config: Config, _: pytest.MonkeyPatch) -> Any:
         settings.agent_failure(config),
         PPO(config).n_runners,
         PPO(config).isolation,
+        PPO(config).ray,
         PPO(config).resume,
         PPO(config).watchdog_seconds,
         PPO(config).max_restarts,
         bool(PPO(config)._select),
     )
+
+
+def actors(config: Config, _: pytest.MonkeyPatch) -> Any:
+    """What they ask of Ray, and how many there are; that Ray gives it is in `tests/cluster/test_ray.py`."""
+    given = config.actor_rollout_ref.rollout.agent.ray
+    return on_ray.asked(given), on_ray.seats(given, 100, [{"CPU": 4.0, "GPU": 4.0, "browser": 4.0}])
 
 
 def batch(config: Config, _: pytest.MonkeyPatch) -> Any:
@@ -262,6 +270,11 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     (ROLLOUT + "engine_kwargs.vllm", {"block_size": 32}, vllm),
     (ROLLOUT + "agent.num_workers", 2, limits),
     (ROLLOUT + "agent.isolation", "process", limits),
+    (ROLLOUT + "agent.ray.address", "auto", limits),
+    (ROLLOUT + "agent.ray.num_actors", 3, actors),
+    (ROLLOUT + "agent.ray.num_cpus", 2.0, actors),
+    (ROLLOUT + "agent.ray.num_gpus", 0.5, actors),
+    (ROLLOUT + "agent.ray.resources", {"browser": 1.0}, actors),
     (ROLLOUT + "agent.timeout_seconds", 2.0, story),
     (ROLLOUT + "agent.max_attempts", 2, story),
     (ROLLOUT + "val_kwargs.temperature", 0.5, sampling),

@@ -1,0 +1,52 @@
+"""What a run asks of Ray; that it gets it is in `tests/cluster/test_ray.py`."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_rl.config.schema import RayActors
+from lightning_rl.runner.on_ray import OutOfReach, asked, check_reach, room, seats
+
+CORES = st.lists(st.integers(0, 64), min_size=1, max_size=8)
+
+
+@given(st.integers(0, 500), CORES, st.sampled_from([0.5, 1.0, 2.0, 3.5]), st.none() | st.integers(1, 20))
+def test_all_slots_are_divided_over_actors_that_there_is_room_for(
+    n_runners: int, cores: list[int], num_cpus: float, num_actors: int | None
+) -> None:
+    given = RayActors(num_cpus=num_cpus, num_actors=num_actors)
+    nodes = [{"CPU": float(number)} for number in cores]
+    actors = seats(given, n_runners, nodes)
+    processes = [slots for actor in actors for slots in actor]
+    assert sum(processes) == n_runners
+    assert all(slots > 0 for slots in processes), "none is started for nothing"
+    assert len(actors) <= (num_actors or max(1, room(nodes, asked(given))))
+    assert all(len(actor) <= max(1, num_cpus) for actor in actors)
+    per_actor = [sum(actor) for actor in actors]
+    assert max(per_actor, default=0) - min(per_actor, default=0) <= 1
+
+
+def test_an_actor_needs_all_that_it_asks_for_on_one_machine() -> None:
+    need = asked(RayActors(num_cpus=2.0, num_gpus=0.5, resources={"browser": 1.0}))
+    assert need == {"CPU": 2.0, "GPU": 0.5, "browser": 1.0}
+    whole = {"CPU": 8.0, "GPU": 1.0, "browser": 5.0, "memory": 1.0}
+    assert room([whole], need) == 2  # by its GPU
+    assert room([{"CPU": 8.0, "GPU": 8.0}, {"browser": 8.0}], need) == 0
+    assert room([whole, {"CPU": 3.0, "GPU": 4.0, "browser": 2.0}], need) == 3
+
+
+def test_a_loopback_url_is_refused_where_the_cluster_has_other_machines() -> None:
+    check_reach("http://127.0.0.1:8080", ["10.0.0.1", "10.0.0.1"], here="10.0.0.1")
+    check_reach("http://127.0.0.1:8080", ["127.0.0.1"], here="10.0.0.1")
+    check_reach("http://trainer.example:8080", ["10.0.0.1", "10.0.0.2"], here="10.0.0.1")
+    for url in ("http://127.0.0.1:8080", "http://localhost:8080", "http://[::1]:8080"):
+        with pytest.raises(OutOfReach, match=r"10\.0\.0\.2.*Trainer\(host="):
+            check_reach(url, ["10.0.0.1", "10.0.0.2"], here="10.0.0.1")
+
+
+def test_ray_is_loaded_for_a_run_that_asks_for_it_alone() -> None:
+    code = "import sys, lightning_rl.trainer, lightning_rl.runner.on_ray; assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

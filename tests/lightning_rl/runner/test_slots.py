@@ -1,0 +1,80 @@
+"""How many rollouts a process runs in all, where it is told."""
+
+import sys
+
+import cloudpickle
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_rl.agent import as_agent
+from lightning_rl.runner.launch import launch
+from lightning_rl.runner.slots import Slots
+from lightning_rl.store.contract import RolloutConfig, RolloutRequest
+from tests.lightning_rl.runner.runs import Asked
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # children cannot import a test
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.lists(st.booleans(), max_size=30))
+def test_as_many_begin_as_may_and_never_more(number: int, most: int, claims: list[bool]) -> None:
+    """`claims`: whether there was a rollout for a slot that was taken."""
+    ended: list[int] = []
+    freed: list[int] = []
+    empty: list[bool] = []
+    slots = Slots(number, freed=freed.append, empty=lambda: empty.append(True), most=most, ended=ended.append)
+    begun = 0
+    for claim in claims:
+        if begun == most:
+            break
+        assert slots.take()
+        if claim:
+            slots.begun()
+            begun += 1
+            slots.give_back()
+        else:
+            slots.put_back()
+    assert begun == min(most, sum(claims))
+    assert ended == list(range(1, begun + 1))
+    assert bool(empty) == (begun == most)
+    assert slots.take() == (begun < most)
+
+
+def test_no_slot_is_taken_for_what_may_not_begin() -> None:
+    slots = Slots(4, freed=lambda _: None, empty=lambda: None, most=2)
+    assert slots.take()
+    assert slots.take()
+    assert not slots._may_take()
+    slots.put_back()
+    assert slots._may_take()
+
+
+def agent(task, llm):
+    import os
+    import signal
+    import time
+
+    if isinstance(task, str) and not os.path.exists(task):
+        open(task, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    while isinstance(task, float):
+        time.sleep(10)
+    return 1.0
+
+
+def test_a_runner_ends_when_its_rollouts_have_also_where_a_process_died_or_an_agent_hung(server, tmp_path) -> None:
+    """Three of the five: the first kills its process and is tried again here, the second hangs on past its time."""
+    tasks = [str(tmp_path / "killed"), 1.5, 0, 1, 2]
+    limits = [RolloutConfig(timeout_seconds=1 if isinstance(task, float) else None) for task in tasks]
+    requests = [RolloutRequest(task=task, config=config) for task, config in zip(tasks, limits, strict=True)]
+    ids = [rollout.rollout_id for rollout in server.store.enqueue(requests)]
+    with launch(1, as_agent(agent), server.url, server.runner_key, log_dir=tmp_path, most=3) as working:
+        rollouts = Asked(server, working, ids)
+        rollouts.until(lambda: working.done)
+        [pid] = working.pids
+        rollouts.until(lambda: working._runners[0].child.process.poll() is not None)
+    ended = [server.store.rollout(each) for each in ids]
+    assert pid
+    assert [each.status for each in ended].count("queued") == 2
+    assert sum(each.ended_at is not None for each in ended) == 3
+    for each in ids:
+        server.store.cancel(each)
