@@ -114,7 +114,7 @@ def test_user_turns_end_at_their_limit_or_when_the_user_is_done(served: Served, 
     check_masks(calls, rows)
 
 
-@pytest.mark.parametrize("limit", range(3, 60, 4))
+@pytest.mark.parametrize("limit", [3, 20, 35, 47, 52, 59])
 def test_a_trajectory_has_exactly_the_room_it_is_given(
     served: Served, run: Run, recorded: Recorded, limit: int
 ) -> None:
