@@ -1,14 +1,19 @@
-"""The store as the gateway sees it: whether an attempt is open, how it is sampled, and a place for its spans."""
+"""The store as the gateway sees it: of an attempt whether it is open, how it is sampled and what was recorded of it;
+and a place for its spans."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
+from lightning_rl.server.fleet import Fleet
 from lightning_rl.server.resolve import proxy_llm
 from lightning_rl.server.sql_thread import SqlThread
 from lightning_rl.store.contract import Attempt, Claim, Rollout
 from lightning_rl.store.errors import NotFound
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters.span import Span
+from lightning_rl_proxy.errors import elsewhere
 from lightning_rl_proxy.ledger import AttemptInfo
 
 _POLICY = "main_llm"
@@ -21,12 +26,20 @@ class StoreLedger:
     # seals within its next round, so that no call waits for the store.
     tells_closings = True
 
-    def __init__(self, store: SqlStore, sql: SqlThread) -> None:
+    def __init__(self, store: SqlStore, sql: SqlThread, fleet: Fleet | None = None) -> None:
         self._store = store
         self._sql = sql
+        self._fleet = fleet
 
     async def attempt(self, rollout_id: str, attempt_id: str) -> AttemptInfo | None:
-        """See `Ledger`."""
+        """See `Ledger`. An attempt that may be this gateway's is so from then on."""
+        if self._fleet is not None:
+            try:
+                owner = await self._fleet.take(rollout_id, attempt_id)
+            except NotFound:
+                return None
+            if owner is not None and owner.gateway_id != self._fleet.gateway_id:
+                raise elsewhere(attempt_id, owner.url)
         return await self._sql.run(self._info, rollout_id, attempt_id)
 
     async def add_spans(self, spans: Sequence[Span]) -> None:
@@ -39,7 +52,8 @@ class StoreLedger:
         except NotFound:
             return None
         resources = {} if rollout.resources_id is None else self._store.resources(rollout.resources_id).resources
-        return _info(rollout, attempt, resources)
+        spans = self._store.trace(rollout_id, attempt_id).spans if attempt.status == "running" else []
+        return msgspec.structs.replace(_info(rollout, attempt, resources), spans=spans)
 
 
 def claimed_info(claim: Claim) -> AttemptInfo:
