@@ -34,7 +34,7 @@ from lightning_rl.server.app import App, create_app
 from lightning_rl.server.attach import attacher
 from lightning_rl.server.child import TellAlarms, tell
 from lightning_rl.server.engines import EngineRequest
-from lightning_rl.server.fleet import Fleet
+from lightning_rl.server.fleet import LEASE_SECONDS, Fleet
 from lightning_rl.server.keys import Keys
 from lightning_rl.server.ledger import StoreLedger
 from lightning_rl.server.limits import protocol
@@ -78,6 +78,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host: str = "127.0.0.1"
     port: int = 0
     url: str | None = None
+    lease_seconds: float = LEASE_SECONDS  # of this gateway among several; a new session has so long to take over
     own_runners: bool = False  # they all end with the process that starts this one
     otlp_endpoint: str | None = None  # where spans are sent, too
     limits: Limits = Limits()
@@ -223,7 +224,8 @@ async def _app(settings: Settings, store: SqlStore, sql: SqlThread, url: str, co
     router = Router(settings.model, unknown_model=settings.unknown_model)
     fleet = None
     if store.shared:
-        fleet = Fleet(store, gateway_id=_gateway_id(Path(settings.run_dir)), url=url)
+        gateway_id = _gateway_id(Path(settings.run_dir))
+        fleet = Fleet(store, gateway_id=gateway_id, url=url, lease_seconds=settings.lease_seconds)
     gateway = Gateway(
         ledger=StoreLedger(store, sql, fleet),
         secret=store.secret,

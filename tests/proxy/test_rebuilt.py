@@ -18,7 +18,7 @@ from tests.proxy.test_live_forest import TOOLS, Spelling, World, next_request, w
 
 
 def recorded(world: World) -> list[Span]:
-    """The spans of all calls of a world, in no order, as they come out of the store: answered as they were delivered."""
+    """The spans of all calls of a world, in no order, as they come out of the store; answered as delivered."""
     delivered = {live.call.call_id: order for order, (_, live) in enumerate(world.delivered)}
     spans = []
     for asked in world.asked:

@@ -177,6 +177,7 @@ def test_a_gateway_that_comes_back_and_has_replayed_its_journal_has_its_attempts
     assert shared.gateways.abandoned() == []
     shared.gateways.stored_all("a")
     die(clock)
+    shared.gateways.announce(gateway("b"), LEASE)
     assert owner_after(shared, place, "b") == "b"
 
 
