@@ -1,4 +1,4 @@
-"""Several servers, each a process of its own, over one PostgreSQL: one is killed, and the agents of the other two go on.
+"""Several servers, each a process of its own, over one PostgreSQL: one is killed, and its agents go on at another.
 
 The engine samples tokens that a tokenizer would write otherwise, so tokens that were made anew are seen.
 """
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import urllib3
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Claim, Finish, RolloutConfig, RolloutRequest
 from lightning_rl_adapters.call import calls_of
-from tests.lightning_rl.server.test_killed import PROGRAM, engine
+from tests.lightning_rl.server.test_killed import PROGRAM, Streams
 from tests.lightning_rl.server.test_process import TOKENIZER
 
 pytestmark = pytest.mark.cluster
@@ -35,6 +36,34 @@ pytestmark = pytest.mark.cluster
 LEASE = 3.0
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
 PATIENT = RolloutConfig(unresponsive_seconds=600)
+
+
+class Sampler(Streams):
+    """`Streams` as an embedded engine: well, and told to pause and to go on."""
+
+    def do_GET(self) -> None:
+        self.answer(msgspec.json.encode({"data": []}), "application/json")
+
+    def do_POST(self) -> None:
+        if self.path.startswith(("/pause", "/resume")):
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            self.answer(b"{}", "application/json")
+        else:
+            super().do_POST()
+
+    def answer(self, body: bytes, kind: str) -> None:
+        if self.path == "/v1/models":  # which weights it has it does not say
+            self.send_error(404)
+        else:
+            super().answer(body, kind)
+
+
+@contextlib.contextmanager
+def engine() -> Iterator[dict[str, str]]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Sampler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield {"model": "policy", "kind": "embedded", "url": f"http://127.0.0.1:{server.server_port}"}
+        server.shutdown()
 
 
 @dataclass
