@@ -142,9 +142,14 @@ class Fleet:
 
     # Notes, for the gateway
 
+    @property
+    def sure(self) -> bool:
+        """Whether what this gateway holds is its own."""
+        return not self.lapsed and asyncio.get_running_loop().time() <= self._until
+
     def check(self) -> None:
-        """Raises GatewayError(503) while the lease may be over."""
-        if asyncio.get_running_loop().time() > self._until:
+        """Raises GatewayError(503) while others may have what this gateway holds."""
+        if not self.sure:
             raise fenced()
 
     async def begin(self, rollout_id: str, attempt_id: str) -> None:

@@ -40,6 +40,10 @@ class GatewayDoor(EngineDoor, Protocol):
         """The attempts whose door is open here."""
         ...
 
+    def holds(self, rollout_id: str, attempt_id: str) -> bool:
+        """Whether that attempt's door is open here."""
+        ...
+
     def settle(self, attempts: Iterable[tuple[str, str]]) -> None:
         """Look which of these attempts the store has all calls of, and note it."""
         ...

@@ -132,7 +132,7 @@ class Peers(Alone):
 
     async def seal(self, rollout_id: str, attempt_id: str) -> ErrorInfo | None:
         """See `Alone`. Raises StoreUnwritable while nobody can say whether the attempt's gateway still lives."""
-        if (rollout_id, attempt_id) in self._gateway.held():
+        if self._fleet.sure and self._gateway.holds(rollout_id, attempt_id):
             return await self.seal_here(rollout_id, attempt_id)
         owner = await self._fleet.owner(attempt_id)
         if owner is not None and owner.gone and not owner.unstored:

@@ -134,9 +134,9 @@ class Sweeper:
     async def _let_go(self) -> None:
         """Close the doors of attempts that others have taken, while nobody heard of this gateway."""
         if self._fleet is not None and self._fleet.lapsed:
-            self._fleet.lapsed = False
             for rollout_id, attempt_id in await self._fleet.lost(self._gateway.held()):
                 await self._gateway.let_go(rollout_id, attempt_id)
+            self._fleet.lapsed = False
 
     async def end(self, overdue: Sequence[Overdue]) -> list[Rollout]:
         """Seal these attempts and end those that still run; the rollouts that this moved."""

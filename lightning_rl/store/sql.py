@@ -338,6 +338,15 @@ class SqlStore:
         return queries.rollout(connection, rollout_id), attempt
 
     @_read
+    def opening(self, connection: sa.Connection, rollout_id: str, attempt_id: str) -> queries.Opening | None:
+        """What a gateway needs to know of a running attempt; None where it has ended.
+
+        Raises:
+            NotFound: there is no such attempt.
+        """
+        return queries.opening(connection, rollout_id, attempt_id)
+
+    @_read
     def statuses(
         self, connection: sa.Connection, places: Sequence[tuple[str, str]]
     ) -> dict[tuple[str, str], AttemptStatus]:

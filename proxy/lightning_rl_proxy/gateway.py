@@ -146,6 +146,10 @@ class Gateway:
         """The open attempts, by rollout and attempt id."""
         return list(self._attempts)
 
+    def holds(self, rollout_id: str, attempt_id: str) -> bool:
+        """Whether that attempt is open here."""
+        return (rollout_id, attempt_id) in self._attempts
+
     def settle(self, attempts: Iterable[tuple[str, str]]) -> None:
         """Note of those of the attempts of which nothing is on its way that the store has all their calls."""
         self._notes.settle([name for name in attempts if not self._is_under_way(name)])
