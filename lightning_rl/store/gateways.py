@@ -18,9 +18,15 @@ from lightning_rl.store.databases import Database
 APART_SECONDS = 2.0
 _PLACING = "lightning_rl.placing"
 _GATEWAYS, _PLACEMENTS = schema.gateways.c, schema.placements.c
-_OWNED = sa.select(schema.placements, _GATEWAYS.url, _GATEWAYS.notes_calls, _GATEWAYS.lease_expires_at).join(
-    schema.gateways, _GATEWAYS.gateway_id == _PLACEMENTS.gateway_id
-)
+# A gateway that is not in its table any more is gone, and nobody knows what it noted.
+_LEASE = sa.func.coalesce(_GATEWAYS.lease_expires_at, 0.0)
+_NOTES = sa.func.coalesce(_GATEWAYS.notes_calls, sa.false())
+_OWNED = sa.select(
+    schema.placements,
+    sa.func.coalesce(_GATEWAYS.url, "").label("url"),
+    _NOTES.label("notes_calls"),
+    _LEASE.label("lease_expires_at"),
+).outerjoin(schema.gateways, _GATEWAYS.gateway_id == _PLACEMENTS.gateway_id)
 _HAS = sa.select(sa.func.count()).where(_PLACEMENTS.gateway_id == _GATEWAYS.gateway_id).scalar_subquery()
 _LEAVE = sa.delete(schema.placements).where(_PLACEMENTS.attempt_id == sa.bindparam("left"))
 
@@ -119,15 +125,15 @@ class Gateways:
 
     def abandoned(self) -> list[Overdue]:
         """The running attempts whose owner is gone, perhaps with calls that the store lacks."""
-        gone = _GATEWAYS.lease_expires_at + APART_SECONDS < self._clock()
-        whole = sa.and_(_GATEWAYS.notes_calls, sa.not_(_PLACEMENTS.unstored))
+        gone = self._clock() > _LEASE + APART_SECONDS
+        whole = sa.and_(_NOTES, sa.not_(_PLACEMENTS.unstored))
         found = self._database.read(lambda connection: connection.execute(_OWNED.where(gone, sa.not_(whole))).all())
         return [Overdue(rollout_id=row.rollout_id, attempt_id=row.attempt_id, why="server") for row in found]
 
     def may_end(self, gateway_id: str, attempt_ids: Sequence[str]) -> set[str]:
         """Those of the attempts that this gateway has, or whose owner is gone: the store has all records of these, or
         soon will."""
-        gone = _GATEWAYS.lease_expires_at + APART_SECONDS < self._clock()
+        gone = self._clock() > _LEASE + APART_SECONDS
         ours = sa.and_(_PLACEMENTS.attempt_id.in_(attempt_ids), (_PLACEMENTS.gateway_id == gateway_id) | gone)
         found = self._database.read(lambda connection: connection.execute(_OWNED.where(ours)).all())
         return {row.attempt_id for row in found}
@@ -156,9 +162,9 @@ def place(
 
 
 def urls(connection: sa.Connection, attempt_ids: Sequence[str]) -> dict[str, str]:
-    """The URLs of the attempts' owners; those that nobody has are left out."""
+    """The URLs of the attempts' owners; those of which none is known are left out."""
     found = connection.execute(_OWNED.where(_PLACEMENTS.attempt_id.in_(attempt_ids)))
-    return {row.attempt_id: row.url for row in found}
+    return {row.attempt_id: row.url for row in found if row.url}
 
 
 def leave(connection: sa.Connection, attempt_id: str) -> None:

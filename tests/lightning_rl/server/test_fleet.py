@@ -208,10 +208,8 @@ def test_an_attempt_whose_gateway_is_gone_and_may_have_kept_calls_fails_whatever
     claim = HttpStore(one, "admin").start(RolloutRequest(task=1))
     attempt_id = claim.attempt.attempt_id
     asked = two if claim.resources["main_llm"]["base_url"].startswith(one) else one
-    gone = GatewayInfo(gateway_id="gone", url="http://127.0.0.1:1")
-    store.gateways.announce(gone, -600)
     moved = sa.update(schema.placements).where(schema.placements.c.attempt_id == attempt_id)
-    store._database.write(lambda connection: connection.execute(moved.values(gateway_id="gone")))
+    store._database.write(lambda connection: connection.execute(moved.values(gateway_id="gone")))  # whom nobody knows
     attempt = HttpStore(asked, "admin").finish(claim.rollout.rollout_id, attempt_id, Finish(status="succeeded"))
     assert (attempt.status, attempt.error.type, attempt.error.infrastructure) == ("failed", "ServerGone", True)
 
