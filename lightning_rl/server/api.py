@@ -294,10 +294,10 @@ class ControlPlane:
         endings = (await _decoded(request, EndingsBody)).attempts
         for ending in endings:
             returned_rewards(ending.rollout_id, ending.finish)
-        sealed = [
-            msgspec.structs.replace(one, finish=await self._sealed(one.rollout_id, one.attempt_id, one.finish))
-            for one in endings
-        ]
+        finishes = await asyncio.gather(
+            *(self._sealed(one.rollout_id, one.attempt_id, one.finish) for one in endings)  # each where its calls are
+        )
+        sealed = [msgspec.structs.replace(one, finish=finish) for one, finish in zip(endings, finishes, strict=True)]
         outcomes = await self._sql.run(self._store.finish_many, sealed)
         self._tell(rollout for rollout, _ in outcomes)
         return {"attempts": [attempt for _, attempt in outcomes]}
