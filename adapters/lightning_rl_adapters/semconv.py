@@ -34,6 +34,9 @@ DELIVERED: Final = "lightning_rl.delivered"
 EXACT: Final = "lightning_rl.exact"
 TRAINABLE: Final = "lightning_rl.trainable"
 OVERSHOOT: Final = "lightning_rl.overshoot"
+TOOLS: Final = "lightning_rl.tools"  # a digest, where a call begins a tree: its whole line has the same
+INSTRUCTIONS: Final = "lightning_rl.instructions"  # how many of its messages no later response repeats
+REQUEST: Final = "lightning_rl.request"  # a digest of door and body, by which a retry finds its answer
 
 CALL_SPAN: Final = "lightning_rl.call"
 

@@ -31,6 +31,7 @@ _NUMBERED = (
     semconv.OVERSHOOT, semconv.REWARD_NAME, semconv.REWARD_VALUE, semconv.REWARD_CALL, semconv.MESSAGE, semconv.OBJECT,
     semconv.OPERATION_NAME, semconv.OPERATION_INPUTS, semconv.OPERATION_OUTPUT, semconv.PARENT_SPAN, semconv.EVENTS,
     semconv.RESOURCE, semconv.STATUS_CODE, semconv.STATUS_DESCRIPTION, semconv.SCOPE, semconv.KIND,
+    semconv.TOOLS, semconv.INSTRUCTIONS, semconv.REQUEST,
 )  # fmt: skip
 _NUMBERS: dict[str, int] = {name: number for number, name in enumerate(_NUMBERED)}
 

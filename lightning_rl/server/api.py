@@ -21,6 +21,7 @@ from lightning_rl.server.gateway import GatewayDoor, PauseRequest, Pauses, Resum
 from lightning_rl.server.keys import Keys, Role
 from lightning_rl.server.ledger import claimed_info
 from lightning_rl.server.limits import try_later
+from lightning_rl.server.peers import ASKED, Alone, ModelPause, Sealed
 from lightning_rl.server.requests import (
     AttemptsBody,
     ClaimBody,
@@ -28,6 +29,7 @@ from lightning_rl.server.requests import (
     EnqueueBody,
     PageQuery,
     RewardsBody,
+    SealBody,
     TracesBody,
     TripletsQuery,
     WaitBody,
@@ -41,7 +43,6 @@ from lightning_rl.store.contract import (
     Attempt,
     AttemptTrace,
     Claim,
-    ErrorInfo,
     Finish,
     Log,
     Resources,
@@ -68,14 +69,6 @@ _STATUS: dict[type[StoreError], tuple[int, str]] = {
     Conflict: (409, "conflict"),
     StoreUnwritable: (507, "store_unwritable"),
 }
-_RECORDING_LOST = Finish(
-    status="failed",
-    error=ErrorInfo(
-        type="RecordingLost",
-        message="the store did not take the attempt's calls in time, so they were given up",
-        infrastructure=True,
-    ),
-)
 _log = logging.getLogger(__name__)
 
 
@@ -95,6 +88,7 @@ class ControlPlane:
         sweeper: Sweeper,
         keys: Keys,
         gateway_url: str,
+        together: Alone,
         limits: Limits | None = None,
     ) -> None:
         self._store = store
@@ -109,6 +103,7 @@ class ControlPlane:
         self._sweeper = sweeper
         self._keys = keys
         self._gateway_url = gateway_url.rstrip("/")
+        self._together = together
         self._limits = limits or Limits()
 
     def routes(self) -> list[Route]:
@@ -142,6 +137,11 @@ class ControlPlane:
             self._route("DELETE", "/engines/{engine_id}", self._remove_engine),
             self._route("POST", "/pause", self._pause),
             self._route("POST", "/resume", self._resume),
+            self._route("GET", "/gateways", self._list_gateways),
+            self._route("POST", "/peers/seal", self._seal_here, "peer"),
+            self._route("POST", "/peers/pause", self._pause_here, "peer"),
+            self._route("POST", "/peers/resume", self._resume_here, "peer"),
+            self._route("POST", "/peers/pauses", self._pauses_here, "peer"),
             self._route("GET", "/state", self._state),
             self._route("POST", "/state/tokens", self._tokens_received),
         ]
@@ -168,8 +168,12 @@ class ControlPlane:
         role = self._keys.role(request.headers.get("authorization", ""))
         if role is None:
             return error_response(401, "unauthorized", "send an admin or a runner key as Authorization: Bearer")
-        if needed == "admin" and role != "admin":
-            return error_response(403, "forbidden", f"{request.method} {request.url.path} needs the admin key")
+        if role not in ("admin", needed):
+            whose = "the admin key" if needed == "admin" else f"a {needed}'s key"
+            return error_response(403, "forbidden", f"{request.method} {request.url.path} needs {whose}")
+        asked = request.headers.get(ASKED)
+        if needed == "peer" and (asked is None or not self._together.is_meant(asked)):
+            return error_response(409, "conflict", f"gateway {asked} was meant, and this is another one")
         return None
 
     # Rollouts
@@ -226,7 +230,7 @@ class ControlPlane:
 
     def _handed_out(self, claim: Claim) -> Claim:
         """The claim as its worker gets it; the gateway hears of the attempt before the agent can call."""
-        if claim.attempt.status == "running":
+        if claim.attempt.status == "running" and claim.gateway_url == self._together.placed_as:
             self._gateway.open(claimed_info(claim))
         return resolve(claim, self._gateway_url, self._store.secret)
 
@@ -299,18 +303,18 @@ class ControlPlane:
         endings = (await _decoded(request, EndingsBody)).attempts
         for ending in endings:
             returned_rewards(ending.rollout_id, ending.finish)
-        sealed = [
-            msgspec.structs.replace(one, finish=await self._sealed(one.rollout_id, one.attempt_id, one.finish))
-            for one in endings
-        ]
+        finishes = await asyncio.gather(
+            *(self._sealed(one.rollout_id, one.attempt_id, one.finish) for one in endings)  # each where its calls are
+        )
+        sealed = [msgspec.structs.replace(one, finish=finish) for one, finish in zip(endings, finishes, strict=True)]
         outcomes = await self._sql.run(self._store.finish_many, sealed)
         self._tell(rollout for rollout, _ in outcomes)
         return {"attempts": [attempt for _, attempt in outcomes]}
 
     async def _sealed(self, rollout_id: str, attempt_id: str, finish: Finish) -> Finish:
         """The attempt is sealed and its records are stored: how it ended, its worker's word or that they are lost."""
-        await self._gateway.seal(rollout_id, attempt_id)
-        return _RECORDING_LOST if self._gateway.is_lost(rollout_id, attempt_id) else finish
+        lack = await self._together.seal(rollout_id, attempt_id)
+        return finish if lack is None else Finish(status="failed", error=lack)
 
     def _tell(self, moved: Iterable[Rollout]) -> None:
         """Wake those who wait for what these rollouts became."""
@@ -387,12 +391,33 @@ class ControlPlane:
         return await self._engines.remove(request.path_params["engine_id"])
 
     async def _pause(self, request: Request) -> dict[str, Any]:
-        await self._pauses.pause(await _decoded(request, PauseRequest))
+        await self._together.pause(await _decoded(request, PauseRequest))
         return self._told()
 
     async def _resume(self, request: Request) -> dict[str, Any]:
-        await self._pauses.resume(await _decoded(request, ResumeRequest))
+        await self._together.resume(await _decoded(request, ResumeRequest))
         return self._told()
+
+    # What another gateway of the store asks
+
+    async def _list_gateways(self, request: Request) -> dict[str, Any]:
+        return {"gateways": await self._together.live()}
+
+    async def _seal_here(self, request: Request) -> Sealed:
+        attempts = (await _decoded(request, SealBody)).attempts
+        lacks = [await self._together.seal_here(rollout_id, attempt_id) for rollout_id, attempt_id in attempts]
+        return Sealed(lost=[name[1] for name, lack in zip(attempts, lacks, strict=True) if lack is not None])
+
+    async def _pause_here(self, request: Request) -> dict[str, Any]:
+        await self._pauses.pause(await _decoded(request, PauseRequest))
+        return {}
+
+    async def _resume_here(self, request: Request) -> dict[str, Any]:
+        await self._pauses.resume(await _decoded(request, ResumeRequest))
+        return {}
+
+    async def _pauses_here(self, request: Request) -> dict[str, ModelPause]:
+        return self._together.told()
 
     async def _tokens_received(self, request: Request) -> dict[str, Any]:
         body = await _decoded(request, TracesBody)

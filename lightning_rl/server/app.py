@@ -22,9 +22,11 @@ from lightning_rl.server import metrics, otlp, readiness
 from lightning_rl.server.admission import Admission, LoadDoor
 from lightning_rl.server.api import ControlPlane, encoded, error_response
 from lightning_rl.server.engines import EngineRequest, Engines
+from lightning_rl.server.fleet import Fleet
 from lightning_rl.server.gateway import GatewayDoor, Pauses, Receive, Scope, Send
 from lightning_rl.server.keys import Keys
 from lightning_rl.server.limits import Bounded
+from lightning_rl.server.peers import Alone, Peers
 from lightning_rl.server.signals import Signals
 from lightning_rl.server.sql_thread import SqlThread
 from lightning_rl.server.sweeper import Sweeper
@@ -72,6 +74,7 @@ def create_app(
     own_runners: bool = False,
     limits: Limits | None = None,
     collectors: Sequence[Collector] = (),
+    fleet: Fleet | None = None,
 ) -> App:
     """The application.
 
@@ -82,11 +85,13 @@ def create_app(
         own_runners: all runners are children of the process that starts this server, so that nobody can hold a claim
             of an earlier session: its attempts are lost at once.
         collectors: what else counts itself, for /metrics.
+        fleet: this gateway's part in a store that several servers share.
     """
     limits = limits or Limits()
     signals, pauses = Signals(), Pauses(gateway)
     known = Engines(attach_engine, gateway)
-    sweeper = Sweeper(store, sql, gateway, pauses, signals, seconds=sweep_seconds)
+    together = Alone(gateway, pauses) if fleet is None else Peers(gateway, pauses, fleet, store.secret)
+    sweeper = Sweeper(store, sql, gateway, pauses, signals, seconds=sweep_seconds, fleet=fleet)
     control_plane = ControlPlane(
         store=store,
         sql=sql,
@@ -98,19 +103,31 @@ def create_app(
         sweeper=sweeper,
         keys=keys,
         gateway_url=gateway_url,
+        together=together,
         limits=limits,
     )
     traces = otlp.Traces(store=store, sql=sql, keys=keys, limits=limits)
     ready = asyncio.Event()
+    at_work: list[asyncio.Task[None]] = []
 
     async def start() -> None:
         if not own_runners:
             await sql.run(store.renew_leases)
+        if fleet is not None:
+            await fleet.join()
+            at_work.append(asyncio.create_task(fleet.run(load, gateway.held, gateway.settle)))
         await gateway.start()
+        if fleet is not None:
+            await fleet.ready()
         before = await sql.run(store.recorded_calls)
         gateway.carry_on(before.tokens, before.newest_ns)
+        await together.adopt()
         if own_runners:
             await sweeper.end(await sql.run(store.running))
+
+    def load() -> tuple[int, int]:
+        now = gateway.state()
+        return now["open_attempts"], sum(model["in_flight"] for model in now["models"].values())
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -119,15 +136,19 @@ def create_app(
         except Exception as error:
             application.start_error = error
             raise
-        sweeping = asyncio.create_task(sweeper.run())
+        at_work.append(asyncio.create_task(sweeper.run()))
         ready.set()
         try:
             yield
         finally:
             ready.clear()
-            sweeping.cancel()
+            for task in at_work:
+                task.cancel()
             pauses.close()
             await gateway.stop()
+            await together.close()
+            if fleet is not None:
+                await fleet.leave(stored=not gateway.state()["records_waiting"])
 
     async def healthz(request: Request) -> Response:
         return encoded(request, 200, {"status": "ok"})

@@ -4,7 +4,7 @@ Invariant: a pause that has a lease ends with it, whoever asked for it and whate
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -38,6 +38,18 @@ class GatewayDoor(EngineDoor, Protocol):
 
     def held(self) -> Sequence[tuple[str, str]]:
         """The attempts whose door is open here."""
+        ...
+
+    def holds(self, rollout_id: str, attempt_id: str) -> bool:
+        """Whether that attempt's door is open here."""
+        ...
+
+    def settle(self, attempts: Iterable[tuple[str, str]]) -> None:
+        """Look which of these attempts the store has all calls of, and note it."""
+        ...
+
+    async def let_go(self, rollout_id: str, attempt_id: str) -> None:
+        """The attempt is another gateway's now."""
         ...
 
     async def seal(self, rollout_id: str, attempt_id: str) -> None:
@@ -105,15 +117,17 @@ class Pauses:
     def __init__(self, gateway: GatewayDoor) -> None:
         self._gateway = gateway
         self._leases: dict[str | None, asyncio.Task[None]] = {}
+        self._ends: dict[str | None, float] = {}  # of the leases, by the loop's clock
 
     async def pause(self, request: PauseRequest) -> None:
         """Park the requests of a model.
 
         Raises NotFound for a model that no engine serves, and Conflict, with nothing paused, where one cannot freeze.
         """
-        self._check(request.model)
+        self.check(request.model)
         self._end_lease(request.model)
         if request.lease_seconds is not None:
+            self._ends[request.model] = asyncio.get_running_loop().time() + request.lease_seconds
             lease = self._expire(request.model, request.lease_seconds)
             self._leases[request.model] = asyncio.create_task(lease)
         try:
@@ -124,7 +138,7 @@ class Pauses:
 
     async def resume(self, request: ResumeRequest) -> None:
         """Let parked requests go on. Raises NotFound for a model that no engine serves."""
-        self._check(request.model)
+        self.check(request.model)
         for model in list(self._leases) if request.model is None else [request.model]:
             self._end_lease(model)
         await self._gateway.resume(request.model, request.policy_version)
@@ -133,12 +147,18 @@ class Pauses:
         """Whether any model is paused now."""
         return any(model["paused"] for model in self._gateway.state()["models"].values())
 
+    def lease_left(self, model: str) -> float | None:
+        """Seconds until the lease of the model's pause is over; None where it has none."""
+        ends = [self._ends[name] for name in (model, None) if name in self._leases]
+        return max(min(ends) - asyncio.get_running_loop().time(), 0.1) if ends else None
+
     def close(self) -> None:
         """Forget all leases."""
         for model in list(self._leases):
             self._end_lease(model)
 
-    def _check(self, model: str | None) -> None:
+    def check(self, model: str | None) -> None:
+        """Raises NotFound for a model that no engine serves."""
         models = self._gateway.state()["models"]
         if model is not None and model not in models:
             raise NotFound(f"no engine serves model {model!r}; there are {sorted(models)}")

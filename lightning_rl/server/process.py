@@ -13,6 +13,7 @@ import errno
 import gc
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -27,15 +28,17 @@ from prometheus_client.registry import Collector
 
 from lightning_rl.config.otlp_endpoint import traces_url
 from lightning_rl.errors import Explained
-from lightning_rl.files import RunFolderBusy, owned
+from lightning_rl.files import RunFolderBusy, owned, write_whole
 from lightning_rl.server import logs
 from lightning_rl.server.app import App, create_app
 from lightning_rl.server.attach import attacher
 from lightning_rl.server.child import TellAlarms, tell
 from lightning_rl.server.engines import EngineRequest
+from lightning_rl.server.fleet import LEASE_SECONDS, Fleet
 from lightning_rl.server.keys import Keys
 from lightning_rl.server.ledger import StoreLedger
 from lightning_rl.server.limits import protocol
+from lightning_rl.server.peers import peer_key
 from lightning_rl.server.sql_thread import SqlThread
 from lightning_rl.store.contract import ResourcesRequest
 from lightning_rl.store.databases import shown
@@ -48,6 +51,7 @@ from lightning_rl_proxy.rendering import load_renderer
 from lightning_rl_proxy.router import Router
 
 JOURNAL = "gateway.journal"  # in the run folder
+GATEWAY_ID = "gateway.id"
 _OWNER_ALONE = 0o077  # as a umask
 _EARLIER_SERVER_SECONDS = 60.0  # to store what it has, and end
 _LONG_POLL_GRACE_SECONDS = 5  # for answers under way when the server stops
@@ -74,6 +78,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host: str = "127.0.0.1"
     port: int = 0
     url: str | None = None
+    lease_seconds: float = LEASE_SECONDS  # of this gateway among several; a new session has so long to take over
     own_runners: bool = False  # they all end with the process that starts this one
     otlp_endpoint: str | None = None  # where spans are sent, too
     limits: Limits = Limits()
@@ -217,13 +222,18 @@ async def _app(settings: Settings, store: SqlStore, sql: SqlThread, url: str, co
             chat_template_kwargs=settings.chat_template_kwargs,
         )
     router = Router(settings.model, unknown_model=settings.unknown_model)
+    fleet = None
+    if store.shared:
+        gateway_id = _gateway_id(Path(settings.run_dir))
+        fleet = Fleet(store, gateway_id=gateway_id, url=url, lease_seconds=settings.lease_seconds)
     gateway = Gateway(
-        ledger=StoreLedger(store, sql),
+        ledger=StoreLedger(store, sql, fleet),
         secret=store.secret,
         journal=Path(settings.run_dir) / JOURNAL,
         renderer=renderer,
         router=router,
         limits=settings.limits,
+        notes=fleet,
     )
 
     await sql.run(_publish_policy, store, settings.model)
@@ -231,16 +241,29 @@ async def _app(settings: Settings, store: SqlStore, sql: SqlThread, url: str, co
         store,
         gateway,
         sql=sql,
-        keys=Keys(admin=settings.admin_key, runner=settings.runner_key),
+        keys=Keys(
+            admin=settings.admin_key,
+            runner=settings.runner_key,
+            peer="" if fleet is None else peer_key(store.secret),
+        ),
         gateway_url=url,
         attach_engine=attacher(router, renderer),
         own_runners=settings.own_runners,
         limits=settings.limits,
         collectors=collectors,
+        fleet=fleet,
     )
     for engine in settings.engines:
         await app.engines.register(engine)
     return app
+
+
+def _gateway_id(run_dir: Path) -> str:
+    """Who this gateway is for the others: as long as its journal is here, the same."""
+    file = run_dir / GATEWAY_ID
+    if not file.exists():
+        write_whole(file, f"g{secrets.token_hex(10)}".encode())
+    return file.read_text()
 
 
 def _publish_policy(store: SqlStore, model: str) -> None:

@@ -48,6 +48,12 @@ class AttemptsBody(_Body, frozen=True, kw_only=True):
     attempts: list[tuple[str, str]]
 
 
+class SealBody(_Body, frozen=True, kw_only=True):
+    """Attempts to seal at this gateway, each as its rollout's and its own id."""
+
+    attempts: list[tuple[str, str]]
+
+
 class EndingsBody(_Body, frozen=True, kw_only=True):
     """Attempts that ended."""
 

@@ -58,11 +58,12 @@ def check_resources(request: ResourcesRequest) -> None:
 
 
 def resolve(claim: Claim, gateway_url: str, secret: bytes) -> Claim:
-    """The claim with a base URL and a key of its own for every `proxy_llm`."""
+    """The claim with a base URL and a key of its own for every `proxy_llm`: at the gateway that has the attempt, where
+    the claim names one, else at `gateway_url`."""
     rollout, attempt = claim.rollout, claim.attempt
     address = Address(rollout.rollout_id, attempt.attempt_id)
     expires_at = int(attempt.started_at) + _KEY_SECONDS
-    openai_url = base_url(gateway_url, address)
+    openai_url = base_url(claim.gateway_url or gateway_url, address)
 
     def resolved(resource: dict[str, Any]) -> dict[str, Any]:
         published = proxy_llm(resource)
@@ -78,4 +79,4 @@ def resolve(claim: Claim, gateway_url: str, secret: bytes) -> Claim:
         }
 
     resources = {name: resolved(resource) for name, resource in claim.resources.items()}
-    return msgspec.structs.replace(claim, resources=resources)
+    return msgspec.structs.replace(claim, resources=resources, gateway_url=None)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
+from lightning_rl.server.fleet import Fleet
 from lightning_rl.server.gateway import GatewayDoor, Pauses
 from lightning_rl.server.signals import Signals
 from lightning_rl.server.sql_thread import SqlThread
@@ -45,6 +46,7 @@ class Sweeper:
         signals: Signals,
         *,
         seconds: float,
+        fleet: Fleet | None = None,
     ) -> None:
         self._store = store
         self._sql = sql
@@ -52,6 +54,7 @@ class Sweeper:
         self._pauses = pauses
         self._signals = signals
         self._seconds = seconds
+        self._fleet = fleet
 
     async def run(self) -> None:
         """Sweep until cancelled."""
@@ -76,9 +79,8 @@ class Sweeper:
         if self._sql.unwritable:
             await self._sql.run(self._store.make_up, elapsed)
             self._sql.writable_again()
-        elif self._pauses.any_paused() or stood_still:
-            parked = elapsed if self._pauses.any_paused() else stood_still
-            await self._sql.run(self._store.postpone, parked, lease_seconds=stood_still)
+        else:
+            await self._make_up(elapsed, stood_still)
         overdue = await self._sql.run(self._store.overdue)
         if self._store.shared:
             overdue = await self._left_to_us(overdue)
@@ -90,16 +92,33 @@ class Sweeper:
         ):
             self._signals.queued()
 
+    async def _make_up(self, elapsed: float, stood_still: float) -> None:
+        """Time in which calls waited, or this process took no heartbeat, is nobody's fault."""
+        parked = elapsed - stood_still if self._pauses.any_paused() else 0
+        if stood_still:
+            await self._sql.run(self._store.postpone, stood_still, lease_seconds=stood_still)
+        if parked:  # each gateway that is paused makes up for its own attempts
+            own = None if self._fleet is None else self._fleet.gateway_id
+            await self._sql.run(self._store.postpone, parked, gateway_id=own)
+
     async def _left_to_us(self, overdue: Sequence[Overdue]) -> list[Overdue]:
-        """Those whose calls came in here. Another server ends its own, since only that has all their records; when it
-        has not done so for a while it is gone, and they with it."""
-        held = set(self._gateway.held())
+        """Those whose calls came in here, and those of gateways that are gone. Another server ends its own, since only
+        that has all their records; when it has not done so for a while it is gone, and they with it."""
+        names = set(self._gateway.held())
+        lost: list[Overdue] = []
+        if self._fleet is not None:
+            lost = await self._fleet.abandoned()
+            ours = await self._fleet.may_end(overdue)
+            gone = {late.attempt_id for late in lost}
+            names |= {(e.rollout_id, e.attempt_id) for e in overdue if e.attempt_id in ours}
+            overdue = [late for late in overdue if late.attempt_id not in gone]
         orphaned = await self._sql.run(self._store.overdue, since_seconds=_ORPHANED_SECONDS)
-        return [late for late in overdue if (late.rollout_id, late.attempt_id) in held] + [
+        lost += [
             msgspec.structs.replace(late, why="server")
             for late in orphaned
-            if (late.rollout_id, late.attempt_id) not in held
+            if (late.rollout_id, late.attempt_id) not in names
         ]
+        return [late for late in overdue if (late.rollout_id, late.attempt_id) in names] + lost
 
     async def _tell_of_others(self) -> None:
         """What another server on the same database has done: wake those who wait for it, shut the doors of what it has
@@ -107,9 +126,17 @@ class Sweeper:
         if held := self._gateway.held():
             for rollout_id, attempt_id in await self._sql.run(self._store.closed, held):
                 await self._gateway.seal(rollout_id, attempt_id)
+            await self._let_go()
         if waited_for := self._signals.waited_for:
             ended = await self._sql.run(self._store.ended, waited_for)
             self._signals.ended(rollout.rollout_id for rollout in ended)
+
+    async def _let_go(self) -> None:
+        """Close the doors of attempts that others have taken, while nobody heard of this gateway."""
+        if self._fleet is not None and self._fleet.lapsed:
+            for rollout_id, attempt_id in await self._fleet.lost(self._gateway.held()):
+                await self._gateway.let_go(rollout_id, attempt_id)
+            self._fleet.lapsed = False
 
     async def end(self, overdue: Sequence[Overdue]) -> list[Rollout]:
         """Seal these attempts and end those that still run; the rollouts that this moved."""

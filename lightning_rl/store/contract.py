@@ -116,12 +116,14 @@ class AttemptedRollout(Rollout, frozen=True, kw_only=True):
         return self.task
 
 
-class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout handed to a worker, with the attempt that it opened."""
+class Claim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A rollout handed to a worker, with the attempt that it opened. `gateway_url` is where the attempt's calls go;
+    None: to the server that was asked."""
 
     rollout: Rollout
     attempt: Attempt
     resources: dict[str, dict[str, Any]]
+    gateway_url: str | None = None
 
     def attempted(self) -> AttemptedRollout:
         """The rollout with its attempt."""
@@ -206,3 +208,30 @@ class Overdue(msgspec.Struct, frozen=True, kw_only=True):
     rollout_id: str
     attempt_id: str
     why: Literal["lease", "deadline", "worker", "session", "server"]
+
+
+class GatewayInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A gateway of a store that several servers share, as it last said; without its lease renewed it is gone.
+
+    `notes_calls`: the store hears of a call before its answer leaves, so that others know which attempts are whole.
+    """
+
+    gateway_id: str
+    url: str
+    open_attempts: int = 0
+    calls_in_flight: int = 0
+    notes_calls: bool = False
+    lease_expires_at: float = 0.0
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """The gateway that has a running attempt. `unstored`: it may have calls of it that the store lacks.
+
+    `live` until its lease ends, `gone` some time after; in between nobody can say.
+    """
+
+    gateway_id: str
+    url: str
+    live: bool
+    gone: bool
+    unstored: bool

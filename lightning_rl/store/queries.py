@@ -60,6 +60,21 @@ _COUNT = sa.select(sa.func.count()).where(
 _BEHIND_ALL = 2**62
 _OLDEST = sa.select(sa.func.min(schema.rollouts.c.position)).where(schema.rollouts.c.status == sa.bindparam("status"))
 _NEWEST = sa.select(sa.func.max(schema.rollouts.c.position))
+# All that a gateway asks about an attempt that it does not know: in one statement, since it is one for every attempt.
+_OPENING = (
+    ROLLOUTS.add_columns(
+        schema.attempts.c.status.label("attempt_status"),
+        schema.placements.c.gateway_id,
+        sa.exists()
+        .where(
+            schema.spans.c.rollout_id == schema.rollouts.c.rollout_id,
+            schema.spans.c.attempt_id == schema.rollouts.c.attempt_id,
+        )
+        .label("recorded"),
+    )
+    .outerjoin(schema.placements, schema.placements.c.attempt_id == schema.rollouts.c.attempt_id)
+    .where(schema.rollouts.c.rollout_id == sa.bindparam("rollout_id"))
+)
 # What one claim opened.
 CLAIMED = sa.select(schema.attempts).where(schema.attempts.c.claim_id == sa.bindparam("claim_id"))
 _ATTEMPT_REWARDS = (
@@ -114,6 +129,25 @@ class PackedRolloutTrace(msgspec.Struct, frozen=True, kw_only=True):
 
     rollout: Rollout
     attempts: list[PackedAttemptTrace]
+
+
+class Opening(msgspec.Struct, frozen=True, kw_only=True):
+    """A running attempt's rollout, the gateway that has it, if any, and whether anything was recorded of it."""
+
+    rollout: Rollout
+    gateway_id: str | None
+    recorded: bool
+
+
+def opening(connection: sa.Connection, rollout_id: str, attempt_id: str) -> Opening | None:
+    """What a gateway needs to know of a running attempt; None where it does not run. Raises NotFound."""
+    row = connection.execute(_OPENING, {"rollout_id": rollout_id}).one_or_none()
+    if row is None or row.attempt_id != attempt_id:
+        attempt_row(connection, rollout_id, attempt_id)
+        return None
+    if row.attempt_status != "running":
+        return None
+    return Opening(rollout=rollout_of(row), gateway_id=row.gateway_id, recorded=row.recorded)
 
 
 def rollout(connection: sa.Connection, rollout_id: str) -> Rollout:

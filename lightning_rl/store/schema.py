@@ -9,8 +9,14 @@ from typing import Any
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = "4"  # the id of the newest revision
-READABLE = ("1", "2", "3", SCHEMA_VERSION)  # "1" held spans as maps, which are read as they are; its tables were these
+SCHEMA_VERSION = "5"  # the id of the newest revision
+READABLE = (
+    "1",
+    "2",
+    "3",
+    "4",
+    SCHEMA_VERSION,
+)  # "1" held spans as maps, which are read as they are; its tables were these
 
 metadata = sa.MetaData()
 
@@ -107,4 +113,26 @@ resources = sa.Table(
     sa.Column("resources_id", sa.Text, nullable=False, unique=True),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("resources", sa.LargeBinary, nullable=False),  # JSON
+)
+
+# The gateways of a store that several servers share, and the running attempts that each of them has.
+gateways = sa.Table(
+    "gateways",
+    metadata,
+    sa.Column("gateway_id", sa.Text, primary_key=True),
+    sa.Column("url", sa.Text, nullable=False),
+    sa.Column("open_attempts", sa.Integer, nullable=False),
+    sa.Column("calls_in_flight", sa.Integer, nullable=False),
+    sa.Column("notes_calls", sa.Boolean, nullable=False),
+    sa.Column("lease_expires_at", sa.Float, nullable=False),
+)
+
+placements = sa.Table(
+    "placements",
+    metadata,
+    sa.Column("attempt_id", sa.Text, primary_key=True),
+    sa.Column("rollout_id", sa.Text, nullable=False),
+    sa.Column("gateway_id", sa.Text, nullable=False),
+    sa.Column("unstored", sa.Boolean, nullable=False),  # whether its gateway may have calls that are not in spans
+    sa.Index("placements_by_gateway", "gateway_id"),
 )

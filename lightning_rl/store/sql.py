@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 import msgspec
 import sqlalchemy as sa
 
-from lightning_rl.store import queries, schema
+from lightning_rl.store import gateways, queries, schema
 from lightning_rl.store.bodies import body_of, same_body
 from lightning_rl.store.contract import (
     NOT_COUNTED,
@@ -36,6 +36,7 @@ from lightning_rl.store.contract import (
     RolloutTrace,
 )
 from lightning_rl.store.errors import Conflict, Invalid, NotFound
+from lightning_rl.store.gateways import Gateways
 from lightning_rl.store.life_cycle import (
     ENDED,
     AttemptStatus,
@@ -122,7 +123,7 @@ def _read(work: Work[P, T]) -> Operation[P, T]:
 class SqlStore:
     """The store in the database at `url`: `sqlite:///path`, `sqlite://` in memory, or `postgresql+psycopg://...`.
 
-    `shared`: other processes may change it beside this one.
+    `shared`: other processes may change it beside this one; `gateways` are those of its servers then.
 
     Raises:
         ValueError: for another kind of database, one that cannot be opened, or another schema version.
@@ -134,6 +135,7 @@ class SqlStore:
         self._clock = clock or steady_clock()
         self._database = open_database(url)
         self.shared = self._database.shared
+        self.gateways = Gateways(self._database, self._clock)
         self._published: dict[str, Resources] = {}  # published resources never change
         self._ended: Counter[str] = Counter()  # rollouts by status, of the positions before `_counted`
         self._counted = 0
@@ -336,6 +338,15 @@ class SqlStore:
         return queries.rollout(connection, rollout_id), attempt
 
     @_read
+    def opening(self, connection: sa.Connection, rollout_id: str, attempt_id: str) -> queries.Opening | None:
+        """What a gateway needs to know of a running attempt; None where it has ended.
+
+        Raises:
+            NotFound: there is no such attempt.
+        """
+        return queries.opening(connection, rollout_id, attempt_id)
+
+    @_read
     def statuses(
         self, connection: sa.Connection, places: Sequence[tuple[str, str]]
     ) -> dict[tuple[str, str], AttemptStatus]:
@@ -484,10 +495,12 @@ class SqlStore:
         return self.expire(self.overdue())
 
     @_write
-    def postpone(self, connection: sa.Connection, seconds: float, *, lease_seconds: float = 0) -> None:
-        """Move the deadlines of the running attempts: time in which they were parked; and their leases by
-        `lease_seconds`, in which no heartbeat was taken."""
-        _postpone(connection, seconds, lease_seconds)
+    def postpone(
+        self, connection: sa.Connection, seconds: float, *, lease_seconds: float = 0, gateway_id: str | None = None
+    ) -> None:
+        """Move the deadlines of the running attempts (with `gateway_id`: of that gateway's): time in which they were
+        parked; and their leases by `lease_seconds`, in which no heartbeat was taken."""
+        _postpone(connection, seconds, lease_seconds, gateway_id)
 
     @_write
     def renew_leases(self, connection: sa.Connection) -> None:
@@ -704,17 +717,27 @@ class SqlStore:
             claims.append(self._claim(connection, rollout, attempt))
         connection.execute(sa.insert(schema.attempts), opened)
         connection.execute(_OPEN_ATTEMPT, moved)
-        return claims
+        return self._placed(connection, claims, now)
+
+    def _placed(self, connection: sa.Connection, claims: list[Claim], now: float) -> list[Claim]:
+        """New claims, each with the gateway that has the fewest attempts, where several servers share the store."""
+        if not self.shared:
+            return claims
+        opened = [(claim.rollout.rollout_id, claim.attempt.attempt_id) for claim in claims]
+        urls = gateways.place(self._database, connection, opened, now)
+        return [msgspec.structs.replace(each, gateway_url=urls.get(each.attempt.attempt_id)) for each in claims]
 
     def _claimed(self, connection: sa.Connection, claim_id: str, body: bytes) -> list[Claim]:
         rows = connection.execute(queries.CLAIMED, {"claim_id": claim_id}).all()
         if any(not same_body(row.claim_body, body) for row in rows):
             raise Conflict(f"claim id {claim_id} was used for another request")
         attempts = {row.rollout_id: attempt_of(row) for row in rows}
-        return [
+        urls = gateways.urls(connection, [each.attempt_id for each in attempts.values()]) if self.shared else {}
+        claims = [
             self._claim(connection, rollout, attempts[rollout.rollout_id])
             for rollout in queries.rollouts(connection, list(attempts))
         ]
+        return [msgspec.structs.replace(each, gateway_url=urls.get(each.attempt.attempt_id)) for each in claims]
 
     def _claim(self, connection: sa.Connection, rollout: Rollout, attempt: Attempt) -> Claim:
         published = None
@@ -754,6 +777,8 @@ class SqlStore:
                 "finish_body": finish_body,
             },
         )
+        if self.shared:
+            gateways.leave(connection, ended.attempt_id)
         following = _following(connection, rollout, status, error)
         pause = _pause(connection, rollout, error) if following == "queued" else 0.0
         moved = self._move(connection, rollout, following, pause)
@@ -845,13 +870,17 @@ def _reward_rows(rollout_id: str, attempt_id: str, rewards: Iterable[Reward]) ->
     return [place | msgspec.structs.asdict(reward) for reward in rewards]
 
 
-def _postpone(connection: sa.Connection, seconds: float, lease_seconds: float = 0) -> None:
-    attempts = schema.attempts.c
+def _postpone(
+    connection: sa.Connection, seconds: float, lease_seconds: float = 0, gateway_id: str | None = None
+) -> None:
+    attempts, placements = schema.attempts.c, schema.placements.c
+    own = sa.select(placements.attempt_id).where(placements.gateway_id == gateway_id)
+    whose = sa.true() if gateway_id is None else attempts.attempt_id.in_(own)
     moved = {
         "deadline_at": attempts.deadline_at + seconds,
         "lease_expires_at": attempts.lease_expires_at + lease_seconds,
     }
-    connection.execute(sa.update(schema.attempts).where(queries.RUNNING).values(moved))
+    connection.execute(sa.update(schema.attempts).where(queries.RUNNING, whose).values(moved))
 
 
 def _following(

@@ -107,9 +107,14 @@ class Answerer:
         forced = _forced(request, place, renderer)
         room = _room(request, len(place.prompt_ids) + len(forced))
         reader = self.reader(request)
+        earlier = asked.exchange.earlier[-request.n :]
+        if len(earlier) < request.n or earlier[0].prompt_ids() != place.prompt_ids + forced:
+            earlier = []
         choices = [
-            _Choice(asked, place, forced, reader, self._clock, room, index=index, number=first + index)
-            for index in range(request.n)
+            _Choice(asked, place, forced, reader, self._clock, room, index=index, number=first + index, call_id=call_id)
+            for index, call_id in enumerate(
+                [e.call.call_id for e in earlier] or [new_call_id() for _ in range(request.n)]
+            )
         ]
         self._check_abilities(request, model, choices[0].sampling)
         opening = Opening(
@@ -119,7 +124,10 @@ class Answerer:
             prompt_tokens=len(place.prompt_ids) + len(forced),
         )
         stream = _Stream(asked, opening)
-        answers = await _each(self._sample(choice, stream) for choice in choices)
+        if earlier:
+            answers = [_tell_again(choice, live.call, stream) for choice, live in zip(choices, earlier, strict=True)]
+        else:
+            answers = await _each(self._sample(choice, stream) for choice in choices)
         if asked.dialect is responses:
             asked.exchange.responses[responses.response_id(choices[0].call_id)] = responses.kept(request, answers[0])
         return stream.end(answers)
@@ -214,7 +222,8 @@ class Answerer:
             end_ns=self._clock(),
         )
         self._count_ignored([*request.ignored_fields, *answer.ignored_fields])
-        asked.exchange.calls.append((call, relay.attributes(answer, place, request, asked.dialect.NAME, sent)))
+        more = relay.attributes(answer, place, request, asked.dialect.NAME, sent) | told_for_others(asked)
+        asked.exchange.calls.append((call, more))
         asked.exchange.commits.append(
             attempt.answered(place, call, relay.message_of(answer), reasoned=relay.reasoned(answer))
         )
@@ -258,11 +267,12 @@ class _Choice:
         *,
         index: int,
         number: int,
+        call_id: str,
     ) -> None:
         request, info = asked.request, asked.attempt.info
         self.asked = asked
         self.index = index
-        self.call_id = new_call_id()
+        self.call_id = call_id
         self.sampling = effective(
             request.sampling,
             info.sampling,
@@ -379,7 +389,7 @@ class _Choice:
         }
         if request.ignored_fields:
             more[semconv.IGNORED_FIELDS] = request.ignored_fields
-        return more | self.place.attributes()
+        return more | told_for_others(self.asked) | self.place.attributes()
 
     def lost(self) -> Span:
         """The record of what was sampled for an answer that is never given."""
@@ -436,6 +446,14 @@ def _room(request: Request, prompt_tokens: int) -> int | None:
             code="context_length_exceeded",
         )
     return None if limit is None else limit - prompt_tokens
+
+
+def told_for_others(asked: Asked) -> dict[str, Any]:
+    """What a span says so that another gateway can go on behind its call, and answer a retry of it."""
+    more: dict[str, Any] = {semconv.REQUEST: asked.exchange.body_key.hex()} if asked.exchange.noted else {}
+    if asked.dialect is responses and (instructed := responses.instructed(asked.request)):
+        more[semconv.INSTRUCTIONS] = instructed
+    return more
 
 
 def _parsed(dialect: Dialect, fields: dict[str, Any], attempt: Attempt) -> Request:
@@ -495,6 +513,18 @@ def _forced(request: Request, place: Place, renderer: Renderer) -> list[int]:
             kind="unsupported_parameter",
         )
     return forced
+
+
+def _tell_again(choice: _Choice, call: Call, stream: _Stream) -> Answer:
+    """An answer that was recorded already, for a retry of its request: nothing is sampled, nothing recorded twice."""
+    generation = choice.generation
+    generation.token_ids, generation.logprobs = list(call.response_ids), call.logprobs
+    generation.finish_reason = call.finish_reason
+    stream.add(choice.index, choice.push(Tokens(call.response_ids, call.logprobs)))
+    answer, deltas = choice.finish()
+    stream.add(choice.index, deltas)
+    stream.stop(choice.index, answer)
+    return answer
 
 
 async def _each(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

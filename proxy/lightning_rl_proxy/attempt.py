@@ -37,6 +37,7 @@ from lightning_rl_proxy.texts import Texts
 _IDS = random.Random()  # seeded by the system; ids are no secrets
 _OPENING = 4  # tokens; so long may a format's opening of the reasoning be, which ends the prompt of some
 _End = tuple[bytes, int, tuple[str, ...], Echo]
+_NO_TOOLS = echo.digest_tools(None)
 _AT_HAND = 4  # exchanges; the latest answered ones keep their whole prompts
 
 
@@ -258,8 +259,10 @@ class Place:
 
     def attributes(self) -> dict[str, Any]:
         """What the span of a call says of its place, beside its parent."""
-        edited = {semconv.ECHO_EDITED: True} if self.echo_edited else {}
-        return edited if self.fork is None else edited | self.fork.attributes()
+        more: dict[str, Any] = {semconv.ECHO_EDITED: True} if self.echo_edited else {}
+        if self.parent is None and self.trail.head.tools != _NO_TOOLS:
+            more[semconv.TOOLS] = self.trail.head.tools.hex()
+        return more if self.fork is None else more | self.fork.attributes()
 
     def with_prompt(self, prompt_ids: list[int], messages: Sequence[dict[str, Any]]) -> "Place":
         """This place, now that the ids of its prompt are known; a new root where they do not continue its parent's."""
@@ -286,6 +289,7 @@ class Attempt:
         self.in_flight = 0  # answers that are being worked on
         # How often a body was answered with 5xx: so many of its retries are sampled anew, equal calls or not.
         self.failed = Counter[bytes]()
+        self.recorded: dict[bytes, list[LiveCall]] = {}  # by their requests, what another gateway answered
         self.texts = Texts()
         self.responses: dict[str, list[dict[str, Any]]] = {}  # by the ids that a client may continue them with
         self._next_number = 0
@@ -304,6 +308,10 @@ class Attempt:
     def ended(self, _work: object) -> None:
         """One answer is no longer worked on."""
         self.in_flight -= 1
+
+    def number_after(self, number: int) -> None:
+        """Calls up to `number` have arrived elsewhere: the next ones come after."""
+        self._next_number = max(self._next_number, number + 1)
 
     def take_numbers(self, n: int) -> int:
         """Reserve `n` numbers in order of arrival; the first of them."""
@@ -328,7 +336,7 @@ class Attempt:
 
     def find_turn(self, model: str, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> Place:
         """The place by messages alone of a request that nobody here renders: without prompt ids."""
-        trail = self._follow(model, messages, tools)
+        trail = self.follow(model, messages, echo.digest_tools(tools))
         if trail.continued is not None:
             return Place(trail.continued, [], [], messages[trail.continued.length :], None, trail)
         fork, nearest = self._fork(trail)
@@ -394,9 +402,9 @@ class Attempt:
             return None
         return next((exchange for exchange in earlier if not exchange.recorded), earlier[-1])
 
-    def _follow(self, model: str, messages: Sequence[dict[str, Any]], tools: Any) -> Trail:
-        """The trail of a request, to the deepest call that it continues."""
-        trail = self._read(echo.seed(model), messages, echo.digest_tools(tools))
+    def follow(self, model: str, messages: Sequence[dict[str, Any]], tools: bytes) -> Trail:
+        """The trail of a request (`tools`: the digest of its tools), to the deepest call that it continues."""
+        trail = self._read(echo.seed(model), messages, tools)
         head = trail.head
         for depth, message in enumerate(trail.echoes, start=trail.skipped() + 1):
             before = trail.keys[-1]

@@ -19,7 +19,8 @@ class Exchange:
     """`pieces` are the bytes of a streamed answer so far; `stream` says whether the client asked for such.
 
     `calls` are what is to be recorded; `commits` and `texts` (model, prompt, call) what can be continued once it is
-    delivered, and `responses` the conversations that a client may go on with by a response's id.
+    delivered, and `responses` the conversations that a client may go on with by a response's id. `noted`: other
+    gateways may go on with the attempt. `earlier`: of a retry, what another gateway answered to the same body.
     """
 
     def __init__(self, body_key: bytes) -> None:
@@ -33,6 +34,8 @@ class Exchange:
         self.commits: list[tuple[Trail, LiveCall]] = []
         self.texts: list[tuple[str, str | list[int], LiveCall]] = []
         self.responses: dict[str, list[dict[str, Any]]] = {}
+        self.noted = False
+        self.earlier: list[LiveCall] = []
         self.followers = 0  # clients that wait for the answer
         self.grace: asyncio.Task[None] | None = None  # runs while nobody waits for it
         self.client_gone = False

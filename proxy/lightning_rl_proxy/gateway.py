@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +30,9 @@ from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
 from lightning_rl_proxy.errors import GatewayError, closed
 from lightning_rl_proxy.exchange import Exchange
 from lightning_rl_proxy.keys import KeyRefused, sent_key, verify_attempt_key
-from lightning_rl_proxy.ledger import AttemptInfo, Ledger
+from lightning_rl_proxy.ledger import AttemptInfo, Ledger, NoNotes, Notes
 from lightning_rl_proxy.limits import Limits, announced_bytes
+from lightning_rl_proxy.rebuilt import attempt_of
 from lightning_rl_proxy.recorder import Recorder
 from lightning_rl_proxy.rendering import Renderer
 from lightning_rl_proxy.router import Router
@@ -73,7 +74,7 @@ class Gateway:
 
     `grace_seconds`: how long a call whose client left runs on, waiting for a retry to join it. `ping_seconds`: how long
     a stream may be silent. `parked_seconds`: how long a call waits for a paused model until white space goes before its
-    answer, so that its client waits on.
+    answer, so that its client waits on. `notes` are for a store that other gateways share.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Gateway:
         ping_seconds: float = 10.0,
         parked_seconds: float = 20.0,
         limits: Limits | None = None,
+        notes: Notes | None = None,
     ) -> None:
         self.router = router
         self.limits = limits or Limits()
@@ -104,7 +106,9 @@ class Gateway:
         self._secret = secret
         self._renderer = renderer
         self._clock = Clock()
-        self._recorder = Recorder(journal, ledger, counters=self.counters)
+        self._notes = notes or NoNotes()
+        self._noted = notes is not None
+        self._recorder = Recorder(journal, ledger, counters=self.counters, taken=self.settle)
         self._answerer = Answerer(router, renderer, self.counters, self._recorder.record, self._clock)
         self._grace_seconds = grace_seconds
         self._ping_seconds = ping_seconds
@@ -123,7 +127,7 @@ class Gateway:
         self._watching = self._later(self.router.watch())
 
     async def stop(self) -> None:
-        """Hand every record over and free the connections."""
+        """Hand every record over, as far as the ledger takes them in time, and free the connections."""
         if self._watching is not None:
             self._watching.cancel()
         for attempt in list(self._attempts.values()):
@@ -143,6 +147,23 @@ class Gateway:
         """The open attempts, by rollout and attempt id."""
         return list(self._attempts)
 
+    def holds(self, rollout_id: str, attempt_id: str) -> bool:
+        """Whether that attempt is open here."""
+        return (rollout_id, attempt_id) in self._attempts
+
+    def settle(self, attempts: Iterable[tuple[str, str]]) -> None:
+        """Note of those of the attempts of which nothing is on its way that the store has all their calls."""
+        self._notes.settle([name for name in attempts if not self._is_under_way(name)])
+
+    def _is_under_way(self, name: tuple[str, str]) -> bool:
+        if self._recorder.waits(*name):
+            return True
+        attempt = self._attempts.get(name)
+        if attempt is None:
+            return False
+        exchanges = (exchange for equal in attempt.exchanges.values() for exchange in equal)
+        return attempt.in_flight > 0 or any(not exchange.recorded for exchange in exchanges)
+
     async def seal(self, rollout_id: str, attempt_id: str) -> None:
         """End an attempt: later calls get 409, calls in flight are aborted, and on return its records are durable."""
         name = (rollout_id, attempt_id)
@@ -157,6 +178,13 @@ class Gateway:
             self._sealed[name] = attempt.tokens_received
         self._has_begun(name)
         await self._recorder.stored()
+
+    async def let_go(self, rollout_id: str, attempt_id: str) -> None:
+        """The attempt is another gateway's now: abort what is in flight, and ask the ledger at its next call."""
+        attempt = self._attempts.pop((rollout_id, attempt_id), None)
+        if attempt is not None:
+            await asyncio.gather(*self._close(attempt), return_exceptions=True)
+        self._has_begun((rollout_id, attempt_id))
 
     def is_lost(self, rollout_id: str, attempt_id: str) -> bool:
         """Whether records of this attempt were given up, so that it has to fail as infrastructure does."""
@@ -344,6 +372,7 @@ class Gateway:
 
     async def _open_attempt(self, address: Address) -> Attempt:
         name = (address.rollout_id, address.attempt_id)
+        self._notes.check()
         if name in self._sealed:
             raise closed(address.attempt_id)
         if self._recorder.is_lost(*name):
@@ -364,7 +393,7 @@ class Gateway:
             if name in self._sealed:
                 raise closed(address.attempt_id)
             if attempt is None:
-                attempt = self._attempts[name] = Attempt(address, info, now)
+                attempt = self._attempts[name] = attempt_of(address, info, now, self._renderer)
             attempt.checked_at = now
         return attempt
 
@@ -389,12 +418,14 @@ class Gateway:
         if exchange is None:
             self.limits.check_calls(attempt.in_flight, attempt.address.attempt_id)
             exchange = Exchange(body_key)
+            exchange.noted = self._noted
+            exchange.earlier = attempt.recorded.get(body_key, []) if retry else []
             try:
                 work = self._answerer.work(attempt, agent, dialect, self._fields(body), exchange)
             except EngineUnavailable as error:
                 attempt.failed[body_key] += 1
                 raise _as_gateway_error(error) from error
-            exchange.task = asyncio.create_task(work)
+            exchange.task = asyncio.create_task(self._noting(work, attempt.address) if self._noted else work)
             attempt.in_flight += 1
             exchange.task.add_done_callback(attempt.ended)
             self._has_begun((attempt.address.rollout_id, attempt.address.attempt_id))
@@ -402,6 +433,17 @@ class Gateway:
         else:
             self.counters["joined_retries"] += 1
         await self._deliver(attempt, dialect, exchange, receive, send)
+
+    async def _noting(self, work: Coroutine[Any, Any, bytes], address: Address) -> bytes:
+        """Do the work of an answer, which does not end before the store knows that it may lack the call."""
+        noted = asyncio.create_task(self._notes.begin(address.rollout_id, address.attempt_id))
+        try:
+            last = await work
+            await noted
+        finally:
+            noted.cancel()
+        self._notes.check()
+        return last
 
     def _joined(self, attempt: Attempt, body_key: bytes, *, retry: bool) -> Exchange | None:
         """The exchange that a request joins; None where it is to be sampled, as after an answer of 5xx."""

@@ -1,6 +1,7 @@
-"""What the gateway needs of a store: is this attempt open, how is it sampled, and a place for its spans."""
+"""What the gateway needs of a store: is this attempt open, how is it sampled, and a place for its spans; and where
+several gateways share the store, a place for notes of what it may lack."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -12,8 +13,8 @@ class AttemptInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the store says of one attempt.
 
     `sampling` replaces the agent's own sampling parameters (empty: the agent's hold), `sampling_defaults` hold where a
-    request has none. `seed_key` is mixed into the
-    seed of every call, so that the rollouts of a group differ and two validations agree.
+    request has none. `seed_key` is mixed into the seed of every call, so that the rollouts of a group differ and two
+    validations agree. `spans` are what was recorded of it so far, by a gateway that is gone.
     """
 
     rollout_id: str
@@ -23,6 +24,7 @@ class AttemptInfo(msgspec.Struct, frozen=True, kw_only=True):
     sampling: dict[str, float | int]
     seed_key: str
     sampling_defaults: dict[str, Any] = {}
+    spans: Sequence[Span] = ()
 
 
 class Ledger(Protocol):
@@ -35,9 +37,38 @@ class Ledger(Protocol):
     tells_closings: bool
 
     async def attempt(self, rollout_id: str, attempt_id: str) -> AttemptInfo | None:
-        """The attempt, or None where there is no such attempt."""
+        """The attempt, or None where there is no such attempt. Raises GatewayError where it is another gateway's."""
         ...
 
     async def add_spans(self, spans: Sequence[Span]) -> None:
         """Keep the spans, durably on return. A span id that is already there is left as it is."""
         ...
+
+
+class Notes(Protocol):
+    """Tells the store which attempts it may lack calls of, so that another gateway knows what it may go on with."""
+
+    def check(self) -> None:
+        """Raises GatewayError where this gateway may answer nothing, since others may have its attempts."""
+        ...
+
+    async def begin(self, rollout_id: str, attempt_id: str) -> None:
+        """On return the store knows that it may lack a call of the attempt. Raises GatewayError where it cannot."""
+        ...
+
+    def settle(self, attempts: Iterable[tuple[str, str]]) -> None:
+        """The store lacks no call of these attempts, and none is being answered."""
+        ...
+
+
+class NoNotes:
+    """The notes of a gateway that is its store's only one: none."""
+
+    def check(self) -> None:
+        """See `Notes`."""
+
+    async def begin(self, rollout_id: str, attempt_id: str) -> None:
+        """See `Notes`."""
+
+    def settle(self, attempts: Iterable[tuple[str, str]]) -> None:
+        """See `Notes`."""

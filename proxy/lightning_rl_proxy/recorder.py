@@ -18,7 +18,7 @@ import os
 import struct
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -58,6 +58,7 @@ class Recorder:
 
     `max_waiting` records, or `max_waiting_bytes` of them, may wait for the ledger. `counters` counts `journal_errors`,
     and by `recording_lost` the records that were given up; `tokens_lost`, by attempt, the tokens sampled for these.
+    `taken` is told of the attempts of which the ledger has taken records.
     """
 
     def __init__(
@@ -69,12 +70,15 @@ class Recorder:
         max_waiting: int = _MAX_WAITING,
         max_waiting_bytes: int = _MAX_WAITING_BYTES,
         counters: Counter[str] | None = None,
+        taken: Callable[[Iterable[_Name]], None] = lambda _: None,
     ) -> None:
         self._path = journal
         self._ledger = ledger
         self._max_batch = max_batch
         self._max_waiting = max_waiting
         self._max_waiting_bytes = max_waiting_bytes
+        self._tell_taken = taken
+        self._waiting_of: Counter[_Name] = Counter()
         self._encoder = msgspec.msgpack.Encoder()
         self._pending: deque[_Waiting] = deque()
         self._handed: list[_Waiting] = []  # those that the ledger is taking now; all are older than the pending ones
@@ -136,6 +140,7 @@ class Recorder:
         self._append()
         self._recorded += 1
         self._waiting_bytes += size
+        self._waiting_of[attempt] += 1
         self._pending.append(_Waiting(self._recorded, span, size))
         self._wake.set()
 
@@ -152,6 +157,10 @@ class Recorder:
     def is_lost(self, rollout_id: str, attempt_id: str) -> bool:
         """Whether records of this attempt were given up: it cannot be trained, and has to fail as infrastructure."""
         return (rollout_id, attempt_id) in self.tokens_lost
+
+    def waits(self, rollout_id: str, attempt_id: str) -> bool:
+        """Whether records of this attempt are still on their way to the ledger."""
+        return (rollout_id, attempt_id) in self._waiting_of
 
     async def stored(self) -> None:
         """Wait until every record made so far is durable in the ledger, but for those that were given up.
@@ -186,9 +195,16 @@ class Recorder:
         )
         for waiting in (one for one in self._pending if one.attempt == attempt):
             self._waiting_bytes -= waiting.size
+            self._none_waits(attempt)
             self._drop(waiting.span)
         self._pending = deque(one for one in self._pending if one.attempt != attempt)
         self._unwritten = deque(one for one in self._unwritten if one[0] != attempt)
+
+    def _none_waits(self, attempt: _Name) -> None:
+        """One record of the attempt waits no longer."""
+        self._waiting_of[attempt] -= 1
+        if not self._waiting_of[attempt]:
+            del self._waiting_of[attempt]
 
     def _drop(self, span: Span) -> None:
         self._counters["recording_lost"] += 1
@@ -251,7 +267,11 @@ class Recorder:
     def _taken(self) -> None:
         """The ledger has what was handed to it."""
         self._waiting_bytes -= sum(one.size for one in self._handed)
+        told = {one.attempt for one in self._handed}
+        for one in self._handed:
+            self._none_waits(one.attempt)
         self._handed.clear()
+        self._tell_taken(told)
         if self._pending:
             return
         self._behind.end()

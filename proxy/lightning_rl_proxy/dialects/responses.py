@@ -31,8 +31,8 @@ from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering import Answer, Delta, TokenLogprob
 
 __all__ = [
-    "NAME", "PING", "TABLES", "ResponseEvents", "continued", "error_event", "events", "kept", "parse", "previous",
-    "response_id", "serialize", "serialize_error", "unknown_previous",
+    "NAME", "PING", "TABLES", "ResponseEvents", "continued", "error_event", "events", "instructed", "kept", "parse",
+    "previous", "response_id", "serialize", "serialize_error", "unknown_previous",
 ]  # fmt: skip
 
 NAME = "responses"
@@ -227,7 +227,7 @@ def response_id(call_id: str) -> str:
 
 def continued(request: Request, earlier: Sequence[dict[str, Any]]) -> Request:
     """The request behind the messages of the response that it continues; its own instructions stay first."""
-    own = _instructed(request)
+    own = instructed(request)
     messages = [*request.messages[:own], *earlier, *request.messages[own:]]
     return msgspec.structs.replace(request, messages=messages)
 
@@ -235,7 +235,7 @@ def continued(request: Request, earlier: Sequence[dict[str, Any]]) -> Request:
 def kept(request: Request, answer: Answer) -> list[dict[str, Any]]:
     """The messages that a later request continues: all that was asked but the instructions, and the answer."""
     reasoned = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
-    return [*request.messages[_instructed(request) :], answer.message() | reasoned]
+    return [*request.messages[instructed(request) :], answer.message() | reasoned]
 
 
 def serialize(request: Request, opening: Opening, answers: Sequence[Answer]) -> bytes:
@@ -374,7 +374,7 @@ def _wrong(where: str, what: str, kind: str = "invalid_request_error") -> Gatewa
     return GatewayError(400, f"{where} {what}", param=where, kind=kind)
 
 
-def _instructed(request: Request) -> int:
+def instructed(request: Request) -> int:
     """How many of the messages are instructions: one or none."""
     return 1 if request.fields.get("instructions") else 0
 

@@ -50,6 +50,11 @@ ADMINS = [
     ("DELETE", "/api/v1/engines/e1"),
     ("POST", "/api/v1/pause"),
     ("POST", "/api/v1/resume"),
+    ("GET", "/api/v1/gateways"),
+    ("POST", "/api/v1/peers/seal"),
+    ("POST", "/api/v1/peers/pause"),
+    ("POST", "/api/v1/peers/resume"),
+    ("POST", "/api/v1/peers/pauses"),
     ("GET", "/api/v1/state"),
     ("POST", "/api/v1/state/tokens"),
 ]
@@ -72,7 +77,7 @@ def test_every_route_needs_a_key_and_the_admins_need_the_admin_key(served) -> No
 
 
 def test_the_keys_table_names_every_route_there_is(served) -> None:
-    parts = ("store", "sql", "signals", "admission", "gateway", "pauses", "engines", "sweeper", "keys")
+    parts = ("store", "sql", "signals", "admission", "gateway", "pauses", "engines", "sweeper", "keys", "together")
     routes = ControlPlane(**dict.fromkeys(parts), gateway_url="").routes()
     assert len(routes) == len(RUNNERS + ADMINS)
 

@@ -61,6 +61,11 @@ CONTROL = {
     ("DELETE", "/engines/e"): ("admin", 404),
     ("POST", "/pause"): ("admin", 400),
     ("POST", "/resume"): ("admin", 400),
+    ("GET", "/gateways"): ("admin", 200),
+    ("POST", "/peers/seal"): ("peer", 409),  # which gateway is meant was not said
+    ("POST", "/peers/pause"): ("peer", 409),
+    ("POST", "/peers/resume"): ("peer", 409),
+    ("POST", "/peers/pauses"): ("peer", 409),
     ("GET", "/state"): ("admin", 200),
     ("POST", "/state/tokens"): ("admin", 400),
 }
@@ -210,16 +215,16 @@ def test_there_is_no_runner_key_where_none_is_set() -> None:
 
 
 def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No comparison ends early: each check asks `hmac.compare_digest`, the control plane's of both keys every time."""
+    """No comparison ends early: each check asks `hmac.compare_digest`, the control plane's of all keys every time."""
     import hmac
 
     compared: list[tuple[Any, Any]] = []
     whole = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or whole(a, b))
-    for given in ("admin", "runner", "neither", ""):
+    for given in ("admin", "runner", "peer", "neither", ""):
         compared.clear()
-        Keys(admin="admin", runner="runner").role(f"Bearer {given}")
-        assert compared == [(given.encode(), b"admin"), (given.encode(), b"runner")]
+        Keys(admin="admin", runner="runner", peer="peer").role(f"Bearer {given}")
+        assert compared == [(given.encode(), key) for key in (b"admin", b"runner", b"peer")]
 
 
 def test_what_holds_a_key_does_not_show_it() -> None:

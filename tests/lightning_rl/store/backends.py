@@ -4,7 +4,7 @@ each."""
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ import uvicorn
 
 from lightning_rl.server.app import create_app
 from lightning_rl.server.attach import attacher
+from lightning_rl.server.fleet import Fleet
 from lightning_rl.server.keys import Keys
 from lightning_rl.server.ledger import StoreLedger
+from lightning_rl.server.peers import peer_key
 from lightning_rl.server.sql_thread import SqlThread
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import (
@@ -48,6 +50,7 @@ NOT_OVER_HTTP = {
     "counts": "/metrics",
     "expire": "the sweeper, every second",
     "make_up": "the sweeper, after a time in which the store could not be written",
+    "opening": "the gateway: what it needs to know of an attempt that calls for the first time",
     "overdue": "the sweeper, every second",
     "packed_traces": "the client's `traces`, which unpacks them",
     "postpone": "the sweeper, while the gateway is paused, or where the server stood still",
@@ -157,22 +160,33 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def served(store: SqlStore, folder: Path, *, sweep_seconds: float = 3600) -> Iterator[str]:
-    """The URL of a server before `store`, with a gateway that has no engine; tests sweep by themselves."""
+def served(
+    store: SqlStore,
+    folder: Path,
+    *,
+    sweep_seconds: float = 3600,
+    fleet: Callable[[str], Fleet] | None = None,
+    engines: Sequence[Any] = (),
+) -> Iterator[str]:
+    """The URL of a server before `store`, with a gateway that has these engines; tests sweep by themselves. `fleet`
+    makes it one of several, at its URL."""
     listening = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     sql = SqlThread()
     server = _Server(uvicorn.Config(lambda: None, log_config=None, lifespan="on", ws="none"))
 
     async def serve() -> None:
-        router = Router("m")
+        router, one = Router("m"), None if fleet is None else fleet(url)
+        for engine in engines:
+            router.register(engine)
         gateway = Gateway(
-            ledger=StoreLedger(store, sql), secret=store.secret, journal=folder / "journal", renderer=None,
-            router=router, limits=Limits(),
+            ledger=StoreLedger(store, sql, one), secret=store.secret, journal=folder / "journal", renderer=None,
+            router=router, limits=Limits(), notes=one,
         )  # fmt: skip
+        keys = Keys(admin="admin", runner="runner", peer=peer_key(store.secret))
         app = create_app(
-            store, gateway, sql=sql, keys=Keys(admin="admin", runner="runner"), gateway_url=url,
-            attach_engine=attacher(router, None), sweep_seconds=sweep_seconds,
+            store, gateway, sql=sql, keys=keys, gateway_url=url, attach_engine=attacher(router, None),
+            sweep_seconds=sweep_seconds, fleet=one,
         )  # fmt: skip
         server.config.app = app
         releases.append(app.release)

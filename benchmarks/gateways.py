@@ -1,0 +1,149 @@
+"""How calls per second scale with gateway processes over one PostgreSQL, and what each call costs them.
+
+    python benchmarks/gateways.py
+
+Each gateway is the real server in a process of its own; all share one PostgreSQL (started for this, on the same
+machine) and one instant token engine. Attempts are claimed at one server, which names the least busy gateway for each;
+every call goes to an attempt of its own. Where processes outnumber cores, clients, engine, database and gateways share
+them: then calls per second say little, and the processor time per call (of the gateways, and of PostgreSQL) says what
+one more core would bear. With one gateway no call is noted in the store; with several each is, before its answer ends.
+"""
+
+import argparse
+import asyncio
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # whose tests start a PostgreSQL
+from gateway import MODEL, TOKENIZER, cpu_seconds, load, open_attempts, role
+
+from lightning_rl.store.client import HttpStore
+from lightning_rl.store.contract import Ending, Finish
+from tests.postgres import Cluster, programs
+
+
+class Round(NamedTuple):
+    """Calls per second, latencies (ms), and CPU (ms per call): of all gateways together, of PostgreSQL."""
+
+    rate: float
+    p50: float
+    p99: float
+    gateways: float
+    database: float
+
+
+@contextmanager
+def gateway(folder: Path, store: str, engine: str) -> Iterator[tuple[str, int]]:
+    """A server process: its URL and process id."""
+    folder.mkdir()
+    settings = {"store": store, "run_dir": str(folder), "admin_key": "admin", "runner_key": "runner", "model": MODEL}
+    settings |= {"tokenizer": str(TOKENIZER), "renderer": "qwen3"}
+    settings |= {"engines": [{"model": MODEL, "kind": "embedded", "url": engine}]}
+    with (folder / "log").open("wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "lightning_rl.server.process"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+        )  # fmt: skip
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        child.stdin.write(msgspec.json.encode(settings) + b"\n")
+        child.stdin.flush()
+        yield msgspec.json.decode(child.stdout.readline())["url"], child.pid
+    finally:
+        child.stdin.close()
+        child.wait(30)
+
+
+def postgres_cpu(postmaster: int) -> float:
+    """Processor time of PostgreSQL's processes that live, in seconds."""
+    children = Path(f"/proc/{postmaster}/task/{postmaster}/children").read_text().split()
+    return sum(cpu_seconds(int(pid)) for pid in children)
+
+
+def measure(servers: list[tuple[str, int]], postmaster: int, calls: int, clients: int, number: Iterator[int]) -> Round:
+    """One round: attempts over all servers, one call each."""
+    store = HttpStore(servers[0][0], "admin")
+    attempts = open_attempts(store, calls)
+    used = [cpu_seconds(pid) for _, pid in servers], postgres_cpu(postmaster)
+    seconds, latencies = asyncio.run(load(attempts, clients, number))
+    time.sleep(1)  # what is written behind the answers belongs to them
+    gateways = sum(cpu_seconds(pid) for _, pid in servers) - sum(used[0])
+    database = postgres_cpu(postmaster) - used[1]
+    end_all(store, attempts)
+    ranked = sorted(latencies)
+    return Round(
+        rate=calls / seconds,
+        p50=1e3 * median(ranked),
+        p99=1e3 * ranked[int(0.99 * (len(ranked) - 1))],
+        gateways=1e3 * gateways / calls,
+        database=1e3 * database / calls,
+    )
+
+
+def end_all(store: HttpStore, attempts: list[tuple[str, str]]) -> None:
+    """Finish them, many at once, wherever they are."""
+    parts = [url.split("/") for url, _ in attempts]
+    endings = [Ending(rollout_id=p[4], attempt_id=p[6], finish=Finish(status="succeeded")) for p in parts]
+    for start in range(0, len(endings), 100):
+        store.finish_many(endings[start : start + 100])
+
+
+def together(urls: list[str]) -> None:
+    """Wait until all of several gateways note their calls."""
+    while True:
+        told = HttpStore(urls[0], "admin")._call("GET", "/gateways", None, dict[str, Any])["gateways"]
+        if len(told) == len(urls) and (len(urls) == 1 or all(each["notes_calls"] for each in told)):
+            return
+        time.sleep(0.1)
+
+
+def main() -> None:
+    """Measure each number of gateways, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gateways", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--calls", type=int, default=600, help="of a round")
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    bin_dir = programs()
+    if bin_dir is None:
+        raise SystemExit("PostgreSQL is not installed (Debian: apt-get install postgresql)")
+    number = itertools.count()
+    benchmark = str(Path(__file__).with_name("gateway.py"))
+    with ExitStack() as parts:
+        cluster = Cluster(bin_dir)
+        parts.callback(cluster.remove)
+        postmaster = int((cluster._folder / "data" / "postmaster.pid").read_text().split()[0])
+        engine_url, _ = parts.enter_context(role("--role", "engine", script=benchmark))
+        print(f"{os.cpu_count()} cores, {arguments.clients} clients, {arguments.calls} calls a round")
+        print("| gateways | calls/s | median ms | p99 ms | CPU ms per call, gateways | CPU ms per call, PostgreSQL |")
+        print("|---|---|---|---|---|---|")
+        for count in arguments.gateways:
+            with ExitStack() as servers:
+                folder = Path(servers.enter_context(tempfile.TemporaryDirectory()))
+                url = cluster.url(cluster.database())
+                there = [servers.enter_context(gateway(folder / str(i), url, engine_url)) for i in range(count)]
+                together([url for url, _ in there])
+                found = [
+                    measure(there, postmaster, arguments.calls, arguments.clients, number)
+                    for _ in range(arguments.rounds + 1)
+                ][1:]
+                middle = Round(*map(median, zip(*found, strict=True)))
+                numbers = f"{middle.rate:.0f} | {middle.p50:.1f} | {middle.p99:.1f}"
+                print(f"| {count} | {numbers} | {middle.gateways:.2f} | {middle.database:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

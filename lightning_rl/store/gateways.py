@@ -1,0 +1,196 @@
+"""The gateways that share a store, and which running attempt is whose.
+
+Invariants: a running attempt that was placed has one owner, and changes it only when the owner's lease is over and
+all calls that it answered are in the store. An owner says that the store may lack calls (`note`) before it answers
+one, and takes that back when it lacks none. Times are of the servers' clocks, which may differ by `APART_SECONDS`.
+"""
+
+import heapq
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from lightning_rl.store import queries, schema
+from lightning_rl.store.contract import GatewayInfo, Overdue, Owner
+from lightning_rl.store.databases import Database
+
+APART_SECONDS = 2.0
+_PLACING = "lightning_rl.placing"
+_GATEWAYS, _PLACEMENTS = schema.gateways.c, schema.placements.c
+# A gateway that is not in its table any more is gone, and nobody knows what it noted.
+_LEASE = sa.func.coalesce(_GATEWAYS.lease_expires_at, 0.0)
+_NOTES = sa.func.coalesce(_GATEWAYS.notes_calls, sa.false())
+_OWNED = sa.select(
+    schema.placements,
+    sa.func.coalesce(_GATEWAYS.url, "").label("url"),
+    _NOTES.label("notes_calls"),
+    _LEASE.label("lease_expires_at"),
+).outerjoin(schema.gateways, _GATEWAYS.gateway_id == _PLACEMENTS.gateway_id)
+_HAS = sa.select(sa.func.count()).where(_PLACEMENTS.gateway_id == _GATEWAYS.gateway_id).scalar_subquery()
+_LEAVE = sa.delete(schema.placements).where(_PLACEMENTS.attempt_id == sa.bindparam("left"))
+
+
+class Gateways:
+    """The gateways of the store in `database`. Safe to share between threads."""
+
+    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._clock = clock
+
+    def announce(self, info: GatewayInfo, lease_seconds: float) -> list[GatewayInfo]:
+        """Begin or renew a gateway's lease; the others that live. Who is gone and has nothing is forgotten."""
+
+        def work(connection: sa.Connection) -> list[GatewayInfo]:
+            now = self._clock()
+            told = {
+                "url": info.url,
+                "open_attempts": info.open_attempts,
+                "calls_in_flight": info.calls_in_flight,
+                "notes_calls": info.notes_calls,
+                "lease_expires_at": now + lease_seconds,
+            }
+            renewed = sa.update(schema.gateways).where(_GATEWAYS.gateway_id == info.gateway_id).values(told)
+            if not connection.execute(renewed).rowcount:
+                connection.execute(sa.insert(schema.gateways).values(gateway_id=info.gateway_id, **told))
+            gone = sa.and_(_GATEWAYS.lease_expires_at + APART_SECONDS < now, _HAS == 0)
+            connection.execute(sa.delete(schema.gateways).where(gone))
+            return [other for other in _live(connection, now) if other.gateway_id != info.gateway_id]
+
+        return self._database.write(work)
+
+    def live(self) -> list[GatewayInfo]:
+        """The gateways whose lease holds."""
+        return self._database.read(lambda connection: _live(connection, self._clock()))
+
+    def leave(self, gateway_id: str) -> None:
+        """A gateway stops, and the store lacks none of its calls: its attempts are anybody's at once."""
+
+        def work(connection: sa.Connection) -> None:
+            over = {"lease_expires_at": self._clock() - 2 * APART_SECONDS, "notes_calls": True}
+            connection.execute(sa.update(schema.gateways).where(_GATEWAYS.gateway_id == gateway_id).values(over))
+            connection.execute(_all_stored(gateway_id))
+
+        self._database.write(work)
+
+    def stored_all(self, gateway_id: str) -> None:
+        """A gateway has replayed its journal: the store lacks no call of it."""
+        self._database.write(lambda connection: connection.execute(_all_stored(gateway_id)))
+
+    def owner(self, attempt_id: str) -> Owner | None:
+        """Who has a running attempt; None where nobody does, or it has ended."""
+        return self._database.read(lambda connection: _owner(connection, attempt_id, self._clock()))
+
+    def take(self, rollout_id: str, attempt_id: str, gateway_id: str) -> Owner | None:
+        """The owner of a running attempt: this gateway, where nobody has it, or whoever had it is gone and the store
+        lacks no call of it. None where the attempt does not run."""
+
+        def work(connection: sa.Connection) -> Owner | None:
+            self._database.hold(connection, [rollout_id])
+            if queries.attempt_row(connection, rollout_id, attempt_id).status != "running":
+                return None
+            owner = _owner(connection, attempt_id, self._clock())
+            if owner is None:
+                placed = {"attempt_id": attempt_id, "rollout_id": rollout_id, "gateway_id": gateway_id}
+                connection.execute(self._database.insert_new(schema.placements), [placed | {"unstored": False}])
+            elif owner.gone and not owner.unstored and owner.gateway_id != gateway_id:
+                change = sa.update(schema.placements).where(_PLACEMENTS.attempt_id == attempt_id)
+                connection.execute(change.values(gateway_id=gateway_id, unstored=False))
+            return _owner(connection, attempt_id, self._clock())
+
+        return self._database.write(work)
+
+    def note(self, gateway_id: str, unstored: Collection[str], stored: Collection[str]) -> set[str]:
+        """Note of some attempts that the store may lack calls of them, and of others that it lacks none.
+
+        The ids of those `unstored` ones that the gateway has; the others are no longer its own.
+        """
+
+        def work(connection: sa.Connection) -> set[str]:
+            for ids, value in ((stored, False), (unstored, True)):
+                if ids:
+                    own = sa.and_(_PLACEMENTS.attempt_id.in_(sorted(ids)), _PLACEMENTS.gateway_id == gateway_id)
+                    change = sa.update(schema.placements).where(own).values(unstored=value)
+                    noted = set(connection.execute(change.returning(_PLACEMENTS.attempt_id)).scalars())
+            return noted if unstored else set()
+
+        return self._database.write(work)
+
+    def lost(self, gateway_id: str, attempt_ids: Sequence[str]) -> set[str]:
+        """Those of the attempts that are not this gateway's: they have ended, or another has taken them."""
+        own = sa.select(_PLACEMENTS.attempt_id).where(
+            _PLACEMENTS.attempt_id.in_(attempt_ids), _PLACEMENTS.gateway_id == gateway_id
+        )
+        return set(attempt_ids) - self._database.read(lambda connection: set(connection.execute(own).scalars()))
+
+    def abandoned(self) -> list[Overdue]:
+        """The running attempts whose owner is gone, perhaps with calls that the store lacks."""
+        gone = self._clock() > _LEASE + APART_SECONDS
+        whole = sa.and_(_NOTES, sa.not_(_PLACEMENTS.unstored))
+        found = self._database.read(lambda connection: connection.execute(_OWNED.where(gone, sa.not_(whole))).all())
+        return [Overdue(rollout_id=row.rollout_id, attempt_id=row.attempt_id, why="server") for row in found]
+
+    def may_end(self, gateway_id: str, attempt_ids: Sequence[str]) -> set[str]:
+        """Those of the attempts that this gateway has, or whose owner is gone: the store has all records of these, or
+        soon will."""
+        gone = self._clock() > _LEASE + APART_SECONDS
+        ours = sa.and_(_PLACEMENTS.attempt_id.in_(attempt_ids), (_PLACEMENTS.gateway_id == gateway_id) | gone)
+        found = self._database.read(lambda connection: connection.execute(_OWNED.where(ours)).all())
+        return {row.attempt_id for row in found}
+
+
+def place(
+    database: Database, connection: sa.Connection, attempts: Sequence[tuple[str, str]], now: float
+) -> dict[str, str]:
+    """Give attempts (rollout and attempt id) that were opened just now to the live gateways with the fewest; the URL of
+    each. Empty where no gateway has announced itself. Whoever places waits for the others."""
+    database.hold_name(connection, _PLACING)
+    has = sa.select(schema.gateways, _HAS.label("has")).where(_GATEWAYS.lease_expires_at >= now)
+    rows = {row.gateway_id: row for row in connection.execute(has)}
+    if not rows:
+        return {}
+    queue = [(row.has, row.calls_in_flight, gateway_id) for gateway_id, row in rows.items()]
+    heapq.heapify(queue)
+    placed, urls = [], {}
+    for rollout_id, attempt_id in attempts:
+        count, calls, gateway_id = queue[0]
+        heapq.heapreplace(queue, (count + 1, calls, gateway_id))
+        placed.append({"attempt_id": attempt_id, "rollout_id": rollout_id, "gateway_id": gateway_id, "unstored": False})
+        urls[attempt_id] = rows[gateway_id].url
+    connection.execute(sa.insert(schema.placements), placed)
+    return urls
+
+
+def urls(connection: sa.Connection, attempt_ids: Sequence[str]) -> dict[str, str]:
+    """The URLs of the attempts' owners; those of which none is known are left out."""
+    found = connection.execute(_OWNED.where(_PLACEMENTS.attempt_id.in_(attempt_ids)))
+    return {row.attempt_id: row.url for row in found if row.url}
+
+
+def leave(connection: sa.Connection, attempt_id: str) -> None:
+    """The attempt has ended: nobody has it any more."""
+    connection.execute(_LEAVE, {"left": attempt_id})
+
+
+def _live(connection: sa.Connection, now: float) -> list[GatewayInfo]:
+    rows = connection.execute(
+        sa.select(schema.gateways).where(_GATEWAYS.lease_expires_at >= now).order_by(_GATEWAYS.gateway_id)
+    )
+    return [GatewayInfo(**row._mapping) for row in rows]
+
+
+def _owner(connection: sa.Connection, attempt_id: str, now: float) -> Owner | None:
+    row: sa.Row[Any] | None = connection.execute(_OWNED.where(_PLACEMENTS.attempt_id == attempt_id)).one_or_none()
+    if row is None:
+        return None
+    return Owner(
+        gateway_id=row.gateway_id,
+        url=row.url,
+        live=row.lease_expires_at >= now,
+        gone=row.lease_expires_at + APART_SECONDS < now,
+        unstored=row.unstored or not row.notes_calls,
+    )
+
+
+def _all_stored(gateway_id: str) -> sa.Update:
+    return sa.update(schema.placements).where(_PLACEMENTS.gateway_id == gateway_id).values(unstored=False)
