@@ -5,6 +5,7 @@ tracer of MLflow itself, which is one for the process and may be in use by other
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ class MlflowTraces:
     """One trace an attempt, in the experiment that the run's metrics go to, too (`trainer.logger: mlflow`)."""
 
     def __init__(self, run_dir: Path, project: str) -> None:
+        # MLflow asks litellm, where it is installed, what a call costs, whose import asks GitHub for a price list.
+        os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
         uri = tracking_uri(run_dir)
         self.name = f"MLflow at {uri}"
         self._run_dir = run_dir

@@ -1,6 +1,7 @@
 """A rollout in MLflow, read back by MLflow's own client, and at an OTLP endpoint: the same tree in both."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,10 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     run_dir = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("MLFLOW_TRACKING_URI", raising=False)
+        patched.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "")
+        patched.delenv("LITELLM_LOCAL_MODEL_COST_MAP")
         backend = MlflowTraces(run_dir, "p")
+        assert os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] == "True"  # no price list is fetched
         for _ in range(2):  # as by a run that goes on
             for spans in Story(CHECKPOINT).of(looked_up()):
                 backend.take(spans)
