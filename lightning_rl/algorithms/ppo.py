@@ -364,7 +364,7 @@ class PPO(Algorithm):
                 self.config, greedy, mode, tasks, 1, self.step, resources_id=self._greedy_resources
             )
         read = rollouts.reader(self.config, self.policy.name, self._select, self._began_ns)
-        read = self._traced(f"{name or mode} {self.step}", asked[:sampled], read)
+        read = self._traced(f"{name or mode} {self.step}", [str(request.group_id) for request in asked[:sampled]], read)
         if self._grader is None:
             trajectories = self.finished(asked, read)
         else:
@@ -376,12 +376,12 @@ class PPO(Algorithm):
         return trajectories[:sampled]
 
     def _traced(
-        self, batch: str, asked: Sequence[RolloutRequest], read: Callable[[RolloutTrace], Trajectory]
+        self, batch: str, groups: Sequence[str], read: Callable[[RolloutTrace], Trajectory]
     ) -> Callable[[RolloutTrace], Trajectory]:
         """`read`, which hands the rollouts of chosen groups on to whom writes traces; what is read is the same."""
         if self._traces is None:
             return read
-        writer, chosen = self._traces, self._traces.chosen(batch, (str(request.group_id) for request in asked))
+        writer, chosen = self._traces, self._traces.chosen(batch, groups)
 
         def handing_on(trace: RolloutTrace) -> Trajectory:
             if trace.rollout.group_id in chosen:
@@ -390,17 +390,16 @@ class PPO(Algorithm):
 
         return handing_on
 
-    def _rolled_out(self, tasks: Tasks) -> tuple[list[Trajectory], list[Trajectory]]:
-        """All rollouts of a step, and those to be trained: with `filter_groups` those of groups that say something, for
-        which further batches of tasks are rolled out as needed."""
-
     def read_back(self, rollout_ids: Sequence[str]) -> list[Trajectory]:
         """Rollouts of training that have ended, in this order, with the rewards that training gives."""
         found = self.store.traces(rollout_ids)
         traces = [found[rollout_id] for rollout_id in rollout_ids]
         if self._grader is not None:
             traces = self._grader.graded(traces, self.store, self.policy.name)
+        groups = [str(trace.rollout.group_id) for trace in traces]
+        sampled = [group for group in groups if not group.startswith(_GREEDY)]
         read = rollouts.reader(self.config, self.policy.name, self._select, self._began_ns)
+        read = self._traced(f"train {self.step}", sampled, read)
         trajectories = [read(trace) for trace in traces]
         self._problems.report(f"step {self.step}", trajectories)
         return trajectories
