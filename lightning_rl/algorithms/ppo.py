@@ -471,11 +471,13 @@ class PPO(Algorithm):
     def _requests_of(self, batch: int, task: tuple[int, Any]) -> list[RolloutRequest]:
         """The rollouts of a group: what `sync` would ask for in step `batch`."""
         prefix, n = f"train-{self.config.data.seed}-{batch}", self.config.actor_rollout_ref.rollout.n
-        asked = rollouts.requests(self.config, prefix, "train", [task], n, batch)
+        asked = rollouts.requests(self.config, prefix, "train", [task], n, batch, ahead=True)
         if self._greedy_resources is None:
             return asked
         greedy, resources = f"{_GREEDY}{prefix}", self._greedy_resources
-        return asked + rollouts.requests(self.config, greedy, "train", [task], 1, batch, resources_id=resources)
+        return asked + rollouts.requests(
+            self.config, greedy, "train", [task], 1, batch, resources_id=resources, ahead=True
+        )
 
     def _why_not(self, group: list[Trajectory], version: int) -> str | None:
         """Why a group that has ended is not trained on weights of this version."""

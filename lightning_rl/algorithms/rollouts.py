@@ -14,10 +14,19 @@ Tasks = Sequence[tuple[int, Any]]  # (index in the dataset, task)
 
 
 def requests(
-    config: Config, name: str, mode: str, tasks: Tasks, n: int, step: int, *, resources_id: str | None = None
+    config: Config,
+    name: str,
+    mode: str,
+    tasks: Tasks,
+    n: int,
+    step: int,
+    *,
+    resources_id: str | None = None,
+    ahead: bool = False,
 ) -> list[RolloutRequest]:
     """`n` rollouts of each task, group by group, in the order of `tasks`. Their ids begin with `name`, so that a run
-    that is resumed asks for the same ones. Without `resources_id` they get the latest resources."""
+    that is resumed asks for the same ones. Without `resources_id` they get the latest resources. `ahead`: another step
+    than `step` may come to train them."""
     agent = config.actor_rollout_ref.rollout.agent
     return [
         RolloutRequest(
@@ -27,7 +36,7 @@ def requests(
             group_id=f"{name}-{index}",
             resources_id=resources_id,
             config=RolloutConfig(max_attempts=agent.max_attempts, timeout_seconds=agent.timeout_seconds),
-            metadata={"task_index": f"{index}-{k}", "step": step},
+            metadata={"task_index": f"{index}-{k}", "step": step} | ({"ahead": True} if ahead else {}),
         )
         for index, task in tasks
         for k in range(n)

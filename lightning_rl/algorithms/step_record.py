@@ -94,13 +94,21 @@ def read_all(run_dir: Path, *, newest: int = 0) -> Iterator[StepRecord]:
         yield _DECODER.decode(path.read_bytes())
 
 
-def find(run_dir: Path, rollout_id: str, step: int) -> tuple[StepRecord, RolloutRecord] | None:
-    """The record of `step`, which asked for the rollout, and the rollout's there; None where there is none."""
-    path = _path(run_dir, step)
-    if not path.is_file():
-        return None
-    record = _DECODER.decode(path.read_bytes())
-    return next(((record, rollout) for rollout in record.rollouts if rollout.rollout_id == rollout_id), None)
+def find(run_dir: Path, rollout_id: str, step: int, *, ahead: bool = False) -> tuple[StepRecord, RolloutRecord] | None:
+    """The record of the step that trained the rollout, and the rollout's there; None where there is none.
+
+    It was asked for as one of `step`. With `ahead` another one may have trained it: the nearest are looked at first.
+    """
+    paths = [_path(run_dir, step)]
+    if ahead:
+        paths = sorted((run_dir / FOLDER).glob("*.msgpack"), key=lambda path: abs(int(path.stem) - step))
+    for path in paths:
+        if path.is_file():
+            record = _DECODER.decode(path.read_bytes())
+            for rollout in record.rollouts:
+                if rollout.rollout_id == rollout_id:
+                    return record, rollout
+    return None
 
 
 def _path(run_dir: Path, step: int) -> Path:

@@ -276,8 +276,12 @@ class RowReader:
         step = rollout.metadata.get("step")
         if not isinstance(step, int):
             return None
-        if self._step is None or self._step[0].step != step:
-            found = step_record.find(self._run_dir, rollout.rollout_id, step)
+        ahead = bool(rollout.metadata.get("ahead"))
+        known = self._step is not None and (
+            rollout.rollout_id in self._step[1] if ahead else self._step[0].step == step
+        )
+        if not known or self._step is None:
+            found = step_record.find(self._run_dir, rollout.rollout_id, step, ahead=ahead)
             if found is None:
                 return None
             self._step = found[0], {record.rollout_id: record for record in found[0].rollouts}

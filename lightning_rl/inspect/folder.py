@@ -94,7 +94,8 @@ def tokenizer_folder(run_dir: Path, config: TrainConfig | None) -> Path | None:
 
 def _record_of(run_dir: Path, config: TrainConfig | None, rollout: Rollout) -> tuple[Found | None, str | None]:
     try:
-        found = step_record.find(run_dir, rollout.rollout_id, rollout.metadata.get("step", 0))
+        step, ahead = rollout.metadata.get("step", 0), bool(rollout.metadata.get("ahead"))
+        found = step_record.find(run_dir, rollout.rollout_id, step, ahead=ahead)
     except msgspec.MsgspecError as error:
         raise _unreadable(run_dir, error) from error
     if found is not None or config is None or rollout.mode != "train":

@@ -85,6 +85,12 @@ def test_off_policy_runs_stay_within_the_bound_and_balance(tmp_path: Path, sched
     assert rows[-1]["tokens/pending"] == 0
     assert "tokens/excluded/stale" not in rows[-1]
     assert all("rollout_corr/rollout_is_mean" in row for row in rows)  # corrected by default
+    for record in step_record.read_all(tmp_path):
+        for rollout in record.rollouts:
+            asked_as = int(rollout.rollout_id.split("-")[2])
+            found = step_record.find(tmp_path, rollout.rollout_id, asked_as, ahead=True)
+            assert found is not None
+            assert found[0].step == record.step
     assert_trained_once(tmp_path)
 
 
