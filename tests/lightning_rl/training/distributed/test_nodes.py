@@ -23,7 +23,7 @@ from ray.util.placement_group import placement_group_table
 node = {"num_cpus": 2, "object_store_memory": 100 * 2**20, "include_dashboard": False}
 nodes = Cluster(initialize_head=True, head_node_args=node)
 nodes.add_node(num_cpus=2, object_store_memory=100 * 2**20)
-nodes.wait_for_nodes()
+nodes.wait_for_nodes(timeout=240)
 os.environ["RAY_ADDRESS"] = nodes.address
 
 from tests.lightning_rl.training.distributed.test_crew import models, step
