@@ -34,8 +34,15 @@ DELIVERED: Final = "lightning_rl.delivered"
 EXACT: Final = "lightning_rl.exact"
 TRAINABLE: Final = "lightning_rl.trainable"
 OVERSHOOT: Final = "lightning_rl.overshoot"
+MEDIA: Final = "lightning_rl.media"  # where images stand in the prompt ids: [start, length, SHA-256] each
 
 CALL_SPAN: Final = "lightning_rl.call"
+
+# An image of an attempt's prompts: one span per content.
+MEDIA_SPAN: Final = "lightning_rl.image"
+MEDIA_SHA256: Final = "lightning_rl.image.sha256"
+MEDIA_TYPE: Final = "lightning_rl.image.media_type"
+MEDIA_DATA: Final = "lightning_rl.image.data"
 
 # What an agent says on its way, one span each.
 REWARD_SPAN: Final = "lightning_rl.reward"

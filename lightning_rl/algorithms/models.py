@@ -25,6 +25,7 @@ from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.critic import Critic, ValueModel, value_head
 from lightning_rl.training.forward import Forward
 from lightning_rl.training.reference import BaseOfAdapter, Reference
+from lightning_rl.vision import vision_of
 
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -52,8 +53,9 @@ class Models:
         model = config.actor_rollout_ref.model
         self.policy = _policy(config, run_dir, None if model.lora_rank else resumed)
         self.model: nn.Module = self.policy.model
-        self._pad_id: int = self.policy.model.config.pad_token_id or 0
+        self._pad_id: int = self.policy.model.config.get_text_config().pad_token_id or 0
         self._device = next(self.model.parameters()).device
+        self._vision = vision_of(self.policy.folder, self.model)
         shared = with_critic and config.critic.shared_trunk
         self._values = self._value_model() if with_critic and not shared else None
         if model.lora_rank:
@@ -193,6 +195,7 @@ class Models:
             self._pad_id,
             packed=self.config.actor_rollout_ref.model.use_remove_padding,
             autocast=torch.bfloat16 if formats.dtype == "bfloat16" else None,
+            vision=self._vision,
         )
 
 

@@ -17,6 +17,7 @@ from lightning_rl_adapters.call import Call, calls_of
 from lightning_rl_adapters.call_names import names_of
 from lightning_rl_adapters.credit import Rewards
 from lightning_rl_adapters.forest import Forest
+from lightning_rl_adapters.media import check_held, media_of
 from lightning_rl_adapters.rows import Row
 
 
@@ -28,7 +29,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     `left_out` counts tokens of its calls that no row trains, by reason, `excluded` those of its other attempts; the
     masks of `rows` hold all others. `why_left_out` has the reason of every call that is left out for itself.
     `other_calls` went to other models than the policy. `lost_rewards` were for calls that are not there.
-    `earlier_tokens` are those of all its attempts that were sampled before the present run of the trainer began.
+    `media` has the images that its rows show, by their SHA-256. `earlier_tokens` are those of all its attempts that were sampled before the present run of the trainer began.
     """
 
     rollout_id: str
@@ -47,6 +48,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     lost_rewards: int = 0
     error: ErrorInfo | None = None
     earlier_tokens: int = 0
+    media: dict[str, bytes] = {}
 
     def check(self) -> None:
         """Law 2 within a rollout: every sampled token stands in one mask, or is left out. Raises ConservationError."""
@@ -79,19 +81,21 @@ def trajectory_of(
     Of these, calls that `select` is false of are context: `not_selected`. `weights` make the final reward of the named
     ones.
 
-    Raises ForestError and ConservationError where the records do not fit together.
+    Raises ForestError, MediaError and ConservationError where the records do not fit together.
     """
     rollout = trace.rollout
     excluded: Counter[str] = Counter()
     counting = forest.build([])
     rewards, lost_rewards = Rewards(), 0
     earlier = others = 0
+    media: dict[str, bytes] = {}
     for attempt in trace.attempts:
         recorded = calls_of(attempt.spans)
         calls = [call for call in recorded if model is None or call.model == model]
         others += len(recorded) - len(calls)
         earlier += sum(call.sampled_tokens for call in calls if call.end_ns < began_ns)
         if attempt.attempt.attempt_id == rollout.counting_attempt_id:
+            media = media_of(attempt.spans)
             counting = forest.build(calls if rollout.mode != "train" else map(_with_known_logprobs, calls))
             rewards, lost_rewards = _rewards(attempt, rollout.rewards, rollout.reward, {c.call_id for c in recorded})
         elif reason := why_excluded(rollout, attempt.attempt):
@@ -135,7 +139,10 @@ def trajectory_of(
         lost_rewards=lost_rewards,
         error=rollout.error,
         earlier_tokens=earlier,
+        media=media,
     )
+    for row in cut:
+        check_held(row.media, media, f"rollout {rollout.rollout_id}")
     trajectory.check()
     return trajectory
 

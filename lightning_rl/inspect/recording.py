@@ -21,6 +21,7 @@ from lightning_rl_proxy import echo
 from lightning_rl_proxy.engines.base import EngineRefused, Finish, Load, Tokens
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer
 from lightning_rl_proxy.forks import first_difference
+from lightning_rl_proxy.images import Shown, Vision
 from lightning_rl_proxy.rendering import Answer, FastTokenizer, Markup, Renderer
 from lightning_rl_proxy.sampling import Sampling
 
@@ -207,7 +208,14 @@ class RecordedEngine:
         self._kind = of_model[0].logprob_kind if of_model else "sampled"
 
     async def generate(
-        self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0, stream: bool = False
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        priority: int = 0,
+        stream: bool = False,
+        media: Sequence[Shown] = (),
     ) -> AsyncGenerator[Tokens | Finish]:
         """See `Engine`."""
         call = self._recording.by_tokens(self.model, prompt, sampling).call
@@ -286,6 +294,11 @@ class HearingRenderer:
         self.stop_token_ids: list[int] = renderer.stop_token_ids
         self.tokenizer: FastTokenizer = renderer.tokenizer
         self.chat_template_kwargs: Mapping[str, Any] = renderer.chat_template_kwargs
+
+    @property
+    def vision(self) -> Vision | None:
+        """See `Renderer`."""
+        return self._renderer.vision
 
     @property
     def markup(self) -> Markup | None:

@@ -21,6 +21,7 @@ from lightning_rl.rl.logits import token_log_probs
 from lightning_rl.training.attention import TreeMask, pairs
 from lightning_rl.training.batch import TrainingSequence, micro_batches
 from lightning_rl.training.packing import Layout, Line, alone, cost, cut, lay_out, shared_lines, sizes, stacked
+from lightning_rl.vision import Shown, Vision, embedded
 
 GAIN: Final = 0.95  # rows are packed where that costs at most so much of the plain way: building a mask costs a little
 _FAILURES: Final = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)  # of a model asked too much
@@ -57,6 +58,7 @@ class Forward:
         pad_id: what fills rows up; never seen by a trained token.
         packed: tokens that rows begin with alike are computed once, where the model allows it and it saves time.
         autocast: the number format in which matrices are multiplied; None: that of the parameters.
+        vision: how the model sees images, which rows are computed alone with; None: it reads text.
 
     Attributes:
         packed: whether the model allows it; `unpacked_because` says why not, or that it was not asked for.
@@ -64,9 +66,16 @@ class Forward:
     """
 
     def __init__(
-        self, model: nn.Module, pad_id: int, *, packed: bool = False, autocast: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        pad_id: int,
+        *,
+        packed: bool = False,
+        autocast: torch.dtype | None = None,
+        vision: Vision | None = None,
     ) -> None:
         self.model: Any = model
+        self._vision = vision
         self.device = next(model.parameters()).device
         self._pad_id = pad_id
         self._autocast = autocast
@@ -90,7 +99,7 @@ class Forward:
         """Parts of `sequences` that are computed at once: at most `rows` rows, or `tokens` computed tokens, padding
         included (None: no bound); a single row that is longer stands alone. Rows that share much stay together."""
         plain = list(micro_batches(list(sequences), rows=rows, tokens=tokens))
-        if not self.packed or len(sequences) < 2:
+        if not self.packed or len(sequences) < 2 or any(s.images for s in sequences):
             return iter(plain)
         ways = [list(self._packed_micro_batches(sequences, rows, tokens, weight)) for weight in self._weights()]
         return iter(min([plain, *ways], key=lambda parts: sum(self._plan(part).cost for part in parts)))
@@ -141,7 +150,8 @@ class Forward:
             Sizes(tokens, tokens, len(micro) * length),
             cost(len(micro), length, self._attention / 2),  # causal attention is half of the square
         )
-        if not self.packed or (self._longest is not None and length > self._longest):
+        # Equal tokens may stand for other images, and positions then hang on more than the depth.
+        if not self.packed or any(s.images for s in micro) or (self._longest is not None and length > self._longest):
             return plain
         lines = [shared_lines(micro, weight) for weight in self._weights()]
         ways = [self._packed(micro, tokens, own) for own in lines if own is lines[0] or own != lines[0]]
@@ -225,11 +235,31 @@ class Forward:
         return seen[0]
 
     def _inputs(self, layout: Layout) -> dict[str, Any]:
+        if any(layout.images):
+            return self._seen_inputs(layout)
         inputs = {"input_ids": self._tensor(layout.token_ids), "use_cache": False}
         if layout.masked:
             inputs["position_ids"] = self._tensor(layout.position_ids)
             inputs["attention_mask"] = self._mask(layout)
         return inputs
+
+    def _seen_inputs(self, layout: Layout) -> dict[str, Any]:
+        """What rows with images are computed from: each stands alone in its row, the first token in the first column."""
+        if self._vision is None:
+            raise ValueError("rows show images, and nothing is known of how this model sees them (`Forward(vision=...)`)")
+        assert not layout.masked
+        width = layout.token_ids.shape[1]
+        places = np.stack([self._vision.positions(width, images)[0] for images in layout.images], axis=1)
+        shown = [
+            Shown(row, one.start, self._vision.patches(one), 0, one.length)
+            for row, images in enumerate(layout.images)
+            for one in images
+        ]
+        return {
+            "inputs_embeds": embedded(self.model, self._tensor(layout.token_ids), shown),
+            "position_ids": self._tensor(places),
+            "use_cache": False,
+        }
 
     def _mask(self, layout: Layout) -> Tensor:
         end = self._tensor(layout.end)

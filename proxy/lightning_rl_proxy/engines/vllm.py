@@ -6,7 +6,7 @@ as server-sent events with some tokens each. Logprobs that are of no kind in `Ca
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
@@ -16,13 +16,14 @@ from lightning_rl_proxy.engines.base import EngineUnavailable, Finish, Load, Tok
 from lightning_rl_proxy.engines.http import EngineServer, Problem, events, refusal
 from lightning_rl_proxy.engines.marks import Labelled, Labels, is_biased, known
 from lightning_rl_proxy.engines.probe import GENERATE, LogprobsMode
+from lightning_rl_proxy.images import Shown
 from lightning_rl_proxy.sampling import Sampling
 
 T = TypeVar("T")
 
 # What vLLM honours by the names of `Sampling`, but for json_schema, which is `structured_outputs` on its wire.
 _ABILITIES = {
-    "embedded": frozenset[str](),
+    "embedded": frozenset({"images"}),
     "vllm": frozenset(
         {"min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "json_schema"}
     ),
@@ -119,7 +120,14 @@ class TokenEngine:
         self.url = self._server.url
 
     async def generate(
-        self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0, stream: bool = False
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        priority: int = 0,
+        stream: bool = False,
+        media: Sequence[Shown] = (),
     ) -> AsyncGenerator[Tokens | Finish]:
         """See `Engine`. Leaving the iterator early closes the connection, which aborts the generation."""
         body: dict[str, Any] = {
@@ -131,6 +139,11 @@ class TokenEngine:
             body["priority"] = priority
         if stream:
             body["stream"] = True
+        if media:
+            body["media"] = [
+                {"start": one.start, "length": one.length, "sha256": one.image.sha256, "data": one.image.data}
+                for one in media
+            ]
         await self._tell_version()
         async with self._server.post(GENERATE, body) as response:
             if not stream:
