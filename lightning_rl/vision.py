@@ -49,22 +49,20 @@ class Patches(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """Features [first, first + count) of an image, which stand in row `row` from `column` on."""
+    """Features [first, first + length) of an image, which stand in row `row` from `column` on."""
 
     row: int
     column: int
     patches: Patches
     first: int
-    count: int
+    length: int
 
     def within(self, columns: slice) -> "Shown | None":
         """What of them stands in these columns, counted from the first of these; None where nothing does."""
-        start, end = max(self.column, columns.start), min(self.column + self.count, columns.stop)
+        start, end = max(self.column, columns.start), min(self.column + self.length, columns.stop)
         if start >= end:
             return None
-        return self._replace(
-            column=start - columns.start, first=self.first + start - self.column, count=end - start
-        )
+        return self._replace(column=start - columns.start, first=self.first + start - self.column, length=end - start)
 
 
 class Vision:
@@ -125,6 +123,18 @@ class Vision:
         found[:, at:] = place + np.arange(length - at)
         return found, place - at
 
+    def inputs(self, model: Any, token_ids: Tensor, images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
+        """What `model` is given for whole rows [B, T], padded to the right, that show these images each."""
+        width = token_ids.shape[1]
+        places = np.stack([self.positions(width, own)[0] for own in images], axis=1)
+        shown = [
+            Shown(row, one.start, self.patches(one), 0, one.length) for row, own in enumerate(images) for one in own
+        ]
+        return {
+            "inputs_embeds": embedded(model, token_ids, shown),
+            "position_ids": torch.from_numpy(places).to(token_ids.device),
+        }
+
     def _merge(self, axis: int) -> int:
         return self.merge_size if axis else 1
 
@@ -165,8 +175,8 @@ def embedded(model: Any, token_ids: Tensor, shown: Sequence[Shown]) -> Tensor:
         torch.tensor([one.patches.grid for one in shown], device=device),
         return_dict=True,
     ).pooler_output
-    rows = np.repeat([one.row for one in shown], [one.count for one in shown])
-    columns = np.concatenate([one.column + np.arange(one.count) for one in shown])
-    chosen = [own[one.first : one.first + one.count] for one, own in zip(shown, features, strict=True)]
+    rows = np.repeat([one.row for one in shown], [one.length for one in shown])
+    columns = np.concatenate([one.column + np.arange(one.length) for one in shown])
+    chosen = [own[one.first : one.first + one.length] for one, own in zip(shown, features, strict=True)]
     places = torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device)
     return embeddings.index_put(places, torch.cat(chosen).to(embeddings.dtype))

@@ -26,10 +26,6 @@ class Placed(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, start=self.start + by)
 
 
-class MediaError(ValueError):
-    """The records of an attempt name an image that they do not hold: they must not be trained on."""
-
-
 def media_span(
     rollout_id: str, attempt_id: str, sha256: str, *, data: bytes, media_type: str, at_ns: int
 ) -> Span:  # fmt: skip
@@ -50,13 +46,6 @@ def media_of(spans: Iterable[Span]) -> dict[str, bytes]:
     """The images of an attempt by their SHA-256."""
     held = (span.attributes for span in spans if span.name == semconv.MEDIA_SPAN)
     return {said[semconv.MEDIA_SHA256]: said[semconv.MEDIA_DATA] for said in held}
-
-
-def check_held(placed: Iterable[Placed], held: Mapping[str, bytes], whose: str) -> None:
-    """Raises MediaError naming the first image of `placed` that `held` lacks."""
-    for image in placed:
-        if image.sha256 not in held:
-            raise MediaError(f"{whose} shows image {image.sha256}, and no span of its attempt holds it")
 
 
 def url_of(sha256: str) -> str:

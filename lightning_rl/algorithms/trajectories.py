@@ -17,7 +17,7 @@ from lightning_rl_adapters.call import Call, calls_of
 from lightning_rl_adapters.call_names import names_of
 from lightning_rl_adapters.credit import Rewards
 from lightning_rl_adapters.forest import Forest
-from lightning_rl_adapters.media import check_held, media_of
+from lightning_rl_adapters.media import media_of
 from lightning_rl_adapters.rows import Row
 
 
@@ -28,8 +28,9 @@ class Trajectory(msgspec.Struct, kw_only=True):
     takes no part (infrastructure failed, or `agent_failure: exclude`). `rewards` are what credit is given from.
     `left_out` counts tokens of its calls that no row trains, by reason, `excluded` those of its other attempts; the
     masks of `rows` hold all others. `why_left_out` has the reason of every call that is left out for itself.
-    `other_calls` went to other models than the policy. `lost_rewards` were for calls that are not there.
-    `media` has the images that its rows show, by their SHA-256. `earlier_tokens` are those of all its attempts that were sampled before the present run of the trainer began.
+    `other_calls` went to other models than the policy. `lost_rewards` were for calls that are not there. `media` has
+    the images that its rows show, by their SHA-256. `earlier_tokens` are those of all its attempts that were sampled
+    before the present run of the trainer began.
     """
 
     rollout_id: str
@@ -81,7 +82,7 @@ def trajectory_of(
     Of these, calls that `select` is false of are context: `not_selected`. `weights` make the final reward of the named
     ones.
 
-    Raises ForestError, MediaError and ConservationError where the records do not fit together.
+    Raises ForestError and ConservationError where the records do not fit together.
     """
     rollout = trace.rollout
     excluded: Counter[str] = Counter()
@@ -142,7 +143,7 @@ def trajectory_of(
         media=media,
     )
     for row in cut:
-        check_held(row.media, media, f"rollout {rollout.rollout_id}")
+        forest.check_held(row.media, media, f"rollout {rollout.rollout_id}")
     trajectory.check()
     return trajectory
 

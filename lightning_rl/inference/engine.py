@@ -284,8 +284,10 @@ class EmbeddedEngine:
         content = prompt.copy()
         for image in images:
             if image.start < behind or image.end > len(prompt):
-                raise ValueError(f"image {image.sha256} stands at {image.start}..{image.end}, outside of the prompt, or "
-                                 "where another one does")
+                raise ValueError(
+                    f"image {image.sha256} stands at {image.start}..{image.end}, outside of the prompt, or "
+                    "where another one does"
+                )
             behind = image.end
             content[image.start : image.end] = -2 - int(image.sha256[:14], 16) - np.arange(image.length)
         patches = tuple((image, self._vision.patches(image)) for image in images)

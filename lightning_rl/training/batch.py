@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lightning_rl.rl.aggregation import token_weights
 from lightning_rl.vision import Image
-from lightning_rl_adapters.media import check_held
+from lightning_rl_adapters.forest import check_held
 from lightning_rl_adapters.rows import Row
 
 _KNOWN_LATER = ("old_log_probs", "weights", "reference_log_probs", "values", "returns")  # None until then
@@ -32,8 +32,8 @@ class TrainingSequence:
     distribution); float32 [K] each: `rollout_log_probs` (NaN where the engine gave none), `advantages`, `temperature`,
     and `old_log_probs` once they are known. `rollout` indexes the rollout within the batch. `calls` maps each call that
     the row trains to the position of its first sampled token. `cut_context`: tokens before the first are cut off, so
-    the sampler saw more than the trainer. `images` are those that the row shows. Float32 [K] where there are any: `weights`, by which the policy's token
-    losses are multiplied (rollout correction), and `reference_log_probs`.
+    the sampler saw more than the trainer. `images` are those that the row shows. Float32 [K] where there are any:
+    `weights`, by which the policy's token losses are multiplied (rollout correction), and `reference_log_probs`.
     """
 
     rollout: int
@@ -136,11 +136,11 @@ def canonical_order(sequences: Sequence[TrainingSequence]) -> NDArray[np.int64]:
 def sequence_of(
     row: Row, rollout: int, advantages: OfCalls | None = None, media: Mapping[str, bytes] = MappingProxyType({})
 ) -> TrainingSequence:
-    """A row as a training sequence; `advantages` are those of its calls, 0 where they are not known yet; `media` has the
-    images that it shows, by their SHA-256.
+    """A row as a training sequence; `advantages` are those of its calls, 0 where they are not known yet; `media` has
+    the images that it shows, by their SHA-256.
 
     Raises ValueError where the row trains its very first token, which no model gave a probability to, or the tokens of
-    an image, which nobody sampled, and MediaError where `media` lacks one of its images.
+    an image, which nobody sampled, and ForestError where `media` lacks one of its images.
     """
     check_held(row.media, media, f"rollout {rollout} of the batch")
     if any(any(row.loss_mask[one.start : one.start + one.length]) for one in row.media):

@@ -21,7 +21,7 @@ from lightning_rl.rl.logits import token_log_probs
 from lightning_rl.training.attention import TreeMask, pairs
 from lightning_rl.training.batch import TrainingSequence, micro_batches
 from lightning_rl.training.packing import Layout, Line, alone, cost, cut, lay_out, shared_lines, sizes, stacked
-from lightning_rl.vision import Shown, Vision, embedded
+from lightning_rl.vision import Vision
 
 GAIN: Final = 0.95  # rows are packed where that costs at most so much of the plain way: building a mask costs a little
 _FAILURES: Final = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)  # of a model asked too much
@@ -244,22 +244,14 @@ class Forward:
         return inputs
 
     def _seen_inputs(self, layout: Layout) -> dict[str, Any]:
-        """What rows with images are computed from: each stands alone in its row, the first token in the first column."""
+        """What rows with images are computed from: each alone in its row, its first token in the first column."""
         if self._vision is None:
-            raise ValueError("rows show images, and nothing is known of how this model sees them (`Forward(vision=...)`)")
+            raise ValueError(
+                "rows show images, and nothing is known of how this model sees them (`Forward(vision=...)`)"
+            )
         assert not layout.masked
-        width = layout.token_ids.shape[1]
-        places = np.stack([self._vision.positions(width, images)[0] for images in layout.images], axis=1)
-        shown = [
-            Shown(row, one.start, self._vision.patches(one), 0, one.length)
-            for row, images in enumerate(layout.images)
-            for one in images
-        ]
-        return {
-            "inputs_embeds": embedded(self.model, self._tensor(layout.token_ids), shown),
-            "position_ids": self._tensor(places),
-            "use_cache": False,
-        }
+        inputs = self._vision.inputs(self.model, self._tensor(layout.token_ids), layout.images)
+        return inputs | {"use_cache": False}
 
     def _mask(self, layout: Layout) -> Tensor:
         end = self._tensor(layout.end)

@@ -37,7 +37,8 @@ class Layout:
     `at` int64 [U]: the places, counted through [B, T], whose distributions are needed. Of the K trained tokens, in the
     order of the rows they were given in, `which` int64 [K] says which of `at` is theirs; `targets` int64 [K],
     `temperature` float32 [K]. `distinct` counts the tokens that are no padding. `masked`: attention follows `end`; else
-    it is causal, every row alone. `images` are those of the rows, in the order that they were given in. `segments`: the branches that `end` describes; none where they were not asked for.
+    it is causal, every row alone. `images` are those of the rows, in the order that they were given in. `segments`: the
+    branches that `end` describes; none where they were not asked for.
     """
 
     token_ids: Ints

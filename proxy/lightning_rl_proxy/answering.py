@@ -30,7 +30,7 @@ from lightning_rl_proxy.exchange import Exchange
 from lightning_rl_proxy.parsing import AnswerParser, Reader
 from lightning_rl_proxy.rendering import Answer, Delta, Renderer
 from lightning_rl_proxy.router import Generation, Router, no_engine
-from lightning_rl_proxy.sampling import Sampling, effective
+from lightning_rl_proxy.sampling import effective
 from lightning_rl_proxy.texts import PlainText
 
 T = TypeVar("T")

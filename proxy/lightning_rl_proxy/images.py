@@ -64,7 +64,9 @@ class Vision(NamedTuple):
         """How many features the model has of an image. Raises GatewayError(400) for one it cannot take."""
         width, height = image.size
         if max(width, height) > _MAX_ASPECT * min(width, height):
-            raise _refused(f"an image of {width} x {height} pixels is too narrow: at most {_MAX_ASPECT} to 1 can be read")
+            raise _refused(
+                f"an image of {width} x {height} pixels is too narrow: at most {_MAX_ASPECT} to 1 can be read"
+            )
         unit = self.patch_size * self.merge_size
         rows, columns = round(height / unit) * unit, round(width / unit) * unit
         if rows * columns > self.max_pixels:
@@ -117,7 +119,9 @@ def vision_of(folder: Path) -> Vision | None:
         raise ValueError(f"{folder}: images of {family!r} models are not known here; known are {', '.join(FAMILIES)}")
     said = _json(folder / "preprocessor_config.json") or _json(folder / "processor_config.json").get("image_processor")
     if not isinstance(said, dict):
-        raise ValueError(f"{folder} has a model that sees, but no preprocessor_config.json: copy it from the model's hub")
+        raise ValueError(
+            f"{folder} has a model that sees, but no preprocessor_config.json: copy it from the model's hub"
+        )
     size = said.get("size") or {}
     return Vision(
         token_id=config.get("image_token_id", 151655),  # the families' default, as transformers has it
@@ -140,7 +144,9 @@ def urls(messages: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
                 continue
             where = f"messages[{number}].content[{index}]"
             if message.get("role") not in _ROLES:
-                raise _refused(f"{where} is an image in a message of role {message.get('role')!r}; a user or a tool shows it")
+                raise _refused(
+                    f"{where} is an image in a message of role {message.get('role')!r}; a user or a tool shows it"
+                )
             url = part["image_url"].get("url")
             if not isinstance(url, str):
                 raise _refused(f"{where}.image_url.url is no text")
@@ -150,9 +156,7 @@ def urls(messages: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 def check(where: str, url: str) -> None:
     """Raises GatewayError(400) for a URL that does not hold the image itself."""
     if _HEAD.match(url) is None:
-        raise _refused(
-            f"{where} is at {url[:60]!r}; images are not fetched here: send it as data:image/png;base64,..."
-        )
+        raise _refused(f"{where} is at {url[:60]!r}; images are not fetched here: send it as data:image/png;base64,...")
 
 
 def read(where: str, url: str) -> Image:

@@ -444,7 +444,8 @@ def load_renderer(
     """The renderer `name` over `tokenizer_path`/tokenizer.json.
 
     `auto`: the one made for `model`, else the one that tokenizer_config.json names as `renderer`, else `template`: the
-    folder's own chat template, which a model that sees images has in any case: no other renderer shows them. `history`: the reasoning of earlier turns is kept, or dropped where the format does.
+    folder's own chat template. Only that one shows images, so a model that sees has it in any case. `history`: the
+    reasoning of earlier turns is kept, or dropped where the format does.
     `chat_template_kwargs`: what the format is told besides the messages, `{"enable_thinking": False}`; every prompt is
     rendered with them, and continuations are proven with them.
 
