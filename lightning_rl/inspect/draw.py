@@ -276,10 +276,8 @@ def _facts(view: CallDetail) -> Iterator[tuple[str, str]]:
     past = f", {view.overshoot} more past a stop text" if view.overshoot else ""
     yield "tokens", f"+{view.prompt_tokens} prompt, {view.sampled_tokens} sampled{past}, {view.finish_reason}{after}"
     for image in view.media:
-        yield (
-            "image",
-            f"sha256:{image.sha256}, tokens {image.start} to {image.start + image.length - 1} of what its prompt adds",
-        )
+        where = f"tokens {image.start} to {image.start + image.length - 1} of what its prompt adds"
+        yield "image", f"sha256:{image.sha256}, {where}"
     if view.marks:
         yield "marks", ", ".join(view.marks)
     yield "requested", json.dumps(view.sampling_requested, ensure_ascii=False)

@@ -32,8 +32,8 @@ def newest(run_dir: Path) -> Path:
 
 
 def log_probs(folder: Path, path: Sequence[Call], media: Mapping[str, bytes] = MappingProxyType({})) -> list[float]:
-    """The logprobs of the tokens that the last call of `path` (root first) sampled; `media` has the images that the path
-    shows, by their SHA-256.
+    """The logprobs of the tokens that the last call of `path` (root first) sampled; `media` has the images that the
+    path shows, by their SHA-256.
 
     Raises NoWeights where the tokens of the path are not all known, or none was sampled by the policy.
     """
