@@ -19,6 +19,7 @@ SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
     "<|video_pad|>", "<tool_call>", "</tool_call>",
 )  # fmt: skip
+PAD = 256 + SPECIAL.index("<|image_pad|>")  # the id of the placeholder
 TEMPLATE = """\
 {%- macro shown(content) -%}
 {%- if content is string -%}{{ content }}{%- else -%}

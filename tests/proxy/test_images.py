@@ -79,11 +79,7 @@ def placed(served: Served, number: int = -1) -> list[Placed]:
 
 def pads(served: Served, number: int = -1) -> list[int]:
     """Where the placeholders of a prompt stand."""
-    return [
-        i
-        for i, token in enumerate(served.engine.prompts[number])
-        if token == 256 + seeing.SPECIAL.index("<|image_pad|>")
-    ]
+    return [i for i, token in enumerate(served.engine.prompts[number]) if token == seeing.PAD]
 
 
 def test_an_image_is_as_many_placeholders_as_features_and_is_recorded_once(seen: Served) -> None:
