@@ -9,6 +9,7 @@ one that does not goes the plain way, with the same results.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -98,8 +99,12 @@ class Forward:
     ) -> Iterator[list[TrainingSequence]]:
         """Parts of `sequences` that are computed at once: at most `rows` rows, or `tokens` computed tokens, padding
         included (None: no bound); a single row that is longer stands alone. Rows that share much stay together."""
+        if self.packed and any(s.images for s in sequences):  # which are not packed; those of text alone may be
+            text = [s for s in sequences if not s.images]
+            shown = micro_batches([s for s in sequences if s.images], rows=rows, tokens=tokens)
+            return chain(self.micro_batches(text, rows=rows, tokens=tokens), shown)
         plain = list(micro_batches(list(sequences), rows=rows, tokens=tokens))
-        if not self.packed or len(sequences) < 2 or any(s.images for s in sequences):
+        if not self.packed or len(sequences) < 2:
             return iter(plain)
         ways = [list(self._packed_micro_batches(sequences, rows, tokens, weight)) for weight in self._weights()]
         return iter(min([plain, *ways], key=lambda parts: sum(self._plan(part).cost for part in parts)))
