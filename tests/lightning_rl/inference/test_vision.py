@@ -75,6 +75,18 @@ def test_logprobs_are_those_of_transformers_in_a_batch_of_unlike_prompts(folder:
         check(folder, policy, ids, [part for part in case if isinstance(part, bytes)], output)
 
 
+def test_an_answer_goes_on_in_another_row_when_one_before_it_ends(folder: Path, policy: EmbeddedPolicy) -> None:
+    cases = [("text alone",), ("who?", CAT, "?"), (DOG, "what is this")]
+    asked = [prompt(*case) for case in cases]
+    lengths = (12, 6, 2)  # the longest prompt has the first row
+    requests = [
+        request(f"m{i}", *one, max_tokens=most) for i, (one, most) in enumerate(zip(asked, lengths, strict=True))
+    ]
+    outputs = sampled(policy, requests)
+    for case, (ids, _), output in zip(cases, asked, outputs, strict=True):
+        check(folder, policy, ids, [part for part in case if isinstance(part, bytes)], output)
+
+
 def test_the_next_turn_reads_on_behind_kept_images(folder: Path, policy: EmbeddedPolicy) -> None:
     ids, images = prompt("first ", CAT, " of all")
     [first] = sampled(policy, [request("b0", ids, images)])
