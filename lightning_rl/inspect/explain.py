@@ -178,17 +178,8 @@ def words_of(message: dict[str, Any]) -> str:
     content = message.get("content") or ""
     calls = [call.get("function", {}) for call in message.get("tool_calls") or ()]
     called = [f"{call.get('name')}({call.get('arguments')})" for call in calls]
-    text = content if isinstance(content, str) else " ".join(map(_part, content))
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
     return " ".join([text, *called]).strip()
-
-
-def _part(part: Any) -> str:
-    """A part of a message: its text, or which image it is."""
-    if isinstance(part, dict) and isinstance(part.get("text"), str):
-        return str(part["text"])
-    image = part.get("image_url") if isinstance(part, dict) else None
-    url = image.get("url") if isinstance(image, dict) else None
-    return f"[image {url[:15]}]" if isinstance(url, str) else json.dumps(part, ensure_ascii=False)
 
 
 def _attempt(
