@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from lightning_rl_adapters import semconv
+from lightning_rl_adapters.media import Placed
 from lightning_rl_adapters.span import Span, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
 
@@ -29,7 +30,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     `sampled` (log softmax(logits / temperature) of the effective call), `greedy` (temperature 0: the logprobs of
     temperature 1) or `raw` (log softmax(logits), whatever the temperature). `number` is the order of arrival in the
     attempt, from 0. `exact`: the token ids are all there. `trainable`: false for a frozen model's call. `overshoot`
-    counts the tokens that were sampled past a stop match, which are not in `response_ids`.
+    counts the tokens that were sampled past a stop match, which are not in `response_ids`. `media` are the images among
+    `prompt_ids`, in their order.
     """
 
     call_id: str
@@ -50,6 +52,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     exact: bool = True
     trainable: bool = True
     overshoot: int = 0
+    media: list[Placed] = []
     start_ns: int = 0
     end_ns: int = 0
 
@@ -59,6 +62,13 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
                 f"call {self.call_id}: {len(self.response_ids)} response tokens but "
                 f"{len(self.logprobs)} logprobs; the engine must give one each, or none"
             )
+        shown = 0
+        for image in self.media:
+            if image.start < shown or image.length < 1:
+                raise ValueError(f"call {self.call_id}: its images {self.media} overlap")
+            shown = image.start + image.length
+        if shown > len(self.prompt_ids):
+            raise ValueError(f"call {self.call_id}: an image ends at token {shown} of {len(self.prompt_ids)}")
         covered = 0
         for span in self.versions:
             if span.start != covered or span.end < span.start:
@@ -108,6 +118,7 @@ def to_span(call: Call, **more: Any) -> Span:
             semconv.TRAINABLE: call.trainable,
         }
         | ({semconv.OVERSHOOT: call.overshoot} if call.overshoot else {})
+        | ({semconv.MEDIA: [[m.start, m.length, m.sha256] for m in call.media]} if call.media else {})
         | more,
     )
 
@@ -140,6 +151,7 @@ def from_span(span: Span) -> Call:
         exact=attributes.get(semconv.EXACT, True),
         trainable=attributes.get(semconv.TRAINABLE, True),
         overshoot=attributes.get(semconv.OVERSHOOT, 0),
+        media=[Placed(*m) for m in attributes.get(semconv.MEDIA, ())],
     )
 
 

@@ -5,14 +5,22 @@ nodes, because they are two samples. The forest depends only on the calls and th
 order in which their records come in.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lightning_rl_adapters.call import Call
+from lightning_rl_adapters.media import Placed
 
 
 class ForestError(ValueError):
     """The calls of an attempt do not form a forest: the records are damaged and must not be trained on."""
+
+
+def check_held(placed: Iterable[Placed], held: Mapping[str, bytes], whose: str) -> None:
+    """Raises ForestError naming the first image of `placed` that `held` lacks."""
+    for image in placed:
+        if image.sha256 not in held:
+            raise ForestError(f"{whose} shows image {image.sha256}, and no span of its attempt holds it")
 
 
 @dataclass(eq=False)

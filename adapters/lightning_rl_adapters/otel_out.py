@@ -19,7 +19,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.span import Span
 
-_LEFT_OUT = frozenset({semconv.PROMPT_IDS, semconv.RESPONSE_IDS, semconv.LOGPROBS})
+_LEFT_OUT = frozenset({semconv.PROMPT_IDS, semconv.RESPONSE_IDS, semconv.LOGPROBS, semconv.MEDIA_DATA})
 # What OpenTelemetry has fields of its own for.
 _FIELDS = frozenset({
     semconv.PARENT_SPAN, semconv.EVENTS, semconv.RESOURCE, semconv.SCOPE, semconv.STATUS_CODE,

@@ -11,15 +11,17 @@ import msgspec
 
 from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.forest import Forest, Node
+from lightning_rl_adapters.media import Placed
 
 
 class Row(msgspec.Struct, kw_only=True):
-    """One training sequence of T tokens; every list has length T.
+    """One training sequence of T tokens; every list but `media` has length T.
 
     `logprobs`, `policy_versions` and `call_ids` are None where the mask is 0. `rewards` is 0 but on the last sampled
     token of a call. `excluded` is the reason why the whole row is left out (its mask stays), `excluded_calls` the
     reasons of single calls that are left out (their mask is 0). A row with a call whose token ids nobody told is not
-    `exact`: its lists hold what is known, and it is excluded as `inexact`; one of a frozen model as `frozen`.
+    `exact`: its lists hold what is known, and it is excluded as `inexact`; one of a frozen model as `frozen`. `media`
+    says which images stand where among the tokens, in their order; the mask is 0 there.
     """
 
     token_ids: list[int]
@@ -31,6 +33,7 @@ class Row(msgspec.Struct, kw_only=True):
     temperature: list[float | None]
     model: str
     exact: bool = True
+    media: list[Placed] = []
     excluded: str | None = None
     excluded_calls: dict[str, str] = {}
 
@@ -105,6 +108,7 @@ def _row(
     owned = _owned_from(path, heirs)
     for depth, node in enumerate(path):
         call = node.call
+        row.media += [image.moved(len(row.token_ids)) for image in call.media]
         _append_context(row, call.prompt_ids)
         if depth < owned:
             _append_context(row, call.response_ids)

@@ -37,8 +37,15 @@ OVERSHOOT: Final = "lightning_rl.overshoot"
 TOOLS: Final = "lightning_rl.tools"  # a digest, where a call begins a tree: its whole line has the same
 INSTRUCTIONS: Final = "lightning_rl.instructions"  # how many of its messages no later response repeats
 REQUEST: Final = "lightning_rl.request"  # a digest of door and body, by which a retry finds its answer
+MEDIA: Final = "lightning_rl.media"  # where images stand in the prompt ids: [start, length, SHA-256] each
 
 CALL_SPAN: Final = "lightning_rl.call"
+
+# An image of an attempt's prompts: one span per content.
+MEDIA_SPAN: Final = "lightning_rl.image"
+MEDIA_SHA256: Final = "lightning_rl.image.sha256"
+MEDIA_TYPE: Final = "lightning_rl.image.media_type"
+MEDIA_DATA: Final = "lightning_rl.image.data"
 
 # What an agent says on its way, one span each.
 REWARD_SPAN: Final = "lightning_rl.reward"

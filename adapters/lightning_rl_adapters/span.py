@@ -5,6 +5,7 @@ weighs; `to_json` unpacks them for people and for other languages. In a store a 
 that we know are numbers there, since their names would weigh more than some of their values.
 """
 
+import base64
 import sys
 from array import array
 from collections.abc import Iterable
@@ -32,6 +33,7 @@ _NUMBERED = (
     semconv.OPERATION_NAME, semconv.OPERATION_INPUTS, semconv.OPERATION_OUTPUT, semconv.PARENT_SPAN, semconv.EVENTS,
     semconv.RESOURCE, semconv.STATUS_CODE, semconv.STATUS_DESCRIPTION, semconv.SCOPE, semconv.KIND,
     semconv.TOOLS, semconv.INSTRUCTIONS, semconv.REQUEST,
+    semconv.MEDIA, semconv.MEDIA_SHA256, semconv.MEDIA_TYPE, semconv.MEDIA_DATA,
 )  # fmt: skip
 _NUMBERS: dict[str, int] = {name: number for number, name in enumerate(_NUMBERED)}
 
@@ -125,12 +127,14 @@ def unpack_logprobs(packed: bytes) -> list[float]:
 
 
 def to_json(span: Span) -> dict[str, Any]:
-    """The span as JSON-able values, with its packed arrays as lists of numbers."""
+    """The span as JSON-able values, with its packed arrays as lists of numbers, and an image's bytes in base64."""
     record: dict[str, Any] = msgspec.to_builtins(span, builtin_types=(bytes,))
     record["attributes"] = {
         name: _unpack(_PACKED_AS[name], value) if name in _PACKED_AS and value is not None else value
         for name, value in record["attributes"].items()
     }
+    if (data := record["attributes"].get(semconv.MEDIA_DATA)) is not None:
+        record["attributes"][semconv.MEDIA_DATA] = base64.b64encode(data).decode()
     return record
 
 

@@ -5,12 +5,14 @@ from collections.abc import Mapping
 import msgspec
 
 from lightning_rl_adapters.forest import Forest, Node
+from lightning_rl_adapters.media import Placed
 
 
 class Triplet(msgspec.Struct, kw_only=True):
     """One call: P prompt ids, R response ids, R logprobs (nats) or None, and the reward that reached it.
 
     Where it is not `exact`, the token ids of the call, or of one before it, are not known: the lists hold what is.
+    `media` says which images stand where in the prompt.
     """
 
     call_id: str
@@ -21,6 +23,7 @@ class Triplet(msgspec.Struct, kw_only=True):
     response_logprobs: list[float] | None
     reward: float | None
     exact: bool = True
+    media: list[Placed] = []
 
 
 def triplets(forest: Forest, rewards: Mapping[str, float]) -> list[Triplet]:
@@ -34,6 +37,7 @@ def triplets(forest: Forest, rewards: Mapping[str, float]) -> list[Triplet]:
             response_token_ids=node.call.response_ids,
             response_logprobs=node.call.logprobs,
             reward=rewards.get(call_id),
+            media=media(node),
             exact=all(step.call.exact for step in node.path()),
         )
         for call_id, node in forest.nodes.items()
@@ -47,3 +51,13 @@ def prompt_ids(node: Node) -> list[int]:
         ids += ancestor.call.prompt_ids
         ids += ancestor.call.response_ids
     return ids + node.call.prompt_ids
+
+
+def media(node: Node) -> list[Placed]:
+    """The images of that whole prompt, where they stand in it."""
+    found: list[Placed] = []
+    length = 0
+    for step in node.path():
+        found += [image.moved(length) for image in step.call.media]
+        length += len(step.call.prompt_ids) + len(step.call.response_ids)
+    return found

@@ -299,6 +299,11 @@ def _lines(
         if row.excluded is not None:
             excluded[row.excluded] += sum(row.loss_mask)
             continue
+        if row.media:
+            raise ValueError(
+                f"rollout {trajectory.rollout_id} shows images, and a trainer of one's own is handed token ids alone: "
+                "train it with `PPO`, or leave images out"
+            )
         mask = _trained(row)
         excluded["no_logprob"] += sum(row.loss_mask) - sum(mask)
         if not any(mask):

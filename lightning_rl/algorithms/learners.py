@@ -21,6 +21,7 @@ from lightning_rl.training.critic import Critic, ValueModel, value_head
 from lightning_rl.training.distributed.team import Team
 from lightning_rl.training.forward import Forward
 from lightning_rl.training.reference import BaseOfAdapter, Reference
+from lightning_rl.vision import Vision
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -44,6 +45,7 @@ class Learners:
         config: the run's.
         policy: the causal LM that training begins with; the actor trains it.
         roles: what of the run is here; none: only the policy, adapted.
+        vision: how its models see images; None: they read text.
 
     `model` is the policy with its adapter; `actor`, `critic` and `reference` (None where there is none) are there after
     `train`. Raises ConfigError for an adapter that cannot be made.
@@ -53,10 +55,11 @@ class Learners:
     critic: Critic | None = None
     reference: Reference | BaseOfAdapter | None = None
 
-    def __init__(self, config: Config, policy: Any, roles: Collection[Role]) -> None:
+    def __init__(self, config: Config, policy: Any, roles: Collection[Role], vision: Vision | None = None) -> None:
         self.config = config
+        self._vision = vision
         self.roles = frozenset(roles)
-        self._pad_id: int = policy.config.pad_token_id or 0
+        self._pad_id: int = policy.config.get_text_config().pad_token_id or 0
         self._device = next(policy.parameters()).device
         model = config.actor_rollout_ref.model
         self._team: Team | None = None
@@ -162,13 +165,11 @@ class Learners:
         return {"rows": rows or actor.micro_batch_rows, "tokens": None if rows else actor.micro_batch_tokens}
 
     def _forward(self, model: nn.Module, formats: Fsdp) -> Forward:
-        make = Forward if self._team is None else self._team.forward
-        return make(
-            model,
-            self._pad_id,
-            packed=self.config.actor_rollout_ref.model.use_remove_padding,
-            autocast=torch.bfloat16 if formats.dtype == "bfloat16" else None,
-        )
+        packed = self.config.actor_rollout_ref.model.use_remove_padding
+        autocast = torch.bfloat16 if formats.dtype == "bfloat16" else None
+        if self._team is not None:
+            return self._team.forward(model, self._pad_id, packed=packed, autocast=autocast)
+        return Forward(model, self._pad_id, packed=packed, autocast=autocast, vision=self._vision)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

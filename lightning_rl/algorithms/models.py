@@ -24,6 +24,7 @@ from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.critic import Critic
 from lightning_rl.training.distributed.remote import RemoteActor, RemoteCritic, RemoteReference
 from lightning_rl.training.reference import BaseOfAdapter, Reference
+from lightning_rl.vision import vision_of
 
 
 class Models:
@@ -51,7 +52,13 @@ class Models:
         self._resumed = None if config.actor_rollout_ref.model.lora_rank else resumed
         self.policy = _policy(config, run_dir, self._resumed)
         self._crew: Crew | None = None
-        self._own = Learners(config, self.policy.model, () if config.trainer.workers > 1 else self._roles)
+        vision = vision_of(self.policy.folder, self.policy.model)
+        if vision is not None and config.trainer.workers > 1:
+            raise ConfigError(
+                f"{self.policy.folder} is a model that sees, and several workers train models of text alone: set "
+                "trainer.nnodes=1 and trainer.n_gpus_per_node=1"
+            )
+        self._own = Learners(config, self.policy.model, () if config.trainer.workers > 1 else self._roles, vision)
         self.model: nn.Module = self._own.model
 
     def start(self, version: int = 0) -> None:

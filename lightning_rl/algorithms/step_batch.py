@@ -404,7 +404,7 @@ def _fill(part: RolloutPart, index: int, rules: Rules) -> None:
         if reason := row.excluded or part.left_out:
             part.excluded[reason] += sum(row.loss_mask)
             continue
-        sequence = sequence_of(row, index)
+        sequence = sequence_of(row, index, media=part.trajectory.media)
         if rules.max_tokens is not None and len(sequence) > rules.max_tokens:
             left = rules.overlong == "truncate_left"
             cut = sequence.truncate_left if left else sequence.truncate_response

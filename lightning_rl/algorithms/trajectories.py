@@ -18,6 +18,7 @@ from lightning_rl_adapters.call import Call, calls_of
 from lightning_rl_adapters.call_names import names_of
 from lightning_rl_adapters.credit import Rewards
 from lightning_rl_adapters.forest import Forest
+from lightning_rl_adapters.media import media_of
 from lightning_rl_adapters.rows import Row
 
 
@@ -28,9 +29,10 @@ class Trajectory(msgspec.Struct, kw_only=True):
     takes no part (infrastructure failed, or `agent_failure: exclude`). `rewards` are what credit is given from.
     `left_out` counts tokens of its calls that no row trains, by reason, `excluded` those of its other attempts; the
     masks of `rows` hold all others. `why_left_out` has the reason of every call that is left out for itself.
-    `other_calls` went to other models than the policy. `lost_rewards` were for calls that are not there.
-    `ended_by` is what ended it, where an agent loop says it (`loops.limits`).
-    `earlier_tokens` are those of all its attempts that were sampled before the present run of the trainer began.
+    `other_calls` went to other models than the policy. `lost_rewards` were for calls that are not there. `ended_by` is
+    what ended it, where an agent loop says it (`loops.limits`). `media` has the images that its rows show, by their
+    SHA-256. `earlier_tokens` are those of all its attempts that were sampled before the present run of the trainer
+    began.
     """
 
     rollout_id: str
@@ -50,6 +52,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     error: ErrorInfo | None = None
     earlier_tokens: int = 0
     ended_by: str | None = None
+    media: dict[str, bytes] = {}
 
     def check(self) -> None:
         """Law 2 within a rollout: every sampled token stands in one mask, or is left out. Raises ConservationError."""
@@ -90,12 +93,14 @@ def trajectory_of(
     rewards, lost_rewards = Rewards(), 0
     earlier = others = 0
     ended: str | None = None
+    media: dict[str, bytes] = {}
     for attempt in trace.attempts:
         recorded = calls_of(attempt.spans)
         calls = [call for call in recorded if model is None or call.model == model]
         others += len(recorded) - len(calls)
         earlier += sum(call.sampled_tokens for call in calls if call.end_ns < began_ns)
         if attempt.attempt.attempt_id == rollout.counting_attempt_id:
+            media = media_of(attempt.spans)
             counting = forest.build(calls if rollout.mode != "train" else map(_with_known_logprobs, calls))
             ended = ended_by(attempt.spans)
             rewards, lost_rewards = _rewards(attempt, rollout.rewards, rollout.reward, {c.call_id for c in recorded})
@@ -141,7 +146,10 @@ def trajectory_of(
         error=rollout.error,
         earlier_tokens=earlier,
         ended_by=ended,
+        media=media,
     )
+    for row in cut:
+        forest.check_held(row.media, media, f"rollout {rollout.rollout_id}")
     trajectory.check()
     return trajectory
 

@@ -30,6 +30,7 @@ def run(
     from lightning_rl.inspect import draw, folder, recorded
     from lightning_rl.inspect.explain import explain
     from lightning_rl_adapters.forest import ForestError
+    from lightning_rl_adapters.media import media_of
 
     if call is not None and rollout is None:
         raise typer.BadParameter("--call needs the rollout that it is in")
@@ -63,20 +64,20 @@ def run(
             f"rollout {trace.rollout.rollout_id} of {place.resolve()} is damaged: {error}"
         ) from error
     if now:
-        one = _with_now(one, calls.path_of(attempt, call_id), place)
+        one = _with_now(one, calls.path_of(attempt, call_id), media_of(attempt.spans), place)
     if token is not None:
         one = calls.of_token(one, token)
     _show(one, draw.call(one, whole=whole) if token is None else draw.token(one), as_json=as_json)
 
 
-def _with_now(view: "CallDetail", path: list["Call"], run_dir: Path) -> "CallDetail":
+def _with_now(view: "CallDetail", path: list["Call"], media: dict[str, bytes], run_dir: Path) -> "CallDetail":
     from lightning_rl.inspect import call
     from lightning_rl.inspect import now as weights
 
     if view.rollout_training is not None and view.training is None:
         raise weights.NoWeights(f"call {view.number} is of model {view.model!r}, which this run does not train")
     checkpoint = weights.newest(run_dir)
-    return call.with_now(view, weights.log_probs(checkpoint, path), str(checkpoint.relative_to(run_dir)))
+    return call.with_now(view, weights.log_probs(checkpoint, path, media), str(checkpoint.relative_to(run_dir)))
 
 
 def _show(view: object, lines: list[str], *, as_json: bool) -> None:

@@ -11,15 +11,32 @@ from numpy.typing import NDArray
 
 from lightning_rl.inference.sampler import Sampled
 from lightning_rl.inference.sequence import FinishReason, Output, Sampling, VersionSpan
+from lightning_rl.vision import Image, Patches
 
 Ints = NDArray[np.int64]
+
+
+class Picture(NamedTuple):
+    """What a prompt of P tokens shows: `images`, which stand at their places of the prompt; `places` int64 [3, P], each
+    token's place in time, height and width; `offset`, how far the next token's place is from its index.
+
+    `content` int64 [P] is the prompt with numbers of the images' own (below -1) where they stand: prompts are one where
+    their contents are.
+    """
+
+    images: tuple[tuple[Image, Patches], ...]
+    places: Ints
+    offset: int
+    content: Ints
 
 
 class Sequence:
     """A request on its way: what it needs before and beside its row."""
 
     __slots__ = (
+        "content",
         "kept_row",
+        "picture",
         "prompt",
         "pure",
         "request_id",
@@ -38,9 +55,12 @@ class Sequence:
         sampling: Sampling,
         seed_key: np.uint64,
         stop_ids: tuple[int, ...],
+        picture: "Picture | None" = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
+        self.picture = picture
+        self.content = prompt if picture is None else picture.content
         self.sampling = sampling
         self.seed_key = seed_key
         self.stop_ids = stop_ids
@@ -96,11 +116,12 @@ class Batch:
         self.max_length = max_length
         self.sequences: list[Sequence] = []
         columns = min(max_length, 128)
-        self.tokens = np.zeros((max_rows, columns), np.int64)  # prompt, then what was sampled
+        self.tokens = np.zeros((max_rows, columns), np.int64)  # the prompt's content, then what was sampled
         self.logprobs = np.zeros((max_rows, columns), np.float64)
         self.ranks = np.zeros((max_rows, columns), np.int64)
         self.length = np.zeros(max_rows, np.int64)
         self.prompt_length = np.zeros(max_rows, np.int64)
+        self.offset = np.zeros(max_rows, np.int64)  # of a sampled token's place from its index
         self.limit = np.zeros(max_rows, np.int64)  # the length at which the answer is cut
         self.temperature = np.zeros(max_rows, np.float64)
         self.top_p = np.zeros(max_rows, np.float64)
@@ -123,7 +144,8 @@ class Batch:
         room = self.max_length - size
         most = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         self._reserve(size + most, len(sequence.stop_ids))
-        self.tokens[row, :size] = sequence.prompt
+        self.tokens[row, :size] = sequence.content
+        self.offset[row] = 0 if sequence.picture is None else sequence.picture.offset
         self.length[row] = self.prompt_length[row] = size
         self.limit[row] = size + most
         self.temperature[row] = sampling.temperature
@@ -195,6 +217,7 @@ class Batch:
             self.ranks,
             self.length,
             self.prompt_length,
+            self.offset,
             self.limit,
             self.temperature,
             self.top_p,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_rl.inference.engine import EmbeddedEngine
 from lightning_rl.inference.load import device_of, load_model, located
 from lightning_rl.inference.server import EngineServer
+from lightning_rl.vision import vision_of
 
 
 class EmbeddedPolicy:
@@ -24,7 +25,7 @@ class EmbeddedPolicy:
         train_dtype: that of `model`, where it is trained; None: the engine's.
         max_num_seqs, max_model_len, threads: as in `EmbeddedEngine`.
 
-    `name` is what the gateway calls it, `folder` holds its tokenizer.
+    `name` is what the gateway calls it, `folder` holds its tokenizer; `vision` is how it sees images, if it does.
     """
 
     takes_changes = True  # `update_weights` may be given those weights alone that have changed
@@ -45,11 +46,13 @@ class EmbeddedPolicy:
         self.folder, self.name = located(path)
         held = (train_dtype if trained else None) or dtype
         self.model: Any = load_model(weights or self.folder, held, device_of(device))
+        self.vision = vision_of(self.folder, self.model)
         self.engine = EmbeddedEngine(
             copy.deepcopy(self.model).to(dtype) if trained else self.model,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             threads=threads,
+            vision=self.vision,
         )
         self._server = EngineServer(self.engine)
 

@@ -17,11 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightning_rl.inference.batch import Batch, Ended, Sequence
+from lightning_rl.inference.batch import Batch, Ended, Picture, Sequence
 from lightning_rl.inference.policy import Policy
 from lightning_rl.inference.prefixes import SHORTEST, Prefixes
 from lightning_rl.inference.sampler import Sampled, sample, stream_key, uniforms
 from lightning_rl.inference.sequence import Event, Failure, Output, Request, Token
+from lightning_rl.vision import Image, Shown, Vision
 
 Ints = NDArray[np.int64]
 Outbox = Callable[[list[Event]], None]
@@ -59,6 +60,7 @@ class EmbeddedEngine:
             default `max_num_seqs`, 0 keeps none.
         version: the policy version of the weights that `model` has.
         name: by which the server lists the model.
+        vision: how `model` sees images; None for one that reads text alone.
         threads: cores that one decode step may use; by default what torch takes. Small models on a busy machine
             are fastest with one.
 
@@ -78,8 +80,10 @@ class EmbeddedEngine:
         prefix_rows: int | None = None,
         name: str = "policy",
         threads: int | None = None,
+        vision: Vision | None = None,
     ) -> None:
         self._threads = threads
+        self._vision = vision
         allowed = _max_positions(model)
         self.max_model_len = max_model_len or min(allowed, DEFAULT_MAX_MODEL_LEN)
         if not 2 <= self.max_model_len <= allowed:
@@ -269,7 +273,25 @@ class EmbeddedEngine:
         sampling = request.sampling
         seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
         stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self.eos_token_ids)
-        return Sequence(request.request_id, prompt, sampling, stream_key(seed), stops)
+        picture = self._picture(prompt, request.images) if request.images else None
+        return Sequence(request.request_id, prompt, sampling, stream_key(seed), stops, picture)
+
+    def _picture(self, prompt: Ints, images: tuple[Image, ...]) -> Picture:
+        """The images of a prompt, ready to be read. Raises ValueError for those that the model cannot read there."""
+        if self._vision is None:
+            raise ValueError("the prompt shows images, and this model reads text alone")
+        behind = 0
+        content = prompt.copy()
+        for image in images:
+            if image.start < behind or image.end > len(prompt):
+                raise ValueError(
+                    f"image {image.sha256} stands at {image.start}..{image.end}, outside of the prompt, or "
+                    "where another one does"
+                )
+            behind = image.end
+            content[image.start : image.end] = -2 - int(image.sha256[:14], 16) - np.arange(image.length)
+        patches = tuple((image, self._vision.patches(image)) for image in images)
+        return Picture(patches, *self._vision.positions(len(prompt), images), content)
 
     def _order(self, function: Callable[[], None]) -> "Future[None]":
         order = _Order(function)
@@ -334,7 +356,7 @@ class EmbeddedEngine:
         while joining:
             # Anew for each group: the one before it may have pushed out what was found.
             for sequence in joining:
-                sequence.kept_row, sequence.shared = self._prefixes.find(sequence.prompt)
+                sequence.kept_row, sequence.shared = self._prefixes.find(sequence.content)
             group, joining = _length_group(joining)
             self._join(group)
 
@@ -344,7 +366,7 @@ class EmbeddedEngine:
         originals: dict[bytes, int] = {}
         copies: list[Sequence] = []
         for sequence in group:
-            content = sequence.prompt.tobytes()
+            content = sequence.content.tobytes()
             if content in originals:
                 copies.append(sequence)
             else:
@@ -354,11 +376,12 @@ class EmbeddedEngine:
         if known := [sequence for sequence in readers if sequence.shared]:
             kept, rows = [one.kept_row for one in known], [one.row for one in known]
             self._prefixes.restore(cache, kept, rows, max(one.shared for one in known))
-        logits = self._policy.forward(*_left_padded(readers), first)
+        tokens, positions = _left_padded(readers)
+        logits = self._policy.forward(tokens, positions, first, _places(readers, positions), _shown(readers))
         fresh = [sequence for sequence in readers if sequence.unread > SHORTEST]
-        self._prefixes.keep(cache, [one.row for one in fresh], [one.prompt for one in fresh])
+        self._prefixes.keep(cache, [one.row for one in fresh], [one.content for one in fresh])
         if copies:
-            sources = np.array([originals[sequence.prompt.tobytes()] for sequence in copies])
+            sources = np.array([originals[sequence.content.tobytes()] for sequence in copies])
             for sequence in copies:
                 self._batch.join(sequence)
             targets = np.array([sequence.row for sequence in copies])
@@ -372,7 +395,8 @@ class EmbeddedEngine:
     def _decode(self) -> None:
         batch = self._batch
         rows, last = np.arange(batch.n), batch.length[: batch.n] - 1
-        self._sample(0, self._policy.forward(batch.tokens[rows, last][:, None], last[:, None], 0))
+        places = (last + batch.offset[: batch.n])[:, None] if batch.offset[: batch.n].any() else None
+        self._sample(0, self._policy.forward(batch.tokens[rows, last][:, None], last[:, None], 0, places))
 
     def _sample(self, first: int, logits: Tensor) -> None:
         """The next token of rows first .. first + b, and what follows from it."""
@@ -485,6 +509,31 @@ def _left_padded(sequences: list[Sequence]) -> tuple[Ints, Ints]:
     tokens = np.zeros((len(sequences), width), np.int64)
     tokens[index >= 0] = np.concatenate([one.prompt[one.shared :] for one in sequences])
     return tokens, np.where(index >= 0, index + shared, -1)
+
+
+def _places(sequences: list[Sequence], positions: Ints) -> Ints | None:
+    """Where the unread tokens stand in time, height and width, [3, b, q]; None where no prompt shows anything."""
+    if all(sequence.picture is None for sequence in sequences):
+        return None
+    places = np.repeat(np.maximum(positions, 0)[None], 3, axis=0)
+    for row, sequence in enumerate(sequences):
+        if sequence.picture is not None:
+            places[:, row, -sequence.unread :] = sequence.picture.places[:, sequence.shared :]
+    return places
+
+
+def _shown(sequences: list[Sequence]) -> list[Shown]:
+    """The images of the unread parts, by the columns of `_left_padded`."""
+    width = max(sequence.unread for sequence in sequences)
+    found: list[Shown] = []
+    for row, sequence in enumerate(sequences):
+        pad = width - len(sequence.prompt)  # of its first token's column, were all of it there
+        unread = slice(width - sequence.unread, width)
+        for image, patches in () if sequence.picture is None else sequence.picture.images:
+            part = Shown(row, pad + image.start, patches, 0, image.length).within(unread)
+            if part is not None:
+                found.append(part._replace(column=part.column + unread.start))
+    return found
 
 
 def _length_group(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:

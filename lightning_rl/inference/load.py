@@ -8,7 +8,7 @@ import huggingface_hub
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lightning_rl import tutorial
 
@@ -49,9 +49,16 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
+def sees(path: str | Path) -> bool:
+    """Whether the model at `path` takes images: its config has one of a vision tower."""
+    return getattr(AutoConfig.from_pretrained(path), "vision_config", None) is not None
+
+
 def load_model(path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> nn.Module:
-    """The causal LM at `path` (a folder or a model id), on `device`, ready to be sampled from."""
+    """The causal LM at `path` (a folder or a model id), on `device`, ready to be sampled from; with its vision tower,
+    if it has one."""
     transformers.utils.logging.disable_progress_bar()  # it would break up the progress line of the run
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    loader = AutoModelForImageTextToText if sees(path) else AutoModelForCausalLM
+    model: Any = loader.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
     ready: nn.Module = model.to(device).eval()
     return ready

@@ -5,7 +5,7 @@ rounding; `check` holds a model to it before its first token is served.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_rl.inference import fused
 from lightning_rl.inference.cache import SlotCache
+from lightning_rl.vision import Shown, embedded
 
 Ints = NDArray[np.int64]
 
@@ -48,13 +49,22 @@ class Policy:
         self._hidden = torch.full_like(self._zero, torch.finfo(self.dtype).min)
         self._weights = _distinct_weights(model)
 
-    def forward(self, tokens: Ints, positions: Ints, first_row: int) -> Tensor:
+    def forward(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        first_row: int,
+        places: Ints | None = None,
+        shown: Sequence[Shown] = (),
+    ) -> Tensor:
         """Logits after the last column of `tokens`.
 
         Args:
             tokens: [b, q], of rows first_row .. first_row + b.
             positions: [b, q], each token's place in its row; -1 for padding, which stands on the left.
             first_row: the row of tokens[0].
+            places: [b, q] or [3, b, q], what the model is told of where tokens stand; by default `positions`.
+            shown: the images that stand at some of the tokens.
 
         Returns:
             [b, vocab], in the model's dtype.
@@ -64,10 +74,14 @@ class Policy:
         for end in range(last, tokens.shape[1] + 1, step):
             chunk = slice(max(0, end - step), end)
             if (positions[:, chunk] >= 0).any():
-                logits = self._pass(tokens[:, chunk], positions[:, chunk], first_row)
+                parts = (part for one in shown if (part := one.within(chunk)) is not None)
+                where = None if places is None else places[..., chunk]
+                logits = self._pass(tokens[:, chunk], positions[:, chunk], first_row, where, list(parts))
         return logits
 
-    def _pass(self, tokens: Ints, positions: Ints, first_row: int) -> Tensor:
+    def _pass(
+        self, tokens: Ints, positions: Ints, first_row: int, places: Ints | None, shown: Sequence[Shown]
+    ) -> Tensor:
         self.cache.place(first_row, positions, self.device)
         # Padding looks at column 0, which is always written: a row that sees nothing would be NaN.
         seen = torch.from_numpy(np.maximum(positions, 0)).to(self.device)
@@ -76,10 +90,11 @@ class Policy:
         inputs = torch.from_numpy(tokens).to(self.device)
         if self.decoder is not None:
             return self.decoder.forward(inputs, seen, mask)
+        read = {"inputs_embeds": embedded(self.model, inputs, shown)} if shown else {"input_ids": inputs}
         output = self.model(
-            input_ids=inputs,
+            **read,
             attention_mask=mask,
-            position_ids=seen,
+            position_ids=seen if places is None else torch.from_numpy(places).to(self.device),
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,

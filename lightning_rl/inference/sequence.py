@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from lightning_rl.vision import Image
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -45,11 +47,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to continue once. `request_id` is unique among the requests in flight."""
+    """One prompt to continue once. `request_id` is unique among the requests in flight. `images` are those that the
+    prompt shows, in their order."""
 
     request_id: str
     token_ids: Tokens[int]
     sampling: Sampling = Sampling()
+    images: tuple[Image, ...] = ()
 
 
 class VersionSpan(msgspec.Struct, frozen=True):

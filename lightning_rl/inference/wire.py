@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from lightning_rl.inference.sequence import Output, Request, Sampling, Token
+from lightning_rl.vision import Image
 
 DEFAULT_MAX_TOKENS = 16  # vLLM's
 
@@ -31,8 +32,18 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
     detokenize: Literal[False] = False
 
 
+class Media(msgspec.Struct, forbid_unknown_fields=True):
+    """An image of the prompt, `data` its bytes in base64, and the tokens [start, start + length) that stand for it."""
+
+    start: Annotated[int, msgspec.Meta(ge=0)]
+    length: Annotated[int, msgspec.Meta(ge=1)]
+    sha256: str
+    data: bytes
+
+
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of a request. `priority` is there to be 0: requests go in order of arrival."""
+    """The body of a request. `priority` is there to be 0: requests go in order of arrival. `media` is this engine's
+    own: vLLM takes images in other words."""
 
     token_ids: list[TokenId]
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
@@ -40,6 +51,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
     stream: bool = False
     model: str | None = None
     priority: Annotated[int, msgspec.Meta(ge=0, le=0)] = 0
+    media: list[Media] = []
 
 
 class TokenLogprob(msgspec.Struct):
@@ -136,6 +148,7 @@ def engine_requests(body: GenerateRequest, request_id: str) -> list[Request]:
         Request(
             request_id=engine_id(request_id, index),
             token_ids=body.token_ids,
+            images=tuple(Image(one.start, one.length, one.sha256, one.data) for one in body.media),
             sampling=Sampling(
                 max_tokens=params.max_tokens,
                 temperature=params.temperature,

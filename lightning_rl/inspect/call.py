@@ -21,6 +21,7 @@ from lightning_rl.store.rewards import added_up, rewards_by_call
 from lightning_rl_adapters import forest, semconv
 from lightning_rl_adapters.call import Call, VersionRange, calls_of
 from lightning_rl_adapters.call_names import names_of
+from lightning_rl_adapters.media import Placed
 from lightning_rl_adapters.span import unpack_logprobs
 
 Decode = Callable[[list[int]], str]
@@ -52,7 +53,7 @@ class CallDetail(msgspec.Struct, frozen=True, kw_only=True):
     `excluded` is why nothing of its attempt is trained. `rows` are the numbers of the rows that hold it, `trained_in`
     that of the one that trains it. `rewards` are those of its attempt, `call_rewards` its own, by name.
     `sampler_is_old`: training took the sampler's logprobs for its own (`bypass_mode`), so the two cannot differ.
-    `checkpoint` is the one that `now_logprob` is of.
+    `media` are the images among the tokens that its prompt adds. `checkpoint` is the one that `now_logprob` is of.
     """
 
     rollout_id: str
@@ -89,6 +90,7 @@ class CallDetail(msgspec.Struct, frozen=True, kw_only=True):
     row_excluded: str | None
     tokens: list[TokenView]
     checkpoint: str | None = None
+    media: list[Placed] = []
 
 
 def find(trace: RolloutTrace, name: str) -> tuple[AttemptTrace, str]:
@@ -183,6 +185,7 @@ def detail(
         trained_in=owner if in_row else None,
         row_excluded=row_excluded,
         tokens=_tokens(call, found, in_row, decode),
+        media=call.media,
     )
 
 

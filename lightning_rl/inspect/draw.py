@@ -275,6 +275,9 @@ def _facts(view: CallDetail) -> Iterator[tuple[str, str]]:
     after = "" if view.continues is None else f"; it continues call {view.continues}"
     past = f", {view.overshoot} more past a stop text" if view.overshoot else ""
     yield "tokens", f"+{view.prompt_tokens} prompt, {view.sampled_tokens} sampled{past}, {view.finish_reason}{after}"
+    for image in view.media:
+        where = f"tokens {image.start} to {image.start + image.length - 1} of what its prompt adds"
+        yield "image", f"sha256:{image.sha256}, {where}"
     if view.marks:
         yield "marks", ", ".join(view.marks)
     yield "requested", json.dumps(view.sampling_requested, ensure_ascii=False)
@@ -354,7 +357,8 @@ def _rows(views: Sequence[RowView]) -> Iterator[str]:
 def _call(call: CallView) -> str:
     agent = f" ({call.agent})" if call.agent else ""
     versions = f"version {_listed(call.policy_versions)}" if call.policy_versions else "version unknown"
-    facts = [f"+{call.prompt_tokens} prompt", f"{call.sampled_tokens} sampled", call.finish_reason, versions]
+    images = [f"{call.images} image{'s' if call.images > 1 else ''}"] if call.images else []
+    facts = [f"+{call.prompt_tokens} prompt", *images, f"{call.sampled_tokens} sampled", call.finish_reason, versions]
     answered = first_words(call.answered, _SAID)
     said = f"{first_words(call.asked, _SAID)} → {f'[{answered}]' if call.trained else answered}"
     return f"call {call.number}{agent}: {', '.join([*facts, *call.marks])} | {said}"

@@ -23,10 +23,10 @@ from lightning_rl_adapters.rows import Row
 class CallView(msgspec.Struct, frozen=True, kw_only=True):
     """One call at its place.
 
-    `continues` is the number of the call before it. `prompt_tokens` are those that it adds. `marks` are `undelivered`,
-    `inexact`, `frozen`, and `echo_edited`: its history holds an answer that the client altered. `asked` and `answered`
-    are its last new message and its answer. `trained` says whether some row trains what it sampled. `training` is what
-    a step made of it, None where no record says.
+    `continues` is the number of the call before it. `prompt_tokens` are those that it adds, `images` the images among
+    them. `marks` are `undelivered`, `inexact`, `frozen`, and `echo_edited`: its history holds an answer that the client
+    altered. `asked` and `answered` are its last new message and its answer. `trained` says whether some row trains what
+    it sampled. `training` is what a step made of it, None where no record says.
     """
 
     number: int
@@ -43,6 +43,7 @@ class CallView(msgspec.Struct, frozen=True, kw_only=True):
     answered: str
     trained: bool
     training: CallTraining | None = None
+    images: int = 0
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,6 +237,7 @@ def _call(
         answered=words_of(answered[0]),
         trained=number in in_rows,
         training=training,
+        images=len(call.media),
     )
 
 
@@ -260,7 +262,7 @@ def _forks(tree: Forest, numbers: dict[str, int], attributes: dict[str, dict[str
             found.append((number, fork))
         if len(node.children) > 1:
             calls = [numbers[child.call.call_id] for child in node.children]
-            prompts = {tuple(child.call.prompt_ids) for child in node.children}
+            prompts = {(tuple(child.call.prompt_ids), tuple(child.call.media)) for child in node.children}
             same = len(prompts) == 1 and all(child.call.exact for child in node.children)
             found.append((calls[1], Fork(calls=calls, after=number, same_prompt=same)))
     return [fork for _, fork in sorted(found, key=lambda item: item[0])]

@@ -61,12 +61,13 @@ COLUMNS: dict[What, dict[str, str]] = {
         "policy_versions": "int32s", "temperature": "float64", "sampling": "json", "messages": "json",
         "answer": "json", "reward": "float64", "call_rewards": "json", "fork_cause": "text", "delivered": "bool",
         "exact": "bool", "trainable": "bool", "overshoot": "int32", "start_ns": "int64", "end_ns": "int64",
+        "media": "json",
     },
     "rows": {
         "rollout_id": "text", "attempt_id": "text", "group_id": "text", "mode": "text", "row": "int32",
         "model": "text", "reward": "float64", "token_ids": "int32s", "loss_mask": "int8s", "logprobs": "float32s",
         "rewards": "float64s", "policy_versions": "int32s", "call_ids": "texts", "temperature": "float64s",
-        "exact": "bool", "excluded": "text", "excluded_calls": "json", "step": "int32",
+        "exact": "bool", "excluded": "text", "excluded_calls": "json", "step": "int32", "media": "json",
     },
     "spans": {
         "rollout_id": "text", "attempt_id": "text", "span_id": "text", "name": "text", "number": "int64",
@@ -207,6 +208,7 @@ def _call(rollout: Rollout, call: Call, one: triplet.Triplet, said: Mapping[str,
         "overshoot": call.overshoot,
         "start_ns": call.start_ns,
         "end_ns": call.end_ns,
+        "media": one.media,
     }
 
 

@@ -3,15 +3,18 @@
 Invariant: the same numbers as the trainer would compute: over the whole path of the call, at its own temperature.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from lightning_rl.errors import Explained
 from lightning_rl.inference.load import load_model
 from lightning_rl.training import checkpoint
+from lightning_rl.vision import Image, vision_of
 from lightning_rl_adapters.call import Call
+from lightning_rl_adapters.forest import check_held
 
 
 class NoWeights(Explained):
@@ -28,8 +31,9 @@ def newest(run_dir: Path) -> Path:
     return found
 
 
-def log_probs(folder: Path, path: Sequence[Call]) -> list[float]:
-    """The logprobs of the tokens that the last call of `path` (root first) sampled.
+def log_probs(folder: Path, path: Sequence[Call], media: Mapping[str, bytes] = MappingProxyType({})) -> list[float]:
+    """The logprobs of the tokens that the last call of `path` (root first) sampled; `media` has the images that the
+    path shows, by their SHA-256.
 
     Raises NoWeights where the tokens of the path are not all known, or none was sampled by the policy.
     """
@@ -45,9 +49,23 @@ def log_probs(folder: Path, path: Sequence[Call]) -> list[float]:
     # Recorded as `greedy` or `raw`, logprobs are those of temperature 1.
     temperature = call.temperature if call.logprob_kind == "sampled" else 1.0
     model = load_model(folder)
+    vision = vision_of(folder, model)
     with torch.inference_mode():
         ids = torch.tensor([token_ids])
-        logits = model(input_ids=ids, use_cache=False, logits_to_keep=sampled + 1).logits[0, :-1].float()
+        images = _images(path, media)
+        read = {"input_ids": ids} if vision is None or not images else vision.inputs(model, ids, [images])
+        logits = model(**read, use_cache=False, logits_to_keep=sampled + 1).logits[0, :-1].float()
         found = torch.log_softmax(logits / temperature, dim=-1).gather(-1, ids[0, -sampled:, None]).squeeze(-1)
     values: list[float] = found.tolist()
     return values
+
+
+def _images(path: Sequence[Call], media: Mapping[str, bytes]) -> list[Image]:
+    """The images of the whole path."""
+    found: list[Image] = []
+    length = 0
+    for each in path:
+        check_held(each.media, media, f"call {each.call_id}")
+        found += [Image(one.start + length, one.length, one.sha256, media[one.sha256]) for one in each.media]
+        length += len(each.prompt_ids) + len(each.response_ids)
+    return found

@@ -16,11 +16,14 @@ from lightning_rl.store.contract import AttemptTrace
 from lightning_rl_adapters import forest, semconv
 from lightning_rl_adapters.call import Call, calls_of
 from lightning_rl_adapters.forest import Node
+from lightning_rl_adapters.media import Placed
+from lightning_rl_adapters.triplet import media as media_of_prompt
 from lightning_rl_adapters.triplet import prompt_ids
 from lightning_rl_proxy import echo
 from lightning_rl_proxy.engines.base import EngineRefused, Finish, Load, Tokens
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer
 from lightning_rl_proxy.forks import first_difference
+from lightning_rl_proxy.images import Shown, Vision
 from lightning_rl_proxy.rendering import Answer, FastTokenizer, Markup, Renderer
 from lightning_rl_proxy.sampling import Sampling
 
@@ -29,7 +32,7 @@ Decode = Callable[[list[int]], str]
 
 _AROUND = 16  # tokens shown before and behind the first that differs
 _ABILITIES = frozenset(
-    {"min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "json_schema"}
+    {"min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "json_schema", "images"}
 )
 
 
@@ -60,6 +63,7 @@ class Kept:
         self.number = number
         self.call: Call = node.call
         self.prompt = prompt_ids(node)
+        self.media = media_of_prompt(node)
         self.exact = all(step.call.exact for step in node.path())
         self.sampling: dict[str, Any] = dict(said.get(semconv.SAMPLING_EFFECTIVE) or {})
         self.tokens: tuple[int | None, int | None] = (said.get(semconv.INPUT_TOKENS), said.get(semconv.OUTPUT_TOKENS))
@@ -99,9 +103,15 @@ class Recording:
         """How many calls were answered again."""
         return sum(kept.taken for kept in self.calls)
 
-    def by_tokens(self, model: str, prompt: list[int], sampling: Sampling) -> Kept:
-        """The oldest call of `model` with this very prompt that was not answered yet. Raises EngineRefused."""
-        found = next((k for k in self._left(model) if k.exact and k.prompt == prompt), None)
+    def by_tokens(self, model: str, prompt: list[int], sampling: Sampling, shown: Sequence[Placed] = ()) -> Kept:
+        """The oldest call of `model` with this very prompt, and these images in it, that was not answered yet.
+
+        Raises EngineRefused.
+        """
+        same = [k for k in self._left(model) if k.exact and k.prompt == prompt]
+        found = next((k for k in same if k.media == list(shown)), None)
+        if found is None and same and self.divergence is None:
+            raise self.refuse(f"what the agent asks now was recorded as call {same[0].number} with other images")
         if found is None or self.divergence is not None:
             raise self._refused(lambda: self._other_prompt(model, prompt))
         found.taken = True
@@ -207,10 +217,17 @@ class RecordedEngine:
         self._kind = of_model[0].logprob_kind if of_model else "sampled"
 
     async def generate(
-        self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0, stream: bool = False
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        priority: int = 0,
+        stream: bool = False,
+        media: Sequence[Shown] = (),
     ) -> AsyncGenerator[Tokens | Finish]:
         """See `Engine`."""
-        call = self._recording.by_tokens(self.model, prompt, sampling).call
+        call = self._recording.by_tokens(self.model, prompt, sampling, [one.placed for one in media]).call
         ids, logprobs = call.response_ids, call.logprobs
         at_once = 1 if stream else max(1, len(ids))
         for start in range(0, len(ids), at_once):
@@ -286,6 +303,11 @@ class HearingRenderer:
         self.stop_token_ids: list[int] = renderer.stop_token_ids
         self.tokenizer: FastTokenizer = renderer.tokenizer
         self.chat_template_kwargs: Mapping[str, Any] = renderer.chat_template_kwargs
+
+    @property
+    def vision(self) -> Vision | None:
+        """See `Renderer`."""
+        return self._renderer.vision
 
     @property
     def markup(self) -> Markup | None:

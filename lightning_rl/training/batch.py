@@ -9,12 +9,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from lightning_rl.rl.aggregation import token_weights
+from lightning_rl.vision import Image
+from lightning_rl_adapters.forest import check_held
 from lightning_rl_adapters.rows import Row
 
 _KNOWN_LATER = ("old_log_probs", "weights", "reference_log_probs", "values", "returns")  # None until then
@@ -29,8 +32,8 @@ class TrainingSequence:
     distribution); float32 [K] each: `rollout_log_probs` (NaN where the engine gave none), `advantages`, `temperature`,
     and `old_log_probs` once they are known. `rollout` indexes the rollout within the batch. `calls` maps each call that
     the row trains to the position of its first sampled token. `cut_context`: tokens before the first are cut off, so
-    the sampler saw more than the trainer. Float32 [K] where there are any: `weights`, by which the policy's token
-    losses are multiplied (rollout correction), and `reference_log_probs`.
+    the sampler saw more than the trainer. `images` are those that the row shows. Float32 [K] where there are any:
+    `weights`, by which the policy's token losses are multiplied (rollout correction), and `reference_log_probs`.
     """
 
     rollout: int
@@ -46,6 +49,7 @@ class TrainingSequence:
     returns: NDArray[np.float32] | None = None
     calls: dict[str, int] = field(default_factory=dict)
     cut_context: bool = False
+    images: tuple[Image, ...] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -62,8 +66,11 @@ class TrainingSequence:
                 setattr(self, name, known[which])
 
     def truncate_response(self, max_tokens: int) -> int:
-        """Cut off what stands beyond `max_tokens`; how many trained tokens went with it."""
+        """Cut off what stands beyond `max_tokens`; how many trained tokens went with it. Of an image that the cut goes
+        through nothing is left."""
         before = len(self.trained)
+        max_tokens = min([max_tokens, *(one.start for one in self.images if one.start < max_tokens < one.end)])
+        self.images = tuple(one for one in self.images if one.end <= max_tokens)
         self.keep(self.trained < max_tokens)
         self.token_ids = self.token_ids[:max_tokens]
         return before - len(self.trained)
@@ -71,11 +78,14 @@ class TrainingSequence:
     def truncate_left(self, max_tokens: int) -> int:
         """Cut off the oldest tokens beyond `max_tokens`; how many trained tokens went with them.
 
-        The first that is left has no distribution any more, so it is not trained.
+        The first that is left has no distribution any more, so it is not trained. Of an image that the cut goes through
+        nothing is left.
         """
         cut = len(self) - max_tokens
         if cut <= 0:
             return 0
+        cut = max([cut, *(one.end for one in self.images if one.start < cut < one.end)])
+        self.images = tuple(one._replace(start=one.start - cut) for one in self.images if one.start >= cut)
         before = len(self.trained)
         self.keep(self.trained > cut)
         self.trained = self.trained - cut
@@ -123,11 +133,18 @@ def canonical_order(sequences: Sequence[TrainingSequence]) -> NDArray[np.int64]:
     return np.concatenate([np.empty(0, np.int64), *(where for *_, where in calls)])
 
 
-def sequence_of(row: Row, rollout: int, advantages: OfCalls | None = None) -> TrainingSequence:
-    """A row as a training sequence; `advantages` are those of its calls, 0 where they are not known yet.
+def sequence_of(
+    row: Row, rollout: int, advantages: OfCalls | None = None, media: Mapping[str, bytes] = MappingProxyType({})
+) -> TrainingSequence:
+    """A row as a training sequence; `advantages` are those of its calls, 0 where they are not known yet; `media` has
+    the images that it shows, by their SHA-256.
 
-    Raises ValueError where the row trains its very first token, which no model gave a probability to.
+    Raises ValueError where the row trains its very first token, which no model gave a probability to, or the tokens of
+    an image, which nobody sampled, and ForestError where `media` lacks one of its images.
     """
+    check_held(row.media, media, f"rollout {rollout} of the batch")
+    if any(any(row.loss_mask[one.start : one.start + one.length]) for one in row.media):
+        raise ValueError("the tokens of an image are marked as sampled")
     trained = np.flatnonzero(np.asarray(row.loss_mask, dtype=bool))
     if len(trained) and trained[0] == 0:
         raise ValueError("a row's first token is marked as sampled; a call must have a prompt")
@@ -139,6 +156,7 @@ def sequence_of(row: Row, rollout: int, advantages: OfCalls | None = None) -> Tr
         advantages=np.zeros(len(trained), np.float32),
         temperature=_at(row.temperature, trained),
         calls=_starts(row.call_ids),
+        images=tuple(Image(one.start, one.length, one.sha256, media[one.sha256]) for one in row.media),
     )
     if advantages is not None:
         sequence.advantages = sequence.spread(advantages)

@@ -25,7 +25,10 @@ from lightning_rl.training import state as states
 
 _log = logging.getLogger(__name__)
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",  # of models that see
+)  # fmt: skip
 _MANIFEST = "manifest.json"
 _STATE = "training_state"
 _LARGE = 2**20

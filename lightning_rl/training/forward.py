@@ -9,6 +9,7 @@ one that does not goes the plain way, with the same results.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from lightning_rl.rl.logits import token_log_probs
 from lightning_rl.training.attention import TreeMask, pairs
 from lightning_rl.training.batch import TrainingSequence, micro_batches
 from lightning_rl.training.packing import Layout, Line, alone, cost, cut, lay_out, shared_lines, sizes, stacked
+from lightning_rl.vision import Vision
 
 GAIN: Final = 0.95  # rows are packed where that costs at most so much of the plain way: building a mask costs a little
 _FAILURES: Final = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)  # of a model asked too much
@@ -58,6 +60,7 @@ class Forward:
         pad_id: what fills rows up; never seen by a trained token.
         packed: tokens that rows begin with alike are computed once, where the model allows it and it saves time.
         autocast: the number format in which matrices are multiplied; None: that of the parameters.
+        vision: how the model sees images, which rows are computed alone with; None: it reads text.
 
     Attributes:
         packed: whether the model allows it; `unpacked_because` says why not, or that it was not asked for.
@@ -65,9 +68,16 @@ class Forward:
     """
 
     def __init__(
-        self, model: nn.Module, pad_id: int, *, packed: bool = False, autocast: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        pad_id: int,
+        *,
+        packed: bool = False,
+        autocast: torch.dtype | None = None,
+        vision: Vision | None = None,
     ) -> None:
         self.model: Any = model
+        self._vision = vision
         self.device = next(model.parameters()).device
         self._pad_id = pad_id
         self._autocast = autocast
@@ -90,6 +100,10 @@ class Forward:
     ) -> Iterator[list[TrainingSequence]]:
         """Parts of `sequences` that are computed at once: at most `rows` rows, or `tokens` computed tokens, padding
         included (None: no bound); a single row that is longer stands alone. Rows that share much stay together."""
+        if self.packed and any(s.images for s in sequences):  # which are not packed; those of text alone may be
+            text = [s for s in sequences if not s.images]
+            shown = micro_batches([s for s in sequences if s.images], rows=rows, tokens=tokens)
+            return chain(self.micro_batches(text, rows=rows, tokens=tokens), shown)
         plain = list(micro_batches(list(sequences), rows=rows, tokens=tokens))
         if not self.packed or len(sequences) < 2:
             return iter(plain)
@@ -154,7 +168,8 @@ class Forward:
             Sizes(tokens, tokens, len(micro) * length),
             cost(len(micro), length, self._attention / 2),  # causal attention is half of the square
         )
-        if not self.packed or (self._longest is not None and length > self._longest):
+        # Equal tokens may stand for other images, and positions then hang on more than the depth.
+        if not self.packed or any(s.images for s in micro) or (self._longest is not None and length > self._longest):
             return plain
         lines = [shared_lines(micro, weight) for weight in self._weights()]
         ways = [self._packed(micro, tokens, own) for own in lines if own is lines[0] or own != lines[0]]
@@ -238,11 +253,23 @@ class Forward:
         return seen[0]
 
     def _inputs(self, layout: Layout) -> dict[str, Any]:
+        if any(layout.images):
+            return self._seen_inputs(layout)
         inputs = {"input_ids": self._tensor(layout.token_ids), "use_cache": False}
         if layout.masked:
             inputs["position_ids"] = self._tensor(layout.position_ids)
             inputs["attention_mask"] = self._mask(layout)
         return inputs
+
+    def _seen_inputs(self, layout: Layout) -> dict[str, Any]:
+        """What rows with images are computed from: each alone in its row, its first token in the first column."""
+        if self._vision is None:
+            raise ValueError(
+                "rows show images, and nothing is known of how this model sees them (`Forward(vision=...)`)"
+            )
+        assert not layout.masked
+        inputs = self._vision.inputs(self.model, self._tensor(layout.token_ids), layout.images)
+        return inputs | {"use_cache": False}
 
     def _mask(self, layout: Layout) -> Tensor:
         end = self._tensor(layout.end)

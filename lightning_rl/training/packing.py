@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from lightning_rl.training.attention import Segment, Size
 from lightning_rl.training.batch import TrainingSequence
+from lightning_rl.vision import Image
 
 Ints = NDArray[np.int64]
 
@@ -36,7 +37,8 @@ class Layout:
     `at` int64 [U]: the places, counted through [B, T], whose distributions are needed. Of the K trained tokens, in the
     order of the rows they were given in, `which` int64 [K] says which of `at` is theirs; `targets` int64 [K],
     `temperature` float32 [K]. `distinct` counts the tokens that are no padding. `masked`: attention follows `end`; else
-    it is causal, every row alone. `segments`: the branches that `end` describes; none where they were not asked for.
+    it is causal, every row alone. `images` are those of the rows, in the order that they were given in. `segments`: the
+    branches that `end` describes; none where they were not asked for.
     """
 
     token_ids: Ints
@@ -49,6 +51,7 @@ class Layout:
     distinct: int
     masked: bool
     segments: list[Segment]
+    images: list[tuple[Image, ...]]
 
 
 def alone(sequences: Sequence[TrainingSequence]) -> list[Line]:
@@ -181,6 +184,7 @@ def lay_out(
         distinct=sum(line.tokens for line in lines),
         masked=masked,
         segments=found,
+        images=[s.images for s in sequences],
     )
 
 

@@ -16,8 +16,9 @@ import msgspec
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call, to_span
+from lightning_rl_adapters.media import media_span, referred
 from lightning_rl_adapters.span import Span
-from lightning_rl_proxy import relay
+from lightning_rl_proxy import images, relay
 from lightning_rl_proxy.attempt import Attempt, Place, new_call_id
 from lightning_rl_proxy.clock import Clock
 from lightning_rl_proxy.dialects import chat_completions, responses
@@ -29,7 +30,7 @@ from lightning_rl_proxy.exchange import Exchange
 from lightning_rl_proxy.parsing import AnswerParser, Reader
 from lightning_rl_proxy.rendering import Answer, Delta, Renderer
 from lightning_rl_proxy.router import Generation, Router, no_engine
-from lightning_rl_proxy.sampling import Sampling, effective
+from lightning_rl_proxy.sampling import effective
 from lightning_rl_proxy.texts import PlainText
 
 T = TypeVar("T")
@@ -90,7 +91,7 @@ class Answerer:
             return self._relay(asked)
         if self._renderer is None:
             raise no_engine(model)
-        _check_text(request)
+        _check_images(request, self._renderer)
         _check_template_kwargs(request, self._renderer)
         return self._sample_all(asked, self._renderer)
 
@@ -104,6 +105,7 @@ class Answerer:
         else:
             place = attempt.texts.place(attempt, model, request.prompt, PlainText(renderer))
         self._count_place(place)
+        self._record_images(attempt, place)
         forced = _forced(request, place, renderer)
         room = _room(request, len(place.prompt_ids) + len(forced))
         reader = self.reader(request)
@@ -116,7 +118,7 @@ class Answerer:
                 [e.call.call_id for e in earlier] or [new_call_id() for _ in range(request.n)]
             )
         ]
-        self._check_abilities(request, model, choices[0].sampling)
+        self._check_abilities(request, model, choices[0])
         opening = Opening(
             call_id=choices[0].call_id,
             model=model,
@@ -132,6 +134,22 @@ class Answerer:
             asked.exchange.responses[responses.response_id(choices[0].call_id)] = responses.kept(request, answers[0])
         return stream.end(answers)
 
+    def _record_images(self, attempt: Attempt, place: Place) -> None:
+        """Each image once, before the first call that shows it."""
+        for image in (one.image for one in place.media if one.image.sha256 not in attempt.images_recorded):
+            attempt.images_recorded.add(image.sha256)
+            rollout_id, attempt_id = attempt.address.rollout_id, attempt.address.attempt_id
+            self._record(
+                media_span(
+                    rollout_id,
+                    attempt_id,
+                    image.sha256,
+                    data=image.data,
+                    media_type=image.media_type,
+                    at_ns=self._clock(),
+                )
+            )
+
     async def _sample(self, choice: "_Choice", stream: "_Stream") -> Answer:
         asked, generation = choice.asked, choice.generation
         tokens = self._router.generate(
@@ -142,6 +160,7 @@ class Answerer:
             request_id=choice.call_id,
             stream=choice.watched,
             home=choice.home,
+            media=choice.place.media,
         )
         ended = False
         try:
@@ -229,8 +248,8 @@ class Answerer:
         )
         return answer
 
-    def _check_abilities(self, request: Request, model: str, sampling: Sampling) -> None:
-        for name in self._router.lacking(model, sampling):
+    def _check_abilities(self, request: Request, model: str, choice: "_Choice") -> None:
+        for name in self._router.lacking(model, choice.sampling, choice.place.media):
             field = next((field for field in _ASKED_BY.get(name, ()) if field in request.fields), name)
             raise GatewayError(
                 400,
@@ -363,6 +382,7 @@ class _Choice:
             agent=self.asked.agent,
             model=self.asked.model,
             prompt_ids=self.place.added_ids,
+            media=self.place.added_media,
             response_ids=generation.token_ids,
             logprobs=generation.logprobs,
             logprob_kind=generation.logprob_kind,
@@ -383,7 +403,7 @@ class _Choice:
             semconv.DIALECT: self.asked.dialect.NAME,
             semconv.INPUT_TOKENS: len(self.place.prompt_ids),
             semconv.OUTPUT_TOKENS: len(self.generation.token_ids),
-            semconv.INPUT_MESSAGES: self.place.new_messages,
+            semconv.INPUT_MESSAGES: referred(self.place.new_messages, self.asked.attempt.image_urls),
             semconv.SAMPLING_REQUESTED: msgspec.to_builtins(request.sampling),
             semconv.SAMPLING_EFFECTIVE: msgspec.to_builtins(self.sampling),
         }
@@ -469,8 +489,12 @@ def _parsed(dialect: Dialect, fields: dict[str, Any], attempt: Attempt) -> Reque
     return responses.continued(request, attempt.responses[previous])
 
 
-def _check_text(request: Request) -> None:
-    """Raises GatewayError(400) for images, which token engines are not given."""
+def _check_images(request: Request, renderer: Renderer) -> None:
+    """Raises GatewayError(400) for images that no prompt can hold: of a model that reads text, or not of a data URL."""
+    if renderer.vision is not None:
+        for where, url in images.urls(request.messages):
+            images.check(where, url)
+        return
     for index, message in enumerate(request.messages):
         if isinstance(message.get("content"), list):
             raise GatewayError(

@@ -23,13 +23,15 @@ from typing import Any
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call
+from lightning_rl_adapters.media import Placed
 from lightning_rl_adapters.semconv import ForkCause
-from lightning_rl_proxy import echo, forks
+from lightning_rl_proxy import echo, forks, images
 from lightning_rl_proxy.address import Address
 from lightning_rl_proxy.echo import Conversation, Echo, Head, Numbering
 from lightning_rl_proxy.engines.base import Engine
 from lightning_rl_proxy.exchange import Exchange
 from lightning_rl_proxy.forks import Fork
+from lightning_rl_proxy.images import Image, Shown
 from lightning_rl_proxy.ledger import AttemptInfo
 from lightning_rl_proxy.rendering import Renderer
 from lightning_rl_proxy.texts import Texts
@@ -99,6 +101,15 @@ class LiveCall:
             ids += call.prompt_ids
             said = call.response_ids
         return ids
+
+    def placed(self) -> list[Placed]:
+        """The images of the call's whole prompt, where they stand in it."""
+        found: list[Placed] = []
+        length = 0
+        for call in self._chain():
+            found += [image.moved(length) for image in call.media]
+            length += len(call.prompt_ids) + len(call.response_ids)
+        return found
 
     def context(self) -> list[int]:
         """The call's whole prompt and its response."""
@@ -236,7 +247,7 @@ class Trail:
 class Place:
     """Where a request goes: the call it continues (or None), the ids it adds, the whole prompt, the fork if it is one.
 
-    `nearest` is the call whose conversation the fork was compared with.
+    `nearest` is the call whose conversation the fork was compared with, `media` the images of the whole prompt.
     """
 
     parent: LiveCall | None
@@ -246,6 +257,13 @@ class Place:
     fork: Fork | None
     trail: Trail
     nearest: LiveCall | None = None
+    media: Sequence[Shown] = ()
+
+    @property
+    def added_media(self) -> list[Placed]:
+        """The images among the ids that it adds."""
+        before = len(self.prompt_ids) - len(self.added_ids)
+        return [one.placed.moved(-before) for one in self.media if one.start >= before]
 
     @property
     def continued(self) -> LiveCall | None:
@@ -291,6 +309,10 @@ class Attempt:
         self.failed = Counter[bytes]()
         self.recorded: dict[bytes, list[LiveCall]] = {}  # by their requests, what another gateway answered
         self.texts = Texts()
+        # The images that requests have shown, by their SHA-256, and which of them each URL holds.
+        self.images: dict[str, Image] = {}
+        self.image_urls: dict[str, str] = {}
+        self.images_recorded: set[str] = set()
         self.responses: dict[str, list[dict[str, Any]]] = {}  # by the ids that a client may continue them with
         self._next_number = 0
         # What is answered, in order of answers: all calls; those behind a head and key; the last at an end; the last
@@ -325,14 +347,34 @@ class Attempt:
         """The place of a request that has just arrived."""
         turn = self.find_turn(model, messages, tools)
         if turn.parent is None:
-            return turn.with_prompt(renderer.render(messages, tools), messages)
+            ids, media = self._shown(renderer, renderer.render(messages, tools), messages)
+            return replace(turn.with_prompt(ids, messages), media=media)
         ids, response = turn.parent.prompt_ids(), turn.parent.call.response_ids
         added = renderer.extend(ids, response, turn.new_messages, tools) if turn.new_messages else None
         if added is None:
-            return self._anew(turn, renderer.render(messages, tools), messages)
+            ids, media = self._shown(renderer, renderer.render(messages, tools), messages)
+            return replace(self._anew(turn, ids, messages), media=media)
         ids += response
+        added, more = self._shown(renderer, added, turn.new_messages, behind=len(ids))
         ids += added
-        return replace(turn, added_ids=added, prompt_ids=ids)
+        before = [Shown(one.start, one.length, self.images[one.sha256]) for one in turn.parent.placed()]
+        return replace(turn, added_ids=added, prompt_ids=ids, media=[*before, *more])
+
+    def _shown(
+        self, renderer: Renderer, ids: list[int], messages: Sequence[dict[str, Any]], behind: int = 0
+    ) -> tuple[list[int], list[Shown]]:
+        """The rendered ids of `messages` with their images in them, which the attempt remembers."""
+        if renderer.vision is None:
+            return ids, []
+        return renderer.vision.expand(ids, [self._image(where, url) for where, url in images.urls(messages)], behind)
+
+    def _image(self, where: str, url: str) -> Image:
+        known = self.images.get(self.image_urls.get(url, ""))
+        if known is not None:
+            return known
+        image = images.read(where, url)
+        self.image_urls[url] = image.sha256
+        return self.images.setdefault(image.sha256, image)
 
     def find_turn(self, model: str, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> Place:
         """The place by messages alone of a request that nobody here renders: without prompt ids."""

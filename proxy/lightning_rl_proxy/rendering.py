@@ -18,6 +18,7 @@ from renderers.configs import config_from_name
 from tokenizers import Tokenizer
 
 from lightning_rl_proxy.errors import GatewayError
+from lightning_rl_proxy.images import Vision, vision_of
 
 if TYPE_CHECKING:
     from lightning_rl_proxy.templates import TemplateRenderer
@@ -105,6 +106,11 @@ class Renderer(Protocol):
     stop_token_ids: list[int]
     tokenizer: "FastTokenizer"
     chat_template_kwargs: Mapping[str, Any]  # every prompt is rendered with these, as far as they are known
+
+    @property
+    def vision(self) -> Vision | None:
+        """How prompts hold images, each of which is rendered as one placeholder; None where they hold text alone."""
+        ...
 
     @property
     def markup(self) -> Markup | None:
@@ -206,6 +212,7 @@ class LibraryRenderer:
     """A renderer of the `renderers` library, held to the append-only contract."""
 
     append_only: Mapping[str, bool] | None = None
+    vision: Vision | None = None
 
     def __init__(self, renderer: Any, tokenizer: FastTokenizer) -> None:
         self._renderer = renderer
@@ -437,7 +444,8 @@ def load_renderer(
     """The renderer `name` over `tokenizer_path`/tokenizer.json.
 
     `auto`: the one made for `model`, else the one that tokenizer_config.json names as `renderer`, else `template`: the
-    folder's own chat template. `history`: the reasoning of earlier turns is kept, or dropped where the format does.
+    folder's own chat template. Only that one shows images, so a model that sees has it in any case. `history`: the
+    reasoning of earlier turns is kept, or dropped where the format does.
     `chat_template_kwargs`: what the format is told besides the messages, `{"enable_thinking": False}`; every prompt is
     rendered with them, and continuations are proven with them.
 
@@ -447,10 +455,12 @@ def load_renderer(
     if not (tokenizer_path / "tokenizer.json").exists():
         raise FileNotFoundError(f"{tokenizer_path} holds no tokenizer.json")
     tokenizer = FastTokenizer(tokenizer_path)
-    resolved = (MODEL_RENDERER_MAP.get(model) or tokenizer.renderer or "template") if name == "auto" else name
+    vision = vision_of(tokenizer_path)
+    known = MODEL_RENDERER_MAP.get(model) or tokenizer.renderer
+    resolved = (known if known and vision is None else "template") if name == "auto" else name
     kwargs = dict(chat_template_kwargs or {})
     if resolved == "template":
-        return _template_renderer(tokenizer_path, tokenizer, model, history, kwargs)
+        return _template_renderer(tokenizer_path, tokenizer, model, history, kwargs, vision)
     try:
         config = config_from_name(resolved)
     except ValueError as error:
@@ -485,6 +495,7 @@ def _template_renderer(
     model: str,
     history: Literal["keep", "template"],
     chat_template_kwargs: Mapping[str, Any],
+    vision: Vision | None,
 ) -> "TemplateRenderer":
     from lightning_rl_proxy import templates  # which builds on this module
 
@@ -496,7 +507,13 @@ def _template_renderer(
             f"{folder} has no chat template"
         )
     return templates.TemplateRenderer(
-        folder, tokenizer, texts, model=model, history=history, chat_template_kwargs=chat_template_kwargs
+        folder,
+        tokenizer,
+        texts,
+        model=model,
+        history=history,
+        chat_template_kwargs=chat_template_kwargs,
+        vision=vision,
     )
 
 

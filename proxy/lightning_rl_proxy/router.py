@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from lightning_rl_proxy.balance import EnginePool, ModelLoad, Pool, Replica
 from lightning_rl_proxy.engines.base import Engine, EngineUnavailable, Finish, Tokens
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer, ChatBackend
 from lightning_rl_proxy.errors import UnknownModel
+from lightning_rl_proxy.images import Shown
 from lightning_rl_proxy.sampling import Sampling
 from lightning_rl_proxy.watch import Watch
 
@@ -149,10 +150,10 @@ class Router:
         """Whether chat backends answer for `model`."""
         return model in self._backends
 
-    def lacking(self, model: str, sampling: Sampling) -> list[str]:
-        """The names of the parameters that are set and that not every engine of `model` honours."""
+    def lacking(self, model: str, sampling: Sampling, media: Sequence[Shown] = ()) -> list[str]:
+        """The names of the parameters that are set and that not every engine of `model` honours; `images` is one."""
         named = ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "json_schema")
-        asked = {name for name in named if getattr(sampling, name) is not None}
+        asked = {name for name in named if getattr(sampling, name) is not None} | ({"images"} if media else set())
         if not asked or model not in self._engines:
             return []
         return sorted({name for each in self._engines[model].replicas for name in asked - each.engine.abilities})
@@ -167,6 +168,7 @@ class Router:
         request_id: str,
         stream: bool = False,
         home: Engine | None = None,
+        media: Sequence[Shown] = (),
     ) -> AsyncGenerator[Tokens]:
         """Sample one answer into `generation`, yielding the tokens that come; with `stream`, as they are sampled.
 
@@ -183,7 +185,7 @@ class Router:
                 tried.append(replica)
                 failure: EngineUnavailable | None = None
                 try:
-                    parts = engine.generate(prompt, sampling, request_id=request_id, stream=stream)
+                    parts = engine.generate(prompt, sampling, request_id=request_id, stream=stream, media=media)
                     async with aclosing(parts):
                         async for part in parts:
                             if isinstance(part, Finish):

@@ -24,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from lightning_rl_proxy.errors import GatewayError
+from lightning_rl_proxy.images import Vision
 from lightning_rl_proxy.rendering import (
     OPENING,
     Answer,
@@ -104,6 +105,7 @@ class TemplateRenderer:
     `history`: `keep` leaves the sampled reasoning of earlier turns in the context though the template would strip it;
     `template` follows the template, and renders such conversations anew. `chat_template_kwargs` are the template's own
     variables. `append_only` says for each probed situation whether continuing in it is proven, with these variables.
+    With `vision` the template is one that shows images, each as one placeholder.
     Raises ValueError naming the folder for a template that cannot be used, or not with them.
     """
 
@@ -116,8 +118,10 @@ class TemplateRenderer:
         model: str,
         history: Literal["keep", "template"] = "keep",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        vision: Vision | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.vision = vision
         self.chat_template_kwargs: Mapping[str, Any] = dict(chat_template_kwargs or {})
         self._keep = history == "keep"
         self._template = _usable(folder, texts, _special_tokens(folder, tokenizer.config), self.chat_template_kwargs)
@@ -126,7 +130,7 @@ class TemplateRenderer:
         self._closer = self._find_closer()
         self._closer_ids = self.encode_behind(self._closer)
         self.stop_token_ids = _stop_token_ids(folder, tokenizer, self._closer)
-        self._outcomes = {name: _worst([self._outcome(p) for p in probes]) for name, probes in _probes().items()}
+        self._outcomes = {name: _worst([self._outcome(p) for p in probes]) for name, probes in self._probed().items()}
         self.append_only = {name: outcome == "proven" for name, outcome in self._outcomes.items()}
         self.markup = self._markup()
         self._forcing: Forcing | None = None
@@ -269,6 +273,9 @@ class TemplateRenderer:
             yield "empty"
         if "system" in roles or self._outcomes["system"] == "moved":
             yield "system"
+        shown = [message.get("role") for message in messages if isinstance(message.get("content"), list)]
+        if shown:
+            yield "tool_image" if "tool" in shown else "image"
         if not (answer + "".join(str(message.get("content")) for message in messages)).isascii():
             yield "unicode"
 
@@ -304,6 +311,9 @@ class TemplateRenderer:
         if not opened:
             return None, text
         return before.strip().removeprefix("<think>").strip() or None, rest.strip()
+
+    def _probed(self) -> "dict[str, list[_Probe]]":
+        return _probes() if self.vision is None else _probes() | _image_probes()
 
     def _outcome(self, probe: "_Probe") -> Outcome:
         """Whether the longer conversation is the shorter one's prompt, the answer, and what we would add."""
@@ -510,14 +520,32 @@ def _probes() -> dict[str, list[_Probe]]:
     }
 
 
+def _image_probes() -> dict[str, list[_Probe]]:
+    """Conversations with images, which some templates number."""
+    image = {"type": "image_url", "image_url": {"url": ""}}
+    ask: Message = {"role": "user", "content": [image, {"type": "text", "text": "What is this?"}]}
+    more: Message = {"role": "user", "content": [{"type": "text", "text": "And this, "}, image, image]}
+    tools = [_tool("look", "Looks at a thing.")]
+    call = _said("assistant", "", tool_calls=[tool_call("call00000", "look", {"what": "cats"})])
+    result: Message = {"role": "tool", "tool_call_id": "call00000", "content": [image]}
+    tell = _said("assistant", "A cat.")
+    return {
+        "image": [_Probe([ask], tell, [more]), _Probe([_QUESTION], tell, [more])],
+        "tool_image": [_Probe([ask], call, [result], tools), _Probe([_QUESTION], call, [result], tools)],
+    }
+
+
 def _tool(name: str, description: str) -> dict[str, Any]:
     parameters = {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 def _as_transformers_passes_it(message: Message) -> Message:
-    """Without empty fields, which templates would print as `None`, and with reasoning under the names in use."""
+    """Without empty fields, which templates would print as `None`, with reasoning under the names in use, and images
+    as parts without their bytes."""
     given = {name: value for name, value in message.items() if value is not None}
+    if isinstance(given.get("content"), list):
+        given["content"] = [{"type": "image"} if part["type"] == "image_url" else part for part in given["content"]]
     names = [name for name in ("reasoning_content", "thinking", "reasoning") if name in given]
     if not names:
         return given

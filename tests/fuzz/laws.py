@@ -13,7 +13,7 @@ import os
 import re
 import socket
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -25,6 +25,7 @@ from lightning_rl_adapters.call import VersionRange
 from lightning_rl_proxy import openapi
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Load, Tokens
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer
+from lightning_rl_proxy.images import Shown
 from lightning_rl_proxy.sampling import Sampling
 from tests.proxy.conftest import MODEL, Served
 
@@ -81,7 +82,14 @@ class PlannedEngine:
         self._end_id = end_id
 
     async def generate(
-        self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0, stream: bool = False
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        priority: int = 0,
+        stream: bool = False,
+        media: Sequence[Shown] = (),
     ) -> AsyncGenerator[Tokens | Finish]:
         plan = self.plans.popleft() if self.plans else Plan([])
         if plan.end in ("fail", "break", "silent", "abort"):

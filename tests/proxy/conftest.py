@@ -18,6 +18,7 @@ from lightning_rl_adapters.span import Span
 from lightning_rl_proxy.address import Address, base_url
 from lightning_rl_proxy.engines.base import EngineUnavailable, Finish, Load, Tokens
 from lightning_rl_proxy.gateway import Gateway
+from lightning_rl_proxy.images import Shown
 from lightning_rl_proxy.keys import sign_attempt_key
 from lightning_rl_proxy.ledger import AttemptInfo
 from lightning_rl_proxy.rendering import FastTokenizer, LibraryRenderer, load_renderer
@@ -120,7 +121,7 @@ class ScriptedEngine:
     """
 
     model = MODEL
-    abilities = frozenset({"min_p"})
+    abilities = frozenset({"min_p", "images"})
     sampler: ClassVar[Any] = ScriptedSampler
 
     def __init__(self, tokenizer: FastTokenizer) -> None:
@@ -129,6 +130,7 @@ class ScriptedEngine:
         self._sampler = self.sampler(self._end)
         self.script: deque[str] = deque()
         self.prompts: list[list[int]] = []
+        self.media: list[Sequence[Shown]] = []  # of each of them
         self.samplings: list[Sampling] = []
         self.logprobs: list[list[float]] = []
         self.hold: asyncio.Event | None = None
@@ -162,9 +164,17 @@ class ScriptedEngine:
         self.frozen = False
 
     async def generate(
-        self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0, stream: bool = False
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        priority: int = 0,
+        stream: bool = False,
+        media: Sequence[Shown] = (),
     ) -> AsyncGenerator[Tokens | Finish]:
         self.prompts.append(prompt)
+        self.media.append(media)
         self.samplings.append(sampling)
         script, hold = self._next(), self.hold
         if self.fail:

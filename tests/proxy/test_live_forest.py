@@ -35,6 +35,8 @@ SPEAK, END = 1, 2
 class Spelling:
     """A chat format of one token per character; it writes an answer in other tokens than a model samples it in."""
 
+    vision = None
+
     def __init__(self) -> None:
         self.stop_token_ids = [END]
 

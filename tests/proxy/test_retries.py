@@ -11,7 +11,7 @@ import select
 import socket
 import threading
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ from lightning_rl_adapters import forest
 from lightning_rl_adapters.call import Call
 from lightning_rl_proxy.engines.base import EngineUnavailable, Finish, Tokens
 from lightning_rl_proxy.gateway import Gateway
+from lightning_rl_proxy.images import Shown
 from lightning_rl_proxy.rendering import FastTokenizer, LibraryRenderer
 from lightning_rl_proxy.router import Router
 from lightning_rl_proxy.sampling import Sampling
@@ -48,7 +49,14 @@ class CountingEngine(ScriptedEngine):
         self.slow = 0
 
     async def generate(
-        self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0, stream: bool = False
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        priority: int = 0,
+        stream: bool = False,
+        media: Sequence[Shown] = (),
     ) -> AsyncGenerator[Tokens | Finish]:
         self.script.append(f"sample number {len(self.prompts)} of all")
         self.hold = asyncio.Event() if self.slow else None

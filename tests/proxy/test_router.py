@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 import openai
@@ -15,6 +15,7 @@ from lightning_rl_proxy import watch
 from lightning_rl_proxy.balance import ModelLoad, Replica, choose
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Load, Tokens
 from lightning_rl_proxy.errors import PromptTooLong
+from lightning_rl_proxy.images import Shown
 from lightning_rl_proxy.rendering import FastTokenizer
 from lightning_rl_proxy.router import Generation, Router
 from lightning_rl_proxy.sampling import Sampling
@@ -46,7 +47,14 @@ class Engine:
         self.said_load: Load | None = None
 
     async def generate(
-        self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0, stream: bool = False
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        priority: int = 0,
+        stream: bool = False,
+        media: Sequence[Shown] = (),
     ) -> AsyncGenerator[Tokens | Finish]:
         self.calls += 1
         version = self.policy_version if self.label is None else self.label

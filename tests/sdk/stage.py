@@ -5,7 +5,7 @@ The engine says what is scripted, so every play of a conversation must leave the
 
 import json
 import subprocess
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from lightning_rl_adapters.call import calls_of
 from lightning_rl_proxy.engines.base import Finish, Tokens
 from lightning_rl_proxy.errors import PromptTooLong
 from lightning_rl_proxy.gateway import Gateway
+from lightning_rl_proxy.images import Shown
 from lightning_rl_proxy.rendering import FastTokenizer, load_renderer
 from lightning_rl_proxy.router import Router
 from lightning_rl_proxy.sampling import Sampling
@@ -33,7 +34,14 @@ class StagedEngine(ScriptedEngine):
     too_long = False
 
     async def generate(
-        self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0, stream: bool = False
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        priority: int = 0,
+        stream: bool = False,
+        media: Sequence[Shown] = (),
     ) -> AsyncGenerator[Tokens | Finish]:
         if self.too_long:
             raise PromptTooLong(len(prompt), 8)

@@ -1,9 +1,10 @@
 """All the gateway knows of inference: token ids in, token ids with logprobs out, and how it ended."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple, Protocol
 
 from lightning_rl_adapters.call import VersionRange
+from lightning_rl_proxy.images import Shown
 from lightning_rl_proxy.sampling import Sampling
 
 
@@ -52,7 +53,8 @@ class Engine(Protocol):
     """An engine behind the gateway. `logprob_kind` says what its logprobs are (see `Call.logprob_kind`).
 
     `abilities` are the parameters that it honours beyond temperature, top_p, top_k, max_tokens and seed; stop strings
-    are the gateway's business. `policy_version` is what the gateway believes of the weights, and sets.
+    are the gateway's business; `images` is one of them. `policy_version` is what the gateway believes of the weights,
+    and sets.
     """
 
     model: str
@@ -60,10 +62,18 @@ class Engine(Protocol):
     abilities: frozenset[str]
 
     def generate(
-        self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0, stream: bool = False
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        priority: int = 0,
+        stream: bool = False,
+        media: Sequence[Shown] = (),
     ) -> AsyncGenerator[Tokens | Finish]:
         """Sample: yields `Tokens` one or more times and at last one `Finish`; with `stream`, as they are sampled.
 
+        `media` are the images that the prompt shows, and where; an engine without the ability `images` is given none.
         Leaving the iterator early aborts the generation. Raises EngineUnavailable, EngineRefused or PromptTooLong.
         """
         ...

@@ -20,7 +20,7 @@ What it says there, and what this module stands on:
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Fi
 from lightning_rl_proxy.engines.http import EngineServer, Problem, events, refusal
 from lightning_rl_proxy.engines.marks import Labelled, Labels, is_biased, known
 from lightning_rl_proxy.engines.sglang_probe import GENERATE, NAME, READY, Abilities
+from lightning_rl_proxy.images import Shown
 from lightning_rl_proxy.sampling import Sampling
 
 T = TypeVar("T")
@@ -113,7 +114,14 @@ class SGLangEngine:
         self._paused = False
 
     async def generate(
-        self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0, stream: bool = False
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        priority: int = 0,
+        stream: bool = False,
+        media: Sequence[Shown] = (),
     ) -> AsyncGenerator[Tokens | Finish]:
         """See `Engine`. Leaving the iterator early closes the connection and orders an abort."""
         rid = f"{request_id}-{secrets.token_hex(8)}"  # no other request's id begins like this

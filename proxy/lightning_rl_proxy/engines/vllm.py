@@ -4,27 +4,29 @@ Token in, token out: no text crosses this wire. Needs `--enable-scale-out` on a 
 as server-sent events with some tokens each. Logprobs that are of no kind in `Call.logprob_kind` are not handed on.
 """
 
+import base64
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
-from lightning_rl_proxy.engines.base import EngineUnavailable, Finish, Load, Tokens
+from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Load, Tokens
 from lightning_rl_proxy.engines.http import EngineServer, Problem, events, refusal
 from lightning_rl_proxy.engines.marks import Labelled, Labels, is_biased, known
 from lightning_rl_proxy.engines.probe import GENERATE, LogprobsMode
+from lightning_rl_proxy.images import Shown
 from lightning_rl_proxy.sampling import Sampling
 
 T = TypeVar("T")
 
 # What vLLM honours by the names of `Sampling`, but for json_schema, which is `structured_outputs` on its wire.
 _ABILITIES = {
-    "embedded": frozenset[str](),
+    "embedded": frozenset({"images"}),
     "vllm": frozenset(
-        {"min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "json_schema"}
+        {"min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "json_schema", "images"}
     ),
 }
 _NEEDS = "start the vLLM server with VLLM_SERVER_DEV_MODE=1"
@@ -51,6 +53,7 @@ class _Choice(msgspec.Struct):
 
 class _Generated(msgspec.Struct):
     choices: list[_Choice] = []
+    prompt_token_ids: list[int] | None = None
     error: Problem | None = None
 
 
@@ -119,7 +122,14 @@ class TokenEngine:
         self.url = self._server.url
 
     async def generate(
-        self, prompt: list[int], sampling: Sampling, *, request_id: str, priority: int = 0, stream: bool = False
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        priority: int = 0,
+        stream: bool = False,
+        media: Sequence[Shown] = (),
     ) -> AsyncGenerator[Tokens | Finish]:
         """See `Engine`. Leaving the iterator early closes the connection, which aborts the generation."""
         body: dict[str, Any] = {
@@ -131,15 +141,23 @@ class TokenEngine:
             body["priority"] = priority
         if stream:
             body["stream"] = True
+        if media:
+            body |= _shown(media) if self.kind == "embedded" else _content_parts(prompt, media)
         await self._tell_version()
         async with self._server.post(GENERATE, body) as response:
             if not stream:
-                [choice] = _decoder.decode(await response.read()).choices
+                generated = _decoder.decode(await response.read())
+                [choice] = generated.choices
+                self._check_prompt(prompt, media, generated.prompt_token_ids)
                 yield _tokens(choice)
                 yield self._finish(choice, len(choice.token_ids))
                 return
             sampled = 0
-            async for choice in _choices(response):
+            read = not media
+            async for event, choice in _choices(response):
+                if not read:  # the first event tells
+                    self._check_prompt(prompt, media, event.prompt_token_ids)
+                    read = True
                 if choice.token_ids:
                     sampled += len(choice.token_ids)
                     yield _tokens(choice)
@@ -241,6 +259,16 @@ class TokenEngine:
     async def _order(self, path: str, body: Any = None) -> None:
         await self._server.order(path, body, needs=_NEEDS)
 
+    def _check_prompt(self, prompt: list[int], media: Sequence[Shown], read: list[int] | None) -> None:
+        """Raises EngineRefused where a vLLM server has made another prompt of the images than is recorded."""
+        if media and self.kind == "vllm" and read != prompt:
+            found = "does not tell which prompt it read" if read is None else f"read {len(read)} tokens"
+            raise EngineRefused(
+                f"engine {self.url} {found}, of the {len(prompt)} that the images make here: give it and the gateway "
+                "the same preprocessor_config.json",
+                status=502,
+            )
+
     def _finish(self, choice: _Choice, sampled: int) -> Finish:
         stop = choice.stop_reason
         if stop is None and choice.finish_reason == "stop" and choice.token_ids:
@@ -250,14 +278,49 @@ class TokenEngine:
         return Finish(choice.finish_reason or "abort", stop, versions)
 
 
-async def _choices(response: aiohttp.ClientResponse) -> AsyncIterator[_Choice]:
-    """The choices of a stream's events."""
+async def _choices(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[_Generated, _Choice]]:
+    """The choices of a stream's events, each with its event."""
     async for data in events(response):
         event = _decoder.decode(data)
         if event.error is not None:  # a request that vLLM refuses has its 400 here, below a status of 200
             raise refusal(str(response.url), event.error.code, data)
         for choice in event.choices:
-            yield choice
+            yield event, choice
+
+
+def _shown(media: Sequence[Shown]) -> dict[str, Any]:
+    """Images as the embedded engine takes them: their bytes, and where they stand."""
+    return {
+        "media": [
+            {"start": one.start, "length": one.length, "sha256": one.image.sha256, "data": one.image.data}
+            for one in media
+        ]
+    }
+
+
+def _content_parts(prompt: list[int], media: Sequence[Shown]) -> dict[str, Any]:
+    """Images as vLLM takes them: in order, each for the next placeholder of a prompt that has one for each; it puts in
+    the others itself, and tells the prompt that it read.
+
+    Raises EngineRefused where a placeholder was sampled: vLLM would take it for an image.
+    """
+    ids: list[int] = []
+    at = 0
+    for one in media:
+        ids += prompt[at : one.start + 1]
+        at = one.start + one.length
+    ids += prompt[at:]
+    if ids.count(prompt[media[0].start]) != len(media):
+        raise EngineRefused("the model has sampled an image placeholder, which vLLM would read as an image")
+    parts = [
+        {
+            "type": "image_url",
+            "url": f"data:{one.image.media_type};base64,{base64.b64encode(one.image.data).decode()}",
+            "uuid": one.image.sha256,
+        }
+        for one in media
+    ]
+    return {"token_ids": ids, "content_parts": parts, "return_token_ids": True}
 
 
 def _tokens(choice: _Choice) -> Tokens:

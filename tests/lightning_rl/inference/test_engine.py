@@ -398,10 +398,10 @@ def read_tokens(engine, monkeypatch):
     """The widths of the passes that read prompts, as they happen."""
     widths, forward = [], engine._policy.forward
 
-    def counted(tokens, positions, first_row):
+    def counted(tokens, positions, first_row, *places):
         if tokens.shape[1] > 1:
             widths.append((positions >= 0).sum())
-        return forward(tokens, positions, first_row)
+        return forward(tokens, positions, first_row, *places)
 
     monkeypatch.setattr(engine._policy, "forward", counted)
     return widths

@@ -12,6 +12,7 @@ import pytest
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Load, Tokens
 from lightning_rl_proxy.engines.vllm import TokenEngine
 from lightning_rl_proxy.errors import PromptTooLong
+from lightning_rl_proxy.images import Image, Shown
 from lightning_rl_proxy.sampling import Sampling
 
 T = TypeVar("T")
@@ -239,3 +240,59 @@ def test_a_server_without_statistics_does_not_say_how_busy_it_is(wire: Wire, met
     if metrics is not None:
         wire.told["/metrics"] = metrics
     assert with_client(wire, lambda engine: engine.load()) is None
+
+
+CAT = Image("c" * 64, "image/png", b"cat", (16, 16))
+DOG = Image("d" * 64, "image/jpeg", b"dog", (16, 16))
+SHOWN = [Shown(1, 3, CAT), Shown(5, 2, DOG)]
+PROMPT = [5, 8, 8, 8, 6, 8, 8, 7]  # 8 is the placeholder
+
+
+def shown(wire: Wire, prompt: list[int], **more: Any) -> list[Tokens | Finish]:
+    async def use(engine: TokenEngine) -> list[Tokens | Finish]:
+        parts = engine.generate(prompt, Sampling(), request_id="r", media=SHOWN, **more)
+        return [part async for part in parts]
+
+    return with_client(wire, use)
+
+
+def test_images_are_content_parts_each_for_one_placeholder(wire: Wire) -> None:
+    """vLLM puts the others in by itself, so the prompt that it says it read is held against ours."""
+    wire.answer = {"choices": [{"token_ids": [1, 2], "finish_reason": "stop"}], "prompt_token_ids": PROMPT}
+    assert shown(wire, PROMPT)[0] == Tokens([1, 2], None)
+    assert wire.asked["token_ids"] == [5, 8, 6, 8, 7]
+    assert wire.asked["return_token_ids"] is True
+    assert wire.asked["content_parts"] == [
+        {"type": "image_url", "url": "data:image/png;base64,Y2F0", "uuid": "c" * 64},
+        {"type": "image_url", "url": "data:image/jpeg;base64,ZG9n", "uuid": "d" * 64},
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("read", [None, [5, 8, 8, 6, 8, 8, 7]])
+def test_a_server_that_made_another_prompt_of_the_images_is_refused(
+    wire: Wire, read: list[int] | None, stream: bool
+) -> None:
+    answer = {"choices": [{"token_ids": [1], "finish_reason": "stop"}], "prompt_token_ids": read}
+    wire.answer = b"data: " + json.dumps(answer).encode() + b"\n\n" if stream else answer
+    with pytest.raises(EngineRefused, match=r"preprocessor_config\.json") as refused:
+        shown(wire, PROMPT, stream=stream)
+    assert refused.value.status == 502
+
+
+def test_a_stream_tells_its_prompt_first(wire: Wire) -> None:
+    events: list[dict[str, Any]] = [
+        {"choices": [{"token_ids": [1]}], "prompt_token_ids": PROMPT},
+        {"choices": [{"token_ids": [2], "finish_reason": "stop"}]},
+    ]
+    wire.answer = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+    assert [part for part in shown(wire, PROMPT, stream=True) if isinstance(part, Tokens)] == [
+        Tokens([1], None),
+        Tokens([2], None),
+    ]
+
+
+def test_a_sampled_placeholder_is_not_sent_where_it_would_be_read_as_an_image(wire: Wire) -> None:
+    with pytest.raises(EngineRefused, match="sampled an image placeholder"):
+        shown(wire, [*PROMPT, 8, 3])
+    assert wire.paths[-1:] != ["/inference/v1/generate"]

@@ -1,0 +1,70 @@
+"""Images in what a model was asked: where each stands among the tokens, and its bytes, kept once per content.
+
+A call knows its images by the SHA-256 of their bytes; an attempt has one span for each content, whose id is made of the
+attempt and that digest, so that recording it again changes nothing. The tokens at an image's place stand for nothing by
+themselves: equal tokens with another image are another prompt.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from lightning_rl_adapters import semconv
+from lightning_rl_adapters.span import Span
+
+
+class Placed(msgspec.Struct, frozen=True, array_like=True):
+    """An image that stands at the tokens [start, start + length) of some list of tokens."""
+
+    start: int
+    length: int
+    sha256: str
+
+    def moved(self, by: int) -> "Placed":
+        """The same `by` tokens further on."""
+        return msgspec.structs.replace(self, start=self.start + by)
+
+
+def media_span(
+    rollout_id: str, attempt_id: str, sha256: str, *, data: bytes, media_type: str, at_ns: int
+) -> Span:  # fmt: skip
+    """The span that holds an image's bytes, as the client sent them; `at_ns` since the epoch."""
+    return Span(
+        span_id=f"{attempt_id}-{sha256}",
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        name=semconv.MEDIA_SPAN,
+        number=at_ns,
+        start_ns=at_ns,
+        end_ns=at_ns,
+        attributes={semconv.MEDIA_SHA256: sha256, semconv.MEDIA_TYPE: media_type, semconv.MEDIA_DATA: data},
+    )
+
+
+def media_of(spans: Iterable[Span]) -> dict[str, bytes]:
+    """The images of an attempt by their SHA-256."""
+    held = (span.attributes for span in spans if span.name == semconv.MEDIA_SPAN)
+    return {said[semconv.MEDIA_SHA256]: said[semconv.MEDIA_DATA] for said in held}
+
+
+def url_of(sha256: str) -> str:
+    """What stands in recorded messages in the place of an image's bytes."""
+    return f"sha256:{sha256}"
+
+
+def referred(messages: Iterable[dict[str, Any]], by_url: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The messages with the image URLs of `by_url` (URL -> SHA-256) as references to the spans that hold them."""
+    return [
+        message | {"content": [_referred(part, by_url) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _referred(part: dict[str, Any], by_url: Mapping[str, str]) -> dict[str, Any]:
+    image = part.get("image_url")
+    if not isinstance(image, dict) or image.get("url") not in by_url:
+        return part
+    return part | {"image_url": image | {"url": url_of(by_url[image["url"]])}}

@@ -1,0 +1,182 @@
+"""Images as a model sees them: pixels in patches, features in the places of tokens, positions in three dimensions.
+
+Invariant: an image stands at the tokens that it was recorded at, and nowhere else. The features are put there by place,
+never by looking for the placeholder's id: a policy may sample that id like any other, and then it is a token. What
+engine and trainer compute of an image is the same, since both ask here.
+"""
+
+import hashlib
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image as Pillow
+from torch import Tensor, nn
+from transformers import AutoImageProcessor
+
+Ints = NDArray[np.int64]
+
+# Whose images are one run of features each, which the language model takes as embeddings and knows nothing else of.
+FAMILIES = {"qwen2_vl", "qwen2_5_vl"}
+_KEPT_BYTES = 2**28  # of patches
+
+
+class Image(NamedTuple):
+    """An image as its client sent it, and the tokens [start, start + length) of a sequence that stand for it."""
+
+    start: int
+    length: int
+    sha256: str
+    data: bytes
+
+    @property
+    def end(self) -> int:
+        """The first token behind it."""
+        return self.start + self.length
+
+
+class Patches(NamedTuple):
+    """An image's patches, float32 [N, D], and its grid: (1, rows, columns), rows x columns = N."""
+
+    pixels: Tensor
+    grid: tuple[int, int, int]
+
+
+class Shown(NamedTuple):
+    """Features [first, first + length) of an image, which stand in row `row` from `column` on."""
+
+    row: int
+    column: int
+    patches: Patches
+    first: int
+    length: int
+
+    def within(self, columns: slice) -> "Shown | None":
+        """What of them stands in these columns, counted from the first of these; None where nothing does."""
+        start, end = max(self.column, columns.start), min(self.column + self.length, columns.stop)
+        if start >= end:
+            return None
+        return self._replace(column=start - columns.start, first=self.first + start - self.column, length=end - start)
+
+
+class Vision:
+    """The images of the model in `folder`, whose family is one of `FAMILIES`.
+
+    Patches of the latest images are kept, up to a bound. Usable from several threads.
+    """
+
+    def __init__(self, folder: Path, config: Any) -> None:
+        self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        self.merge_size: int = config.vision_config.spatial_merge_size
+        self._kept: OrderedDict[str, Patches] = OrderedDict()
+        self._kept_bytes = 0
+        self._lock = threading.Lock()
+
+    def patches(self, image: Image) -> Patches:
+        """What the model's tower is given of an image.
+
+        Raises ValueError for bytes that are no image, and where its features are not as many as its tokens.
+        """
+        with self._lock:
+            found = self._kept.pop(image.sha256, None)
+            if found is None:
+                found = self._read(image)
+                self._kept_bytes += found.pixels.nbytes
+            self._kept[image.sha256] = found
+            while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
+                self._kept_bytes -= self._kept.popitem(last=False)[1].pixels.nbytes
+        features = self.features(found.grid)
+        if features != image.length:
+            raise ValueError(
+                f"image {image.sha256} has {features} features, and {image.length} tokens from {image.start} on stand "
+                "for it: gateway and model do not read it alike; give both the same preprocessor_config.json"
+            )
+        return found
+
+    def features(self, grid: tuple[int, int, int]) -> int:
+        """How many features the model has of an image with that grid."""
+        return grid[0] * grid[1] * grid[2] // self.merge_size**2
+
+    def positions(self, length: int, images: Sequence[Image]) -> tuple[Ints, int]:
+        """The places of `length` tokens in time, height and width, int64 [3, length], and how far the token that comes
+        next stands before or behind its index: its place in each is `length` + that.
+
+        Text goes on by one in all three; an image's features have the place of the token before + 1 in time, their rows
+        and columns counted from there; behind it text goes on from the largest (Qwen2-VL's M-RoPE).
+        """
+        found = np.empty((3, length), np.int64)
+        at, place = 0, 0
+        for image in images:
+            _, rows, columns = (side // self._merge(axis) for axis, side in enumerate(self.patches(image).grid))
+            text = np.arange(image.start - at)
+            found[:, at : image.start] = place + text
+            place += len(text)
+            grid = np.stack([np.zeros((rows, columns), np.int64), *np.indices((rows, columns))]).reshape(3, -1)
+            found[:, image.start : image.end] = place + grid
+            at, place = image.end, place + max(rows, columns)
+        found[:, at:] = place + np.arange(length - at)
+        return found, place - at
+
+    def inputs(self, model: Any, token_ids: Tensor, images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
+        """What `model` is given for whole rows [B, T], padded to the right, that show these images each."""
+        width = token_ids.shape[1]
+        places = np.stack([self.positions(width, own)[0] for own in images], axis=1)
+        shown = [
+            Shown(row, one.start, self.patches(one), 0, one.length) for row, own in enumerate(images) for one in own
+        ]
+        return {
+            "inputs_embeds": embedded(model, token_ids, shown),
+            "position_ids": torch.from_numpy(places).to(token_ids.device),
+        }
+
+    def _merge(self, axis: int) -> int:
+        return self.merge_size if axis else 1
+
+    def _read(self, image: Image) -> Patches:
+        if hashlib.sha256(image.data).hexdigest() != image.sha256:
+            raise ValueError(f"the bytes of image {image.sha256} are not those that the digest is of")
+        try:
+            with Pillow.open(io.BytesIO(image.data)) as opened:
+                pixels = opened.convert("RGB")
+        except (OSError, SyntaxError, ValueError, Pillow.DecompressionBombError) as error:
+            raise ValueError(f"image {image.sha256} cannot be read: {error}") from error
+        given = self._processor(images=[pixels], return_tensors="pt")
+        rows: list[int] = given["image_grid_thw"][0].tolist()
+        return Patches(given["pixel_values"], (rows[0], rows[1], rows[2]))
+
+
+def vision_of(folder: Path, model: nn.Module) -> Vision | None:
+    """How `model` sees, with the image processor of `folder`; None for a model that reads text alone.
+
+    Raises ValueError for a model that sees in a way that is not known here.
+    """
+    config: Any = model.config
+    if getattr(config, "vision_config", None) is None:
+        return None
+    if config.model_type not in FAMILIES:
+        raise ValueError(f"images of {config.model_type!r} models are not known here; known are {sorted(FAMILIES)}")
+    return Vision(folder, config)
+
+
+def embedded(model: Any, token_ids: Tensor, shown: Sequence[Shown]) -> Tensor:
+    """The embeddings of tokens [B, T, D] with the features of images in their places."""
+    embeddings: Tensor = model.get_input_embeddings()(token_ids)
+    if not shown:
+        return embeddings
+    device = embeddings.device
+    features = model.get_image_features(
+        torch.cat([one.patches.pixels for one in shown]).to(device),
+        torch.tensor([one.patches.grid for one in shown], device=device),
+        return_dict=True,
+    ).pooler_output
+    rows = np.repeat([one.row for one in shown], [one.length for one in shown])
+    columns = np.concatenate([one.column + np.arange(one.length) for one in shown])
+    chosen = [own[one.first : one.first + one.length] for one, own in zip(shown, features, strict=True)]
+    places = torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device)
+    return embeddings.index_put(places, torch.cat(chosen).to(embeddings.dtype))

@@ -1,0 +1,216 @@
+"""The embedded engine with a model that sees: its logprobs are those of transformers' own way, image by image."""
+
+import base64
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_rl.inference import policy as policies
+from lightning_rl.inference.embedded import EmbeddedPolicy
+from lightning_rl.inference.sequence import Output, Request, Sampling
+from lightning_rl.vision import Image, vision_of
+from tests import seeing
+from tests.seeing import PAD
+
+CAT, DOG = seeing.picture(1, 16, 24), seeing.picture(2, 40, 16)  # 6 and 10 features
+OTHER = seeing.picture(3, 16, 24)
+FEATURES = {CAT: 6, DOG: 10, OTHER: 6}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return seeing.make_folder(tmp_path_factory.mktemp("seeing") / "model")
+
+
+@pytest.fixture(scope="module")
+def policy(folder: Path) -> Iterator[EmbeddedPolicy]:
+    policy = EmbeddedPolicy(folder, max_num_seqs=8, max_model_len=256)
+    policy.start()
+    yield policy
+    policy.close()
+
+
+def prompt(*parts: str | bytes) -> tuple[list[int], tuple[Image, ...]]:
+    """Token ids and images; a text has a token for each letter."""
+    ids: list[int] = []
+    images = []
+    for part in parts:
+        if isinstance(part, bytes):
+            images.append(Image(len(ids), FEATURES[part], sha256(part).hexdigest(), part))
+            ids += [PAD] * FEATURES[part]
+        else:
+            ids += [ord(letter) for letter in part]
+    return ids, tuple(images)
+
+
+def request(name: str, ids: list[int], images: Sequence[Image], **sampling: Any) -> Request:
+    asked = Sampling(**{"max_tokens": 12, "seed": 1, "ignore_eos": True} | sampling)
+    return Request(request_id=name, token_ids=ids, images=tuple(images), sampling=asked)
+
+
+def sampled(policy: EmbeddedPolicy, requests: Sequence[Request]) -> list[Output]:
+    return [future.result() for future in [policy.engine.submit(one) for one in requests]]
+
+
+def check(folder: Path, policy: EmbeddedPolicy, ids: list[int], pictures: Sequence[bytes], output: Output) -> None:
+    """The recorded logprobs are what transformers says of the whole."""
+    assert PAD not in output.token_ids, "its own way has no answer then: another seed"
+    want = seeing.plain_log_probs(folder, policy.model, ids + output.token_ids, pictures)[-len(output.token_ids) :]
+    np.testing.assert_allclose(output.logprobs, want.numpy(), atol=1e-5)
+
+
+def test_logprobs_are_those_of_transformers_in_a_batch_of_unlike_prompts(folder: Path, policy: EmbeddedPolicy) -> None:
+    cases = [("hello ", CAT, " and", DOG, " say"), ("who?", CAT, "?"), ("text alone",), (DOG, "x")]
+    asked = [prompt(*case) for case in cases]
+    outputs = sampled(policy, [request(f"a{i}", *one) for i, one in enumerate(asked)])
+    for case, (ids, _), output in zip(cases, asked, outputs, strict=True):
+        check(folder, policy, ids, [part for part in case if isinstance(part, bytes)], output)
+
+
+def test_an_answer_goes_on_in_another_row_when_one_before_it_ends(folder: Path, policy: EmbeddedPolicy) -> None:
+    cases = [("text alone",), ("who?", CAT, "?"), (DOG, "what is this")]
+    asked = [prompt(*case) for case in cases]
+    lengths = (12, 6, 2)  # the longest prompt has the first row
+    requests = [
+        request(f"m{i}", *one, max_tokens=most) for i, (one, most) in enumerate(zip(asked, lengths, strict=True))
+    ]
+    outputs = sampled(policy, requests)
+    for case, (ids, _), output in zip(cases, asked, outputs, strict=True):
+        check(folder, policy, ids, [part for part in case if isinstance(part, bytes)], output)
+
+
+def test_the_next_turn_reads_on_behind_kept_images(folder: Path, policy: EmbeddedPolicy) -> None:
+    ids, images = prompt("first ", CAT, " of all")
+    [first] = sampled(policy, [request("b0", ids, images)])
+    more, shown = prompt(" then ", DOG, " again")
+    whole = ids + first.token_ids
+    images += tuple(one._replace(start=one.start + len(whole)) for one in shown)
+    [second] = sampled(policy, [request("b1", whole + more, images)])
+    check(folder, policy, whole + more, [CAT, DOG], second)
+
+
+def test_equal_tokens_with_another_image_share_nothing(folder: Path, policy: EmbeddedPolicy) -> None:
+    """Neither in one batch, nor by what the engine keeps."""
+    pair = [prompt("the very same words ", picture, " again and again") for picture in (CAT, OTHER)]
+    assert pair[0][0] == pair[1][0]
+    together = sampled(policy, [request(f"c{i}", *one) for i, one in enumerate(pair)])
+    again = sampled(policy, [request("c2", *pair[1])])
+    for picture, output in zip((CAT, OTHER, OTHER), (*together, *again), strict=True):
+        check(folder, policy, pair[0][0], [picture], output)
+    assert np.abs(np.array(together[0].logprobs) - together[1].logprobs).max() > 1e-3
+
+
+def test_equal_prompts_with_equal_images_are_a_group(folder: Path, policy: EmbeddedPolicy) -> None:
+    ids, images = prompt("a group ", CAT, " of four")
+    outputs = sampled(policy, [request(f"d{i}", ids, images, seed=i) for i in range(4)])
+    assert len({tuple(output.token_ids) for output in outputs}) == 4
+    for output in outputs:
+        check(folder, policy, ids, [CAT], output)
+
+
+def test_a_prompt_is_read_in_pieces_through_an_image(
+    folder: Path, policy: EmbeddedPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies, "CHUNK_TOKENS", 7)
+    ids, images = prompt("in pieces ", DOG, " and ", CAT, "!")
+    [output] = sampled(policy, [request("e", ids, images)])
+    check(folder, policy, ids, [DOG, CAT], output)
+
+
+def test_a_placeholder_that_the_policy_samples_is_a_token(folder: Path, policy: EmbeddedPolicy) -> None:
+    """It may sample any id; features stand where they were recorded, so they are not looked for in its answers."""
+    ids, images = prompt("one ", CAT)
+    answered = [*ids, *map(ord, " a"), PAD, *map(ord, "b ")]
+    more, shown = prompt(DOG, "?")
+    images += tuple(one._replace(start=one.start + len(answered)) for one in shown)
+    [output] = sampled(policy, [request("f", answered + more, images)])
+    # By hand: embeddings with features in their places, at the positions of the parts.
+    model, vision = policy.model, policy.vision
+    assert vision is not None
+    whole = torch.tensor([answered + more + output.token_ids])
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings()(whole)
+        for one in images:
+            pixels, grid = vision.patches(one)
+            own = model.get_image_features(pixels, torch.tensor([grid]), return_dict=True).pooler_output[0]
+            embeddings[0, one.start : one.end] = own
+        types = torch.zeros_like(whole, dtype=torch.int)
+        for one in images:
+            types[0, one.start : one.end] = 1
+        grids = torch.tensor([vision.patches(one).grid for one in images])
+        places, _ = model.model.get_rope_index(whole, types, image_grid_thw=grids)
+        logits = model(inputs_embeds=embeddings, position_ids=places, use_cache=False).logits[0, :-1]
+    want = logits.log_softmax(-1).gather(1, whole[0, 1:, None])[-12:, 0]
+    np.testing.assert_allclose(output.logprobs, want.numpy(), atol=1e-5)
+
+
+@given(st.lists(st.one_of(st.integers(1, 9), st.tuples(st.integers(1, 5), st.integers(1, 5))), min_size=1, max_size=7))
+@settings(max_examples=40)
+def test_positions_are_those_of_transformers(policy: EmbeddedPolicy, parts: list[int | tuple[int, int]]) -> None:
+    """Runs of text, and images of so many rows and columns, with a text of one token between two."""
+    model, vision = policy.model, policy.vision
+    assert vision is not None
+    ids: list[int] = []
+    images: list[Image] = []
+    for part in [1, *parts, 1]:
+        if isinstance(part, int):
+            ids += [5] * part
+        else:
+            rows, columns = part
+            picture = seeing.picture(0, 8 * columns, 8 * rows)
+            ids.append(5)
+            if rows * columns <= 16:
+                images.append(Image(len(ids), rows * columns, sha256(picture).hexdigest(), picture))
+                ids += [PAD] * (rows * columns)
+    found, offset = vision.positions(len(ids), images)
+    whole = torch.tensor([ids])
+    if not images:
+        assert (found == np.arange(len(ids))).all()
+        assert offset == 0
+        return
+    grids = torch.tensor([vision.patches(one).grid for one in images])
+    want, delta = model.model.get_rope_index(whole, (whole == PAD).int(), image_grid_thw=grids)
+    np.testing.assert_array_equal(found, want[:, 0].numpy())
+    assert offset == delta.item()
+
+
+def post(policy: EmbeddedPolicy, ids: list[int], media: list[dict[str, Any]]) -> httpx.Response:
+    body = {"token_ids": ids, "sampling_params": {"max_tokens": 3}, "media": media}
+    return httpx.post(f"{policy.url}/inference/v1/generate", json=body, timeout=30)
+
+
+def wire(image: Image, **other: Any) -> dict[str, Any]:
+    data = base64.b64encode(image.data).decode()
+    return {"start": image.start, "length": image.length, "sha256": image.sha256, "data": data} | other
+
+
+def test_images_that_do_not_fit_are_refused_over_the_wire(policy: EmbeddedPolicy) -> None:
+    ids, (image,) = prompt("one ", CAT, " x")
+    assert post(policy, ids, [wire(image)]).status_code == 200
+    cases = {
+        "6 features, and 5 tokens": wire(image, length=5),
+        "outside of the prompt": wire(image, start=99),
+        "not those that the digest is of": wire(image, sha256="0" * 64),
+        "cannot be read": wire(Image(4, 6, sha256(b"x").hexdigest(), b"x")),
+    }
+    for why, media in cases.items():
+        refused = post(policy, ids, [media])
+        assert refused.status_code == 400
+        assert why in refused.text
+    assert post(policy, ids, [wire(image), wire(image)]).status_code == 400
+
+
+def test_a_model_of_text_refuses_images() -> None:
+    policy = EmbeddedPolicy(None, max_num_seqs=2)
+    assert vision_of(policy.folder, policy.model) is None
+    ids, images = prompt("x", CAT)
+    with pytest.raises(ValueError, match="reads text alone"):
+        policy.engine.submit(request("x", ids, images))
