@@ -229,8 +229,10 @@ class PPO(Algorithm):
     def close(self) -> None:
         """Stop the engine, and the processes that train."""
         if hasattr(self, "policy"):
-            self.policy.close()
-            self.models.close()
+            try:
+                self.policy.close()
+            finally:
+                self.models.close()
 
     def run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
         """Train on `train_dataset` and report on `val_dataset`."""

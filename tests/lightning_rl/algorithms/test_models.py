@@ -14,6 +14,7 @@ from lightning_rl.algorithms import settings
 from lightning_rl.algorithms.models import Models
 from lightning_rl.config import ConfigError, compose
 from lightning_rl.training.batch import TrainingSequence
+from lightning_rl.training.reference import Reference
 from tests.lightning_rl.algorithms.test_ppo import CHECKPOINT
 
 LORA = {"model": {"lora_rank": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}}
@@ -227,10 +228,9 @@ def test_the_reference_is_what_the_keys_say(monkeypatch: pytest.MonkeyPatch) -> 
             np.testing.assert_allclose(reference, before, atol=1e-6)
             assert not np.allclose(actor, before, atol=1e-6)
     offloads: list[bool] = []
-    real = Models._reference.__globals__["Reference"]
     monkeypatch.setattr(
-        "lightning_rl.algorithms.models.Reference",
-        lambda *a, offload, **k: offloads.append(offload) or real(*a, offload=offload, **k),
+        "lightning_rl.algorithms.learners.Reference",
+        lambda *a, offload, **k: offloads.append(offload) or Reference(*a, offload=offload, **k),
     )
     ref = {"model_dtype": "bf16", "dtype": "bfloat16", "param_offload": True}
     made = models(actor={"use_kl_loss": True}, ref={"fsdp_config": ref, "log_prob_micro_batch_size_per_gpu": 2})
