@@ -47,9 +47,6 @@ def is_unknown(key: str) -> bool:
 
 def wrong(row: Row) -> str | None:
     """What is not as the page says; None where all is."""
-    if row.here == "later":
-        decided = row.key in OURS and OURS[row.key].kind == "effect"
-        return "it has an effect now: say which" if decided else None
     target = row.key if row.here in KINDS else row.here
     if row.here != row.key and row.here not in KINDS and not is_unknown(row.key):
         return "it is not refused as unknown"
@@ -105,7 +102,6 @@ def test_the_estimators_and_losses_are_those_that_there_are() -> None:
         (Row("data.prompt_key", "same", []), "not a key"),
         (Row("data.prompt_key", "data.nothing", []), "not a key"),
         (Row("data.seed", "same", [None, 1]), "the default of data.seed is 0"),
-        (Row("data.seed", "later", []), "it has an effect now"),
         (Row("data.seed", "data.shuffle", []), "not refused"),
     ],
 )
