@@ -2,7 +2,7 @@
 
 Pure. Invariant: what an agent said of its own spans is kept. Only what has no parent is placed, by time: a call below
 the innermost span of the agent's that was open from before it until after it; an operation below the call that was
-answered last before it began, unless it has calls inside it; anything else below the attempt.
+answered last before it began, unless it has calls inside it or below it; anything else below the attempt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,10 @@ def parents(spans: Sequence[Span]) -> dict[str, str | None]:
     told = {span.span_id: span for span in spans if span.name != semconv.CALL_SPAN}
     above = {span_id: _said(span, told) for span_id, span in told.items()}
     placed: dict[str, str | None] = {call.span_id: _around(call, told, above) for call in calls}
+    holding = {span_id for at in placed.values() if at is not None for span_id in _chain(at, above)}
     return placed | {
-        span_id: _asked_by(told[span_id], calls) if parent is None else parent for span_id, parent in above.items()
+        span_id: _asked_by(told[span_id], calls) if parent is None and span_id not in holding else parent
+        for span_id, parent in above.items()
     }
 
 
