@@ -9,7 +9,8 @@ and `with_prompt` corrects it.
 Tool-call ids that we issued are anchors: behind an equal history, a message with all ids of an answer of ours is that
 answer, even where the client altered its text or arguments. The tokens that were sampled are what the policy said, and
 the results that follow are results of those calls; the edit is of the client's own copy, and is only noted
-(`Place.echo_edited`). An altered system, user or tool message is another history, anchors behind it or not.
+(`Place.echo_edited`). An altered system, user or tool message is another history, anchors behind it or not; and so is
+an altered answer once its ids are others, even where it was sent with ours before.
 
 What a client sends again is not read again: the messages of a call are kept as they came, and a request that begins
 with a call's messages, by equality, is read from there on. That is a shortcut alone: it ends where reading would.

@@ -4,12 +4,14 @@ import os
 import re
 import subprocess
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
 
 from lightning_rl.resources import LLM
 from lightning_rl_adapters import semconv
+from lightning_rl_proxy import errors
 from lightning_rl_proxy.limits import Limits
 from tests.sdk.matrix import PAGE
 from tests.sdk.players import litellm
@@ -28,6 +30,7 @@ ERRORS: dict[str, dict[str, Any]] = {
     "another attempt's key": {"key_of": "a2"},
     "an unknown path, or a model that is refused": {"method": "GET"},
     "the attempt is closed": {"closed": True},
+    "another gateway has the attempt, or may have": {"elsewhere": True},
     "the body is over 64 MiB": {"max_body": 8},
     "no engine, or it failed": {"fail": 1},
 }
@@ -100,6 +103,9 @@ def test_an_error_is_what_the_page_says(
         monkeypatch.setattr(served.gateway, "limits", Limits(body_bytes=how["max_body"]))
     if "closed" in how:
         served.ledger.closed.add(attempt)
+    if "elsewhere" in how:
+        owned = AsyncMock(side_effect=errors.elsewhere(attempt, "http://127.0.0.1:1"))
+        monkeypatch.setattr(served.ledger, "attempt", owned)
     door = served.base_url(rollout, attempt).removesuffix("/v1")
     key = how.get("key") or served.key(rollout, how.get("key_of", attempt))
     answer = httpx.request(
