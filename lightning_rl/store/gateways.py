@@ -143,20 +143,23 @@ def place(
     database: Database, connection: sa.Connection, attempts: Sequence[tuple[str, str]], now: float
 ) -> dict[str, str]:
     """Give attempts (rollout and attempt id) that were opened just now to the live gateways with the fewest; the URL of
-    each. Empty where no gateway has announced itself. Whoever places waits for the others."""
-    database.hold_name(connection, _PLACING)
+    each. Empty where no gateway has announced itself. Where there is a choice, whoever places waits for the others."""
     has = sa.select(schema.gateways, _HAS.label("has")).where(_GATEWAYS.lease_expires_at >= now)
-    rows = {row.gateway_id: row for row in connection.execute(has)}
+    rows = connection.execute(has).all()
     if not rows:
         return {}
-    queue = [(row.has, row.calls_in_flight, gateway_id) for gateway_id, row in rows.items()]
+    if len(rows) > 1:
+        database.hold_name(connection, _PLACING)
+        rows = connection.execute(has).all() or rows  # as whoever placed before left them
+    live = {row.gateway_id: row for row in rows}
+    queue = [(row.has, row.calls_in_flight, gateway_id) for gateway_id, row in live.items()]
     heapq.heapify(queue)
     placed, urls = [], {}
     for rollout_id, attempt_id in attempts:
         count, calls, gateway_id = queue[0]
         heapq.heapreplace(queue, (count + 1, calls, gateway_id))
         placed.append({"attempt_id": attempt_id, "rollout_id": rollout_id, "gateway_id": gateway_id, "unstored": False})
-        urls[attempt_id] = rows[gateway_id].url
+        urls[attempt_id] = live[gateway_id].url
     connection.execute(sa.insert(schema.placements), placed)
     return urls
 

@@ -189,6 +189,7 @@ def test_the_way_of_a_rollout(served, call_span) -> None:
             "response_logprobs": [-0.5, -0.25],
             "reward": 0.5,
             "exact": True,
+            "media": [],
         }
     ]
     _, body = served.call("GET", f"{place}/rows")
