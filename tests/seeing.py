@@ -59,8 +59,8 @@ def make_folder(folder: Path, *, seed: int = 0, template: str = TEMPLATE, **text
             "bos_token_id": None, "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"],
         } | text,
         vision_config={
-            "depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4,
-            "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
+            "depth": 2, "embed_dim": 32, "hidden_size": text.get("hidden_size", 32), "num_heads": 2, "mlp_ratio": 2,
+            "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
         },
         image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
