@@ -85,6 +85,25 @@ def picture(seed: int, width: int = 16, height: int = 16) -> bytes:
     return file.getvalue()
 
 
+def turned(data: bytes) -> bytes:
+    """The same bytes of pixels, which their EXIF says are to be turned by a quarter."""
+    image = Image.open(io.BytesIO(data))
+    exif = image.getexif()
+    exif[0x0112] = 6
+    file = io.BytesIO()
+    image.save(file, "PNG", exif=exif)
+    return file.getvalue()
+
+
+def see_through(seed: int, width: int = 16, height: int = 16, mode: str = "RGBA") -> bytes:
+    """A PNG of random colours, each of them more or less transparent."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 4), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    file = io.BytesIO()
+    (image.convert(mode) if mode != "P" else image.quantize(8)).save(file, "PNG")
+    return file.getvalue()
+
+
 def data_url(data: bytes) -> str:
     """The picture as clients send it."""
     return "data:image/png;base64," + base64.b64encode(data).decode()
