@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import openai
 
@@ -13,9 +13,15 @@ from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Claim, Finish, RolloutRequest
 from lightning_rl_adapters.call import Call, calls_of
 from lightning_rl_adapters.span import Span
-from tests.vllm.server import CHECKPOINT, MODEL, Server
+from tests.vllm.server import CHECKPOINT, MODEL
 
 QUESTION: Any = {"role": "user", "content": "TABLE users (id, name)\nHow many users?"}
+
+
+class Listens(Protocol):
+    """A vLLM server, or whoever knows where it is."""
+
+    url: str
 
 
 @dataclass
@@ -50,7 +56,7 @@ class Attempt:
 
 
 @contextlib.contextmanager
-def attempt(folder: Path, server: Server, mode: str = "train", *, tokenizer: Path = CHECKPOINT) -> Iterator[Attempt]:
+def attempt(folder: Path, server: Listens, mode: str = "train", *, tokenizer: Path = CHECKPOINT) -> Iterator[Attempt]:
     """An open attempt behind a gateway of its own, which renders as the model in `tokenizer` says."""
     engine = {"model": MODEL, "kind": "vllm", "url": server.url, "policy_version": 3}
     policy = Policy(tokenizer=str(tokenizer), engines=[engine])

@@ -1,15 +1,20 @@
-"""A real vLLM server whose model sees, and what engine and trainer compute of an image."""
+"""A policy that sees, on a real vLLM server, and what engine and trainer compute of an image."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
+from lightning_rl.inference.vllm.command import Options
+from lightning_rl.inference.vllm.policy import VllmPolicy
+from lightning_rl.vision import Image, vision_of
 from tests import seeing
-from tests.vllm.server import PYTHON, Server
+from tests.vllm.server import PYTHON
 
 TORCHVISION = PYTHON.parents[1] / "seeing"
 MAKE = f"{PYTHON.parent}/pip install --no-deps --target {TORCHVISION} torchvision==0.28.0"
-PIL = ("--mm-processor-kwargs", '{"use_fast": false}')  # the trainer's way to resize; torchvision's is another
 _OPERATORS = Path(__file__).parent / "torchvision_ops"
 
 
@@ -19,12 +24,29 @@ def make_folder(folder: Path) -> Path:
     return seeing.make_folder(folder, hidden_size=128, intermediate_size=128, rope_parameters=rope)
 
 
-class SeeingServer(Server):
-    """A server of the model in `folder`."""
-
-    def __init__(self, log: Path, folder: Path, *flags: str) -> None:
-        if not TORCHVISION.exists():
-            raise FileNotFoundError(f"{TORCHVISION} is not there; vLLM's Qwen2-VL needs torchvision: {MAKE}")
+@contextmanager
+def policy_of(folder: Path, run_dir: Path) -> Iterator[VllmPolicy]:
+    """The model in `folder`, sampled by a server that was started as a run starts it."""
+    if not TORCHVISION.exists():
+        raise FileNotFoundError(f"{TORCHVISION} is not there; vLLM's Qwen2-VL needs torchvision: {MAKE}")
+    options = Options(python=str(PYTHON), dtype="float32", device="cpu", processed_logprobs=False)
+    policy = VllmPolicy(folder, options, run_dir, device="cpu")
+    try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", f"{_OPERATORS}:{TORCHVISION}")
-            super().__init__(log, "--hf-overrides", "{}", *flags, model=folder)
+            policy.start()
+        policy.update_weights(policy.model, 0)
+        yield policy
+    finally:
+        policy.close()
+
+
+@torch.no_grad()
+def trainers_log_probs(policy: VllmPolicy, token_ids: Sequence[int], images: Sequence[Image]) -> torch.Tensor:
+    """Of each token but the first its log probability, as the trainer computes it. [T - 1]"""
+    model = policy.model
+    vision = vision_of(policy.folder, model)
+    assert vision is not None
+    ids = torch.tensor([list(token_ids)])
+    logits = model(**vision.inputs(model, ids, [images]), use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]

@@ -28,7 +28,7 @@ _START_SECONDS = 280
 class Server:
     """One server, at `url`. It answers when the constructor returns; its log is `log`."""
 
-    def __init__(self, log: Path, *flags: str, model: Path = CHECKPOINT) -> None:
+    def __init__(self, log: Path, *flags: str) -> None:
         if not PYTHON.exists():
             raise FileNotFoundError(f"{PYTHON} is not there; make it, in {ROOT}: {MAKE}")
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -39,7 +39,7 @@ class Server:
         # On the CPU this vLLM dies of a prompt that is read in pieces while its request has a seed, as ours all have.
         command = [
             str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out", "--enforce-eager",
-            "--model", str(model), "--served-model-name", MODEL, "--dtype", "float32",
+            "--model", str(CHECKPOINT), "--served-model-name", MODEL, "--dtype", "float32",
             "--hf-overrides", f'{{"max_position_embeddings": {CONTEXT}}}',
             "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(CONTEXT),
             "--host", "127.0.0.1", "--port", str(port), *flags,
