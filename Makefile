@@ -64,8 +64,8 @@ test-vllm: $(VENV)/.dev $(VLLM)/.made $(VLLM)/seeing/.made
 	$(PYTEST) tests/vllm/test_engine.py tests/vllm/test_gateway.py tests/vllm/test_images.py tests/vllm/test_processed.py $(ARGS)
 
 # vLLM as the engine of a run: its servers, its weights, and what it learns.
-test-vllm-training: $(VENV)/.dev $(VLLM)/.made
-	$(PYTEST) tests/vllm/test_policy.py tests/vllm/test_spider.py tests/vllm/test_training.py tests/vllm/test_transfers.py $(ARGS)
+test-vllm-training: $(VENV)/.dev $(VLLM)/.made $(VLLM)/seeing/.made
+	$(PYTEST) tests/vllm/test_image_training.py tests/vllm/test_policy.py tests/vllm/test_spider.py tests/vllm/test_training.py tests/vllm/test_transfers.py $(ARGS)
 
 # The gateway's tests with a real vLLM in the place of their engine: those that ask one and, of the SDKs, all but
 # litellm, for time. `pytest tests/proxy tests/sdk/test_matrix.py --engine vllm` runs all.

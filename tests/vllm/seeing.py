@@ -1,5 +1,6 @@
 """A policy that sees, on a real vLLM server, and what engine and trainer compute of an image."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +16,14 @@ from tests.vllm.server import PYTHON
 
 TORCHVISION = PYTHON.parents[1] / "seeing"
 MAKE = f"{PYTHON.parent}/pip install --no-deps --target {TORCHVISION} torchvision==0.28.0"
-_OPERATORS = Path(__file__).parent / "torchvision_ops"
+PATH = f"{Path(__file__).parent / 'torchvision_ops'}{os.pathsep}{TORCHVISION}"  # of vLLM's Python
 
 
 def make_folder(folder: Path) -> Path:
-    """A tiny model in dimensions that vLLM takes on a CPU."""
+    """A tiny model in dimensions that vLLM takes on a CPU. Raises FileNotFoundError where vLLM's Qwen2-VL would not
+    even be imported."""
+    if not TORCHVISION.exists():
+        raise FileNotFoundError(f"{TORCHVISION} is not there; vLLM's Qwen2-VL needs torchvision: {MAKE}")
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]}
     return seeing.make_folder(folder, hidden_size=128, intermediate_size=128, rope_parameters=rope)
 
@@ -27,13 +31,11 @@ def make_folder(folder: Path) -> Path:
 @contextmanager
 def policy_of(folder: Path, run_dir: Path) -> Iterator[VllmPolicy]:
     """The model in `folder`, sampled by a server that was started as a run starts it."""
-    if not TORCHVISION.exists():
-        raise FileNotFoundError(f"{TORCHVISION} is not there; vLLM's Qwen2-VL needs torchvision: {MAKE}")
     options = Options(python=str(PYTHON), dtype="float32", device="cpu", processed_logprobs=False)
     policy = VllmPolicy(folder, options, run_dir, device="cpu")
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", f"{_OPERATORS}:{TORCHVISION}")
+            patch.setenv("PYTHONPATH", PATH)
             policy.start()
         policy.update_weights(policy.model, 0)
         yield policy
