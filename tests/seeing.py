@@ -59,8 +59,8 @@ def make_folder(folder: Path, *, seed: int = 0, template: str = TEMPLATE, **text
             "bos_token_id": None, "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"],
         } | text,
         vision_config={
-            "depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4,
-            "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
+            "depth": 2, "embed_dim": 32, "hidden_size": text.get("hidden_size", 32), "num_heads": 2, "mlp_ratio": 2,
+            "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
         },
         image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
@@ -82,6 +82,25 @@ def picture(seed: int, width: int = 16, height: int = 16) -> bytes:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def turned(data: bytes) -> bytes:
+    """The same bytes of pixels, which their EXIF says are to be turned by a quarter."""
+    image = Image.open(io.BytesIO(data))
+    exif = image.getexif()
+    exif[0x0112] = 6
+    file = io.BytesIO()
+    image.save(file, "PNG", exif=exif)
+    return file.getvalue()
+
+
+def see_through(seed: int, width: int = 16, height: int = 16, mode: str = "RGBA") -> bytes:
+    """A PNG of random colours, each of them more or less transparent."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 4), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    file = io.BytesIO()
+    (image.convert(mode) if mode != "P" else image.quantize(8)).save(file, "PNG")
     return file.getvalue()
 
 

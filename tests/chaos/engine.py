@@ -54,6 +54,7 @@ class Weights:
             "/update_weights": self.update,
             "/finish_weight_update": self.finish,
             "/reset_prefix_cache": self.nothing,
+            "/reset_encoder_cache": self.nothing,
             "/update_weight_version": self.name,
         }
         return [

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import openai
 
@@ -12,9 +12,16 @@ from lightning_rl.server.launch import launch
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Claim, Finish, RolloutRequest
 from lightning_rl_adapters.call import Call, calls_of
-from tests.vllm.server import CHECKPOINT, MODEL, Server
+from lightning_rl_adapters.span import Span
+from tests.vllm.server import CHECKPOINT, MODEL
 
 QUESTION: Any = {"role": "user", "content": "TABLE users (id, name)\nHow many users?"}
+
+
+class Listens(Protocol):
+    """A vLLM server, or whoever knows where it is."""
+
+    url: str
 
 
 @dataclass
@@ -23,6 +30,7 @@ class Policy:
     tokenizer: str = str(CHECKPOINT)
     renderer: str = "auto"
     history: str = "keep"
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     unknown_model: str = "policy"
     engines: list = field(default_factory=list)
 
@@ -37,17 +45,22 @@ class Attempt:
 
     def finish(self) -> list[Call]:
         """End it, which stores all that was recorded: its calls."""
+        return self.finish_with_spans()[0]
+
+    def finish_with_spans(self) -> tuple[list[Call], list[Span]]:
+        """The same, and the spans that they were read from."""
         rollout_id = self.claim.rollout.rollout_id
         self.store.finish(rollout_id, self.claim.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
         (trace,) = self.store.traces([rollout_id])[rollout_id].attempts
-        return calls_of(trace.spans)
+        return calls_of(trace.spans), trace.spans
 
 
 @contextlib.contextmanager
-def attempt(folder: Path, server: Server, mode: str = "train") -> Iterator[Attempt]:
-    """An open attempt behind a gateway of its own."""
+def attempt(folder: Path, server: Listens, mode: str = "train", *, tokenizer: Path = CHECKPOINT) -> Iterator[Attempt]:
+    """An open attempt behind a gateway of its own, which renders as the model in `tokenizer` says."""
     engine = {"model": MODEL, "kind": "vllm", "url": server.url, "policy_version": 3}
-    with launch(folder, Policy(engines=[engine]), admin_key="a", runner_key="r", own_runners=False) as serving:
+    policy = Policy(tokenizer=str(tokenizer), engines=[engine])
+    with launch(folder, policy, admin_key="a", runner_key="r", own_runners=False) as serving:
         store = HttpStore(serving.url, "a")
         store.enqueue([RolloutRequest(task=1, rollout_id="r1", mode=mode)])
         (claim,) = store.claim("w")

@@ -12,6 +12,7 @@ PLUGIN = Path(__file__).parent / "plugin"
 _BACKENDS = {"file": "lightning_rl_file"}  # as the plugin registers it; others are vLLM's own
 _CPU_CACHE_GIB = "1"
 _LEAST_BATCHED_TOKENS = 2048
+_AS_THE_TRAINER_SEES = {"use_fast": False}  # PIL resizes (`lightning_rl.vision`); torchvision has other pixels
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +22,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         python: the interpreter of vLLM's environment.
         model: a folder, or a hub's id.
         context: tokens of a sequence, at most; None: what the model was made for.
+        sees: it is shown images, which are resized as the trainer does it.
         dtype: in what it computes, `float32` or `bfloat16`.
         device: `cpu` or `cuda`.
         processed_logprobs: logprobs are of what is sampled from, and not of temperature 1.
@@ -34,6 +36,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     model: str = ""
     context: int | None = None
+    sees: bool = False
     dtype: str
     device: str
     processed_logprobs: bool
@@ -64,6 +67,8 @@ def command(options: Options, port: int) -> list[str]:
         "weight_transfer_config": {"backend": _BACKENDS.get(options.weight_transfer, options.weight_transfer)},
         "enforce_eager": options.enforce_eager,
     }
+    if options.sees:
+        flags["mm_processor_kwargs"] = _AS_THE_TRAINER_SEES
     if options.device == "cuda":
         flags |= {"gpu_memory_utilization": options.gpu_memory_utilization, "enable_sleep_mode": options.sleeps}
     else:

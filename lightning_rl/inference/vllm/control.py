@@ -61,6 +61,7 @@ class Control:
         answer = self._order("/reset_prefix_cache?reset_running_requests=true")
         if not answer.get("success"):
             raise WeightsRefused(f"vLLM at {self.url} kept what the old weights computed: /reset_prefix_cache {answer}")
+        self._order("/reset_encoder_cache")  # the features of images that were shown before
 
     def sleep(self) -> None:
         """Leave the GPU to others: weights and cache give their memory back until `wake`. Raises WeightsRefused."""
@@ -105,7 +106,7 @@ class Control:
             raise Unreached(f"vLLM at {self.url}{path} does not answer: {error}") from error
         if response.status != 200:
             raise Refused(f"vLLM at {self.url}: {method} {path} answered {response.status}: ", response)
-        found: dict[str, Any] = msgspec.json.decode(response.data)
+        found: dict[str, Any] = msgspec.json.decode(response.data or b"{}")
         return found
 
 

@@ -23,6 +23,7 @@ from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.control import Control, Unreached
 from lightning_rl.inference.vllm.server import VllmNotStarted, VllmServer
 from lightning_rl.inference.vllm.transfer import transfer_of
+from lightning_rl.vision import vision_of
 
 _RESTARTS = 3  # of one server; what ends it more often will not go away by itself
 _WATCH_SECONDS = 0.5
@@ -44,7 +45,7 @@ class VllmPolicy:
     """The model at `path` (a folder or a hub's id; None: the tutorial's), sampled by vLLM from `start` to `close`.
 
     Args:
-        options: how its servers are started; of `model` and `context` only where they are not the model's own.
+        options: how its servers are started; `model`, `sees`, and a `context` of None, are the model's own.
         run_dir: where the logs of the servers are, and the weights on their way to them.
         urls: servers that run already and read the same files, instead of ones of our own.
         weights: a checkpoint whose weights are sampled and trained instead of those at `path`.
@@ -74,8 +75,9 @@ class VllmPolicy:
         model: Any = load_model(weights or self.folder, train_dtype, device_of(device))
         self.model = model
         self.on_outage: Callable[[bool], None] = lambda away: None
-        context = options.context or model.config.max_position_embeddings
-        self._options = msgspec.structs.replace(options, model=str(self.folder), context=context)
+        context = options.context or model.config.get_text_config().max_position_embeddings
+        sees = vision_of(self.folder, model) is not None
+        self._options = msgspec.structs.replace(options, model=str(self.folder), context=context, sees=sees)
         self._tolerance = tolerance
         self._outbox = run_dir / "weights"
         attached = [_Member(url, None) for url in urls]

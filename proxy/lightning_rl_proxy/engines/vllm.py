@@ -300,18 +300,20 @@ def _shown(media: Sequence[Shown]) -> dict[str, Any]:
 
 def _content_parts(prompt: list[int], media: Sequence[Shown]) -> dict[str, Any]:
     """Images as vLLM takes them: in order, each for the next placeholder of a prompt that has one for each; it puts in
-    the others itself, and tells the prompt that it read.
+    the others itself, and tells the prompt that it read. What comes behind the last image it takes for tokens.
 
-    Raises EngineRefused where a placeholder was sampled: vLLM would take it for an image.
+    Raises EngineRefused where a placeholder was sampled before an image: vLLM would put that image there.
     """
     ids: list[int] = []
     at = 0
     for one in media:
         ids += prompt[at : one.start + 1]
         at = one.start + one.length
-    ids += prompt[at:]
     if ids.count(prompt[media[0].start]) != len(media):
-        raise EngineRefused("the model has sampled an image placeholder, which vLLM would read as an image")
+        raise EngineRefused(
+            "the model has sampled an image placeholder, and vLLM would put there the image that was shown after it"
+        )
+    ids += prompt[at:]
     parts = [
         {
             "type": "image_url",

@@ -1,6 +1,7 @@
 """The embedded engine with a model that sees: its logprobs are those of transformers' own way, image by image."""
 
 import base64
+import io
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image as Pillow
 
 from lightning_rl.inference import policy as policies
 from lightning_rl.inference.embedded import EmbeddedPolicy
@@ -190,6 +192,33 @@ def post(policy: EmbeddedPolicy, ids: list[int], media: list[dict[str, Any]]) ->
 def wire(image: Image, **other: Any) -> dict[str, Any]:
     data = base64.b64encode(image.data).decode()
     return {"start": image.start, "length": image.length, "sha256": image.sha256, "data": data} | other
+
+
+def test_an_image_is_turned_as_its_exif_says(policy: EmbeddedPolicy) -> None:
+    upright = Pillow.open(io.BytesIO(CAT)).transpose(Pillow.Transpose.ROTATE_270)  # clockwise by a quarter
+    torch.testing.assert_close(patches(policy, seeing.turned(CAT)), patches(policy, png(upright)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_lies_on_white(policy: EmbeddedPolicy, mode: str) -> None:
+    data = seeing.see_through(3, 16, 24, mode)
+    layer = Pillow.open(io.BytesIO(data)).convert("RGBA")
+    white = Pillow.alpha_composite(Pillow.new("RGBA", layer.size, "white"), layer).convert("RGB")
+    # The two ways round differently, by one step of 255 at most.
+    torch.testing.assert_close(patches(policy, data), patches(policy, png(white)), rtol=0, atol=1.01 / 255 / 0.26)
+    assert not torch.equal(patches(policy, data), patches(policy, png(layer.convert("RGB"))))
+
+
+def patches(policy: EmbeddedPolicy, data: bytes) -> torch.Tensor:
+    vision = vision_of(policy.folder, policy.model)
+    assert vision is not None
+    return vision.patches(Image(0, 6, sha256(data).hexdigest(), data)).pixels
+
+
+def png(image: Pillow.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def test_images_that_do_not_fit_are_refused_over_the_wire(policy: EmbeddedPolicy) -> None:

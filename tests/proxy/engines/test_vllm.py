@@ -294,5 +294,12 @@ def test_a_stream_tells_its_prompt_first(wire: Wire) -> None:
 
 def test_a_sampled_placeholder_is_not_sent_where_it_would_be_read_as_an_image(wire: Wire) -> None:
     with pytest.raises(EngineRefused, match="sampled an image placeholder"):
-        shown(wire, [*PROMPT, 8, 3])
+        shown(wire, [5, 8, 8, 8, 8, 8, 8, 7])  # the one at 4 is no image's
     assert wire.paths[-1:] != ["/inference/v1/generate"]
+
+
+def test_a_placeholder_that_is_sampled_behind_all_images_is_sent_as_a_token(wire: Wire) -> None:
+    prompt = [*PROMPT, 8, 3]
+    wire.answer = {"choices": [{"token_ids": [1], "finish_reason": "stop"}], "prompt_token_ids": prompt}
+    assert shown(wire, prompt)[0] == Tokens([1], None)
+    assert wire.asked["token_ids"] == [5, 8, 6, 8, 7, 8, 3]

@@ -59,6 +59,11 @@ def test_on_a_cpu_prompts_are_read_whole_and_nothing_is_compiled() -> None:
     assert longer["--max-num-batched-tokens"] == "10000"
 
 
+def test_a_model_that_sees_has_its_images_resized_as_the_trainer_does_it() -> None:
+    assert flags(command(options(sees=True), 1))["--mm-processor-kwargs"] == '{"use_fast": false}'
+    assert "--mm-processor-kwargs" not in flags(command(options(), 1))
+
+
 def test_vllms_own_transfers_are_its_backends() -> None:
     asked = flags(command(options(weight_transfer="nccl", sleeps=True), 1))
     assert json.loads(asked["--weight-transfer-config"] or "") == {"backend": "nccl"}
