@@ -1,9 +1,9 @@
 """This server's gateway among those of its store: its lease there, its notes of calls, and which attempts are its own.
 
 Invariants: while others live, the store hears that it may lack a call of an attempt before that call's answer ends, so
-whoever takes an attempt over has all of it; and a gateway whose lease may be over answers nothing, since others may have
-its attempts. A gateway that is alone notes nothing, so nobody goes on with its attempts: no answer of it waits for the
-store, or is refused because of it.
+whoever takes an attempt over has all of it; and a gateway whose lease may be over answers nothing, since others may
+have its attempts. A gateway that is alone notes nothing, so nobody goes on with its attempts: no answer of it waits for
+the store, or is refused because of it.
 """
 
 import asyncio

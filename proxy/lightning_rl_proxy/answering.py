@@ -16,7 +16,7 @@ import msgspec
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call, to_span
-from lightning_rl_adapters.media import media_span, referred
+from lightning_rl_adapters.media import media_span
 from lightning_rl_adapters.span import Span
 from lightning_rl_proxy import images, relay
 from lightning_rl_proxy.attempt import Attempt, Place, new_call_id
@@ -104,14 +104,16 @@ class Answerer:
             place = attempt.find_place(model, request.messages, tools, renderer)
         else:
             place = attempt.texts.place(attempt, model, request.prompt, PlainText(renderer))
-        self._count_place(place)
-        self._record_images(attempt, place)
         forced = _forced(request, place, renderer)
+        earlier = asked.exchange.earlier[-request.n :]
+        if earlier:  # told again where it was asked, though equal calls may have been answered since
+            whole = earlier[0].prompt_ids()
+            place = replace(place, prompt_ids=whole[: len(whole) - len(forced)])
+        else:
+            self._count_place(place)
+            self._record_images(attempt, place)
         room = _room(request, len(place.prompt_ids) + len(forced))
         reader = self.reader(request)
-        earlier = asked.exchange.earlier[-request.n :]
-        if len(earlier) < request.n or earlier[0].prompt_ids() != place.prompt_ids + forced:
-            earlier = []
         choices = [
             _Choice(asked, place, forced, reader, self._clock, room, index=index, number=first + index, call_id=call_id)
             for index, call_id in enumerate(
@@ -403,7 +405,7 @@ class _Choice:
             semconv.DIALECT: self.asked.dialect.NAME,
             semconv.INPUT_TOKENS: len(self.place.prompt_ids),
             semconv.OUTPUT_TOKENS: len(self.generation.token_ids),
-            semconv.INPUT_MESSAGES: referred(self.place.new_messages, self.asked.attempt.image_urls),
+            semconv.INPUT_MESSAGES: self.place.new_messages,
             semconv.SAMPLING_REQUESTED: msgspec.to_builtins(request.sampling),
             semconv.SAMPLING_EFFECTIVE: msgspec.to_builtins(self.sampling),
         }
@@ -471,6 +473,8 @@ def _room(request: Request, prompt_tokens: int) -> int | None:
 def told_for_others(asked: Asked) -> dict[str, Any]:
     """What a span says so that another gateway can go on behind its call, and answer a retry of it."""
     more: dict[str, Any] = {semconv.REQUEST: asked.exchange.body_key.hex()} if asked.exchange.noted else {}
+    if isinstance(asked.request.prompt, list):
+        more[semconv.PROMPT_AS_IDS] = True
     if asked.dialect is responses and (instructed := responses.instructed(asked.request)):
         more[semconv.INSTRUCTIONS] = instructed
     return more
