@@ -19,7 +19,7 @@ from lightning_rl_adapters.call import Call, to_span
 from lightning_rl_adapters.media import media_span
 from lightning_rl_adapters.span import Span
 from lightning_rl_proxy import images, relay
-from lightning_rl_proxy.attempt import Attempt, Place, new_call_id
+from lightning_rl_proxy.attempt import Attempt, Place, Recorded, new_call_id
 from lightning_rl_proxy.clock import Clock
 from lightning_rl_proxy.dialects import chat_completions, responses
 from lightning_rl_proxy.dialects.base import Dialect, Events, NamedTool, Opening, Request
@@ -105,7 +105,7 @@ class Answerer:
         else:
             place = attempt.texts.place(attempt, model, request.prompt, PlainText(renderer))
         forced = _forced(request, place, renderer)
-        earlier = asked.exchange.earlier[-request.n :]
+        earlier = [one.live for one in _earlier(asked)]
         if earlier:  # told again where it was asked, though equal calls may have been answered since
             whole = earlier[0].prompt_ids()
             place = replace(place, prompt_ids=whole[: len(whole) - len(forced)])
@@ -198,11 +198,15 @@ class Answerer:
         attempt, request, model = asked.attempt, asked.request, asked.model
         first = attempt.take_numbers(request.n)
         place = attempt.find_turn(model, request.messages, request.tools)
-        self._count_place(place)
-        call_ids = [new_call_id() for _ in range(request.n)]
-        told = await _each(
-            self._ask(asked, place, first + index, index, call_id) for index, call_id in enumerate(call_ids)
-        )
+        if earlier := _earlier(asked):
+            call_ids = [one.live.call.call_id for one in earlier]
+            told = [relay.told_again(one.live.call, one.said) for one in earlier]
+        else:
+            self._count_place(place)
+            call_ids = [new_call_id() for _ in range(request.n)]
+            told = await _each(
+                self._ask(asked, place, first + index, index, call_id) for index, call_id in enumerate(call_ids)
+            )
         if asked.dialect is chat_completions and not request.stream:
             return chat_completions.merge([answer.body for answer in told])
         answers = [relay.answer_of(answer) for answer in told]
@@ -541,6 +545,12 @@ def _forced(request: Request, place: Place, renderer: Renderer) -> list[int]:
             kind="unsupported_parameter",
         )
     return forced
+
+
+def _earlier(asked: Asked) -> list[Recorded]:
+    """What another gateway answered to a retried request, choice by choice; empty where it did not."""
+    earlier = asked.exchange.earlier[-asked.request.n :]
+    return earlier if len(earlier) == asked.request.n else []
 
 
 def _tell_again(choice: _Choice, call: Call, stream: _Stream) -> Answer:

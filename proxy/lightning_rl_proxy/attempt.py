@@ -19,7 +19,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call
@@ -198,6 +198,13 @@ class LiveCall:
         return chain[::-1]
 
 
+class Recorded(NamedTuple):
+    """An answer that another gateway gave, and the attributes of its span."""
+
+    live: LiveCall
+    said: dict[str, Any]
+
+
 @dataclass(eq=False, slots=True)
 class Trail:
     """A request's way through what the attempt knows.
@@ -307,7 +314,7 @@ class Attempt:
         self.in_flight = 0  # answers that are being worked on
         # How often a body was answered with 5xx: so many of its retries are sampled anew, equal calls or not.
         self.failed = Counter[bytes]()
-        self.recorded: dict[bytes, list[LiveCall]] = {}  # by their requests, what another gateway answered
+        self.recorded: dict[bytes, list[Recorded]] = {}  # by their requests, what another gateway answered
         self.texts = Texts()
         # The images that requests have shown, by their SHA-256, and which of them each URL or reference holds.
         self.images: dict[str, Image] = {}

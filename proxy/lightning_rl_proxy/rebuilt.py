@@ -15,7 +15,7 @@ from lightning_rl_adapters.media import url_of, with_urls
 from lightning_rl_adapters.span import Span
 from lightning_rl_proxy import echo, images
 from lightning_rl_proxy.address import Address
-from lightning_rl_proxy.attempt import Attempt, LiveCall, Place
+from lightning_rl_proxy.attempt import Attempt, LiveCall, Place, Recorded
 from lightning_rl_proxy.dialects import completions, responses
 from lightning_rl_proxy.exchange import Exchange
 from lightning_rl_proxy.images import Image
@@ -58,12 +58,8 @@ class _Rebuilding:
                     self._take_text(call, attributes)
                 else:
                     self._take_chat(call, attributes)
-                if (request := attributes.get(semconv.REQUEST)) is not None:
-                    self._attempt.recorded.setdefault(bytes.fromhex(request), []).append(self._lives[call.call_id])
-        for equal in self._attempt.recorded.values():
-            equal.sort(
-                key=lambda live: live.call.number
-            )  # so the choices of one request stand together, in their order
+        for equal in self._attempt.recorded.values():  # the choices of one request stand together, in their order
+            equal.sort(key=lambda one: one.live.call.number)
 
     def _is_whole(self, call: Call) -> bool:
         return (call.parent_id is None or call.parent_id in self._lives) and all(
@@ -91,7 +87,7 @@ class _Rebuilding:
         if attributes[semconv.DIALECT] == responses.NAME:
             shown = _with_images(conversation[instructed:], attempt.images.values())
             exchange.responses[responses.response_id(call.call_id)] = shown
-        self._remember(call, exchange.commits[0][1])
+        self._remember(call, exchange.commits[0][1], attributes)
         self._conversations[call.call_id] = conversation
         self._tools[call.call_id] = tools
         attempt.commit(exchange)
@@ -105,7 +101,7 @@ class _Rebuilding:
         trail = attempt.follow(f"{call.model}\n{completions.NAME}", [written], _NO_TOOLS)
         place = Place(parent, call.prompt_ids, [], [written], None, trail)
         _, live = attempt.answered(place, call, attributes[semconv.OUTPUT_MESSAGES][0])
-        self._remember(call, live)
+        self._remember(call, live, attributes)
         if attributes.get(semconv.PROMPT_AS_IDS):
             attempt.texts.add(call.model, live.prompt_ids(), live)
             return
@@ -118,8 +114,10 @@ class _Rebuilding:
     def _parent(self, call: Call) -> LiveCall | None:
         return None if call.parent_id is None else self._lives[call.parent_id]
 
-    def _remember(self, call: Call, live: LiveCall) -> None:
+    def _remember(self, call: Call, live: LiveCall, attributes: dict[str, Any]) -> None:
         self._lives[call.call_id] = live
+        if (request := attributes.get(semconv.REQUEST)) is not None:
+            self._attempt.recorded.setdefault(bytes.fromhex(request), []).append(Recorded(live, attributes))
 
 
 def _as_answered(spans: Iterable[Span]) -> list[tuple[Call, dict[str, Any]]]:
