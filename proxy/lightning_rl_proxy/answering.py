@@ -98,14 +98,14 @@ class Answerer:
     async def _sample_all(self, asked: Asked, renderer: Renderer) -> bytes:
         """Sample every choice of a request."""
         attempt, request, model = asked.attempt, asked.request, asked.model
-        first = attempt.take_numbers(request.n)
+        earlier = [one.live for one in _earlier(asked)]
+        first = 0 if earlier else attempt.take_numbers(request.n)
         if request.prompt is None:
             tools = None if request.tool_choice == "none" else request.tools
             place = attempt.find_place(model, request.messages, tools, renderer)
         else:
             place = attempt.texts.place(attempt, model, request.prompt, PlainText(renderer))
         forced = _forced(request, place, renderer)
-        earlier = [one.live for one in _earlier(asked)]
         if earlier:  # told again where it was asked, though equal calls may have been answered since
             whole = earlier[0].prompt_ids()
             place = replace(place, prompt_ids=whole[: len(whole) - len(forced)])
@@ -196,12 +196,12 @@ class Answerer:
     async def _relay(self, asked: Asked) -> bytes:
         """Ask a chat backend for each choice. Its answers come whole, and are streamed as such."""
         attempt, request, model = asked.attempt, asked.request, asked.model
-        first = attempt.take_numbers(request.n)
         place = attempt.find_turn(model, request.messages, request.tools)
         if earlier := _earlier(asked):
             call_ids = [one.live.call.call_id for one in earlier]
             told = [relay.told_again(one.live.call, one.said) for one in earlier]
         else:
+            first = attempt.take_numbers(request.n)
             self._count_place(place)
             call_ids = [new_call_id() for _ in range(request.n)]
             told = await _each(

@@ -152,7 +152,7 @@ def told_again(call: Call, said: Mapping[str, Any]) -> ChatAnswer:
         "object": "chat.completion",
         "created": call.start_ns // 10**9,
         "model": call.model,
-        "choices": [{"index": 0, "message": message, "finish_reason": call.finish_reason, "logprobs": None}],
+        "choices": [{"index": 0, "message": message, "finish_reason": call.finish_reason}],
     }
     if usage:
         body["usage"] = usage | {"total_tokens": sum(usage.values())}
