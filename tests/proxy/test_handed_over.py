@@ -38,7 +38,16 @@ JUDGE = "judge"
 
 
 class Heir(MemoryLedger):
-    """Tells what is recorded of an attempt, as the store does to a gateway that takes it over."""
+    """Tells what is recorded of an attempt, as the store does to a gateway that takes it over; `given` are the names of
+    all spans that it was ever given, those that it had already too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[str] = []
+
+    async def add_spans(self, spans: Sequence[Span]) -> None:
+        self.given += [span.name for span in spans]
+        await super().add_spans(spans)
 
     async def attempt(self, rollout_id: str, attempt_id: str) -> AttemptInfo | None:
         info = await super().attempt(rollout_id, attempt_id)
@@ -214,17 +223,20 @@ def test_a_conversation_with_images_goes_on_with_them_in_their_places_and_none_i
     second = went_on(first, answer, result)
     answer = pair.ask("chat/completions", chat(second, tools=tools))
     pair.hand_over()
+    given = pair.two.ledger.given
+    given.clear()
     third = went_on(second, answer, seeing.asked("and this?", CAT))
     pair.both("chat/completions", chat(third, tools=tools))
     assert newest(pair).attributes[semconv.PARENT] is not None
     assert [one.image.data for one in pair.two.engine.media[-1]] == [CAT, DOG, CAT]
-    assert [span.name for span in pair.recorded(pair.two)].count(semconv.MEDIA_SPAN) == 2
+    assert given == [semconv.CALL_SPAN]
     # Another image in the place of one: another branch; one that nobody showed before is recorded, once.
     bird = seeing.picture(3, 16, 24)
     for last in (DOG, bird, bird):
         pair.both("chat/completions", chat([*second, third[-2], seeing.asked("and this?", last)], tools=tools))
     pair.both("chat/completions", chat([seeing.asked("look", DOG)], tools=tools))
     assert [span.name for span in pair.recorded(pair.two)].count(semconv.MEDIA_SPAN) == 3
+    assert given.count(semconv.MEDIA_SPAN) == 1
 
 
 def test_an_image_is_the_same_however_its_url_is_written(seeing_pair: Pair) -> None:
@@ -375,6 +387,20 @@ def events(answer: httpx.Response) -> list[str]:
     """The events of a stream, without its times; those of a choice in their order."""
     told = re.sub(r'"(created|created_at|completed_at)":[0-9.]+', "", answer.text)
     return sorted(told.split("\n\n"), key=lambda event: event.partition('"index":1')[1])
+
+
+@pytest.mark.parametrize("first", ["once upon", [40, 41]])
+def test_a_prompt_goes_on_in_the_form_in_which_its_client_wrote_it(pair: Pair, first: Any) -> None:
+    """Text behind text, ids behind ids; the same prompt in the other form is another one, here as there."""
+    pair.begin()
+    pair.ask("completions", {"model": MODEL, "prompt": first})
+    pair.hand_over()
+    [call] = [from_span(span) for span in pair.recorded(pair.one)]
+    ids = call.prompt_ids + call.response_ids
+    as_text = FastTokenizer(TOKENIZER).decode(ids)
+    for prompt, continues in ((as_text + " more", isinstance(first, str)), ([*ids, 42], isinstance(first, list))):
+        pair.both("completions", {"model": MODEL, "prompt": prompt})
+        assert (newest(pair).attributes[semconv.PARENT] == call.call_id) == continues
 
 
 def test_of_equal_samples_a_retry_hears_the_last_choice_by_choice(pair: Pair) -> None:
