@@ -5,7 +5,7 @@ attempt and that digest, so that recording it again changes nothing. The tokens 
 themselves: equal tokens with another image are another prompt.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -55,16 +55,21 @@ def url_of(sha256: str) -> str:
 
 def referred(messages: Iterable[dict[str, Any]], by_url: Mapping[str, str]) -> list[dict[str, Any]]:
     """The messages with the image URLs of `by_url` (URL -> SHA-256) as references to the spans that hold them."""
+    return with_urls(messages, lambda url: url_of(by_url[url]) if url in by_url else url)
+
+
+def with_urls(messages: Iterable[dict[str, Any]], new: Callable[[str], str]) -> list[dict[str, Any]]:
+    """The messages with what `new` gives for the URL of each image."""
     return [
-        message | {"content": [_referred(part, by_url) for part in message["content"]]}
+        message | {"content": [_with_url(part, new) for part in message["content"]]}
         if isinstance(message.get("content"), list)
         else message
         for message in messages
     ]
 
 
-def _referred(part: dict[str, Any], by_url: Mapping[str, str]) -> dict[str, Any]:
-    image = part.get("image_url")
-    if not isinstance(image, dict) or image.get("url") not in by_url:
+def _with_url(part: Any, new: Callable[[str], str]) -> Any:
+    image = part.get("image_url") if isinstance(part, dict) else None
+    if not isinstance(image, dict) or not isinstance(image.get("url"), str):
         return part
-    return part | {"image_url": image | {"url": url_of(by_url[image["url"]])}}
+    return part | {"image_url": image | {"url": new(image["url"])}}

@@ -36,6 +36,7 @@ TRAINABLE: Final = "lightning_rl.trainable"
 OVERSHOOT: Final = "lightning_rl.overshoot"
 TOOLS: Final = "lightning_rl.tools"  # a digest, where a call begins a tree: its whole line has the same
 INSTRUCTIONS: Final = "lightning_rl.instructions"  # how many of its messages no later response repeats
+PROMPT_AS_IDS: Final = "lightning_rl.prompt_as_ids"  # of a completion: its client wrote token ids, not text
 REQUEST: Final = "lightning_rl.request"  # a digest of door and body, by which a retry finds its answer
 MEDIA: Final = "lightning_rl.media"  # where images stand in the prompt ids: [start, length, SHA-256] each
 

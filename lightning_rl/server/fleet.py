@@ -1,8 +1,9 @@
 """This server's gateway among those of its store: its lease there, its notes of calls, and which attempts are its own.
 
-Invariants: a gateway whose lease may be over answers nothing, since others may have its attempts. While others live,
-the store hears that it may lack a call of an attempt before that call's answer ends, so whoever takes an attempt over
-has all of it. A gateway that is alone notes nothing: nobody could go on with its attempts.
+Invariants: while others live, the store hears that it may lack a call of an attempt before that call's answer ends, so
+whoever takes an attempt over has all of it; and a gateway whose lease may be over answers nothing, since others may
+have its attempts. A gateway that is alone notes nothing, so nobody goes on with its attempts: no answer of it waits for
+the store, or is refused because of it.
 """
 
 import asyncio
@@ -79,7 +80,7 @@ class Fleet:
                 if self.others and not self._noting:
                     self._noting = True
                     self._first = [self._note(name) for name in held()]
-                elif not self.others and not before:  # so the store was told that nothing is noted here
+                elif not self.others and not before and not self.lapsed:  # so the store was told that nothing is noted
                     self._noting = False
             settle(list(self._noted))
             await asyncio.sleep(self._every_seconds)
@@ -109,7 +110,8 @@ class Fleet:
         self._sql.writable_again()
         if self._until and asked > self._until:
             self.lapsed = True
-            _log.warning("the lease was over for %.1f s: other gateways may have its attempts", asked - self._until)
+            what = "other gateways may have its attempts" if self._noting else "its attempts may have been ended"
+            _log.warning("the lease was over for %.1f s: %s", asked - self._until, what)
         self._until = asked + self._lease_seconds
 
     # Whose an attempt is
@@ -148,14 +150,21 @@ class Fleet:
         return not self.lapsed and asyncio.get_running_loop().time() <= self._until
 
     def check(self) -> None:
-        """Raises GatewayError(503) while others may have what this gateway holds."""
-        if not self.sure:
+        """Raises GatewayError(503) while others may have what this gateway holds: not where it notes nothing."""
+        if self._noting and not self.sure:
             raise fenced()
 
     async def begin(self, rollout_id: str, attempt_id: str) -> None:
-        """See `Notes`."""
-        if self._noting:
-            await asyncio.shield(self._note((rollout_id, attempt_id)))
+        """See `Notes`. It waits for no longer than the lease, whether the store refuses or says nothing."""
+        if not self._noting:
+            return
+        known = self._note((rollout_id, attempt_id))
+        while not known.done():
+            left = self._until - asyncio.get_running_loop().time()
+            if left < 0:
+                raise fenced()
+            await asyncio.wait([known], timeout=left)
+        known.result()
 
     def settle(self, attempts: Iterable[Name]) -> None:
         """See `Notes`."""
@@ -198,7 +207,6 @@ class Fleet:
             except StoreUnwritable:
                 self._to_clear |= cleared - set(self._to_note)
                 self._word.set()
-                self._give_up()
                 await asyncio.sleep(_AGAIN_SECONDS)
                 continue
             for name in noted:
@@ -208,12 +216,6 @@ class Fleet:
         while not self._to_note:
             self._word.clear()
             await self._word.wait()
-
-    def _give_up(self) -> None:
-        """The store could not be told; nobody waits for longer than the lease."""
-        if asyncio.get_running_loop().time() > self._until:
-            for name in list(self._to_note):
-                self._answer(name, well=False)
 
     def _answer(self, name: Name, *, well: bool) -> None:
         known = self._to_note.pop(name)

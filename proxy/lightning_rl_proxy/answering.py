@@ -16,10 +16,10 @@ import msgspec
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call, to_span
-from lightning_rl_adapters.media import media_span, referred
+from lightning_rl_adapters.media import media_span
 from lightning_rl_adapters.span import Span
 from lightning_rl_proxy import images, relay
-from lightning_rl_proxy.attempt import Attempt, Place, new_call_id
+from lightning_rl_proxy.attempt import Attempt, Place, Recorded, new_call_id
 from lightning_rl_proxy.clock import Clock
 from lightning_rl_proxy.dialects import chat_completions, responses
 from lightning_rl_proxy.dialects.base import Dialect, Events, NamedTool, Opening, Request
@@ -98,20 +98,22 @@ class Answerer:
     async def _sample_all(self, asked: Asked, renderer: Renderer) -> bytes:
         """Sample every choice of a request."""
         attempt, request, model = asked.attempt, asked.request, asked.model
-        first = attempt.take_numbers(request.n)
+        earlier = [one.live for one in _earlier(asked)]
+        first = 0 if earlier else attempt.take_numbers(request.n)
         if request.prompt is None:
             tools = None if request.tool_choice == "none" else request.tools
             place = attempt.find_place(model, request.messages, tools, renderer)
         else:
             place = attempt.texts.place(attempt, model, request.prompt, PlainText(renderer))
-        self._count_place(place)
-        self._record_images(attempt, place)
         forced = _forced(request, place, renderer)
+        if earlier:  # told again where it was asked, though equal calls may have been answered since
+            whole = earlier[0].prompt_ids()
+            place = replace(place, prompt_ids=whole[: len(whole) - len(forced)])
+        else:
+            self._count_place(place)
+            self._record_images(attempt, place)
         room = _room(request, len(place.prompt_ids) + len(forced))
         reader = self.reader(request)
-        earlier = asked.exchange.earlier[-request.n :]
-        if len(earlier) < request.n or earlier[0].prompt_ids() != place.prompt_ids + forced:
-            earlier = []
         choices = [
             _Choice(asked, place, forced, reader, self._clock, room, index=index, number=first + index, call_id=call_id)
             for index, call_id in enumerate(
@@ -194,13 +196,17 @@ class Answerer:
     async def _relay(self, asked: Asked) -> bytes:
         """Ask a chat backend for each choice. Its answers come whole, and are streamed as such."""
         attempt, request, model = asked.attempt, asked.request, asked.model
-        first = attempt.take_numbers(request.n)
         place = attempt.find_turn(model, request.messages, request.tools)
-        self._count_place(place)
-        call_ids = [new_call_id() for _ in range(request.n)]
-        told = await _each(
-            self._ask(asked, place, first + index, index, call_id) for index, call_id in enumerate(call_ids)
-        )
+        if earlier := _earlier(asked):
+            call_ids = [one.live.call.call_id for one in earlier]
+            told = [relay.told_again(one.live.call, one.said) for one in earlier]
+        else:
+            first = attempt.take_numbers(request.n)
+            self._count_place(place)
+            call_ids = [new_call_id() for _ in range(request.n)]
+            told = await _each(
+                self._ask(asked, place, first + index, index, call_id) for index, call_id in enumerate(call_ids)
+            )
         if asked.dialect is chat_completions and not request.stream:
             return chat_completions.merge([answer.body for answer in told])
         answers = [relay.answer_of(answer) for answer in told]
@@ -403,7 +409,7 @@ class _Choice:
             semconv.DIALECT: self.asked.dialect.NAME,
             semconv.INPUT_TOKENS: len(self.place.prompt_ids),
             semconv.OUTPUT_TOKENS: len(self.generation.token_ids),
-            semconv.INPUT_MESSAGES: referred(self.place.new_messages, self.asked.attempt.image_urls),
+            semconv.INPUT_MESSAGES: self.place.new_messages,
             semconv.SAMPLING_REQUESTED: msgspec.to_builtins(request.sampling),
             semconv.SAMPLING_EFFECTIVE: msgspec.to_builtins(self.sampling),
         }
@@ -471,6 +477,8 @@ def _room(request: Request, prompt_tokens: int) -> int | None:
 def told_for_others(asked: Asked) -> dict[str, Any]:
     """What a span says so that another gateway can go on behind its call, and answer a retry of it."""
     more: dict[str, Any] = {semconv.REQUEST: asked.exchange.body_key.hex()} if asked.exchange.noted else {}
+    if isinstance(asked.request.prompt, list):
+        more[semconv.PROMPT_AS_IDS] = True
     if asked.dialect is responses and (instructed := responses.instructed(asked.request)):
         more[semconv.INSTRUCTIONS] = instructed
     return more
@@ -537,6 +545,12 @@ def _forced(request: Request, place: Place, renderer: Renderer) -> list[int]:
             kind="unsupported_parameter",
         )
     return forced
+
+
+def _earlier(asked: Asked) -> list[Recorded]:
+    """What another gateway answered to a retried request, choice by choice; empty where it did not."""
+    earlier = asked.exchange.earlier[-asked.request.n :]
+    return earlier if len(earlier) == asked.request.n else []
 
 
 def _tell_again(choice: _Choice, call: Call, stream: _Stream) -> Answer:

@@ -20,11 +20,11 @@ import random
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call
-from lightning_rl_adapters.media import Placed
+from lightning_rl_adapters.media import Placed, referred, url_of
 from lightning_rl_adapters.semconv import ForkCause
 from lightning_rl_proxy import echo, forks, images
 from lightning_rl_proxy.address import Address
@@ -199,6 +199,13 @@ class LiveCall:
         return chain[::-1]
 
 
+class Recorded(NamedTuple):
+    """An answer that another gateway gave, and the attributes of its span."""
+
+    live: LiveCall
+    said: dict[str, Any]
+
+
 @dataclass(eq=False, slots=True)
 class Trail:
     """A request's way through what the attempt knows.
@@ -308,9 +315,9 @@ class Attempt:
         self.in_flight = 0  # answers that are being worked on
         # How often a body was answered with 5xx: so many of its retries are sampled anew, equal calls or not.
         self.failed = Counter[bytes]()
-        self.recorded: dict[bytes, list[LiveCall]] = {}  # by their requests, what another gateway answered
+        self.recorded: dict[bytes, list[Recorded]] = {}  # by their requests, what another gateway answered
         self.texts = Texts()
-        # The images that requests have shown, by their SHA-256, and which of them each URL holds.
+        # The images that requests have shown, by their SHA-256, and which of them each URL or reference holds.
         self.images: dict[str, Image] = {}
         self.image_urls: dict[str, str] = {}
         self.images_recorded: set[str] = set()
@@ -346,6 +353,8 @@ class Attempt:
         self, model: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, renderer: Renderer
     ) -> Place:
         """The place of a request that has just arrived."""
+        if renderer.vision is not None:
+            messages = self._with_images_named(messages)
         turn = self.find_turn(model, messages, tools)
         if turn.parent is None:
             ids, media = self._shown(renderer, renderer.render(messages, tools), messages)
@@ -369,13 +378,23 @@ class Attempt:
             return ids, []
         return renderer.vision.expand(ids, [self._image(where, url) for where, url in images.urls(messages)], behind)
 
+    def _with_images_named(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with the digests of their images for URLs: the model sees the same, however it was sent."""
+        for where, url in images.urls(messages):
+            self._image(where, url)
+        return referred(messages, self.image_urls)
+
     def _image(self, where: str, url: str) -> Image:
-        known = self.images.get(self.image_urls.get(url, ""))
-        if known is not None:
-            return known
-        image = images.read(where, url)
-        self.image_urls[url] = image.sha256
-        return self.images.setdefault(image.sha256, image)
+        if url not in self.image_urls:
+            image = images.read(where, url)
+            self.image_urls[url] = image.sha256
+            self.show(image)
+        return self.images[self.image_urls[url]]
+
+    def show(self, image: Image) -> None:
+        """Remember an image, so that messages may name it by its digest."""
+        self.images.setdefault(image.sha256, image)
+        self.image_urls[url_of(image.sha256)] = image.sha256
 
     def find_turn(self, model: str, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> Place:
         """The place by messages alone of a request that nobody here renders: without prompt ids."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_rl_adapters.call import Call
 
 if TYPE_CHECKING:
-    from lightning_rl_proxy.attempt import LiveCall, Trail
+    from lightning_rl_proxy.attempt import LiveCall, Recorded, Trail
 
 
 class Exchange:
@@ -35,7 +35,7 @@ class Exchange:
         self.texts: list[tuple[str, str | list[int], LiveCall]] = []
         self.responses: dict[str, list[dict[str, Any]]] = {}
         self.noted = False
-        self.earlier: list[LiveCall] = []
+        self.earlier: list[Recorded] = []
         self.followers = 0  # clients that wait for the answer
         self.grace: asyncio.Task[None] | None = None  # runs while nobody waits for it
         self.client_gone = False

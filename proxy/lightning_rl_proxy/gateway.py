@@ -114,6 +114,7 @@ class Gateway:
         self._ping_seconds = ping_seconds
         self._parked_seconds = parked_seconds
         self._attempts: dict[tuple[str, str], Attempt] = {}
+        self._asking: dict[tuple[str, str], asyncio.Task[AttemptInfo | None]] = {}  # of which the ledger is asked now
         self._earlier: dict[str, int] = {}  # tokens received by earlier processes, by model
         self._starting: dict[tuple[str, str], float] = {}  # since when, the oldest first
         # The ledger says that an attempt is closed a moment after it was sealed; in between, this does.
@@ -380,7 +381,7 @@ class Gateway:
         attempt = self._attempts.get(name)
         now = time.monotonic()
         if attempt is None or (not self._ledger.tells_closings and now - attempt.checked_at > _INFO_SECONDS):
-            info = await self._ledger.attempt(*name)
+            info = await self._info(name)
             attempt = self._attempts.get(name)  # another request may have opened it meanwhile
             if info is None:
                 raise GatewayError(
@@ -396,6 +397,19 @@ class Gateway:
                 attempt = self._attempts[name] = attempt_of(address, info, now, self._renderer)
             attempt.checked_at = now
         return attempt
+
+    async def _info(self, name: tuple[str, str]) -> AttemptInfo | None:
+        """What the ledger says of an attempt; who asks while it is being asked hears the same answer."""
+        asked = self._asking.get(name)
+        if asked is None:
+            asked = self._asking[name] = asyncio.create_task(self._ask_ledger(name))
+        return await asyncio.shield(asked)  # whose client leaves takes it from nobody
+
+    async def _ask_ledger(self, name: tuple[str, str]) -> AttemptInfo | None:
+        try:
+            return await self._ledger.attempt(*name)
+        finally:
+            del self._asking[name]
 
     async def _call(
         self,

@@ -1,20 +1,24 @@
 """An attempt's live forest from what another gateway recorded of it, so that its agent goes on here.
 
 Invariant: what is continued are the recorded token ids, none is made anew; a request finds the place that it would have
-found at the gateway that is gone. Calls that were not delivered count as numbers alone.
+found at the gateway that is gone. Calls that were not delivered count as numbers alone. A call of which something is
+missing, its parent or an image, is not continued: what goes on behind it begins a tree of its own.
 """
 
-from collections.abc import Iterable
+import base64
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call, from_span
+from lightning_rl_adapters.media import url_of, with_urls
 from lightning_rl_adapters.span import Span
-from lightning_rl_proxy import echo
+from lightning_rl_proxy import echo, images
 from lightning_rl_proxy.address import Address
-from lightning_rl_proxy.attempt import Attempt, LiveCall, Place
+from lightning_rl_proxy.attempt import Attempt, LiveCall, Place, Recorded
 from lightning_rl_proxy.dialects import completions, responses
 from lightning_rl_proxy.exchange import Exchange
+from lightning_rl_proxy.images import Image
 from lightning_rl_proxy.ledger import AttemptInfo
 from lightning_rl_proxy.rendering import Renderer
 from lightning_rl_proxy.texts import PlainText
@@ -40,19 +44,27 @@ class _Rebuilding:
         self._tools: dict[str, bytes] = {}
         self._prompts: dict[str, str] = {}  # of completions
 
-    def take(self, spans: Iterable[Span]) -> None:
+    def take(self, spans: Sequence[Span]) -> None:
         """Commit the recorded calls as they were committed: in the order in which they were answered."""
-        calls = [(from_span(span), span.attributes) for span in spans if span.name == semconv.CALL_SPAN]
-        for call, attributes in sorted(calls, key=lambda one: (one[0].end_ns, one[0].number)):
+        for span in spans:
+            if span.name == semconv.MEDIA_SPAN:
+                image = _image(span.attributes)
+                self._attempt.show(image)
+                self._attempt.images_recorded.add(image.sha256)
+        for call, attributes in _as_answered(spans):
             self._attempt.number_after(call.number)
-            if not call.delivered or semconv.OUTPUT_MESSAGES not in attributes:
-                continue
-            if attributes[semconv.DIALECT] == completions.NAME:
-                self._take_text(call, attributes)
-            else:
-                self._take_chat(call, attributes)
-            if (request := attributes.get(semconv.REQUEST)) is not None:
-                self._attempt.recorded.setdefault(bytes.fromhex(request), []).append(self._lives[call.call_id])
+            if call.delivered and semconv.OUTPUT_MESSAGES in attributes and self._is_whole(call):
+                if attributes[semconv.DIALECT] == completions.NAME:
+                    self._take_text(call, attributes)
+                else:
+                    self._take_chat(call, attributes)
+        for equal in self._attempt.recorded.values():  # the choices of one request stand together, in their order
+            equal.sort(key=lambda one: one.live.call.number)
+
+    def _is_whole(self, call: Call) -> bool:
+        return (call.parent_id is None or call.parent_id in self._lives) and all(
+            image.sha256 in self._attempt.images for image in call.media
+        )
 
     def _take_chat(self, call: Call, attributes: dict[str, Any]) -> None:
         attempt, parent = self._attempt, self._parent(call)
@@ -67,35 +79,71 @@ class _Rebuilding:
         said = attributes[semconv.OUTPUT_MESSAGES][0]
         new = attributes[semconv.INPUT_MESSAGES]
         exchange = Exchange(b"")
-        exchange.commits.append(attempt.answered(Place(parent, call.prompt_ids, [], new, None, trail), call, said))
+        place = Place(parent, call.prompt_ids, [], new, None, trail)
+        reasoned = bool(said.get("reasoning_content") or said.get("reasoning"))
+        exchange.commits.append(attempt.answered(place, call, said, reasoned=reasoned))
         instructed = attributes.get(semconv.INSTRUCTIONS, 0)
         conversation = [*messages, said]
         if attributes[semconv.DIALECT] == responses.NAME:
-            exchange.responses[responses.response_id(call.call_id)] = conversation[instructed:]
-        self._remember(call, exchange.commits[0][1])
+            shown = _with_images(conversation[instructed:], attempt.images.values())
+            exchange.responses[responses.response_id(call.call_id)] = shown
+        self._remember(call, exchange.commits[0][1], attributes)
         self._conversations[call.call_id] = conversation
         self._tools[call.call_id] = tools
         attempt.commit(exchange)
 
     def _take_text(self, call: Call, attributes: dict[str, Any]) -> None:
-        """A prompt that its client wrote goes on as text and, since nobody recorded which it was, as ids."""
+        """A prompt that its client wrote, as text or as ids: so it goes on."""
         attempt, parent, reader = self._attempt, self._parent(call), self._reader
         if reader is None:
             return
         [written] = attributes[semconv.INPUT_MESSAGES]
-        prompt = written["content"]
-        if parent is not None:
-            prompt = self._prompts[parent.call.call_id] + reader.tokenizer.decode(parent.call.response_ids) + prompt
         trail = attempt.follow(f"{call.model}\n{completions.NAME}", [written], _NO_TOOLS)
         place = Place(parent, call.prompt_ids, [], [written], None, trail)
         _, live = attempt.answered(place, call, attributes[semconv.OUTPUT_MESSAGES][0])
-        self._remember(call, live)
+        self._remember(call, live, attributes)
+        if attributes.get(semconv.PROMPT_AS_IDS):
+            attempt.texts.add(call.model, live.prompt_ids(), live)
+            return
+        prompt = written["content"]
+        if parent is not None:
+            prompt = self._prompts[parent.call.call_id] + reader.tokenizer.decode(parent.call.response_ids) + prompt
         self._prompts[call.call_id] = prompt
         attempt.texts.add(call.model, prompt, live)
-        attempt.texts.add(call.model, live.prompt_ids(), live)
 
     def _parent(self, call: Call) -> LiveCall | None:
         return None if call.parent_id is None else self._lives[call.parent_id]
 
-    def _remember(self, call: Call, live: LiveCall) -> None:
+    def _remember(self, call: Call, live: LiveCall, attributes: dict[str, Any]) -> None:
         self._lives[call.call_id] = live
+        if (request := attributes.get(semconv.REQUEST)) is not None:
+            self._attempt.recorded.setdefault(bytes.fromhex(request), []).append(Recorded(live, attributes))
+
+
+def _as_answered(spans: Iterable[Span]) -> list[tuple[Call, dict[str, Any]]]:
+    """The calls and what else their spans say, in the order of their answers; each behind its parent, whatever the
+    clocks of the gateways that recorded them said."""
+    calls = [(from_span(span), span.attributes) for span in spans if span.name == semconv.CALL_SPAN]
+    calls.sort(key=lambda one: one[0].number)
+    at: dict[str | None, int] = {}
+    for call, _ in calls:
+        at[call.call_id] = max(call.end_ns, at.get(call.parent_id, 0))
+    return sorted(calls, key=lambda one: at[one[0].call_id])
+
+
+def _image(said: dict[str, Any]) -> Image:
+    data = said[semconv.MEDIA_DATA]
+    size = images.size_of(data)
+    assert size is not None, "it was read before it was recorded"
+    return Image(said[semconv.MEDIA_SHA256], said[semconv.MEDIA_TYPE], data, size)
+
+
+def _with_images(messages: list[dict[str, Any]], known: Iterable[Image]) -> list[dict[str, Any]]:
+    """Recorded messages as a client may have sent them: with the images themselves."""
+    by_reference = {url_of(image.sha256): image for image in known}
+
+    def sent(url: str) -> str:
+        image = by_reference.get(url)
+        return url if image is None else f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
+
+    return with_urls(messages, sent)

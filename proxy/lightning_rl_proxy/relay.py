@@ -142,6 +142,23 @@ def call_of(
     )
 
 
+def told_again(call: Call, said: Mapping[str, Any]) -> ChatAnswer:
+    """The answer of a recorded call, `said` the attributes of its span: what the service said, under an id of ours."""
+    message = said[semconv.OUTPUT_MESSAGES][0]
+    counts = {"prompt_tokens": said.get(semconv.INPUT_TOKENS), "completion_tokens": said.get(semconv.OUTPUT_TOKENS)}
+    usage = {name: count for name, count in counts.items() if count is not None}
+    body: dict[str, Any] = {
+        "id": f"chatcmpl-{call.call_id}",
+        "object": "chat.completion",
+        "created": call.start_ns // 10**9,
+        "model": call.model,
+        "choices": [{"index": 0, "message": message, "finish_reason": call.finish_reason}],
+    }
+    if usage:
+        body["usage"] = usage | {"total_tokens": sum(usage.values())}
+    return ChatAnswer(body=body)
+
+
 def attributes(
     answer: ChatAnswer, place: Place, request: Request, dialect: str, sent: dict[str, Any]
 ) -> dict[str, Any]:

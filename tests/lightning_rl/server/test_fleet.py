@@ -1,6 +1,7 @@
 """A gateway among others: when it notes its calls, when it may answer, and what servers do for each other."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -115,26 +116,51 @@ def test_a_call_of_an_attempt_that_another_has_is_not_answered(store: SqlStore) 
     within(store, work)
 
 
-def test_without_its_store_a_gateway_answers_until_its_lease_is_over(
-    store: SqlStore, monkeypatch: pytest.MonkeyPatch
+def refusing(*_: Any) -> None:
+    raise StoreUnwritable("gone")
+
+
+class Hanging:
+    """A store's method that says nothing until `end`; then it fails. Of a test that fails it is the end, too."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self.end = self._over.set
+
+    def __enter__(self) -> "Hanging":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def __call__(self, *_: Any) -> None:
+        self._over.wait()
+        refusing()
+
+
+@pytest.mark.parametrize("how", ["refuses", "hangs"])
+def test_without_its_store_one_of_several_answers_until_its_lease_is_over(
+    store: SqlStore, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     async def work(fleet: Fleet) -> None:
+        with Hanging() as hanging:
+            await broken(fleet, hanging)
+
+    async def broken(fleet: Fleet, hanging: Hanging) -> None:
         store.gateways.announce(OTHER, 600)
         await until(lambda: noted(store) == [True])
         fleet.settle([name(store)])
         await until(lambda: not unstored(store))
 
-        def gone(*_: Any) -> None:
-            raise StoreUnwritable("gone")
-
         for what in ("announce", "note"):
-            monkeypatch.setattr(store.gateways, what, gone)
+            monkeypatch.setattr(store.gateways, what, refusing if how == "refuses" else hanging)
         fleet.check()
         with pytest.raises(GatewayError):  # it waits, and no longer than the lease
             await fleet.begin(*name(store))
         with pytest.raises(GatewayError) as refused:
             fleet.check()
         assert (refused.value.status, refused.value.retry) == (503, True)
+        hanging.end()
         monkeypatch.undo()
         await until(lambda: fleet.lapsed)
         with pytest.raises(GatewayError):  # until it is known what others have taken meanwhile
