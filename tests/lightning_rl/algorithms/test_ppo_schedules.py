@@ -80,7 +80,7 @@ def test_off_policy_runs_stay_within_the_bound_and_balance(tmp_path: Path, sched
     assert len(rows) == STEPS
     assert rows[0]["training/staleness/max"] == 0
     assert 0 < max(row["training/staleness/max"] for row in rows) <= bound
-    assert any(row["tokens/pending"] > 0 for row in rows[:-1])  # rollouts were in flight when the account was checked
+    assert any(row["schedule/groups_in_flight"] > 0 for row in rows[:-1])  # when the account was checked
     assert_conserved(rows)
     assert rows[-1]["tokens/pending"] == 0
     assert "tokens/excluded/stale" not in rows[-1]
