@@ -16,7 +16,7 @@ from lightning_rl import LLM, rollout
 
 TURNS = 3
 MAX_TOKENS = 64  # of one answer; a call of the calculator takes about 35
-OPERATORS = {"+": operator.add, "-": operator.sub}
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 CALCULATOR = {
     "type": "object",
     "properties": {"sum": {"type": "string"}},
@@ -30,7 +30,7 @@ TOOLS: list[Any] = [
 def calculate(arguments: Any) -> str:
     """What the calculator says to the arguments of a call, which a model wrote: a number, or an error."""
     asked = arguments.get("sum") if isinstance(arguments, dict) else None
-    found = re.fullmatch(r"(\d{1,6})([-+])(\d{1,6})", asked) if isinstance(asked, str) else None
+    found = re.fullmatch(r"(\d{1,6})([-+*])(\d{1,6})", asked) if isinstance(asked, str) else None
     if found is None:
         return "error"
     left, sign, right = found.groups()

@@ -109,7 +109,7 @@ def _markup(message: dict[str, Any]) -> str:
     return str(message["content"]) + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
 
 
-def batches(examples: Sequence[Example], rng: random.Random) -> Iterator[list[Example]]:
+def batches(examples: Sequence[Example], rng: random.Random, size: int = BATCH) -> Iterator[list[Example]]:
     """Batches for ever, each of examples that begin alike, as conversations with the same tools do."""
     groups: dict[tuple[int, ...], list[Example]] = {}
     for example in examples:
@@ -117,7 +117,7 @@ def batches(examples: Sequence[Example], rng: random.Random) -> Iterator[list[Ex
     weights = [len(group) for group in groups.values()]
     while True:
         [group] = rng.choices(list(groups.values()), weights)
-        yield rng.choices(group, k=BATCH)
+        yield rng.choices(group, k=size)
 
 
 def loss_of(model: Qwen2ForCausalLM, batch: Sequence[Example]) -> torch.Tensor:
@@ -136,18 +136,19 @@ def loss_of(model: Qwen2ForCausalLM, batch: Sequence[Example]) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits_BTV[chosen], rest_BT[:, 1:][chosen])
 
 
-def train(conversations: Sequence[Conversation], out: Path, *, steps: int) -> None:
-    """Show `conversations` to the tutorial's model, and put what becomes of it in place of `out` at once."""
-    torch.manual_seed(SEED)
-    renderer = load_renderer(TUTORIAL, "auto", "")
-    examples = [encode(renderer, conversation) for conversation in conversations]
-    model = Qwen2ForCausalLM.from_pretrained(TUTORIAL, dtype=torch.float32)
-    model.config.max_position_embeddings = LONGEST
+def fit(
+    model: Qwen2ForCausalLM,
+    feed: Iterator[Sequence[Example]],
+    *,
+    steps: int,
+    rate: float = LEARNING_RATE,
+    rises: int = 20,
+) -> None:
+    """AdamW on `steps` batches of `feed`; the rate rises to `rate` for `rises` steps, then falls to 0."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98))
-    feed = batches(examples, random.Random(SEED))
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / 20) * (1 - step / steps)
+            group["lr"] = rate * min(1.0, (step + 1) / rises) * (1 - step / steps)
         loss = loss_of(model, next(feed))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -155,6 +156,16 @@ def train(conversations: Sequence[Conversation], out: Path, *, steps: int) -> No
         optimizer.step()
         if step % 50 == 49:
             print(f"warm start, step {step + 1} of {steps}: loss {loss.item():.3f}", flush=True)
+
+
+def train(conversations: Sequence[Conversation], out: Path, *, steps: int) -> None:
+    """Show `conversations` to the tutorial's model, and put what becomes of it in place of `out` at once."""
+    torch.manual_seed(SEED)
+    renderer = load_renderer(TUTORIAL, "auto", "")
+    examples = [encode(renderer, conversation) for conversation in conversations]
+    model = Qwen2ForCausalLM.from_pretrained(TUTORIAL, dtype=torch.float32)
+    model.config.max_position_embeddings = LONGEST
+    fit(model, batches(examples, random.Random(SEED)), steps=steps)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".model-") as name:
         new = Path(name) / "model"
         shutil.copytree(TUTORIAL, new)

@@ -107,17 +107,19 @@ def encode(renderer: Any, tokenizer: Any, messages: list[Message]) -> tuple[list
     raise ValueError("a conversation ends with an answer, or with the result of its last answer")
 
 
-def make_model(vocabulary: int, end: int, pad: int) -> Qwen2ForCausalLM:
-    """About 0.92 M parameters, float32, of a fixed seed."""
+def make_model(
+    vocabulary: int, end: int, pad: int, *, width: int = 128, layers: int = 4, inner: int = 384
+) -> Qwen2ForCausalLM:
+    """By default about 0.92 M parameters, float32, of a fixed seed."""
     torch.manual_seed(SEED)
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=vocabulary,
-            hidden_size=128,
-            num_hidden_layers=4,
+            hidden_size=width,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
-            intermediate_size=384,
+            intermediate_size=inner,
             max_position_embeddings=512,
             tie_word_embeddings=True,
             bos_token_id=None,
