@@ -59,13 +59,14 @@ test-package: $(VENV)/.dev
 test-oracle: $(VENV)/.dev $(ORACLE)/.made
 	OMP_NUM_THREADS=1 $(ORACLE)/bin/python -m pytest tests/oracle -m oracle $(ARGS)
 
-# The gateway's client against a real vLLM.
+# The gateway's client against a real vLLM, and images all the way to training.
 test-vllm: $(VENV)/.dev $(VLLM)/.made $(VLLM)/seeing/.made
-	$(PYTEST) tests/vllm/test_engine.py tests/vllm/test_gateway.py tests/vllm/test_images.py tests/vllm/test_processed.py $(ARGS)
+	$(PYTEST) tests/vllm/test_engine.py tests/vllm/test_gateway.py tests/vllm/test_images.py tests/vllm/test_image_training.py \
+	  tests/vllm/test_processed.py $(ARGS)
 
 # vLLM as the engine of a run: its servers, its weights, and what it learns.
-test-vllm-training: $(VENV)/.dev $(VLLM)/.made $(VLLM)/seeing/.made
-	$(PYTEST) tests/vllm/test_image_training.py tests/vllm/test_policy.py tests/vllm/test_spider.py tests/vllm/test_training.py tests/vllm/test_transfers.py $(ARGS)
+test-vllm-training: $(VENV)/.dev $(VLLM)/.made
+	$(PYTEST) tests/vllm/test_policy.py tests/vllm/test_spider.py tests/vllm/test_training.py tests/vllm/test_transfers.py $(ARGS)
 
 # The gateway's tests with a real vLLM in the place of their engine: those that ask one and, of the SDKs, all but
 # litellm, for time. `pytest tests/proxy tests/sdk/test_matrix.py --engine vllm` runs all.
