@@ -8,6 +8,7 @@ ORACLE := .venv-oracle
 VLLM := .venv-vllm
 AGENTS := .venv-agents
 SERVICES := tests/lightning_rl/server tests/lightning_rl/runner tests/lightning_rl/store
+CLUSTER := tests/cluster tests/lightning_rl/training/distributed tests/lightning_rl/server/test_several_gateways.py
 FAST := not e2e and not chaos and not package and not sdk and not vllm and not agents and not cluster
 ASKING := attempt call_names gateway limits logs openapi parking recorder retries router streaming templates texts
 PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
@@ -34,9 +35,9 @@ test-runs: $(VENV)/.dev
 test-e2e: $(VENV)/.dev
 	$(PYTEST) tests/e2e tests/test_docs.py -m "e2e and not package" -n 2 --dist loadscope $(ARGS)
 
-# Ray and its workers, on this machine.
+# Ray and its workers, several gateways, hosts as network namespaces: all on this machine.
 test-cluster: $(VENV)/.dev
-	$(PYTEST) tests -m cluster $(ARGS)
+	$(PYTEST) $(CLUSTER) -m cluster $(ARGS)
 
 test-sdk: $(VENV)/.dev $(SDKS)
 	$(PYTEST) tests/sdk/test_newer_sdk.py -m sdk $(ARGS)

@@ -370,6 +370,7 @@ def check_run(run_dir: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_a_step_is_trained_as_the_page_says(folder: Path, tmp_path: Path) -> None:
     done = small_run(folder, write_model(tmp_path / "model"), tmp_path / "run", "--engine", "embedded")
     assert done.returncode == 0, done.stdout + done.stderr

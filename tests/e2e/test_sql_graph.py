@@ -360,6 +360,7 @@ def test_the_graph_asks_another_service_in_production(place: Path, tmp_path: Pat
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_look_before_training_shows_each_nodes_calls(place: Path) -> None:
     printed = run_in(place, "look.py")
@@ -369,6 +370,7 @@ def test_a_look_before_training_shows_each_nodes_calls(place: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_chat_openai_names_its_nodes_by_their_doors(place: Path, few: Setting) -> None:
     tasks = list(few.tasks["train"][:4])

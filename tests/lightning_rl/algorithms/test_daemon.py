@@ -541,6 +541,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> OwnTrainer:
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_the_batch_of_a_real_run_is_the_rows_of_its_traces(own: OwnTrainer) -> None:
     i = 0
     for rollout_id in sorted(own.traces, key=lambda name: [int(part) for part in name.split("-")[-2:]]):
@@ -560,6 +561,7 @@ def test_the_batch_of_a_real_run_is_the_rows_of_its_traces(own: OwnTrainer) -> N
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_the_policy_gives_the_lines_of_a_real_run_the_recorded_log_probs(own: OwnTrainer) -> None:
     """With the batch's own padding, mask and positions, as a trainer computes them."""
     assert own.policy is not None
@@ -574,6 +576,7 @@ def test_the_policy_gives_the_lines_of_a_real_run_the_recorded_log_probs(own: Ow
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_a_real_run_validates_and_knows_its_engine_once(own: OwnTrainer) -> None:
     assert own.test_metrics["val/n_rollouts"] == 4
     assert own.test_metrics["val/failed_share"] == 0.25

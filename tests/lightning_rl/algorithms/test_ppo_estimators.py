@@ -12,7 +12,7 @@ from lightning_rl.tracking.jsonl import read
 from tests.lightning_rl.algorithms.agents import two_calls
 from tests.lightning_rl.algorithms.test_ppo import config
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 def trained(tmp_path: Path, **sections: Any) -> step_record.StepRecord:

@@ -61,6 +61,7 @@ def test_the_shortest_command_trains(place: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_a_finished_run_goes_on_when_it_is_given_more_steps(place: Path) -> None:
     words = ["agent=my_agent.py:solve", "data.train_files=tasks.jsonl", *SMALL, "--run-dir", "run", "--json"]
     first = json.loads(lightning_rl(place, "train", *words).stdout)

@@ -78,6 +78,7 @@ def test_a_streamed_answer_is_printed_and_recorded(server: tuple[str, str]) -> N
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_the_shell_agent_is_trained(tmp_path: Path) -> None:
     ppo = train(tmp_path / "run", tasks=TASKS[:2], epochs=2)
     assert [step["step"] for step in ppo.history] == [1, 2]

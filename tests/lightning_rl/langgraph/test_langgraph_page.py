@@ -58,6 +58,7 @@ def test_the_graph_learns(place: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_the_configuration_names_the_graph(place: Path) -> None:
     printed = run_in(place, "by_config.py")
     assert re.search(r"^step 1/1  reward \d", printed, re.MULTILINE)

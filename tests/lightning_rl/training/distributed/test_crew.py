@@ -84,6 +84,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     return [found for one in inner for found in tensors(one)]
 
 
+@pytest.mark.long
 def test_what_a_worker_raises_is_raised(local_ray: None) -> None:
     with models("trainer.n_gpus_per_node=2") as made:
         batch = rows(0)

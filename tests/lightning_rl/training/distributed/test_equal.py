@@ -43,7 +43,7 @@ def assert_near(a: Any, b: Any, rtol: float, atol: float, at: str = "end") -> No
         assert a == b, at
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_actor_critic_and_reference(tell: Tell, workers: int) -> None:
     story = Story({A + "use_kl_loss": True, A + "entropy_coeff": 0.01, A + "ppo_epochs": 2}, with_critic=True)
     one, several = tell(1, story), tell(workers, story)
@@ -58,6 +58,7 @@ def test_to_rounding_of_float64(tell: Tell, workers: int) -> None:
     assert_same(tell(1, story), tell(workers, story), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", sorted(LOSSES))
 def test_every_loss(tell: Tell, mode: str) -> None:
     """Some know the whole mini-batch, which no worker has; and all bear a worker that has no row left."""
