@@ -311,6 +311,7 @@ class Attempt:
         self.checked_at = checked_at
         self.sealed = not info.open
         self.exchanges: dict[bytes, list[Exchange]] = {}
+        self.unrecorded: set[Exchange] = set()  # of them, those whose calls are not recorded yet
         self.tokens_received = 0
         self.in_flight = 0  # answers that are being worked on
         # How often a body was answered with 5xx: so many of its retries are sampled anew, equal calls or not.
@@ -365,6 +366,9 @@ class Attempt:
             ids, media = self._shown(renderer, renderer.render(messages, tools), messages)
             return replace(self._anew(turn, ids, messages), media=media)
         ids += response
+        if renderer.vision is None:
+            ids += added
+            return replace(turn, added_ids=added, prompt_ids=ids)
         added, more = self._shown(renderer, added, turn.new_messages, behind=len(ids))
         ids += added
         before = [Shown(one.start, one.length, self.images[one.sha256]) for one in turn.parent.placed()]

@@ -160,10 +160,7 @@ class Gateway:
         if self._recorder.waits(*name):
             return True
         attempt = self._attempts.get(name)
-        if attempt is None:
-            return False
-        exchanges = (exchange for equal in attempt.exchanges.values() for exchange in equal)
-        return attempt.in_flight > 0 or any(not exchange.recorded for exchange in exchanges)
+        return attempt is not None and (attempt.in_flight > 0 or bool(attempt.unrecorded))
 
     async def seal(self, rollout_id: str, attempt_id: str) -> None:
         """End an attempt: later calls get 409, calls in flight are aborted, and on return its records are durable."""
@@ -444,6 +441,7 @@ class Gateway:
             exchange.task.add_done_callback(attempt.ended)
             self._has_begun((attempt.address.rollout_id, attempt.address.attempt_id))
             attempt.exchanges.setdefault(body_key, []).append(exchange)
+            attempt.unrecorded.add(exchange)
         else:
             self.counters["joined_retries"] += 1
         await self._deliver(attempt, dialect, exchange, receive, send)
@@ -513,24 +511,25 @@ class Gateway:
         if exchange.task.cancelled() or attempt.sealed:
             raise closed(attempt.address.attempt_id)
         if (failure := exchange.task.exception()) is not None:
-            self._record(exchange, delivered=False)  # of n answers, those that came
+            self._record(attempt, exchange, delivered=False)  # of n answers, those that came
             self._forget(attempt, exchange)
             error = _as_gateway_error(failure)
             if not isinstance(error, GatewayError) or error.status >= 500:
                 attempt.failed[exchange.body_key] += 1
             raise error from failure
         last = exchange.task.result()
-        self._record(exchange, delivered=True)
+        self._record(attempt, exchange, delivered=True)
         attempt.commit(exchange)
         for text in exchange.texts:
             attempt.texts.add(*text)
         exchange.texts.clear()
         return last
 
-    def _record(self, exchange: Exchange, *, delivered: bool) -> None:
+    def _record(self, attempt: Attempt, exchange: Exchange, *, delivered: bool) -> None:
         if exchange.recorded:
             return
         exchange.recorded = True
+        attempt.unrecorded.discard(exchange)
         for call, more in exchange.calls:
             kept = call if delivered else msgspec.structs.replace(call, delivered=False)
             self._recorder.record(to_span(kept, **more))
@@ -557,7 +556,7 @@ class Gateway:
             await asyncio.gather(exchange.task, return_exceptions=True)
         elif not exchange.task.cancelled():
             exchange.task.exception()  # which nobody else asks for
-        self._record(exchange, delivered=False)
+        self._record(attempt, exchange, delivered=False)
         self._forget(attempt, exchange)
 
     def _close(self, attempt: Attempt) -> list[asyncio.Task[bytes]]:
@@ -568,8 +567,9 @@ class Gateway:
             if exchange.task is not None and exchange.task.cancel():
                 aborted.append(exchange.task)
             _end_grace(exchange)
-            self._record(exchange, delivered=False)
+            self._record(attempt, exchange, delivered=False)
         attempt.exchanges.clear()
+        attempt.unrecorded.clear()
         return aborted
 
     def _has_begun(self, name: tuple[str, str]) -> None:
@@ -578,6 +578,7 @@ class Gateway:
             self.router.eased()
 
     def _forget(self, attempt: Attempt, exchange: Exchange) -> None:
+        attempt.unrecorded.discard(exchange)
         kept = [other for other in attempt.exchanges.get(exchange.body_key, []) if other is not exchange]
         if kept:
             attempt.exchanges[exchange.body_key] = kept

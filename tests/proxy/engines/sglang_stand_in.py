@@ -81,6 +81,7 @@ class StandIn:
         self.status = 200
         self.fails: Json | None = None  # instead of answers
         self.breaks_after: int | None = None  # tokens, where the connection is cut
+        self.waits_at: int | None = None  # tokens, where it waits to be paused
         self.nan_after: int | None = None  # tokens, where the logits are none
         self.ranks: list[Json] = []  # the queues, per data-parallel rank
         self.requests: list[Running] = []
@@ -137,6 +138,7 @@ class StandIn:
         elif path == "/pause_generation":
             assert body["mode"] in ("in_place", "retract")
             self.running.clear()
+            self.waits_at = None
         elif path == "/continue_generation":
             self.running.set()
         elif path == "/update_weight_version":
@@ -222,6 +224,8 @@ class StandIn:
         limit = room if limit is None else min(limit, room)
         while True:
             await asyncio.sleep(0)
+            while len(running.ids) == self.waits_at:
+                await asyncio.sleep(0.001)
             if not running.aborted:
                 await self.running.wait()
             if running.aborted:

@@ -379,6 +379,7 @@ def test_a_server_that_is_not_there_is_told_with_its_address() -> None:
 @pytest.mark.parametrize("incremental", [True, False])
 def test_a_pause_in_the_middle_changes_no_token_and_tells_who_sampled_which(incremental: bool) -> None:
     server = StandIn(endless=True, incremental=incremental, context=400)
+    server.waits_at = 200
 
     async def go(engine: SGLangEngine) -> tuple[list[int], int, Finish]:
         parts = engine.generate(PROMPT, Sampling(seed=5), request_id="r", stream=True)
