@@ -51,6 +51,7 @@ def lightning_rl(place: Path, *words: str, fails: bool = False) -> Any:
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_the_shortest_command_trains(place: Path) -> None:
     words = ["agent=my_agent:solve", "data.train_files=tasks.jsonl", "data.train_batch_size=4"]
     done = lightning_rl(place, "train", *words)

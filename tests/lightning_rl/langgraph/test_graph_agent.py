@@ -261,6 +261,7 @@ def test_there_is_one_agent_given_or_named() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.parametrize("order", ["algorithm in fit", "algorithm in Trainer"])
 def test_a_trainer_without_an_agent_trains_the_graph_of_the_configuration(order: str, tmp_path: Path) -> None:
     langgraph = {"path": f"{FILE}:one_node", "graph_config": {"recursion_limit": 5}}

@@ -50,6 +50,7 @@ def test_every_block_is_a_file_that_a_test_runs(place: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_the_graph_learns(place: Path) -> None:
     printed = run_in(place, "train.py")
     rewards = [float(reward) for reward in re.findall(r"^step \d+/8  reward (\S+)", printed, re.MULTILINE)]

@@ -66,6 +66,7 @@ async def agent(task: int, llm: LLM) -> float:
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_three_hundred_rollouts_run_at_once_in_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     engine = Engine()
