@@ -2,13 +2,16 @@
 
 import contextlib
 import difflib
+import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from lightning_rl.errors import Explained
@@ -46,6 +49,40 @@ def load(spec: str, what: str, *, error: type[NotLoadable] = NotLoadable) -> Any
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise error(f"{what} {spec!r}: {module.__file__} has no {name!r}{hint}")
     return candidate
+
+
+def made_of(file: Path) -> ModuleType | None:
+    """The module that was made of this file already: a script that trains must not be run again by what it names."""
+    for module in list(sys.modules.values()):
+        known = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+        if isinstance(known, str) and os.path.basename(known) == file.name and Path(known).resolve() == file:
+            return module
+    return None
+
+
+def find_neighbours(file: Path) -> None:
+    """Let a file import what lies beside it."""
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # last, so that its neighbours hide no installed module
+
+
+def run_apart(file: Path, what: str) -> ModuleType | None:
+    """The file, run as a module of a name that no other has; `what` begins it. None for one that is no Python module.
+
+    Raises what the file raises.
+    """
+    digest = hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()
+    spec = importlib.util.spec_from_file_location(f"{what}_{file.stem}_{digest}", file)
+    if spec is None or spec.loader is None:
+        return None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    return module
 
 
 def _imported(name: str, what: str, kind: type[NotLoadable]) -> Any:

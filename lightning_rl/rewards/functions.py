@@ -7,11 +7,7 @@ what it raises later is raised, never made into a reward.
 import asyncio
 import contextlib
 import difflib
-import hashlib
-import importlib.util
 import inspect
-import os
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning_rl.errors import Explained
-from lightning_rl.loading import explained
+from lightning_rl.loading import explained, find_neighbours, made_of, run_apart
 from lightning_rl.rewards import FinishedRollout
 from lightning_rl.rewards.checked import RewardError, finite, number
 from lightning_rl.runner.async_agents import AsyncAgents
@@ -142,7 +138,7 @@ def task_arguments(rollout: FinishedRollout) -> dict[str, Any]:
 def _function(file: Path, name: str) -> Callable[..., Any]:
     if not file.is_file():
         raise RewardFunctionError(f"reward function {file}:{name}: there is no such file; name a Python file")
-    module = _loaded(file) or _load(file, name)
+    module = made_of(file) or _load(file, name)
     function = vars(module).get(name)
     if function is None:
         near = difflib.get_close_matches(name, vars(module), n=1)
@@ -155,30 +151,12 @@ def _function(file: Path, name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _loaded(file: Path) -> ModuleType | None:
-    """The module that was made of this file already: a script that trains must not be run again by its own function."""
-    for module in list(sys.modules.values()):
-        known = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-        if isinstance(known, str) and os.path.basename(known) == file.name and Path(known).resolve() == file:
-            return module
-    return None
-
-
 def _load(file: Path, name: str) -> ModuleType:
-    digest = hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()
-    spec = importlib.util.spec_from_file_location(f"reward_function_{file.stem}_{digest}", file)
-    if spec is None or spec.loader is None:
+    find_neighbours(file)
+    with explained(f"reward function {file}:{name}", RewardFunctionError):
+        module = run_apart(file, "reward_function")
+    if module is None:
         raise RewardFunctionError(f"reward function {file}:{name}: the file is no Python module; its name ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # last, so that its neighbours hide no installed module
-    sys.modules[spec.name] = module
-    try:
-        with explained(f"reward function {file}:{name}", RewardFunctionError):
-            spec.loader.exec_module(module)
-    except RewardFunctionError:
-        del sys.modules[spec.name]
-        raise
     return module
 
 

@@ -4,17 +4,14 @@ Invariant: a file is run once, and its tools are those that stand in it when it 
 side, so a second file or a second load finds all of its own.
 """
 
-import hashlib
 import importlib
 import importlib.util
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lightning_rl.loading import explained
+from lightning_rl.loading import explained, find_neighbours, made_of, run_apart
 from lightning_rl.tools.accept import as_tool, is_marked
 from lightning_rl.tools.base_tool import BaseTool
 from lightning_rl.tools.errors import ToolError
@@ -48,42 +45,18 @@ def _module(place: str) -> ModuleType:
     file = Path(place).expanduser().resolve()
     if not file.is_file():
         raise ToolError(f"function_tool_path {place!r}: there is no file {file}")
-    return _loaded(file) or _load(file)
-
-
-def _loaded(file: Path) -> ModuleType | None:
-    """The module that was made of this file already: a script that trains must not be run again by its own tools."""
-    for module in list(sys.modules.values()):
-        known = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-        if isinstance(known, str) and os.path.basename(known) == file.name and Path(known).resolve() == file:
-            return module
-    return None
+    return made_of(file) or _load(file)
 
 
 def _load(file: Path) -> ModuleType:
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # last, so that its neighbours hide no installed module
+    find_neighbours(file)
     with explained(f"function_tool_path {str(file)!r}", ToolError):
-        return importlib.import_module(file.stem) if _is_importable(file) else _apart(file)
+        module = importlib.import_module(file.stem) if _is_importable(file) else run_apart(file, "tools")
+    assert module is not None  # its name ends in .py
+    return module
 
 
 def _is_importable(file: Path) -> bool:
     """Whether `import` finds this file by its name, as its neighbours do."""
     spec = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
     return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == file
-
-
-def _apart(file: Path) -> ModuleType:
-    """The file as a module of a name that no other has."""
-    digest = hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()
-    spec = importlib.util.spec_from_file_location(f"tools_{file.stem}_{digest}", file)
-    assert spec is not None  # its name ends in .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[spec.name]
-        raise
-    return module

@@ -366,12 +366,10 @@ class Attempt:
             ids, media = self._shown(renderer, renderer.render(messages, tools), messages)
             return replace(self._anew(turn, ids, messages), media=media)
         ids += response
-        if renderer.vision is None:
-            ids += added
-            return replace(turn, added_ids=added, prompt_ids=ids)
         added, more = self._shown(renderer, added, turn.new_messages, behind=len(ids))
         ids += added
-        before = [Shown(one.start, one.length, self.images[one.sha256]) for one in turn.parent.placed()]
+        placed = turn.parent.placed() if self.images else []  # which looks at every call before
+        before = [Shown(one.start, one.length, self.images[one.sha256]) for one in placed]
         return replace(turn, added_ids=added, prompt_ids=ids, media=[*before, *more])
 
     def _shown(

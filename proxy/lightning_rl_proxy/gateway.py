@@ -569,7 +569,6 @@ class Gateway:
             _end_grace(exchange)
             self._record(attempt, exchange, delivered=False)
         attempt.exchanges.clear()
-        attempt.unrecorded.clear()
         return aborted
 
     def _has_begun(self, name: tuple[str, str]) -> None:
@@ -578,7 +577,6 @@ class Gateway:
             self.router.eased()
 
     def _forget(self, attempt: Attempt, exchange: Exchange) -> None:
-        attempt.unrecorded.discard(exchange)
         kept = [other for other in attempt.exchanges.get(exchange.body_key, []) if other is not exchange]
         if kept:
             attempt.exchanges[exchange.body_key] = kept
