@@ -214,7 +214,7 @@ _JSON_NAMES = {list: "array", str: "string", int: "number", float: "number", boo
 
 
 def _refused(call: ToolCall, reason: str, told: str) -> _Refused:
-    _log.info("call of tool %r failed (%s): %s", call.name, reason, told)
+    _log.info("call of tool %r failed (%s): %s", call.name, reason, _sendable(told))
     return _Refused(reason, f"{call.name}: {told}")
 
 
@@ -224,7 +224,7 @@ def _said(error: BaseException) -> str:
 
 
 def _sendable(text: str) -> str:
-    """The text with lone surrogates, which JSON may hold and UTF-8 may not, as their escapes."""
+    """The text with lone surrogates, which JSON may hold and UTF-8 (requests, logs) may not, as their escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

@@ -209,10 +209,12 @@ def test_an_unknown_tool_is_answered_with_those_there_are() -> None:
     assert result.content == "Error: ad: there is no such tool. Did you mean 'add'? The tools are: add, refuse."
 
 
-def test_every_content_can_be_sent() -> None:
+def test_every_content_can_be_sent_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     assert answer("a\ud800b").content == "a\\ud800b"
     [result] = run([add], [ToolCall("c", "add", '{"\\ud800": 1}')], ResultLimits())
     assert "unknown: \\ud800" in result.content
+    assert "unknown: \\ud800" in caplog.text
 
 
 def test_a_tool_may_say_itself_that_it_failed() -> None:
