@@ -3,11 +3,12 @@
     python benchmarks/turns.py
 
 A client that sends its whole history every turn, as chat clients do, against the real server with an instant engine.
-At each of the three turns the same request is sent many times with other last words (branches of one conversation),
-and the processor time of the serving process is divided by their number; decoding such a body is timed beside it. The
-store's file is measured at the end, against what the tokens and the texts weigh.
+Around each of the three turns the processor time of the serving process is taken over some turns and divided by their
+number; decoding such a body is timed beside it. Every round is a conversation in an attempt of its own, and medians
+over the rounds are printed. The store's file is measured at the end, against what the tokens and the texts weigh.
 
-Beside it stands the floor: a proxy that only reads and decodes such a body, and sends as many ids to the engine.
+Beside it stands the floor: a proxy that only reads and decodes such a body, and sends as many ids to the engine. They
+take turns, round by round.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -45,6 +46,8 @@ from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import calls_of
 
 TURNS = (3, 30, 300)
+AROUND = 2  # turns before and after that count too
+SETTLE_SECONDS = 0.1  # until the store has what was said
 ANSWER = [300 + i % 200 for i in range(100)]
 WORDS = "shops id size city books price "
 SAID = "x" * 350  # about what the engine's answer reads as
@@ -63,7 +66,7 @@ def engine() -> Any:
 def floor(engine_url: str) -> Any:
     """The least that any proxy does that takes messages and sends token ids: it knows them all without looking."""
     state: dict[str, aiohttp.ClientSession] = {}
-    known = [(i * 7919) % 1000 for i in range(TOKENS_A_TURN * max(TURNS))]
+    known = [(i * 7919) % 1000 for i in range(TOKENS_A_TURN * (max(TURNS) + AROUND))]
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         session = state.get("session") or state.setdefault("session", aiohttp.ClientSession())
@@ -93,24 +96,19 @@ class Conversation:
         """The next turn's request."""
         return msgspec.json.encode({"model": MODEL, "messages": [*self.messages, {"role": "user", "content": words}]})
 
-    def ask(self, words: str) -> str:
-        """The answer to one more turn; the history stays as it was."""
+    def go_on(self, words: str) -> None:
+        """One more turn, which becomes history."""
         response = self._http.request("POST", self._url, body=self.body(words), headers=self._headers)
         assert response.status == 200, response.data
         answer = msgspec.json.decode(response.data)
         self.prompt_tokens = answer["usage"]["prompt_tokens"]
-        said: str = answer["choices"][0]["message"]["content"]
-        return said
-
-    def go_on(self, words: str) -> None:
-        """One more turn, which becomes history."""
-        said = self.ask(words)
+        said = answer["choices"][0]["message"]["content"]
         self.messages += [{"role": "user", "content": words}, {"role": "assistant", "content": said}]
 
 
-def words_of(turn: int, variant: int = 0) -> str:
+def words_of(turn: int) -> str:
     """About 500 characters that no other turn has."""
-    return f"turn {turn} variant {variant}: " + WORDS * 14
+    return f"turn {turn}: " + WORDS * 14
 
 
 def decoding_ms(body: bytes) -> float:
@@ -123,15 +121,27 @@ def decoding_ms(body: bytes) -> float:
     return 1e3 * min(times)
 
 
-def measure(conversation: Conversation, turn: int, pid: int, repeats: int) -> tuple[float, float]:
-    """CPU ms of the server per request at `turn`, and its median latency in ms."""
-    conversation.ask(words_of(turn, -1))
+class Measured(NamedTuple):
+    """CPU ms of the serving process per request, median latency (ms), and decoding the body (ms)."""
+
+    cpu: float
+    latency: float
+    decoding: float
+
+
+def measure(conversation: Conversation, turn: int, pid: int) -> Measured:
+    """Go on to some turns after `turn`, and measure from some turns before it."""
+    for earlier in range(len(conversation.messages) // 2 + 1, turn - AROUND):
+        conversation.go_on(words_of(earlier))
+    time.sleep(SETTLE_SECONDS)
     before, latencies = cpu_seconds(pid), []
-    for variant in range(repeats):
+    for around in range(turn - AROUND, turn + AROUND + 1):
         started = time.perf_counter()
-        conversation.ask(words_of(turn, variant))
+        conversation.go_on(words_of(around))
         latencies.append(time.perf_counter() - started)
-    return 1e3 * (cpu_seconds(pid) - before) / repeats, 1e3 * median(latencies)
+    time.sleep(SETTLE_SECONDS)
+    spent = cpu_seconds(pid) - before
+    return Measured(1e3 * spent / len(latencies), 1e3 * median(latencies), decoding_ms(conversation.body("")))
 
 
 def storage(database: Path) -> tuple[int, int]:
@@ -152,7 +162,7 @@ def storage(database: Path) -> tuple[int, int]:
 def main() -> None:
     """Run both conversations and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=15, help="conversations")
     parser.add_argument("--role", choices=["engine", "floor"])
     parser.add_argument("--engine", help="URL, of the role floor")
     arguments = parser.parse_args()
@@ -165,33 +175,35 @@ def main() -> None:
         attached = {"model": MODEL, "kind": "embedded", "url": engine_url, "policy_version": 0}
         endpoint = Endpoint(model=MODEL, tokenizer=str(TOKENIZER), renderer="qwen3", engines=[attached])
         with server.launch(folder, endpoint, admin_key="admin", runner_key="runner") as serving:
-            [(url, key)] = open_attempts(HttpStore(serving.url, "admin"), 1)
-            sides = {
-                "gateway": (Conversation(url, key), serving.pid),
-                "floor": (Conversation(floor_url, "none"), floor_pid),
-            }
-            compare(sides, arguments.repeats)
+            attempts = open_attempts(HttpStore(serving.url, "admin"), arguments.rounds + 1)
+            sides = {"gateway": (attempts, serving.pid), "floor": ([(floor_url, "none")] * len(attempts), floor_pid)}
+            compare(sides)
         stored, weight = storage(folder / "store.db")
         print(f"storage: {stored / 1e3:.0f} kB = {stored / weight:.2f}x of tokens and texts")
     return None
 
 
-def compare(sides: "dict[str, tuple[Conversation, int]]", repeats: int) -> None:
-    """Both conversations turn by turn; the table, and what the last turn costs over the first that is measured."""
+def compare(sides: dict[str, tuple[list[tuple[str, str]], int]]) -> None:
+    """A conversation at each of the addresses of either side, the first not counted; the table, and what the last turn
+    costs over the first."""
+    found: dict[tuple[int, str], list[Measured]] = {(turn, name): [] for turn in TURNS for name in sides}
+    sizes: dict[tuple[int, str], str] = {}
+    for number in range(len(sides["gateway"][0])):
+        for name, (addresses, pid) in sides.items():
+            conversation = Conversation(*addresses[number])
+            for turn in TURNS:
+                measured = measure(conversation, turn, pid)
+                sizes[turn, name] = f"{len(conversation.body('')) / 1e3:.0f} | {conversation.prompt_tokens}"
+                found[turn, name] += [measured] if number else []
     print("| turn | | body kB | prompt tokens | CPU ms | median ms | decoding, ms |\n|---|---|---|---|---|---|---|")
-    first: dict[str, float] = {}
-    for turn in range(1, max(TURNS) + 1):
-        for name, (conversation, pid) in sides.items():
-            if turn in TURNS:
-                cpu, latency = measure(conversation, turn, pid, repeats)
-                body = conversation.body(words_of(turn))
-                decoding = decoding_ms(body)
-                more = cpu - first.setdefault(name, cpu)
-                sizes = f"{len(body) / 1e3:.0f} | {conversation.prompt_tokens}"
-                print(f"| {turn} | {name} | {sizes} | {cpu:.2f} | {latency:.2f} | {decoding:.2f} |")
-                if turn == max(TURNS):
-                    print(f"\n{name}: {more:.2f} ms over turn {TURNS[0]} = {more / decoding:.1f}x decoding\n")
-            conversation.go_on(words_of(turn))
+    for (turn, name), rounds in found.items():
+        cpu, latency, decoding = map(median, zip(*rounds, strict=True))
+        print(f"| {turn} | {name} | {sizes[turn, name]} | {cpu:.2f} | {latency:.2f} | {decoding:.2f} |")
+    for name in sides:
+        pairs = list(zip(found[TURNS[0], name], found[TURNS[-1], name], strict=True))
+        more = median(last.cpu - first.cpu for first, last in pairs)
+        times = median((last.cpu - first.cpu) / last.decoding for first, last in pairs)
+        print(f"\n{name}: {more:.2f} ms over turn {TURNS[0]}, {times:.1f}x decoding (medians of the rounds)")
 
 
 if __name__ == "__main__":

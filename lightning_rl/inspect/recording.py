@@ -225,6 +225,7 @@ class RecordedEngine:
         priority: int = 0,
         stream: bool = False,
         media: Sequence[Shown] = (),
+        encoded: bytes | None = None,
     ) -> AsyncGenerator[Tokens | Finish]:
         """See `Engine`."""
         call = self._recording.by_tokens(self.model, prompt, sampling, [one.placed for one in media]).call

@@ -9,6 +9,7 @@ holds the secret that signs attempt keys, and every prompt.
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import gc
 import logging
@@ -53,6 +54,7 @@ from lightning_rl_proxy.router import Router
 JOURNAL = "gateway.journal"  # in the run folder
 GATEWAY_ID = "gateway.id"
 _OWNER_ALONE = 0o077  # as a umask
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _EARLIER_SERVER_SECONDS = 60.0  # to store what it has, and end
 _LONG_POLL_GRACE_SECONDS = 5  # for answers under way when the server stops
 _log = logging.getLogger(__name__)
@@ -118,6 +120,7 @@ def listen_and_serve(settings: Settings, announce: Callable[[str], None], *, for
     is raised afterwards. Raises CannotStart.
     """
     os.umask(_OWNER_ALONE)
+    _keep_freed_memory()
     with _alone_in(Path(settings.run_dir)), _listen(settings.host, settings.port) as listening:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         url = settings.url or f"http://{host}:{listening.getsockname()[1]}"
@@ -126,6 +129,14 @@ def listen_and_serve(settings: Settings, announce: Callable[[str], None], *, for
             interrupted = runner.run(_serve(settings, listening, url, announce, foreground=foreground))
     if interrupted:
         raise KeyboardInterrupt
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep the buffers of long requests, which it would give back: each page of the next ones is a fault."""
+    with contextlib.suppress(AttributeError):  # of another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, 2**24)
+        mallopt(_M_TRIM_THRESHOLD, 2**26)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from lightning_rl_proxy.engines.base import Engine, Tokens
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.exchange import Exchange
+from lightning_rl_proxy.history import Said
 from lightning_rl_proxy.parsing import AnswerParser, Reader
 from lightning_rl_proxy.rendering import Answer, Delta, Renderer
 from lightning_rl_proxy.router import Generation, Router, no_engine
@@ -75,14 +76,16 @@ class Answerer:
         return self._renderer if request.prompt is None else PlainText(self._renderer)
 
     def work(
-        self, attempt: Attempt, agent: str | None, dialect: Dialect, fields: dict[str, Any], exchange: Exchange
+        self, attempt: Attempt, agent: str | None, dialect: Dialect, said: Said, exchange: Exchange
     ) -> Coroutine[Any, Any, bytes]:
         """What answers a request; it gives the answer's last bytes. Raises GatewayError for what cannot be answered."""
-        requested = fields.get("model")
+        requested = said.fields.get("model")
         model = self._router.resolve(requested if isinstance(requested, str) else "")
         backend = self._router.is_backend(model)
-        request = chat_completions.parse_relayed(fields) if backend and dialect is chat_completions else None
-        request = request or _parsed(dialect, fields, attempt)
+        if backend and dialect is chat_completions:
+            request = chat_completions.parse_relayed(said.whole())
+        else:
+            request = _parsed(dialect, said, attempt)
         exchange.model, exchange.stream = model, request.stream
         asked = Asked(attempt, agent, dialect, request, exchange, model)
         if backend:
@@ -93,6 +96,7 @@ class Answerer:
             raise no_engine(model)
         _check_images(request, self._renderer)
         _check_template_kwargs(request, self._renderer)
+        attempt.history.keep(said, request.messages)
         return self._sample_all(asked, self._renderer)
 
     async def _sample_all(self, asked: Asked, renderer: Renderer) -> bytes:
@@ -108,7 +112,7 @@ class Answerer:
         forced = _forced(request, place, renderer)
         if earlier:  # told again where it was asked, though equal calls may have been answered since
             whole = earlier[0].prompt_ids()
-            place = replace(place, prompt_ids=whole[: len(whole) - len(forced)])
+            place = replace(place, prompt_ids=whole[: len(whole) - len(forced)], prompt=None)
         else:
             self._count_place(place)
             self._record_images(attempt, place)
@@ -163,6 +167,7 @@ class Answerer:
             stream=choice.watched,
             home=choice.home,
             media=choice.place.media,
+            encoded=None if choice.place.prompt is None else choice.place.prompt.encoded,
         )
         ended = False
         try:
@@ -325,7 +330,8 @@ class _Choice:
             )
         self.place = place
         if forced:
-            self.place = replace(place, added_ids=place.added_ids + forced, prompt_ids=place.prompt_ids + forced)
+            added_ids, prompt_ids = place.added_ids + forced, place.prompt_ids + forced
+            self.place = replace(place, added_ids=added_ids, prompt_ids=prompt_ids, prompt=None)
         self._number = number
         self._clock = clock
         self.start_ns = clock()
@@ -484,12 +490,14 @@ def told_for_others(asked: Asked) -> dict[str, Any]:
     return more
 
 
-def _parsed(dialect: Dialect, fields: dict[str, Any], attempt: Attempt) -> Request:
+def _parsed(dialect: Dialect, said: Said, attempt: Attempt) -> Request:
     """The request, with the conversation that it goes on with by an earlier response's id."""
+    if dialect is chat_completions:
+        return chat_completions.parse(said.fields, said.read)
     if dialect is not responses:
-        return dialect.parse(fields)
-    request = responses.parse(fields, attempt.responses)
-    previous = responses.previous(fields)
+        return dialect.parse(said.fields)
+    request = responses.parse(said.fields, attempt.responses)
+    previous = responses.previous(said.fields)
     if previous is None:
         return request
     if previous not in attempt.responses:
@@ -503,7 +511,7 @@ def _check_images(request: Request, renderer: Renderer) -> None:
         for where, url in images.urls(request.messages):
             images.check(where, url)
         return
-    for index, message in enumerate(request.messages):
+    for index, message in enumerate(request.messages[request.known :], start=request.known):
         if isinstance(message.get("content"), list):
             raise GatewayError(
                 400,

@@ -22,6 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import msgspec
+
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.media import Placed, referred, url_of
@@ -32,6 +34,7 @@ from lightning_rl_proxy.echo import Conversation, Echo, Head, Numbering
 from lightning_rl_proxy.engines.base import Engine
 from lightning_rl_proxy.exchange import Exchange
 from lightning_rl_proxy.forks import Fork
+from lightning_rl_proxy.history import History
 from lightning_rl_proxy.images import Image, Shown
 from lightning_rl_proxy.ledger import AttemptInfo
 from lightning_rl_proxy.rendering import Renderer
@@ -41,7 +44,43 @@ _IDS = random.Random()  # seeded by the system; ids are no secrets
 _OPENING = 4  # tokens; so long may a format's opening of the reasoning be, which ends the prompt of some
 _End = tuple[bytes, int, tuple[str, ...], Echo]
 _NO_TOOLS = echo.digest_tools(None)
-_AT_HAND = 4  # exchanges; the latest answered ones keep their whole prompts
+_AT_HAND = 4  # exchanges; those answered or continued last keep their whole prompts
+_LONG = 1024  # tokens; the JSON of a shorter prompt is made in less time than it takes to keep it
+
+
+class Prompt:
+    """A whole prompt while it is at hand. What goes on behind it shares its list of ids and begins with its JSON.
+
+    So `ids` is to be read before anything goes on behind a committed answer: then the list is longer, or another one.
+    """
+
+    __slots__ = ("_encoded", "_ids", "_length", "_own")
+
+    def __init__(self, ids: list[int], *, own: bool = False, encoded: bytes | None = None) -> None:
+        self._ids, self._length, self._own = ids, len(ids), own
+        self._encoded = encoded
+
+    @property
+    def ids(self) -> list[int]:
+        """Its token ids."""
+        if len(self._ids) != self._length:
+            self._ids, self._own = self._ids[: self._length], True
+        return self._ids
+
+    @property
+    def encoded(self) -> bytes | None:
+        """The ids as a JSON list, where it was made already."""
+        return self._encoded
+
+    def then(self, more: list[int]) -> "Prompt":
+        """The prompt with these ids behind it; a long one with its JSON."""
+        encoded = None
+        if len(self.ids) > _LONG and more:
+            self._encoded = self._encoded or msgspec.json.encode(self.ids)
+            encoded = b"".join((memoryview(self._encoded)[:-1], b",", memoryview(msgspec.json.encode(more))[1:]))
+        whole = self.ids if self._own else self.ids.copy()
+        whole += more
+        return Prompt(whole, own=True, encoded=encoded)
 
 
 @dataclass(eq=False, slots=True)
@@ -66,7 +105,7 @@ class LiveCall:
     numbering: tuple[int, int]
     forms: list[dict[str, Any] | None]
     reasoned: bool
-    prompt: list[int] | None
+    prompt: Prompt | None
     served_by: Engine | None
 
     @property
@@ -95,7 +134,7 @@ class LiveCall:
         while node.prompt is None and node.parent is not None:
             later.append(node.call)
             node = node.parent
-        ids = node.call.prompt_ids.copy() if node.prompt is None else node.prompt.copy()
+        ids = node.call.prompt_ids.copy() if node.prompt is None else node.prompt.ids.copy()
         said = node.call.response_ids
         for call in reversed(later):
             ids += said
@@ -177,6 +216,7 @@ class LiveCall:
         """
         there, forms = messages[: self.length], self.forms[: self.length]
         if there == forms:
+            self.forms[: self.length] = there  # whose texts need no look when they come again
             return True
         if len(there) < len(forms):
             return False
@@ -255,7 +295,8 @@ class Trail:
 class Place:
     """Where a request goes: the call it continues (or None), the ids it adds, the whole prompt, the fork if it is one.
 
-    `nearest` is the call whose conversation the fork was compared with, `media` the images of the whole prompt.
+    `nearest` is the call whose conversation the fork was compared with, `prompt` the whole prompt where it goes on
+    from one, `media` the images of the whole prompt.
     """
 
     parent: LiveCall | None
@@ -265,6 +306,7 @@ class Place:
     fork: Fork | None
     trail: Trail
     nearest: LiveCall | None = None
+    prompt: Prompt | None = None
     media: Sequence[Shown] = ()
 
     @property
@@ -322,6 +364,7 @@ class Attempt:
         self.images: dict[str, Image] = {}
         self.image_urls: dict[str, str] = {}
         self.images_recorded: set[str] = set()
+        self.history = History()
         self.responses: dict[str, list[dict[str, Any]]] = {}  # by the ids that a client may continue them with
         self._next_number = 0
         # What is answered, in order of answers: all calls; those behind a head and key; the last at an end; the last
@@ -360,17 +403,16 @@ class Attempt:
         if turn.parent is None:
             ids, media = self._shown(renderer, renderer.render(messages, tools), messages)
             return replace(turn.with_prompt(ids, messages), media=media)
-        ids, response = turn.parent.prompt_ids(), turn.parent.call.response_ids
-        added = renderer.extend(ids, response, turn.new_messages, tools) if turn.new_messages else None
+        before, response = self._prompt_of(turn.parent), turn.parent.call.response_ids
+        added = renderer.extend(before.ids, response, turn.new_messages, tools) if turn.new_messages else None
         if added is None:
             ids, media = self._shown(renderer, renderer.render(messages, tools), messages)
             return replace(self._anew(turn, ids, messages), media=media)
-        ids += response
-        added, more = self._shown(renderer, added, turn.new_messages, behind=len(ids))
-        ids += added
+        added, more = self._shown(renderer, added, turn.new_messages, behind=len(before.ids) + len(response))
+        prompt = before.then(response + added)
         placed = turn.parent.placed() if self.images else []  # which looks at every call before
-        before = [Shown(one.start, one.length, self.images[one.sha256]) for one in placed]
-        return replace(turn, added_ids=added, prompt_ids=ids, media=[*before, *more])
+        media = [Shown(one.start, one.length, self.images[one.sha256]) for one in placed]
+        return replace(turn, added_ids=added, prompt_ids=prompt.ids, prompt=prompt, media=[*media, *more])
 
     def _shown(
         self, renderer: Renderer, ids: list[int], messages: Sequence[dict[str, Any]], behind: int = 0
@@ -448,7 +490,7 @@ class Attempt:
             numbering=(numbering.called, numbering.answered),
             forms=_lengthened(trail.continued, [echo.comparable(one) for one in (*added, message)]),
             reasoned=reasoned,
-            prompt=place.prompt_ids or None,
+            prompt=place.prompt or (Prompt(place.prompt_ids) if place.prompt_ids else None),
             served_by=served_by,
         )
 
@@ -545,6 +587,15 @@ class Attempt:
                     return live
                 nearest = nearest or live
         return nearest
+
+    def _prompt_of(self, live: LiveCall) -> Prompt:
+        """A call's whole prompt, which stays at hand: what went on once may do so again."""
+        kept = next((exchange for exchange in self._at_hand if live in exchange), None)
+        if kept is not None:
+            self._at_hand.remove(kept)
+        prompt = live.prompt = live.prompt or Prompt(live.prompt_ids(), own=True)
+        self._keep_at_hand(kept or [live])
+        return prompt
 
     def _keep_at_hand(self, answered: list[LiveCall]) -> None:
         """Keep the whole prompts of the latest exchanges, since they are likely to go on; of others they are joined."""

@@ -29,6 +29,7 @@ from lightning_rl_proxy.dialects.base import Dialect, decode
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
 from lightning_rl_proxy.errors import GatewayError, closed
 from lightning_rl_proxy.exchange import Exchange
+from lightning_rl_proxy.history import Said
 from lightning_rl_proxy.keys import KeyRefused, sent_key, verify_attempt_key
 from lightning_rl_proxy.ledger import AttemptInfo, Ledger, NoNotes, Notes
 from lightning_rl_proxy.limits import Limits, announced_bytes
@@ -331,6 +332,11 @@ class Gateway:
             if not message.get("more_body"):
                 return b"".join(chunks)
 
+    def _said(self, attempt: Attempt, dialect: Dialect, body: bytes) -> Said:
+        said = attempt.history.read(body) if dialect is chat_completions else Said(body, decode(body))
+        self.limits.check_messages(said.fields, before=len(said.read))
+        return said
+
     def _fields(self, body: bytes) -> dict[str, Any]:
         fields = decode(body)
         self.limits.check_messages(fields)
@@ -432,7 +438,7 @@ class Gateway:
             exchange.noted = self._noted
             exchange.earlier = attempt.recorded.get(body_key, []) if retry else []
             try:
-                work = self._answerer.work(attempt, agent, dialect, self._fields(body), exchange)
+                work = self._answerer.work(attempt, agent, dialect, self._said(attempt, dialect, body), exchange)
             except EngineUnavailable as error:
                 attempt.failed[body_key] += 1
                 raise _as_gateway_error(error) from error

@@ -39,12 +39,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if size > self.body_bytes:
             raise GatewayError(413, f"the request body is over {self.body_bytes} bytes")
 
-    def check_messages(self, fields: Mapping[str, Any]) -> None:
-        """Raises GatewayError(400) for a request of too many messages."""
+    def check_messages(self, fields: Mapping[str, Any], before: int = 0) -> None:
+        """Raises GatewayError(400) for a request of too many messages: those in the fields, and so many before them."""
         for name in _LISTS:
             value = fields.get(name)
-            if isinstance(value, list) and len(value) > self.messages:
-                raise GatewayError(400, f"{name}: {len(value)} of them, at most {self.messages} are taken", param=name)
+            if isinstance(value, list) and before + len(value) > self.messages:
+                raise GatewayError(
+                    400, f"{name}: {before + len(value)} of them, at most {self.messages} are taken", param=name
+                )
 
     def check_calls(self, in_flight: int, attempt_id: str) -> None:
         """Raises GatewayError(429) for one more call than the attempt may have in flight."""

@@ -169,12 +169,14 @@ class Router:
         stream: bool = False,
         home: Engine | None = None,
         media: Sequence[Shown] = (),
+        encoded: bytes | None = None,
     ) -> AsyncGenerator[Tokens]:
         """Sample one answer into `generation`, yielding the tokens that come; with `stream`, as they are sampled.
 
-        `home` is the engine that has the conversation so far in its cache; None for a new one. Waits while the model is
-        paused. An engine that fails before it gave a token is left for another one, each once. Closing the generator
-        aborts the engine's work. Raises EngineUnavailable, EngineRefused or PromptTooLong.
+        `encoded` is the prompt as a JSON list, where it is at hand. `home` is the engine that has the conversation so
+        far in its cache; None for a new one. Waits while the model is paused. An engine that fails before it gave a
+        token is left for another one, each once. Closing the generator aborts the engine's work. Raises
+        EngineUnavailable, EngineRefused or PromptTooLong.
         """
         tried: list[Replica[Engine]] = []
         with self._asking(model):
@@ -185,7 +187,9 @@ class Router:
                 tried.append(replica)
                 failure: EngineUnavailable | None = None
                 try:
-                    parts = engine.generate(prompt, sampling, request_id=request_id, stream=stream, media=media)
+                    parts = engine.generate(
+                        prompt, sampling, request_id=request_id, stream=stream, media=media, encoded=encoded
+                    )
                     async with aclosing(parts):
                         async for part in parts:
                             if isinstance(part, Finish):

@@ -90,6 +90,7 @@ class PlannedEngine:
         priority: int = 0,
         stream: bool = False,
         media: Sequence[Shown] = (),
+        encoded: bytes | None = None,
     ) -> AsyncGenerator[Tokens | Finish]:
         plan = self.plans.popleft() if self.plans else Plan([])
         if plan.end in ("fail", "break", "silent", "abort"):

@@ -10,11 +10,13 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import msgspec
 import pytest
 import uvicorn
 
 from lightning_rl_adapters.call import Call, VersionRange, calls_of
 from lightning_rl_adapters.span import Span
+from lightning_rl_proxy import attempt, history
 from lightning_rl_proxy.address import Address, base_url
 from lightning_rl_proxy.engines.base import EngineUnavailable, Finish, Load, Tokens
 from lightning_rl_proxy.gateway import Gateway
@@ -29,6 +31,13 @@ TOKENIZER = Path(__file__).parents[2] / "examples" / "sql_agent" / "checkpoint"
 SECRET = b"a secret of the tests"
 MODEL = "policy"
 VERSION = 7  # of the engine's weights
+
+
+@pytest.fixture(autouse=True)
+def all_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done for long conversations alone is done for the short ones of the tests."""
+    monkeypatch.setattr(attempt, "_LONG", 1)
+    monkeypatch.setattr(history, "_LONG", 1)
 
 
 class MemoryLedger:
@@ -172,8 +181,10 @@ class ScriptedEngine:
         priority: int = 0,
         stream: bool = False,
         media: Sequence[Shown] = (),
+        encoded: bytes | None = None,
     ) -> AsyncGenerator[Tokens | Finish]:
-        self.prompts.append(prompt)
+        assert encoded is None or msgspec.json.decode(encoded) == prompt
+        self.prompts.append(prompt.copy())  # once it is answered, the list goes on
         self.media.append(media)
         self.samplings.append(sampling)
         script, hold = self._next(), self.hold

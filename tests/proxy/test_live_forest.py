@@ -66,6 +66,7 @@ class Asked:
     messages: list[Message]
     ours: list[Message]  # the same, with our answers as we gave them
     place: Place
+    prompt: list[int]
     calls: list[Call]
     answers: list[Message]
     exchange: Exchange
@@ -86,7 +87,7 @@ class World:
         first = self.attempt.take_numbers(len(answers))
         ours = as_answered(self, messages)
         place = self.attempt.find_place("m", messages, TOOLS, Spelling())
-        asked = Asked(messages, ours, place, [], [], Exchange(b""), [])
+        asked = Asked(messages, ours, place, place.prompt_ids.copy(), [], [], Exchange(b""), [])
         for number, answer in enumerate(answers, start=first):
             said = copy.deepcopy(answer)
             for index, made in enumerate(said.get("tool_calls", [])):
@@ -237,14 +238,14 @@ def test_the_recorded_forest_is_the_live_one_and_rows_are_what_the_engine_saw_an
     for call_id, node in built.nodes.items():
         asked, live = lives[call_id]
         assert (None if node.parent is None else node.parent.call.call_id) == live.call.parent_id
-        assert prompt_ids(node) == asked.place.prompt_ids == live.prompt_ids()
+        assert prompt_ids(node) == asked.prompt == live.prompt_ids()
         assert live.context() == prompt_ids(node) + node.call.response_ids
     for asked, live in lives.values():
         live.prompt = None  # no longer at hand
-        assert live.prompt_ids() == asked.place.prompt_ids
+        assert live.prompt_ids() == asked.prompt
     cut = rows.cut(built, credit.final_values(built, 1.0))
     for row, leaf in zip(cut, built.leaves(), strict=True):
-        assert row.token_ids == lives[leaf.call.call_id][0].place.prompt_ids + leaf.call.response_ids
+        assert row.token_ids == lives[leaf.call.call_id][0].prompt + leaf.call.response_ids
     trained = Counter(t for row in cut for t, mask in zip(row.token_ids, row.loss_mask, strict=True) if mask)
     assert trained == Counter(token for call in calls for token in call.response_ids)
 
@@ -299,7 +300,7 @@ def test_a_repeat_of_a_request_that_could_not_be_appended_is_another_sample_of_i
         world.deliver(forked)
         repeated = world.ask(messages, [said("d")])
         assert (repeated.place.fork, repeated.place.parent) == (None, None)
-        assert repeated.place.prompt_ids == forked.place.prompt_ids
+        assert repeated.prompt == forked.prompt
         world.deliver(repeated)
         on = world.ask([*messages, said("d"), {"role": "user", "content": "on"}], [said("e")])
         assert (on.place.parent, on.place.fork) == (repeated.lives[0], None)

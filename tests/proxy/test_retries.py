@@ -57,6 +57,7 @@ class CountingEngine(ScriptedEngine):
         priority: int = 0,
         stream: bool = False,
         media: Sequence[Shown] = (),
+        encoded: bytes | None = None,
     ) -> AsyncGenerator[Tokens | Finish]:
         self.script.append(f"sample number {len(self.prompts)} of all")
         self.hold = asyncio.Event() if self.slow else None

@@ -55,6 +55,7 @@ class Engine:
         priority: int = 0,
         stream: bool = False,
         media: Sequence[Shown] = (),
+        encoded: bytes | None = None,
     ) -> AsyncGenerator[Tokens | Finish]:
         self.calls += 1
         version = self.policy_version if self.label is None else self.label

@@ -36,12 +36,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     instead of messages where the client writes the prompt itself: its text or its token ids. `max_context_tokens`
     bounds prompt and answer together.
 
-    `fields` is the request as it came: serializers read from it what they must repeat. `ignored_fields` are those that
-    no table of the dialect knows.
+    The first `known` messages were in an earlier request of the attempt, and are as they were read there.
+
+    `fields` is the request as it came, but for the known messages: serializers read from it what they must repeat.
+    `ignored_fields` are those that no table of the dialect knows.
     """
 
     model: str
     messages: list[dict[str, Any]]
+    known: int = 0
     prompt: str | list[int] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice = "auto"

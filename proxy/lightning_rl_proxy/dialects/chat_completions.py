@@ -105,8 +105,8 @@ class _RelayedWire(msgspec.Struct):
     stream: bool | None = None
 
 
-def parse(fields: dict[str, Any]) -> Request:
-    """See `Dialect`."""
+def parse(fields: dict[str, Any], read: Sequence[dict[str, Any]] = ()) -> Request:
+    """See `Dialect`. `read` are the messages before those in the fields, in internal form."""
     try:
         wire = msgspec.convert(fields, Wire)
     except msgspec.ValidationError as error:
@@ -116,7 +116,8 @@ def parse(fields: dict[str, Any]) -> Request:
     limit = wire.max_completion_tokens if wire.max_completion_tokens is not None else wire.max_tokens
     return Request(
         model=wire.model,
-        messages=[_message(f"messages[{i}]", m) for i, m in enumerate(wire.messages)],
+        messages=[*read, *(_message(i, m) for i, m in enumerate(wire.messages, start=len(read)))],
+        known=len(read),
         tools=tools,
         tool_choice=_tool_choice(wire.tool_choice, tools),
         parallel_tool_calls=wire.parallel_tool_calls is not False,
@@ -287,10 +288,11 @@ def _json_schema(wanted: _ResponseFormat | None) -> dict[str, Any] | None:
     return wanted.json_schema.schema
 
 
-def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
+def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
     role = message.get("role")
     if role in _PLAIN and type(message.get("content")) is str and "tool_calls" not in message:
         return message
+    where = f"messages[{number}]"
     if role not in _ROLES:
         raise GatewayError(400, f"{where}.role is {role!r}; it is one of {list(_ROLES)}", param=f"{where}.role")
     content = message.get("content")

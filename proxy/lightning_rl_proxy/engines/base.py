@@ -70,10 +70,12 @@ class Engine(Protocol):
         priority: int = 0,
         stream: bool = False,
         media: Sequence[Shown] = (),
+        encoded: bytes | None = None,
     ) -> AsyncGenerator[Tokens | Finish]:
         """Sample: yields `Tokens` one or more times and at last one `Finish`; with `stream`, as they are sampled.
 
-        `media` are the images that the prompt shows, and where; an engine without the ability `images` is given none.
+        `encoded` is the prompt as a JSON list, where it is at hand. `media` are the images that the prompt shows, and
+        where; an engine without the ability `images` is given none.
         Leaving the iterator early aborts the generation. Raises EngineUnavailable, EngineRefused or PromptTooLong.
         """
         ...

@@ -122,12 +122,13 @@ class SGLangEngine:
         priority: int = 0,
         stream: bool = False,
         media: Sequence[Shown] = (),
+        encoded: bytes | None = None,
     ) -> AsyncGenerator[Tokens | Finish]:
         """See `Engine`. Leaving the iterator early closes the connection and orders an abort."""
         rid = f"{request_id}-{secrets.token_hex(8)}"  # no other request's id begins like this
         body: dict[str, Any] = {
             "rid": rid,
-            "input_ids": prompt,
+            "input_ids": prompt if encoded is None else msgspec.Raw(encoded),
             "sampling_params": self._parameters(sampling, len(prompt)),
             "return_logprob": not is_biased(sampling),
             "stream": stream,

@@ -130,10 +130,11 @@ class TokenEngine:
         priority: int = 0,
         stream: bool = False,
         media: Sequence[Shown] = (),
+        encoded: bytes | None = None,
     ) -> AsyncGenerator[Tokens | Finish]:
         """See `Engine`. Leaving the iterator early closes the connection, which aborts the generation."""
         body: dict[str, Any] = {
-            "token_ids": prompt,
+            "token_ids": prompt if encoded is None else msgspec.Raw(encoded),
             "sampling_params": self._parameters(sampling),
             "request_id": request_id,
         }
