@@ -9,6 +9,7 @@ from tests.lightning_rl.server.test_killed import STEPS, check_survives
 pytestmark = pytest.mark.chaos
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "stream"), [(1, False), (4, True)], ids=["first, whole", "fourth, stream"])
 @pytest.mark.parametrize("step", STEPS)
 def test_no_call_of_a_finished_attempt_is_lost_by_a_kill(tmp_path: Path, step: str, number: int, stream: bool) -> None:

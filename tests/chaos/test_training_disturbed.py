@@ -122,6 +122,7 @@ def test_a_clock_that_jumps_by_hours_costs_nothing(tmp_path: Path) -> None:
         ended_undisturbed(run)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_after_the_clock_was_set_back(tmp_path: Path) -> None:
     with by_another_clock(tmp_path) as (run, clock):
         run.until(EVENTS // 2)

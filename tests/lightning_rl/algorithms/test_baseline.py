@@ -83,6 +83,7 @@ def test_an_agent_may_be_a_class(form: Any, tmp_path: Path) -> None:
     assert (baseline.evaluations[0].mean, baseline.evaluations[0].failed) == (0.5, 0)
 
 
+@pytest.mark.long
 def test_what_was_evaluated_is_not_run_again(tmp_path: Path) -> None:
     first, again = lrl.Baseline(n=2), lrl.Baseline(n=2, resume=True)
     lrl.Trainer(agent, n_runners=4, run_dir=tmp_path).fit(first, TASKS)

@@ -160,6 +160,7 @@ def test_a_step_that_trains_nothing_says_why_and_still_validates_and_saves(
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-2"]
 
 
+@pytest.mark.long
 def test_the_best_on_the_tuning_tasks_is_kept_and_the_run_ends_early(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -63,6 +63,7 @@ def test_named_rewards_are_weighed(tmp_path: Path) -> None:
 TASKS = [{"n": n, "reward_model": {"ground_truth": n}} for n in range(4)]
 
 
+@pytest.mark.long
 def test_a_reward_function_in_a_file_gives_the_reward_also_after_a_resume(tmp_path: Path) -> None:
     scores = tmp_path / "scores.py"
     scores.write_text(
@@ -140,6 +141,7 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path) -> None:
     assert row["training/staleness/max"] == 0.0
 
 
+@pytest.mark.long
 def test_dynamic_sampling_rolls_out_until_enough_groups_say_something(tmp_path: Path) -> None:
     """Every fourth task gives both rollouts the same reward: of each batch of four, three groups say something."""
 

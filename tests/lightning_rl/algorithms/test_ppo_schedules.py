@@ -82,7 +82,7 @@ class UpdatesLast(lrl.PPO):
         super()._publish_weights()
 
 
-@pytest.mark.parametrize(("schedule", "bound"), [("one_step_off", 1), ("async", 4)])
+@pytest.mark.parametrize(("schedule", "bound"), [pytest.param("one_step_off", 1, marks=pytest.mark.long), ("async", 4)])
 def test_off_policy_runs_stay_within_the_bound_and_balance(tmp_path: Path, schedule: str, bound: int) -> None:
     fit(UpdatesLast(given(schedule, test_freq=2)), tmp_path, val_dataset=[0, 1])
     rows = rows_of(tmp_path)
@@ -126,6 +126,7 @@ class Impatient(lrl.PPO):
         return super().ended(waiting, watchdog, min(wait_seconds, 0.1))
 
 
+@pytest.mark.long
 def test_groups_that_say_nothing_are_replaced_and_greedy_ones_compared_with(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -128,6 +128,7 @@ def test_a_runner_for_one_rollout_takes_one_and_ends(store: HttpStore, tmp_path:
         store.cancel(each.rollout_id)
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_it_waits_for_a_server_that_is_away(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -147,9 +147,17 @@ def test_what_is_wrong_is_one_line(words: list[str], message: str, place: Path) 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor_rollout_ref.model.path=no-such/model", "no folder here, and could not be taken from the hub"),
+        pytest.param(
+            "actor_rollout_ref.model.path=no-such/model",
+            "no folder here, and could not be taken from the hub",
+            marks=pytest.mark.long,
+        ),
         ("actor_rollout_ref.model.path=./nowhere", "is neither a folder nor a model id"),
-        ("actor_rollout_ref.model.path=./bare", "no renderer is known for model 'bare'; name one that fits its chat"),
+        pytest.param(
+            "actor_rollout_ref.model.path=./bare",
+            "no renderer is known for model 'bare'; name one that fits its chat",
+            marks=pytest.mark.long,
+        ),
         ("actor_rollout_ref.rollout.renderer=quen3", "renderer 'quen3' is unknown; did you mean 'qwen3'?"),
         ("actor_rollout_ref.rollout.name=vllm", "there is no vLLM in that environment"),
     ],

@@ -42,6 +42,7 @@ def command(run_dir: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_a_call_is_explained_with_what_its_tokens_were_and_are_now(run_dir: Path) -> None:
     rollout = json.loads(command(run_dir, "explain", "train-0-1-0-0", "--json"))
     assert rollout["training"]["step"] == 1
