@@ -17,10 +17,11 @@ NO_NETWORK = {
     **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
     **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
 }
-# The examples are the user's own code, LangGraph's room has an extra of its own, and Alembic alone runs its script.
+# The examples are the user's own code, LangGraph's room and MLflow's traces have extras of their own, and Alembic alone
+# runs its script.
 IMPORT_ALL = """
 import importlib, pkgutil
-elsewhere = ("._examples", ".langgraph.", ".store.migrations.env")
+elsewhere = ("._examples", ".langgraph.", ".tracing.mlflow", ".store.migrations.env")
 for root in ("lightning_rl", "lightning_rl_proxy", "lightning_rl_adapters"):
     for module in pkgutil.walk_packages(importlib.import_module(root).__path__, root + "."):
         if not any(part in module.name for part in elsewhere):

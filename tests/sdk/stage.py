@@ -42,6 +42,7 @@ class StagedEngine(ScriptedEngine):
         priority: int = 0,
         stream: bool = False,
         media: Sequence[Shown] = (),
+        encoded: bytes | None = None,
     ) -> AsyncGenerator[Tokens | Finish]:
         if self.too_long:
             raise PromptTooLong(len(prompt), 8)
