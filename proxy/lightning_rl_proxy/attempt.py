@@ -49,7 +49,7 @@ _LONG = 1024  # tokens; the JSON of a shorter prompt is made in less time than i
 
 
 class Prompt:
-    """A whole prompt while it is at hand. One that goes on from it takes over its list of ids, and begins with its JSON.
+    """A whole prompt while it is at hand. One that goes on from it takes over its list of ids and begins with its JSON.
 
     So a list that `ids` gave may grow once the prompt's answer is committed; who needs it for longer copies it.
     """

@@ -75,8 +75,8 @@ class Engine(Protocol):
         """Sample: yields `Tokens` one or more times and at last one `Finish`; with `stream`, as they are sampled.
 
         `prompt` is to be read, not kept: it may grow once the answer is committed. `encoded` is the same as a JSON
-        list, where it is at hand. `media` are the images that the prompt shows, and
-        where; an engine without the ability `images` is given none.
+        list, where it is at hand. `media` are the images that the prompt shows, and where; an engine without the
+        ability `images` is given none.
         Leaving the iterator early aborts the generation. Raises EngineUnavailable, EngineRefused or PromptTooLong.
         """
         ...
