@@ -52,15 +52,15 @@ def test_the_more_urgent_request_is_served_first(processed: Server) -> None:
         ended.append(name)
 
     async def queue(engine: TokenEngine) -> None:
-        running = engine.generate(PROMPT, Sampling(temperature=1.0, **ENDLESS), request_id="r", stream=True)
-        assert isinstance(await anext(running), Tokens)
+        running = asyncio.create_task(whole(engine, **ENDLESS))  # no stream: an engine outruns the server that sends it
+        await asyncio.sleep(0.3)
         later = asyncio.create_task(ask(engine, "later", 5))
         await asyncio.sleep(0.3)
         assert not later.done()
         urgent = asyncio.create_task(ask(engine, "urgent", 1))
         await asyncio.sleep(0.3)
         assert not urgent.done()
-        await running.aclose()
+        running.cancel()
         await asyncio.gather(later, urgent)
 
     with_client(processed, queue)
@@ -77,6 +77,8 @@ def test_a_gateway_trains_on_the_logprobs_of_another_temperature(processed: Serv
         assert (tempered.logprob_kind, cut.logprobs) == ("sampled", None)
 
 
+# It needs a stream whose first token comes while the rest is sampled: an engine that outruns its server gives none.
+@pytest.mark.long
 def test_a_server_that_dies_fails_its_requests_as_ones_to_try_again(processed: Server, tmp_path: Path) -> None:
     """The last test of this server: what asks it afterwards starts it anew."""
 
