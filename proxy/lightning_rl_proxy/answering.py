@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -492,10 +492,11 @@ def told_for_others(asked: Asked) -> dict[str, Any]:
 
 def _parsed(dialect: Dialect, said: Said, attempt: Attempt) -> Request:
     """The request, with the conversation that it goes on with by an earlier response's id."""
-    if dialect is chat_completions:
-        return chat_completions.parse(said.fields, said.read)
+    if said.read:
+        with suppress(GatewayError):  # which names places among the new messages
+            return chat_completions.parse(said.fields, said.read)
     if dialect is not responses:
-        return dialect.parse(said.fields)
+        return dialect.parse(said.whole())
     request = responses.parse(said.fields, attempt.responses)
     previous = responses.previous(said.fields)
     if previous is None:

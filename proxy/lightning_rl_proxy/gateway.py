@@ -333,7 +333,9 @@ class Gateway:
                 return b"".join(chunks)
 
     def _said(self, attempt: Attempt, dialect: Dialect, body: bytes) -> Said:
-        said = attempt.history.read(body) if dialect is chat_completions else Said(body, decode(body))
+        if dialect is not chat_completions:
+            return Said(body, self._fields(body))
+        said = attempt.history.read(body)
         self.limits.check_messages(said.fields, before=len(said.read))
         return said
 

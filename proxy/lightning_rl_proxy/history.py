@@ -17,7 +17,7 @@ from lightning_rl_proxy.dialects.base import decode
 
 _LONG = 16_384  # bytes; a shorter body is decoded in less time than it takes to look
 _KEPT = 32  # beginnings, those used last: so many branches of an attempt may take turns
-# The messages of a body whose fields before them hold no other list: those are the ones in which "[" opens them.
+# A body to where its messages open, with nothing nested before them: so these are its own, and no field's.
 _SCALAR = rb'(?:"[^"\\]*"|[-+.0-9eE]+|true|false|null)'
 _HEAD = re.compile(rb'\s*\{\s*(?:"[^"\\]*"\s*:\s*' + _SCALAR + rb'\s*,\s*)*"messages"\s*:\s*(?=\[)')
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])

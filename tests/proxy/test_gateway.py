@@ -1,5 +1,6 @@
 """The gateway as an agent sees it, through the official SDK: exact tokens, continuation, keys, sealing, errors."""
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -426,6 +427,24 @@ def test_what_cannot_be_honoured_is_refused_by_name(served: Served, body: str, p
     error = answer.json()["error"]
     assert error["param"] == param
     assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        (1, "messages[2]"),
+        ({"role": "king", "content": "x"}, "messages[2].role"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[2].content"),
+    ],
+)
+def test_behind_messages_that_were_read_before_what_is_wrong_has_its_place_among_all(
+    served: Served, wrong: Any, param: str
+) -> None:
+    said = [user("one"), {"role": "assistant", "content": "ok"}]
+    path = "/rollout/r1/attempt/a1/v1/chat/completions"
+    assert post(served, path, json.dumps({"model": "policy", "messages": said}).encode(), served.key()).status == 200
+    answer = post(served, path, json.dumps({"model": "policy", "messages": [*said, wrong]}).encode(), served.key())
+    assert (answer.status, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_broken_json_is_a_400(served: Served) -> None:

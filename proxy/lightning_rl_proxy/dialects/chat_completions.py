@@ -116,7 +116,7 @@ def parse(fields: dict[str, Any], read: Sequence[dict[str, Any]] = ()) -> Reques
     limit = wire.max_completion_tokens if wire.max_completion_tokens is not None else wire.max_tokens
     return Request(
         model=wire.model,
-        messages=[*read, *(_message(i, m) for i, m in enumerate(wire.messages, start=len(read)))],
+        messages=[*read, *(_message(i, m) for i, m in enumerate(wire.messages))],
         known=len(read),
         tools=tools,
         tool_choice=_tool_choice(wire.tool_choice, tools),
