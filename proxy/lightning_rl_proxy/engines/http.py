@@ -3,15 +3,15 @@
 What a server's tokens mean is the business of its own module; nothing here knows of sampling.
 """
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
+from lightning_rl_proxy.engines.client import Client, NoAnswer, Request, Response
 from lightning_rl_proxy.errors import PromptTooLong
 
 # How the embedded engine, vLLM and SGLang (before and after it has queued it) say that a prompt does not fit.
@@ -25,7 +25,6 @@ _AGENTS_FAULT = (400, 413, 422)
 _CHECK_SECONDS = 2.0
 # Less than servers wait (vLLM's and other uvicorns 5 s): what is sent as they hang up is lost.
 _IDLE_SECONDS = 2.0
-_MAX_LINE = 2**24  # bytes; the longest event
 
 
 class Problem(msgspec.Struct):
@@ -46,21 +45,13 @@ class EngineServer:
     """The connections to the server at `url`."""
 
     def __init__(self, url: str, *, connections: int = 1024) -> None:
-        self.url = url.rstrip("/")
-        self._connections = connections
-        self._session: aiohttp.ClientSession | None = None
+        self._client = Client(url, connections=connections, idle_seconds=_IDLE_SECONDS)
+        self.url = self._client.url
 
-    @asynccontextmanager
-    async def post(self, path: str, body: Any) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer to `body`, if the server takes it. Raises EngineUnavailable, EngineRefused or PromptTooLong."""
-        url = self.url + path
-        try:
-            async with self._connected().post(url, data=msgspec.json.encode(body)) as response:
-                if response.status != 200:
-                    raise refusal(url, response.status, await response.read())
-                yield response
-        except aiohttp.ClientError as error:
-            raise EngineUnavailable(f"engine {url}: {error!r}") from error
+    def post(self, path: str, body: Any) -> "_Taken":
+        """The answer to `body`: a context whose value is the `Response`, if the server takes it. Entering it raises
+        EngineUnavailable, EngineRefused or PromptTooLong."""
+        return _Taken(self._client, "POST", path, msgspec.json.encode(body))
 
     async def order(self, path: str, body: Any = None, *, needs: str, seconds: float | None = None) -> None:
         """Tell the server to do something, once more where the connection was cut: twice does what once does. `needs`
@@ -68,51 +59,54 @@ class EngineServer:
 
         Raises EngineUnavailable where it does not, and EngineRefused where it cannot.
         """
-        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=10)
+        sent = b"" if body is None else msgspec.json.encode(body)
         try:
-            try:
-                status, said = await self._told(path, body, timeout)
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                status, said = await self._told(path, body, timeout)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineUnavailable(f"engine {self.url}{path}: {error!r}") from error
+            async with asyncio.timeout(seconds):
+                try:
+                    status, said = await _answer(self._client.post(path, sent))
+                except NoAnswer:
+                    status, said = await _answer(self._client.post(path, sent))
+        except TimeoutError as error:
+            raise EngineUnavailable(f"engine {self.url}{path} does not answer in {seconds} s") from error
         if status == 404:
             raise EngineRefused(f"engine {self.url} has no {path}; {needs}", status=502)
         if status != 200:
             raise EngineUnavailable(f"engine {self.url}{path} answered {status}: {said[:500]!r}")
 
-    async def _told(self, path: str, body: Any, timeout: aiohttp.ClientTimeout) -> tuple[int, bytes]:
-        async with self._connected().post(self.url + path, json=body, timeout=timeout) as response:
-            return response.status, await response.read()
-
     async def get(self, path: str) -> tuple[int, bytes]:
         """Status and body of the answer at `path`, which comes soon. Raises EngineUnavailable where none comes."""
-        url = self.url + path
         try:
-            async with self._connected().get(url, timeout=aiohttp.ClientTimeout(total=_CHECK_SECONDS)) as response:
-                return response.status, await response.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineUnavailable(f"{url}: {error!r}") from error
+            async with asyncio.timeout(_CHECK_SECONDS):
+                return await _answer(self._client.get(path))
+        except TimeoutError as error:
+            raise EngineUnavailable(f"engine {self.url}{path} does not answer in {_CHECK_SECONDS} s") from error
 
     async def close(self) -> None:
         """Free the connections."""
-        if self._session is not None:
-            await self._session.close()
-
-    def _connected(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=_IDLE_SECONDS),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
-                headers={"content-type": "application/json"},
-                read_bufsize=_MAX_LINE,
-            )
-        return self._session
+        await self._client.close()
 
 
-async def events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of a stream's events, up to its end."""
-    async for line in response.content:
+class _Taken(Request):
+    """A request that the server does not refuse."""
+
+    async def __aenter__(self) -> Response:
+        response = await super().__aenter__()
+        if response.status == 200:
+            return response
+        try:
+            raise refusal(response.url, response.status, await response.read())
+        finally:
+            response.close()
+
+
+async def _answer(request: Request) -> tuple[int, bytes]:
+    async with request as response:
+        return response.status, await response.read()
+
+
+async def events(response: Response) -> AsyncIterator[bytes]:
+    """The data of a stream's events, up to its end. Raises NoAnswer where it is cut off."""
+    async for line in response.lines():
         data = line.removeprefix(b"data:").strip()
         if line.startswith(b"data:") and data != b"[DONE]":
             yield data

@@ -24,10 +24,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Load, Tokens
+from lightning_rl_proxy.engines.client import Response
 from lightning_rl_proxy.engines.http import EngineServer, Problem, events, refusal
 from lightning_rl_proxy.engines.marks import Labelled, Labels, is_biased, known
 from lightning_rl_proxy.engines.sglang_probe import GENERATE, NAME, READY, Abilities
@@ -230,14 +230,12 @@ class SGLangEngine:
                 if meta.finish_reason is not None:
                     yield self._finish(meta.finish_reason, answer.output_ids, meta, sampled)
 
-    async def _answers(
-        self, response: aiohttp.ClientResponse, *, stream: bool
-    ) -> AsyncIterator[tuple[_Generated, _Meta]]:
+    async def _answers(self, response: Response, *, stream: bool) -> AsyncIterator[tuple[_Generated, _Meta]]:
         """The answers in a response: those of a stream's events, or the one that it is. Raises what they refuse."""
         async for data in events(response) if stream else _whole(response):
-            answer = _decoded(str(response.url), data, _generated)
+            answer = _decoded(response.url, data, _generated)
             if answer.error is not None:
-                raise refusal(str(response.url), answer.error.code, data)
+                raise refusal(response.url, answer.error.code, data)
             if answer.meta_info is None:
                 raise EngineUnavailable(f"{response.url} answered without meta_info: {data[:200]!r}")
             self._check(answer.meta_info.finish_reason)
@@ -281,7 +279,7 @@ def _decoded(url: str, data: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
         raise EngineUnavailable(f"{url} does not answer as {NAME} does ({error}): {data[:200]!r}") from error
 
 
-async def _whole(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _whole(response: Response) -> AsyncIterator[bytes]:
     yield await response.read()
 
 

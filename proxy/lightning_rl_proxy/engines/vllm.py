@@ -10,10 +10,10 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Load, Tokens
+from lightning_rl_proxy.engines.client import Response
 from lightning_rl_proxy.engines.http import EngineServer, Problem, events, refusal
 from lightning_rl_proxy.engines.marks import Labelled, Labels, is_biased, known
 from lightning_rl_proxy.engines.probe import GENERATE, LogprobsMode
@@ -279,12 +279,12 @@ class TokenEngine:
         return Finish(choice.finish_reason or "abort", stop, versions)
 
 
-async def _choices(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[_Generated, _Choice]]:
+async def _choices(response: Response) -> AsyncIterator[tuple[_Generated, _Choice]]:
     """The choices of a stream's events, each with its event."""
     async for data in events(response):
         event = _decoder.decode(data)
         if event.error is not None:  # a request that vLLM refuses has its 400 here, below a status of 200
-            raise refusal(str(response.url), event.error.code, data)
+            raise refusal(response.url, event.error.code, data)
         for choice in event.choices:
             yield event, choice
 

@@ -5,11 +5,11 @@ import itertools
 from unittest.mock import Mock
 
 import pytest
-from aiohttp import StreamReader
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
+from lightning_rl_proxy.engines.client import Response
 from lightning_rl_proxy.engines.http import EngineServer, events, refusal
 from lightning_rl_proxy.errors import PromptTooLong
 
@@ -25,16 +25,16 @@ def test_events_are_whole_wherever_their_bytes_are_cut(data: list[str], cuts: li
     places = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
 
     async def read() -> list[bytes]:
-        reader = StreamReader(Mock(_reading_paused=False), 2**16, loop=asyncio.get_running_loop())
+        response = Response("http://h:1/x", Mock())
 
         async def feed() -> None:
             for start, end in itertools.pairwise(places):
-                reader.feed_data(stream[start:end])
+                response.add(stream[start:end])
                 await asyncio.sleep(0)
-            reader.feed_eof()
+            response.end()
 
         feeding = asyncio.create_task(feed())
-        found = [event async for event in events(Mock(content=reader))]
+        found = [event async for event in events(response)]
         await feeding
         return found
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Load, Tokens
+from lightning_rl_proxy.engines.http import EngineServer
 from lightning_rl_proxy.engines.sglang import SGLangEngine
 from lightning_rl_proxy.engines.sglang_probe import Abilities
 from lightning_rl_proxy.errors import PromptTooLong
@@ -453,7 +454,7 @@ def test_a_server_that_was_started_anew_is_told_its_version_again() -> None:
 
 def test_an_order_that_a_server_does_not_know_names_the_version_that_does() -> None:
     async def go(engine: SGLangEngine) -> None:
-        engine._server.url += "/elsewhere"
+        engine._server = EngineServer(f"{engine.url}/elsewhere")
         with pytest.raises(EngineRefused, match=r"has no /pause_generation; SGLang 0\.5\.23 is the oldest") as refused:
             await engine.pause()
         assert refused.value.status == 502

@@ -1,0 +1,317 @@
+"""The HTTP client of engines: bodies are whole however their bytes come, connections are kept, bounded and hung up."""
+
+import asyncio
+import itertools
+import ssl
+import subprocess
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_rl_proxy.engines import client
+from lightning_rl_proxy.engines.base import EngineUnavailable
+from lightning_rl_proxy.engines.client import Client, NoAnswer
+
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+async def asked(reader: asyncio.StreamReader) -> bytes:
+    """One request, head and body; b"" where the client hung up."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.IncompleteReadError:
+        return b""
+    length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length: "))
+    return head + await reader.readexactly(int(length.removeprefix(b"content-length: ")))
+
+
+class Server:
+    """Answers each request with `answer`; `requests` and `connections` are what came, `gone` those that are closed."""
+
+    def __init__(self, answer: bytes | Answer) -> None:
+        self._answer = answer
+        self.requests: list[bytes] = []
+        self.connections = 0
+        self.open = 0
+        self.most_open = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        try:
+            while request := await asked(reader):
+                self.requests.append(request)
+                if isinstance(self._answer, bytes):
+                    writer.write(self._answer)
+                    await writer.drain()
+                else:
+                    await self._answer(reader, writer)
+        except ConnectionError:
+            pass
+        finally:
+            self.open -= 1
+            writer.close()
+
+
+def with_client(
+    server: Server, use: Callable[[Client], Awaitable[None]], *, tls: ssl.SSLContext | None = None, **options: float
+) -> None:
+    async def work() -> None:
+        async with await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=tls) as listening:
+            port = listening.sockets[0].getsockname()[1]
+            scheme = "http" if tls is None else "https"
+            one = Client(f"{scheme}://{'' if tls is None else 'me:p%40ss@'}127.0.0.1:{port}/base", **options)  # type: ignore[arg-type]
+            try:
+                await use(one)
+            finally:
+                await one.close()
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+async def body_of(one: Client, path: str = "/x", body: bytes = b"{}") -> tuple[int, bytes]:
+    async with one.post(path, body) as response:
+        return response.status, await response.read()
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():
+        await asyncio.sleep(0.005)
+
+
+def framed(body: list[bytes], how: str) -> bytes:
+    """An answer whose body comes in these pieces."""
+    whole = b"".join(body)
+    if how == "length":
+        return OK + b"Content-Length: %d\r\n\r\n%b" % (len(whole), whole)
+    if how == "chunks":
+        pieces = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in body if piece)
+        return OK + b"Transfer-Encoding: chunked\r\n\r\n" + pieces + b"0\r\n\r\n"
+    return OK + b"connection: close\r\n\r\n" + whole
+
+
+@given(
+    body=st.lists(st.binary(max_size=40), max_size=6),
+    how=st.sampled_from(["length", "chunks", "end"]),
+    cuts=st.lists(st.integers(1, 300), max_size=4),
+    interim=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_bodies_are_whole_wherever_their_bytes_are_cut(
+    body: list[bytes], how: str, cuts: list[int], interim: bool
+) -> None:
+    sent = (b"HTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\n" if interim else b"") + framed(body, how)
+    places = sorted({0, len(sent), *(cut for cut in cuts if cut < len(sent))})
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for start, end in itertools.pairwise(places):
+            writer.write(sent[start:end])
+            await writer.drain()
+            await asyncio.sleep(0)
+        if how == "end":
+            writer.close()
+
+    server = Server(answer)
+
+    async def use(one: Client) -> None:
+        for _ in range(2):
+            assert await body_of(one) == (200, b"".join(body))
+        async with one.get("/lines") as response:
+            lines = [line async for line in response.lines()]
+        expected = b"".join(body).split(b"\n")
+        assert lines == (expected if expected[-1] else expected[:-1])
+
+    with_client(server, use)
+    assert [request.split(b" HTTP")[0] for request in server.requests] == [
+        b"POST /base/x", b"POST /base/x", b"GET /base/lines",
+    ]  # fmt: skip
+    assert server.connections == (3 if how == "end" else 1)
+
+
+def test_requests_at_once_have_a_connection_each_up_to_the_limit_and_the_rest_wait_their_turn() -> None:
+    async def slowly(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.01)
+        writer.write(framed([b"ok"], "length"))
+
+    server = Server(slowly)
+
+    async def use(one: Client) -> None:
+        answers = [asyncio.create_task(body_of(one, body=b"%d" % n)) for n in range(20)]
+        await asyncio.sleep(0.005)
+        answers.pop(3).cancel()  # under way
+        answers.pop(10).cancel()  # waits for its turn
+        assert await asyncio.gather(*answers) == [(200, b"ok")] * 18
+
+    with_client(server, use, connections=4)
+    assert server.most_open <= 5  # the server sees the cancelled one's connection close a moment after the next opens
+    assert len({request.partition(b"\r\n\r\n")[2] for request in server.requests}) == 19
+
+
+def test_a_connection_that_was_idle_too_long_is_closed_and_not_asked_again() -> None:
+    server = Server(framed([b"ok"], "length"))
+
+    async def use(one: Client) -> None:
+        assert await body_of(one) == (200, b"ok")
+        await until(lambda: server.open == 0)
+        assert await body_of(one) == (200, b"ok")
+
+    with_client(server, use, idle_seconds=0.05)
+    assert server.connections == 2
+
+
+def test_a_connection_that_the_server_closed_is_not_asked_again() -> None:
+    async def once(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(framed([b"ok"], "length"))
+        writer.close()
+
+    server = Server(once)
+
+    async def use(one: Client) -> None:
+        for _ in range(3):
+            assert await body_of(one) == (200, b"ok")
+            await asyncio.sleep(0.05)
+
+    with_client(server, use, idle_seconds=60)
+    assert server.connections == 3
+
+
+@pytest.mark.parametrize("leave", ["early", "cancelled"])
+def test_who_leaves_an_answer_before_its_end_hangs_up(leave: str) -> None:
+    async def endless(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK + b"transfer-encoding: chunked\r\n\r\n")
+        while True:
+            writer.write(b"2\r\nx\n\r\n")
+            await writer.drain()
+            await asyncio.sleep(0.001)
+
+    server = Server(endless)
+
+    async def use(one: Client) -> None:
+        if leave == "early":
+            async with one.post("/x", b"") as response:
+                assert await anext(response.lines()) == b"x"
+        else:
+            reading = asyncio.create_task(body_of(one))
+            await until(lambda: server.open == 1)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        await until(lambda: server.open == 0)
+
+    with_client(server, use)
+
+
+def test_a_stream_that_nobody_reads_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_AHEAD", 10_000)
+    written = 0
+
+    async def much(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal written
+        writer.transport.set_write_buffer_limits(1000)
+        writer.write(OK + b"content-length: 40000000\r\n\r\n")
+        for _ in range(400):
+            written += 100_000
+            writer.write(b"x" * 99_999 + b"\n")
+            await writer.drain()
+
+    async def use(one: Client) -> None:
+        async with one.post("/x", b"") as response:
+            lines = response.lines()
+            await anext(lines)
+            before = -1
+            while before != written:
+                before = written
+                await asyncio.sleep(0.1)
+            assert written < 20_000_000
+            assert sum([len(line) async for line in lines]) == 399 * 99_999
+            assert written == 40_000_000
+
+    with_client(Server(much), use)
+
+
+def test_a_line_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_MAX_LINE", 100)
+
+    async def use(one: Client) -> None:
+        async with one.post("/x", b"") as response:
+            with pytest.raises(NoAnswer, match="a line of over 100 bytes"):
+                [line async for line in response.lines()]
+
+    with_client(Server(framed([b"x" * 101], "length")), use)
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (b"", "hung up before its answer was whole"),
+        (OK + b"content-length: 10\r\n\r\nshort", "hung up before its answer was whole"),
+        (OK + b"transfer-encoding: chunked\r\n\r\n5\r\nshort\r\n", "hung up before its answer was whole"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "does not speak HTTP"),
+        (OK + b"content-length: x\r\n\r\n", "does not speak HTTP"),
+    ],
+)
+def test_an_answer_that_is_cut_or_none_is_an_error_that_names_the_server(sent: bytes, said: str) -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(sent)
+        writer.close()
+
+    async def use(one: Client) -> None:
+        with pytest.raises(NoAnswer, match=f"{one.url}/x {said}") as error:
+            await body_of(one)
+        assert isinstance(error.value, EngineUnavailable)
+
+    with_client(Server(answer), use)
+
+
+def test_a_server_that_is_not_there_is_an_error_and_takes_no_place_from_others() -> None:
+    async def work() -> None:
+        async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as closed:
+            port = closed.sockets[0].getsockname()[1]
+        one = Client(f"http://127.0.0.1:{port}", connections=1)
+        for _ in range(3):
+            with pytest.raises(NoAnswer, match=f"127.0.0.1:{port} is not reached"):
+                await body_of(one)
+        await one.close()
+
+    asyncio.run(asyncio.wait_for(work(), 20))
+
+
+def test_a_long_body_arrives_whole() -> None:
+    body = bytes(range(256)) * 20_000
+    server = Server(framed([b"ok"], "length"))
+
+    async def use(one: Client) -> None:
+        assert await body_of(one, body=body) == (200, b"ok")
+
+    with_client(server, use)
+    assert server.requests[0].partition(b"\r\n\r\n")[2] == body
+
+
+def test_https_and_a_password_in_the_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server = Server(framed([b"ok"], "length"))
+
+    async def use(one: Client) -> None:
+        with pytest.raises(NoAnswer, match="CERTIFICATE_VERIFY_FAILED"):
+            await body_of(one)
+
+    async def trusting(one: Client) -> None:
+        assert await body_of(one) == (200, b"ok")
+
+    with_client(server, use, tls=context)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with_client(server, trusting, tls=context)
+    head = server.requests[0].partition(b"\r\n\r\n")[0].split(b"\r\n")
+    assert b"authorization: Basic bWU6cEBzcw==" in head
+    assert next(line for line in head if line.startswith(b"host: ")).startswith(b"host: 127.0.0.1:")
