@@ -27,9 +27,10 @@ from lightning_rl.runner import outcome
 from lightning_rl.runner.blame import error_info
 from lightning_rl.runner.delivery import Delivery
 from lightning_rl.runner.outcome import Outcome
-from lightning_rl.store.client import HttpStore, new_id
+from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Claim, Finish, Mode, RolloutConfig, RolloutRequest
 from lightning_rl.store.errors import Conflict, Invalid, NotFound, StoreError
+from lightning_rl_adapters.ids import new_id
 
 __all__ = ["AgentFramework", "Session", "SessionBatch", "SessionStats"]
 

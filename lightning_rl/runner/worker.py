@@ -14,9 +14,10 @@ from lightning_rl.runner.outcome import Outcome, SpanBatch
 from lightning_rl.runner.printed import Printed
 from lightning_rl.runner.runs import Run, Runs
 from lightning_rl.runner.slots import Slots
-from lightning_rl.store.client import HttpStore, new_id
+from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RUNNER_STOPPED, Claim, ErrorInfo, Finish, Log
 from lightning_rl.store.errors import Conflict, Invalid, NotFound, StoreError, Unreachable
+from lightning_rl_adapters.ids import new_id
 
 CLAIM_WAIT_SECONDS = 10.0
 LEFT_SECONDS = 5.0  # for an agent whose claim was lost to end by itself

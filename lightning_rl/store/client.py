@@ -5,7 +5,6 @@ connection that breaks in mid-answer is retried without harm. Safe to share betw
 """
 
 import contextlib
-import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ from lightning_rl.store.contract import (
     RolloutTrace,
 )
 from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, StoreUnwritable, Unreachable
+from lightning_rl_adapters.ids import new_id
 
 T = TypeVar("T")
 
@@ -364,8 +364,3 @@ def _attempt_path(rollout_id: str, attempt_id: str) -> str:
 
 def _named(rewards: Sequence[Reward]) -> list[Reward]:
     return [msgspec.structs.replace(reward, reward_id=reward.reward_id or new_id("w")) for reward in rewards]
-
-
-def new_id(kind: str) -> str:
-    """An id that nobody else has."""
-    return kind + secrets.token_hex(10)

@@ -24,6 +24,7 @@ T = TypeVar("T")
 Work = Callable[[sa.Connection], T]
 
 SQLITE, POSTGRESQL = "sqlite", "postgresql"
+_ROWS = 256  # of one statement
 _LOCK_SECONDS = 30  # for which somebody waits for another
 _PAUSE_SECONDS = 0.2  # at most, between two tries
 _PATIENCE = {"connect_timeout": "10", "tcp_user_timeout": "30000"}  # with PostgreSQL, in s and ms: libpq's own units
@@ -63,8 +64,9 @@ class Database(Protocol):
         """Nobody else holds this name until the transaction is over."""
         ...
 
-    def insert_new(self, table: sa.Table) -> sa.Insert:
-        """An INSERT that leaves rows which are there as they are."""
+    def insert_new(self, connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> None:
+        """Insert rows of the same columns, with values as the driver takes them; those that are there stay as they
+        are."""
         ...
 
     def replace(self, table: sa.Table, key: str, value: str) -> sa.Insert:
@@ -149,9 +151,17 @@ class Sqlite:
     def hold_name(self, connection: sa.Connection, name: str) -> None:
         """See `Database`: the transaction holds the whole file."""
 
-    def insert_new(self, table: sa.Table) -> sa.Insert:
-        """See `Database`."""
-        return sqlite.insert(table).on_conflict_do_nothing()
+    def insert_new(self, connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> None:
+        """See `Database`. Many rows in one statement: for each statement the driver gives Python's lock away, and then
+        waits for the event loop to give it back, as that waits for the driver."""
+        for begin in range(0, len(rows), _ROWS):
+            part = rows[begin : begin + _ROWS]
+            row = f"({', '.join('?' * len(part[0]))})"
+            connection.exec_driver_sql(
+                f"INSERT INTO {table.name} ({', '.join(part[0])}) VALUES {', '.join([row] * len(part))} "
+                "ON CONFLICT DO NOTHING",
+                tuple(value for one in part for value in one.values()),
+            )
 
     def replace(self, table: sa.Table, key: str, value: str) -> sa.Insert:
         """See `Database`."""
@@ -262,9 +272,10 @@ class Postgres:
         """See `Database`."""
         connection.execute(self._HOLD_NAME, {"name": name})
 
-    def insert_new(self, table: sa.Table) -> sa.Insert:
+    def insert_new(self, connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> None:
         """See `Database`."""
-        return postgresql.insert(table).on_conflict_do_nothing()
+        if rows:
+            connection.execute(postgresql.insert(table).on_conflict_do_nothing(), list(rows))
 
     def replace(self, table: sa.Table, key: str, value: str) -> sa.Insert:
         """See `Database`."""

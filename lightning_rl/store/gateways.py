@@ -92,7 +92,7 @@ class Gateways:
             owner = _owner(connection, attempt_id, self._clock())
             if owner is None:
                 placed = {"attempt_id": attempt_id, "rollout_id": rollout_id, "gateway_id": gateway_id}
-                connection.execute(self._database.insert_new(schema.placements), [placed | {"unstored": False}])
+                self._database.insert_new(connection, schema.placements, [placed | {"unstored": False}])
             elif owner.gone and not owner.unstored and owner.gateway_id != gateway_id:
                 change = sa.update(schema.placements).where(_PLACEMENTS.attempt_id == attempt_id)
                 connection.execute(change.values(gateway_id=gateway_id, unstored=False))

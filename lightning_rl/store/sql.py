@@ -48,6 +48,7 @@ from lightning_rl.store.records import attempt_of, detailed, outcome_of, rollout
 from lightning_rl.store.rewards import check_finite, returned_rewards, rewards_by_name, with_late
 from lightning_rl.store.upgrades import open_database
 from lightning_rl_adapters.credit import FINAL
+from lightning_rl_adapters.ids import new_id
 from lightning_rl_adapters.span import Span, pack
 
 P = ParamSpec("P")
@@ -534,8 +535,7 @@ class SqlStore:
             for span in spans
         ]
         if rows:
-            insert = self._database.insert_new(schema.spans)
-            self._database.write(lambda connection: connection.execute(insert, rows))
+            self._database.write(lambda connection: self._database.insert_new(connection, schema.spans, rows))
 
     def spans(self, rollout_id: str, attempt_id: str) -> list[Span]:
         """The attempt's spans by arrival number.
@@ -582,7 +582,7 @@ class SqlStore:
             Conflict: the id is there with other resources.
             Invalid: the id is `latest`, or a resource is not JSON-able.
         """
-        resources_id = request.resources_id or _new_id("s")
+        resources_id = request.resources_id or new_id("s")
         if resources_id == LATEST:
             raise Invalid(f"resources cannot be named {LATEST!r}: that is the newest ones' name")
         body = body_of(request.resources)
@@ -630,7 +630,7 @@ class SqlStore:
     def _read_secret(self, connection: sa.Connection) -> bytes:
         """The secret that signs attempt keys; made on the first call, the same ever after."""
         made = {"key": "secret", "value": secrets.token_hex(32)}
-        connection.execute(self._database.insert_new(schema.meta), made)
+        self._database.insert_new(connection, schema.meta, [made])
         kept = sa.select(schema.meta.c.value).where(schema.meta.c.key == "secret")
         return bytes.fromhex(connection.execute(kept).scalar_one())
 
@@ -641,7 +641,7 @@ class SqlStore:
         rows, ids = [], []
         for request in requests:
             body = body_of(request)
-            rollout_id = request.rollout_id or _new_id("r")
+            rollout_id = request.rollout_id or new_id("r")
             ids.append(rollout_id)
             if rollout_id in bodies:
                 if not same_body(bodies[rollout_id], body):
@@ -690,7 +690,7 @@ class SqlStore:
             rollout = rollout_of(row)
             config = rollout.config
             attempt = Attempt(
-                attempt_id=_new_id("a"),
+                attempt_id=new_id("a"),
                 rollout_id=rollout.rollout_id,
                 sequence=rollout.attempt_count + 1,
                 status="running",
@@ -856,7 +856,7 @@ def _new_rewards(
     for reward in rewards:
         check_finite(rollout_id, reward.name, reward.value)
     there = {reward.reward_id: reward for reward in known}
-    named = [msgspec.structs.replace(reward, reward_id=reward.reward_id or _new_id("w")) for reward in rewards]
+    named = [msgspec.structs.replace(reward, reward_id=reward.reward_id or new_id("w")) for reward in rewards]
     new: dict[str | None, Reward] = {}
     for reward in named:
         first = there.get(reward.reward_id) or new.setdefault(reward.reward_id, reward)
@@ -937,7 +937,3 @@ def _why(late: Overdue, rollout: Rollout, attempt: sa.Row[Any]) -> ErrorInfo:
         type="DeadlineExceeded",
         message=f"the attempt ran longer than {rollout.config.timeout_seconds:g} s",
     )
-
-
-def _new_id(kind: str) -> str:
-    return kind + secrets.token_hex(10)
