@@ -3,13 +3,15 @@
 Invariant: no client can make the server hold more of a request than its limits say, whatever it calls itself.
 """
 
-from typing import Any
+import asyncio
+from typing import Any, cast
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from lightning_rl.server.one_write import OneWrite
 from lightning_rl_proxy.limits import Limits, announced_bytes, head_bytes
 
 
@@ -52,7 +54,8 @@ class Bounded:
 
 
 def protocol(limits: Limits) -> type[HttpToolsProtocol]:
-    """uvicorn's HTTP, which closes a connection whose request's head does not end within the limit.
+    """uvicorn's HTTP, with answers in one write, which closes a connection whose request's head does not end within the
+    limit.
 
     A head that came whole is the application's to refuse, in words that its client knows: here it is given the size of
     one read more.
@@ -61,6 +64,9 @@ def protocol(limits: Limits) -> type[HttpToolsProtocol]:
     class BoundedHead(HttpToolsProtocol):
         _in_head = False
         _head_bytes = 0
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(cast(asyncio.Transport, OneWrite(transport, self.loop)))
 
         def on_message_begin(self) -> None:
             self._in_head, self._head_bytes = True, 0

@@ -185,7 +185,7 @@ async def _serve(
             app = await _app(settings, store, sql, url, collectors)
         # What is loaded by now stays, and calls leave few cycles: full collections would only walk the open attempts.
         gc.freeze()
-        gc.set_threshold(50_000, 20, 50)
+        gc.set_threshold(250_000, 20, 50)
         server = _Server(app, settings.limits, announce=lambda: announce(url))
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, server.stop)
