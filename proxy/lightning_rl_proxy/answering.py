@@ -9,17 +9,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call, to_span
+from lightning_rl_adapters.ids import new_call_id
 from lightning_rl_adapters.media import media_span
 from lightning_rl_adapters.span import Span
 from lightning_rl_proxy import images, relay
-from lightning_rl_proxy.attempt import Attempt, Place, Recorded, new_call_id
+from lightning_rl_proxy.attempt import Attempt, Place, Recorded
 from lightning_rl_proxy.clock import Clock
 from lightning_rl_proxy.dialects import chat_completions, responses
 from lightning_rl_proxy.dialects.base import Dialect, Events, NamedTool, Opening, Request
@@ -576,7 +578,10 @@ def _tell_again(choice: _Choice, call: Call, stream: _Stream) -> Answer:
 
 async def _each(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Every result, in order; the first failure is raised only when all have ended, so that none is lost."""
-    results = await asyncio.gather(*work, return_exceptions=True)
+    first, *others = work
+    if not others:
+        return [await first]
+    results = await asyncio.gather(first, *others, return_exceptions=True)
     for failed in (result for result in results if isinstance(result, BaseException)):
         raise failed
     return [result for result in results if not isinstance(result, BaseException)]

@@ -16,13 +16,12 @@ What a client sends again is not read again: the messages of a call are kept as 
 with a call's messages, by equality, is read from there on. That is a shortcut alone: it ends where reading would.
 """
 
-import random
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call
@@ -40,7 +39,6 @@ from lightning_rl_proxy.ledger import AttemptInfo
 from lightning_rl_proxy.rendering import Renderer
 from lightning_rl_proxy.texts import Texts
 
-_IDS = random.Random()  # seeded by the system; ids are no secrets
 _OPENING = 4  # tokens; so long may a format's opening of the reasoning be, which ends the prompt of some
 _End = tuple[bytes, int, tuple[str, ...], Echo]
 _NO_TOOLS = echo.digest_tools(None)
@@ -83,8 +81,7 @@ class Prompt:
         return Prompt(whole, own=True, encoded=encoded)
 
 
-@dataclass(eq=False, slots=True)
-class LiveCall:
+class LiveCall(msgspec.Struct, eq=False):
     """An answered call that later calls may continue.
 
     `parent` is the call that it continues in tokens, `before` the one that it continues in messages: a call that had
@@ -246,8 +243,7 @@ class Recorded(NamedTuple):
     said: dict[str, Any]
 
 
-@dataclass(eq=False, slots=True)
-class Trail:
+class Trail(msgspec.Struct, eq=False):
     """A request's way through what the attempt knows.
 
     `start` is a call whose conversation the messages begin with; `echoes` are those behind it, and `keys[i]` stands for
@@ -262,7 +258,7 @@ class Trail:
     echoes: list[Echo]
     keys: list[bytes]
     numbering: Numbering
-    anchored: dict[int, LiveCall] = field(default_factory=dict)
+    anchored: dict[int, LiveCall] = {}
     echo_edited: bool = False
     continued: LiveCall | None = None
     repeats: bool = False
@@ -291,8 +287,7 @@ class Trail:
         return before | self.anchored
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, eq=False):
     """Where a request goes: the call it continues (or None), the ids it adds, the whole prompt, the fork if it is one.
 
     `nearest` is the call whose conversation the fork was compared with, `prompt` the whole prompt where it goes on
@@ -619,11 +614,6 @@ def _end(seed: bytes, messages: Sequence[dict[str, Any]], answer: Echo) -> _End:
     """What a call that answers `messages` is looked up by: their number, the texts that differ most, the answer."""
     texts = [message.get("content") for message in (*messages[:2], *messages[-1:])]
     return seed, len(messages), tuple(text for text in texts if isinstance(text, str)), answer
-
-
-def new_call_id() -> str:
-    """An id for a call."""
-    return f"{_IDS.getrandbits(128):032x}"
 
 
 def _named(equal: list[LiveCall], anchored: dict[int, LiveCall]) -> LiveCall:

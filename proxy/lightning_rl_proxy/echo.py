@@ -12,6 +12,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -99,12 +100,13 @@ def split(echoes: list[Echo], tools: bytes) -> Conversation:
 
 def digest_tools(tools: Any) -> bytes:
     """What identifies a request's tools."""
-    return _digest(_json(tools or []))
+    return _digest(_json(tools)) if tools else _NO_TOOLS
 
 
 def comparable(message: dict[str, Any]) -> dict[str, Any] | None:
     """The message, if whatever equals it in Python is the same JSON: one without numbers, since 1 == 1.0 == True."""
-    return None if _holds_number(message) else message
+    plain = all(type(value) is str for value in message.values())
+    return message if plain or not _holds_number(message) else None
 
 
 def hear(message: dict[str, Any]) -> Echo:
@@ -121,6 +123,7 @@ def hear(message: dict[str, Any]) -> Echo:
     return Echo("system" if role == "developer" else role, _digest(text), calls, ids)
 
 
+@lru_cache
 def seed(model: str) -> bytes:
     """The key of a conversation with `model` before its first turn."""
     return _digest(model.encode())
@@ -149,6 +152,9 @@ def _bytes(text: str) -> bytes:
 
 def _json(value: Any) -> bytes:
     return msgspec.json.encode(value, order="deterministic")
+
+
+_NO_TOOLS = _digest(_json([]))
 
 
 def _parts(content: Any) -> bytes:

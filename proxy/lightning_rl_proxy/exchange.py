@@ -6,10 +6,10 @@ leave only after the calls are recorded.
 """
 
 import asyncio
-import secrets
 from typing import TYPE_CHECKING, Any
 
 from lightning_rl_adapters.call import Call
+from lightning_rl_adapters.ids import new_call_id
 
 if TYPE_CHECKING:
     from lightning_rl_proxy.attempt import LiveCall, Recorded, Trail
@@ -25,7 +25,7 @@ class Exchange:
 
     def __init__(self, body_key: bytes) -> None:
         self.body_key = body_key
-        self.request_id = f"req_{secrets.token_hex(16)}"
+        self.request_id = f"req_{new_call_id()}"
         self.task: asyncio.Task[bytes] | None = None
         self.model = ""
         self.stream = False
@@ -40,22 +40,32 @@ class Exchange:
         self.grace: asyncio.Task[None] | None = None  # runs while nobody waits for it
         self.client_gone = False
         self.recorded = False
-        self._news: asyncio.Future[None] | None = None
+        self._followed: list[asyncio.Future[bool]] = []  # what its followers wait for
 
     def write(self, piece: bytes) -> None:
         """Add to the answer, and wake whoever follows it."""
         if piece:
             self.pieces.append(piece)
-            if self._news is not None:
-                self._news.set_result(None)
-                self._news = None
+            self.wake()
 
-    async def changed(self, gone: "asyncio.Task[None]", seconds: float | None) -> bool:
-        """Wait for more of the answer, for its end, or for the client to be gone; False where the time passed first."""
-        assert self.task is not None
-        if self._news is None:
-            self._news = asyncio.get_running_loop().create_future()
-        done, _ = await asyncio.wait(
-            (self.task, gone, self._news), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
-        )
-        return bool(done)
+    def wake(self, _ended: object = None) -> None:
+        """Let whoever follows it look again."""
+        for follower in self._followed:
+            _settle(follower, True)
+        self._followed.clear()
+
+    async def changed(self, seconds: float) -> bool:
+        """Wait for more of the answer, or until it is waked; False where the time passed first."""
+        loop = asyncio.get_running_loop()
+        follower: asyncio.Future[bool] = loop.create_future()
+        self._followed.append(follower)
+        timer = loop.call_later(seconds, _settle, follower, False)
+        try:
+            return await follower
+        finally:
+            timer.cancel()
+
+
+def _settle(follower: "asyncio.Future[bool]", changed: bool) -> None:
+    if not follower.done():
+        follower.set_result(changed)

@@ -4,16 +4,16 @@ A request that repeats a known prompt whole is another sample of it, and one tha
 has nothing to continue: neither has gone wrong. Pure, and linear in the messages.
 """
 
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.semconv import ForkCause
 from lightning_rl_proxy.echo import Conversation, Echo
 
 
-@dataclass(frozen=True)
-class Fork:
+class Fork(msgspec.Struct, frozen=True):
     """A cause, the first message of the request that differs, and the first token, each where it is known."""
 
     cause: ForkCause

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,6 +104,7 @@ class Gateway:
             buckets=_BUCKETS,
         )
         self.timings = [self._seconds]
+        self._observe = lru_cache(lambda dialect, streamed: self._seconds.labels(dialect, streamed).observe)
         self._ledger = ledger
         self._secret = secret
         self._renderer = renderer
@@ -330,7 +332,7 @@ class Gateway:
             size += len(chunks[-1])
             self.limits.check_body(size)
             if not message.get("more_body"):
-                return b"".join(chunks)
+                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def _said(self, attempt: Attempt, dialect: Dialect, body: bytes) -> Said:
         if dialect is not chat_completions:
@@ -447,6 +449,7 @@ class Gateway:
             exchange.task = asyncio.create_task(self._noting(work, attempt.address) if self._noted else work)
             attempt.in_flight += 1
             exchange.task.add_done_callback(attempt.ended)
+            exchange.task.add_done_callback(exchange.wake)
             self._has_begun((attempt.address.rollout_id, attempt.address.attempt_id))
             attempt.exchanges.setdefault(body_key, []).append(exchange)
             attempt.unrecorded.add(exchange)
@@ -482,10 +485,11 @@ class Gateway:
         self._follow(exchange)
         reply = _Reply(send, exchange)
         gone = asyncio.create_task(_disconnected(receive))
+        gone.add_done_callback(exchange.wake)
         try:
             parked = 0.0
             while not exchange.task.done() and not gone.done():
-                changed = await exchange.changed(gone, self._ping_seconds)
+                changed = await exchange.changed(self._ping_seconds)
                 parked = parked + self._ping_seconds if self.router.is_paused(exchange.model) else 0.0
                 if exchange.stream:
                     await reply.send(*([] if changed else [dialect.PING]))
@@ -509,7 +513,7 @@ class Gateway:
         else:
             await reply.end(last)
             seconds = time.monotonic() - began
-            self._seconds.labels(dialect.NAME, exchange.stream).observe(seconds)
+            self._observe(dialect.NAME, exchange.stream)(seconds)
             if _log.isEnabledFor(logging.DEBUG):
                 _tell_of_answer(attempt.address, dialect, exchange, seconds)
 

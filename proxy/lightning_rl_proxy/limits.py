@@ -63,9 +63,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def head_bytes(scope: Mapping[str, Any]) -> int:
     """How long a request's path and headers are."""
     lines: Iterable[tuple[bytes, bytes]] = scope["headers"]
-    return (
-        len(scope["path"]) + len(scope.get("query_string", b"")) + sum(len(name) + len(value) for name, value in lines)
-    )
+    size = len(scope["path"]) + len(scope.get("query_string", b""))
+    for name, value in lines:
+        size += len(name) + len(value)
+    return size
 
 
 def announced_bytes(headers: Mapping[bytes, bytes]) -> int:

@@ -8,6 +8,7 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -22,6 +23,11 @@ from lightning_rl_proxy.images import Vision, vision_of
 
 if TYPE_CHECKING:
     from lightning_rl_proxy.templates import TemplateRenderer
+
+
+_SHORT = 32  # characters; chat formats write the same few of such texts between messages
+_SHORT_TEXTS = 1024
+_TAIL = 64  # tokens; so near its end a prompt says whether an answer begins inside of its reasoning
 
 
 class TokenLogprob(NamedTuple):
@@ -174,9 +180,13 @@ class FastTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.added_ids = frozenset(added)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._encode_short = lru_cache(_SHORT_TEXTS)(self._encode)
 
     def encode(self, text: str, *args: Any, **kwargs: Any) -> list[int]:
         """Token ids of `text`, without added special tokens."""
+        return self._encode_short(text).copy() if len(text) <= _SHORT else self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -224,6 +234,10 @@ class LibraryRenderer:
         self.stop_token_ids: list[int] = list(renderer.get_stop_token_ids())
         self.markup = _library_markup(renderer.config.name, tokenizer, self.stop_token_ids)
         self._forcing: Forcing | None = None
+        self._opens_reasoning = lru_cache(_SHORT_TEXTS)(self._opens)
+        markup = self.markup
+        self._marks = () if markup is None or markup.bare_calls else markup.marks()
+        self._no_marks = len(self._marks) > 0 and markup is not None and len(markup.tokens) == len(self._marks)
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[int]:
         """See `Renderer`."""
@@ -276,6 +290,8 @@ class LibraryRenderer:
 
         Of formats that are followed token by token, text and reasoning are stripped whatever comes behind them.
         """
+        if (text := self._plain_text(prompt_ids, response_ids)) is not None:
+            return self._answer(text, None, [], finish_reason, response_ids, logprobs)
         parsed = self._renderer.parse_response(response_ids, tools=tools, prompt_ids=prompt_ids)
         reasoning, content = parsed.reasoning_content, parsed.content
         if self.markup is not None:
@@ -287,16 +303,52 @@ class LibraryRenderer:
                 calls.append(tool_call(tool_call_id(call_id, len(calls)), call.name, call.arguments))
             else:
                 content += f"<tool_call>{call.raw}</tool_call>"
+        return self._answer(content, reasoning, calls, finish_reason, response_ids, logprobs)
+
+    def _answer(
+        self,
+        content: str,
+        reasoning: str | None,
+        tool_calls: list[dict[str, Any]],
+        finish_reason: str,
+        response_ids: list[int],
+        logprobs: list[float] | None,
+    ) -> Answer:
         return Answer(
             content=content,
             reasoning=reasoning,
-            tool_calls=calls,
+            tool_calls=tool_calls,
             finish_reason=finish_reason,
             token_ids=response_ids,
             logprobs=logprobs,
             decode=self.tokenizer.decode,
             output_tokens=len(response_ids),
         )
+
+    def _plain_text(self, prompt_ids: list[int], response_ids: list[int]) -> str | None:
+        """What an answer says that holds no mark of the format, and so means its text; None where the library is to
+        read it."""
+        if not self._no_marks:
+            return None
+        last = len(response_ids)
+        if last and response_ids[-1] in self.stop_token_ids:
+            last -= 1
+        ids = response_ids[:last]
+        if not self.tokenizer.added_ids.isdisjoint(ids):
+            return None
+        ends, begin = self.stop_token_ids, len(prompt_ids)
+        furthest = max(0, begin - _TAIL)
+        while begin > furthest and prompt_ids[begin - 1] not in ends:
+            begin -= 1
+        if (begin == furthest and begin > 0) or self._opens_reasoning(tuple(prompt_ids[begin:])):
+            return None
+        text = self.tokenizer.decode(ids)
+        return None if any(mark in text for mark in self._marks) else text.strip()
+
+    def _opens(self, prompt_end: tuple[int, ...]) -> bool:
+        """Whether the answer to a prompt that ends so begins inside of its reasoning."""
+        x = self.tokenizer.encode("x")
+        return self._renderer.parse_response(x, prompt_ids=list(prompt_end)).reasoning_content is not None
 
     def forced(self, prompt_ids: list[int], tools: Sequence[dict[str, Any]], name: str | None) -> list[int] | None:
         """See `Renderer`."""

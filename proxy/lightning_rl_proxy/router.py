@@ -342,10 +342,12 @@ class Router:
         pool = self._engines.get(model)
         if pool is None or not pool.replicas:
             raise no_engine(model)
-        if not tried and not pool.well():
+        well = pool.well()
+        if not tried and not well:
             await asyncio.gather(*(self._watch.check(pool, replica) for replica in pool.replicas))
             await self._not_paused(model)
-        able = [replica for replica in pool.well() if replica not in tried]
+            well = pool.well()
+        able = [replica for replica in well if replica not in tried]
         able = able or [replica for replica in pool.worth_a_try() if replica not in tried]
         if not able:
             raise EngineUnavailable("; ".join(filter(None, map(pool.away, pool.replicas))) or str(no_engine(model)))

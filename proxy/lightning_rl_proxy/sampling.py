@@ -49,10 +49,14 @@ def effective(
 ) -> Sampling:
     """What the engine is asked for, for the call that arrived as `number`. `defaults` hold where it asks for nothing;
     an answer has `room` tokens at most."""
-    absent = {name: value for name, value in (defaults or {}).items() if getattr(requested, name) is None}
-    requested = msgspec.structs.replace(requested, **absent)
-    given = ((name, algorithm.get(name, getattr(requested, name))) for name in REPLACED)
-    values = {name: value for name, value in given if value is not None}
+    if defaults:
+        absent = {name: value for name, value in defaults.items() if getattr(requested, name) is None}
+        requested = msgspec.structs.replace(requested, **absent)
+    values: dict[str, Any] = {}
+    for name in REPLACED:
+        value = algorithm.get(name, getattr(requested, name))
+        if value is not None:
+            values[name] = value
     penalties = {name: float(values[name]) for name, off in _NEUTRAL.items() if values.get(name, off) != off}
     limits = [n for n in (requested.max_tokens, algorithm.get("max_tokens"), room) if n is not None]
     return Sampling(

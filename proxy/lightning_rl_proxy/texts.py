@@ -5,8 +5,9 @@ by letter and special tokens too: then the sampled tokens stay as they are, and 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from lightning_rl_adapters.semconv import ForkCause
 from lightning_rl_proxy.forks import Fork, first_difference

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from lightning_rl_proxy.parsing import AnswerParser
-from lightning_rl_proxy.rendering import Answer, Delta, FastTokenizer, Renderer, load_renderer
+from lightning_rl_proxy.rendering import Answer, Delta, FastTokenizer, LibraryRenderer, Renderer, load_renderer
 from lightning_rl_proxy.templates import TemplateRenderer
 from tests.proxy.conftest import TOKENIZER
 from tests.proxy.test_templates import CHATML, HEADERS, HERMES, OPENS, STRIPS_THINKING
@@ -145,6 +145,29 @@ def assert_adds_up(answer: Answer, deltas: list[Delta]) -> None:
 
 SAID = st.lists(st.sampled_from(PIECES) | st.integers(0, 900), max_size=14)
 CUTS = st.lists(st.integers(0, 1000), max_size=8)
+
+
+LIBRARY = [name for name in RENDERERS if name not in TEMPLATES and name != "letters"]
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+@given(
+    pieces=st.lists(st.one_of(st.sampled_from([PLAIN, *PIECES]), st.integers(0, 10**6)), max_size=4),
+    before=st.lists(st.sampled_from(["<think>", "</think>", "\n", "hm", *ENDS, "word " * 40]), max_size=3),
+    end=st.booleans(),
+)
+def test_plain_text_is_read_as_the_library_reads_it(
+    name: str, pieces: list[str | int], before: list[str], *, end: bool, renderers: dict[str, Renderer]
+) -> None:
+    renderer = renderers[name]
+    assert isinstance(renderer, LibraryRenderer)
+    prompt = prompt_of(renderer) + spelled(renderer, before)
+    ids = spelled(renderer, pieces) + renderer.stop_token_ids[:1] * end
+    quick = renderer.parse("7", prompt, ids, None, "stop", None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(renderer, "_plain_text", lambda *_: None)
+        whole = renderer.parse("7", prompt, ids, None, "stop", None)
+    assert quick == whole
 
 
 @pytest.mark.parametrize("name", RENDERERS)
