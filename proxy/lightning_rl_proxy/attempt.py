@@ -450,7 +450,8 @@ class Attempt:
             self._answered.setdefault((trail.head, live.key), []).append(live)
             self._asked.add((trail.head, trail.keys[-1]))
             for key in live.keys:
-                self._begun |= {(trail.head, key), (None, key)}
+                self._begun.add((trail.head, key))
+                self._begun.add((None, key))
             self._said[trail.seed, _bare(live.answer)] = live
             if live.issued_ids():
                 self._anchors[trail.head, trail.keys[-1], live.answer.ids] = live
@@ -534,6 +535,8 @@ class Attempt:
 
     def _start(self, seed: bytes, messages: Sequence[dict[str, Any]]) -> LiveCall | None:
         """The call that ends with the last answer in the messages, if they repeat all of it."""
+        if not self._ends:
+            return None
         roles = (at for at in range(len(messages) - 1, -1, -1) if messages[at].get("role") == "assistant")
         last = next(roles, None)
         if last is None:
@@ -560,6 +563,8 @@ class Attempt:
         the latest answer that the request still holds; of equally near ones that with the same head, then the one
         answered last.
         """
+        if not self._live:
+            return None, None
         asked = trail.conversation()
         said = [self._said.get((trail.seed, _bare(message))) for message in asked.body if message.role == "assistant"]
         heard = [live for live in said if live is not None]
@@ -639,4 +644,4 @@ def _with_token(fork: Fork, nearest: LiveCall | None, ids: list[int]) -> Fork:
 
 
 def _bare(message: Echo) -> Echo:
-    return message._replace(ids=())
+    return message._replace(ids=()) if message.ids else message

@@ -111,7 +111,8 @@ class Gateway:
         self._clock = Clock()
         self._notes = notes or NoNotes()
         self._noted = notes is not None
-        self._recorder = Recorder(journal, ledger, counters=self.counters, taken=self.settle)
+        taken = self.settle if self._noted else None
+        self._recorder = Recorder(journal, ledger, counters=self.counters, taken=taken)
         self._answerer = Answerer(router, renderer, self.counters, self._recorder.record, self._clock)
         self._grace_seconds = grace_seconds
         self._ping_seconds = ping_seconds

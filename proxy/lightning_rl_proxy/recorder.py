@@ -70,7 +70,7 @@ class Recorder:
         max_waiting: int = _MAX_WAITING,
         max_waiting_bytes: int = _MAX_WAITING_BYTES,
         counters: Counter[str] | None = None,
-        taken: Callable[[Iterable[_Name]], None] = lambda _: None,
+        taken: Callable[[Iterable[_Name]], None] | None = None,
     ) -> None:
         self._path = journal
         self._ledger = ledger
@@ -266,12 +266,12 @@ class Recorder:
 
     def _taken(self) -> None:
         """The ledger has what was handed to it."""
-        self._waiting_bytes -= sum(one.size for one in self._handed)
-        told = {one.attempt for one in self._handed}
-        for one in self._handed:
+        taken, self._handed = self._handed, []
+        for one in taken:
+            self._waiting_bytes -= one.size
             self._none_waits(one.attempt)
-        self._handed.clear()
-        self._tell_taken(told)
+        if self._tell_taken is not None:
+            self._tell_taken({one.attempt for one in taken})
         if self._pending:
             return
         self._behind.end()

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -179,7 +179,8 @@ class Router:
         EngineUnavailable, EngineRefused or PromptTooLong.
         """
         tried: list[Replica[Engine]] = []
-        with self._asking(model):
+        self._asked[model] += 1
+        try:
             while True:
                 pool, replica = await self._take(model, home, tried)
                 engine, known_by = replica.engine, replica.said
@@ -211,6 +212,9 @@ class Router:
                 if generation.token_ids or all(each in tried for each in pool.well()):
                     raise failure
                 _log.warning("request %s goes on to another engine than %s: %s", request_id, replica.name, failure)
+        finally:
+            self._asked[model] -= 1
+            self.eased()
 
     async def complete(self, model: str, body: dict[str, Any]) -> ChatAnswer:
         """One choice of a chat backend. Waits while the model is paused. Raises as `generate` does."""
@@ -320,15 +324,6 @@ class Router:
         pools: list[Pool[Any]] = [*self._engines.values(), *self._backends.values()]
         for replica in (each for pool in pools for each in pool.replicas):
             await replica.engine.close()
-
-    @contextlib.contextmanager
-    def _asking(self, model: str) -> Iterator[None]:
-        self._asked[model] += 1
-        try:
-            yield
-        finally:
-            self._asked[model] -= 1
-            self.eased()
 
     async def _not_paused(self, model: str) -> None:
         while (gate := self._paused.get(model)) is not None:

@@ -52,11 +52,7 @@ def effective(
     if defaults:
         absent = {name: value for name, value in defaults.items() if getattr(requested, name) is None}
         requested = msgspec.structs.replace(requested, **absent)
-    values: dict[str, Any] = {}
-    for name in REPLACED:
-        value = algorithm.get(name, getattr(requested, name))
-        if value is not None:
-            values[name] = value
+    values = {name: value for name in REPLACED if (value := algorithm.get(name, getattr(requested, name))) is not None}
     penalties = {name: float(values[name]) for name, off in _NEUTRAL.items() if values.get(name, off) != off}
     limits = [n for n in (requested.max_tokens, algorithm.get("max_tokens"), room) if n is not None]
     return Sampling(

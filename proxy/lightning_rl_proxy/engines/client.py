@@ -125,8 +125,9 @@ class Request:
 
     async def __aenter__(self) -> Response:
         client, method, path, body = self._asked
-        connection = await client.connection()
-        response = self._response = connection.ask(client.url + path, client.head(method, path, len(body)), body)
+        url = client.url + path
+        connection = await client.connection(url)
+        response = self._response = connection.ask(url, client.head(method, path, len(body)), body)
         try:
             await response.begun()
         except BaseException:
@@ -185,8 +186,8 @@ class Client:
         """The lines before a body of so many bytes."""
         return f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._fields}\r\ncontent-length: {length}\r\n\r\n".encode()
 
-    async def connection(self) -> "_Connection":
-        """One that asks nothing now. Raises NoAnswer."""
+    async def connection(self, url: str) -> "_Connection":
+        """One that asks nothing now, to ask for `url`. Raises NoAnswer."""
         loop = asyncio.get_running_loop()
         while True:
             while self._idle:
@@ -195,7 +196,7 @@ class Client:
                     return idle
                 idle.close()
             if len(self._open) + self._connecting < self._connections:
-                return await self._connected(loop)
+                return await self._connected(url, loop)
             turn = loop.create_future()
             self._waiting.append(turn)
             try:
@@ -205,7 +206,7 @@ class Client:
                     self._wake_next()
                 raise
 
-    async def _connected(self, loop: asyncio.AbstractEventLoop) -> "_Connection":
+    async def _connected(self, url: str, loop: asyncio.AbstractEventLoop) -> "_Connection":
         self._connecting += 1
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
@@ -214,7 +215,7 @@ class Client:
                 )
         except (OSError, TimeoutError) as error:
             self._wake_next()
-            raise NoAnswer(f"engine {self.url} is not reached: {error!r}") from error
+            raise NoAnswer(f"engine {url} is not reached: {error!r}") from error
         finally:
             self._connecting -= 1
         self._open.add(connection)

@@ -273,7 +273,7 @@ def test_a_server_that_is_not_there_is_an_error_and_takes_no_place_from_others()
             port = closed.sockets[0].getsockname()[1]
         one = Client(f"http://127.0.0.1:{port}", connections=1)
         for _ in range(3):
-            with pytest.raises(NoAnswer, match=f"127.0.0.1:{port} is not reached"):
+            with pytest.raises(NoAnswer, match=f"127.0.0.1:{port}/x is not reached"):
                 await body_of(one)
         await one.close()
 
