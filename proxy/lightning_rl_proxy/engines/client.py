@@ -21,6 +21,7 @@ from lightning_rl_proxy.engines.base import EngineUnavailable
 _CONNECT_SECONDS = 10.0
 _AHEAD = 2**20  # bytes of a stream that may wait to be read
 _MAX_LINE = 2**24  # bytes
+_LONG = 2**16  # bytes; to copy a longer body behind its head costs more than to send it after it
 
 
 class NoAnswer(EngineUnavailable):
@@ -269,8 +270,9 @@ class _Connection(asyncio.Protocol):
         if self._transport is None:
             response.end(NoAnswer(f"engine {url} hung up"))
         else:
-            self._transport.write(head + body if len(body) < _AHEAD else head)
-            if len(body) >= _AHEAD:
+            together = len(body) < _LONG
+            self._transport.write(head + body if together else head)
+            if not together:
                 self._transport.write(body)
         return response
 
