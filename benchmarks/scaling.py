@@ -24,23 +24,23 @@ from pathlib import Path
 import numpy as np
 
 # Measured: each with its line of docs/performance.md, on two shared x86-64 cores.
-GATEWAY_MS = 0.54  # CPU of a call, its record in the store included
-LONG_PROMPT_MS = 0.23 / 61.4  # more for 1,000 tokens of history: 0.12 to 0.29 ms at turn 300
+GATEWAY_MS = 0.34  # CPU of a call, its record in the store included: 0.30 to 0.41 in six runs
+LONG_PROMPT_MS = 0.36 / 61.4  # more for 1,000 tokens of history: 0.26 to 0.51 ms at turn 300
 LIFE_MS = 0.98  # CPU of a rollout's life in the store, SQLite, batches
 LIFE_POSTGRES_MS = 1.51  # the same in the server before a PostgreSQL
 POSTGRES_PER_SECOND = 248.0  # such lives; what they take that is not the server's is the database's, at most
 LIFE_CALLS = 2  # of such a life
 RUNNER_MS = 1.9  # CPU of a call in the runner: agent and `openai` client
 RUNNER_KB = 71_000 / 256  # resident, of an async rollout that waits; docs/runners.md
-STORAGE = 1.20  # times (12 bytes a sampled token + 4 a prompt token + text)
+STORAGE = 1.19  # times (12 bytes a sampled token + 4 a prompt token + text)
 TEXT_BYTES = 860 / 211  # of a token
 SOURCES = {
-    "GATEWAY_MS": "| 16 | gateway | 1961 | 7.59 | 21.12 | 0.54 |",
-    "LONG_PROMPT_MS": "Turn 300 costs 0.12 to 0.29 ms over turn 3",
+    "GATEWAY_MS": "at 0.30 to 0.41 ms a call",
+    "LONG_PROMPT_MS": "Turn 300 costs 0.26 to 0.51 ms over turn 3",
     "LIFE_MS": "| SQLite on disk, HTTP, batches | 591 | 0.98 |",
     "LIFE_POSTGRES_MS": "| PostgreSQL 15 (no fsync), HTTP, batches | 248 | 1.51 and what PostgreSQL takes |",
     "RUNNER_MS": "the runners (agent, `openai` client, SQLite) took about 1.9 ms of",
-    "STORAGE": "Storage: 1.20 times (12 bytes",
+    "STORAGE": "Storage: 1.19 times (12 bytes",
     "TEXT_BYTES": "211 tokens and 860 bytes a turn more",
 }
 # Measured by `--measure`.
