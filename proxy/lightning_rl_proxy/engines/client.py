@@ -144,17 +144,18 @@ class Request:
 class Client:
     """The connections to the server at `url`, at most so many; one that is idle for `idle_seconds` is closed.
 
-    A user and password in the URL go along with every request.
+    A user and password in the URL go along with every request, and are left out of `url`, which errors name.
     """
 
     def __init__(self, url: str, *, connections: int = 1024, idle_seconds: float = 2.0) -> None:
-        self.url = url.rstrip("/")
-        parts = urlsplit(self.url)
+        parts = urlsplit(url.rstrip("/"))
+        place = parts.netloc.rpartition("@")[2]
+        self.url = f"{parts.scheme}://{place}{parts.path}"
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if self._tls else 80)
         self._prefix = parts.path
-        fields = [f"host: {parts.netloc.rpartition('@')[2]}", "content-type: application/json", "accept: */*"]
+        fields = [f"host: {place}", "content-type: application/json", "accept: */*"]
         if parts.username is not None:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             fields.append(f"authorization: Basic {base64.b64encode(pair.encode()).decode()}")
@@ -209,17 +210,18 @@ class Client:
 
     async def _connected(self, url: str, loop: asyncio.AbstractEventLoop) -> "_Connection":
         self._connecting += 1
+        connection: _Connection | None = None
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
                 _, connection = await loop.create_connection(
                     lambda: _Connection(self, loop), self._host, self._port, ssl=self._tls
                 )
         except (OSError, TimeoutError) as error:
-            self._wake_next()
             raise NoAnswer(f"engine {url} is not reached: {error!r}") from error
         finally:
             self._connecting -= 1
-        self._open.add(connection)
+            if connection is None:  # or whoever wanted it is gone
+                self._wake_next()
         return connection
 
     def _wake_next(self) -> None:
@@ -229,6 +231,9 @@ class Client:
                 return
 
     # What its connections tell.
+
+    def has_begun(self, connection: "_Connection") -> None:
+        self._open.add(connection)
 
     def has_answered(self, connection: "_Connection") -> None:
         self._idle.append(connection)
@@ -296,6 +301,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._client.has_begun(self)
 
     def data_received(self, data: bytes) -> None:
         if self._response is None:

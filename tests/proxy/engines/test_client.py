@@ -280,6 +280,45 @@ def test_a_server_that_is_not_there_is_an_error_and_takes_no_place_from_others()
     asyncio.run(asyncio.wait_for(work(), 20))
 
 
+def test_who_gives_up_while_it_connects_leaves_its_place_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(framed([b"ok"], "length"))
+
+    async def use(one: Client) -> None:
+        loop, asked = asyncio.get_running_loop(), asyncio.Event()
+        connect = loop.create_connection
+
+        async def never(*_: object, **__: object) -> None:
+            asked.set()
+            await asyncio.sleep(60)
+
+        monkeypatch.setattr(loop, "create_connection", never)
+        first = asyncio.create_task(body_of(one))
+        await asked.wait()
+        monkeypatch.setattr(loop, "create_connection", connect)
+        second = asyncio.create_task(body_of(one))
+        await asyncio.sleep(0.01)
+        assert not second.done()
+        first.cancel()
+        assert await second == (200, b"ok")
+
+    with_client(server, use, connections=1)
+
+
+def test_a_connection_that_is_lost_at_once_takes_no_place() -> None:
+    async def work() -> None:
+        async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.transport.abort()
+
+        async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as listening:
+            one = Client(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", connections=1)
+            for _ in range(5):
+                with pytest.raises(NoAnswer):
+                    await asyncio.wait_for(body_of(one), 5)
+            await one.close()
+
+    asyncio.run(work())
+
+
 def test_a_long_body_arrives_whole() -> None:
     body = bytes(range(256)) * 20_000
     server = Server(framed([b"ok"], "length"))
@@ -303,8 +342,10 @@ def test_https_and_a_password_in_the_url(tmp_path: Path, monkeypatch: pytest.Mon
     server = Server(framed([b"ok"], "length"))
 
     async def use(one: Client) -> None:
-        with pytest.raises(NoAnswer, match="CERTIFICATE_VERIFY_FAILED"):
+        with pytest.raises(NoAnswer, match="CERTIFICATE_VERIFY_FAILED") as error:
             await body_of(one)
+        assert "ss@" not in str(error.value)
+        assert "p%40ss" not in str(error.value)
 
     async def trusting(one: Client) -> None:
         assert await body_of(one) == (200, b"ok")
