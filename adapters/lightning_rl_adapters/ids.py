@@ -11,7 +11,8 @@ import time
 
 _TIME_BYTES = 6  # milliseconds since the epoch, for 8,000 years to come
 _drawn = random.Random()  # seeded by the system: to ask it for each id means to wait for Python's lock each time
-os.register_at_fork(after_in_child=_drawn.seed)
+if hasattr(os, "register_at_fork"):  # nobody forks on Windows
+    os.register_at_fork(after_in_child=_drawn.seed)
 
 
 def new_id(kind: str) -> str:

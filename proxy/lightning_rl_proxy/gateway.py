@@ -111,8 +111,7 @@ class Gateway:
         self._clock = Clock()
         self._notes = notes or NoNotes()
         self._noted = notes is not None
-        taken = self.settle if self._noted else None
-        self._recorder = Recorder(journal, ledger, counters=self.counters, taken=taken)
+        self._recorder = Recorder(journal, ledger, counters=self.counters, taken=self.settle)
         self._answerer = Answerer(router, renderer, self.counters, self._recorder.record, self._clock)
         self._grace_seconds = grace_seconds
         self._ping_seconds = ping_seconds
@@ -158,7 +157,8 @@ class Gateway:
 
     def settle(self, attempts: Iterable[tuple[str, str]]) -> None:
         """Note of those of the attempts of which nothing is on its way that the store has all their calls."""
-        self._notes.settle([name for name in attempts if not self._is_under_way(name)])
+        if self._noted:
+            self._notes.settle([name for name in attempts if not self._is_under_way(name)])
 
     def _is_under_way(self, name: tuple[str, str]) -> bool:
         if self._recorder.waits(*name):

@@ -70,7 +70,7 @@ class Recorder:
         max_waiting: int = _MAX_WAITING,
         max_waiting_bytes: int = _MAX_WAITING_BYTES,
         counters: Counter[str] | None = None,
-        taken: Callable[[Iterable[_Name]], None] | None = None,
+        taken: Callable[[Iterable[_Name]], None] = lambda _: None,
     ) -> None:
         self._path = journal
         self._ledger = ledger
@@ -270,8 +270,7 @@ class Recorder:
         for one in taken:
             self._waiting_bytes -= one.size
             self._none_waits(one.attempt)
-        if self._tell_taken is not None:
-            self._tell_taken({one.attempt for one in taken})
+        self._tell_taken({one.attempt for one in taken})
         if self._pending:
             return
         self._behind.end()

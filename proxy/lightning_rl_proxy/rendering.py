@@ -235,9 +235,9 @@ class LibraryRenderer:
         self.markup = _library_markup(renderer.config.name, tokenizer, self.stop_token_ids)
         self._forcing: Forcing | None = None
         self._opens_reasoning = lru_cache(_SHORT_TEXTS)(self._opens)
-        markup = self.markup
-        self._marks = () if markup is None or markup.bare_calls else markup.marks()
-        self._no_marks = len(self._marks) > 0 and markup is not None and len(markup.tokens) == len(self._marks)
+        # Of a format all of whose marks are tokens of their own; an answer that holds none of them is its text.
+        marks = () if self.markup is None or self.markup.bare_calls else self.markup.marks()
+        self._marks = marks if self.markup is not None and len(self.markup.tokens) == len(marks) else ()
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[int]:
         """See `Renderer`."""
@@ -328,7 +328,7 @@ class LibraryRenderer:
     def _plain_text(self, prompt_ids: list[int], response_ids: list[int]) -> str | None:
         """What an answer says that holds no mark of the format, and so means its text; None where the library is to
         read it."""
-        if not self._no_marks:
+        if not self._marks:
             return None
         last = len(response_ids)
         if last and response_ids[-1] in self.stop_token_ids:

@@ -78,17 +78,7 @@ class SamplingWire(msgspec.Struct, kw_only=True):
 
     def sampling(self, **spelt_otherwise: Any) -> Sampling:
         """These fields as they are, and what the dialect has other words for."""
-        alike = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "frequency_penalty": self.frequency_penalty,
-            "presence_penalty": self.presence_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "logit_bias": self.logit_bias,
-            "seed": self.seed,
-        }
+        alike = {name: getattr(self, name) for name in SamplingWire.__struct_fields__}
         return Sampling(**(alike | spelt_otherwise))
 
 
