@@ -21,7 +21,7 @@ from lightning_rl_adapters.ids import new_call_id
 from lightning_rl_adapters.media import media_span
 from lightning_rl_adapters.span import Span
 from lightning_rl_proxy import images, relay
-from lightning_rl_proxy.attempt import Attempt, Place, Recorded
+from lightning_rl_proxy.attempt import Answered, Attempt, Place, Recorded
 from lightning_rl_proxy.clock import Clock
 from lightning_rl_proxy.dialects import chat_completions, responses
 from lightning_rl_proxy.dialects.base import Dialect, Events, NamedTool, Opening, Request
@@ -191,13 +191,11 @@ class Answerer:
         self._count_ignored(asked.request.ignored_fields)
         call = choice.call()
         asked.exchange.calls.append((call, choice.told() | {semconv.OUTPUT_MESSAGES: [answer.message()]}))
-        commit = asked.attempt.answered(
-            choice.place, call, answer.message(), reasoned=bool(answer.reasoning), served_by=generation.served_by
+        prompt = asked.request.prompt
+        text = None if prompt is None else (asked.model, prompt)
+        asked.exchange.commits.append(
+            Answered(choice.place, call, answer.message(), bool(answer.reasoning), generation.served_by, text)
         )
-        if asked.request.prompt is None:
-            asked.exchange.commits.append(commit)
-        else:
-            asked.exchange.texts.append((asked.model, asked.request.prompt, commit[1]))
         return answer
 
     async def _relay(self, asked: Asked) -> bytes:
@@ -256,9 +254,7 @@ class Answerer:
         self._count_ignored([*request.ignored_fields, *answer.ignored_fields])
         more = relay.attributes(answer, place, request, asked.dialect.NAME, sent) | told_for_others(asked)
         asked.exchange.calls.append((call, more))
-        asked.exchange.commits.append(
-            attempt.answered(place, call, relay.message_of(answer), reasoned=relay.reasoned(answer))
-        )
+        asked.exchange.commits.append(Answered(place, call, relay.message_of(answer), relay.reasoned(answer)))
         return answer
 
     def _check_abilities(self, request: Request, model: str, choice: "_Choice") -> None:

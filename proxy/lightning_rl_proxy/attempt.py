@@ -14,6 +14,8 @@ an altered answer once its ids are others, even where it was sent with ours befo
 
 What a client sends again is not read again: the messages of a call are kept as they came, and a request that begins
 with a call's messages, by equality, is read from there on. That is a shortcut alone: it ends where reading would.
+Nothing is read before there is something to compare it with: answers wait as they came for the next request, and what
+was asked while nothing was answered is read with its answer.
 """
 
 from collections import Counter, deque
@@ -243,6 +245,14 @@ class Recorded(NamedTuple):
     said: dict[str, Any]
 
 
+class Asked(NamedTuple):
+    """What identifies a request: the key of its model's conversations, its messages, and the digest of its tools."""
+
+    seed: bytes
+    messages: Sequence[dict[str, Any]]
+    tools: bytes
+
+
 class Trail(msgspec.Struct, eq=False):
     """A request's way through what the attempt knows.
 
@@ -251,8 +261,7 @@ class Trail(msgspec.Struct, eq=False):
     depth; `continued` is the call that it continues in messages; `repeats`: all of it was asked before.
     """
 
-    messages: Sequence[dict[str, Any]]
-    seed: bytes
+    asked: Asked
     head: Head
     start: LiveCall | None
     echoes: list[Echo]
@@ -290,8 +299,8 @@ class Trail(msgspec.Struct, eq=False):
 class Place(msgspec.Struct, frozen=True, eq=False):
     """Where a request goes: the call it continues (or None), the ids it adds, the whole prompt, the fork if it is one.
 
-    `nearest` is the call whose conversation the fork was compared with, `prompt` the whole prompt where it goes on
-    from one, `media` the images of the whole prompt.
+    `trail` is None where nothing was answered yet. `nearest` is the call whose conversation the fork was compared with,
+    `prompt` the whole prompt where it goes on from one, `media` the images of the whole prompt.
     """
 
     parent: LiveCall | None
@@ -299,7 +308,8 @@ class Place(msgspec.Struct, frozen=True, eq=False):
     prompt_ids: list[int]
     new_messages: Sequence[dict[str, Any]]
     fork: Fork | None
-    trail: Trail
+    asked: Asked
+    trail: Trail | None
     nearest: LiveCall | None = None
     prompt: Prompt | None = None
     media: Sequence[Shown] = ()
@@ -313,18 +323,23 @@ class Place(msgspec.Struct, frozen=True, eq=False):
     @property
     def continued(self) -> LiveCall | None:
         """The call that it goes on with: in tokens, or else in messages."""
-        return self.parent or self.trail.continued
+        return self.parent or (None if self.trail is None else self.trail.continued)
 
     @property
     def echo_edited(self) -> bool:
         """Whether the history holds an answer of ours that the client altered."""
-        return self.trail.echo_edited
+        return self.trail is not None and self.trail.echo_edited
+
+    @property
+    def repeats(self) -> bool:
+        """Whether all of it was asked before."""
+        return self.trail is not None and self.trail.repeats
 
     def attributes(self) -> dict[str, Any]:
         """What the span of a call says of its place, beside its parent."""
         more: dict[str, Any] = {semconv.ECHO_EDITED: True} if self.echo_edited else {}
-        if self.parent is None and self.trail.head.tools != _NO_TOOLS:
-            more[semconv.TOOLS] = self.trail.head.tools.hex()
+        if self.parent is None and self.asked.tools != _NO_TOOLS:
+            more[semconv.TOOLS] = self.asked.tools.hex()
         return more if self.fork is None else more | self.fork.attributes()
 
     def with_prompt(self, prompt_ids: list[int], messages: Sequence[dict[str, Any]]) -> "Place":
@@ -334,9 +349,24 @@ class Place(msgspec.Struct, frozen=True, eq=False):
             return replace(self, added_ids=prompt_ids, prompt_ids=prompt_ids, fork=fork)
         context = self.parent.context()
         if prompt_ids[: len(context)] != context:
-            fork = None if self.trail.repeats else _refused(self.parent, prompt_ids)
-            return Place(None, prompt_ids, prompt_ids, messages, fork, self.trail, self.parent)
+            fork = None if self.repeats else _refused(self.parent, prompt_ids)
+            return Place(None, prompt_ids, prompt_ids, messages, fork, self.asked, self.trail, self.parent)
         return replace(self, added_ids=prompt_ids[len(context) :], prompt_ids=prompt_ids)
+
+
+class Answered(NamedTuple):
+    """An answer as it came: `message` to the request at `place`.
+
+    `text` is the model and the prompt that its client wrote, where it wrote no messages; `reasoned` and `served_by` as
+    in LiveCall.
+    """
+
+    place: Place
+    call: Call
+    message: dict[str, Any]
+    reasoned: bool
+    served_by: Engine | None = None
+    text: tuple[str, str | list[int]] | None = None
 
 
 class Attempt:
@@ -362,9 +392,10 @@ class Attempt:
         self.history = History()
         self.responses: dict[str, list[dict[str, Any]]] = {}  # by the ids that a client may continue them with
         self._next_number = 0
-        # What is answered, in order of answers: all calls; those behind a head and key; the last at an end; the last
-        # that said a message; and, by the key before it and its tool-call ids, the answer with those ids. `_asked` are
-        # whole prompts, `_begun` all beginnings of conversations, with their head and without (None).
+        self._unread: list[list[Answered]] = []  # the answers of each exchange since the last request
+        # What is read, in order of answers: all calls; those behind a head and key; the last at an end; the last that
+        # said a message; and, by the key before it and its tool-call ids, the answer with those ids. `_asked` are whole
+        # prompts, `_begun` all beginnings of conversations, with their head and without (None).
         self._live: list[LiveCall] = []
         self._answered: dict[tuple[Head, bytes], list[LiveCall]] = {}
         self._ends: dict[_End, LiveCall] = {}
@@ -437,47 +468,45 @@ class Attempt:
 
     def find_turn(self, model: str, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> Place:
         """The place by messages alone of a request that nobody here renders: without prompt ids."""
-        trail = self.follow(model, messages, echo.digest_tools(tools))
+        asked = Asked(echo.seed(model), messages, echo.digest_tools(tools))
+        trail = self.follow(asked)
+        if trail is None:
+            return Place(None, [], [], messages, None, asked, None)
         if trail.continued is not None:
-            return Place(trail.continued, [], [], messages[trail.continued.length :], None, trail)
+            return Place(trail.continued, [], [], messages[trail.continued.length :], None, asked, trail)
         fork, nearest = self._fork(trail)
-        return Place(None, [], [], messages, fork, trail, nearest)
+        return Place(None, [], [], messages, fork, asked, trail, nearest)
 
     def commit(self, exchange: Exchange) -> None:
         """Make the answers of a delivered exchange continuable; of equal conversations the last answered wins."""
-        for trail, live in exchange.commits:
-            self._live.append(live)
-            self._answered.setdefault((trail.head, live.key), []).append(live)
-            self._asked.add((trail.head, trail.keys[-1]))
-            for key in live.keys:
-                self._begun.add((trail.head, key))
-                self._begun.add((None, key))
-            self._said[trail.seed, _bare(live.answer)] = live
-            if live.issued_ids():
-                self._anchors[trail.head, trail.keys[-1], live.answer.ids] = live
-            self._ends[_end(trail.seed, trail.messages, live.answer)] = live
         if exchange.commits:
-            self._keep_at_hand([live for _, live in exchange.commits])
-        exchange.commits.clear()
+            self._unread.append(exchange.commits)
+            exchange.commits = []
         self.responses |= exchange.responses
 
-    def answered(
-        self,
-        place: Place,
-        call: Call,
-        message: dict[str, Any],
-        *,
-        reasoned: bool = False,
-        served_by: Engine | None = None,
-    ) -> tuple[Trail, LiveCall]:
-        """What `commit` takes, so that a later request finds the answer `message` and continues `call`."""
-        trail = place.trail
+    def remember(self, answers: Sequence[Answered]) -> list[LiveCall]:
+        """Make the answers of one exchange continuable now, and give them."""
+        first, *_ = answers
+        trail = first.place.trail or _opened(first.place.asked)
+        lives = [self._live_call(trail, answered) for answered in answers]
+        for answered, live in zip(answers, lives, strict=True):
+            if answered.text is None:
+                self._add(trail, live)
+            else:
+                self.texts.add(*answered.text, live)
+        if first.text is None:
+            self._keep_at_hand(lives)
+        return lives
+
+    def _live_call(self, trail: Trail, answered: Answered) -> LiveCall:
+        """What a later request continues, if it finds the answer."""
+        place, message = answered.place, answered.message
         seen, skipped = trail.seen(), trail.skipped()
         numbering = Numbering(trail.numbering.called, trail.numbering.answered)
         answer = numbering.numbered(echo.hear(message))
-        added = trail.messages[trail.continued.length if trail.continued else 0 :]
-        return trail, LiveCall(
-            call=call,
+        added = trail.asked.messages[trail.continued.length if trail.continued else 0 :]
+        return LiveCall(
+            call=answered.call,
             parent=place.parent,
             before=trail.continued,
             conversation=Conversation(trail.head, [*trail.echoes[seen - skipped :], answer]),
@@ -485,10 +514,23 @@ class Attempt:
             keys=[*trail.keys[seen - skipped :], echo.chain(trail.keys[-1], answer)],
             numbering=(numbering.called, numbering.answered),
             forms=_lengthened(trail.continued, [echo.comparable(one) for one in (*added, message)]),
-            reasoned=reasoned,
+            reasoned=answered.reasoned,
             prompt=place.prompt or (Prompt(place.prompt_ids) if place.prompt_ids else None),
-            served_by=served_by,
+            served_by=answered.served_by,
         )
+
+    def _add(self, trail: Trail, live: LiveCall) -> None:
+        """Have later requests find the call."""
+        self._live.append(live)
+        self._answered.setdefault((trail.head, live.key), []).append(live)
+        self._asked.add((trail.head, trail.keys[-1]))
+        for key in live.keys:
+            self._begun.add((trail.head, key))
+            self._begun.add((None, key))
+        self._said[trail.asked.seed, _bare(live.answer)] = live
+        if live.issued_ids():
+            self._anchors[trail.head, trail.keys[-1], live.answer.ids] = live
+        self._ends[_end(trail.asked, live.answer)] = live
 
     def joinable(self, body_key: bytes, *, marked_as_retry: bool) -> Exchange | None:
         """The earlier exchange that an equal request joins instead of sampling anew.
@@ -504,9 +546,13 @@ class Attempt:
             return None
         return next((exchange for exchange in earlier if not exchange.recorded), earlier[-1])
 
-    def follow(self, model: str, messages: Sequence[dict[str, Any]], tools: bytes) -> Trail:
-        """The trail of a request (`tools`: the digest of its tools), to the deepest call that it continues."""
-        trail = self._read(echo.seed(model), messages, tools)
+    def follow(self, asked: Asked) -> Trail | None:
+        """The trail of a request, to the deepest call that it continues; None while nothing is answered."""
+        while self._unread:
+            self.remember(self._unread.pop(0))
+        if not self._live:
+            return None
+        trail = self._read(asked)
         head = trail.head
         for depth, message in enumerate(trail.echoes, start=trail.skipped() + 1):
             before = trail.keys[-1]
@@ -522,31 +568,29 @@ class Attempt:
         trail.repeats = (head, trail.keys[-1]) in self._asked
         return trail
 
-    def _read(self, seed: bytes, messages: Sequence[dict[str, Any]], tools: bytes) -> Trail:
+    def _read(self, asked: Asked) -> Trail:
         """A request's trail before it is followed: read from the start, or from a call whose messages it repeats."""
-        start = self._start(seed, messages)
-        if start is not None and start.conversation.head.tools == tools:
+        start = self._start(asked)
+        if start is not None and start.conversation.head.tools == asked.tools:
             numbering = Numbering(*start.numbering, start.number_of)
-            echoes = echo.read(messages[start.length :], numbering)
-            return Trail(messages, seed, start.conversation.head, start, echoes, [start.key], numbering)
-        numbering = Numbering()
-        head, echoes = echo.split(echo.read(messages, numbering), tools)
-        return Trail(messages, seed, head, None, echoes, [seed], numbering)
+            echoes = echo.read(asked.messages[start.length :], numbering)
+            return Trail(asked, start.conversation.head, start, echoes, [start.key], numbering)
+        return _read_whole(asked)
 
-    def _start(self, seed: bytes, messages: Sequence[dict[str, Any]]) -> LiveCall | None:
+    def _start(self, asked: Asked) -> LiveCall | None:
         """The call that ends with the last answer in the messages, if they repeat all of it."""
-        if not self._ends:
-            return None
+        messages = asked.messages
         roles = (at for at in range(len(messages) - 1, -1, -1) if messages[at].get("role") == "assistant")
         last = next(roles, None)
         if last is None:
             return None
-        live = self._ends.get(_end(seed, messages[:last], echo.hear(messages[last])))
+        live = self._ends.get(_end(asked._replace(messages=messages[:last]), echo.hear(messages[last])))
         return live if live is not None and live.begins(messages) else None
 
     def _anew(self, turn: Place, ids: list[int], messages: list[dict[str, Any]]) -> Place:
         """The place of a request whose prompt `ids` had to be rendered, although it continues a call in messages."""
         assert turn.parent is not None
+        assert turn.trail is not None
         fork: Fork | None
         nearest: LiveCall | None
         if any(message.get("role") == "assistant" for message in turn.new_messages):
@@ -554,7 +598,7 @@ class Attempt:
         else:
             fork, nearest = None if turn.trail.repeats else _refused(turn.parent, ids), turn.parent
         fork = None if fork is None else _with_token(fork, nearest, ids)
-        return Place(None, ids, ids, messages, fork, turn.trail, nearest)
+        return Place(None, ids, ids, messages, fork, turn.asked, turn.trail, nearest)
 
     def _fork(self, trail: Trail) -> tuple[Fork | None, LiveCall | None]:
         """Why a request continues nothing, and the call that it was compared with; None while nothing is answered.
@@ -563,10 +607,8 @@ class Attempt:
         the latest answer that the request still holds; of equally near ones that with the same head, then the one
         answered last.
         """
-        if not self._live:
-            return None, None
-        asked = trail.conversation()
-        said = [self._said.get((trail.seed, _bare(message))) for message in asked.body if message.role == "assistant"]
+        asked, seed = trail.conversation(), trail.asked.seed
+        said = [self._said.get((seed, _bare(message))) for message in asked.body if message.role == "assistant"]
         heard = [live for live in said if live is not None]
         shared = len(asked.body)
         while shared and (None, trail.key_at(shared)) not in self._begun:
@@ -605,6 +647,21 @@ class Attempt:
                 live.prompt = None
 
 
+def _opened(asked: Asked) -> Trail:
+    """The trail of a request before which nothing was answered."""
+    trail = _read_whole(asked)
+    for message in trail.echoes:
+        trail.keys.append(echo.chain(trail.keys[-1], message))
+    return trail
+
+
+def _read_whole(asked: Asked) -> Trail:
+    """A request's trail before it is followed, read from the start."""
+    numbering = Numbering()
+    head, echoes = echo.split(echo.read(asked.messages, numbering), asked.tools)
+    return Trail(asked, head, None, echoes, [asked.seed], numbering)
+
+
 def _lengthened(before: LiveCall | None, forms: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
     """The forms of a conversation that goes on with these; a second branch begins a list of its own."""
     if before is None:
@@ -615,10 +672,11 @@ def _lengthened(before: LiveCall | None, forms: list[dict[str, Any] | None]) -> 
     return before.forms
 
 
-def _end(seed: bytes, messages: Sequence[dict[str, Any]], answer: Echo) -> _End:
-    """What a call that answers `messages` is looked up by: their number, the texts that differ most, the answer."""
+def _end(asked: Asked, answer: Echo) -> _End:
+    """What a call that answers messages is looked up by: their number, the texts that differ most, the answer."""
+    messages = asked.messages
     texts = [message.get("content") for message in (*messages[:2], *messages[-1:])]
-    return seed, len(messages), tuple(text for text in texts if isinstance(text, str)), answer
+    return asked.seed, len(messages), tuple(text for text in texts if isinstance(text, str)), answer
 
 
 def _named(equal: list[LiveCall], anchored: dict[int, LiveCall]) -> LiveCall:

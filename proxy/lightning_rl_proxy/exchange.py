@@ -12,14 +12,14 @@ from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.ids import new_call_id
 
 if TYPE_CHECKING:
-    from lightning_rl_proxy.attempt import LiveCall, Recorded, Trail
+    from lightning_rl_proxy.attempt import Answered, Recorded
 
 
 class Exchange:
     """`pieces` are the bytes of a streamed answer so far; `stream` says whether the client asked for such.
 
-    `calls` are what is to be recorded; `commits` and `texts` (model, prompt, call) what can be continued once it is
-    delivered, and `responses` the conversations that a client may go on with by a response's id. `noted`: other
+    `calls` are what is to be recorded; `commits` what can be continued once it is delivered, and `responses` the
+    conversations that a client may go on with by a response's id. `noted`: other
     gateways may go on with the attempt. `earlier`: of a retry, what another gateway answered to the same body.
     """
 
@@ -31,8 +31,7 @@ class Exchange:
         self.stream = False
         self.pieces: list[bytes] = []
         self.calls: list[tuple[Call, dict[str, Any]]] = []
-        self.commits: list[tuple[Trail, LiveCall]] = []
-        self.texts: list[tuple[str, str | list[int], LiveCall]] = []
+        self.commits: list[Answered] = []
         self.responses: dict[str, list[dict[str, Any]]] = {}
         self.noted = False
         self.earlier: list[Recorded] = []

@@ -533,9 +533,6 @@ class Gateway:
         last = exchange.task.result()
         self._record(attempt, exchange, delivered=True)
         attempt.commit(exchange)
-        for text in exchange.texts:
-            attempt.texts.add(*text)
-        exchange.texts.clear()
         return last
 
     def _record(self, attempt: Attempt, exchange: Exchange, *, delivered: bool) -> None:

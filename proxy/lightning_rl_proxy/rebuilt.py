@@ -15,9 +15,8 @@ from lightning_rl_adapters.media import url_of, with_urls
 from lightning_rl_adapters.span import Span
 from lightning_rl_proxy import echo, images
 from lightning_rl_proxy.address import Address
-from lightning_rl_proxy.attempt import Attempt, LiveCall, Place, Recorded
+from lightning_rl_proxy.attempt import Answered, Asked, Attempt, LiveCall, Place, Recorded
 from lightning_rl_proxy.dialects import completions, responses
-from lightning_rl_proxy.exchange import Exchange
 from lightning_rl_proxy.images import Image
 from lightning_rl_proxy.ledger import AttemptInfo
 from lightning_rl_proxy.rendering import Renderer
@@ -73,24 +72,23 @@ class _Rebuilding:
         told = attributes.get(semconv.TOOLS)
         tools = _NO_TOOLS if told is None else bytes.fromhex(told)
         tools = tools if parent is None else self._tools[parent.call.call_id]
-        trail = attempt.follow(call.model, messages, tools)
-        if parent is not None:
+        asked = Asked(echo.seed(call.model), messages, tools)
+        trail = attempt.follow(asked)
+        if trail is not None and parent is not None:
             trail.continued = parent  # which of equal ones it was is recorded
         said = attributes[semconv.OUTPUT_MESSAGES][0]
         new = attributes[semconv.INPUT_MESSAGES]
-        exchange = Exchange(b"")
-        place = Place(parent, call.prompt_ids, [], new, None, trail)
+        place = Place(parent, call.prompt_ids, [], new, None, asked, trail)
         reasoned = bool(said.get("reasoning_content") or said.get("reasoning"))
-        exchange.commits.append(attempt.answered(place, call, said, reasoned=reasoned))
+        [live] = attempt.remember([Answered(place, call, said, reasoned)])
         instructed = attributes.get(semconv.INSTRUCTIONS, 0)
         conversation = [*messages, said]
         if attributes[semconv.DIALECT] == responses.NAME:
             shown = _with_images(conversation[instructed:], attempt.images.values())
-            exchange.responses[responses.response_id(call.call_id)] = shown
-        self._remember(call, exchange.commits[0][1], attributes)
+            attempt.responses[responses.response_id(call.call_id)] = shown
+        self._remember(call, live, attributes)
         self._conversations[call.call_id] = conversation
         self._tools[call.call_id] = tools
-        attempt.commit(exchange)
 
     def _take_text(self, call: Call, attributes: dict[str, Any]) -> None:
         """A prompt that its client wrote, as text or as ids: so it goes on."""
@@ -98,18 +96,18 @@ class _Rebuilding:
         if reader is None:
             return
         [written] = attributes[semconv.INPUT_MESSAGES]
-        trail = attempt.follow(f"{call.model}\n{completions.NAME}", [written], _NO_TOOLS)
-        place = Place(parent, call.prompt_ids, [], [written], None, trail)
-        _, live = attempt.answered(place, call, attributes[semconv.OUTPUT_MESSAGES][0])
-        self._remember(call, live, attributes)
+        prompt: str | list[int]
         if attributes.get(semconv.PROMPT_AS_IDS):
-            attempt.texts.add(call.model, live.prompt_ids(), live)
-            return
-        prompt = written["content"]
-        if parent is not None:
-            prompt = self._prompts[parent.call.call_id] + reader.tokenizer.decode(parent.call.response_ids) + prompt
-        self._prompts[call.call_id] = prompt
-        attempt.texts.add(call.model, prompt, live)
+            prompt = call.prompt_ids if parent is None else parent.context() + call.prompt_ids
+        else:
+            before = "" if parent is None else self._prompts[parent.call.call_id]
+            answered = "" if parent is None else reader.tokenizer.decode(parent.call.response_ids)
+            prompt = self._prompts[call.call_id] = f"{before}{answered}{written['content']}"
+        asked = Asked(echo.seed(f"{call.model}\n{completions.NAME}"), [written], _NO_TOOLS)
+        place = Place(parent, call.prompt_ids, [], [written], None, asked, attempt.follow(asked))
+        said = attributes[semconv.OUTPUT_MESSAGES][0]
+        [live] = attempt.remember([Answered(place, call, said, reasoned=False, text=(call.model, prompt))])
+        self._remember(call, live, attributes)
 
     def _parent(self, call: Call) -> LiveCall | None:
         return None if call.parent_id is None else self._lives[call.parent_id]

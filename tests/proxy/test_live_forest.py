@@ -22,7 +22,7 @@ from lightning_rl_adapters import credit, forest, rows
 from lightning_rl_adapters.call import Call, VersionRange, calls_of, to_span
 from lightning_rl_adapters.span import Span
 from lightning_rl_adapters.triplet import prompt_ids
-from lightning_rl_proxy.attempt import Attempt, LiveCall, Place
+from lightning_rl_proxy.attempt import Answered, Attempt, LiveCall, Place
 from lightning_rl_proxy.exchange import Exchange
 from lightning_rl_proxy.rendering import Answer
 from tests.proxy.test_echo import ALTERATIONS, an_attempt, with_other_ids
@@ -70,7 +70,6 @@ class Asked:
     calls: list[Call]
     answers: list[Message]
     exchange: Exchange
-    lives: list[LiveCall]
 
 
 class World:
@@ -79,15 +78,16 @@ class World:
     def __init__(self) -> None:
         self.attempt: Attempt = an_attempt()
         self.asked: list[Asked] = []
-        self.delivered: list[tuple[list[Message], LiveCall]] = []  # each with the conversation as the client has it
-        self.known: list[tuple[list[Message], LiveCall]] = []  # and as we answered it
+        # By the conversation as its client has it, the call id of each answer.
+        self.delivered: list[tuple[list[Message], str]] = []
+        self.known: list[tuple[list[Message], str]] = []  # and as we answered it
 
     def ask(self, messages: list[Message], answers: Sequence[Message]) -> Asked:
         """A request that waits for as many answers."""
         first = self.attempt.take_numbers(len(answers))
         ours = as_answered(self, messages)
         place = self.attempt.find_place("m", messages, TOOLS, Spelling())
-        asked = Asked(messages, ours, place, place.prompt_ids.copy(), [], [], Exchange(b""), [])
+        asked = Asked(messages, ours, place, place.prompt_ids.copy(), [], [], Exchange(b""))
         for number, answer in enumerate(answers, start=first):
             said = copy.deepcopy(answer)
             for index, made in enumerate(said.get("tool_calls", [])):
@@ -101,17 +101,21 @@ class World:
             )  # fmt: skip
             asked.calls.append(call)
             asked.answers.append(said)
-            asked.exchange.commits.append(self.attempt.answered(place, call, said))
-        asked.lives = [live for _, live in asked.exchange.commits]
+            asked.exchange.commits.append(Answered(place, call, said, reasoned=False))
         self.asked.append(asked)
         return asked
 
     def deliver(self, asked: Asked) -> None:
         """The answers of a request reach their client."""
         self.attempt.commit(asked.exchange)
-        for answer, live in zip(asked.answers, asked.lives, strict=True):
-            self.delivered.append(([*asked.messages, answer], live))
-            self.known.append(([*asked.ours, answer], live))
+        for answer, call in zip(asked.answers, asked.calls, strict=True):
+            self.delivered.append(([*asked.messages, answer], call.call_id))
+            self.known.append(([*asked.ours, answer], call.call_id))
+
+    def lives(self) -> dict[str, LiveCall]:
+        """What can be continued, by call id."""
+        self.attempt.find_turn("m", [], TOOLS)  # with which the answers are read that wait
+        return {live.call.call_id: live for live in self.attempt._live}
 
     def spans(self) -> list[Span]:
         """What is recorded, as it comes out of the store."""
@@ -145,12 +149,12 @@ def ids_of(message: Message) -> list[str]:
     return [call["id"] for call in message.get("tool_calls") or []]
 
 
-def deepest(world: World, messages: list[Message]) -> LiveCall | None:
+def deepest(world: World, messages: list[Message]) -> str | None:
     """What a request continues in messages, by a look at every conversation there is."""
     wanted = [text_of(message) for message in as_answered(world, messages)]
     found = [
-        (len(known), order, live)
-        for order, (known, live) in enumerate(world.known)
+        (len(known), order, call_id)
+        for order, (known, call_id) in enumerate(world.known)
         if [text_of(message) for message in known] == wanted[: len(known)]
     ]
     return max(found, key=lambda one: one[:2])[2] if found else None
@@ -218,12 +222,13 @@ def worlds(draw: st.DrawFn) -> World:
         found = asked.place
         assert (found.parent, found.prompt_ids, found.added_ids) == (read.parent, read.prompt_ids, read.added_ids)
         assert (found.fork, found.nearest, found.echo_edited) == (read.fork, read.nearest, read.echo_edited)
+        continued = None if found.trail is None else found.trail.continued
         if expected is None:
-            assert found.trail.continued is None
+            assert continued is None
         else:
-            assert found.trail.continued is not None
-            assert found.trail.continued.key == expected.key  # which of equal ones it is the ids may say
-            assert found.parent in (None, found.trail.continued)
+            assert continued is not None
+            assert continued.key == world.lives()[expected].key  # which of equal ones it is the ids may say
+            assert found.parent in (None, continued)
         waiting.append(asked)
     return world
 
@@ -233,19 +238,21 @@ def worlds(draw: st.DrawFn) -> World:
 def test_the_recorded_forest_is_the_live_one_and_rows_are_what_the_engine_saw_and_said(world: World) -> None:
     calls = calls_of(world.spans())
     built = forest.build(calls)
-    lives = {live.call.call_id: (asked, live) for asked in world.asked for live in asked.lives}
-    assert built.nodes.keys() == lives.keys()
+    for asked in world.asked:
+        world.attempt.commit(asked.exchange)
+    lives, by_call = world.lives(), {call.call_id: asked for asked in world.asked for call in asked.calls}
+    assert built.nodes.keys() == lives.keys() == by_call.keys()
     for call_id, node in built.nodes.items():
-        asked, live = lives[call_id]
+        asked, live = by_call[call_id], lives[call_id]
         assert (None if node.parent is None else node.parent.call.call_id) == live.call.parent_id
         assert prompt_ids(node) == asked.prompt == live.prompt_ids()
         assert live.context() == prompt_ids(node) + node.call.response_ids
-    for asked, live in lives.values():
+    for call_id, live in lives.items():
         live.prompt = None  # no longer at hand
-        assert live.prompt_ids() == asked.prompt
+        assert live.prompt_ids() == by_call[call_id].prompt
     cut = rows.cut(built, credit.final_values(built, 1.0))
     for row, leaf in zip(cut, built.leaves(), strict=True):
-        assert row.token_ids == lives[leaf.call.call_id][0].prompt + leaf.call.response_ids
+        assert row.token_ids == by_call[leaf.call.call_id].prompt + leaf.call.response_ids
     trained = Counter(t for row in cut for t, mask in zip(row.token_ids, row.loss_mask, strict=True) if mask)
     assert trained == Counter(token for call in calls for token in call.response_ids)
 
@@ -303,7 +310,7 @@ def test_a_repeat_of_a_request_that_could_not_be_appended_is_another_sample_of_i
         assert repeated.prompt == forked.prompt
         world.deliver(repeated)
         on = world.ask([*messages, said("d"), {"role": "user", "content": "on"}], [said("e")])
-        assert (on.place.parent, on.place.fork) == (repeated.lives[0], None)
+        assert (on.place.parent, on.place.fork) == (world.lives()[repeated.calls[0].call_id], None)
 
 
 def said(text: str) -> Message:
