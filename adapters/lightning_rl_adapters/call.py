@@ -93,6 +93,27 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 def to_span(call: Call, **more: Any) -> Span:
     """The span of a call; `more` are further attributes (messages, sampling, ...)."""
+    attributes = {
+        semconv.OPERATION: "chat",
+        semconv.RESPONSE_MODEL: call.model,
+        semconv.FINISH_REASONS: [call.finish_reason],
+        semconv.AGENT: call.agent,
+        semconv.PARENT: call.parent_id,
+        semconv.PROMPT_IDS: pack_ids(call.prompt_ids),
+        semconv.RESPONSE_IDS: pack_ids(call.response_ids),
+        semconv.LOGPROBS: None if call.logprobs is None else pack_logprobs(call.logprobs),
+        semconv.LOGPROB_KIND: call.logprob_kind,
+        semconv.POLICY_VERSIONS: [[r.version, r.start, r.end] for r in call.versions],
+        semconv.SAMPLING_EFFECTIVE: {"temperature": call.temperature},
+        semconv.DELIVERED: call.delivered,
+        semconv.EXACT: call.exact,
+        semconv.TRAINABLE: call.trainable,
+    }
+    if call.overshoot:
+        attributes[semconv.OVERSHOOT] = call.overshoot
+    if call.media:
+        attributes[semconv.MEDIA] = [[m.start, m.length, m.sha256] for m in call.media]
+    attributes.update(more)
     return Span(
         span_id=call.call_id,
         rollout_id=call.rollout_id,
@@ -101,25 +122,7 @@ def to_span(call: Call, **more: Any) -> Span:
         number=call.number,
         start_ns=call.start_ns,
         end_ns=call.end_ns,
-        attributes={
-            semconv.OPERATION: "chat",
-            semconv.RESPONSE_MODEL: call.model,
-            semconv.FINISH_REASONS: [call.finish_reason],
-            semconv.AGENT: call.agent,
-            semconv.PARENT: call.parent_id,
-            semconv.PROMPT_IDS: pack_ids(call.prompt_ids),
-            semconv.RESPONSE_IDS: pack_ids(call.response_ids),
-            semconv.LOGPROBS: None if call.logprobs is None else pack_logprobs(call.logprobs),
-            semconv.LOGPROB_KIND: call.logprob_kind,
-            semconv.POLICY_VERSIONS: [[r.version, r.start, r.end] for r in call.versions],
-            semconv.SAMPLING_EFFECTIVE: {"temperature": call.temperature},
-            semconv.DELIVERED: call.delivered,
-            semconv.EXACT: call.exact,
-            semconv.TRAINABLE: call.trainable,
-        }
-        | ({semconv.OVERSHOOT: call.overshoot} if call.overshoot else {})
-        | ({semconv.MEDIA: [[m.start, m.length, m.sha256] for m in call.media]} if call.media else {})
-        | more,
+        attributes=attributes,
     )
 
 

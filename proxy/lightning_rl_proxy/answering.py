@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -160,25 +160,26 @@ class Answerer:
 
     async def _sample(self, choice: "_Choice", stream: "_Stream") -> Answer:
         asked, generation = choice.asked, choice.generation
-        tokens = self._router.generate(
-            asked.model,
-            choice.place.prompt_ids,
-            choice.sampling,
-            generation,
-            request_id=choice.call_id,
-            stream=choice.watched,
-            home=choice.home,
-            media=choice.place.media,
-            encoded=None if choice.place.prompt is None else choice.place.prompt.encoded,
-        )
+
+        def take(tokens: Tokens) -> bool:
+            asked.attempt.tokens_received += len(tokens.token_ids)
+            stream.add(choice.index, choice.push(tokens))
+            return not choice.ended
+
         ended = False
         try:
-            async with aclosing(tokens):
-                async for part in tokens:
-                    asked.attempt.tokens_received += len(part.token_ids)
-                    stream.add(choice.index, choice.push(part))
-                    if choice.ended:
-                        break
+            await self._router.generate(
+                asked.model,
+                choice.place.prompt_ids,
+                choice.sampling,
+                generation,
+                request_id=choice.call_id,
+                stream=choice.watched,
+                home=choice.home,
+                media=choice.place.media,
+                encoded=None if choice.place.prompt is None else choice.place.prompt.encoded,
+                take=take,
+            )
             ended = True
         finally:
             if not ended and generation.token_ids:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -170,13 +170,15 @@ class Router:
         home: Engine | None = None,
         media: Sequence[Shown] = (),
         encoded: bytes | None = None,
-    ) -> AsyncGenerator[Tokens]:
-        """Sample one answer into `generation`, yielding the tokens that come; with `stream`, as they are sampled.
+        take: Callable[[Tokens], bool] = lambda _: True,
+    ) -> None:
+        """Sample one answer into `generation`; with `stream`, as it is sampled.
 
-        `encoded` is the prompt as a JSON list, where it is at hand. `home` is the engine that has the conversation so
-        far in its cache; None for a new one. Waits while the model is paused. An engine that fails before it gave a
-        token is left for another one, each once. Closing the generator aborts the engine's work. Raises
-        EngineUnavailable, EngineRefused or PromptTooLong.
+        `take` is given the tokens that come, and says whether more are wanted; where not, or on cancellation, the
+        engine's work is aborted. `encoded` is the prompt as a JSON list, where it is at hand. `home` is the engine that
+        has the conversation so far in its cache; None for a new one. Waits while the model is paused. An engine that
+        fails before it gave a token is left for another one, each once. Raises EngineUnavailable, EngineRefused or
+        PromptTooLong.
         """
         tried: list[Replica[Engine]] = []
         self._asked[model] += 1
@@ -198,7 +200,8 @@ class Router:
                                 break
                             self.received[model] += len(part.token_ids)
                             generation.add(part, engine.policy_version)
-                            yield part
+                            if not take(part):
+                                return
                 except EngineUnavailable as error:
                     self._watch.lost(pool, replica, str(error))
                     failure = error

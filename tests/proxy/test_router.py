@@ -22,10 +22,14 @@ from lightning_rl_proxy.sampling import Sampling
 from tests.proxy.conftest import ScriptedEngine, Served
 
 PARTS = [Tokens([1, 2], [-0.5, -0.25]), Tokens([3], [-1.0])]
+HELD = "held"  # a request that ends when it is cancelled
 
 
 class Engine:
-    """Says three tokens in two parts. `dies` after that many parts; `label` is what it says of its weights."""
+    """Says three tokens in two parts, of a request HELD one part alone.
+
+    `dies` after that many parts; `label` is what it says of its weights.
+    """
 
     model = "m"
     abilities = frozenset[str]()
@@ -41,6 +45,7 @@ class Engine:
         self.closed = False
         self.frozen = False
         self.hold: asyncio.Event | None = None
+        self.never = asyncio.Event()
         self.resuming: asyncio.Event | None = None
         self.checking: asyncio.Event | None = None
         self.checks = 0
@@ -63,6 +68,8 @@ class Engine:
             if self.dies == index:
                 raise self.error
             yield part
+            if request_id == HELD:
+                await self.never.wait()
             if self.hold is not None:
                 await self.hold.wait()
         yield Finish(self.reason, None, [VersionRange(version, 0, 3)])
@@ -128,8 +135,7 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
 
 async def sample(router: Router, generation: Generation | None = None, **more: Any) -> Generation:
     generation = Generation() if generation is None else generation
-    async for _ in router.generate("m", [5], Sampling(), generation, request_id="r", **more):
-        pass
+    await router.generate("m", [5], Sampling(), generation, request_id="r", **more)
     return generation
 
 
@@ -144,16 +150,25 @@ class Held:
 
     def __init__(self, router: Router, home: Engine | None = None) -> None:
         self.generation = Generation()
-        self._parts = router.generate("m", [5], Sampling(), self.generation, request_id="r", home=home)
+        self._begun = asyncio.Event()
+        self._work = router.generate("m", [5], Sampling(), self.generation, request_id=HELD, home=home, take=self._take)
+        self._task: asyncio.Task[None] | None = None
+
+    def _take(self, _: Tokens) -> bool:
+        self._begun.set()
+        return True
 
     async def begin(self) -> Engine:
-        await anext(self._parts)
+        self._task = asyncio.create_task(self._work)
+        await self._begun.wait()
         engine = self.generation.served_by
         assert isinstance(engine, Engine)
         return engine
 
     async def end(self) -> None:
-        await self._parts.aclose()
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
 
 
 def away(router: Router) -> list[str | None]:
