@@ -93,7 +93,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 def to_span(call: Call, **more: Any) -> Span:
     """The span of a call; `more` are further attributes (messages, sampling, ...)."""
-    attributes = {
+    attributes: dict[str, Any] = {
         semconv.OPERATION: "chat",
         semconv.RESPONSE_MODEL: call.model,
         semconv.FINISH_REASONS: [call.finish_reason],
