@@ -405,10 +405,6 @@ class Attempt:
         self._begun: set[tuple[Head | None, bytes]] = set()
         self._at_hand: deque[list[LiveCall]] = deque()
 
-    def ended(self, _work: object) -> None:
-        """One answer is no longer worked on."""
-        self.in_flight -= 1
-
     def number_after(self, number: int) -> None:
         """Calls up to `number` have arrived elsewhere: the next ones come after."""
         self._next_number = max(self._next_number, number + 1)

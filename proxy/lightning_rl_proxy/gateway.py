@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -311,7 +311,7 @@ class Gateway:
             await _respond(send, 200, await self._embed(await self._read(headers, receive)))
         elif scope["method"] == "POST" and door.path in _DIALECTS:
             body = await self._read(headers, receive)
-            agent = address.agent or baggage.agent_of(scope["headers"])
+            agent = address.agent or (baggage.agent_of(scope["headers"]) if b"baggage" in headers else None)
             await self._call(attempt, agent, dialect, headers, body, receive, send)
         else:
             raise GatewayError(
@@ -449,8 +449,7 @@ class Gateway:
                 raise _as_gateway_error(error) from error
             exchange.task = asyncio.create_task(self._noting(work, attempt.address) if self._noted else work)
             attempt.in_flight += 1
-            exchange.task.add_done_callback(attempt.ended)
-            exchange.task.add_done_callback(exchange.wake)
+            exchange.task.add_done_callback(partial(_worked, attempt, exchange))
             self._has_begun((attempt.address.rollout_id, attempt.address.attempt_id))
             attempt.exchanges.setdefault(body_key, []).append(exchange)
             attempt.unrecorded.add(exchange)
@@ -629,6 +628,12 @@ def _unrecordable(attempt_id: str) -> GatewayError:
         f"attempt {attempt_id} has failed: the store did not take its records in time; its rollout is retried",
         kind="conflict",
     )
+
+
+def _worked(attempt: Attempt, exchange: Exchange, _work: asyncio.Task[bytes]) -> None:
+    """An answer is no longer worked on."""
+    attempt.in_flight -= 1
+    exchange.wake()
 
 
 def _end_grace(exchange: Exchange) -> None:

@@ -32,6 +32,8 @@ from lightning_rl_proxy.ledger import Ledger
 _HEADER = struct.Struct("<II")  # length, crc32
 _EMPTIED_ABOVE = 16 * 2**20  # bytes
 _LINGER_SECONDS = 0.02
+_BUSY = 16  # records that came in this time: where so many come, a batch of more costs each of them less
+_BUSY_LINGER_SECONDS = 0.25
 _FAILURES_TOLD = 3  # in a row, until whoever waits is told that the ledger fails
 _LAST_SECONDS = 5.0  # for handing over what is left when the gateway stops
 _MAX_WAITING = 65536  # records
@@ -45,12 +47,9 @@ class _Waiting(msgspec.Struct, frozen=True, gc=False):
     """A record on its way to the ledger; `number` counts all records, `size` is that in the journal."""
 
     number: int
+    attempt: _Name
     span: Span
     size: int
-
-    @property
-    def attempt(self) -> _Name:
-        return self.span.rollout_id, self.span.attempt_id
 
 
 class Recorder:
@@ -78,7 +77,7 @@ class Recorder:
         self._max_waiting = max_waiting
         self._max_waiting_bytes = max_waiting_bytes
         self._tell_taken = taken
-        self._waiting_of: Counter[_Name] = Counter()
+        self._waiting_of: dict[_Name, int] = {}
         self._encoder = msgspec.msgpack.Encoder()
         self._pending: deque[_Waiting] = deque()
         self._handed: list[_Waiting] = []  # those that the ledger is taking now; all are older than the pending ones
@@ -140,8 +139,8 @@ class Recorder:
         self._append()
         self._recorded += 1
         self._waiting_bytes += size
-        self._waiting_of[attempt] += 1
-        self._pending.append(_Waiting(self._recorded, span, size))
+        self._waiting_of[attempt] = self._waiting_of.get(attempt, 0) + 1
+        self._pending.append(_Waiting(self._recorded, attempt, span, size))
         self._wake.set()
 
     def state(self) -> dict[str, int]:
@@ -202,9 +201,9 @@ class Recorder:
 
     def _none_waits(self, attempt: _Name) -> None:
         """One record of the attempt waits no longer."""
-        self._waiting_of[attempt] -= 1
-        if not self._waiting_of[attempt]:
-            del self._waiting_of[attempt]
+        left = self._waiting_of.pop(attempt) - 1
+        if left:
+            self._waiting_of[attempt] = left
 
     def _drop(self, span: Span) -> None:
         self._counters["recording_lost"] += 1
@@ -290,11 +289,14 @@ class Recorder:
             self._progress.notify_all()
 
     async def _linger(self) -> None:
-        """Let more records gather, unless there are many or somebody waits: a batch costs the ledger one commit."""
-        if self._waiting() < self._max_batch:
+        """Let more records gather, unless there are many or somebody waits: a batch costs the ledger one commit, and
+        its thread and the event loop wait for each other's use of Python's lock."""
+        with contextlib.suppress(TimeoutError):
+            if self._waiting() < self._max_batch:
+                await asyncio.wait_for(self._urgent.wait(), _LINGER_SECONDS)
+        if _BUSY <= self._waiting() < self._max_batch:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LINGER_SECONDS):
-                    await self._urgent.wait()
+                await asyncio.wait_for(self._urgent.wait(), _BUSY_LINGER_SECONDS)
 
 
 def replay(path: Path) -> Iterator[Span]:

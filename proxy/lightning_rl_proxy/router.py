@@ -85,7 +85,7 @@ class Router:
         self._engines: dict[str, EnginePool[Engine]] = {}
         self._backends: dict[str, Pool[ChatBackend]] = {}
         self._registered: Counter[str] = Counter()
-        self._ended = asyncio.Event()  # set, and made anew, when a call ends
+        self._ended: asyncio.Event | None = None  # for those who wait until a call ends
         self._paused: dict[str, asyncio.Event] = {}
         self._paused_at: dict[str, float] = {}  # by the monotonic clock
         self._asked: Counter[str] = Counter()  # calls of token engines, also those that wait here
@@ -197,7 +197,7 @@ class Router:
                         async for part in parts:
                             if isinstance(part, Finish):
                                 generation.end(part)
-                                break
+                                continue
                             self.received[model] += len(part.token_ids)
                             generation.add(part, engine.policy_version)
                             if not take(part):
@@ -257,7 +257,7 @@ class Router:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_seconds):
                 while any(self._pool(name).in_flight for name, gate in gates.items() if not gate.is_set()):
-                    await self._ended.wait()
+                    await self._until_one_ends()
         for name, gate in gates.items():
             if name in self._engines:
                 await self._watch.freeze(self._engines[name], gate)
@@ -354,8 +354,12 @@ class Router:
     async def _let_go(self, replica: Replica[Any]) -> None:
         await self._watch.let_go(replica)
         while replica.in_flight:
-            await self._ended.wait()
+            await self._until_one_ends()
         await replica.engine.close()
+
+    async def _until_one_ends(self) -> None:
+        self._ended = self._ended or asyncio.Event()
+        await self._ended.wait()
 
     def _name(self, model: str) -> str:
         self._registered[model] += 1
@@ -375,8 +379,9 @@ class Router:
 
     def _left(self, replica: Replica[Any]) -> None:
         replica.in_flight -= 1
-        self._ended.set()
-        self._ended = asyncio.Event()
+        if self._ended is not None:
+            self._ended.set()
+            self._ended = None
 
     def _named(self, model: str | None) -> list[str]:
         names = [*self._engines, *self._backends]

@@ -7,6 +7,7 @@ a validation can be repeated.
 
 import hashlib
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 REPLACED = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
 )  # fmt: skip
+_replaced = attrgetter(*REPLACED)
 _NEUTRAL = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 
 
@@ -52,13 +54,15 @@ def effective(
     if defaults:
         absent = {name: value for name, value in defaults.items() if getattr(requested, name) is None}
         requested = msgspec.structs.replace(requested, **absent)
-    values = {name: value for name in REPLACED if (value := algorithm.get(name, getattr(requested, name))) is not None}
-    penalties = {name: float(values[name]) for name, off in _NEUTRAL.items() if values.get(name, off) != off}
+    values = dict(zip(REPLACED, _replaced(requested), strict=True)) | dict(algorithm)
+    given = {name: float(value) for name in _NEUTRAL if (value := values[name]) is not None}
+    penalties = {name: value for name, value in given.items() if value != _NEUTRAL[name]}
+    temperature, top_p, top_k = values["temperature"], values["top_p"], values["top_k"]
     limits = [n for n in (requested.max_tokens, algorithm.get("max_tokens"), room) if n is not None]
     return Sampling(
-        temperature=float(values.get("temperature", 1.0)),
-        top_p=float(values.get("top_p", 1.0)),
-        top_k=int(values.get("top_k", -1)),
+        temperature=1.0 if temperature is None else float(temperature),
+        top_p=1.0 if top_p is None else float(top_p),
+        top_k=-1 if top_k is None else int(top_k),
         max_tokens=int(min(limits)) if limits else None,
         seed=mixed_seed(seed_key, requested.seed, number),
         stop=requested.stop or None,

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from lightning_rl_adapters.call import Call, from_span, to_span
 from lightning_rl_adapters.span import Span
+from lightning_rl_proxy import recorder as recorder_module
 from lightning_rl_proxy.recorder import Recorder, replay
 from tests.proxy.conftest import MemoryLedger, Served
 
@@ -281,6 +282,33 @@ def test_what_a_failing_ledger_has_not_taken_at_the_stop_waits_in_the_journal(
 
     asyncio.run(scenario())
     assert names(replay(journal)) == ["s1"]
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["nobody waits", "somebody waits"])
+def test_where_records_come_thick_they_gather_unless_somebody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, asked: bool
+) -> None:
+    monkeypatch.setattr(recorder_module, "_BUSY_LINGER_SECONDS", 600.0)
+    ledger = MemoryLedger()
+
+    async def work() -> None:
+        recorder = Recorder(tmp_path / "journal", ledger)
+        await recorder.start()
+        for i in range(recorder_module._BUSY - 1):
+            recorder.record(span(i))
+        while len(ledger.spans) < recorder_module._BUSY - 1:  # few are handed over soon, unasked
+            await asyncio.sleep(0.005)
+        for i in range(100, 100 + recorder_module._BUSY):
+            recorder.record(span(i))
+        if asked:
+            await recorder.stored()
+        else:
+            await asyncio.sleep(10 * recorder_module._LINGER_SECONDS)
+        assert len(ledger.spans) == recorder_module._BUSY - 1 + (recorder_module._BUSY if asked else 0)
+        await recorder.stop()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    assert len(ledger.spans) == 2 * recorder_module._BUSY - 1
 
 
 def test_numbers_that_no_record_can_hold_are_kept_as_text(tmp_path: Path) -> None:

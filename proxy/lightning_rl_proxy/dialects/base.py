@@ -7,6 +7,7 @@ either can be made again from the recorded tokens.
 
 import re
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -78,8 +79,11 @@ class SamplingWire(msgspec.Struct, kw_only=True):
 
     def sampling(self, **spelt_otherwise: Any) -> Sampling:
         """These fields as they are, and what the dialect has other words for."""
-        alike = {name: getattr(self, name) for name in SamplingWire.__struct_fields__}
-        return Sampling(**(alike | spelt_otherwise))
+        return Sampling(**(dict(zip(_ALIKE, _alike(self), strict=True)) | spelt_otherwise))
+
+
+_ALIKE = SamplingWire.__struct_fields__
+_alike = attrgetter(*_ALIKE)
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):

@@ -72,7 +72,8 @@ class Engine(Protocol):
         media: Sequence[Shown] = (),
         encoded: bytes | None = None,
     ) -> AsyncGenerator[Tokens | Finish]:
-        """Sample: yields `Tokens` one or more times and at last one `Finish`; with `stream`, as they are sampled.
+        """Sample: yields `Tokens` one or more times and at last one `Finish`, with which it ends; with `stream`, as
+        they are sampled.
 
         `prompt` is to be read, not kept: it may grow once the answer is committed. `encoded` is the same as a JSON
         list, where it is at hand. `media` are the images that the prompt shows, and where; an engine without the

@@ -229,6 +229,7 @@ class SGLangEngine:
                     yield _tokens(answer.output_ids[-new:], meta)
                 if meta.finish_reason is not None:
                     yield self._finish(meta.finish_reason, answer.output_ids, meta, sampled)
+                    return
 
     async def _answers(self, response: Response, *, stream: bool) -> AsyncIterator[tuple[_Generated, _Meta]]:
         """The answers in a response: those of a stream's events, or the one that it is. Raises what they refuse."""

@@ -164,6 +164,7 @@ class TokenEngine:
                     yield _tokens(choice)
                 if choice.finish_reason is not None:
                     yield self._finish(choice, sampled)
+                    return
 
     async def check(self) -> int | None:
         """See `Engine`. The embedded engine knows its version, a vLLM server the label that it was told last."""
