@@ -38,8 +38,8 @@ from lightning_rl.server.engines import EngineRequest
 from lightning_rl.server.fleet import LEASE_SECONDS, Fleet
 from lightning_rl.server.keys import Keys
 from lightning_rl.server.ledger import StoreLedger
-from lightning_rl.server.limits import protocol
 from lightning_rl.server.peers import peer_key
+from lightning_rl.server.protocol import protocol
 from lightning_rl.server.sql_thread import SqlThread
 from lightning_rl.store.contract import ResourcesRequest
 from lightning_rl.store.databases import shown

@@ -43,6 +43,9 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+# A server may put a future into a request's `extensions` that is done when the client has left. Without it a task waits
+# for ASGI's word, one for each call.
+GONE = "lightning_rl.gone"
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds
 _JSON = (b"content-type", b"application/json")
 _NOT_FOUND = "not_found_error"
@@ -312,7 +315,8 @@ class Gateway:
         elif scope["method"] == "POST" and door.path in _DIALECTS:
             body = await self._read(headers, receive)
             agent = address.agent or (baggage.agent_of(scope["headers"]) if b"baggage" in headers else None)
-            await self._call(attempt, agent, dialect, headers, body, receive, send)
+            retry = headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
+            await self._call(attempt, agent, dialect, body, scope, receive, send, retry=retry)
         else:
             raise GatewayError(
                 404,
@@ -424,14 +428,15 @@ class Gateway:
         attempt: Attempt,
         agent: str | None,
         dialect: Dialect,
-        headers: dict[bytes, bytes],
         body: bytes,
+        scope: Scope,
         receive: Receive,
         send: Send,
+        *,
+        retry: bool,
     ) -> None:
         if attempt.sealed:  # while the body came
             raise closed(attempt.address.attempt_id)
-        retry = headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
         # No secret: who makes two bodies collide confuses an attempt of its own.
         digest = xxhash.xxh3_128(f"{dialect.NAME}\n{agent or ''}\n".encode())
         digest.update(body)
@@ -455,7 +460,15 @@ class Gateway:
             attempt.unrecorded.add(exchange)
         else:
             self.counters["joined_retries"] += 1
-        await self._deliver(attempt, dialect, exchange, receive, send)
+        told = scope.get("extensions", {}).get(GONE)
+        gone = told or asyncio.create_task(_disconnected(receive))
+        gone.add_done_callback(exchange.wake)
+        try:
+            await self._deliver(attempt, dialect, exchange, gone, send)
+        finally:
+            gone.remove_done_callback(exchange.wake)
+            if gone is not told:
+                gone.cancel()
 
     async def _noting(self, work: Coroutine[Any, Any, bytes], address: Address) -> bytes:
         """Do the work of an answer, which does not end before the store knows that it may lack the call."""
@@ -477,15 +490,13 @@ class Gateway:
         return None if exchange is None or exchange.task is None or _has_failed(exchange.task) else exchange
 
     async def _deliver(
-        self, attempt: Attempt, dialect: Dialect, exchange: Exchange, receive: Receive, send: Send
+        self, attempt: Attempt, dialect: Dialect, exchange: Exchange, gone: "asyncio.Future[None]", send: Send
     ) -> None:
-        """Hand the answer on as it comes while watching the client; before its last bytes, record it."""
+        """Hand the answer on as it comes, until the client is gone; before its last bytes, record it."""
         assert exchange.task is not None
         began = time.monotonic()
         self._follow(exchange)
         reply = _Reply(send, exchange)
-        gone = asyncio.create_task(_disconnected(receive))
-        gone.add_done_callback(exchange.wake)
         try:
             parked = 0.0
             while not exchange.task.done() and not gone.done():
@@ -498,9 +509,7 @@ class Gateway:
             if gone.done():
                 return
         finally:
-            left = gone.done()
-            gone.cancel()
-            self._leave(attempt, exchange, before_its_end=left)
+            self._leave(attempt, exchange, before_its_end=gone.done())
         try:
             last = self._ended(attempt, exchange)
         except GatewayError as error:
