@@ -13,7 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 import pytest
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from lightning_rl.server.protocol import protocol
 from lightning_rl_adapters.call import Call, VersionRange, calls_of
 from lightning_rl_adapters.span import Span
 from lightning_rl_proxy import attempt, history
@@ -28,6 +30,8 @@ from lightning_rl_proxy.router import Router
 from lightning_rl_proxy.sampling import Sampling
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "sql_agent" / "checkpoint"
+ASGI = "any ASGI server"
+EITHER_SERVER = pytest.mark.parametrize("served", ["our server", ASGI], indirect=True)
 SECRET = b"a secret of the tests"
 MODEL = "policy"
 VERSION = 7  # of the engine's weights
@@ -279,7 +283,10 @@ def renderer() -> LibraryRenderer:
 
 
 @pytest.fixture
-def served(tokenizer: FastTokenizer, renderer: LibraryRenderer, tmp_path: Path) -> Iterator[Served]:
+def served(
+    request: pytest.FixtureRequest, tokenizer: FastTokenizer, renderer: LibraryRenderer, tmp_path: Path
+) -> Iterator[Served]:
+    """A gateway behind our server; with the parameter `ASGI` behind any other."""
     ledger, engine, router = MemoryLedger(), ScriptedEngine(tokenizer), Router(MODEL)
     router.register(engine)
     gateway = Gateway(
@@ -290,13 +297,14 @@ def served(tokenizer: FastTokenizer, renderer: LibraryRenderer, tmp_path: Path) 
         router=router,
         grace_seconds=0.2,
     )
-    with listening(gateway) as (url, loop):
+    with listening(gateway, ours=getattr(request, "param", None) != ASGI) as (url, loop):
         yield Served(url, gateway, ledger, engine, loop)
 
 
 @contextmanager
-def listening(gateway: Gateway) -> Iterator[tuple[str, Any]]:
-    """Serve a gateway from a thread of its own."""
+def listening(gateway: Gateway, *, ours: bool = True) -> Iterator[tuple[str, Any]]:
+    """Serve a gateway from a thread of its own, with the server's own HTTP or with plain uvicorn's."""
+    http = protocol(gateway.limits) if ours else HttpToolsProtocol
     # With its protocol named, asyncio turns Nagle's algorithm off; else every answer waits 40 ms.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
@@ -304,7 +312,7 @@ def listening(gateway: Gateway) -> Iterator[tuple[str, Any]]:
         port = listener.getsockname()[1]
         started = threading.Event()
         loops: list[asyncio.AbstractEventLoop] = []
-        server = uvicorn.Server(uvicorn.Config(gateway, log_level="warning", lifespan="off"))
+        server = uvicorn.Server(uvicorn.Config(gateway, http=http, log_level="warning", lifespan="off"))
 
         async def serve() -> None:
             loops.append(asyncio.get_running_loop())
