@@ -162,8 +162,7 @@ class Client:
         self._fields = "\r\n".join(fields)
         self._connections = connections
         self._idle_seconds = idle_seconds
-        self._open: set[_Connection] = set()
-        self._connecting = 0
+        self._open: set[_Connection] = set()  # also those that are being made
         self._idle: list[_Connection] = []  # the one used last is the last
         self._waiting: deque[asyncio.Future[None]] = deque()  # for a connection
         self._sweeping: asyncio.TimerHandle | None = None
@@ -197,7 +196,7 @@ class Client:
                 if loop.time() - idle.idle_since < self._idle_seconds:
                     return idle
                 idle.close()
-            if len(self._open) + self._connecting < self._connections:
+            if len(self._open) < self._connections:
                 return await self._connected(url, loop)
             turn = loop.create_future()
             self._waiting.append(turn)
@@ -209,19 +208,18 @@ class Client:
                 raise
 
     async def _connected(self, url: str, loop: asyncio.AbstractEventLoop) -> "_Connection":
-        self._connecting += 1
-        connection: _Connection | None = None
+        connection = _Connection(self, loop)
+        self._open.add(connection)  # it has its place from here on
+        made = False
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(self, loop), self._host, self._port, ssl=self._tls
-                )
+                await loop.create_connection(lambda: connection, self._host, self._port, ssl=self._tls)
+            made = True
         except (OSError, TimeoutError) as error:
             raise NoAnswer(f"engine {url} is not reached: {error!r}") from error
         finally:
-            self._connecting -= 1
-            if connection is None:  # or whoever wanted it is gone
-                self._wake_next()
+            if not made:
+                connection.close()
         return connection
 
     def _wake_next(self) -> None:
@@ -232,8 +230,9 @@ class Client:
 
     # What its connections tell.
 
-    def has_begun(self, connection: "_Connection") -> None:
-        self._open.add(connection)
+    def wants(self, connection: "_Connection") -> bool:
+        """Whether a connection that is made now is still to be used."""
+        return connection in self._open
 
     def has_answered(self, connection: "_Connection") -> None:
         self._idle.append(connection)
@@ -242,10 +241,11 @@ class Client:
             self._sweeping = asyncio.get_running_loop().call_later(self._idle_seconds, self._sweep)
 
     def is_gone(self, connection: "_Connection") -> None:
-        self._open.discard(connection)
-        if connection in self._idle:
-            self._idle.remove(connection)
-        self._wake_next()
+        if connection in self._open:
+            self._open.remove(connection)
+            if connection in self._idle:
+                self._idle.remove(connection)
+            self._wake_next()
 
     def _sweep(self) -> None:
         """Close what was idle for long."""
@@ -301,7 +301,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._client.has_begun(self)
+        if not self._client.wants(self):
+            self.close()
 
     def data_received(self, data: bytes) -> None:
         if self._response is None:
@@ -357,7 +358,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
-            self._client.is_gone(self)
+        self._client.is_gone(self)
         if (response := self._response) is not None:
             self._response = None
             response.end(failure)

@@ -6,6 +6,7 @@ import ssl
 import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -302,6 +303,57 @@ def test_who_gives_up_while_it_connects_leaves_its_place_to_the_next(monkeypatch
         assert await second == (200, b"ok")
 
     with_client(server, use, connections=1)
+
+
+def test_a_connection_takes_one_place_also_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    everyone = asyncio.Barrier(4)
+
+    async def together(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await everyone.wait()
+        writer.write(framed([b"ok"], "length"))
+
+    server = Server(together)
+
+    async def use(one: Client) -> None:
+        loop = asyncio.get_running_loop()
+        connect = loop.create_connection
+
+        async def told_late(*args: Any, **kwargs: Any) -> Any:
+            made = await connect(*args, **kwargs)
+            await asyncio.sleep(0.05)
+            return made
+
+        monkeypatch.setattr(loop, "create_connection", told_late)
+        first = [asyncio.create_task(body_of(one)) for _ in range(2)]
+        await until(lambda: server.connections == 2)
+        rest = [asyncio.create_task(body_of(one)) for _ in range(2)]
+        assert await asyncio.gather(*first, *rest) == [(200, b"ok")] * 4
+
+    with_client(server, use, connections=4)
+
+
+def test_what_was_being_connected_when_the_client_was_closed_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(framed([b"ok"], "length"))
+
+    async def use(one: Client) -> None:
+        loop, go_on = asyncio.get_running_loop(), asyncio.Event()
+        connect = loop.create_connection
+
+        async def held(*args: Any, **kwargs: Any) -> Any:
+            await go_on.wait()
+            return await connect(*args, **kwargs)
+
+        monkeypatch.setattr(loop, "create_connection", held)
+        late = asyncio.create_task(body_of(one))
+        await asyncio.sleep(0.01)
+        await one.close()
+        go_on.set()
+        with pytest.raises(NoAnswer, match="hung up"):
+            await late
+        await until(lambda: server.open == 0)
+
+    with_client(server, use)
+    assert server.requests == []
 
 
 def test_a_connection_that_is_lost_at_once_takes_no_place() -> None:
