@@ -224,7 +224,7 @@ class ControlPlane:
 
         A claim of several may go over the limit, by what it asks for.
         """
-        there = self._gateway.state()["open_attempts"]
+        there = self._gateway.load().open_attempts
         if there >= self._limits.open_attempts:
             raise try_later(f"{there} attempts are open here, and no more may be: wait until some have ended")
 

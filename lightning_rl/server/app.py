@@ -8,7 +8,7 @@ Both are open exactly while the application's lifespan runs; when it is over, th
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lightning_rl.server import metrics, otlp, readiness
-from lightning_rl.server.admission import Admission, LoadDoor
+from lightning_rl.server.admission import Admission
 from lightning_rl.server.api import ControlPlane, encoded, error_response
 from lightning_rl.server.engines import EngineRequest, Engines
 from lightning_rl.server.fleet import Fleet
@@ -35,10 +35,6 @@ from lightning_rl_proxy.limits import Limits
 
 _KINDS = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 429: "rate_limited"}
 _OURS = ("/api/v1/", otlp.PATH, "/healthz", "/readyz", "/metrics")
-
-
-class ServedGateway(GatewayDoor, LoadDoor, Protocol):
-    """The gateway as the application sees it."""
 
 
 class App:
@@ -64,7 +60,7 @@ class App:
 
 def create_app(
     store: SqlStore,
-    gateway: ServedGateway,
+    gateway: GatewayDoor,
     *,
     sql: SqlThread,
     keys: Keys,

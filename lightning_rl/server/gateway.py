@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from prometheus_client.registry import Collector
 
+from lightning_rl.server.admission import LoadDoor
 from lightning_rl.server.engines import EngineDoor
 from lightning_rl.store.errors import Conflict, NotFound
 from lightning_rl_proxy.alarm import ALARMS
@@ -21,7 +22,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-class GatewayDoor(EngineDoor, Protocol):
+class GatewayDoor(EngineDoor, LoadDoor, Protocol):
     """The gateway as the control plane sees it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

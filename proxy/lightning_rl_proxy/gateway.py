@@ -251,7 +251,7 @@ class Gateway:
         this process recorded ends after `began_ns`, every earlier one before it.
         """
         lost = self._recorder.tokens_lost
-        gone = lost.total() - sum(lost[name] for name in self._attempts)  # the others' are pending with all of theirs
+        gone = sum(tokens for name, tokens in lost.items() if name not in self._attempts)  # open ones' are pending
         pending = gone + sum(attempt.tokens_received for attempt in self._attempts.values())
         return {
             "models": self.router.state(),
