@@ -54,6 +54,16 @@ class Span(msgspec.Struct, kw_only=True):
     attributes: dict[str, Any]
 
 
+class Packed(msgspec.Struct, frozen=True, gc=False):
+    """A span as a store keeps it: its `record`, and what it is found by."""
+
+    span_id: str
+    rollout_id: str
+    attempt_id: str
+    number: int
+    record: bytes
+
+
 class _Stored(msgspec.Struct, array_like=True):
     """A span as a store keeps it; the values of its attributes are left as they are packed."""
 
@@ -72,17 +82,32 @@ class _Unread(_Stored, array_like=True):
 
 
 _STORED = msgspec.msgpack.Decoder(_Unread)
+_SPAN = msgspec.msgpack.Decoder(Span)
 
 
-def pack(span: Span) -> bytes:
-    """The record of a span that a store keeps."""
+def pack(span: Span) -> Packed:
+    """A span as a store keeps it. Raises OverflowError for a whole number of more than 64 bits in it."""
     attributes: dict[int | str, Any] = {_NUMBERS.get(name, name): value for name, value in span.attributes.items()}
-    return msgspec.msgpack.encode(
+    record = msgspec.msgpack.encode(
         _Stored(
             span.span_id, span.rollout_id, span.attempt_id, span.name, span.number, span.start_ns, span.end_ns,
             attributes,
         )
     )  # fmt: skip
+    return Packed(span.span_id, span.rollout_id, span.attempt_id, span.number, record)
+
+
+def packed(record: bytes) -> Packed:
+    """What `pack` made a record of; also of those of earlier releases."""
+    if record[0] & 0xF0 != _ARRAY:
+        return pack(unpack(record))
+    found = _STORED.decode(record)
+    return Packed(found.span_id, found.rollout_id, found.attempt_id, found.number, record)
+
+
+def unpack(record: bytes) -> Span:
+    """The span of a record, which is one of `pack`'s or of an earlier release."""
+    return _SPAN.decode(unpacked(record))
 
 
 def unpacked(record: bytes) -> bytes:

@@ -13,7 +13,7 @@ from lightning_rl.store.contract import Claim, Rollout
 from lightning_rl.store.errors import NotFound
 from lightning_rl.store.queries import Opening
 from lightning_rl.store.sql import SqlStore
-from lightning_rl_adapters.span import Span
+from lightning_rl_adapters.span import Packed
 from lightning_rl_proxy.errors import elsewhere
 from lightning_rl_proxy.ledger import AttemptInfo
 
@@ -51,9 +51,9 @@ class StoreLedger:
             raise elsewhere(attempt_id, owner.url)
         return await self._sql.run(self._store.opening, rollout_id, attempt_id)
 
-    async def add_spans(self, spans: Sequence[Span]) -> None:
+    async def add_spans(self, spans: Sequence[Packed]) -> None:
         """See `Ledger`."""
-        await self._sql.run(self._store.add_spans, spans)
+        await self._sql.run(self._store.add_packed, spans)
 
     def _info(self, opening: Opening, attempt_id: str) -> AttemptInfo:
         rollout = opening.rollout

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-import msgspec
 from opentelemetry.exporter.otlp.proto.http import Compression
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace.export import SpanExportResult
@@ -21,7 +20,7 @@ from lightning_rl.store.contract import Attempt, Ending, Finish, Overdue, Rollou
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.tracing.root import root_span
 from lightning_rl_adapters.otel_out import readable
-from lightning_rl_adapters.span import Span, pack, unpacked
+from lightning_rl_adapters.span import Packed, pack, unpack
 from lightning_rl_proxy.alarm import Trouble
 
 _WAITING_BYTES = 64 * 2**20
@@ -62,10 +61,9 @@ class SpansOut:
         self._thread = threading.Thread(target=self._run, name="spans out", daemon=True)
         self._thread.start()
 
-    def put(self, spans: Iterable[Span]) -> None:
+    def put(self, spans: Iterable[Packed]) -> None:
         """Take these along; returns at once."""
-        for span in spans:
-            record = pack(span)
+        for record in (span.record for span in spans):
             with self._changed:
                 fits = self._bytes + len(record) <= self._limit
                 if fits:
@@ -92,7 +90,7 @@ class SpansOut:
 
     def _run(self) -> None:
         while batch := self._next():
-            spans = [readable(msgspec.msgpack.decode(unpacked(record), type=Span)) for record in batch]
+            spans = [readable(unpack(record)) for record in batch]
             if self._exporter.export(spans) is SpanExportResult.SUCCESS:
                 self._sent.inc(len(spans))
                 if self._bytes < self._limit // 2:  # while it is too slow, no batch that it takes is an end of that
@@ -134,21 +132,21 @@ class MirroredStore(SqlStore):
         super().close()
         self._out.close()
 
-    def add_spans(self, spans: Sequence[Span]) -> None:
+    def add_packed(self, spans: Sequence[Packed]) -> None:
         """See `SqlStore`."""
-        super().add_spans(spans)
+        super().add_packed(spans)
         self._out.put(spans)
 
     def finish(self, rollout_id: str, attempt_id: str, finish: Finish) -> tuple[Rollout, Attempt]:
         """See `SqlStore`."""
         rollout, attempt = super().finish(rollout_id, attempt_id, finish)
-        self._out.put([root_span(rollout, attempt)])
+        self._out.put([pack(root_span(rollout, attempt))])
         return rollout, attempt
 
     def finish_many(self, endings: Sequence[Ending]) -> list[tuple[Rollout, Attempt]]:
         """See `SqlStore`."""
         outcomes = super().finish_many(endings)
-        self._out.put(root_span(*outcome) for outcome in outcomes)
+        self._out.put(pack(root_span(*outcome)) for outcome in outcomes)
         return outcomes
 
     def cancel(self, rollout_id: str) -> Rollout:
@@ -157,12 +155,12 @@ class MirroredStore(SqlStore):
         if rollout.attempt_id is not None:
             found, attempt = self.attempt(rollout_id, rollout.attempt_id)
             if attempt.status == "cancelled":
-                self._out.put([root_span(found, attempt)])
+                self._out.put([pack(root_span(found, attempt))])
         return rollout
 
     def expire(self, overdue: Sequence[Overdue]) -> list[Rollout]:
         """See `SqlStore`."""
         moved = super().expire(overdue)
         ended = {late.rollout_id: late.attempt_id for late in overdue}
-        self._out.put(root_span(*self.attempt(each.rollout_id, ended[each.rollout_id])) for each in moved)
+        self._out.put(pack(root_span(*self.attempt(each.rollout_id, ended[each.rollout_id]))) for each in moved)
         return moved

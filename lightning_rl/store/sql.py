@@ -49,7 +49,7 @@ from lightning_rl.store.rewards import check_finite, returned_rewards, rewards_b
 from lightning_rl.store.upgrades import open_database
 from lightning_rl_adapters.credit import FINAL
 from lightning_rl_adapters.ids import new_id
-from lightning_rl_adapters.span import Span, pack
+from lightning_rl_adapters.span import Packed, Span, pack
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -524,16 +524,11 @@ class SqlStore:
 
     def add_spans(self, spans: Sequence[Span]) -> None:
         """Keep spans; one whose id is there already is left as it is."""
-        rows = [
-            {
-                "span_id": span.span_id,
-                "rollout_id": span.rollout_id,
-                "attempt_id": span.attempt_id,
-                "number": span.number,
-                "record": pack(span),
-            }
-            for span in spans
-        ]
+        self.add_packed([pack(span) for span in spans])
+
+    def add_packed(self, spans: Sequence[Packed]) -> None:
+        """Keep spans as `add_spans` does."""
+        rows = [msgspec.structs.asdict(span) for span in spans]
         if rows:
             self._database.write(lambda connection: self._database.insert_new(connection, schema.spans, rows))
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from lightning_rl_adapters.span import Span
+from lightning_rl_adapters.span import Packed, Span
 
 
 class AttemptInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class Ledger(Protocol):
         """The attempt, or None where there is no such attempt. Raises GatewayError where it is another gateway's."""
         ...
 
-    async def add_spans(self, spans: Sequence[Span]) -> None:
+    async def add_spans(self, spans: Sequence[Packed]) -> None:
         """Keep the spans, durably on return. A span id that is already there is left as it is."""
         ...
 

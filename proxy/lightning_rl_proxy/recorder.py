@@ -1,8 +1,9 @@
 """Call -> span -> journal -> ledger.
 
-`record` appends to the gateway's local journal and returns: no wait on disk sync or network. A background task
-moves the records on to the ledger in batches. `stored` waits until everything recorded before it is durable there. A
-journal left by a killed gateway is replayed at the next start; the ledger ignores spans that it already has.
+`record` packs the span as the store keeps it, appends that to the gateway's local journal and returns: no wait on disk
+sync or network. A background task moves the records on to the ledger in batches. `stored` waits until everything
+recorded before it is durable there. A journal left by a killed gateway is replayed at the next start; the ledger
+ignores spans that it already has.
 
 A journal that cannot be written fails no request: it is cut back to its last whole record, and what it lacks stays in
 memory on its way to the ledger, and is tried again with the next record.
@@ -25,7 +26,7 @@ import msgspec
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import from_span
-from lightning_rl_adapters.span import Span, storable
+from lightning_rl_adapters.span import Packed, Span, pack, packed, storable, unpack
 from lightning_rl_proxy.alarm import Trouble
 from lightning_rl_proxy.ledger import Ledger
 
@@ -48,7 +49,7 @@ class _Waiting(msgspec.Struct, frozen=True, gc=False):
 
     number: int
     attempt: _Name
-    span: Span
+    span: Packed
     size: int
 
 
@@ -78,7 +79,6 @@ class Recorder:
         self._max_waiting_bytes = max_waiting_bytes
         self._tell_taken = taken
         self._waiting_of: dict[_Name, int] = {}
-        self._encoder = msgspec.msgpack.Encoder()
         self._pending: deque[_Waiting] = deque()
         self._handed: list[_Waiting] = []  # those that the ledger is taking now; all are older than the pending ones
         self._waiting_bytes = 0
@@ -126,21 +126,22 @@ class Recorder:
             self._drop(span)
             return
         try:
-            payload = self._encoder.encode(span)
+            kept = pack(span)
         except OverflowError:  # a client's message may hold any number
             span.attributes = storable(span.attributes)
-            payload = self._encoder.encode(span)
-        size = _HEADER.size + len(payload)
+            kept = pack(span)
+        record = kept.record
+        size = _HEADER.size + len(record)
         if self._waiting() >= self._max_waiting or self._waiting_bytes + size > self._max_waiting_bytes:
             self._give_up(attempt)
             self._drop(span)
             return
-        self._unwritten.append((attempt, _HEADER.pack(len(payload), zlib.crc32(payload)) + payload))
+        self._unwritten.append((attempt, _HEADER.pack(len(record), zlib.crc32(record)) + record))
         self._append()
         self._recorded += 1
         self._waiting_bytes += size
         self._waiting_of[attempt] = self._waiting_of.get(attempt, 0) + 1
-        self._pending.append(_Waiting(self._recorded, attempt, span, size))
+        self._pending.append(_Waiting(self._recorded, attempt, kept, size))
         self._wake.set()
 
     def state(self) -> dict[str, int]:
@@ -195,7 +196,7 @@ class Recorder:
         for waiting in (one for one in self._pending if one.attempt == attempt):
             self._waiting_bytes -= waiting.size
             self._none_waits(attempt)
-            self._drop(waiting.span)
+            self._drop(unpack(waiting.span.record))
         self._pending = deque(one for one in self._pending if one.attempt != attempt)
         self._unwritten = deque(one for one in self._unwritten if one[0] != attempt)
 
@@ -299,18 +300,17 @@ class Recorder:
                 await asyncio.wait_for(self._urgent.wait(), _BUSY_LINGER_SECONDS)
 
 
-def replay(path: Path) -> Iterator[Span]:
+def replay(path: Path) -> Iterator[Packed]:
     """The whole records of a journal, up to the first that was cut or damaged."""
     data = path.read_bytes()
-    decoder = msgspec.msgpack.Decoder(Span)
     position = 0
     while position + _HEADER.size <= len(data):
         length, checksum = _HEADER.unpack_from(data, position)
         start = position + _HEADER.size
-        payload = data[start : start + length]
+        record = data[start : start + length]
         # Zeros, with which some file systems fill what a crash left unwritten, have the checksum of nothing.
-        if not payload or len(payload) < length or zlib.crc32(payload) != checksum:
+        if not record or len(record) < length or zlib.crc32(record) != checksum:
             _log.warning("journal %s is cut at byte %d of %d; what is before it is kept", path, position, len(data))
             return
-        yield decoder.decode(payload)
+        yield packed(record)
         position = start + length

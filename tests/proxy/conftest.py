@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from lightning_rl.server.protocol import protocol
 from lightning_rl_adapters.call import Call, VersionRange, calls_of
-from lightning_rl_adapters.span import Span
+from lightning_rl_adapters.span import Packed, Span, unpack
 from lightning_rl_proxy import attempt, history
 from lightning_rl_proxy.address import Address, base_url
 from lightning_rl_proxy.engines.base import EngineUnavailable, Finish, Load, Tokens
@@ -68,12 +68,12 @@ class MemoryLedger:
             seed_key=rollout_id,
         )
 
-    async def add_spans(self, spans: Sequence[Span]) -> None:
+    async def add_spans(self, spans: Sequence[Packed]) -> None:
         if self.failures:
             self.failures -= 1
             raise OSError("the disk is busy")
         known = {span.span_id for span in self.spans}
-        self.spans += [span for span in spans if span.span_id not in known]
+        self.spans += [unpack(span.record) for span in spans if span.span_id not in known]
 
     def calls(self, rollout_id: str = "r1") -> list[Call]:
         return calls_of([span for span in self.spans if span.rollout_id == rollout_id])

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import from_span
-from lightning_rl_adapters.span import Span
+from lightning_rl_adapters.span import Packed, Span, unpack
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.ledger import AttemptInfo, NoNotes
@@ -45,8 +45,8 @@ class Heir(MemoryLedger):
         super().__init__()
         self.given: list[str] = []
 
-    async def add_spans(self, spans: Sequence[Span]) -> None:
-        self.given += [span.name for span in spans]
+    async def add_spans(self, spans: Sequence[Packed]) -> None:
+        self.given += [unpack(span.record).name for span in spans]
         await super().add_spans(spans)
 
     async def attempt(self, rollout_id: str, attempt_id: str) -> AttemptInfo | None:

@@ -5,9 +5,11 @@ import errno
 import os
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_rl_adapters.call import Call, from_span, to_span
-from lightning_rl_adapters.span import Span
+from lightning_rl_adapters.span import Packed, Span, pack, unpack
 from lightning_rl_proxy import recorder as recorder_module
 from lightning_rl_proxy.recorder import Recorder, replay
 from tests.proxy.conftest import MemoryLedger, Served
@@ -105,6 +107,15 @@ def test_a_damaged_record_ends_the_replay(tmp_path: Path) -> None:
     assert [s.span_id for s in replay(journal)] == ["s0", "s1"]
 
 
+def test_a_journal_of_an_earlier_release_is_replayed(tmp_path: Path) -> None:
+    """Its records were whole spans, not what the store keeps of them."""
+    journal, ledger = tmp_path / "journal", MemoryLedger()
+    records = [msgspec.msgpack.encode(span(i)) for i in range(2)]
+    journal.write_bytes(b"".join(struct.pack("<II", len(one), zlib.crc32(one)) + one for one in records))
+    asyncio.run(write(journal, ledger, 0))
+    assert ledger.spans == [span(0), span(1)]
+
+
 def test_a_ledger_that_fails_for_a_while_gets_every_record_once(tmp_path: Path) -> None:
     ledger = MemoryLedger()
     ledger.failures = 2
@@ -167,12 +178,12 @@ class Stuck(MemoryLedger):
         super().__init__()
         self.go = asyncio.Event()
 
-    async def add_spans(self, spans: Sequence[Span]) -> None:
+    async def add_spans(self, spans: Sequence[Packed]) -> None:
         await self.go.wait()
         await super().add_spans(spans)
 
 
-def names(spans: Iterable[Span]) -> list[str]:
+def names(spans: Iterable[Span | Packed]) -> list[str]:
     return [span.span_id for span in spans]
 
 
@@ -340,7 +351,7 @@ class Gate:
         self._take = ledger.add_spans
         monkeypatch.setattr(ledger, "add_spans", self._add_spans)
 
-    async def _add_spans(self, spans: Sequence[Span]) -> None:
+    async def _add_spans(self, spans: Sequence[Packed]) -> None:
         self.taking.set()
         while self.shut:
             await asyncio.sleep(0.005)
@@ -362,7 +373,7 @@ def test_a_call_is_in_the_journal_before_the_last_byte_of_its_answer_leaves(
             if not stream or line == "data: [DONE]":
                 journalled += replay(tmp_path / "journal")
     [record] = journalled
-    assert from_span(record).delivered
+    assert from_span(unpack(record.record)).delivered
     assert served.ledger.spans == []
     gate.shut = False
     served.seal()
@@ -380,7 +391,7 @@ def call_span(attempt: str, i: int, tokens: int = 3) -> Span:
     return to_span(call)
 
 
-RECORD = 8 + len(msgspec.msgpack.encode(call_span("a", 0)))  # bytes in the journal
+RECORD = 8 + len(pack(call_span("a", 0)).record)  # bytes in the journal
 
 
 @pytest.mark.parametrize("bound", [{"max_waiting": 6}, {"max_waiting_bytes": 7 * RECORD - 1}], ids=["records", "bytes"])

@@ -97,7 +97,7 @@ def test_alone_no_answer_waits_for_a_store_that_hangs_or_is_refused_because_of_i
         await gateway.start()
         claim = store.start(RolloutRequest(task=1), "w")
         gateway.open(claimed_info(claim))
-        for where, what in ((store, "add_spans"), (store.gateways, "announce"), (store.gateways, "note")):
+        for where, what in ((store, "add_packed"), (store.gateways, "announce"), (store.gateways, "note")):
             monkeypatch.setattr(where, what, hanging)
         status, answer = await ask(gateway, claim, HELLO)
         assert status == 200
@@ -143,7 +143,7 @@ def test_after_a_restart_the_store_is_asked_once_for_each_attempt_and_knows_what
         """A server that is killed when it has answered, with the record in its journal alone."""
         sql = SqlThread()
         with monkeypatch.context() as broken, Hanging() as hanging:
-            broken.setattr(store, "add_spans", hanging)
+            broken.setattr(store, "add_packed", hanging)
             gateway = gateway_of(store, sql, renderer, tmp_path)
             await gateway.start()
             gateway.open(claimed_info(claim))

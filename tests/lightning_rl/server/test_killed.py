@@ -81,13 +81,13 @@ def kill_within_write():
     Recorder._write = write
 
 def kill_within_commit():
-    whole = SqlStore.add_spans
-    def add_spans(self, spans):
+    whole = SqlStore.add_packed
+    def add_packed(self, spans):
         @sqlalchemy.event.listens_for(sqlalchemy.Engine, "commit", once=True)
         def committing(connection):
             die_at_last()
         whole(self, spans)
-    SqlStore.add_spans = add_spans
+    SqlStore.add_packed = add_packed
 
 {
     "before the record": lambda: kill(Recorder, "record", after=False),

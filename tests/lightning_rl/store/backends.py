@@ -43,7 +43,8 @@ BACKENDS = ("sqlite", "postgres", "http-sqlite", "http-postgres")
 
 # What no client may or need ask for over HTTP: whom the server does it for. Tests do it in the server's own store.
 NOT_OVER_HTTP = {
-    "add_spans": "the gateway: it records, and takes the spans that agents send",
+    "add_packed": "the gateway: it records",
+    "add_spans": "the server: it takes the spans that agents send",
     "attempt": "the gateway: it asks whether an attempt is open",
     "claimable": "the sweeper, every second: whether it wakes the claims that wait",
     "closed": "the sweeper, every second: what other servers have closed",
