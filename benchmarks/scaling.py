@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 # Measured: each with its line of docs/performance.md, on two shared x86-64 cores.
-GATEWAY_MS = 0.34  # CPU of a call, its record in the store included: 0.30 to 0.41 in six runs
+GATEWAY_MS = 0.25  # CPU of a call, its record in the store included: 0.23 to 0.25 in nine runs
 LONG_PROMPT_MS = 0.36 / 61.4  # more for 1,000 tokens of history: 0.26 to 0.51 ms at turn 300
 LIFE_MS = 0.98  # CPU of a rollout's life in the store, SQLite, batches
 LIFE_POSTGRES_MS = 1.51  # the same in the server before a PostgreSQL
@@ -35,7 +35,7 @@ RUNNER_KB = 71_000 / 256  # resident, of an async rollout that waits; docs/runne
 STORAGE = 1.19  # times (12 bytes a sampled token + 4 a prompt token + text)
 TEXT_BYTES = 860 / 211  # of a token
 SOURCES = {
-    "GATEWAY_MS": "at 0.30 to 0.41 ms a call",
+    "GATEWAY_MS": "at 0.23 to 0.25 ms a call",
     "LONG_PROMPT_MS": "Turn 300 costs 0.26 to 0.51 ms over turn 3",
     "LIFE_MS": "| SQLite on disk, HTTP, batches | 591 | 0.98 |",
     "LIFE_POSTGRES_MS": "| PostgreSQL 15 (no fsync), HTTP, batches | 248 | 1.51 and what PostgreSQL takes |",

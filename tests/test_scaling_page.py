@@ -43,14 +43,15 @@ def test_the_limits_that_the_page_speaks_of() -> None:
     [server] = [part for part in scaling.stations("0.6B", 1, scaling.Deployment(), 0) if part.name == "server"]
     assert f"{server.seconds * 1e3:.2f} ms of CPU a call" in page
     most = scaling.BUSY / server.seconds
-    assert round(most, -2) == 1500
-    for model, gpus in (("0.6B", 102), ("35B-A3B", 2060)):
+    assert round(most, -2) == 1900
+    for model, gpus in (("0.6B", 127), ("35B-A3B", 2560)):
         [engine, _] = scaling.stations(model, gpus, scaling.Deployment(), 0)
         assert most == pytest.approx(gpus / engine.seconds, rel=0.02)
     wanted = scaling.admitted("0.6B", 1000, 10**9) / scaling.FILL
     assert f"{round(wanted, -3):,.0f} for all" in page
     assert f"{scaling.beating(100_000):.2f} of a core" in page
-    assert 25 < scaling.run("0.6B", 1000, scaling.Deployment(), 100_000).waits["server"] < 35
+    wait = scaling.run("0.6B", 1000, scaling.Deployment(), 100_000).waits["server"]
+    assert f"calls wait there for {wait:.0f} s" in page
 
 
 @given(st.sampled_from(MODELS), st.integers(1, 2000), st.integers(1, 40), st.integers(1, 200_000), st.integers(2, 20))
