@@ -437,7 +437,7 @@ def fill(database: Path, rollouts: int) -> None:
         "rollouts": rollouts,
         "ended": rollouts - _OPEN,
         "request": msgspec.json.encode(RolloutRequest(task=TASK)),
-        "record": pack(recorded("r", "a")[0]),
+        "record": pack(recorded("r", "a")[0]).record,
     }
     names = {kind: _NAMED.format(kind=kind) for kind in "rac"}
     with closing(sqlite3.connect(database, isolation_level=None)) as connection:

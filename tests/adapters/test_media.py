@@ -3,7 +3,6 @@
 import base64
 import json
 
-import msgspec
 import pytest
 
 from lightning_rl_adapters import forest, rows, semconv
@@ -11,7 +10,7 @@ from lightning_rl_adapters.call import Call, VersionRange, from_span, to_span
 from lightning_rl_adapters.forest import ForestError
 from lightning_rl_adapters.media import Placed, media_of, media_span, referred
 from lightning_rl_adapters.otel_out import readable
-from lightning_rl_adapters.span import Span, pack, to_json, unpacked
+from lightning_rl_adapters.span import pack, to_json, unpack
 from lightning_rl_adapters.triplet import triplets
 
 CAT, DOG = "c" * 64, "d" * 64
@@ -65,9 +64,9 @@ def test_a_triplet_has_the_images_of_its_whole_prompt():
 
 
 def test_a_span_keeps_the_places_through_a_store():
-    kept = msgspec.msgpack.decode(unpacked(pack(to_span(OTHER))), type=Span)
+    kept = unpack(pack(to_span(OTHER)).record)
     assert from_span(kept) == OTHER
-    text = from_span(msgspec.msgpack.decode(unpacked(pack(to_span(call(0, None, [1], [], [2])))), type=Span))
+    text = from_span(unpack(pack(to_span(call(0, None, [1], [], [2]))).record))
     assert text.media == []
 
 
@@ -81,7 +80,7 @@ def test_the_bytes_of_an_image_have_one_span_however_often_it_is_recorded():
     spans = [media_span("r", "a", CAT, data=b"\x89cat", media_type="image/png", at_ns=at) for at in (1, 2)]
     assert spans[0].span_id == spans[1].span_id
     assert media_span("r", "b", CAT, data=b"\x89cat", media_type="image/png", at_ns=1).span_id != spans[0].span_id
-    kept = msgspec.msgpack.decode(unpacked(pack(spans[0])), type=Span)
+    kept = unpack(pack(spans[0]).record)
     assert media_of([to_span(FIRST), kept]) == {CAT: b"\x89cat"}
     said = json.loads(json.dumps(to_json(kept)))["attributes"]
     assert base64.b64decode(said[semconv.MEDIA_DATA]) == b"\x89cat"

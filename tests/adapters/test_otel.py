@@ -14,7 +14,7 @@ from lightning_rl_adapters import otel, semconv
 from lightning_rl_adapters.call import calls_of
 from lightning_rl_adapters.call_names import names_of
 from lightning_rl_adapters.otel import NotOtlp, Place
-from lightning_rl_adapters.span import Span, pack, to_json, unpacked
+from lightning_rl_adapters.span import Span, pack, to_json, unpack
 
 TRACE, SPAN, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", "00f067aa0ba902b7"
 WHOSE = {semconv.ROLLOUT_ID: "r", semconv.ATTEMPT_ID: "a"}
@@ -66,7 +66,7 @@ def test_a_span_keeps_all_that_it_says() -> None:
         semconv.KIND: "CLIENT",
         semconv.EVENTS: [{"name": "exception", "time_ns": 6, "attributes": {"exception.type": "E"}}],
     }  # fmt: skip
-    assert msgspec.msgpack.decode(unpacked(pack(found)), type=Span) == found
+    assert unpack(pack(found).record) == found
     assert json.loads(msgspec.json.encode(to_json(found)))["attributes"]["bytes"] == "AAE="
 
 
@@ -159,7 +159,7 @@ def test_whatever_it_says_it_passes_for_no_call(name: str, attributes: list[Any]
     reserved = {key for key in found.attributes if key in read_by_gateway and key.startswith("lightning_rl.")}
     assert reserved == set()
     assert isinstance(found.attributes.get(semconv.RESPONSE_MODEL, ""), str)
-    assert to_json(msgspec.msgpack.decode(unpacked(pack(found)), type=Span))
+    assert to_json(unpack(pack(found).record))
     if not emitted:
         assert not found.name.startswith("lightning_rl.")
         assert not {key for key in found.attributes if key in semconv.EMITTED_ATTRIBUTES}
