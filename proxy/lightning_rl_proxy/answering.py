@@ -480,8 +480,9 @@ def _room(request: Request, prompt_tokens: int) -> int | None:
 
 
 def told_for_others(asked: Asked) -> dict[str, Any]:
-    """What a span says so that another gateway can go on behind its call, and answer a retry of it."""
-    more: dict[str, Any] = {semconv.REQUEST: asked.exchange.body_key.hex()} if asked.exchange.noted else {}
+    """What a span says so that another gateway, or this one started again, can go on behind its call, and answer a
+    retry of it."""
+    more: dict[str, Any] = {semconv.REQUEST: asked.exchange.body_key.hex()}
     if isinstance(asked.request.prompt, list):
         more[semconv.PROMPT_AS_IDS] = True
     if asked.dialect is responses and (instructed := responses.instructed(asked.request)):
@@ -556,7 +557,7 @@ def _forced(request: Request, place: Place, renderer: Renderer) -> list[int]:
 
 
 def _earlier(asked: Asked) -> list[Recorded]:
-    """What another gateway answered to a retried request, choice by choice; empty where it did not."""
+    """What was answered to a retried request before its attempt came here, choice by choice; empty if nothing was."""
     earlier = asked.exchange.earlier[-asked.request.n :]
     return earlier if len(earlier) == asked.request.n else []
 

@@ -239,7 +239,7 @@ class LiveCall(msgspec.Struct, eq=False):
 
 
 class Recorded(NamedTuple):
-    """An answer that another gateway gave, and the attributes of its span."""
+    """An answer that another gateway gave, or this one before a restart; and the attributes of its span."""
 
     live: LiveCall
     said: dict[str, Any]
@@ -383,7 +383,7 @@ class Attempt:
         self.in_flight = 0  # answers that are being worked on
         # How often a body was answered with 5xx: so many of its retries are sampled anew, equal calls or not.
         self.failed = Counter[bytes]()
-        self.recorded: dict[bytes, list[Recorded]] = {}  # by their requests, what another gateway answered
+        self.recorded: dict[bytes, list[Recorded]] = {}  # by their requests, of what was answered before it came here
         self.texts = Texts()
         # The images that requests have shown, by their SHA-256, and which of them each URL or reference holds.
         self.images: dict[str, Image] = {}

@@ -19,8 +19,8 @@ class Exchange:
     """`pieces` are the bytes of a streamed answer so far; `stream` says whether the client asked for such.
 
     `calls` are what is to be recorded; `commits` what can be continued once it is delivered, and `responses` the
-    conversations that a client may go on with by a response's id. `noted`: other
-    gateways may go on with the attempt. `earlier`: of a retry, what another gateway answered to the same body.
+    conversations that a client may go on with by a response's id. `earlier`:
+    of a retry, what was answered to the same body at another gateway, or here before a restart.
     """
 
     def __init__(self, body_key: bytes) -> None:
@@ -33,7 +33,6 @@ class Exchange:
         self.calls: list[tuple[Call, dict[str, Any]]] = []
         self.commits: list[Answered] = []
         self.responses: dict[str, list[dict[str, Any]]] = {}
-        self.noted = False
         self.earlier: list[Recorded] = []
         self.followers = 0  # clients that wait for the answer
         self.grace: asyncio.Task[None] | None = None  # runs while nobody waits for it

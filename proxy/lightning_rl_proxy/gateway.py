@@ -445,7 +445,6 @@ class Gateway:
         if exchange is None:
             self.limits.check_calls(attempt.in_flight, attempt.address.attempt_id)
             exchange = Exchange(body_key)
-            exchange.noted = self._noted
             exchange.earlier = attempt.recorded.get(body_key, []) if retry else []
             try:
                 work = self._answerer.work(attempt, agent, dialect, self._said(attempt, dialect, body), exchange)

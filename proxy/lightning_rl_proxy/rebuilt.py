@@ -1,4 +1,4 @@
-"""An attempt's live forest from what another gateway recorded of it, so that its agent goes on here.
+"""An attempt's live forest from what is recorded of it, by another gateway or before a restart: its agent goes on here.
 
 Invariant: what is continued are the recorded token ids, none is made anew; a request finds the place that it would have
 found at the gateway that is gone. Calls that were not delivered count as numbers alone. A call of which something is

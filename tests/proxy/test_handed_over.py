@@ -25,7 +25,7 @@ from lightning_rl_adapters.call import from_span
 from lightning_rl_adapters.span import Packed, Span, unpack
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.ledger import AttemptInfo, NoNotes
+from lightning_rl_proxy.ledger import AttemptInfo
 from lightning_rl_proxy.rendering import FastTokenizer, LibraryRenderer, Renderer, load_renderer
 from lightning_rl_proxy.router import Router
 from tests import seeing
@@ -163,9 +163,7 @@ def pair_of(tokenizer: FastTokenizer, renderer: Renderer, folder: Path) -> Itera
             engine, judge, router = ScriptedEngine(tokenizer), Judge(), Router(MODEL)
             router.register(engine)
             router.register_backend(judge)
-            gateway = Gateway(
-                ledger=ledger, secret=SECRET, journal=folder / which, renderer=renderer, router=router, notes=NoNotes()
-            )
+            gateway = Gateway(ledger=ledger, secret=SECRET, journal=folder / which, renderer=renderer, router=router)
             url, loop = opened.enter_context(listening(gateway))
             served.append(Served(url, gateway, ledger, engine, loop))
             judges.append(judge)

@@ -245,3 +245,27 @@ def check_stored(store: HttpStore, seen: Seen, *, exactly: set[str]) -> None:
 @pytest.mark.parametrize("step", QUICK)
 def test_no_call_of_a_finished_attempt_is_lost_by_a_kill(tmp_path, step) -> None:
     check_survives(tmp_path, step, 2 if "end" in step or "commit" in step else 2 * CALLS - 1)
+
+
+@pytest.mark.parametrize(("step", "recorded"), [("within the append", 0), ("after the append", 1)])
+def test_a_retry_of_what_a_kill_cut_off_hears_the_answer_that_is_recorded(tmp_path, step, recorded) -> None:
+    """Sampled anew, the call that nobody heard would be trained beside the one that was heard."""
+    asked = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
+    with engine() as sampler:
+        with mortal(tmp_path, sampler, step, 1) as url:
+            claim = HttpStore(url, "a").start(RolloutRequest(task=1, rollout_id="r1"))
+            llm = claim.resources["main_llm"]
+            door = llm["base_url"].removeprefix(url) + "/chat/completions"
+            headers = {"authorization": f"Bearer {llm['api_key']}"}
+            with pytest.raises(httpx.TransportError):
+                httpx.post(url + door, json=asked, headers=headers)
+        left = [span.span_id for span in replay(tmp_path / "gateway.journal")]
+        with launch(tmp_path, Policy(engines=[sampler]), admin_key="a", runner_key="r", own_runners=False) as serving:
+            headers |= {"x-stainless-retry-count": "1"}
+            again = httpx.post(serving.url + door, json=asked, headers=headers).raise_for_status().json()
+            heard = again["id"].removeprefix("chatcmpl-")
+            store = HttpStore(serving.url, "a")
+            store.finish("r1", claim.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
+            [attempt] = store.traces(["r1"])["r1"].attempts
+            assert [(call.call_id, call.delivered) for call in calls_of(attempt.spans)] == [(heard, True)]
+            assert left == [heard] * recorded
