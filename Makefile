@@ -8,7 +8,7 @@ ORACLE := .venv-oracle
 VLLM := .venv-vllm
 AGENTS := .venv-agents
 SERVICES := tests/lightning_rl/server tests/lightning_rl/runner tests/lightning_rl/store
-CLUSTER := tests/cluster tests/lightning_rl/training/distributed tests/lightning_rl/server/test_several_gateways.py
+CLUSTER := tests/cluster tests/lightning_rl/training/distributed
 FAST := not e2e and not chaos and not package and not sdk and not vllm and not agents and not cluster
 ASKING := attempt call_names gateway limits logs openapi parking recorder retries router streaming templates texts
 PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
@@ -21,11 +21,12 @@ quickstart: $(VENV)/.base
 	$(BIN)/lightning-rl quickstart $(ARGS)
 
 test: $(VENV)/.dev
-	$(PYTEST) tests $(SERVICES:%=--ignore %) --ignore tests/oracle -m "$(FAST)" -n 2 --dist loadscope $(ARGS)
+	$(PYTEST) tests $(SERVICES:%=--ignore %) --ignore tests/oracle -m "$(FAST)" -n 3 --dist loadscope $(ARGS)
 
 # Those of them that start processes and databases by the hundred: servers, runners, and the store over each database.
+# They wait more than they work, so there are more of them at once than cores; as there are of test-chaos.
 test-services: $(VENV)/.dev
-	$(PYTEST) $(SERVICES) -m "$(FAST)" -n 2 --dist loadscope $(ARGS)
+	$(PYTEST) $(SERVICES) -m "$(FAST)" -n 4 --dist loadscope $(ARGS)
 
 # Whole runs, each with trainer, server, runners and engine: of the parts, and of what a newcomer does (quickstart, docs,
 # notebooks).
@@ -35,7 +36,7 @@ test-runs: $(VENV)/.dev
 test-e2e: $(VENV)/.dev
 	$(PYTEST) tests/e2e tests/test_docs.py -m "e2e and not package" -n 2 --dist loadscope $(ARGS)
 
-# Ray and its workers, several gateways, hosts as network namespaces: all on this machine.
+# Ray and its workers, hosts as network namespaces: all on this machine.
 test-cluster: $(VENV)/.dev
 	$(PYTEST) $(CLUSTER) -m cluster $(ARGS)
 
@@ -48,7 +49,7 @@ CHAOS_AWAY_SECONDS ?= 35
 CHAOS_INTERRUPTS ?= 20
 test-chaos: $(VENV)/.dev
 	CHAOS_SEEDS=$(CHAOS_SEEDS) CHAOS_AWAY_SECONDS=$(CHAOS_AWAY_SECONDS) CHAOS_INTERRUPTS=$(CHAOS_INTERRUPTS) \
-	  $(PYTEST) tests/chaos -m chaos $(ARGS)
+	  $(PYTEST) tests/chaos -m chaos -n 3 $(ARGS)
 
 test-fuzz: $(VENV)/.dev
 	FUZZ_REQUESTS=10000 $(PYTEST) tests/fuzz -m fuzz -n 2 $(ARGS)

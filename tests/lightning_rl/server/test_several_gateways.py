@@ -31,8 +31,6 @@ from lightning_rl_adapters.call import calls_of
 from tests.lightning_rl.server.test_killed import PROGRAM, Streams
 from tests.lightning_rl.server.test_process import TOKENIZER
 
-pytestmark = pytest.mark.cluster
-
 LEASE = 3.0
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
 PATIENT = RolloutConfig(unresponsive_seconds=600)
