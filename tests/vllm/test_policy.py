@@ -3,7 +3,9 @@ end."""
 
 import asyncio
 import copy
+import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -24,16 +26,25 @@ from lightning_rl_proxy.engines.vllm import TokenEngine
 from lightning_rl_proxy.sampling import Sampling
 from tests.vllm.server import CHECKPOINT, PYTHON, processes
 
-CONTEXT = 512
+CONTEXT = 2048  # of the checkpoint's own 512 tokens a generation ends before it can be frozen
 PROMPT = [5 + i % 200 for i in range(64)]  # four blocks of a prefix cache
+LONG = 1800  # tokens: seconds
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmPolicy]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = shutil.copytree(CHECKPOINT, tmp_path_factory.mktemp("model") / "checkpoint")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def policy(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmPolicy]:
     options = Options(
         python=str(PYTHON), dtype="float32", device="cpu", context=CONTEXT, processed_logprobs=False, servers=2
     )
-    made = VllmPolicy(CHECKPOINT, options, tmp_path_factory.mktemp("run"), device="cpu")
+    made = VllmPolicy(checkpoint, options, tmp_path_factory.mktemp("run"), device="cpu")
     try:
         made.start()
         made.update_weights(made.model, 0)
@@ -68,12 +79,12 @@ def test_nothing_that_older_weights_computed_is_used_again(policy: VllmPolicy, f
     assert _gap(policy.model, first) < 1e-3
 
 
-def test_a_generation_that_was_frozen_goes_on_with_the_new_weights_alone(policy: VllmPolicy) -> None:
-    url = policy.registrations()[0]["url"]
-    tokens, logprobs, finish = asyncio.run(_update_in_the_middle(url, policy))
-    assert len(tokens) == 300
+def test_a_generation_that_was_frozen_goes_on_with_the_new_weights_alone(policy: VllmPolicy, first: Control) -> None:
+    url, old = policy.registrations()[0]["url"], int(_version(first))
+    tokens, logprobs, finish = asyncio.run(_update_in_the_middle(url, policy, old))
+    assert len(tokens) == LONG
     cut = [(span.version, span.start) for span in finish.version_spans]
-    assert [version for version, _ in cut] == [3, 4]
+    assert [version for version, _ in cut] == [old, old + 1]
     # What follows the update is sampled from what the new weights make of all that stands before it.
     own = _logprobs(policy.model, PROMPT, tokens)
     assert max(abs(a - b) for a, b in zip(own[cut[1][1] :], logprobs[cut[1][1] :], strict=True)) < 1e-3
@@ -107,10 +118,10 @@ def test_a_server_that_is_killed_comes_back_with_the_present_weights(policy: Vll
     assert outages == []
 
 
-def test_servers_that_run_already_are_attached(policy: VllmPolicy, tmp_path: Path) -> None:
+def test_servers_that_run_already_are_attached(policy: VllmPolicy, checkpoint: Path, tmp_path: Path) -> None:
     urls = [registration["url"] for registration in policy.registrations()]
     options = Options(python="", dtype="float32", device="cpu", context=CONTEXT, processed_logprobs=False)
-    second = VllmPolicy(CHECKPOINT, options, tmp_path, device="cpu", urls=urls)
+    second = VllmPolicy(checkpoint, options, tmp_path, device="cpu", urls=urls)
     try:
         second.start()
         second.update_weights(second.model, 0)
@@ -124,29 +135,33 @@ def test_servers_that_run_already_are_attached(policy: VllmPolicy, tmp_path: Pat
     assert _answers(Control(urls[0]))  # they are not ours to stop
 
 
-async def _update_in_the_middle(url: str, policy: VllmPolicy) -> tuple[list[int], list[float], Finish]:
-    engine = TokenEngine(model="policy", kind="vllm", url=url, stop_token_ids=[], policy_version=3, logprobs="raw")
-    sampling = Sampling(max_tokens=300, temperature=1.0, seed=1, logit_bias={"996": -100.0})
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    finish = None
-    updated = False
-    async for part in engine.generate(PROMPT, sampling, request_id="frozen", stream=True):
-        if isinstance(part, Tokens):
-            tokens += part.token_ids
-            logprobs += part.logprobs or []
-            if len(tokens) >= 20 and not updated:
-                updated = True
-                await engine.pause()
-                _disturb(policy.model)
-                await asyncio.to_thread(policy.update_weights, policy.model, 4)
-                engine.policy_version = 4
-                await engine.resume()
-        else:
-            finish = part
+async def _update_in_the_middle(url: str, policy: VllmPolicy, version: int) -> tuple[list[int], list[float], Finish]:
+    engine = TokenEngine(
+        model="policy", kind="vllm", url=url, stop_token_ids=[], policy_version=version, logprobs="raw"
+    )
+    generation = asyncio.create_task(_whole(engine))
+    await asyncio.sleep(0.3)
+    await engine.pause()
+    try:
+        assert not generation.done()
+        _disturb(policy.model)
+        await asyncio.to_thread(policy.update_weights, policy.model, version + 1)
+        engine.policy_version = version + 1
+    finally:
+        await engine.resume()
+    tokens, finish = await generation
     await engine.close()
-    assert finish is not None
-    return tokens, logprobs, finish
+    assert tokens.logprobs is not None
+    return tokens.token_ids, tokens.logprobs, finish
+
+
+async def _whole(engine: TokenEngine) -> tuple[Tokens, Finish]:
+    """No stream: an engine outruns the server that sends it."""
+    sampling = Sampling(max_tokens=LONG, temperature=1.0, seed=1, logit_bias={"996": -100.0})
+    tokens, finish = [part async for part in engine.generate(PROMPT, sampling, request_id="frozen")]
+    assert isinstance(tokens, Tokens)
+    assert isinstance(finish, Finish)
+    return tokens, finish
 
 
 @torch.no_grad()
