@@ -32,7 +32,7 @@ POSTGRES_PER_SECOND = 248.0  # such lives; what they take that is not the server
 LIFE_CALLS = 2  # of such a life
 RUNNER_MS = 1.9  # CPU of a call in the runner: agent and `openai` client
 RUNNER_KB = 71_000 / 256  # resident, of an async rollout that waits; docs/runners.md
-STORAGE = 1.23  # times (12 bytes a sampled token + 4 a prompt token + text)
+STORAGE = 1.19  # times (12 bytes a sampled token + 4 a prompt token + text)
 TEXT_BYTES = 860 / 211  # of a token
 SOURCES = {
     "GATEWAY_MS": "at 0.23 to 0.25 ms a call",
@@ -40,7 +40,7 @@ SOURCES = {
     "LIFE_MS": "| SQLite on disk, HTTP, batches | 591 | 0.98 |",
     "LIFE_POSTGRES_MS": "| PostgreSQL 15 (no fsync), HTTP, batches | 248 | 1.51 and what PostgreSQL takes |",
     "RUNNER_MS": "the runners (agent, `openai` client, SQLite) took about 1.9 ms of",
-    "STORAGE": "Storage: 1.23 times (12 bytes",
+    "STORAGE": "Storage: 1.19 times (12 bytes",
     "TEXT_BYTES": "211 tokens and 860 bytes a turn more",
 }
 # Measured by `--measure`.
