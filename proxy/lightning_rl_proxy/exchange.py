@@ -19,8 +19,8 @@ class Exchange:
     """`pieces` are the bytes of a streamed answer so far; `stream` says whether the client asked for such.
 
     `calls` are what is to be recorded; `commits` what can be continued once it is delivered, and `responses` the
-    conversations that a client may go on with by a response's id. `earlier`:
-    of a retry, what was answered to the same body at another gateway, or here before a restart.
+    conversations that a client may go on with by a response's id. `earlier`: of a retry, what was answered to the same
+    body at another gateway, or here before a restart.
     """
 
     def __init__(self, body_key: bytes) -> None:

@@ -21,14 +21,12 @@ from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.control import Control, WeightsRefused
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.training import lora
-from lightning_rl_proxy.engines.base import Finish, Tokens
 from lightning_rl_proxy.engines.vllm import TokenEngine
-from lightning_rl_proxy.sampling import Sampling
+from tests.vllm.asking import ENDLESS, LONG, Sampled, whole
 from tests.vllm.server import CHECKPOINT, PYTHON, processes
 
 CONTEXT = 2048  # of the checkpoint's own 512 tokens a generation ends before it can be frozen
 PROMPT = [5 + i % 200 for i in range(64)]  # four blocks of a prefix cache
-LONG = 1800  # tokens: seconds
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +79,13 @@ def test_nothing_that_older_weights_computed_is_used_again(policy: VllmPolicy, f
 
 def test_a_generation_that_was_frozen_goes_on_with_the_new_weights_alone(policy: VllmPolicy, first: Control) -> None:
     url, old = policy.registrations()[0]["url"], int(_version(first))
-    tokens, logprobs, finish = asyncio.run(_update_in_the_middle(url, policy, old))
-    assert len(tokens) == LONG
-    cut = [(span.version, span.start) for span in finish.version_spans]
-    assert [version for version, _ in cut] == [old, old + 1]
+    sampled = asyncio.run(_update_in_the_middle(url, policy, old))
+    assert len(sampled.token_ids) == LONG
+    assert [version for version, _, _ in sampled.versions] == [old, old + 1]
     # What follows the update is sampled from what the new weights make of all that stands before it.
-    own = _logprobs(policy.model, PROMPT, tokens)
-    assert max(abs(a - b) for a, b in zip(own[cut[1][1] :], logprobs[cut[1][1] :], strict=True)) < 1e-3
+    own, cut = _logprobs(policy.model, PROMPT, sampled.token_ids), sampled.versions[1][1]
+    assert sampled.logprobs is not None
+    assert max(abs(a - b) for a, b in zip(own[cut:], sampled.logprobs[cut:], strict=True)) < 1e-3
 
 
 def test_a_file_of_another_model_is_refused_and_the_weights_stay(policy: VllmPolicy, first: Control) -> None:
@@ -135,11 +133,12 @@ def test_servers_that_run_already_are_attached(policy: VllmPolicy, checkpoint: P
     assert _answers(Control(urls[0]))  # they are not ours to stop
 
 
-async def _update_in_the_middle(url: str, policy: VllmPolicy, version: int) -> tuple[list[int], list[float], Finish]:
+async def _update_in_the_middle(url: str, policy: VllmPolicy, version: int) -> Sampled:
     engine = TokenEngine(
         model="policy", kind="vllm", url=url, stop_token_ids=[], policy_version=version, logprobs="raw"
     )
-    generation = asyncio.create_task(_whole(engine))
+    # No stream: an engine outruns the server that sends it.
+    generation = asyncio.create_task(whole(engine, PROMPT, max_tokens=LONG, **ENDLESS))
     await asyncio.sleep(0.3)
     await engine.pause()
     try:
@@ -149,19 +148,9 @@ async def _update_in_the_middle(url: str, policy: VllmPolicy, version: int) -> t
         engine.policy_version = version + 1
     finally:
         await engine.resume()
-    tokens, finish = await generation
+    sampled = await generation
     await engine.close()
-    assert tokens.logprobs is not None
-    return tokens.token_ids, tokens.logprobs, finish
-
-
-async def _whole(engine: TokenEngine) -> tuple[Tokens, Finish]:
-    """No stream: an engine outruns the server that sends it."""
-    sampling = Sampling(max_tokens=LONG, temperature=1.0, seed=1, logit_bias={"996": -100.0})
-    tokens, finish = [part async for part in engine.generate(PROMPT, sampling, request_id="frozen")]
-    assert isinstance(tokens, Tokens)
-    assert isinstance(finish, Finish)
-    return tokens, finish
+    return sampled
 
 
 @torch.no_grad()
