@@ -332,7 +332,8 @@ class ControlPlane:
 
     async def _workers_died(self, request: Request) -> dict[str, Any]:
         body = await _decoded(request, WorkersBody)
-        return {"rollouts": await self._sweeper.end(await self._sql.run(self._store.running, body.worker_ids))}
+        running = await self._sql.run(self._store.running, body.worker_ids, why="worker")
+        return {"rollouts": await self._sweeper.end(running)}
 
     # What was recorded
 

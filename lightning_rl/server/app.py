@@ -113,13 +113,16 @@ def create_app(
             await fleet.join()
             at_work.append(asyncio.create_task(fleet.run(load, gateway.held, gateway.settle)))
         await gateway.start()
+        if gateway.journal_damaged:
+            gateway_id = None if fleet is None else fleet.gateway_id
+            await sweeper.end(await sql.run(store.running, why="journal", gateway_id=gateway_id))
         if fleet is not None:
             await fleet.ready()
         before = await sql.run(store.recorded_calls)
         gateway.carry_on(before.tokens, before.newest_ns)
         await together.adopt()
         if own_runners:
-            await sweeper.end(await sql.run(store.running))
+            await sweeper.end(await sql.run(store.running, why="session"))
 
     def load() -> tuple[int, int]:
         now = gateway.state()

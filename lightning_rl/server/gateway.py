@@ -57,6 +57,11 @@ class GatewayDoor(EngineDoor, LoadDoor, Protocol):
         """On return the attempt's door is shut and all its spans are in the store."""
         ...
 
+    @property
+    def journal_damaged(self) -> bool:
+        """Whether the journal of an earlier gateway could not be read whole."""
+        ...
+
     def is_lost(self, rollout_id: str, attempt_id: str) -> bool:
         """Whether records of the attempt were given up, so that it fails as infrastructure does."""
         ...

@@ -28,6 +28,7 @@ _WHY = {
     "worker": "worker's process died",
     "session": "session ended",
     "server": "server is gone",
+    "journal": "gateway's journal was damaged",
 }
 _LATE_SECONDS = 1.0  # a process that wakes later than that has stood still: stopped, swapped out, or kept from its core
 _ORPHANED_SECONDS = 60.0  # for which another server's attempt is left to it

@@ -203,11 +203,12 @@ class RolloutTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 class Overdue(msgspec.Struct, frozen=True, kw_only=True):
     """A running attempt that nobody will end: its lease or deadline is over, its worker's process died (`worker`), the
-    session that it belonged to (`session`), or the server that its calls went to (`server`)."""
+    session that it belonged to (`session`), or the server that its calls went to (`server`); or the journal with its
+    calls was damaged (`journal`)."""
 
     rollout_id: str
     attempt_id: str
-    why: Literal["lease", "deadline", "worker", "session", "server"]
+    why: Literal["lease", "deadline", "worker", "session", "server", "journal"]
 
 
 class GatewayInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ meanwhile, on PostgreSQL since whoever changes a rollout, or anything of it, hol
 again, so it changes nothing but the database.
 """
 
+import os
 import random
 import sqlite3
 import threading
@@ -115,7 +116,11 @@ def _held(place: str, error: sa.exc.DBAPIError) -> StoreUnwritable:
 
 
 class Sqlite:
-    """A file of one process: one connection, one transaction at a time."""
+    """A file of one process: one connection, one transaction at a time.
+
+    The connection goes on writing to a file that was deleted, where nobody will find it. So every transaction looks,
+    before it begins and after it ends, whether the file at the path is still the one that was opened.
+    """
 
     shared = False
     remedy = "choose another file"
@@ -126,11 +131,13 @@ class Sqlite:
     def __init__(self, url: sa.URL) -> None:
         self.place = url.render_as_string()
         self._file = url.database
+        self._path = os.path.abspath(url.database) if url.database else None  # whoever changes the working directory
         self._lock = threading.Lock()
         self.engine = sa.create_engine(url, poolclass=sa.StaticPool, connect_args={"check_same_thread": False})
         event.listen(self.engine, "connect", _configure)
         event.listen(self.engine, "begin", _begin_immediate)
         self._connection: sa.Connection | None = None
+        self._opened: list[tuple[int, int] | None] = []  # device and inode of the file and its log
 
     def write(self, work: Work[T]) -> T:
         """See `Database`."""
@@ -138,8 +145,12 @@ class Sqlite:
             try:
                 if self._connection is None:  # connecting writes, too
                     self._connection = self.engine.connect()
+                self._check_files()
                 with self._connection.begin():
-                    return work(self._connection)
+                    done = work(self._connection)
+                self._opened = self._opened or self._files()
+                self._check_files()
+                return done
             except sa.exc.OperationalError as error:
                 raise self._refusal(error) from error
 
@@ -175,6 +186,22 @@ class Sqlite:
                 self._connection.close()
             self.engine.dispose()
 
+    def _files(self) -> list[tuple[int, int] | None]:
+        return [_identity(f"{self._path}{suffix}") for suffix in ("", "-wal")] if self._path else []
+
+    def _check_files(self) -> None:
+        """Raises StoreUnwritable where the database was deleted, or another file lies in its place."""
+        now = self._files()
+        if not self._opened or now == self._opened:
+            return
+        file = f"{self._file}-wal" if now[0] == self._opened[0] else self._file
+        what = "deleted" if now[0] is None or file != self._file else "exchanged for another file"
+        raise StoreUnwritable(
+            f"the store {self._file} is not the one that this server opened: {file} was {what}; nothing more is "
+            "stored. Put the file back, or stop the server and start it again: calls that were not stored yet wait in "
+            "its journal"
+        )
+
     def _refusal(self, error: sa.exc.OperationalError) -> Exception:
         code = error.orig.sqlite_errorcode & 0xFF if isinstance(error.orig, sqlite3.Error) else None
         if code == sqlite3.SQLITE_BUSY:
@@ -185,6 +212,15 @@ class Sqlite:
             f"the store {self._file} cannot be written ({error.orig}): free space, or make it writable; what was "
             "recorded waits in the journal"
         )
+
+
+def _identity(file: str) -> tuple[int, int] | None:
+    """The device and inode of a file; None where there is none."""
+    try:
+        found = os.stat(file)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _configure(driver_connection: Any, _record: object) -> None:

@@ -180,6 +180,12 @@ def ended(connection: sa.Connection, rollout_ids: Sequence[str]) -> list[Rollout
     return rollouts(connection, over)
 
 
+def placed_at(gateway_id: str) -> sa.Select[Any]:
+    """The ids of the attempts whose calls go to that gateway."""
+    placements = schema.placements.c
+    return sa.select(placements.attempt_id).where(placements.gateway_id == gateway_id)
+
+
 def ended_attempts(connection: sa.Connection, attempt_ids: Sequence[str]) -> set[str]:
     """The ids of those of the attempts that have ended."""
     table = schema.attempts.c

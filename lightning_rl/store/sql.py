@@ -467,11 +467,18 @@ class SqlStore:
         ]
 
     @_read
-    def running(self, connection: sa.Connection, worker_ids: Sequence[str] | None = None) -> list[Overdue]:
-        """The running attempts of these workers, whose process has died; without, all of a session that is over."""
+    def running(
+        self,
+        connection: sa.Connection,
+        worker_ids: Sequence[str] | None = None,
+        *,
+        why: Literal["worker", "session", "journal"],
+        gateway_id: str | None = None,
+    ) -> list[Overdue]:
+        """The running attempts, to be ended for that reason; those of these workers, or that gateway, where named."""
         of = sa.true() if worker_ids is None else schema.attempts.c.worker_id.in_(worker_ids)
-        rows = connection.execute(sa.select(schema.attempts).where(queries.RUNNING, of)).all()
-        why: Literal["worker", "session"] = "session" if worker_ids is None else "worker"
+        at = sa.true() if gateway_id is None else schema.attempts.c.attempt_id.in_(queries.placed_at(gateway_id))
+        rows = connection.execute(sa.select(schema.attempts).where(queries.RUNNING, of, at)).all()
         return [Overdue(rollout_id=row.rollout_id, attempt_id=row.attempt_id, why=why) for row in rows]
 
     @_write
@@ -868,9 +875,8 @@ def _reward_rows(rollout_id: str, attempt_id: str, rewards: Iterable[Reward]) ->
 def _postpone(
     connection: sa.Connection, seconds: float, lease_seconds: float = 0, gateway_id: str | None = None
 ) -> None:
-    attempts, placements = schema.attempts.c, schema.placements.c
-    own = sa.select(placements.attempt_id).where(placements.gateway_id == gateway_id)
-    whose = sa.true() if gateway_id is None else attempts.attempt_id.in_(own)
+    attempts = schema.attempts.c
+    whose = sa.true() if gateway_id is None else attempts.attempt_id.in_(queries.placed_at(gateway_id))
     moved = {
         "deadline_at": attempts.deadline_at + seconds,
         "lease_expires_at": attempts.lease_expires_at + lease_seconds,
@@ -920,6 +926,12 @@ def _why(late: Overdue, rollout: Rollout, attempt: sa.Row[Any]) -> ErrorInfo:
         return ErrorInfo(
             type="ServerGone",
             message="the server that has the attempt's records is gone: it did not end it in time",
+            infrastructure=True,
+        )
+    if late.why == "journal":
+        return ErrorInfo(
+            type="RecordingLost",
+            message="the gateway's journal was damaged: the store may lack calls of the attempt",
             infrastructure=True,
         )
     if late.why == "session":

@@ -191,6 +191,11 @@ class Gateway:
             await asyncio.gather(*self._close(attempt), return_exceptions=True)
         self._has_begun((rollout_id, attempt_id))
 
+    @property
+    def journal_damaged(self) -> bool:
+        """Whether the journal of an earlier gateway could not be read whole, so that open attempts may lack calls."""
+        return self._recorder.damaged
+
     def is_lost(self, rollout_id: str, attempt_id: str) -> bool:
         """Whether records of this attempt were given up, so that it has to fail as infrastructure does."""
         return self._recorder.is_lost(rollout_id, attempt_id)

@@ -3,7 +3,8 @@
 `record` packs the span as the store keeps it, appends that to the gateway's local journal and returns: no wait on disk
 sync or network. A background task moves the records on to the ledger in batches. `stored` waits until everything
 recorded before it is durable there. A journal left by a killed gateway is replayed at the next start; the ledger
-ignores spans that it already has.
+ignores spans that it already has. A damaged record in it costs that record alone: what follows is found by its
+checksum, the file is kept beside the new one, and `damaged` says that open attempts may lack a call.
 
 A journal that cannot be written fails no request: it is cut back to its last whole record, and what it lacks stays in
 memory on its way to the ledger, and is tried again with the next record.
@@ -16,21 +17,24 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import struct
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import from_span
 from lightning_rl_adapters.span import Packed, Span, pack, packed, storable, unpack
-from lightning_rl_proxy.alarm import Trouble
+from lightning_rl_proxy.alarm import ALARMS, Trouble
 from lightning_rl_proxy.ledger import Ledger
 
 _HEADER = struct.Struct("<II")  # length, crc32
+_RECORD_BEGINS = re.compile(rb"[\x80-\x9f]")  # a short array or map of MessagePack, as every record is
 _EMPTIED_ABOVE = 16 * 2**20  # bytes
 _LINGER_SECONDS = 0.02
 _BUSY = 16  # records that came in this time: where so many come, a batch of more costs each of them less
@@ -96,13 +100,24 @@ class Recorder:
         self._behind = Trouble("the recording of calls")
         self._failures = 0  # of the ledger, in a row
         self._failure: Exception | None = None
+        self.damaged = False  # whether the journal that an earlier gateway left lacks a record that it once held
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Open the journal, hand over what an earlier gateway left in it, and begin."""
-        left = list(replay(self._path)) if self._path.exists() else []
+        left, self.damaged = replay(self._path) if self._path.exists() else Replayed([], False)
         if left:
             await self._ledger.add_spans(left)
+        if self.damaged:
+            kept = self._path.with_name(f"{self._path.name}.damaged")
+            os.replace(self._path, kept)
+            ALARMS.error(
+                "the journal %s holds damaged records: %d whole ones were read, attempts that were open are retried; "
+                "the file is kept as %s: check the disk",
+                self._path,
+                len(left),
+                kept,
+            )
         self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o600)
         self._task = asyncio.create_task(self._move())
 
@@ -300,17 +315,66 @@ class Recorder:
                 await asyncio.wait_for(self._urgent.wait(), _BUSY_LINGER_SECONDS)
 
 
-def replay(path: Path) -> Iterator[Packed]:
-    """The whole records of a journal, up to the first that was cut or damaged."""
+class Replayed(NamedTuple):
+    """The whole records of a journal, in order; `damaged`: it held others once, which cannot be read."""
+
+    records: list[Packed]
+    damaged: bool
+
+
+def replay(path: Path) -> Replayed:
+    """Read a journal. Behind a damaged record it goes on with the next one that has its checksum.
+
+    A last record that was cut short is no damage: its writer was killed, and no answer had left.
+    """
     data = path.read_bytes()
+    records: list[Packed] = []
+    damaged = False
     position = 0
-    while position + _HEADER.size <= len(data):
-        length, checksum = _HEADER.unpack_from(data, position)
-        start = position + _HEADER.size
-        record = data[start : start + length]
-        # Zeros, with which some file systems fill what a crash left unwritten, have the checksum of nothing.
-        if not record or len(record) < length or zlib.crc32(record) != checksum:
+    while position < len(data):
+        record = _record_at(data, position)
+        if record is not None:
+            records.append(packed(record))
+            position += _HEADER.size + len(record)
+            continue
+        following = _next_record(data, position + 1)
+        if following is None and _is_cut(data, position):
             _log.warning("journal %s is cut at byte %d of %d; what is before it is kept", path, position, len(data))
-            return
-        yield packed(record)
-        position = start + length
+            break
+        damaged = True
+        _log.error("journal %s is damaged at byte %d of %d; it goes on at %s", path, position, len(data), following)
+        if following is None:
+            break
+        position = following
+    return Replayed(records, damaged)
+
+
+def _record_at(data: bytes, position: int) -> bytes | None:
+    """The record that begins there; None where none does, or it is not as it was written."""
+    start = position + _HEADER.size
+    if start > len(data):
+        return None
+    length, checksum = _HEADER.unpack_from(data, position)
+    # Zeros, with which some file systems fill what a crash left unwritten, have the checksum of nothing.
+    if not length or start + length > len(data):
+        return None
+    record = data[start : start + length]
+    return record if zlib.crc32(record) == checksum else None
+
+
+def _next_record(data: bytes, position: int) -> int | None:
+    """Where the next whole record begins."""
+    for begin in _RECORD_BEGINS.finditer(data, position + _HEADER.size):
+        if _record_at(data, begin.start() - _HEADER.size) is not None:
+            return begin.start() - _HEADER.size
+    return None
+
+
+def _is_cut(data: bytes, position: int) -> bool:
+    """Whether what is left is the beginning of a record, or nothing but zeros."""
+    start = position + _HEADER.size
+    if start > len(data) or not any(memoryview(data)[position:]):
+        return True
+    length, checksum = _HEADER.unpack_from(data, position)
+    # A record that is whole but for the length in its header was written to its end.
+    return bool(start + length > len(data) and zlib.crc32(memoryview(data)[start:]) != checksum)

@@ -57,7 +57,7 @@ def test_a_journal_cut_anywhere_keeps_every_whole_record(tmp_path: Path, data: s
         sizes.append(journal.stat().st_size)
     cut = data.draw(st.integers(0, len(whole)))
     journal.write_bytes(whole[:cut])
-    assert [s.span_id for s in replay(journal)] == [f"s{i}" for i in range(5) if sizes[i + 1] <= cut]
+    assert [s.span_id for s in replay(journal).records] == [f"s{i}" for i in range(5) if sizes[i + 1] <= cut]
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -83,7 +83,7 @@ def test_a_journal_written_in_pieces_and_cut_anywhere_goes_on_with_the_next_gate
         await recorder.start()
         assert names(ledger.spans) == kept
         recorder.record(span(9))
-        assert names(replay(journal)) == ["s9"]
+        assert names(replay(journal).records) == ["s9"]
         await recorder.stop()
 
     asyncio.run(until_the_kill())
@@ -98,13 +98,33 @@ def test_a_journal_written_in_pieces_and_cut_anywhere_goes_on_with_the_next_gate
     assert names(ledger.spans) == [*kept, "s9"]
 
 
-def test_a_damaged_record_ends_the_replay(tmp_path: Path) -> None:
-    journal = tmp_path / "journal"
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_flipped_byte_costs_the_record_that_holds_it_alone_and_is_told(tmp_path: Path, data: st.DataObject) -> None:
+    journal, n = tmp_path / "journal", 6
+    ends = []
+    for i in range(1, n + 1):
+        asyncio.run(write(journal, MemoryLedger(), i))
+        ends.append(journal.stat().st_size)
+    whole = bytearray(journal.read_bytes())
+    assert replay(journal) == ([pack(span(i)) for i in range(n)], False)
+    flipped = data.draw(st.integers(0, len(whole) - 1))
+    whole[flipped] ^= data.draw(st.integers(1, 255))
+    journal.write_bytes(whole)
+    hit = next(i for i in range(n) if flipped < ends[i])
+    assert replay(journal) == ([pack(span(i)) for i in range(n) if i != hit], True)
+
+
+def test_a_damaged_journal_is_kept_beside_the_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal, ledger = tmp_path / "journal", MemoryLedger()
     asyncio.run(write(journal, MemoryLedger(), 3))
-    data = bytearray(journal.read_bytes())
-    data[-1] ^= 1
-    journal.write_bytes(data)
-    assert [s.span_id for s in replay(journal)] == ["s0", "s1"]
+    damaged = journal.read_bytes()[:-1] + b"?"
+    journal.write_bytes(damaged)
+    asyncio.run(write(journal, ledger, 0))
+    assert names(ledger.spans) == ["s0", "s1"]
+    assert (tmp_path / "journal.damaged").read_bytes() == damaged
+    assert "attempts that were open are retried" in caplog.text
+    assert replay(journal) == ([], False)
 
 
 def test_a_journal_of_an_earlier_release_is_replayed(tmp_path: Path) -> None:
@@ -205,7 +225,7 @@ def test_a_record_that_does_not_fit_is_cut_off_kept_in_memory_and_written_later(
         assert journal.read_bytes() == whole
         assert counters["journal_errors"] == 2
         recorder.record(span(8))
-        assert names(replay(journal)) == ["s5", "s6", "s7", "s8"]
+        assert names(replay(journal).records) == ["s5", "s6", "s7", "s8"]
         ledger.go.set()
         await recorder.stored()
         assert names(ledger.spans) == ["s5", "s6", "s7", "s8"]
@@ -230,7 +250,7 @@ def test_a_journal_that_could_not_even_be_cut_is_cut_before_the_next_record(
             broken.setattr(os, "ftruncate", no_disk)
             recorder.record(span(6))
         recorder.record(span(7))
-        assert names(replay(journal)) == ["s5", "s6", "s7"]
+        assert names(replay(journal).records) == ["s5", "s6", "s7"]
 
     asyncio.run(scenario())
 
@@ -253,7 +273,7 @@ def test_a_full_disk_gets_its_space_back_once_the_ledger_has_all(tmp_path: Path)
         assert names(ledger.spans) == ["s5", "s6"]
         assert journal.stat().st_size == 0
         recorder.record(span(7))
-        assert names(replay(journal)) == ["s7"]
+        assert names(replay(journal).records) == ["s7"]
         await recorder.stop()
 
     asyncio.run(scenario())
@@ -292,7 +312,7 @@ def test_what_a_failing_ledger_has_not_taken_at_the_stop_waits_in_the_journal(
         await recorder.stop()
 
     asyncio.run(scenario())
-    assert names(replay(journal)) == ["s1"]
+    assert names(replay(journal).records) == ["s1"]
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["nobody waits", "somebody waits"])
@@ -371,7 +391,7 @@ def test_a_call_is_in_the_journal_before_the_last_byte_of_its_answer_leaves(
     ) as answer:
         for line in answer.iter_lines():
             if not stream or line == "data: [DONE]":
-                journalled += replay(tmp_path / "journal")
+                journalled += replay(tmp_path / "journal").records
     [record] = journalled
     assert from_span(unpack(record.record)).delivered
     assert served.ledger.spans == []

@@ -3,8 +3,6 @@
 import threading
 from typing import Any
 
-import msgspec
-
 from lightning_rl.runner.active import ActiveClaims
 from lightning_rl.runner.slots import Slots
 from lightning_rl.runner.worker import Worker
@@ -63,7 +61,7 @@ def test_a_claim_that_was_lost_in_the_meantime_is_not_run() -> None:
     class LosingTheAttempt(LosingAnswers):
         def claim(self, worker_id: str, **fields: Any) -> list[Claim]:
             if len(self.lost) == 2:
-                self.store.expire([msgspec.structs.replace(each, why="session") for each in self.store.running()])
+                self.store.expire(self.store.running(why="session"))
             return super().claim(worker_id, **fields)
 
     attempts = begun(LosingTheAttempt(store, [True, False, False]), wanted=1)

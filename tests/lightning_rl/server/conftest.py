@@ -31,6 +31,7 @@ class FakeGateway:
         self.paused = False
         self.refuses: Exception | None = None
         self.recording: str | None = None
+        self.journal_damaged = False
         self.engines: dict[str, str | None] = {"m 0": None}
         self.told: dict[str, dict[str, Any]] = {}
         self.timings: list[Any] = []

@@ -1,4 +1,4 @@
-"""A server whose disk is full: it says so, loses nothing, and goes on when there is space again.
+"""A server whose disk is full, or whose store was taken away: it says so, loses nothing, and goes on when it can again.
 
 The disk is "full" by a limit on the size of the server's files, set and lifted from outside.
 """
@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import openai
 import pytest
+import urllib3
 
 from lightning_rl.server.launch import launch
 from lightning_rl.store.client import HttpStore
@@ -113,7 +114,32 @@ def test_a_server_on_a_full_disk_does_not_start_and_keeps_its_journal(tmp_path) 
     asyncio.run(journal(tmp_path / "gateway.journal", record))
     with full_disk(os.getpid()):  # of which the server is a child
         assert refusal(tmp_path).startswith(f"the store {tmp_path}/store.db cannot be written")
-    assert [left.span_id for left in replay(tmp_path / "gateway.journal")] == [record.span_id]
+    assert [left.span_id for left in replay(tmp_path / "gateway.journal").records] == [record.span_id]
+
+
+@pytest.mark.parametrize("how", ["deleted", "its log deleted", "exchanged"])
+def test_a_store_that_was_taken_away_is_told_and_nothing_is_answered_as_durable(tmp_path, engine, caplog, how) -> None:
+    away = tmp_path / "away"
+    away.mkdir()
+    names = ["store.db-wal"] if how == "its log deleted" else ["store.db", "store.db-wal", "store.db-shm"]
+    with launch(tmp_path, Policy(engines=[engine]), admin_key="a", runner_key="r") as serving:
+        store = HttpStore(serving.url, "a", patience_seconds=0)
+        claim = store.start(RolloutRequest(task=1, rollout_id="r1"))
+        place = ("r1", claim.attempt.attempt_id)
+        for name in names:
+            os.rename(tmp_path / name, away / name)
+        if how == "exchanged":
+            SqlStore(f"sqlite:///{tmp_path / 'store.db'}").close()
+        what = "exchanged for another file" if how == "exchanged" else f"{names[0]} was deleted"
+        with pytest.raises(StoreUnwritable, match=what):
+            store.finish(*place, Finish(status="succeeded", reward=1.0))
+        ready = urllib3.request("GET", serving.url + "/readyz", retries=False)
+        assert (ready.status, ready.json()["checks"]["store"]) == (503, "cannot be written")
+        eventually(lambda: any("trouble with the store: " in line for line in alarms(caplog)))
+        for name in names:
+            os.rename(away / name, tmp_path / name)
+        eventually(lambda: "the server: trouble with the store is over" in alarms(caplog))
+        assert store.finish(*place, Finish(status="succeeded", reward=1.0)).status == "succeeded"
 
 
 def test_a_pause_that_nobody_ends_is_told_of_in_the_trainers_process(tmp_path, engine, caplog) -> None:

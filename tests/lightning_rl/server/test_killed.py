@@ -21,7 +21,7 @@ import urllib3
 from lightning_rl.server.launch import launch
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Finish, RolloutRequest
-from lightning_rl.store.errors import Unreachable
+from lightning_rl.store.errors import Conflict, Unreachable
 from lightning_rl_adapters.call import calls_of
 from lightning_rl_proxy.recorder import replay
 from tests.lightning_rl.server.test_process import TOKENIZER, Policy
@@ -212,7 +212,7 @@ def check_survives(folder: Path, step: str, number: int, *, stream: bool = False
             seen = run_until_it_dies(url, rollouts=8, stream=stream)
         assert len(seen.finished) < 8
         told = sum(len(calls) for calls in seen.answered.values())
-        left = [span.span_id for span in replay(folder / "gateway.journal")]
+        left = [span.span_id for span in replay(folder / "gateway.journal").records]
         assert len(left) == len(set(left)) >= told, "every answer was in the journal before its last byte left"
         with launch(folder, Policy(engines=[sampler]), admin_key="a", runner_key="r", own_runners=False) as serving:
             store = HttpStore(serving.url, "a")
@@ -247,6 +247,35 @@ def test_no_call_of_a_finished_attempt_is_lost_by_a_kill(tmp_path, step) -> None
     check_survives(tmp_path, step, 2 if "end" in step or "commit" in step else 2 * CALLS - 1)
 
 
+def test_a_damaged_journal_costs_open_attempts_and_nothing_else(tmp_path) -> None:
+    asked = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
+    with engine() as sampler:
+        with mortal(tmp_path, sampler, "after the append", 3) as url:
+            claim = HttpStore(url, "a").start(RolloutRequest(task=1, rollout_id="r1"))
+            llm = claim.resources["main_llm"]
+            door, headers = llm["base_url"] + "/chat/completions", {"authorization": f"Bearer {llm['api_key']}"}
+            for _ in range(2):
+                httpx.post(door, json=asked, headers=headers).raise_for_status()
+            with pytest.raises(httpx.TransportError):
+                httpx.post(door, json=asked, headers=headers)
+        journal = tmp_path / "gateway.journal"
+        first, _, last = (span.span_id for span in replay(journal).records)
+        data = bytearray(journal.read_bytes())
+        data[len(data) // 2] ^= 1
+        journal.write_bytes(data)
+        with launch(tmp_path, Policy(engines=[sampler]), admin_key="a", runner_key="r", own_runners=False) as serving:
+            store = HttpStore(serving.url, "a")
+            with pytest.raises(Conflict):
+                store.finish("r1", claim.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
+            trace = store.traces(["r1"])["r1"]
+            assert trace.rollout.status == "queued"
+            [attempt] = trace.attempts
+            assert (attempt.attempt.status, attempt.attempt.error.type) == ("lost", "RecordingLost")
+            stored = [call.call_id for call in calls_of(attempt.spans)]
+            assert {first, last} <= set(stored), "what was recorded before and behind the damage"
+    assert (tmp_path / "gateway.journal.damaged").read_bytes() == data
+
+
 @pytest.mark.parametrize(("step", "recorded"), [("within the append", 0), ("after the append", 1)])
 def test_a_retry_of_what_a_kill_cut_off_hears_the_answer_that_is_recorded(tmp_path, step, recorded) -> None:
     """Sampled anew, the call that nobody heard would be trained beside the one that was heard."""
@@ -259,7 +288,7 @@ def test_a_retry_of_what_a_kill_cut_off_hears_the_answer_that_is_recorded(tmp_pa
             headers = {"authorization": f"Bearer {llm['api_key']}"}
             with pytest.raises(httpx.TransportError):
                 httpx.post(url + door, json=asked, headers=headers)
-        left = [span.span_id for span in replay(tmp_path / "gateway.journal")]
+        left = [span.span_id for span in replay(tmp_path / "gateway.journal").records]
         with launch(tmp_path, Policy(engines=[sampler]), admin_key="a", runner_key="r", own_runners=False) as serving:
             headers |= {"x-stainless-retry-count": "1"}
             again = httpx.post(serving.url + door, json=asked, headers=headers).raise_for_status().json()

@@ -211,7 +211,7 @@ def test_every_end_of_an_attempt_has_its_root(receiver: Receiver, tmp_path: Path
         done = Finish(status="succeeded", reward=1.0)
         store.finish_many([Ending(rollout_id=one_of_many[1], attempt_id=one_of_many[2], finish=done)])
         store.cancel(cancelled[1])
-        store.expire(store.running())
+        store.expire(store.running(why="session"))
         queued = store.enqueue([RolloutRequest(task=2)])[0]
         store.cancel(queued.rollout_id)  # no attempt, no trace
     ends = {said(span.attributes)["lightning_rl.attempt_id"]: span for _, _, span in receiver.all()}

@@ -275,7 +275,7 @@ def test_what_was_stopped_from_outside_is_claimed_again_at_once(store) -> None:
     stopped = ErrorInfo(type="RunnerStopped", message="", infrastructure=True)
     store.finish("r1", attempt, Finish(status="failed", error=stopped))
     assert store.claim("w")
-    store.expire(store.running())
+    store.expire(store.running(why="session"))
     assert store.claim("w")
 
 
@@ -436,7 +436,7 @@ def test_attempts_that_were_stopped_from_outside_do_not_count(store, clock) -> N
         (claim,) = store.claim("w")
         assert store.finish("r", claim.attempt.attempt_id, Finish(status="failed", error=stopped))[0].status == "queued"
         store.claim("w")
-        assert [rollout.status for rollout in store.expire(store.running())] == ["queued"]
+        assert [rollout.status for rollout in store.expire(store.running(why="session"))] == ["queued"]
     for expected in ("queued", "failed"):
         (claim,) = store.claim("w")
         ended, _ = store.finish("r", claim.attempt.attempt_id, Finish(status="failed", error=failed))
@@ -449,7 +449,7 @@ def test_the_attempts_of_a_dead_process_are_lost_and_nobody_elses(store) -> None
     store.enqueue([RolloutRequest(task=i, rollout_id=f"r{i}") for i in range(3)])
     for worker in ("a.0", "a.1", "b.0"):
         store.claim(worker)
-    moved = store.expire(store.running(["a.0", "a.1"]))
+    moved = store.expire(store.running(["a.0", "a.1"], why="worker"))
     assert [(r.rollout_id, r.status) for r in moved] == [("r0", "queued"), ("r1", "queued")]
     (attempt,) = store.rollout("r0").attempts
     assert (attempt.status, attempt.error.type) == ("lost", "RunnerDied")

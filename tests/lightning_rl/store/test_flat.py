@@ -57,7 +57,7 @@ def operations(store: SqlStore, rollouts: int) -> Iterator[tuple[str, Callable[[
     yield "finish_many", lambda: store.finish_many([last])
     yield "cancel", lambda: store.cancel(places[1][0])
     yield "overdue", store.overdue
-    yield "running", lambda: store.running(["w"])
+    yield "running", lambda: store.running(["w"], why="worker")
     yield "postpone", lambda: store.postpone(1.0)
     yield "renew_leases", store.renew_leases
     names = [f"r{i * rollouts // WAITED_FOR}" for i in range(WAITED_FOR)]
