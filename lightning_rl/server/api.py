@@ -294,27 +294,23 @@ class ControlPlane:
         body = await _decoded(request, Finish)
         rollout_id, attempt_id = _place(request)
         returned_rewards(rollout_id, body)  # a refused finish must not seal the attempt
-        body = await self._sealed(rollout_id, attempt_id, body)
-        rollout, attempt = await self._sql.run(self._store.finish, rollout_id, attempt_id, body)
+        lack = (await self._together.seal(rollout_id, attempt_id)).verdict(body)
+        rollout, attempt = await self._sql.run(self._store.finish, rollout_id, attempt_id, body, lack)
         self._tell([rollout])
+        _check_stored(body, rollout, attempt)
         return attempt
 
     async def _finish_many(self, request: Request) -> dict[str, Any]:
         endings = (await _decoded(request, EndingsBody)).attempts
         for ending in endings:
             returned_rewards(ending.rollout_id, ending.finish)
-        finishes = await asyncio.gather(
-            *(self._sealed(one.rollout_id, one.attempt_id, one.finish) for one in endings)  # each where its calls are
-        )
-        sealed = [msgspec.structs.replace(one, finish=finish) for one, finish in zip(endings, finishes, strict=True)]
-        outcomes = await self._sql.run(self._store.finish_many, sealed)
+        sealed = await asyncio.gather(*(self._together.seal(one.rollout_id, one.attempt_id) for one in endings))
+        lacks = [one.verdict(ending.finish) for one, ending in zip(sealed, endings, strict=True)]
+        outcomes = await self._sql.run(self._store.finish_many, endings, lacks)
         self._tell(rollout for rollout, _ in outcomes)
+        for ending, outcome in zip(endings, outcomes, strict=True):
+            _check_stored(ending.finish, *outcome)
         return {"attempts": [attempt for _, attempt in outcomes]}
-
-    async def _sealed(self, rollout_id: str, attempt_id: str, finish: Finish) -> Finish:
-        """The attempt is sealed and its records are stored: how it ended, its worker's word or that they are lost."""
-        lack = await self._together.seal(rollout_id, attempt_id)
-        return finish if lack is None else Finish(status="failed", error=lack)
 
     def _tell(self, moved: Iterable[Rollout]) -> None:
         """Wake those who wait for what these rollouts became."""
@@ -405,9 +401,8 @@ class ControlPlane:
         return {"gateways": await self._together.live()}
 
     async def _seal_here(self, request: Request) -> Sealed:
-        attempts = (await _decoded(request, SealBody)).attempts
-        lacks = [await self._together.seal_here(rollout_id, attempt_id) for rollout_id, attempt_id in attempts]
-        return Sealed(lost=[name[1] for name, lack in zip(attempts, lacks, strict=True) if lack is not None])
+        body = await _decoded(request, SealBody)
+        return await self._together.seal_here(body.rollout_id, body.attempt_id)
 
     async def _pause_here(self, request: Request) -> dict[str, Any]:
         await self._pauses.pause(await _decoded(request, PauseRequest))
@@ -434,6 +429,16 @@ class ControlPlane:
     def _told(self) -> dict[str, Any]:
         claims = {"claims_held_back": self._signals.held_back, "claims_waiting": self._claims_waiting}
         return self._gateway.state() | claims
+
+
+def _check_stored(finish: Finish, rollout: Rollout, attempt: Attempt) -> None:
+    """Raises Conflict where the attempt was stored as failed although its worker says that it has succeeded."""
+    if finish.status == "succeeded" and attempt.status != "succeeded":
+        why = "" if attempt.error is None else f": {attempt.error.type}: {attempt.error.message}"
+        raise Conflict(
+            f"attempt {attempt.attempt_id} of rollout {rollout.rollout_id} was stored as {attempt.status}, not as "
+            f"succeeded{why}. Drop this result: the rollout is {rollout.status}"
+        )
 
 
 def error_response(status: int, kind: str, message: str) -> Response:

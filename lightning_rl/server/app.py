@@ -113,9 +113,12 @@ def create_app(
             await fleet.join()
             at_work.append(asyncio.create_task(fleet.run(load, gateway.held, gateway.settle)))
         await gateway.start()
+        gateway_id = None if fleet is None else fleet.gateway_id
         if gateway.journal_damaged:
-            gateway_id = None if fleet is None else fleet.gateway_id
             await sweeper.end(await sql.run(store.running, why="journal", gateway_id=gateway_id))
+        elif not own_runners:
+            for open_then in await sql.run(store.running, why="server", gateway_id=gateway_id):
+                gateway.interrupted(open_then.rollout_id, open_then.attempt_id, "the server was started anew meanwhile")
         if fleet is not None:
             await fleet.ready()
         before = await sql.run(store.recorded_calls)

@@ -66,6 +66,14 @@ class GatewayDoor(EngineDoor, LoadDoor, Protocol):
         """Whether records of the attempt were given up, so that it fails as infrastructure does."""
         ...
 
+    def failure_of(self, rollout_id: str, attempt_id: str) -> str | None:
+        """What went wrong at the gateway with a call of the attempt that was not answered later."""
+        ...
+
+    def interrupted(self, rollout_id: str, attempt_id: str, what: str) -> None:
+        """Calls of the attempt may have found no gateway."""
+        ...
+
     def tokens_received(self, rollout_ids: Sequence[str]) -> dict[str, int]:
         """What engines handed over for these rollouts, as far as is remembered."""
         ...

@@ -16,7 +16,7 @@ import msgspec
 
 from lightning_rl.server.fleet import Fleet
 from lightning_rl.server.gateway import GatewayDoor, PauseRequest, Pauses, ResumeRequest
-from lightning_rl.store.contract import ErrorInfo, GatewayInfo, Owner
+from lightning_rl.store.contract import ErrorInfo, Finish, GatewayInfo, Owner
 from lightning_rl.store.errors import Conflict, StoreUnwritable
 
 T = TypeVar("T")
@@ -45,9 +45,24 @@ class ModelPause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sealed(msgspec.Struct, frozen=True, kw_only=True):
-    """Those of the sealed attempts whose calls were given up."""
+    """A sealed attempt. `lack`: why the store has not all of its calls. `failure`: what went wrong at the gateway with
+    a call that was not answered later."""
 
-    lost: list[str]
+    lack: ErrorInfo | None = None
+    failure: str | None = None
+
+    def verdict(self, finish: Finish) -> ErrorInfo | None:
+        """Why the attempt has failed by infrastructure, whatever its worker says; None where the worker's word holds.
+
+        An agent that failed after a failure of its gateway is not blamed, whatever it raised.
+        """
+        if self.lack is not None or self.failure is None or finish.status != "failed":
+            return self.lack
+        error = finish.error or ErrorInfo(type="AgentFailed", message="the agent failed")
+        if error.infrastructure:
+            return None
+        told = f"{error.message} (the gateway had failed with a call of this attempt: {self.failure})"
+        return msgspec.structs.replace(error, message=told, infrastructure=True)
 
 
 class Unanswered(Exception):
@@ -68,8 +83,8 @@ class Alone:
         self._gateway = gateway
         self._pauses = pauses
 
-    async def seal(self, rollout_id: str, attempt_id: str) -> ErrorInfo | None:
-        """Seal an attempt where its calls are: then all of them are stored, or the error says why they are not."""
+    async def seal(self, rollout_id: str, attempt_id: str) -> Sealed:
+        """Seal an attempt where its calls are: then all of them are stored, or it says why they are not."""
         return await self.seal_here(rollout_id, attempt_id)
 
     async def pause(self, request: PauseRequest) -> None:
@@ -105,10 +120,11 @@ class Alone:
             for model, now in self._gateway.state()["models"].items()
         }
 
-    async def seal_here(self, rollout_id: str, attempt_id: str) -> ErrorInfo | None:
+    async def seal_here(self, rollout_id: str, attempt_id: str) -> Sealed:
         """Seal an attempt at this gateway."""
         await self._gateway.seal(rollout_id, attempt_id)
-        return _RECORDING_LOST if self._gateway.is_lost(rollout_id, attempt_id) else None
+        lack = _RECORDING_LOST if self._gateway.is_lost(rollout_id, attempt_id) else None
+        return Sealed(lack=lack, failure=self._gateway.failure_of(rollout_id, attempt_id))
 
 
 class Peers(Alone):
@@ -130,7 +146,7 @@ class Peers(Alone):
         """The gateways that live."""
         return await self._fleet.live()
 
-    async def seal(self, rollout_id: str, attempt_id: str) -> ErrorInfo | None:
+    async def seal(self, rollout_id: str, attempt_id: str) -> Sealed:
         """See `Alone`. Raises StoreUnwritable while nobody can say whether the attempt's gateway still lives."""
         if self._fleet.sure and self._gateway.holds(rollout_id, attempt_id):
             return await self.seal_here(rollout_id, attempt_id)
@@ -140,15 +156,17 @@ class Peers(Alone):
         if owner is None or owner.gateway_id == self._fleet.gateway_id:
             return await self.seal_here(rollout_id, attempt_id)
         if owner.gone:
-            return _GATEWAY_GONE
+            return Sealed(lack=_GATEWAY_GONE)
         try:
-            sealed = await self._ask(owner, "seal", {"attempts": [[rollout_id, attempt_id]]}, Sealed)
+            sealed = await self._ask(owner, "seal", {"rollout_id": rollout_id, "attempt_id": attempt_id}, Sealed)
         except Unanswered as error:
             raise StoreUnwritable(
                 f"attempt {attempt_id} is at the gateway {owner.url}, which did not seal it ({error}): ask again"
             ) from error
         await self._gateway.seal(rollout_id, attempt_id)
-        return _RECORDING_LOST if sealed.lost else None
+        return msgspec.structs.replace(
+            sealed, failure=sealed.failure or self._gateway.failure_of(rollout_id, attempt_id)
+        )
 
     async def pause(self, request: PauseRequest) -> None:
         """Park the requests of a model everywhere. Raises as `Pauses`, with nothing paused anywhere."""

@@ -49,9 +49,10 @@ class AttemptsBody(_Body, frozen=True, kw_only=True):
 
 
 class SealBody(_Body, frozen=True, kw_only=True):
-    """Attempts to seal at this gateway, each as its rollout's and its own id."""
+    """The attempt to seal at this gateway."""
 
-    attempts: list[tuple[str, str]]
+    rollout_id: str
+    attempt_id: str
 
 
 class EndingsBody(_Body, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from prometheus_client import Counter, Gauge
 from prometheus_client.registry import Collector
 
-from lightning_rl.store.contract import Attempt, Ending, Finish, Overdue, Rollout
+from lightning_rl.store.contract import Attempt, Ending, ErrorInfo, Finish, Overdue, Rollout
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.tracing.root import root_span
 from lightning_rl_adapters.otel_out import readable
@@ -137,15 +137,19 @@ class MirroredStore(SqlStore):
         super().add_packed(spans)
         self._out.put(spans)
 
-    def finish(self, rollout_id: str, attempt_id: str, finish: Finish) -> tuple[Rollout, Attempt]:
+    def finish(
+        self, rollout_id: str, attempt_id: str, finish: Finish, lack: ErrorInfo | None = None
+    ) -> tuple[Rollout, Attempt]:
         """See `SqlStore`."""
-        rollout, attempt = super().finish(rollout_id, attempt_id, finish)
+        rollout, attempt = super().finish(rollout_id, attempt_id, finish, lack)
         self._out.put([pack(root_span(rollout, attempt))])
         return rollout, attempt
 
-    def finish_many(self, endings: Sequence[Ending]) -> list[tuple[Rollout, Attempt]]:
+    def finish_many(
+        self, endings: Sequence[Ending], lacks: Sequence[ErrorInfo | None] | None = None
+    ) -> list[tuple[Rollout, Attempt]]:
         """See `SqlStore`."""
-        outcomes = super().finish_many(endings)
+        outcomes = super().finish_many(endings, lacks)
         self._out.put(pack(root_span(*outcome)) for outcome in outcomes)
         return outcomes
 

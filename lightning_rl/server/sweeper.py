@@ -146,7 +146,11 @@ class Sweeper:
         for late in overdue:
             _log.warning("attempt %s of rollout %s is over: its %s", late.attempt_id, late.rollout_id, _WHY[late.why])
             await self._gateway.seal(late.rollout_id, late.attempt_id)
-        moved = await self._sql.run(self._store.expire, overdue)
+        blamed = [
+            msgspec.structs.replace(late, failure=self._gateway.failure_of(late.rollout_id, late.attempt_id))
+            for late in overdue
+        ]
+        moved = await self._sql.run(self._store.expire, blamed)
         self._signals.ended(rollout.rollout_id for rollout in moved if rollout.status in ENDED)
         if any(rollout.status == "queued" for rollout in moved):
             self._signals.queued()

@@ -204,11 +204,12 @@ class RolloutTrace(msgspec.Struct, frozen=True, kw_only=True):
 class Overdue(msgspec.Struct, frozen=True, kw_only=True):
     """A running attempt that nobody will end: its lease or deadline is over, its worker's process died (`worker`), the
     session that it belonged to (`session`), or the server that its calls went to (`server`); or the journal with its
-    calls was damaged (`journal`)."""
+    calls was damaged (`journal`). `failure`: what the gateway failed with before the deadline came."""
 
     rollout_id: str
     attempt_id: str
     why: Literal["lease", "deadline", "worker", "session", "server", "journal"]
+    failure: str | None = None
 
 
 class GatewayInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -395,9 +395,15 @@ class SqlStore:
 
     @_write
     def finish(
-        self, connection: sa.Connection, rollout_id: str, attempt_id: str, finish: Finish
+        self,
+        connection: sa.Connection,
+        rollout_id: str,
+        attempt_id: str,
+        finish: Finish,
+        lack: ErrorInfo | None = None,
     ) -> tuple[Rollout, Attempt]:
-        """End the attempt as its worker says; the rollout ends, or is queued for a retry.
+        """End the attempt as its worker says, or as failed where `lack` says why that cannot be; the rollout ends, or
+        is queued for a retry.
 
         Raises:
             NotFound: there is no such attempt.
@@ -408,11 +414,16 @@ class SqlStore:
         row = queries.attempt_row(connection, rollout_id, attempt_id)
         rollout = queries.rollout(connection, rollout_id)
         emitted = queries.attempt_rewards(connection, attempt_id) if row.status == "running" else []
-        return self._finish(connection, rollout, row, emitted, finish)
+        return self._finish(connection, rollout, row, emitted, finish, lack)
 
     @_write
-    def finish_many(self, connection: sa.Connection, endings: Sequence[Ending]) -> list[tuple[Rollout, Attempt]]:
-        """`add_rewards` and `finish` of many attempts, all of them or none.
+    def finish_many(
+        self,
+        connection: sa.Connection,
+        endings: Sequence[Ending],
+        lacks: Sequence[ErrorInfo | None] | None = None,
+    ) -> list[tuple[Rollout, Attempt]]:
+        """`add_rewards` and `finish` of many attempts, all of them or none; `lacks` has the `lack` of each.
 
         Raises:
             NotFound, Conflict, Invalid: as these, for the first that is refused; the error names its rollout.
@@ -423,24 +434,32 @@ class SqlStore:
         rollouts = {rollout.rollout_id: rollout for rollout in queries.rollouts(connection, ids)}
         emitted = queries.rewards(connection, ids)
         outcomes, given = [], []
-        for ending, row in zip(endings, rows, strict=True):
+        for ending, row, lack in zip(endings, rows, lacks or [None] * len(rows), strict=True):
             _, new = _new_rewards(ending.rollout_id, emitted[row.attempt_id], ending.rewards)
             if new:
                 queries.check_running(row)
                 emitted[row.attempt_id] += new
                 given += _reward_rows(ending.rollout_id, row.attempt_id, new)
-            outcome = self._finish(connection, rollouts[ending.rollout_id], row, emitted[row.attempt_id], ending.finish)
-            outcomes.append(outcome)
+            rollout, rewards = rollouts[ending.rollout_id], emitted[row.attempt_id]
+            outcomes.append(self._finish(connection, rollout, row, rewards, ending.finish, lack))
         if given:
             connection.execute(sa.insert(schema.rewards), given)
         return outcomes
 
     def _finish(
-        self, connection: sa.Connection, rollout: Rollout, row: sa.Row[Any], emitted: Iterable[Reward], finish: Finish
+        self,
+        connection: sa.Connection,
+        rollout: Rollout,
+        row: sa.Row[Any],
+        emitted: Iterable[Reward],
+        finish: Finish,
+        lack: ErrorInfo | None,
     ) -> tuple[Rollout, Attempt]:
         returned = returned_rewards(rollout.rollout_id, finish)
         body = body_of(finish)
         if row.status == "running":
+            if lack is not None:
+                return self._end(connection, rollout, row, "failed", lack, rewards_by_name(emitted, {}), body)
             named = rewards_by_name(emitted, returned)
             return self._end(connection, rollout, row, finish.status, finish.error, named, body)
         if row.finish_body is None or not same_body(row.finish_body, body):
@@ -472,7 +491,7 @@ class SqlStore:
         connection: sa.Connection,
         worker_ids: Sequence[str] | None = None,
         *,
-        why: Literal["worker", "session", "journal"],
+        why: Literal["worker", "session", "server", "journal"],
         gateway_id: str | None = None,
     ) -> list[Overdue]:
         """The running attempts, to be ended for that reason; those of these workers, or that gateway, where named."""
@@ -484,7 +503,7 @@ class SqlStore:
     @_write
     def expire(self, connection: sa.Connection, overdue: Sequence[Overdue]) -> list[Rollout]:
         """End those of the overdue attempts that still run: a lost one is retried, one past its
-        deadline has failed by its agent. The rollouts that this moved."""
+        deadline has failed by its agent, but for a failure of the gateway. The rollouts that this moved."""
         self._database.hold(connection, [late.rollout_id for late in overdue])
         moved = []
         for late in overdue:
@@ -492,7 +511,8 @@ class SqlStore:
             if row.status != "running":
                 continue
             rollout = queries.rollout(connection, late.rollout_id)
-            status: AttemptStatus = "failed" if late.why == "deadline" else "lost"
+            ours = late.why != "deadline" or late.failure is not None
+            status: AttemptStatus = "lost" if ours else "failed"
             named = rewards_by_name(queries.attempt_rewards(connection, late.attempt_id), {})
             self._end(connection, rollout, row, status, _why(late, rollout, row), named)
             moved.append(late.rollout_id)
@@ -940,7 +960,7 @@ def _why(late: Overdue, rollout: Rollout, attempt: sa.Row[Any]) -> ErrorInfo:
             message=f"the session of worker {attempt.worker_id} ended in the middle of the attempt",
             infrastructure=True,
         )
-    return ErrorInfo(
-        type="DeadlineExceeded",
-        message=f"the attempt ran longer than {rollout.config.timeout_seconds:g} s",
-    )
+    message = f"the attempt ran longer than {rollout.config.timeout_seconds:g} s"
+    if late.failure is not None:
+        message += f" (the gateway had failed with a call of it: {late.failure})"
+    return ErrorInfo(type="DeadlineExceeded", message=message, infrastructure=late.failure is not None)

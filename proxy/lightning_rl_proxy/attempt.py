@@ -374,6 +374,7 @@ class Attempt:
 
     def __init__(self, address: Address, info: AttemptInfo, checked_at: float) -> None:
         self.address = address
+        self.name = (address.rollout_id, address.attempt_id)
         self.info = info
         self.checked_at = checked_at
         self.sealed = not info.open

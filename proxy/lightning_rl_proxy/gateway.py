@@ -58,6 +58,7 @@ _DIALECTS: dict[str, Dialect] = {
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 502: "api_error"}
 _INFO_SECONDS = 1.0  # how long the ledger's word on an attempt is believed
 _SEALED_REMEMBERED = 65536
+_FAILURES_REMEMBERED = 65536  # attempts
 _STARTING_SECONDS = 10.0  # an attempt that has not called by then is busy with something else
 _log = logging.getLogger(__name__)
 
@@ -125,6 +126,8 @@ class Gateway:
         self._starting: dict[tuple[str, str], float] = {}  # since when, the oldest first
         # The ledger says that an attempt is closed a moment after it was sealed; in between, this does.
         self._sealed: dict[tuple[str, str], int] = {}  # the tokens that each was handed
+        # What was answered with a 5xx and not asked again with success since, by attempt and body.
+        self._failures: dict[tuple[str, str], dict[bytes, str]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._watching: asyncio.Task[None] | None = None
 
@@ -199,6 +202,28 @@ class Gateway:
     def is_lost(self, rollout_id: str, attempt_id: str) -> bool:
         """Whether records of this attempt were given up, so that it has to fail as infrastructure does."""
         return self._recorder.is_lost(rollout_id, attempt_id)
+
+    def failure_of(self, rollout_id: str, attempt_id: str) -> str | None:
+        """What went wrong here with a call of this attempt, which got no answer when it was tried again, or was not
+        tried again: an agent that failed then is not to blame. None where nothing did."""
+        failures = self._failures.get((rollout_id, attempt_id))
+        return next(reversed(failures.values())) if failures else None
+
+    def interrupted(self, rollout_id: str, attempt_id: str, what: str) -> None:
+        """Calls of this attempt may have found no gateway; `what` happened, for `failure_of`."""
+        self._note_failure((rollout_id, attempt_id), b"", what)
+
+    def _note_failure(self, name: tuple[str, str], body_key: bytes, what: str) -> None:
+        self._failures.setdefault(name, {})[body_key] = what
+        if len(self._failures) > _FAILURES_REMEMBERED:
+            del self._failures[next(iter(self._failures))]
+
+    def _end_failure(self, name: tuple[str, str], body_key: bytes) -> None:
+        failures = self._failures.get(name)
+        if failures is not None:
+            failures.pop(body_key, None)
+            if not failures:
+                del self._failures[name]
 
     def tokens_received(self, rollout_ids: Sequence[str]) -> dict[str, int]:
         """What engines handed over for these rollouts, as far as this process remembers their attempts."""
@@ -307,7 +332,12 @@ class Gateway:
         self.limits.check_head(scope)
         headers = dict(scope["headers"])
         address = self._authorised(door.address, headers)
-        attempt = await self._open_attempt(address)
+        try:
+            attempt = await self._open_attempt(address)
+        except GatewayError as error:
+            if error.status >= 500:
+                self.interrupted(address.rollout_id, address.attempt_id, error.message)
+            raise
         asked = (scope["method"], door.path)
         if asked == ("GET", "/v1/models"):
             await _respond(send, 200, self._models())
@@ -316,7 +346,7 @@ class Gateway:
         elif asked == ("POST", "/v1/messages/count_tokens"):
             await _respond(send, 200, self._count_tokens(await self._read(headers, receive)))
         elif asked == ("POST", "/v1/embeddings"):
-            await _respond(send, 200, await self._embed(await self._read(headers, receive)))
+            await _respond(send, 200, await self._embed(attempt, await self._read(headers, receive)))
         elif scope["method"] == "POST" and door.path in _DIALECTS:
             body = await self._read(headers, receive)
             agent = address.agent or (baggage.agent_of(scope["headers"]) if b"baggage" in headers else None)
@@ -366,15 +396,19 @@ class Gateway:
         tools = None if request.tool_choice == "none" else request.tools
         return messages.count(len(self._renderer.render(request.messages, tools)))
 
-    async def _embed(self, body: bytes) -> bytes:
-        fields = self._fields(body)
+    async def _embed(self, attempt: Attempt, body: bytes) -> bytes:
+        fields, body_key = self._fields(body), _body_key("embeddings", None, body)
         model = fields.get("model")
         if not isinstance(model, str) or not self.router.is_backend(model):
             raise GatewayError(400, f"model {model!r} has no embeddings; name a chat backend that has", param="model")
         try:
-            return await self.router.embed(model, fields)
+            embedded = await self.router.embed(model, fields)
         except (EngineUnavailable, EngineRefused) as error:
-            raise _as_gateway_error(error) from error
+            failure = _as_gateway_error(error)
+            self._note_if_ours(attempt, body_key, failure)
+            raise failure from error
+        self._end_failure(attempt.name, body_key)
+        return embedded
 
     def _authorised(self, asked: Address | None, headers: dict[bytes, bytes]) -> Address:
         """The address that the key opens, with the URL's agent tag. Raises GatewayError(401 or 403)."""
@@ -412,6 +446,8 @@ class Gateway:
                 raise closed(address.attempt_id)
             if attempt is None:
                 attempt = self._attempts[name] = attempt_of(address, info, now, self._renderer)
+                if info.spans:
+                    self.interrupted(*name, "the gateway that had the attempt went away while it ran")
             attempt.checked_at = now
         return attempt
 
@@ -442,10 +478,7 @@ class Gateway:
     ) -> None:
         if attempt.sealed:  # while the body came
             raise closed(attempt.address.attempt_id)
-        # No secret: who makes two bodies collide confuses an attempt of its own.
-        digest = xxhash.xxh3_128(f"{dialect.NAME}\n{agent or ''}\n".encode())
-        digest.update(body)
-        body_key = digest.digest()
+        body_key = _body_key(dialect.NAME, agent, body)
         exchange = self._joined(attempt, body_key, retry=retry)
         if exchange is None:
             self.limits.check_calls(attempt.in_flight, attempt.address.attempt_id)
@@ -454,12 +487,13 @@ class Gateway:
             try:
                 work = self._answerer.work(attempt, agent, dialect, self._said(attempt, dialect, body), exchange)
             except EngineUnavailable as error:
-                attempt.failed[body_key] += 1
-                raise _as_gateway_error(error) from error
+                failure = _as_gateway_error(error)
+                self._note_if_ours(attempt, body_key, failure)
+                raise failure from error
             exchange.task = asyncio.create_task(self._noting(work, attempt.address) if self._noted else work)
             attempt.in_flight += 1
             exchange.task.add_done_callback(partial(_worked, attempt, exchange))
-            self._has_begun((attempt.address.rollout_id, attempt.address.attempt_id))
+            self._has_begun(attempt.name)
             attempt.exchanges.setdefault(body_key, []).append(exchange)
             attempt.unrecorded.add(exchange)
         else:
@@ -539,13 +573,19 @@ class Gateway:
             self._record(attempt, exchange, delivered=False)  # of n answers, those that came
             self._forget(attempt, exchange)
             error = _as_gateway_error(failure)
-            if not isinstance(error, GatewayError) or error.status >= 500:
-                attempt.failed[exchange.body_key] += 1
+            self._note_if_ours(attempt, exchange.body_key, error)
             raise error from failure
         last = exchange.task.result()
+        self._end_failure(attempt.name, exchange.body_key)
         self._record(attempt, exchange, delivered=True)
         attempt.commit(exchange)
         return last
+
+    def _note_if_ours(self, attempt: Attempt, body_key: bytes, error: BaseException) -> None:
+        """Remember an answer of 5xx, and for whom it was."""
+        if not isinstance(error, GatewayError) or error.status >= 500:
+            attempt.failed[body_key] += 1
+            self._note_failure(attempt.name, body_key, str(error))
 
     def _record(self, attempt: Attempt, exchange: Exchange, *, delivered: bool) -> None:
         if exchange.recorded:
@@ -641,6 +681,13 @@ def _unrecordable(attempt_id: str) -> GatewayError:
         f"attempt {attempt_id} has failed: the store did not take its records in time; its rollout is retried",
         kind="conflict",
     )
+
+
+def _body_key(api: str, agent: str | None, body: bytes) -> bytes:
+    """What stands for a request. No secret: who makes two bodies collide confuses an attempt of its own."""
+    digest = xxhash.xxh3_128(f"{api}\n{agent or ''}\n".encode())
+    digest.update(body)
+    return digest.digest()
 
 
 def _worked(attempt: Attempt, exchange: Exchange, _work: asyncio.Task[bytes]) -> None:

@@ -32,6 +32,7 @@ class FakeGateway:
         self.refuses: Exception | None = None
         self.recording: str | None = None
         self.journal_damaged = False
+        self.failures: dict[str, str] = {}
         self.engines: dict[str, str | None] = {"m 0": None}
         self.told: dict[str, dict[str, Any]] = {}
         self.timings: list[Any] = []
@@ -59,6 +60,12 @@ class FakeGateway:
     async def seal(self, rollout_id: str, attempt_id: str) -> None:
         self.asked.append(("seal", rollout_id, attempt_id))
         self.store.add_spans(self.on_their_way)
+
+    def failure_of(self, rollout_id: str, attempt_id: str) -> str | None:
+        return self.failures.get(attempt_id)
+
+    def interrupted(self, rollout_id: str, attempt_id: str, what: str) -> None:
+        self.failures[attempt_id] = what
 
     def is_lost(self, rollout_id: str, attempt_id: str) -> bool:
         return attempt_id in self.lost

@@ -16,7 +16,7 @@ from lightning_rl.server.peers import ASKED, peer_key
 from lightning_rl.store import schema
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Finish, GatewayInfo, RolloutRequest
-from lightning_rl.store.errors import StoreUnwritable
+from lightning_rl.store.errors import Conflict, StoreUnwritable
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_proxy.errors import GatewayError
 from tests.lightning_rl.store.backends import served
@@ -236,7 +236,9 @@ def test_an_attempt_whose_gateway_is_gone_and_may_have_kept_calls_fails_whatever
     asked = two if claim.resources["main_llm"]["base_url"].startswith(one) else one
     moved = sa.update(schema.placements).where(schema.placements.c.attempt_id == attempt_id)
     store._database.write(lambda connection: connection.execute(moved.values(gateway_id="gone")))  # whom nobody knows
-    attempt = HttpStore(asked, "admin").finish(claim.rollout.rollout_id, attempt_id, Finish(status="succeeded"))
+    with pytest.raises(Conflict, match=r"was stored as failed, not as succeeded: ServerGone: .* the rollout is queued"):
+        HttpStore(asked, "admin").finish(claim.rollout.rollout_id, attempt_id, Finish(status="succeeded"))
+    [attempt] = HttpStore(asked, "admin").rollout(claim.rollout.rollout_id).attempts
     assert (attempt.status, attempt.error.type, attempt.error.infrastructure) == ("failed", "ServerGone", True)
 
 

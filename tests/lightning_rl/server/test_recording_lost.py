@@ -2,14 +2,15 @@
 
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import openai
 import pytest
 
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.contract import Finish, RolloutRequest
+from lightning_rl.store.contract import Ending, Finish, RolloutRequest
+from lightning_rl.store.errors import Conflict
 from lightning_rl_adapters.call import calls_of
 from tests.lightning_rl.server.test_killed import ask, engine
 from tests.lightning_rl.server.test_process import TOKENIZER
@@ -52,15 +53,16 @@ def test_an_attempt_whose_calls_were_given_up_is_retried_and_the_tokens_add_up(t
             finish = Finish(status="succeeded", reward=1.0)
             with pytest.raises(openai.ConflictError, match="did not take its records in time"):
                 call(claim, 1)
-            answers = []
-            finishing = threading.Thread(
-                target=lambda: answers.append(store.finish("r1", claim.attempt.attempt_id, finish))
-            )
-            finishing.start()
-            (tmp_path / "go").touch()
-            finishing.join(20)
-            assert (answers[0].status, answers[0].error.type) == ("failed", "RecordingLost")
-            assert store.finish("r1", claim.attempt.attempt_id, finish).status == "failed"  # said again
+            with ThreadPoolExecutor(1) as threads:
+                finishing = threads.submit(store.finish, "r1", claim.attempt.attempt_id, finish)
+                (tmp_path / "go").touch()
+                with pytest.raises(Conflict, match="was stored as failed, not as succeeded: RecordingLost"):
+                    finishing.result(20)
+            with pytest.raises(Conflict, match="was stored as failed"):  # said again
+                store.finish("r1", claim.attempt.attempt_id, finish)
+            many = [Ending(rollout_id="r1", attempt_id=claim.attempt.attempt_id, finish=finish)]
+            with pytest.raises(Conflict, match="was stored as failed"):
+                store.finish_many(many)
             (again,) = store.claim("w", wait_seconds=30)
             assert again.attempt.sequence == 2
             call(again, 2)
