@@ -9,7 +9,8 @@ from lightning_rl_adapters.media import Placed
 
 
 class Triplet(msgspec.Struct, kw_only=True):
-    """One call: P prompt ids, R response ids, R logprobs (nats) or None, and the reward that reached it.
+    """One call: P prompt ids, R response ids, R logprobs (nats) or None, the final reward that reached it, and by name
+    the `rewards` that were given to this call alone.
 
     Where it is not `exact`, the token ids of the call, or of one before it, are not known: the lists hold what is.
     `media` says which images stand where in the prompt.
@@ -22,12 +23,18 @@ class Triplet(msgspec.Struct, kw_only=True):
     response_token_ids: list[int]
     response_logprobs: list[float] | None
     reward: float | None
+    rewards: dict[str, float] = {}
     exact: bool = True
     media: list[Placed] = []
 
 
-def triplets(forest: Forest, rewards: Mapping[str, float]) -> list[Triplet]:
-    """The triplets of an attempt in order of arrival; `reward` is None for a call that `rewards` does not name."""
+def triplets(
+    forest: Forest, rewards: Mapping[str, float], of_calls: Mapping[str, dict[str, float]] | None = None
+) -> list[Triplet]:
+    """The triplets of an attempt in order of arrival; `reward` is None for a call that `rewards` does not name.
+
+    `of_calls` are the rewards of single calls: call id -> name -> value.
+    """
     return [
         Triplet(
             call_id=call_id,
@@ -37,6 +44,7 @@ def triplets(forest: Forest, rewards: Mapping[str, float]) -> list[Triplet]:
             response_token_ids=node.call.response_ids,
             response_logprobs=node.call.logprobs,
             reward=rewards.get(call_id),
+            rewards=(of_calls or {}).get(call_id, {}),
             media=media(node),
             exact=all(step.call.exact for step in node.path()),
         )

@@ -342,7 +342,8 @@ class ControlPlane:
 
     async def _spans(self, request: Request) -> dict[str, Any]:
         _, trace = await self._trace(request)
-        return {"spans": trace.spans if _wants_msgpack(request) else readout.spans_of(trace)}
+        spans = trace.spans if _wants_msgpack(request) else readout.spans_of(trace)
+        return {"spans": spans, "rewards": trace.rewards}
 
     async def _triplets(self, request: Request) -> dict[str, Any]:
         query = msgspec.convert(dict(request.query_params), TripletsQuery)

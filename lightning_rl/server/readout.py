@@ -6,8 +6,10 @@ from typing import Any
 import msgspec
 
 from lightning_rl.store.contract import Attempt, AttemptTrace, Log, Rollout, RolloutTrace
+from lightning_rl.store.rewards import added_up, rewards_by_call
 from lightning_rl_adapters import conventions, credit, forest, rows, semconv, triplet
 from lightning_rl_adapters.call import calls_of
+from lightning_rl_adapters.call_names import names_of
 from lightning_rl_adapters.forest import Forest
 from lightning_rl_adapters.span import Span, to_json
 
@@ -20,7 +22,9 @@ def spans_of(trace: AttemptTrace) -> list[dict[str, Any]]:
 def triplets_of(trace: AttemptTrace) -> list[triplet.Triplet]:
     """One triplet per call, in order of arrival."""
     grown = forest.build(calls_of(trace.spans))
-    return triplet.triplets(grown, _rewards(grown, trace.attempt))
+    given = rewards_by_call(trace.rewards, names_of(trace.spans))
+    of_calls = {call_id: added_up(rewards) for call_id, rewards in given.items()}
+    return triplet.triplets(grown, _rewards(grown, trace.attempt), of_calls)
 
 
 def triplets_of_otel(trace: AttemptTrace) -> dict[str, Any]:

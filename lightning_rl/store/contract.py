@@ -99,12 +99,6 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
 
 
-class RolloutDetail(Rollout, frozen=True, kw_only=True):
-    """A rollout with all its attempts, oldest first."""
-
-    attempts: list[Attempt]
-
-
 class AttemptedRollout(Rollout, frozen=True, kw_only=True):
     """A rollout as an agent is given it, with the attempt that runs."""
 
@@ -142,6 +136,18 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     name: str = "reward"
     call_id: str | None = None
     reward_id: Id | None = None
+
+
+class AttemptDetail(Attempt, frozen=True, kw_only=True):
+    """An attempt with the rewards that single calls of it were given, in the order they came."""
+
+    call_rewards: list[Reward] = []
+
+
+class RolloutDetail(Rollout, frozen=True, kw_only=True):
+    """A rollout with all its attempts, oldest first."""
+
+    attempts: list[AttemptDetail]
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -3,12 +3,13 @@
 Invariant: a rollout's outcome is read from the attempt that ended it, never kept a second time.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
-from lightning_rl.store.contract import Attempt, ErrorInfo, Rollout, RolloutDetail, RolloutRequest
+from lightning_rl.store.contract import Attempt, AttemptDetail, ErrorInfo, Reward, Rollout, RolloutDetail, RolloutRequest
 
 _REQUEST = msgspec.json.Decoder(RolloutRequest)
 _REWARDS = msgspec.json.Decoder(dict[str, float])
@@ -79,7 +80,15 @@ def _error_of(row: sa.Row[Any]) -> ErrorInfo | None:
     return _ERROR.decode(row.error) if row.error is not None else None
 
 
-def detailed(rollout: Rollout, attempts: list[Attempt]) -> RolloutDetail:
-    """A rollout together with its attempts."""
-    fields = {name: getattr(rollout, name) for name in rollout.__struct_fields__}
-    return RolloutDetail(**fields, attempts=attempts)
+def detailed(rollout: Rollout, attempts: list[Attempt], rewards: Mapping[str, list[Reward]]) -> RolloutDetail:
+    """A rollout together with its attempts, and the rewards that were emitted in each, by its id."""
+    of_calls = {
+        attempt_id: [reward for reward in given if reward.call_id is not None] for attempt_id, given in rewards.items()
+    }
+    return RolloutDetail(
+        **msgspec.structs.asdict(rollout),
+        attempts=[
+            AttemptDetail(**msgspec.structs.asdict(attempt), call_rewards=of_calls.get(attempt.attempt_id, []))
+            for attempt in attempts
+        ],
+    )

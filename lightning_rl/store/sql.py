@@ -193,7 +193,7 @@ class SqlStore:
             .where(schema.attempts.c.rollout_id == rollout_id)
             .order_by(schema.attempts.c.sequence)
         )
-        return detailed(rollout, [attempt_of(row) for row in rows])
+        return detailed(rollout, [attempt_of(row) for row in rows], queries.rewards(connection, [rollout_id]))
 
     @_read
     def rollouts(self, connection: sa.Connection, rollout_ids: Sequence[str]) -> list[Rollout]:

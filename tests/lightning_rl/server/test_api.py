@@ -164,6 +164,8 @@ def test_the_way_of_a_rollout(served, call_span) -> None:
     assert (status, body["lease_expires_at"] >= claim["attempt"]["lease_expires_at"]) == (200, True)
     status, body = served.call("POST", f"{place}/rewards", {"rewards": [{"value": 1, "name": "x"}]}, key="runner")
     assert (status, body["rewards"][0]["value"]) == (200, 1.0)
+    by_call = {"value": 0.25, "name": "step", "call_id": f"chatcmpl-{attempt}-c0", "reward_id": "w1"}
+    assert served.call("POST", f"{place}/rewards", {"rewards": [by_call]}, key="runner")[0] == 200
 
     served.gateway.on_their_way = [call_span("r1", attempt)]
     status, body = served.call("POST", f"{place}/finish", {"status": "succeeded", "reward": 0.5}, key="runner")
@@ -173,10 +175,14 @@ def test_the_way_of_a_rollout(served, call_span) -> None:
     _, body = served.call("GET", "/api/v1/rollouts/r1")
     assert body["counting_attempt_id"] == attempt
     assert body["rewards"] == {"x": 1.0, "reward": 0.5}
-    assert [a["status"] for a in body["attempts"]] == ["succeeded"]
+    assert [(a["status"], a["call_rewards"]) for a in body["attempts"]] == [("succeeded", [by_call])]
 
     _, body = served.call("GET", f"{place}/spans")
     assert body["spans"][0]["span_id"] == f"{attempt}-c0"
+    assert [(reward["name"], reward["call_id"]) for reward in body["rewards"]] == [
+        ("x", None),
+        ("step", f"chatcmpl-{attempt}-c0"),
+    ]
     assert [3, 4] in body["spans"][0]["attributes"].values()
     _, body = served.call("GET", f"{place}/triplets")
     assert body["triplets"] == [
@@ -188,6 +194,7 @@ def test_the_way_of_a_rollout(served, call_span) -> None:
             "response_token_ids": [3, 4],
             "response_logprobs": [-0.5, -0.25],
             "reward": 0.5,
+            "rewards": {"step": 0.25},
             "exact": True,
             "media": [],
         }
