@@ -55,6 +55,7 @@ from lightning_rl.store.errors import Conflict, Invalid, NotFound, StoreError, S
 from lightning_rl.store.life_cycle import ENDED
 from lightning_rl.store.rewards import returned_rewards
 from lightning_rl.store.sql import SqlStore
+from lightning_rl_proxy.keys import KeyRefused, verify_attempt_key
 from lightning_rl_proxy.limits import Limits
 
 T = TypeVar("T")
@@ -112,7 +113,7 @@ class ControlPlane:
         attempt = rollout + "/attempts/{attempt_id}"
         return [
             self._route("POST", "/rollouts/claim", self._claim, "runner"),
-            self._route("POST", attempt + "/heartbeat", self._heartbeat, "runner"),
+            self._route("POST", attempt + "/heartbeat", self._heartbeat, "runner", own=True),
             self._route("POST", attempt + "/rewards", self._add_rewards, "runner"),
             self._route("POST", attempt + "/finish", self._finish, "runner"),
             self._route("POST", attempt + "/log", self._add_log, "runner"),
@@ -146,9 +147,13 @@ class ControlPlane:
             self._route("POST", "/state/tokens", self._tokens_received),
         ]
 
-    def _route(self, method: str, path: str, handler: Handler, role: Role = "admin", status: int = 200) -> Route:
+    def _route(
+        self, method: str, path: str, handler: Handler, role: Role = "admin", status: int = 200, *, own: bool = False
+    ) -> Route:
+        """`own`: the key of the attempt that the path names opens it, too."""
+
         async def endpoint(request: Request) -> Response:
-            refused = self._refusal(request, role)
+            refused = None if own and self._is_own(request) else self._refusal(request, role)
             if refused is not None:
                 return refused
             try:
@@ -163,6 +168,15 @@ class ControlPlane:
             return encoded(request, status, answer)
 
         return Route("/api/v1" + path, endpoint, methods=[method])
+
+    def _is_own(self, request: Request) -> bool:
+        """Whether the key is that of the attempt which the path names."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        try:
+            opened = verify_attempt_key(self._store.secret, key.strip() if scheme.lower() == "bearer" else "")
+        except KeyRefused:
+            return False
+        return (opened.rollout_id, opened.attempt_id) == _place(request)
 
     def _refusal(self, request: Request, needed: Role) -> Response | None:
         role = self._keys.role(request.headers.get("authorization", ""))

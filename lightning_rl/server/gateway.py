@@ -45,6 +45,10 @@ class GatewayDoor(EngineDoor, LoadDoor, Protocol):
         """Whether that attempt's door is open here."""
         ...
 
+    def idle_seconds(self, rollout_id: str, attempt_id: str) -> float | None:
+        """How long ago the attempt's last call ended; 0 while one is in flight, None where none came in here."""
+        ...
+
     def settle(self, attempts: Iterable[tuple[str, str]]) -> None:
         """Look which of these attempts the store has all calls of, and note it."""
         ...

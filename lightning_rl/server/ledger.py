@@ -9,12 +9,13 @@ import msgspec
 from lightning_rl.server.fleet import Fleet
 from lightning_rl.server.resolve import proxy_llm
 from lightning_rl.server.sql_thread import SqlThread
-from lightning_rl.store.contract import Claim, Rollout
-from lightning_rl.store.errors import NotFound
+from lightning_rl.store.contract import Attempt, Claim, Rollout
+from lightning_rl.store.errors import NotFound, StoreUnwritable
 from lightning_rl.store.queries import Opening
+from lightning_rl.store.records import ending_of
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters.span import Packed
-from lightning_rl_proxy.errors import elsewhere
+from lightning_rl_proxy.errors import GatewayError, elsewhere
 from lightning_rl_proxy.ledger import AttemptInfo
 
 _POLICY = "main_llm"
@@ -33,7 +34,16 @@ class StoreLedger:
         self._fleet = fleet
 
     async def attempt(self, rollout_id: str, attempt_id: str) -> AttemptInfo | None:
-        """See `Ledger`. An attempt that may be this gateway's is so from then on."""
+        """See `Ledger`. An attempt that may be this gateway's is so from then on.
+
+        Raises GatewayError(503) where the store cannot be asked.
+        """
+        try:
+            return await self._attempt(rollout_id, attempt_id)
+        except StoreUnwritable as error:
+            raise GatewayError(503, str(error), kind="api_error", retry=True) from error
+
+    async def _attempt(self, rollout_id: str, attempt_id: str) -> AttemptInfo | None:
         try:
             opening = await self._sql.run(self._store.opening, rollout_id, attempt_id)
             if self._fleet is not None and opening is not None and opening.gateway_id != self._fleet.gateway_id:
@@ -41,7 +51,8 @@ class StoreLedger:
         except NotFound:
             return None
         if opening is None:
-            return _closed(rollout_id, attempt_id)
+            _, ended = await self._sql.run(self._store.attempt, rollout_id, attempt_id)
+            return _closed(ended)
         return await self._sql.run(self._info, opening, attempt_id)
 
     async def _taken(self, fleet: Fleet, rollout_id: str, attempt_id: str) -> Opening | None:
@@ -81,9 +92,15 @@ def _open_info(rollout: Rollout, attempt_id: str, resources: dict[str, dict[str,
     )
 
 
-def _closed(rollout_id: str, attempt_id: str) -> AttemptInfo:
+def _closed(ended: Attempt) -> AttemptInfo:
     return AttemptInfo(
-        rollout_id=rollout_id, attempt_id=attempt_id, mode="train", open=False, sampling={}, seed_key=rollout_id
+        rollout_id=ended.rollout_id,
+        attempt_id=ended.attempt_id,
+        mode="train",
+        open=False,
+        sampling={},
+        seed_key=ended.rollout_id,
+        ended=ending_of(ended),
     )
 
 

@@ -82,7 +82,7 @@ class Sweeper:
             self._sql.writable_again()
         else:
             await self._make_up(elapsed, stood_still)
-        overdue = await self._sql.run(self._store.overdue)
+        overdue = await self._not_calling(await self._sql.run(self._store.overdue))
         if self._store.shared:
             overdue = await self._left_to_us(overdue)
             await self._tell_of_others()
@@ -101,6 +101,17 @@ class Sweeper:
         if parked:  # each gateway that is paused makes up for its own attempts
             own = None if self._fleet is None else self._fleet.gateway_id
             await self._sql.run(self._store.postpone, parked, gateway_id=own)
+
+    async def _not_calling(self, overdue: Sequence[Overdue]) -> list[Overdue]:
+        """Those of the overdue attempts that no call keeps: one renews the lease as a heartbeat does."""
+        leases: dict[str, float] = {}
+        for late in (late for late in overdue if late.why == "lease"):
+            idle = self._gateway.idle_seconds(late.rollout_id, late.attempt_id)
+            if idle is not None and idle < late.lease_seconds:
+                leases[late.attempt_id] = late.lease_seconds - idle
+        if leases:
+            await self._sql.run(self._store.extend_leases, leases)
+        return [late for late in overdue if late.attempt_id not in leases]
 
     async def _left_to_us(self, overdue: Sequence[Overdue]) -> list[Overdue]:
         """Those whose calls came in here, and those of gateways that are gone. Another server ends its own, since only

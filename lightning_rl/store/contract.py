@@ -216,6 +216,7 @@ class Overdue(msgspec.Struct, frozen=True, kw_only=True):
     attempt_id: str
     why: Literal["lease", "deadline", "worker", "session", "server", "journal"]
     failure: str | None = None
+    lease_seconds: float = 0.0  # how long a lease lasts from a heartbeat or a call on
 
 
 class GatewayInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from lightning_rl.store import schema
 from lightning_rl.store.contract import NOT_COUNTED, ErrorInfo, Reward, Rollout
 from lightning_rl.store.errors import Conflict, Invalid, NotFound
 from lightning_rl.store.life_cycle import ENDED, ROLLOUT_TRANSITIONS
-from lightning_rl.store.records import attempt_of, rollout_of
+from lightning_rl.store.records import attempt_of, ending_of, rollout_of
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.span import unpacked
 
@@ -225,7 +225,8 @@ def running_row(connection: sa.Connection, rollout_id: str, attempt_id: str) -> 
 def check_running(row: sa.Row[Any]) -> None:
     """Raises Conflict when the attempt of this row has ended."""
     if row.status != "running":
-        raise Conflict(f"attempt {row.attempt_id} of rollout {row.rollout_id} is {row.status}: it is no longer yours")
+        ended = ending_of(attempt_of(row))
+        raise Conflict(f"attempt {row.attempt_id} of rollout {row.rollout_id} is no longer yours: {ended}")
 
 
 def found_attempts(connection: sa.Connection, places: Sequence[tuple[str, str]]) -> list[sa.Row[Any]]:

@@ -4,12 +4,21 @@ Invariant: a rollout's outcome is read from the attempt that ended it, never kep
 """
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
-from lightning_rl.store.contract import Attempt, AttemptDetail, ErrorInfo, Reward, Rollout, RolloutDetail, RolloutRequest
+from lightning_rl.store.contract import (
+    Attempt,
+    AttemptDetail,
+    ErrorInfo,
+    Reward,
+    Rollout,
+    RolloutDetail,
+    RolloutRequest,
+)
 
 _REQUEST = msgspec.json.Decoder(RolloutRequest)
 _REWARDS = msgspec.json.Decoder(dict[str, float])
@@ -70,6 +79,13 @@ def attempt_of(row: sa.Row[Any]) -> Attempt:
         rewards=_rewards_of(row),
         error=_error_of(row),
     )
+
+
+def ending_of(attempt: Attempt) -> str:
+    """How and when an attempt ended, for whoever still holds it."""
+    when = "" if attempt.ended_at is None else f" at {datetime.fromtimestamp(attempt.ended_at, UTC):%Y-%m-%dT%H:%M:%SZ}"
+    why = "" if attempt.error is None else f" ({attempt.error.type}: {attempt.error.message})"
+    return f"it ended as {attempt.status}{when}{why}"
 
 
 def _rewards_of(row: sa.Row[Any]) -> dict[str, float]:

@@ -9,7 +9,7 @@ import functools
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import msgspec
@@ -44,7 +44,7 @@ from lightning_rl.store.life_cycle import (
     next_attempt_status,
     next_rollout_status,
 )
-from lightning_rl.store.records import attempt_of, detailed, outcome_of, rollout_of
+from lightning_rl.store.records import attempt_of, detailed, ending_of, outcome_of, rollout_of
 from lightning_rl.store.rewards import check_finite, returned_rewards, rewards_by_name, with_late
 from lightning_rl.store.upgrades import open_database
 from lightning_rl_adapters.credit import FINAL
@@ -328,6 +328,13 @@ class SqlStore:
             connection.execute(_RENEW_LEASE, renewed)
         return leases
 
+    @_write
+    def extend_leases(self, connection: sa.Connection, leases: Mapping[str, float]) -> None:
+        """Let the leases of these running attempts, by id, last for so many seconds from now on."""
+        now = self._clock()
+        extended = [{"renewed": attempt_id, "lease_expires_at": now + left} for attempt_id, left in leases.items()]
+        connection.execute(_RENEW_LEASE, extended)
+
     @_read
     def attempt(self, connection: sa.Connection, rollout_id: str, attempt_id: str) -> tuple[Rollout, Attempt]:
         """The attempt and its rollout.
@@ -464,8 +471,8 @@ class SqlStore:
             return self._end(connection, rollout, row, finish.status, finish.error, named, body)
         if row.finish_body is None or not same_body(row.finish_body, body):
             raise Conflict(
-                f"attempt {row.attempt_id} of rollout {rollout.rollout_id} has already ended as {row.status}: "
-                "drop this result"
+                f"attempt {row.attempt_id} of rollout {rollout.rollout_id} has already ended, "
+                f"{ending_of(attempt_of(row))}: drop this result"
             )
         return rollout, attempt_of(row)
 
@@ -481,6 +488,7 @@ class SqlStore:
                 rollout_id=row.rollout_id,
                 attempt_id=row.attempt_id,
                 why="lease" if row.lease_expires_at < now else "deadline",
+                lease_seconds=row.unresponsive_seconds,
             )
             for row in rows
         ]
@@ -935,7 +943,8 @@ def _why(late: Overdue, rollout: Rollout, attempt: sa.Row[Any]) -> ErrorInfo:
     if late.why == "lease":
         return ErrorInfo(
             type="LeaseExpired",
-            message=f"no heartbeat of worker {attempt.worker_id} within {attempt.unresponsive_seconds:g} s",
+            message=f"neither a heartbeat of worker {attempt.worker_id} nor a call came within "
+            f"{attempt.unresponsive_seconds:g} s; the rollout's config.unresponsive_seconds says how long to wait",
             infrastructure=True,
         )
     if late.why == "worker":

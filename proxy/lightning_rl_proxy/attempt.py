@@ -381,6 +381,7 @@ class Attempt:
         self.exchanges: dict[bytes, list[Exchange]] = {}
         self.unrecorded: set[Exchange] = set()  # of them, those whose calls are not recorded yet
         self.tokens_received = 0
+        self.called_at: float | None = None  # when a call last began or ended, by the monotonic clock
         self.in_flight = 0  # answers that are being worked on
         # How often a body was answered with 5xx: so many of its retries are sampled anew, equal calls or not.
         self.failed = Counter[bytes]()

@@ -68,9 +68,10 @@ class UnknownModel(GatewayError):
         )
 
 
-def closed(attempt_id: str) -> GatewayError:
-    """The attempt has ended: whatever still calls is a zombie."""
-    return GatewayError(409, f"attempt {attempt_id} is closed: its rollout has ended or was retried", kind="conflict")
+def closed(attempt_id: str, ended: str | None = None) -> GatewayError:
+    """The attempt has ended, as `ended` says: whatever still calls is a zombie."""
+    why = ended or "its rollout has ended or was retried"
+    return GatewayError(409, f"attempt {attempt_id} is closed: {why}", kind="conflict")
 
 
 def elsewhere(attempt_id: str, url: str) -> GatewayError:

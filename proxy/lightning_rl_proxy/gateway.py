@@ -126,6 +126,7 @@ class Gateway:
         self._starting: dict[tuple[str, str], float] = {}  # since when, the oldest first
         # The ledger says that an attempt is closed a moment after it was sealed; in between, this does.
         self._sealed: dict[tuple[str, str], int] = {}  # the tokens that each was handed
+        self._endings: dict[tuple[str, str], str] = {}  # of those of them whose late calls were refused
         # What was answered with a 5xx and not asked again with success since, by attempt and body.
         self._failures: dict[tuple[str, str], dict[bytes, str]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -160,6 +161,13 @@ class Gateway:
     def holds(self, rollout_id: str, attempt_id: str) -> bool:
         """Whether that attempt is open here."""
         return (rollout_id, attempt_id) in self._attempts
+
+    def idle_seconds(self, rollout_id: str, attempt_id: str) -> float | None:
+        """How long ago the attempt's last call ended; 0 while one is in flight, None where none came in here."""
+        attempt = self._attempts.get((rollout_id, attempt_id))
+        if attempt is None or attempt.called_at is None:
+            return None
+        return 0.0 if attempt.in_flight else time.monotonic() - attempt.called_at
 
     def settle(self, attempts: Iterable[tuple[str, str]]) -> None:
         """Note of those of the attempts of which nothing is on its way that the store has all their calls."""
@@ -426,7 +434,7 @@ class Gateway:
         name = (address.rollout_id, address.attempt_id)
         self._notes.check()
         if name in self._sealed:
-            raise closed(address.attempt_id)
+            raise await self._closed(name)
         if self._recorder.is_lost(*name):
             raise _unrecordable(address.attempt_id)
         attempt = self._attempts.get(name)
@@ -441,15 +449,26 @@ class Gateway:
             if not info.open:
                 if attempt is not None:
                     self._close(self._attempts.pop(name))
-                raise closed(address.attempt_id)
+                raise closed(address.attempt_id, info.ended)
             if name in self._sealed:
-                raise closed(address.attempt_id)
+                raise await self._closed(name)
             if attempt is None:
                 attempt = self._attempts[name] = attempt_of(address, info, now, self._renderer)
                 if info.spans:
                     self.interrupted(*name, "the gateway that had the attempt went away while it ran")
             attempt.checked_at = now
         return attempt
+
+    async def _closed(self, name: tuple[str, str]) -> GatewayError:
+        """The refusal of a call that came after its attempt was sealed: with how it ended, once the ledger knows."""
+        if name not in self._endings:
+            info = await self._info(name)
+            if info is None or info.ended is None:
+                return closed(name[1])
+            self._endings[name] = info.ended
+            if len(self._endings) > _SEALED_REMEMBERED:
+                del self._endings[next(iter(self._endings))]
+        return closed(name[1], self._endings[name])
 
     async def _info(self, name: tuple[str, str]) -> AttemptInfo | None:
         """What the ledger says of an attempt; who asks while it is being asked hears the same answer."""
@@ -492,6 +511,7 @@ class Gateway:
                 raise failure from error
             exchange.task = asyncio.create_task(self._noting(work, attempt.address) if self._noted else work)
             attempt.in_flight += 1
+            attempt.called_at = time.monotonic()
             exchange.task.add_done_callback(partial(_worked, attempt, exchange))
             self._has_begun(attempt.name)
             attempt.exchanges.setdefault(body_key, []).append(exchange)
@@ -693,6 +713,7 @@ def _body_key(api: str, agent: str | None, body: bytes) -> bytes:
 def _worked(attempt: Attempt, exchange: Exchange, _work: asyncio.Task[bytes]) -> None:
     """An answer is no longer worked on."""
     attempt.in_flight -= 1
+    attempt.called_at = time.monotonic()
     exchange.wake()
 
 

@@ -14,7 +14,8 @@ class AttemptInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `sampling` replaces the agent's own sampling parameters (empty: the agent's hold), `sampling_defaults` hold where a
     request has none. `seed_key` is mixed into the seed of every call, so that the rollouts of a group differ and two
-    validations agree. `spans` are what was recorded of it so far, by a gateway that is gone.
+    validations agree. `spans` are what was recorded of it so far, by a gateway that is gone. `ended` says how and when
+    it ended, where it is not open.
     """
 
     rollout_id: str
@@ -25,6 +26,7 @@ class AttemptInfo(msgspec.Struct, frozen=True, kw_only=True):
     seed_key: str
     sampling_defaults: dict[str, Any] = {}
     spans: Sequence[Span] = ()
+    ended: str | None = None
 
 
 class Ledger(Protocol):

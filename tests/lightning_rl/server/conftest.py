@@ -32,6 +32,7 @@ class FakeGateway:
         self.refuses: Exception | None = None
         self.recording: str | None = None
         self.journal_damaged = False
+        self.idle: dict[str, float] = {}
         self.failures: dict[str, str] = {}
         self.engines: dict[str, str | None] = {"m 0": None}
         self.told: dict[str, dict[str, Any]] = {}
@@ -66,6 +67,9 @@ class FakeGateway:
 
     def interrupted(self, rollout_id: str, attempt_id: str, what: str) -> None:
         self.failures[attempt_id] = what
+
+    def idle_seconds(self, rollout_id: str, attempt_id: str) -> float | None:
+        return self.idle.get(attempt_id)
 
     def is_lost(self, rollout_id: str, attempt_id: str) -> bool:
         return attempt_id in self.lost

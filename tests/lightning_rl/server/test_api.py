@@ -6,7 +6,7 @@ import pytest
 
 from lightning_rl.server.api import ControlPlane
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.contract import Ending, ErrorInfo, Finish, Reward, RolloutConfig, RolloutRequest
+from lightning_rl.store.contract import Attempt, Claim, Ending, ErrorInfo, Finish, Reward, RolloutConfig, RolloutRequest
 from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, Unreachable
 from lightning_rl_proxy.address import Address
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
@@ -355,8 +355,41 @@ def test_a_lost_lease_is_swept_and_queued_again(served) -> None:
     (first,) = served.client().claim("w")
     (second,) = served.client().claim("w", wait_seconds=60)
     assert second.attempt.sequence == 2
-    with pytest.raises(Conflict, match="no longer yours"):
+    ended = (
+        r"no longer yours: it ended as lost at 2\d{3}-\d\d-\d\dT.*Z \(LeaseExpired: neither a heartbeat of worker w nor"
+    )
+    with pytest.raises(Conflict, match=ended):
         served.client().heartbeat("r1", first.attempt.attempt_id)
+
+
+def test_a_call_renews_the_lease_as_a_heartbeat_does(served, eventually) -> None:
+    claim = served.client().start(RolloutRequest(task=1, config=RolloutConfig(unresponsive_seconds=0.05)))
+    attempt_id = claim.attempt.attempt_id
+    served.gateway.idle[attempt_id] = 0.0  # a call is in flight
+
+    def now() -> Attempt:
+        return served.client().rollout(claim.rollout.rollout_id).attempts[0]
+
+    eventually(lambda: now().lease_expires_at > claim.attempt.lease_expires_at + 0.2)
+    assert now().status == "running"
+    served.gateway.idle[attempt_id] = 60.0  # it ended a minute ago
+    eventually(lambda: now().status == "lost")
+
+
+def test_an_attempts_own_key_may_heartbeat(served) -> None:
+    served.client().publish(POLICY)
+    mine, other = (served.client().start(RolloutRequest(task=1)) for _ in range(2))
+    key = mine.resources["main_llm"]["api_key"]
+    status, body = served.call("POST", _heartbeat(mine), {}, key=key)
+    assert (status, body["attempt_id"]) == (200, mine.attempt.attempt_id)
+    assert served.call("POST", _heartbeat(other), {}, key=key)[0] == 401
+    assert served.call("POST", _heartbeat(mine).replace("heartbeat", "finish"), {"status": "failed"}, key=key)[0] == 401
+    served.client().cancel(mine.rollout.rollout_id)
+    assert served.call("POST", _heartbeat(mine), {}, key=key)[0] == 409
+
+
+def _heartbeat(claim: Claim) -> str:
+    return f"/api/v1/rollouts/{claim.rollout.rollout_id}/attempts/{claim.attempt.attempt_id}/heartbeat"
 
 
 # Engines and pauses

@@ -21,7 +21,7 @@ def ended(served, *ids: str, finish: Finish | None = None) -> list[tuple[str, st
 
 def test_the_admin_key_rewards_an_attempt_that_has_ended_and_a_runners_does_not(served) -> None:
     [place] = ended(served, "r1")
-    with pytest.raises(Conflict, match="r1 is succeeded"):
+    with pytest.raises(Conflict, match="r1 is no longer yours: it ended as succeeded"):
         served.client("runner").add_rewards(*place, [Reward(value=0.5)])
     assert served.client().rollout("r1").reward == 1.0
     [told] = served.client().add_rewards(*place, [Reward(value=0.5)])

@@ -1,6 +1,8 @@
 """Attempts that go on after their end: whatever they still say is refused in every dialect, and trains nothing."""
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from http.server import ThreadingHTTPServer
 
 import msgspec
@@ -86,6 +88,20 @@ def check_nothing_is_its(store, place) -> None:
         store.finish(*place, Finish(status="succeeded", reward=9.0))
 
 
+def test_an_attempt_started_by_hand_lives_by_its_calls_and_is_told_what_ended_it(store) -> None:
+    claimed = store.start(RolloutRequest(task=1, rollout_id="r1", config=RolloutConfig(unresponsive_seconds=2)))
+    llm = claimed.resources["main_llm"]
+    with openai.OpenAI(base_url=llm["base_url"], api_key=llm["api_key"], max_retries=0) as sdk:
+        for _ in range(12):
+            sdk.chat.completions.create(model="policy", messages=MESSAGES)
+            time.sleep(0.3)
+    claim(store)  # it stops to call, and its rollout is another's
+    with pytest.raises(
+        openai.ConflictError, match=r"is closed: it ended as lost at .*Z \(LeaseExpired: .* a call came"
+    ):
+        say(claimed, "hello")
+
+
 def test_a_zombie_trains_nothing_before_and_after_its_retry_has_ended(store, eventually) -> None:
     store.enqueue(
         [RolloutRequest(task=1, rollout_id="r1", config=RolloutConfig(max_attempts=3, unresponsive_seconds=2))]
@@ -119,13 +135,16 @@ def test_a_zombie_trains_nothing_before_and_after_its_retry_has_ended(store, eve
     )
 
 
-def test_a_call_in_flight_when_the_lease_is_lost_ends_with_its_attempt(store) -> None:
+def test_a_call_in_flight_when_the_worker_is_lost_ends_with_its_attempt(store) -> None:
     SlowEngine.may.clear()
-    store.enqueue([RolloutRequest(task=1, rollout_id="r1", config=RolloutConfig(unresponsive_seconds=2))])
+    store.enqueue([RolloutRequest(task=1, rollout_id="r1")])
     zombie, lost = claim(store)
-    with pytest.raises(openai.ConflictError) as refused:
-        say(zombie, "one")
-    assert SlowEngine.asked.is_set()
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(say, zombie, "one")
+        assert SlowEngine.asked.wait(20)
+        store.workers_died(["w"])
+        with pytest.raises(openai.ConflictError) as refused:
+            asking.result(20)
     assert refused.value.response.headers["x-should-retry"] == "false"
     SlowEngine.may.set()
     second, place = claim(store)

@@ -49,7 +49,7 @@ def test_the_same_end_again_gives_the_same_answer(store) -> None:
     assert store.finish_many(endings) == store.finish_many(endings)
     assert [len(store.trace(*place).rewards) for place in places] == [1, 1]
     more = [Reward(value=0.5, name="n", reward_id="another")]
-    with pytest.raises(Conflict, match="r1 is succeeded"):
+    with pytest.raises(Conflict, match="r1 is no longer yours: it ended as succeeded"):
         store.finish_many([ending(places[1], rewards=more)])
 
 
