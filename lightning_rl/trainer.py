@@ -153,7 +153,6 @@ class Trainer:
                     host=self.host,
                     port=self.port,
                     url=self.url,
-                    own_runners=self._runner_key is None,
                     otlp_endpoint=endpoint.otlp_endpoint,
                 )
             )

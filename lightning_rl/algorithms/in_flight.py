@@ -37,6 +37,10 @@ class Rollouts(Protocol):
         """End them."""
         ...
 
+    def is_there(self, rollout_id: str) -> bool:
+        """Whether anybody has ever asked for it."""
+        ...
+
 
 @dataclass
 class _Asked:
@@ -144,7 +148,15 @@ class InFlight:
         return found
 
     def cancel(self, wait_seconds: float) -> list[list[Trajectory]]:
-        """End all that is in flight; the groups, which are none any more."""
+        """End all that is in flight, and what a run that was cut off had asked for beyond it; the groups of both, which
+        are in flight no more."""
+        while True:
+            following = next(self._tasks)
+            ids = [str(request.rollout_id) for request in self._requests(*following)]
+            if not self._rollouts.is_there(ids[0]):
+                break
+            self._groups.append(_Asked(self.asked, 0, ids, set(ids)))
+            self.asked += 1
         self._rollouts.cancel(self.waiting)
         while self.waiting:
             self._end(wait_seconds)

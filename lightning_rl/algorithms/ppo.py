@@ -57,7 +57,7 @@ from lightning_rl.rl.advantages import Estimator
 from lightning_rl.rl.baselines import OutcomeEstimator
 from lightning_rl.runner.launch import MOST
 from lightning_rl.store.contract import Rollout, RolloutRequest, RolloutTrace
-from lightning_rl.store.errors import StoreError
+from lightning_rl.store.errors import NotFound, StoreError
 from lightning_rl.tracing.writer import Writer
 from lightning_rl.tracking import jsonl
 from lightning_rl.tracking.about import About
@@ -165,7 +165,7 @@ class PPO(Algorithm):
         """`metrics` are those of the validation; what is put into them is logged."""
 
     def on_step_end(self, metrics: dict[str, float]) -> None:
-        """The step is done, validated and saved where due; what is put into `metrics` is logged."""
+        """The step is done, validated where due; what is put into `metrics` is logged. Saving comes after."""
 
     # What the Trainer calls.
 
@@ -254,7 +254,7 @@ class PPO(Algorithm):
                 if uncorrected := settings.uncorrected(self.config):
                     _log.warning("%s", uncorrected)
             self.on_train_begin()
-            if self.step == 0 and (config.val_before_train or config.val_only):
+            if not self._resumed and (config.val_before_train or config.val_only):
                 if measured := self._measure(val_dataset):
                     self._log(measured)
                 if self.tuning.best_step == 0:
@@ -265,11 +265,11 @@ class PPO(Algorithm):
                 metrics = self.train_step()
                 if self._due(config.test_freq) or self.step == total:
                     metrics |= self._measure(val_dataset)
+                self.on_step_end(metrics)
+                self._log(metrics)  # before the checkpoint: a run that goes on from there tells of the step no more
                 last = self.step == total or self.tuning.stop is not None
                 if last or self._due(config.save_freq) or self.tuning.best_step == self.step:
                     self.save()
-                self.on_step_end(metrics)
-                self._log(metrics)
             if self.tuning.stop:
                 _log.warning("%s", self.tuning.stop)
             if total:
@@ -530,12 +530,19 @@ class PPO(Algorithm):
         return {"training/rollout_probs_diff_max": largest, "training/rollout_probs_diff_mean": float(np.nanmean(gap))}
 
     def _sampled_by_these_weights(self, batch: StepBatch, sequence: TrainingSequence) -> NDArray[np.bool_]:
-        """Which trained tokens of a sequence the weights sampled that the step begins with, [K]; in `sync` all."""
+        """Which trained tokens of a sequence the weights sampled that the step begins with, [K].
+
+        In `sync` these are all that this session has sampled. A version that an earlier session made beyond the
+        checkpoint has the number of another that this one makes.
+        """
         same = np.ones(len(sequence.trained), dtype=bool)
-        if self._schedule is not None:
-            nodes = batch.parts[sequence.rollout].trajectory.forest.nodes
-            for call_id, where, places in sequence.trained_by_call():
-                versions = nodes[call_id].call.policy_versions()
+        nodes = batch.parts[sequence.rollout].trajectory.forest.nodes
+        for call_id, where, places in sequence.trained_by_call():
+            call = nodes[call_id].call
+            if call.end_ns < self._began_ns and self.policy_version != self._began_version:
+                same[where] = False
+            elif self._schedule is not None:
+                versions = call.policy_versions()
                 same[where] = [versions[place] == self.policy_version for place in places]
         return same
 
@@ -689,6 +696,7 @@ class PPO(Algorithm):
 
     def _go_on(self) -> None:
         """Take up where the run folder's last checkpoint stands; a fresh run has none."""
+        self._resumed = self._state is not None
         if (state := self._state) is not None:
             self._state = None
             self.step, self.policy_version = state["step"], state["policy_version"]
@@ -707,8 +715,10 @@ class PPO(Algorithm):
             checkpoint.set_rng_state(state["rng"])
             self.models.send_weights(self.policy_version)
             self.store.resume(self.policy.name, self.policy_version)
-        self.history = jsonl.keep_until(self.run_dir / "metrics.jsonl", self.step) if self.resume else []
+        written = self.run_dir / "metrics.jsonl"
+        self.history = jsonl.keep_until(written, self.step if self._resumed else None) if self.resume else []
         self.books = Books(self.account, self.store)
+        self._began_version = self.policy_version
         self._began_ns = int(self.store.state()["began_ns"])  # what was sampled before it, earlier runs have sampled
         self._problems = Problems(self.run_dir, max_tokens=self.config.data.max_tokens)
 
@@ -783,6 +793,13 @@ class _OfRun:
     def cancel(self, rollout_ids: Sequence[str]) -> None:
         for rollout_id in rollout_ids:
             self._ppo.store.cancel(rollout_id)
+
+    def is_there(self, rollout_id: str) -> bool:
+        try:
+            self._ppo.store.rollout(rollout_id)
+        except NotFound:
+            return False
+        return True
 
 
 def _is_greedy(trajectory: Trajectory) -> bool:

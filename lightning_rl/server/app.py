@@ -67,7 +67,7 @@ def create_app(
     gateway_url: str,
     attach_engine: Callable[[EngineRequest], Awaitable[str]],
     sweep_seconds: float = 1.0,
-    own_runners: bool = False,
+    session: bool = False,
     limits: Limits | None = None,
     collectors: Sequence[Collector] = (),
     fleet: Fleet | None = None,
@@ -78,8 +78,9 @@ def create_app(
         sql: the thread that all work on `store` runs in; the gateway's ledger shares it.
         gateway_url: where agents reach the gateway.
         attach_engine: makes the gateway use an engine; the name by which it knows it.
-        own_runners: all runners are children of the process that starts this server, so that nobody can hold a claim
-            of an earlier session: its attempts are lost at once.
+        session: one process asks for all rollouts, and this server ends with it. What an earlier one left running is
+            lost at once, whoever works on it; what it left queued is claimed when it is asked for again, and not
+            before: other weights would sample it.
         collectors: what else counts itself, for /metrics.
         fleet: this gateway's part in a store that several servers share.
     """
@@ -107,7 +108,7 @@ def create_app(
     at_work: list[asyncio.Task[None]] = []
 
     async def start() -> None:
-        if not own_runners:
+        if not session:
             await sql.run(store.renew_leases)
         if fleet is not None:
             await fleet.join()
@@ -116,7 +117,7 @@ def create_app(
         gateway_id = None if fleet is None else fleet.gateway_id
         if gateway.journal_damaged:
             await sweeper.end(await sql.run(store.running, why="journal", gateway_id=gateway_id))
-        elif not own_runners:
+        elif not session:
             for open_then in await sql.run(store.running, why="server", gateway_id=gateway_id):
                 gateway.interrupted(open_then.rollout_id, open_then.attempt_id, "the server was started anew meanwhile")
         if fleet is not None:
@@ -124,8 +125,9 @@ def create_app(
         before = await sql.run(store.recorded_calls)
         gateway.carry_on(before.tokens, before.newest_ns)
         await together.adopt()
-        if own_runners:
+        if session:
             await sweeper.end(await sql.run(store.running, why="session"))
+            await sql.run(store.shelve)
 
     def load() -> tuple[int, int]:
         now = gateway.state()

@@ -81,7 +81,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     port: int = 0
     url: str | None = None
     lease_seconds: float = LEASE_SECONDS  # of this gateway among several; a new session has so long to take over
-    own_runners: bool = False  # they all end with the process that starts this one
+    session: bool = False  # see `launch`
     otlp_endpoint: str | None = None  # where spans are sent, too
     limits: Limits = Limits()
 
@@ -259,7 +259,7 @@ async def _app(settings: Settings, store: SqlStore, sql: SqlThread, url: str, co
         ),
         gateway_url=url,
         attach_engine=attacher(router, renderer),
-        own_runners=settings.own_runners,
+        session=settings.session,
         limits=settings.limits,
         collectors=collectors,
         fleet=fleet,

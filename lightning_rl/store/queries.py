@@ -198,6 +198,18 @@ def ended_attempts(connection: sa.Connection, attempt_ids: Sequence[str]) -> set
     }
 
 
+def shelved(connection: sa.Connection, rollout_ids: Sequence[str], until: float) -> list[str]:
+    """The ids of those of the rollouts that are queued, and may be claimed at `until` and not before."""
+    table = schema.rollouts.c
+    return [
+        rollout_id
+        for ids in _chunks(rollout_ids)
+        for rollout_id in connection.execute(
+            sa.select(table.rollout_id).where(table.rollout_id.in_(ids), table.claimable_at == until)
+        ).scalars()
+    ]
+
+
 def requests(connection: sa.Connection, rollout_ids: Sequence[str]) -> dict[str, bytes]:
     """The requests that made these rollouts, as they were stored, by id."""
     return {

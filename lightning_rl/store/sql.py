@@ -74,6 +74,11 @@ _MOVE_ROLLOUT = (
     .where(schema.rollouts.c.rollout_id == sa.bindparam("moved"))
     .values({name: sa.bindparam(name) for name in ("status", "ended_at", "claimable_at")})
 )
+_TAKE_UP = (
+    sa.update(schema.rollouts)
+    .where(schema.rollouts.c.rollout_id == sa.bindparam("taken_up"), schema.rollouts.c.status == "queued")
+    .values(claimable_at=None)
+)
 _OPEN_ATTEMPT = (
     sa.update(schema.rollouts)
     .where(schema.rollouts.c.rollout_id == sa.bindparam("opened"))
@@ -90,6 +95,9 @@ _OPENED = (
     "started_at",
     "deadline_at",
 )
+
+_UNTIL_ASKED_FOR = float("inf")  # `claimable_at` of what a session that is over has left queued
+_SHELVE = sa.update(schema.rollouts).where(schema.rollouts.c.status == "queued").values(claimable_at=_UNTIL_ASKED_FOR)
 
 _FIRST_PAUSE_SECONDS = 1.0  # before a retry
 _LONGEST_PAUSE_SECONDS = 60.0
@@ -150,7 +158,8 @@ class SqlStore:
 
     @_write
     def enqueue(self, connection: sa.Connection, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """The rollouts asked for, in that order; those whose id is there already stay as they are.
+        """The rollouts asked for, in that order; those whose id is there already stay as they are, but that they may
+        be claimed where a session that is over had left them queued.
 
         Raises:
             Conflict: an id is there with another body.
@@ -476,6 +485,11 @@ class SqlStore:
             )
         return rollout, attempt_of(row)
 
+    @_write
+    def shelve(self, connection: sa.Connection) -> None:
+        """Nobody claims what is queued now until it is asked for again: a session is over that has asked for it."""
+        connection.execute(_SHELVE)
+
     @_read
     def overdue(self, connection: sa.Connection, *, since_seconds: float = 0) -> list[Overdue]:
         """The running attempts whose lease or deadline is over, for `since_seconds` or longer."""
@@ -681,7 +695,15 @@ class SqlStore:
             rows.append(self._new_row(connection, rollout_id, request, body, latest))
         if rows:
             connection.execute(sa.insert(schema.rollouts), rows)
+        if len(rows) < len(requests):
+            self._take_up(connection, ids)
         return queries.rollouts(connection, ids)
+
+    def _take_up(self, connection: sa.Connection, ids: Sequence[str]) -> None:
+        """Let those of the rollouts that were shelved be claimed."""
+        shelved = queries.shelved(connection, ids, _UNTIL_ASKED_FOR)
+        if shelved:
+            connection.execute(_TAKE_UP, [{"taken_up": rollout_id} for rollout_id in shelved])
 
     def _new_row(
         self,

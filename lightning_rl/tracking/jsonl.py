@@ -32,9 +32,10 @@ def read(path: Path) -> list[dict[str, float]]:
     return [msgspec.json.decode(line, type=dict[str, float]) for line in _whole_lines(path) if line]
 
 
-def keep_until(path: Path, step: int) -> list[dict[str, float]]:
-    """Drop what was written after `step` (a run that goes on from there writes it again); the lines that are kept."""
-    if not path.exists() or not step:
+def keep_until(path: Path, step: int | None) -> list[dict[str, float]]:
+    """Drop what was written after `step` (a run that goes on from there writes it again; None: from its beginning); the
+    lines that are kept."""
+    if not path.exists() or step is None:
         path.unlink(missing_ok=True)
         return []
     kept = [line for line in _whole_lines(path) if msgspec.json.decode(line)["step"] <= step]

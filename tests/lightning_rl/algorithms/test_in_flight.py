@@ -55,7 +55,10 @@ class Scripted:
         return [trajectory(rollout_id) for rollout_id in rollout_ids]
 
     def cancel(self, rollout_ids: Sequence[str]) -> None:
-        self.end(rollout_ids)
+        self.end([rollout_id for rollout_id in rollout_ids if rollout_id in self.open])
+
+    def is_there(self, rollout_id: str) -> bool:
+        return rollout_id in self.open or rollout_id in self.done
 
 
 def rollout(rollout_id: str, task: Any, created_at: float, ended_at: float | None = None) -> Rollout:
@@ -176,6 +179,19 @@ def test_what_is_left_at_the_end_is_cancelled_and_read(threshold: int) -> None:
     left = len(groups)
     assert len(groups.cancel(1.0)) == left == 2 * threshold
     assert not groups.waiting
+    assert rollouts.open == []
+
+
+def test_what_a_killed_run_had_asked_for_beyond_the_end_is_cancelled_and_read_too() -> None:
+    rollouts = Scripted(lambda waiting: waiting[:N])
+    rollouts.open = ["3.0-0", "3.0-1"]
+    rollouts.done = {f"3.1-{k}": rollout(f"3.1-{k}", None, 0.0, ended_at=0.0) for k in range(N)}
+    groups = in_flight(Async(2, 0), rollouts)
+    for left in (4, 2):
+        groups.hand_over(0, left, 1.0)
+    assert names(groups.cancel(1.0)) == ["3.0", "3.1"]
+    assert groups.asked == 6
+    assert not set(rollouts.asked) & {"3.0-0", "3.1-0"}
     assert rollouts.open == []
 
 

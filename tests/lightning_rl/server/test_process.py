@@ -133,9 +133,10 @@ def test_what_nobody_foresaw_at_the_start_has_its_log(tmp_path) -> None:
 
 
 def test_received_tokens_are_counted_on_after_a_restart_and_dead_sessions_are_ended(tmp_path) -> None:
+    request = RolloutRequest(task=1, rollout_id="r1", config=RolloutConfig(max_attempts=1))
     with launch(tmp_path, POLICY, admin_key="a", runner_key="r") as serving:
         store = HttpStore(serving.url, "a")
-        store.enqueue([RolloutRequest(task=1, rollout_id="r1", config=RolloutConfig(max_attempts=1))])
+        store.enqueue([request])
         (first,) = store.claim("w")
         assert store.state()["models"]["policy"]["tokens_received"] == 0
         os.kill(serving.pid, signal.SIGKILL)
@@ -151,8 +152,10 @@ def test_received_tokens_are_counted_on_after_a_restart_and_dead_sessions_are_en
         assert (trace.rollout.status, trace.attempts[0].attempt.status) == ("queued", "lost")
         assert trace.attempts[0].attempt.error.type == "SessionEnded"
         assert len(trace.attempts[0].spans) == 2
+        assert store.claim("w") == [], "nobody has asked for it in this session"
+        store.enqueue([request])
         (second,) = store.claim("w")
-    with launch(tmp_path, POLICY, admin_key="a", runner_key="r", own_runners=False) as serving:
+    with launch(tmp_path, POLICY, admin_key="a", runner_key="r", session=False) as serving:
         store = HttpStore(serving.url, "a")
         assert store.state()["models"]["policy"]["tokens_received"] == 12
         store.finish("r1", second.attempt.attempt_id, Finish(status="succeeded", reward=1.0))

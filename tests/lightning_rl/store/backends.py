@@ -59,6 +59,7 @@ NOT_OVER_HTTP = {
     "rollouts": "the sweeper's answer to `workers_died`",
     "running": "the server, as it starts, and `workers_died`",
     "recorded_calls": "the server, as it starts",
+    "shelve": "the server, as it starts",
     "statuses": "`POST /v1/traces`: whether the attempts of spans are open",
     "sweep": "the sweeper, every second",
 }

@@ -109,6 +109,21 @@ def test_pages_go_on_at_the_cursor_and_filter(store) -> None:
 # Claims
 
 
+def test_what_is_shelved_is_claimed_when_it_is_asked_for_again(store) -> None:
+    store.enqueue([request(name) for name in ("r1", "r2", "r3")])
+    (under_way,) = store.claim("w")
+    store.shelve()
+    assert store.claim("w", limit=9) == []
+    assert not store.claimable()
+    store.enqueue([request("r2"), request("r4")])
+    assert store.claimable()
+    assert [claim.rollout.rollout_id for claim in store.claim("w", limit=9)] == ["r2", "r4"]
+    store.finish("r1", under_way.attempt.attempt_id, INFRASTRUCTURE)
+    assert store.rollout("r1").status == "queued"  # its retry is this session's own
+    assert store.rollout("r3").status == "queued"
+    assert store.cancel("r3").status == "cancelled"
+
+
 def test_claims_take_the_oldest_first_and_each_once(store) -> None:
     store.enqueue([request(f"r{n}") for n in range(3)])
     assert [c.rollout.rollout_id for c in store.claim("w", limit=2)] == ["r0", "r1"]

@@ -42,7 +42,7 @@ def test_a_file_cut_at_any_byte_gives_its_whole_lines(tmp_path: Path) -> None:
 
 def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
     written(tmp_path / "m.jsonl", 3)
-    assert keep_until(tmp_path / "m.jsonl", 0) == []
+    assert keep_until(tmp_path / "m.jsonl", None) == []
     assert not (tmp_path / "m.jsonl").exists()
 
 

@@ -1,0 +1,180 @@
+"""A trainer killed in every phase of a step, whatever the checkpoints and the schedule: each resume goes on at once.
+
+The kills of a case follow one another in one run: each process dies in its phase, the next one goes on, and only the
+last one comes to the end. Between two checkpoints steps are done again, over what the store holds of them.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_rl as lrl
+from lightning_rl.algorithms import step_record
+from lightning_rl.store.contract import Rollout, RolloutTrace
+from lightning_rl.store.sql import SqlStore
+from lightning_rl.tracking.jsonl import read
+from lightning_rl_adapters.call import calls_of
+from tests.lightning_rl.algorithms.agents import straggles
+
+ROOT = Path(__file__).parents[2]
+STEPS, BATCH, N = 6, 2, 2
+
+PHASES = (
+    ("asked", 4), ("sampling", 4), ("sampled", 4), ("entered", 4), ("recorded", 4), ("updated", 4), ("sent", 4),
+    ("published", 4), ("validating", 4), ("measured", 4), ("told", 4), ("saved", 4), ("saved", 5),
+    ("sampling", 6), ("saved", 6),
+)  # fmt: skip
+PROGRAM = """
+import sys
+from pathlib import Path
+
+from tests.chaos import test_resumed as tests
+
+folder, schedule, save_freq, phase, step = sys.argv[1:]
+tests.train(Path(folder), schedule, int(save_freq), phase, int(step))
+"""
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
+
+
+class Dies(lrl.PPO):
+    """Is killed in a `phase` of step `at`; "" lives."""
+
+    def __init__(self, config: Any, phase: str, at: int) -> None:
+        super().__init__(config)
+        self._phase, self._at = phase, at
+        self._measures = False
+        self._resumed = False
+
+    def on_init_end(self) -> None:
+        self._resumed = any(self.run_dir.glob("steps/*"))
+
+    def _reach(self, phase: str) -> None:
+        if (phase, self.step) == (self._phase, self._at):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def ask(self, requests: Any) -> list[Rollout]:
+        made = super().ask(requests)
+        self._reach("validating" if self._measures else "asked")
+        return made
+
+    def ended(self, waiting: Any, *given: Any, **more: Any) -> list[Rollout]:
+        found = super().ended(waiting, *given, **more)
+        if found and not self._measures:
+            self._reach("sampling")
+        return found
+
+    def on_sample_end(self, trajectories: Any) -> None:
+        """A step that is done again is not quicker than runners that take what the killed process left queued."""
+        while self._resumed and not self.store.state()["claims_waiting"]:
+            time.sleep(0.05)
+        self._resumed = False
+        self._reach("sampled")
+
+    def _write_record(self, of_rollouts: Any) -> None:
+        self._reach("entered")
+        super()._write_record(of_rollouts)
+        self._reach("recorded")
+
+    def _publish_weights(self) -> None:
+        self._reach("updated")
+        resume = self.store.resume
+
+        def reached(*given: Any) -> Any:
+            self._reach("sent")
+            return resume(*given)
+
+        self.store.resume = reached  # type: ignore[method-assign]
+        super()._publish_weights()
+        self.store.resume = resume  # type: ignore[method-assign]
+        self._reach("published")
+
+    def on_validate_begin(self) -> None:
+        self._measures = True
+
+    def on_validate_end(self, metrics: dict[str, float]) -> None:
+        self._measures = False
+
+    def on_step_end(self, metrics: dict[str, float]) -> None:
+        self._reach("measured")
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        super()._log(metrics)
+        self._reach("told")
+
+    def save(self) -> Path:
+        saved = super().save()
+        self._reach("saved")
+        return saved
+
+
+def train(folder: Path, schedule: str, save_freq: int, phase: str = "", at: int = 0) -> None:
+    rollout = {"n": N, "renderer": "qwen3", "max_model_len": 128}
+    config: dict[str, Any] = {
+        "data": {"train_batch_size": BATCH, "max_response_length": 8},
+        "actor_rollout_ref": {"rollout": rollout, "actor": {"optim": {"lr": 1e-3}}},
+        "trainer": {
+            "total_training_steps": STEPS,
+            "save_freq": save_freq,
+            "test_freq": 2,
+            "schedule": schedule,
+            "logger": ["jsonl"],
+            "resume_mode": "auto",
+        },
+    }
+    lrl.Trainer(straggles, n_runners=2, run_dir=folder).fit(Dies(config, phase, at), [*range(5)], [0, 4])
+
+
+def survives(folder: Path, schedule: str, save_freq: int, kills: tuple[tuple[str, int], ...]) -> None:
+    for phase, step in (*kills, ("", 0)):
+        if phase == "saved" and step % save_freq and step != STEPS:
+            continue
+        words = [sys.executable, "-c", PROGRAM, str(folder), schedule, str(save_freq), phase, str(step)]
+        told = subprocess.run(
+            words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        assert told.returncode == (-signal.SIGKILL if phase else 0), f"{phase or 'the end'} {step}: {told.stderr}"
+    check(folder, {"sync": 0, "one_step_off": 1, "async": 4}[schedule])
+
+
+def check(folder: Path, oldest: int) -> None:
+    """Every step is there once, every sampled token trained once or excluded, and nothing is left open."""
+    rows = [row for row in read(folder / "metrics.jsonl") if row["step"]]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert max(row["training/staleness/max"] for row in rows) <= oldest
+    assert (folder / "model" / "model.safetensors").exists()
+    store = SqlStore(f"sqlite:///{folder / 'store.db'}")
+    rollouts, _ = store.page(limit=1000)
+    traces = store.traces([rollout.rollout_id for rollout in rollouts])
+    store.close()
+    assert not {rollout.status for rollout in rollouts} & {"queued", "running"}
+    records = list(step_record.read_all(folder))
+    trained = Counter(rollout.rollout_id for record in records for rollout in record.rollouts)
+    assert set(trained.values()) == {1}
+    assert len(trained) == STEPS * BATCH * N
+    last = rows[-1]
+    assert last["tokens/pending"] == 0
+    excluded = sum(value for name, value in last.items() if name.startswith("tokens/excluded/"))
+    assert last["tokens/received"] == last["tokens/trained"] + excluded == sum(map(_sampled, traces.values()))
+
+
+def _sampled(trace: RolloutTrace) -> int:
+    return sum(call.sampled_tokens for attempt in trace.attempts for call in calls_of(attempt.spans))
+
+
+def test_a_trainer_killed_between_two_checkpoints_goes_on_at_the_first_resume(tmp_path: Path) -> None:
+    survives(tmp_path, "sync", 2, (("asked", 4),))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["sync", "one_step_off", "async"])
+@pytest.mark.parametrize("save_freq", [1, 2, 5])
+def test_a_trainer_killed_in_every_phase_goes_on_at_once(tmp_path: Path, schedule: str, save_freq: int) -> None:
+    survives(tmp_path, schedule, save_freq, PHASES)
