@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
+_OF_AN_LLM = frozenset({"base_url", "anthropic_base_url", "api_key", "endpoint", "env", "for_agent"})
+
 
 @dataclass(frozen=True)
 class LLM:
@@ -60,6 +62,15 @@ class ProxyLLM:
     sampling_parameters: dict[str, Any] = field(default_factory=dict)
     val_sampling_parameters: dict[str, Any] = field(default_factory=dict)
     claimed: LLM | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError, which for what an `LLM` has says how to come by one."""
+        if name in _OF_AN_LLM:
+            raise AttributeError(
+                f"a ProxyLLM has no {name} of its own, since each rollout has another: take that of the rollout's LLM, "
+                f'resources["main_llm"].resolve(rollout).{name}'
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def get_base_url(self, rollout_id: str, attempt_id: str) -> str:
         """Agent-lightning's `resolve`: the `endpoint` of the attempt, which must be the one that runs."""

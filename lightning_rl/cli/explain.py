@@ -23,9 +23,13 @@ def run(
 
     Without a rollout: the forks of the whole run by cause, and the rollouts that have most. The run may be going on.
 
-        lightning-rl explain train-0-3-1 --run-dir runs/20261231-120000
-        lightning-rl explain train-0-3-1 --call 2 --token 5 --now
+    ```
+    lightning-rl explain train-0-3-1 --run-dir runs/20261231-120000
+    lightning-rl explain train-0-3-1 --call 2 --token 5 --now
+    ```
     """
+    import msgspec
+
     from lightning_rl.inspect import call as calls
     from lightning_rl.inspect import draw, folder, recorded
     from lightning_rl.inspect.explain import explain
@@ -47,7 +51,7 @@ def run(
     told = {**folder.as_trained(known.config), "found": known.found, "not_recorded": known.not_recorded}
     try:
         if call is None:
-            view = explain(trace, **told)
+            view = msgspec.structs.replace(explain(trace, **told), run_dir=str(place.resolve()))
             _show(view, draw.rollout(view), as_json=as_json)
             return
         attempt, call_id = calls.find(trace, call)
@@ -63,6 +67,7 @@ def run(
         raise recorded.NotRecorded(
             f"rollout {trace.rollout.rollout_id} of {place.resolve()} is damaged: {error}"
         ) from error
+    one = msgspec.structs.replace(one, run_dir=str(place.resolve()))
     if now:
         one = _with_now(one, calls.path_of(attempt, call_id), media_of(attempt.spans), place)
     if token is not None:

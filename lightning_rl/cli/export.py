@@ -23,8 +23,10 @@ def run(
 ) -> None:
     """Write a run's rollouts, calls, training rows or spans to a file. The run may be going on.
 
-        lightning-rl export runs/20261231-120000 --format parquet --what calls -o calls.parquet
-        lightning-rl export runs/20261231-120000 --format otlp -o spans.jsonl
+    ```
+    lightning-rl export runs/20261231-120000 --format parquet --what calls -o calls.parquet
+    lightning-rl export runs/20261231-120000 --format otlp -o spans.jsonl
+    ```
 
     Parquet needs the extra `data`. The columns are listed in docs/tools.md.
     """

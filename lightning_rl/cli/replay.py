@@ -30,8 +30,10 @@ def run(
 ) -> None:
     """Run the agent again on the recorded answers of a rollout, and compare calls and rewards. No engine is needed.
 
-        lightning-rl replay runs/20261231-120000 train-0-3-1-0
-        lightning-rl replay runs/20261231-120000 train-0-3-1-0 --agent my_agent.py:solve
+    ```
+    lightning-rl replay runs/20261231-120000 train-0-3-1-0
+    lightning-rl replay runs/20261231-120000 train-0-3-1-0 --agent my_agent.py:solve
+    ```
 
     A request that was not recorded ends it, with the first difference. The exit code is 0 only where all was the same.
     """

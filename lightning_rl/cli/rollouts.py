@@ -56,7 +56,9 @@ def list_rollouts(
 ) -> None:
     """List the newest rollouts, the newest last.
 
+    ```
     lightning-rl rollouts list --status failed --mode train --limit 20
+    ```
     """
     from rich.console import Console
     from rich.table import Table
@@ -88,7 +90,9 @@ def show(
 ) -> None:
     """Show a rollout: its attempts, rewards, error with traceback, and its calls in short.
 
+    ```
     lightning-rl rollouts show train-0-3-1-0 --run-dir runs/20261231-120000
+    ```
     """
     from lightning_rl.inspect.explain import explain
     from lightning_rl.inspect.recorded import NotRecorded
@@ -122,7 +126,9 @@ def tail(
 ) -> None:
     """Print rollouts as they end, until Ctrl-C.
 
+    ```
     lightning-rl rollouts tail --url http://127.0.0.1:8080 --mode train
+    ```
     """
     from lightning_rl.inspect import place as places
 
@@ -139,7 +145,9 @@ def tail(
 def cancel(ids: Ids, run_dir: RunDir = None, url: Url = None) -> None:
     """Cancel rollouts of a running server; those that have ended stay as they are.
 
+    ```
     lightning-rl rollouts cancel train-0-3-1-0 train-0-3-1-1 --url http://127.0.0.1:8080
+    ```
     """
     with _server(run_dir, url) as store:
         for rollout_id in ids:
@@ -155,7 +163,9 @@ def retry(ids: Ids, run_dir: RunDir = None, url: Url = None) -> None:
     The new ones have the task, mode, agent, resources and config of the old ones, and are of no group; their metadata
     say which they repeat. Those of a training step are refused: no step would train the new ones.
 
-        lightning-rl rollouts retry r0123456789 --url http://127.0.0.1:8080
+    ```
+    lightning-rl rollouts retry r0123456789 --url http://127.0.0.1:8080
+    ```
     """
     with _server(run_dir, url) as store:
         for made, rollout_id in zip(store.enqueue([_again(store.rollout(one)) for one in ids]), ids, strict=True):

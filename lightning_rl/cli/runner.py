@@ -45,7 +45,9 @@ def run(
 ) -> None:
     """Take rollouts from a server, run the agent on them, and report how they end. Ctrl-C gives back what runs.
 
-        LIGHTNING_RL_RUNNER_KEY=... lightning-rl runner --store http://trainer.example:8080 --agent my_agent:solve
+    ```
+    LIGHTNING_RL_RUNNER_KEY=... lightning-rl runner --store http://trainer.example:8080 --agent my_agent:solve
+    ```
 
     `LIGHTNING_RL_RUNNER_KEY` is the key that the server was started with. A server that is away is waited for.
     """

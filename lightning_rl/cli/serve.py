@@ -82,7 +82,9 @@ def run(
 ) -> None:
     """Serve a model to agents anywhere, and record their calls token by token. Ctrl-C ends it.
 
-        lightning-rl serve --model policy --tokenizer Qwen/Qwen3-0.6B --engine vllm=http://127.0.0.1:8000
+    ```
+    lightning-rl serve --model policy --tokenizer Qwen/Qwen3-0.6B --engine vllm=http://127.0.0.1:8000
+    ```
 
     An agent joins with what `POST /api/v1/rollouts/start` answers: a base URL and a key. `LIGHTNING_RL_ADMIN_KEY` is
     the key of that request; without one it is made, and printed. `LIGHTNING_RL_RUNNER_KEY` is that of runners.

@@ -31,12 +31,16 @@ def run(
     The agent is a function in a module of yours, `agent=my_agent:solve` or `agent=path/to/my_agent.py:solve`; it takes
     a task and an `llm`, and returns a reward. The tasks are JSONL, CSV, Parquet, or a Hugging Face dataset on disk.
 
-        lightning-rl train agent=my_agent:solve data.train_files=tasks.jsonl
+    ```
+    lightning-rl train agent=my_agent:solve data.train_files=tasks.jsonl
+    ```
 
     without a model of yours trains the tutorial's small one, which shows that everything works. Then name yours:
 
-        lightning-rl train agent=my_agent:solve data.train_files=tasks.jsonl \\
-            actor_rollout_ref.model.path=Qwen/Qwen3-0.6B actor_rollout_ref.actor.optim.lr=1e-6
+    ```
+    lightning-rl train agent=my_agent:solve data.train_files=tasks.jsonl \\
+        actor_rollout_ref.model.path=Qwen/Qwen3-0.6B actor_rollout_ref.actor.optim.lr=1e-6
+    ```
 
     `--dry-run` prints the plan and every key. Ctrl-C stops; `--resume RUN_DIR` goes on.
     """

@@ -54,6 +54,7 @@ class CallDetail(msgspec.Struct, frozen=True, kw_only=True):
     that of the one that trains it. `rewards` are those of its attempt, `call_rewards` its own, by name.
     `sampler_is_old`: training took the sampler's logprobs for its own (`bypass_mode`), so the two cannot differ.
     `media` are the images among the tokens that its prompt adds. `checkpoint` is the one that `now_logprob` is of.
+    `run_dir` is the run's folder, None where it was read elsewhere.
     """
 
     rollout_id: str
@@ -91,6 +92,7 @@ class CallDetail(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[TokenView]
     checkpoint: str | None = None
     media: list[Placed] = []
+    run_dir: str | None = None
 
 
 def find(trace: RolloutTrace, name: str) -> tuple[AttemptTrace, str]:

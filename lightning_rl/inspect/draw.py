@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -36,6 +37,8 @@ def rollout(view: RolloutView) -> list[str]:
         f"rollout {view.rollout_id}: {view.status}, {view.mode}, {reward}",
         f"  task  {first_words(json.dumps(view.task, ensure_ascii=False), _TASK)}",
     ]
+    if view.run_dir is not None:
+        lines.insert(1, f"  run  {view.run_dir}")
     if view.error is not None:
         lines.append(f"  error  {first_words(view.error, _TASK)}")
     if view.training is not None:
@@ -78,7 +81,7 @@ def run(found: RunForks) -> list[str]:
     lines += [f"  {count:>7}  calls began anew: {cause}" for cause, count in found.causes.items()]
     lines.append(f"  {found.branches:>7}  calls continue one that an earlier call continues too (branches)")
     if found.most:
-        lines += ["", "rollouts with most (lightning-rl explain ROLLOUT):"]
+        lines += ["", f"rollouts with most (lightning-rl explain ROLLOUT --run-dir {shlex.quote(found.run_dir)}):"]
     for rollout_id, counts in found.most.items():
         lines.append(f"  {rollout_id}  {', '.join(f'{what} {n}' for what, n in counts.items())}")
     return lines
@@ -93,7 +96,7 @@ def diagnosis(found: Diagnosis) -> list[str]:
         of_it = [finding for finding in found.findings if finding.severity == severity]
         lines += ["", f"{severity}:"] if of_it else []
         for finding in of_it:
-            lines += _finding(finding)
+            lines += _finding(finding, found.run_dir)
     return [*lines, "", "looked at:", *(f"  {_n(number):>10}  {name}" for name, number in found.looked_at.items())]
 
 
@@ -231,6 +234,8 @@ def token(view: CallDetail) -> list[str]:
         f"token {one.place} of call {view.number} ({view.call_id}), rollout {view.rollout_id}: id {one.token_id}{text}",
         f"  sampled by {view.model} under {version} at temperature {_n(view.temperature)}: {_chance(one.logprob)}",
     ]
+    if view.run_dir is not None:
+        lines.insert(1, f"  run  {view.run_dir}")
     if view.logprob_kind != "sampled":
         lines.append(f"  that logprob is {view.logprob_kind}: of temperature 1, not what it was sampled with")
     if one.trainer_logprob is not None and view.sampler_is_old:
@@ -250,7 +255,7 @@ def first_words(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
-def _finding(finding: Finding) -> Iterator[str]:
+def _finding(finding: Finding, run_dir: str) -> Iterator[str]:
     of = ""
     if finding.steps is not None:
         first, last = finding.steps
@@ -258,7 +263,7 @@ def _finding(finding: Finding) -> Iterator[str]:
     yield f"  {finding.name}: {finding.told}{of}"
     yield f"    do      {finding.advice}"
     if finding.rollout is not None:
-        yield f"    see     lightning-rl explain {finding.rollout}"
+        yield f"    see     lightning-rl explain {finding.rollout} --run-dir {shlex.quote(run_dir)}"
 
 
 def _counts(view: CallDetail) -> str:
@@ -267,6 +272,8 @@ def _counts(view: CallDetail) -> str:
 
 
 def _facts(view: CallDetail) -> Iterator[tuple[str, str]]:
+    if view.run_dir is not None:
+        yield "run", view.run_dir
     agent = f", agent {view.agent}" if view.agent else ""
     door = f", asked as {view.dialect}" if view.dialect else ""
     yield "sampled by", f"{view.model}{agent}{door}; temperature {_n(view.temperature)}"

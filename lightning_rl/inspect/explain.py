@@ -96,7 +96,7 @@ class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
 
 class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout with all its attempts, oldest first. `training` is what a step made of it; where the run trains and no
-    record says so, `not_recorded` is why."""
+    record says so, `not_recorded` is why. `run_dir` is the run's folder, None where it was read elsewhere."""
 
     rollout_id: str
     status: str
@@ -108,6 +108,7 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
     attempts: list[AttemptView]
     training: RolloutTraining | None = None
     not_recorded: str | None = None
+    run_dir: str | None = None
 
 
 def explain(

@@ -32,7 +32,7 @@ from lightning_rl.runner import outcome
 from lightning_rl.runner.async_agents import AsyncAgents
 from lightning_rl.runner.outcome import Outcome
 from lightning_rl.runner.payload import LENGTH
-from lightning_rl.runner.printed import Kept, Printed, write_all
+from lightning_rl.runner.printed import LOG, Kept, Printed
 from lightning_rl.runner.runs import Done, Run, Spawn
 from lightning_rl.store.contract import Claim, ErrorInfo, Finish
 
@@ -41,7 +41,6 @@ _START, _KILL, _ENDED = b"s", b"k", b"e"
 _NOT_FORKED = 1000  # in the place of a status, which ends at 255
 _READ = 2**16
 _LAST_BYTES_SECONDS = 1.0  # for an answer that the runner has not read yet when its process ends
-_LOG = 2  # the runner's log is its stderr
 Ended = Callable[[int, Outcome | None], None]  # with the status of a process, and what it answered
 _log = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ class ForkServer:
         pipes: list[int],
         ended: Ended,
     ) -> None:
-        with ours, _passing_on(pipes, [printed.stdout, printed.stderr]):
+        with ours, _passing_on(pipes, printed):
             ours.setblocking(False)
             answer = asyncio.ensure_future(_answer(ours, claim))
             status = await self._ending(number)
@@ -166,15 +165,15 @@ async def _answer(conn: socket.socket, claim: Claim) -> Outcome | None:
 
 
 @contextlib.contextmanager
-def _passing_on(pipes: list[int], kept: list[Kept]) -> Iterator[None]:
+def _passing_on(pipes: list[int], printed: Printed) -> Iterator[None]:
     """Inside the block, what comes through the pipes is kept and goes on to the log; what is in them at its end too."""
-    loop = asyncio.get_running_loop()
+    loop, kept = asyncio.get_running_loop(), [printed.stdout, printed.stderr]
 
     def read(pipe: int, into: Kept) -> None:
         with contextlib.suppress(BlockingIOError):
             data = os.read(pipe, _READ)
             into.add(data)
-            write_all(_LOG, data)
+            LOG.write(data, printed.name)
             if not data:
                 loop.remove_reader(pipe)
 
@@ -188,6 +187,7 @@ def _passing_on(pipes: list[int], kept: list[Kept]) -> Iterator[None]:
             read(pipe, into)  # as much as a pipe holds; what has left the process group may write for ever
             loop.remove_reader(pipe)
             os.close(pipe)
+        LOG.end(printed.name)
 
 
 # The fork server, and its children

@@ -1,7 +1,7 @@
-"""What an attempt prints: kept with it, and written to the runner's log as ever.
+"""What an attempt prints: kept with it, and written to the runner's log, where each line begins with its rollout.
 
 Invariant: what is printed belongs to the attempt in whose OpenTelemetry context it is printed, as what is emitted does,
-or to none; never to another. So nothing is buffered between `print` and here.
+or to none; never to another. So nothing is buffered between `print` and what is kept.
 """
 
 import io
@@ -15,7 +15,9 @@ from typing import Literal
 from opentelemetry import context
 
 _ENDS = 32 * 1024  # bytes that are kept of the beginning, and of the end
+_LONG_LINE = 8 * 1024  # bytes
 _KEY = context.create_key("lightning_rl.printed")
+_NAME = context.create_key("lightning_rl.rollout")
 
 
 class Kept:
@@ -50,41 +52,88 @@ class Kept:
 
 
 class Printed:
-    """What one attempt has printed so far."""
+    """What one attempt of the rollout `name` has printed so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        self.name = name
         self.stdout = Kept()
         self.stderr = Kept()
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """What is printed inside the block, and in what it starts, is kept here."""
-        token = context.attach(context.set_value(_KEY, self))
+        token = context.attach(context.set_value(_KEY, self, context.set_value(_NAME, self.name)))
         try:
             yield
         finally:
             context.detach(token)
+            LOG.end(self.name)
+
+
+@contextmanager
+def named(rollout_id: str) -> Iterator[None]:
+    """Lines of the log that are written inside the block begin with this rollout; nothing is kept of them."""
+    token = context.attach(context.set_value(_NAME, rollout_id))
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+
+class Log:
+    """The runner's log, a file descriptor that many rollouts write to at once; safe to share between threads.
+
+    Each line begins with the rollout that wrote it, and is written when it is whole; one that is very long in pieces.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._lock = threading.Lock()
+        self._begun: dict[str, bytes] = {}  # lines that are not whole yet, by rollout
+
+    def write(self, data: bytes, name: str) -> None:
+        """What this rollout ("": none, which waits for nothing) has printed."""
+        with self._lock:
+            if not name:
+                write_all(self.fd, data)
+                return
+            whole, newline, rest = (self._begun.pop(name, b"") + data).rpartition(b"\n")
+            if len(rest) > _LONG_LINE:
+                whole, newline, rest = whole + newline + rest, b"\n", b""
+            if rest:
+                self._begun[name] = rest
+            if newline:
+                self._write_lines(whole, name)
+
+    def end(self, name: str) -> None:
+        """The rollout prints no more: write what it has begun."""
+        with self._lock:
+            if rest := self._begun.pop(name, b""):
+                self._write_lines(rest, name)
+
+    def _write_lines(self, lines: bytes, name: str) -> None:
+        write_all(self.fd, b"".join(b"%s | %s\n" % (name.encode(), line) for line in lines.split(b"\n")))
 
 
 class _Routed(io.RawIOBase):
-    """Writes to a file descriptor, and to what the attempt that writes keeps of this stream."""
+    """Writes to the log, and to what the attempt that writes keeps of this stream."""
 
-    def __init__(self, fd: int, name: Literal["stdout", "stderr"]) -> None:
-        self._fd = fd
+    def __init__(self, log: Log, name: Literal["stdout", "stderr"]) -> None:
+        self._log = log
         self._name = name
 
     def writable(self) -> bool:
         return True
 
     def fileno(self) -> int:
-        return self._fd
+        return self._log.fd
 
     def write(self, data: "bytes | bytearray | memoryview") -> int:  # type: ignore[override]
         written = bytes(data)
         printed = context.get_value(_KEY)
         if isinstance(printed, Printed):
             getattr(printed, self._name).add(written)
-        write_all(self._fd, written)
+        self._log.write(written, str(context.get_value(_NAME) or ""))
         return len(written)
 
 
@@ -95,8 +144,11 @@ def write_all(fd: int, data: bytes) -> None:
         left = left[os.write(fd, left) :]
 
 
+LOG = Log(2)  # a runner's stderr
+
+
 def route() -> None:
     """From now on what this process prints is kept by attempt. Both streams go on to the log, which is its stderr."""
     for name in ("stdout", "stderr"):
-        routed = io.TextIOWrapper(_Routed(2, name), encoding="utf-8", errors="backslashreplace", write_through=True)  # type: ignore[type-var]
+        routed = io.TextIOWrapper(_Routed(LOG, name), encoding="utf-8", errors="backslashreplace", write_through=True)  # type: ignore[type-var]
         setattr(sys, name, routed)

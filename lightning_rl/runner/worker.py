@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
+from lightning_rl.runner import printed
 from lightning_rl.runner.active import ActiveClaims
 from lightning_rl.runner.blame import error_info
 from lightning_rl.runner.outcome import Outcome, SpanBatch
@@ -35,7 +36,7 @@ class _Running:
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
         self.place = (claim.rollout.rollout_id, claim.attempt.attempt_id)
-        self.printed = Printed()
+        self.printed = Printed(claim.rollout.rollout_id)
         self.over = threading.Event()
 
     def log(self, where: str = "") -> Log | None:
@@ -135,7 +136,8 @@ class Worker:
         claim, rollout_id = running.claim, running.claim.rollout.rollout_id
         failed = outcome.finish.error
         if failed is not None:
-            _log.info("rollout %s failed\n%s", rollout_id, failed.traceback or failed.message)
+            with printed.named(rollout_id):
+                _log.info("rollout %s failed\n%s", rollout_id, failed.traceback or failed.message)
         # The lease is kept until the answer is there; a lost claim's result is nobody's.
         if not self._active.finishing(claim):
             _log.warning("dropped the result of rollout %s: it was lost before", rollout_id)

@@ -92,6 +92,16 @@ def test_class_agents_resolve_their_llm_and_know_the_mode() -> None:
     assert run_agent(as_agent(Agent()), claim("val")) == {"reward": 0.25}
 
 
+@pytest.mark.parametrize("name", ["base_url", "anthropic_base_url", "api_key", "env"])
+def test_a_proxy_llm_says_how_to_come_by_what_an_llm_has(name: str) -> None:
+    policy = lrl.ProxyLLM(model="m")
+    with pytest.raises(AttributeError, match=rf'resources\["main_llm"\]\.resolve\(rollout\)\.{name}'):
+        getattr(policy, name)
+    with pytest.raises(AttributeError, match="'ProxyLLM' object has no attribute 'x'"):
+        _ = policy.x
+    assert not hasattr(policy, "base_url")
+
+
 def test_emitted_rewards_are_kept_by_name_the_last_wins() -> None:
     @lrl.rollout
     def agent(task: Any) -> None:

@@ -273,9 +273,18 @@ def test_the_worst_comes_first_and_each_says_what_to_do(tmp_path: Path) -> None:
     printed = told("--run-dir", str(folder))
     assert printed.index("stops learning:") < printed.index("groups_without_variance") < printed.index("look at it:")
     assert "do      take tasks that are solved sometimes" in printed
-    assert "see     lightning-rl explain r3" in printed
+    assert f"see     lightning-rl explain r3 --run-dir {folder}" in printed
+    assert told(str(folder)) == printed
     as_json = json.loads(told("--run-dir", str(folder), "--json"))
     assert [finding["severity"] for finding in as_json["findings"]] == ["stops learning", "look at it"]
+
+
+def test_two_folders_are_one_too_many(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(command.run)
+    done = CliRunner().invoke(app, [str(tmp_path), "--run-dir", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "given twice" in done.output
 
 
 def test_a_run_that_has_just_begun_is_read(tmp_path: Path) -> None:

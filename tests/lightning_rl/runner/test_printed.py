@@ -1,6 +1,7 @@
 """What an attempt prints is kept with it, and with no other; it goes to the runner's log as well."""
 
 import os
+import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -75,8 +76,9 @@ def test_each_attempt_has_its_own_output_and_traceback(server, tmp_path, monkeyp
         assert ("LookupError: no such table" in log.traceback) == (task == "4")
     told = (tmp_path / "runner-0.log").read_text()
     for task in tasks:
-        assert f"{task} error 19" in told
-        assert f"{task} thread" in told
+        assert re.search(rf"^\S+ \| {task} error 19$", told, re.MULTILINE)
+        assert re.search(rf"^\S+ \| {task} thread$", told, re.MULTILINE)
+    assert re.search(r"^\S+ \| LookupError: no such table$", told, re.MULTILINE), "each line of a traceback, too"
     assert "a child of 4" in told or agent is talking_async
     assert "LookupError: no such table" in told
 
@@ -102,7 +104,7 @@ def test_threads_that_print_at_once_are_never_mixed_up(monkeypatch, capfd) -> No
     begin = threading.Barrier(8)
 
     def talk(name: int) -> Printed:
-        mine = Printed()
+        mine = Printed(f"r{name}")
         with mine.collecting():
             begin.wait()
             for _ in range(500):
@@ -114,6 +116,26 @@ def test_threads_that_print_at_once_are_never_mixed_up(monkeypatch, capfd) -> No
             assert mine.stdout.text() == f"{name} {name} {name}\n" * 500
             assert mine.stderr.text() == ""
     print("nobody's")
+    assert sorted(capfd.readouterr().err.splitlines()) == sorted(
+        ["nobody's", *(f"r{name} | {name} {name} {name}" for name in range(8) for _ in range(500))]
+    )
+
+
+def test_a_line_of_the_log_is_one_rollouts_and_is_written_when_it_is_whole() -> None:
+    read, write = os.pipe()
+    log = printed.Log(write)
+    for data, name in [
+        (b"half", "r1"), (b"whole\nand", "r2"), (b" more\n", "r2"), (b"nobody\n", ""), (b"\n\n", "r1"), (b"open", "r1"),
+        (b"", "r3"), (b"x" * 9000, "r3"),
+    ]:  # fmt: skip
+        log.write(data, name)
+    log.end("r1")
+    log.end("r2")
+    os.close(write)
+    with open(read) as told:
+        assert told.read().splitlines() == [
+            "r2 | whole", "r2 | and more", "nobody", "r1 | half", "r1 | ", "r3 | " + "x" * 9000, "r1 | open",
+        ]  # fmt: skip
 
 
 def test_a_log_is_kept_of_an_attempt_that_has_ended_and_read_with_the_admin_key_alone(server) -> None:
