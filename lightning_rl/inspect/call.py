@@ -171,7 +171,7 @@ def detail(
         ignored_fields=list(attributes.get(semconv.IGNORED_FIELDS) or ()),
         logprob_kind=call.logprob_kind,
         policy_versions=call.versions,
-        marks=marks_of(call, attributes),
+        marks=marks_of(call),
         prompt_tokens=len(call.prompt_ids),
         sampled_tokens=len(call.response_ids),
         overshoot=call.overshoot,

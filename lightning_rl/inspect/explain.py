@@ -24,9 +24,9 @@ class CallView(msgspec.Struct, frozen=True, kw_only=True):
     """One call at its place.
 
     `continues` is the number of the call before it. `prompt_tokens` are those that it adds, `images` the images among
-    them. `marks` are `undelivered`, `inexact`, `frozen`, and `echo_edited`: its history holds an answer that the client
-    altered. `asked` and `answered` are its last new message and its answer. `trained` says whether some row trains what
-    it sampled. `training` is what a step made of it, None where no record says.
+    them. `marks` are `undelivered`, `inexact` and `frozen`. `asked` and `answered` are its last new message and its
+    answer. `trained` says whether some row trains what it sampled. `training` is what a step made of it, None where no
+    record says.
     """
 
     number: int
@@ -233,7 +233,7 @@ def _call(
         sampled_tokens=len(call.response_ids),
         finish_reason=call.finish_reason,
         policy_versions=sorted({version.version for version in call.versions}),
-        marks=marks_of(call, attributes),
+        marks=marks_of(call),
         asked=words_of(asked[-1]),
         answered=words_of(answered[0]),
         trained=number in in_rows,
@@ -242,14 +242,9 @@ def _call(
     )
 
 
-def marks_of(call: Call, attributes: dict[str, Any]) -> list[str]:
+def marks_of(call: Call) -> list[str]:
     """What is out of the ordinary about a call (`CallView.marks`)."""
-    marks = {
-        "undelivered": not call.delivered,
-        "inexact": not call.exact,
-        "frozen": not call.trainable,
-        "echo_edited": attributes.get(semconv.ECHO_EDITED, False),
-    }
+    marks = {"undelivered": not call.delivered, "inexact": not call.exact, "frozen": not call.trainable}
     return [mark for mark, holds in marks.items() if holds]
 
 

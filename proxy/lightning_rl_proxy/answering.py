@@ -116,7 +116,7 @@ class Answerer:
             whole = earlier[0].prompt_ids()
             place = replace(place, prompt_ids=whole[: len(whole) - len(forced)], prompt=None)
         else:
-            self._count_place(place)
+            self._count_fork(place)
             self._record_images(attempt, place)
         room = _room(request, len(place.prompt_ids) + len(forced))
         reader = self.reader(request)
@@ -208,7 +208,7 @@ class Answerer:
             told = [relay.told_again(one.live.call, one.said) for one in earlier]
         else:
             first = attempt.take_numbers(request.n)
-            self._count_place(place)
+            self._count_fork(place)
             call_ids = [new_call_id() for _ in range(request.n)]
             told = await _each(
                 self._ask(asked, place, first + index, index, call_id) for index, call_id in enumerate(call_ids)
@@ -267,11 +267,6 @@ class Answerer:
                 param=field,
                 kind="unsupported_parameter",
             )
-
-    def _count_place(self, place: Place) -> None:
-        self._count_fork(place)
-        if place.echo_edited:
-            self._counters["echo_edited"] += 1
 
     def _count_fork(self, place: Place) -> None:
         if place.fork is not None:

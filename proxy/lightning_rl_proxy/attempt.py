@@ -2,15 +2,10 @@
 
 A request's place depends on its messages alone: the deepest answered call whose conversation, as the client saw it,
 is a prefix of the request's. Several that fit are equal for the client; the one answered last is continued, unless
-tool-call ids of ours in the history say which it was. No lock is held over a generation, so calls may overlap as they
-like. What a chat backend's prompt was in tokens is known after its answer, if ever: its place by messages comes first,
-and `with_prompt` corrects it.
-
-Tool-call ids that we issued are anchors: behind an equal history, a message with all ids of an answer of ours is that
-answer, even where the client altered its text or arguments. The tokens that were sampled are what the policy said, and
-the results that follow are results of those calls; the edit is of the client's own copy, and is only noted
-(`Place.echo_edited`). An altered system, user or tool message is another history, anchors behind it or not; and so is
-an altered answer once its ids are others, even where it was sent with ours before.
+tool-call ids of ours in the history say which it was: that is all that ids do. What the client says holds: an answer
+that it altered is another history, under our ids or others. No lock is held over a generation, so calls may overlap as
+they like. What a chat backend's prompt was in tokens is known after its answer, if ever: its place by messages comes
+first, and `with_prompt` corrects it.
 
 What a client sends again is not read again: the messages of a call are kept as they came, and a request that begins
 with a call's messages, by equality, is read from there on. That is a shortcut alone: it ends where reading would.
@@ -257,8 +252,8 @@ class Trail(msgspec.Struct, eq=False):
     """A request's way through what the attempt knows.
 
     `start` is a call whose conversation the messages begin with; `echoes` are those behind it, and `keys[i]` stands for
-    the conversation with the first i of them. `anchored` are the answers among them that the tool-call ids name, by
-    depth; `continued` is the call that it continues in messages; `repeats`: all of it was asked before.
+    the conversation with the first i of them. `identified` are the answers among them that the tool-call ids name,
+    by depth; `continued` is the call that it continues in messages; `repeats`: all of it was asked before.
     """
 
     asked: Asked
@@ -267,8 +262,7 @@ class Trail(msgspec.Struct, eq=False):
     echoes: list[Echo]
     keys: list[bytes]
     numbering: Numbering
-    anchored: dict[int, LiveCall] = {}
-    echo_edited: bool = False
+    identified: dict[int, LiveCall] = {}
     continued: LiveCall | None = None
     repeats: bool = False
 
@@ -293,7 +287,7 @@ class Trail(msgspec.Struct, eq=False):
     def named(self) -> dict[int, LiveCall]:
         """All answers that the tool-call ids name, by depth."""
         before = {} if self.start is None else {n.depth: n for n in self.start.lineage() if n.issued_ids()}
-        return before | self.anchored
+        return before | self.identified
 
 
 class Place(msgspec.Struct, frozen=True, eq=False):
@@ -326,18 +320,13 @@ class Place(msgspec.Struct, frozen=True, eq=False):
         return self.parent or (None if self.trail is None else self.trail.continued)
 
     @property
-    def echo_edited(self) -> bool:
-        """Whether the history holds an answer of ours that the client altered."""
-        return self.trail is not None and self.trail.echo_edited
-
-    @property
     def repeats(self) -> bool:
         """Whether all of it was asked before."""
         return self.trail is not None and self.trail.repeats
 
     def attributes(self) -> dict[str, Any]:
         """What the span of a call says of its place, beside its parent."""
-        more: dict[str, Any] = {semconv.ECHO_EDITED: True} if self.echo_edited else {}
+        more: dict[str, Any] = {}
         if self.parent is None and self.asked.tools != _NO_TOOLS:
             more[semconv.TOOLS] = self.asked.tools.hex()
         return more if self.fork is None else more | self.fork.attributes()
@@ -396,13 +385,13 @@ class Attempt:
         self._next_number = 0
         self._unread: list[list[Answered]] = []  # the answers of each exchange since the last request
         # What is read, in order of answers: all calls; those behind a head and key; the last at an end; the last that
-        # said a message; and, by the key before it and its tool-call ids, the answer with those ids. `_asked` are whole
+        # said a message; and, by the key behind it and its tool-call ids, the answer with those ids. `_asked` are whole
         # prompts, `_begun` all beginnings of conversations, with their head and without (None).
         self._live: list[LiveCall] = []
         self._answered: dict[tuple[Head, bytes], list[LiveCall]] = {}
         self._ends: dict[_End, LiveCall] = {}
         self._said: dict[tuple[bytes, Echo], LiveCall] = {}
-        self._anchors: dict[tuple[Head, bytes, tuple[str, ...]], LiveCall] = {}
+        self._issued: dict[tuple[Head, bytes, tuple[str, ...]], LiveCall] = {}
         self._asked: set[tuple[Head, bytes]] = set()
         self._begun: set[tuple[Head | None, bytes]] = set()
         self._at_hand: deque[list[LiveCall]] = deque()
@@ -527,7 +516,7 @@ class Attempt:
             self._begun.add((None, key))
         self._said[trail.asked.seed, _bare(live.answer)] = live
         if live.issued_ids():
-            self._anchors[trail.head, trail.keys[-1], live.answer.ids] = live
+            self._issued[trail.head, live.key, live.answer.ids] = live
         self._ends[_end(trail.asked, live.answer)] = live
 
     def joinable(self, body_key: bytes, *, marked_as_retry: bool) -> Exchange | None:
@@ -553,12 +542,9 @@ class Attempt:
         trail = self._read(asked)
         head = trail.head
         for depth, message in enumerate(trail.echoes, start=trail.skipped() + 1):
-            before = trail.keys[-1]
-            anchor = self._anchors.get((head, before, message.ids)) if message.ids else None
-            trail.keys.append(echo.chain(before, message) if anchor is None else anchor.key)
-            if anchor is not None:
-                trail.anchored[depth] = anchor
-                trail.echo_edited |= trail.keys[-1] != echo.chain(before, message)
+            trail.keys.append(echo.chain(trail.keys[-1], message))
+            if message.ids and (issued := self._issued.get((head, trail.keys[-1], message.ids))) is not None:
+                trail.identified[depth] = issued
         for key in reversed(trail.keys):
             if (equal := self._answered.get((head, key))) is not None:
                 trail.continued = equal[-1] if len(equal) == 1 else _named(equal, trail.named())
@@ -614,7 +600,7 @@ class Attempt:
         nearest = heard[-1] if shared == 0 and heard else self._nearest(trail, shared)
         if nearest is None:
             return None, None
-        echoes = bool(heard) or trail.continued is not None  # which may be an answer that the client altered
+        echoes = bool(heard) or trail.continued is not None
         return forks.find(asked, nearest.whole(), shared, echoes_answer=echoes), nearest
 
     def _nearest(self, trail: Trail, shared: int) -> LiveCall | None:
@@ -677,11 +663,11 @@ def _end(asked: Asked, answer: Echo) -> _End:
     return asked.seed, len(messages), tuple(text for text in texts if isinstance(text, str)), answer
 
 
-def _named(equal: list[LiveCall], anchored: dict[int, LiveCall]) -> LiveCall:
+def _named(equal: list[LiveCall], identified: dict[int, LiveCall]) -> LiveCall:
     """Of calls that are equal to the client, the last behind the answers that the request names by their ids."""
-    if len(equal) > 1 and anchored:
+    if len(equal) > 1 and identified:
         for live in reversed(equal):
-            if all(live.at_depth(depth) in (named, None) for depth, named in anchored.items() if depth <= live.depth):
+            if all(live.at_depth(depth) in (named, None) for depth, named in identified.items() if depth <= live.depth):
                 return live
     return equal[-1]
 

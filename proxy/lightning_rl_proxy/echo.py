@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 _REASONING = frozenset({"thinking", "redacted_thinking", "reasoning"})  # types of content parts
-_TRUTH = {"true": True, "false": False}
 _EXACT = 2**53  # whole floats below are whole numbers
 _REPR = 10_000  # characters; longer arguments are not tried as Python's
 
@@ -240,13 +239,11 @@ def _is_json(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A value as every JSON writer would have it: 1.0 is 1, and "True" is true."""
+    """A value as every JSON writer would have it: 1.0 is 1."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, list):
         return [_plain(inner) for inner in value]
-    if isinstance(value, str):
-        return _TRUTH.get(value.lower(), value) if len(value) < 6 else value
     if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
         return int(value)
     return value

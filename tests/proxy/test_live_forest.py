@@ -64,7 +64,6 @@ class Asked:
     """A request in flight or answered."""
 
     messages: list[Message]
-    ours: list[Message]  # the same, with our answers as we gave them
     place: Place
     prompt: list[int]
     calls: list[Call]
@@ -80,14 +79,12 @@ class World:
         self.asked: list[Asked] = []
         # By the conversation as its client has it, the call id of each answer.
         self.delivered: list[tuple[list[Message], str]] = []
-        self.known: list[tuple[list[Message], str]] = []  # and as we answered it
 
     def ask(self, messages: list[Message], answers: Sequence[Message]) -> Asked:
         """A request that waits for as many answers."""
         first = self.attempt.take_numbers(len(answers))
-        ours = as_answered(self, messages)
         place = self.attempt.find_place("m", messages, TOOLS, Spelling())
-        asked = Asked(messages, ours, place, place.prompt_ids.copy(), [], [], Exchange(b""))
+        asked = Asked(messages, place, place.prompt_ids.copy(), [], [], Exchange(b""))
         for number, answer in enumerate(answers, start=first):
             said = copy.deepcopy(answer)
             for index, made in enumerate(said.get("tool_calls", [])):
@@ -110,7 +107,6 @@ class World:
         self.attempt.commit(asked.exchange)
         for answer, call in zip(asked.answers, asked.calls, strict=True):
             self.delivered.append(([*asked.messages, answer], call.call_id))
-            self.known.append(([*asked.ours, answer], call.call_id))
 
     def lives(self) -> dict[str, LiveCall]:
         """What can be continued, by call id."""
@@ -131,30 +127,12 @@ def text_of(message: Message) -> Any:
     return message["role"].replace("developer", "system"), text.strip(), json.dumps(arguments, sort_keys=True)
 
 
-def as_answered(world: World, messages: list[Message]) -> list[Message]:
-    """The messages with the answers that their tool-call ids name, as we gave them: those behind an equal history."""
-    ours: list[Message] = []
-    for message in messages:
-        named = [
-            known[-1]
-            for known, _ in world.known
-            if message.get("tool_calls") and ids_of(known[-1]) == ids_of(message)
-            and list(map(text_of, known[:-1])) == list(map(text_of, ours))
-        ]  # fmt: skip
-        ours.append(named[-1] if named else message)
-    return ours
-
-
-def ids_of(message: Message) -> list[str]:
-    return [call["id"] for call in message.get("tool_calls") or []]
-
-
 def deepest(world: World, messages: list[Message]) -> str | None:
     """What a request continues in messages, by a look at every conversation there is."""
-    wanted = [text_of(message) for message in as_answered(world, messages)]
+    wanted = [text_of(message) for message in messages]
     found = [
         (len(known), order, call_id)
-        for order, (known, call_id) in enumerate(world.known)
+        for order, (known, call_id) in enumerate(world.delivered)
         if [text_of(message) for message in known] == wanted[: len(known)]
     ]
     return max(found, key=lambda one: one[:2])[2] if found else None
@@ -197,7 +175,11 @@ def next_request(draw: st.DrawFn, world: World, dice: random.Random) -> list[Mes
     history = echoed(history, dice)
     if what == "edit":
         place = draw(st.integers(0, len(history) - 1))
-        history[place]["content"] = "edited"
+        edited = history[place]
+        if edited.get("tool_calls") and draw(st.booleans()):
+            edited["tool_calls"][0]["function"]["arguments"] = '{"n": "[elided]"}'
+        else:
+            edited["content"] = "edited"
     results = [
         {"role": "tool", "tool_call_id": call["id"], "content": draw(st.sampled_from(["1", "2"]))}
         for call in history[-1].get("tool_calls") or []
@@ -221,7 +203,7 @@ def worlds(draw: st.DrawFn) -> World:
         asked = world.ask(messages, draw(st.lists(answers, min_size=1, max_size=3)))
         found = asked.place
         assert (found.parent, found.prompt_ids, found.added_ids) == (read.parent, read.prompt_ids, read.added_ids)
-        assert (found.fork, found.nearest, found.echo_edited) == (read.fork, read.nearest, read.echo_edited)
+        assert (found.fork, found.nearest) == (read.fork, read.nearest)
         continued = None if found.trail is None else found.trail.continued
         if expected is None:
             assert continued is None

@@ -52,7 +52,6 @@ def test_a_request_finds_the_same_place_and_tokens_at_another_gateway(world: Wor
         assert there.prompt_ids == here.prompt_ids
         assert there.added_ids == here.added_ids
         assert (there.parent and there.parent.call.call_id) == (here.parent and here.parent.call.call_id)
-        assert there.echo_edited == here.echo_edited
 
 
 @given(worlds())

@@ -24,7 +24,6 @@ from lightning_rl.server.launch import launch
 from lightning_rl.store.contract import ErrorInfo, Finish, RolloutConfig, RolloutRequest
 from lightning_rl.store.errors import NotAllowed
 from lightning_rl.store.sql import SqlStore
-from lightning_rl_adapters import semconv
 from tests.adapters.words import say
 from tests.lightning_rl.inspect.runs import TALK, open_store, record
 from tests.lightning_rl.runner.conftest import Policy
@@ -248,9 +247,7 @@ def test_a_page_that_was_not_full_is_gone_on_with(
 
 def test_frozen_calls_are_marked(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
-        record(store, "r", [say(1, "a", "b", trainable=False)], forks={1: {semconv.ECHO_EDITED: True}})
-    assert "call 1: policy, +1 prompt, 1 sampled, stop, frozen, echo_edited" in run(
-        "show", "r", "--run-dir", str(tmp_path)
-    )
+        record(store, "r", [say(1, "a", "b", trainable=False)])
+    assert "call 1: policy, +1 prompt, 1 sampled, stop, frozen" in run("show", "r", "--run-dir", str(tmp_path))
     assert not (tmp_path / "store.db-wal").exists()
     assert os.access(tmp_path / "store.db", os.R_OK)

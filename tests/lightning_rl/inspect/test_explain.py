@@ -48,8 +48,6 @@ def test_a_call_is_one_line_with_all_that_marks_it() -> None:
         "call 1 (counter): +2 prompt, 3 sampled, stop, version 4 and 5, undelivered, inexact, frozen | how many → "
         "three of them" in "\n".join(lines_of(marked))
     )
-    edited = attempt_of([plain], forks={1: {semconv.ECHO_EDITED: True}})
-    assert explain(rollout_of(edited)).attempts[0].calls[0].marks == ["echo_edited"]
 
 
 def test_long_messages_are_cut_and_stay_on_their_line() -> None:
