@@ -107,8 +107,7 @@ class Answerer:
         earlier = [one.live for one in _earlier(asked)]
         first = 0 if earlier else attempt.take_numbers(request.n)
         if request.prompt is None:
-            tools = None if request.tool_choice == "none" else request.tools
-            place = attempt.find_place(model, request.messages, tools, renderer)
+            place = attempt.find_place(model, request.messages, request.tools, renderer)
         else:
             place = attempt.texts.place(attempt, model, request.prompt, PlainText(renderer))
         forced = _forced(request, place, renderer)
@@ -306,7 +305,7 @@ class _Choice:
             number=number,
         )
         self.generation = Generation()
-        one_tool_call = bool(request.tools) and not request.parallel_tool_calls
+        one_tool_call = bool(request.callable_tools) and not request.parallel_tool_calls
         # An engine that nobody watches answers whole, which costs it and us less.
         self.watched = request.stream or bool(self.sampling.stop) or one_tool_call
         self._reader = reader
@@ -316,7 +315,7 @@ class _Choice:
                 reader,
                 self.call_id,
                 place.prompt_ids,
-                request.tools,
+                request.callable_tools,
                 prefix_ids=forced,
                 stop=self.sampling.stop or (),
                 parallel_tool_calls=not one_tool_call,
@@ -366,7 +365,7 @@ class _Choice:
                 generation.token_ids,
                 generation.logprobs,
                 finish_reason,
-                self.asked.request.tools,
+                self.asked.request.callable_tools,
             )
             return answer, []
         if not self.watched:

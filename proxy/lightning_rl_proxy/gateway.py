@@ -401,8 +401,7 @@ class Gateway:
         model = self.router.resolve(request.model)
         if self._renderer is None or self.router.is_backend(model):
             raise GatewayError(400, f"model {model!r} is a chat service: its tokens cannot be counted here")
-        tools = None if request.tool_choice == "none" else request.tools
-        return messages.count(len(self._renderer.render(request.messages, tools)))
+        return messages.count(len(self._renderer.render(request.messages, request.tools)))
 
     async def _embed(self, attempt: Attempt, body: bytes) -> bytes:
         fields, body_key = self._fields(body), _body_key("embeddings", None, body)

@@ -41,7 +41,7 @@ class Reader(Protocol):
         finish_reason: str,
         tools: Sequence[dict[str, Any]] | None,
     ) -> Answer:
-        """The answer that the sampled ids mean."""
+        """The answer that the sampled ids mean. Without tools there is nothing to call: markup of calls is content."""
         ...
 
     def encode_behind(self, text: str) -> list[int]:
@@ -86,6 +86,8 @@ class AnswerParser:
         self._calls_told = 0
         self._match: _Match | None = None
         tokenizer, markup = reader.tokenizer, reader.markup
+        if markup is not None and not tools:
+            markup = markup.without_calls()
         stops = [text for text in stop if text]
         self._stops = _StopStrings(stops, reader) if stops else None
         self._course = None

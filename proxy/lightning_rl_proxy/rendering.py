@@ -105,6 +105,12 @@ class Markup(NamedTuple):
         """All marks."""
         return (*(self.reasoning or ()), *(self.calls or ()))
 
+    def without_calls(self) -> "Markup":
+        """The same for an answer that can call nothing: marks of calls are text."""
+        calls = self.calls or ()
+        tokens = {token: mark for token, mark in self.tokens.items() if mark not in calls}
+        return self._replace(calls=None, tokens=tokens, bare_calls=False)
+
 
 class Renderer(Protocol):
     """What the gateway needs of a chat format."""
@@ -151,7 +157,7 @@ class Renderer(Protocol):
         finish_reason: str,
         tools: Sequence[dict[str, Any]] | None,
     ) -> Answer:
-        """The answer that the sampled ids mean."""
+        """The answer that the sampled ids mean. Without tools there is nothing to call: markup of calls is content."""
         ...
 
     def forced(self, prompt_ids: list[int], tools: Sequence[dict[str, Any]], name: str | None) -> list[int] | None:
@@ -292,6 +298,8 @@ class LibraryRenderer:
         """
         if (text := self._plain_text(prompt_ids, response_ids)) is not None:
             return self._answer(text, None, [], finish_reason, response_ids, logprobs)
+        if not tools and (said := self._uncalled(prompt_ids, response_ids)) is not None:
+            return self._answer(said[1], said[0], [], finish_reason, response_ids, logprobs)
         parsed = self._renderer.parse_response(response_ids, tools=tools, prompt_ids=prompt_ids)
         reasoning, content = parsed.reasoning_content, parsed.content
         if self.markup is not None:
@@ -324,6 +332,33 @@ class LibraryRenderer:
             decode=self.tokenizer.decode,
             output_tokens=len(response_ids),
         )
+
+    def _uncalled(self, prompt_ids: list[int], response_ids: list[int]) -> tuple[str | None, str] | None:
+        """Reasoning and content of an answer that can call nothing, but holds the markup of a call; None for others."""
+        ends = (at for at, token in enumerate(response_ids) if token in self.stop_token_ids)
+        ids = response_ids[: next(ends, len(response_ids))]
+        if self.markup is None:
+            return self._uncalled_of_library(prompt_ids, ids)
+        text = self.tokenizer.decode(ids)
+        if not self.markup.bare_calls and not any(mark in text for mark in self.markup.calls or ()):
+            return None
+        opens, closes = self.markup.reasoning or ("", "")
+        if not opens or not (self._opens(tuple(prompt_ids)) or text.lstrip().startswith(opens)):
+            return None, text.strip()
+        reasoning, _, content = text.partition(closes)
+        return reasoning.strip().removeprefix(opens).strip() or None, content.strip()
+
+    def _uncalled_of_library(self, prompt_ids: list[int], ids: list[int]) -> tuple[str | None, str] | None:
+        """The same of a format that only the library knows."""
+        calls = self._renderer.parse_response(ids, tools=None, prompt_ids=prompt_ids).tool_calls
+        if not calls:
+            return None
+        starts = [call.token_span[0] for call in calls if call.token_span is not None]
+        start = min(starts) if len(starts) == len(calls) else 0  # else it cannot be told apart from what stands before
+        before = self._renderer.parse_response(ids[:start], tools=None, prompt_ids=prompt_ids)
+        text = self.tokenizer.decode(ids[:start])
+        space = text[len(text.rstrip()) :] if before.content else ""
+        return before.reasoning_content, f"{before.content.rstrip()}{space}{self.tokenizer.decode(ids[start:])}"
 
     def _plain_text(self, prompt_ids: list[int], response_ids: list[int]) -> str | None:
         """What an answer says that holds no mark of the format, and so means its text; None where the library is to

@@ -181,7 +181,7 @@ class TemplateRenderer:
     ) -> Answer:
         """See `Renderer`. A malformed tool call stays visible as text."""
         reasoning, text = self._split_reasoning(prompt_ids, self._visible(response_ids))
-        content, calls = _split_tool_calls(call_id, text)
+        content, calls = _split_tool_calls(call_id, text) if tools else (text, [])
         return Answer(
             content=content,
             reasoning=reasoning,

@@ -12,7 +12,7 @@ import urllib3
 
 from lightning_rl_adapters import credit, forest, rows, semconv
 from lightning_rl_proxy.rendering import FastTokenizer, LibraryRenderer
-from tests.proxy.conftest import EITHER_SERVER, Served
+from tests.proxy.conftest import EITHER_SERVER, MODEL, Served
 
 Message = dict[str, Any]
 
@@ -487,3 +487,45 @@ def test_a_model_without_an_engine_is_an_error_not_a_wait(served: Served) -> Non
     served.gateway.router.policy = "nobody's"
     with pytest.raises(openai.InternalServerError, match="no engine serves model"):
         say(openai.OpenAI(base_url=served.base_url(), api_key=served.key(), max_retries=0), [user("x")], model="other")
+
+
+CALLED = '<tool_call>\n{"name": "run", "arguments": {}}\n</tool_call>'
+RUN: Any = [{"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("offered", [{}, {"tools": RUN, "tool_choice": "none"}])
+def test_markup_of_a_call_that_nobody_may_make_is_content(served: Served, offered: Any, *, stream: bool) -> None:
+    sdk = openai.OpenAI(base_url=served.base_url(), api_key=served.key(), max_retries=0)
+    served.engine.script.append(f"So: {CALLED}")
+    messages: Any = [{"role": "user", "content": "How does one call run?"}]
+    if stream:
+        chunks = [chunk.choices[0] for chunk in sdk.chat.completions.create(
+            model=MODEL, messages=messages, stream=True, **offered
+        )]  # fmt: skip
+        assert not any(chunk.delta.tool_calls for chunk in chunks)
+        said, reason = "".join(chunk.delta.content or "" for chunk in chunks), chunks[-1].finish_reason
+    else:
+        [choice] = sdk.chat.completions.create(model=MODEL, messages=messages, **offered).choices
+        assert choice.message.tool_calls is None
+        said, reason = choice.message.content or "", choice.finish_reason
+    assert (said, reason) == (f"So: {CALLED}", "stop")
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Thanks."}]
+    sdk.chat.completions.create(model=MODEL, messages=messages, **offered)
+    served.seal()
+    one, two = served.ledger.calls()
+    assert two.parent_id == one.call_id
+
+
+def test_a_turn_without_a_choice_of_tools_goes_on_behind_one_with(served: Served) -> None:
+    sdk = openai.OpenAI(base_url=served.base_url(), api_key=served.key(), max_retries=0)
+    messages: Any = [{"role": "user", "content": "q"}]
+    served.engine.script.append(CALLED)
+    [choice] = sdk.chat.completions.create(model=MODEL, messages=messages, tools=RUN).choices
+    [call] = choice.message.tool_calls or []
+    messages += [choice.message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": ""}]
+    sdk.chat.completions.create(model=MODEL, messages=messages, tools=RUN, tool_choice="none")
+    served.seal()
+    one, two = served.ledger.calls()
+    assert two.parent_id == one.call_id
+    assert served.engine.prompts[1][: len(served.engine.prompts[0])] == served.engine.prompts[0]

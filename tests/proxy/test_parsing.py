@@ -171,17 +171,24 @@ def test_plain_text_is_read_as_the_library_reads_it(
 
 
 @pytest.mark.parametrize("name", RENDERERS)
-@given(said=SAID, forced=SAID, cuts=CUTS)
-@settings(max_examples=300, deadline=None)
+@given(said=SAID, forced=SAID, cuts=CUTS, offered=st.booleans())
+@settings(max_examples=400, deadline=None)
 def test_deltas_add_up_to_the_answer_however_tokens_come(
-    name: str, renderers: dict[str, Renderer], said: list[str | int], forced: list[str | int], cuts: list[int]
+    name: str,
+    renderers: dict[str, Renderer],
+    said: list[str | int],
+    forced: list[str | int],
+    cuts: list[int],
+    *,
+    offered: bool,
 ) -> None:
-    renderer = renderers[name]
+    renderer, tools = renderers[name], TOOLS if offered else None
     prompt, ids, prefix = prompt_of(renderer), spelled(renderer, said), spelled(renderer, forced[:3])
-    whole = renderer.parse("7", prompt, prefix + ids, None, "length", TOOLS)
+    whole = renderer.parse("7", prompt, prefix + ids, None, "length", tools)
+    assert offered or not whole.tool_calls
     answers = []
     for parts in (list(groups(ids, cuts)), [[token] for token in ids], [ids]):
-        parser = AnswerParser(renderer, "7", prompt, TOOLS, prefix_ids=prefix, logprobs=True)
+        parser = AnswerParser(renderer, "7", prompt, tools, prefix_ids=prefix, logprobs=True)
         answer, deltas = streamed(parser, parts)
         assert_adds_up(answer, deltas)
         assert (answer.content, answer.reasoning, answer.tool_calls) == (
@@ -293,6 +300,27 @@ def test_reasoning_text_and_calls_leave_in_order_and_before_the_end(name: str, r
     kinds = [delta.kind for delta in deltas]
     assert kinds == sorted(kinds, key=["reasoning", "content", "tool_call"].index)
     assert not last
+
+
+@pytest.mark.parametrize("name", RENDERERS)
+def test_without_tools_the_markup_of_a_call_is_content_where_it_stands(
+    name: str, renderers: dict[str, Renderer]
+) -> None:
+    renderer = renderers[name]
+    call = CALLS[{"llama-3": "llama", "minimax-m2": "minimax"}.get(name, FORM.get(name, "json"))]
+    said = call if name == "llama-3" else f"I look.\n\n{call} So."
+    end = [renderer.stop_token_ids[0]]
+    for thought in ("", "<think>\nhm\n</think>\n\n") if name not in ("llama-3", "minimax-m2") else ("",):
+        reasons = renderer.parse("7", prompt_of(renderer), spelled(renderer, ["x"]), None, "stop", None).reasoning
+        opened = "</think>" if reasons and not thought else ""
+        ids = spelled(renderer, [f"{opened}{thought}{said}"]) + end
+        answer = renderer.parse("7", prompt_of(renderer), ids, None, "stop", None)
+        assert (answer.content, answer.tool_calls) == (said, [])
+        assert (answer.reasoning or "") == ("hm" if thought else "")
+        parser = AnswerParser(renderer, "7", prompt_of(renderer), [], parallel_tool_calls=True)
+        told = [delta for token in ids for delta in parser.push([token], None)]
+        assert all(delta.kind != "tool_call" for delta in told)
+        assert parser.finish("stop")[0].content == said
 
 
 def test_a_stop_string_cuts_inside_a_token_and_takes_the_earliest(renderers: dict[str, Renderer]) -> None:

@@ -121,7 +121,7 @@ def test_before_a_forced_call_thinking_is_closed(written: str, thought: str, ren
 def test_calls_are_numbered_by_those_that_are_well_formed(renderer: LibraryRenderer) -> None:
     calls = '<tool_call>{"name": "a", "arguments": {}}</tool_call>', "<tool_call>oh</tool_call>"
     response = renderer.encode_behind(calls[0] + calls[1] + calls[0])
-    answer = renderer.parse("7", [], response, None, "stop", None)
+    answer = renderer.parse("7", [], response, None, "stop", TWO)
     assert [call["id"] for call in answer.tool_calls] == ["call_7_0", "call_7_1"]
     assert answer.content == "<tool_call>oh</tool_call>"
 

@@ -524,7 +524,8 @@ def test_reasoning_that_was_never_opened_is_text(load: Load) -> None:
 def test_white_space_before_the_text_stays_whether_or_not_calls_follow(load: Load) -> None:
     renderer = load(HERMES)
     contents = [
-        renderer.parse("c", [], ids(renderer, f"\n  I look. {call}"), None, "stop", None).content for call in ("", CALL)
+        renderer.parse("c", [], ids(renderer, f"\n  I look. {call}"), None, "stop", TOOLS).content
+        for call in ("", CALL)
     ]
     assert contents == ["\n  I look. ", "\n  I look."]
 
@@ -541,7 +542,7 @@ def test_white_space_before_the_text_stays_whether_or_not_calls_follow(load: Loa
 )
 def test_a_malformed_call_stays_visible(malformed: str, load: Load) -> None:
     renderer = load(HERMES)
-    answer = renderer.parse("c", [], ids(renderer, malformed + "<|im_end|>"), None, "stop", None)
+    answer = renderer.parse("c", [], ids(renderer, malformed + "<|im_end|>"), None, "stop", TOOLS)
     assert (answer.content, answer.tool_calls) == (malformed, [])
 
 

@@ -58,6 +58,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     ignored_fields: list[str] = []
     fields: dict[str, Any] = {}
 
+    @property
+    def callable_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that an answer may call. `tool_choice` none leaves none, though the prompt shows them all."""
+        return None if self.tool_choice == "none" else self.tools
+
 
 _MAX = 2**31
 Count = Annotated[int, msgspec.Meta(ge=1, lt=_MAX)]
