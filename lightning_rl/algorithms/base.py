@@ -39,6 +39,7 @@ class Endpoint(msgspec.Struct, kw_only=True):
     `unknown_model`: whether the policy answers for a name that nothing serves, or the call is refused.
     `history`: whether the reasoning of earlier turns is kept, or dropped where the chat format does (`template`).
     `chat_template_kwargs`: what that format is told besides the messages.
+    `special_tokens_in_text`: what a special token is where a message spells it: its letters, or the token.
     `otlp_endpoint`: where every recorded span is sent, too.
     Without `tokenizer` (a folder) every model is a chat backend.
     """
@@ -49,6 +50,7 @@ class Endpoint(msgspec.Struct, kw_only=True):
     engines: list[dict[str, Any]]
     history: str = "keep"
     chat_template_kwargs: dict[str, Any] = {}
+    special_tokens_in_text: str = "text"
     unknown_model: str = "policy"
     otlp_endpoint: str | None = None
 

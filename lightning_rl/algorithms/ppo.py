@@ -217,6 +217,7 @@ class PPO(Algorithm):
             renderer=rollout.renderer,
             history=rollout.history,
             chat_template_kwargs=settings.chat_template_kwargs(self.config),
+            special_tokens_in_text=self.config.gateway.special_tokens_in_text,
             unknown_model=self.config.gateway.unknown_model,
             otlp_endpoint=self.config.gateway.otlp_endpoint,
             engines=[*self.policy.registrations(), *helpers],

@@ -94,6 +94,7 @@ def _setting(
         renderer=renderer or rollout.renderer,
         history=rollout.history,
         chat_template_kwargs=chat_template_kwargs(config),
+        special_tokens_in_text=config.gateway.special_tokens_in_text,
         unknown_model=config.gateway.unknown_model,
     )
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_rl.server.engines import EngineRequest
     from lightning_rl.server.process import Settings
     from lightning_rl_proxy.limits import Limits
+    from lightning_rl_proxy.rendering import SpecialTokens
 
 ENGINE_KEY = "OPENAI_API_KEY"  # of engines of kind openai
 LOG = "server.log"
@@ -50,6 +51,13 @@ def run(
         str,
         typer.Option(metavar="JSON", help='What that format is told besides the messages: {"enable_thinking": false}'),
     ] = "{}",
+    special_tokens_in_text: Annotated[
+        str,
+        typer.Option(
+            metavar="text|control",
+            help="What a special token (<|im_end|>) is where a message spells it: its letters, or the token itself.",
+        ),
+    ] = "text",
     store: Annotated[
         str,
         typer.Option(help="What keeps everything: sqlite:///FILE, or postgresql+psycopg://USER@HOST/DATABASE."),
@@ -104,6 +112,7 @@ def run(
         tokenizer=None if tokenizer is None else str(tokenizer_folder(tokenizer)),
         renderer=renderer,
         chat_template_kwargs=template_kwargs(chat_template_kwargs),
+        special_tokens_in_text=special_tokens(special_tokens_in_text),
         engines=tuple(engine_request(word, model) for word in engine or ()),
         host=host,
         port=port,
@@ -146,6 +155,13 @@ def template_kwargs(text: str) -> dict[str, Any]:
         raise Refused(
             f"--chat-template-kwargs {text}: {error}; give a JSON object, '{{\"enable_thinking\": false}}'"
         ) from error
+
+
+def special_tokens(word: str) -> "SpecialTokens":
+    """What a special token in a message's text is. Raises Refused."""
+    if word == "text" or word == "control":
+        return word
+    raise Refused(f"--special-tokens-in-text {word}: give text or control")
 
 
 def limits(words: Sequence[str]) -> "Limits":

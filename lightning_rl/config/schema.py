@@ -873,6 +873,13 @@ class Gateway(Section, frozen=True):
         Literal["policy", "refuse"],
         effect("a model name that nothing serves: the policy answers and the name is recorded, or 404"),
     ] = "policy"
+    special_tokens_in_text: Annotated[
+        Literal["text", "control"],
+        effect(
+            "what a special token (`<|im_end|>`) is where a user, a tool or a system spells it: its letters, or the "
+            "token itself, as with vLLM and SGLang; prompts of Completions are their author's own (`docs/gateway.md`)"
+        ),
+    ] = "text"
     backends: Annotated[
         dict[str, Any] | None,
         effect(

@@ -35,7 +35,7 @@ from lightning_rl.store.errors import Invalid
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters.credit import FINAL
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.rendering import Renderer, load_renderer
+from lightning_rl_proxy.rendering import Renderer, SpecialTokens, load_renderer
 from lightning_rl_proxy.router import Router
 
 _POLICY = "main_llm"
@@ -57,6 +57,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     renderer: str = "auto"
     history: Literal["keep", "template"] = "keep"
     chat_template_kwargs: dict[str, Any] = {}
+    special_tokens_in_text: SpecialTokens = "text"
     unknown_model: Literal["policy", "refuse"] = "policy"
 
 
@@ -161,6 +162,7 @@ def _renderer(attempt: AttemptTrace, policy: str, setting: Setting) -> Renderer 
             policy,
             history=setting.history,
             chat_template_kwargs=setting.chat_template_kwargs,
+            special_tokens_in_text=setting.special_tokens_in_text,
         )
     except (ValueError, FileNotFoundError) as error:
         raise NotReplayable(f"the prompts cannot be written: {error}") from error

@@ -22,6 +22,7 @@ class Policy(Protocol):
     renderer: str
     history: str
     chat_template_kwargs: dict[str, Any]
+    special_tokens_in_text: str
     unknown_model: str
     engines: list[dict[str, Any]]
 
@@ -75,6 +76,7 @@ def launch(
         "renderer": endpoint.renderer,
         "history": endpoint.history,
         "chat_template_kwargs": endpoint.chat_template_kwargs,
+        "special_tokens_in_text": endpoint.special_tokens_in_text,
         "unknown_model": endpoint.unknown_model,
         "engines": endpoint.engines,
         "host": host,

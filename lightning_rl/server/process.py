@@ -48,7 +48,7 @@ from lightning_rl.store.sql import SqlStore
 from lightning_rl_proxy.alarm import ALARMS
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.limits import Limits
-from lightning_rl_proxy.rendering import load_renderer
+from lightning_rl_proxy.rendering import SpecialTokens, load_renderer
 from lightning_rl_proxy.router import Router
 
 JOURNAL = "gateway.journal"  # in the run folder
@@ -75,6 +75,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     renderer: str = "auto"
     history: Literal["keep", "template"] = "keep"
     chat_template_kwargs: dict[str, Any] = {}
+    special_tokens_in_text: SpecialTokens = "text"
     unknown_model: Literal["policy", "refuse"] = "policy"
     engines: tuple[EngineRequest, ...] = ()
     host: str = "127.0.0.1"
@@ -231,6 +232,7 @@ async def _app(settings: Settings, store: SqlStore, sql: SqlThread, url: str, co
             settings.model,
             history=settings.history,
             chat_template_kwargs=settings.chat_template_kwargs,
+            special_tokens_in_text=settings.special_tokens_in_text,
         )
     router = Router(settings.model, unknown_model=settings.unknown_model)
     fleet = None

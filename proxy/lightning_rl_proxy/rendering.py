@@ -18,6 +18,7 @@ from renderers.base import MODEL_RENDERER_MAP, ToolCallParseStatus
 from renderers.configs import config_from_name
 from tokenizers import Tokenizer
 
+from lightning_rl_proxy.controls import Controls
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.images import Vision, vision_of
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 _SHORT = 32  # characters; chat formats write the same few of such texts between messages
 _SHORT_TEXTS = 1024
+# Where an assistant's message holds its answer, and the marks in there that are the format's.
+_ANSWERED = ("content", "reasoning_content", "reasoning", "thinking")
+_SPARED = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
 _TAIL = 64  # tokens; so near its end a prompt says whether an answer begins inside of its reasoning
 
 
@@ -172,10 +176,16 @@ class Renderer(Protocol):
         ...
 
 
-class FastTokenizer:
-    """A `tokenizer.json` with the few methods that `renderers` asks of a tokenizer; loads no transformers."""
+SpecialTokens = Literal["text", "control"]
 
-    def __init__(self, path: Path) -> None:
+
+class FastTokenizer:
+    """A `tokenizer.json` with the few methods that `renderers` asks of a tokenizer; loads no transformers.
+
+    `special_tokens`: what such a token is where a message spells it, its letters or the token itself.
+    """
+
+    def __init__(self, path: Path, special_tokens: SpecialTokens = "control") -> None:
         self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
         config_file = path / "tokenizer_config.json"
         self.config: dict[str, Any] = json.loads(config_file.read_text()) if config_file.exists() else {}
@@ -186,6 +196,7 @@ class FastTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.added_ids = frozenset(added)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._controls = Controls(self._tokenizer) if special_tokens == "text" else None
         self._encode_short = lru_cache(_SHORT_TEXTS)(self._encode)
 
     def encode(self, text: str, *args: Any, **kwargs: Any) -> list[int]:
@@ -193,8 +204,30 @@ class FastTokenizer:
         return self._encode_short(text).copy() if len(text) <= _SHORT else self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
+        if self._controls is not None and self._controls.guards(text):
+            return self._controls.encode(text)
+        return self.encode_own(text)
+
+    def encode_own(self, text: str) -> list[int]:
+        """Token ids of a text whose author writes special tokens as such."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def guarded(self, value: Any) -> Any:
+        """A JSON value of which every text is encoded as its letters, whatever it spells."""
+        return value if self._controls is None else self._controls.guarded(value)
+
+    def guarded_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Messages of which every text is encoded so; in an assistant's the marks stay that formats look for."""
+        if self._controls is None:
+            return list(messages)
+        return [
+            self._controls.guarded(message)
+            | {name: self._controls.guarded(message[name], _SPARED) for name in _ANSWERED if name in message}
+            if message.get("role") == "assistant"
+            else self._controls.guarded(message)
+            for message in messages
+        ]
 
     def encode_whole(self, text: str) -> list[int]:
         """Token ids of a whole prompt, with what the tokenizer puts before every text (a BOS token, for instance)."""
@@ -254,7 +287,9 @@ class LibraryRenderer:
     ) -> list[int]:
         try:
             ids: list[int] = self._renderer.render_ids(
-                arguments_parsed(messages), tools=tools, add_generation_prompt=generation
+                self.tokenizer.guarded_messages(arguments_parsed(messages)),
+                tools=None if tools is None else self.tokenizer.guarded(list(tools)),
+                add_generation_prompt=generation,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise GatewayError(
@@ -276,7 +311,8 @@ class LibraryRenderer:
             next(ends, None)  # of the turn before the prompt's last message, or of that message
             start = next(ends, 0)
         last_turn = prompt_ids[start:]
-        bridged = self._renderer.bridge_to_next_turn(last_turn, response_ids, list(messages), tools=tools)
+        added = self.tokenizer.guarded_messages(messages)
+        bridged = self._renderer.bridge_to_next_turn(last_turn, response_ids, added, tools=tools)
         if bridged is None:
             return None
         ids: list[int] = bridged.token_ids
@@ -459,7 +495,8 @@ class Forcing(NamedTuple):
         if head is None:
             return None
         opened = OPENING.search(renderer.tokenizer.decode(prompt_ids[-16:]))
-        text = self._thought_behind("" if opened is None else opened[0]) + head.replace(_TOOL, name or "")
+        name = renderer.tokenizer.guarded(name or "")
+        text = self._thought_behind("" if opened is None else opened[0]) + head.replace(_TOOL, name)
         return renderer.encode_behind(text)
 
     def _thought_behind(self, opening: str) -> str:
@@ -527,6 +564,7 @@ def load_renderer(
     *,
     history: Literal["keep", "template"] = "keep",
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    special_tokens_in_text: SpecialTokens = "text",
 ) -> "LibraryRenderer | TemplateRenderer":
     """The renderer `name` over `tokenizer_path`/tokenizer.json.
 
@@ -534,14 +572,15 @@ def load_renderer(
     folder's own chat template. Only that one shows images, so a model that sees has it in any case. `history`: the
     reasoning of earlier turns is kept, or dropped where the format does.
     `chat_template_kwargs`: what the format is told besides the messages, `{"enable_thinking": False}`; every prompt is
-    rendered with them, and continuations are proven with them.
+    rendered with them, and continuations are proven with them. `special_tokens_in_text`: what a special token is where
+    a message spells it, its letters or the token itself.
 
     Raises ValueError naming the renderers that there are, the kwargs that the format takes, or what is wrong with the
     template, and FileNotFoundError for a folder without tokenizer.json.
     """
     if not (tokenizer_path / "tokenizer.json").exists():
         raise FileNotFoundError(f"{tokenizer_path} holds no tokenizer.json")
-    tokenizer = FastTokenizer(tokenizer_path)
+    tokenizer = FastTokenizer(tokenizer_path, special_tokens_in_text)
     vision = vision_of(tokenizer_path)
     known = MODEL_RENDERER_MAP.get(model) or tokenizer.renderer
     resolved = (known if known and vision is None else "template") if name == "auto" else name

@@ -61,12 +61,18 @@ _CALLED: list[Message] = [
 class ChatTemplate:
     """A compiled template, or several by name: `default`, and `tool_use` for requests with tools.
 
-    `kwargs` are variables of its own that it is always given. Raises ValueError naming one that it does not read.
+    `kwargs` are variables of its own that it is always given; what messages and tools say is `guarded` by the
+    tokenizer. Raises ValueError naming a kwarg that it does not read.
     """
 
     def __init__(
-        self, texts: Mapping[str, str], special_tokens: Mapping[str, str], kwargs: Mapping[str, Any] | None = None
+        self,
+        texts: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        tokenizer: FastTokenizer,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> None:
+        self._tokenizer = tokenizer
         environment = _environment()
         self._templates = {name: environment.from_string(text) for name, text in texts.items()}
         read = {name for text in texts.values() for name in find_undeclared_variables(environment.parse(text))}
@@ -81,11 +87,11 @@ class ChatTemplate:
 
     def text(self, messages: Sequence[Message], tools: Tools, *, generation: bool = True) -> str:
         """The conversation as text; with `generation` it ends where the assistant begins to speak."""
-        given = arguments_parsed(messages) if self._objects else messages
+        given = self._tokenizer.guarded_messages(arguments_parsed(messages) if self._objects else messages)
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         return self._templates[name].render(
             messages=[_as_transformers_passes_it(message) for message in given],
-            tools=None if tools is None else list(tools),
+            tools=None if tools is None else self._tokenizer.guarded(list(tools)),
             documents=None,
             add_generation_prompt=generation,
             **self._always,
@@ -124,7 +130,7 @@ class TemplateRenderer:
         self.vision = vision
         self.chat_template_kwargs: Mapping[str, Any] = dict(chat_template_kwargs or {})
         self._keep = history == "keep"
-        self._template = _usable(folder, texts, _special_tokens(folder, tokenizer.config), self.chat_template_kwargs)
+        self._template = _usable(folder, texts, tokenizer, self.chat_template_kwargs)
         self._thinks = self._template.reasons or tokenizer.token_id("</think>") is not None
         self._anchor = _anchor(tokenizer)
         self._closer = self._find_closer()
@@ -391,10 +397,10 @@ def read_template(folder: Path, config: Mapping[str, Any]) -> dict[str, str] | N
 
 
 def _usable(
-    folder: Path, texts: Mapping[str, str], special_tokens: Mapping[str, str], kwargs: Mapping[str, Any]
+    folder: Path, texts: Mapping[str, str], tokenizer: FastTokenizer, kwargs: Mapping[str, Any]
 ) -> ChatTemplate:
     try:
-        template = ChatTemplate(texts, special_tokens, kwargs)
+        template = ChatTemplate(texts, _special_tokens(folder, tokenizer.config), tokenizer, kwargs)
         template.text([_QUESTION], None)
     except _FAILURES as error:
         raise _unusable(folder, _why(error)) from error

@@ -51,7 +51,7 @@ class PlainText:
 
     def encode_behind(self, text: str) -> list[int]:
         """See `Renderer`."""
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode_own(text)
 
 
 class Texts:

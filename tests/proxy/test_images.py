@@ -233,8 +233,14 @@ def test_what_is_no_image_is_refused_by_its_place(seen: Served, url: str, why: s
     assert seen.engine.prompts == []
 
 
-def test_a_text_that_spells_the_placeholder_is_refused(seen: Served) -> None:
-    for message in (seeing.asked("<|image_pad|>", CAT), {"role": "user", "content": "what is <|image_pad|>?"}):
+def test_a_text_that_spells_the_placeholder_is_text_or_else_refused(seen: Served, folder: Path) -> None:
+    both = [seeing.asked("<|image_pad|>", CAT), {"role": "user", "content": "what is <|image_pad|>?"}]
+    for message in both:
+        post(seen, "chat/completions", {"model": MODEL, "messages": [message]})
+    assert [len(media) for media in seen.engine.media] == [1, 0]
+    as_tokens = load_renderer(folder, "auto", MODEL, special_tokens_in_text="control")
+    seen.gateway._renderer = seen.gateway._answerer._renderer = as_tokens
+    for message in both:
         refused = post(seen, "chat/completions", {"model": MODEL, "messages": [message]}, 400)["error"]["message"]
         assert "spells the placeholder" in refused
 

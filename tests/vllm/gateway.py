@@ -31,6 +31,7 @@ class Policy:
     renderer: str = "auto"
     history: str = "keep"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    special_tokens_in_text: str = "text"
     unknown_model: str = "policy"
     engines: list = field(default_factory=list)
 

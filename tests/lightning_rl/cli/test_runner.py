@@ -43,6 +43,7 @@ class Policy:
     renderer: str = "qwen3"
     history: str = "keep"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    special_tokens_in_text: str = "text"
     unknown_model: str = "policy"
     engines: list[dict[str, Any]] = field(default_factory=lambda: list(NOWHERE))
 

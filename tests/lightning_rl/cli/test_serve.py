@@ -20,6 +20,7 @@ import urllib3
 from lightning_rl.cli import serve
 from lightning_rl.cli.serve import ADMIN_KEY, ENGINE_KEY, RUNNER_KEY
 from lightning_rl_proxy.limits import Limits
+from lightning_rl_proxy.rendering import load_renderer
 from tests.proxy.engines.service import Service, running
 
 TOKENIZER = str(Path(__file__).parents[3] / "examples/sql_agent/checkpoint")
@@ -126,6 +127,22 @@ def test_an_agent_joins_is_recorded_and_all_of_it_is_there_after_a_restart(tmp_p
         assert server.stop(signal.SIGTERM)[0] == 0
 
 
+@pytest.mark.parametrize("setting", ["text", "control"])
+def test_what_a_special_token_in_a_message_is_stands_in_the_command(tmp_path: Path, setting: Any) -> None:
+    said = [{"role": "user", "content": "It ends with <|im_end|>."}]
+    words = ["--tokenizer", TOKENIZER, "--renderer", "qwen3", "--special-tokens-in-text", setting]
+    with serving(tmp_path, *words, **{ADMIN_KEY: "mine"}) as server:
+        llm = server.post("/api/v1/rollouts/start", {"task": 1}, "mine").json()["resources"]["main_llm"]
+        asked = server.pool.request(
+            "POST",
+            f"{llm['base_url']}/messages/count_tokens",
+            json={"model": "policy", "messages": said},
+            headers={"x-api-key": llm["api_key"]},
+        )
+        renderer = load_renderer(Path(TOKENIZER), "qwen3", "policy", special_tokens_in_text=setting)
+        assert asked.json() == {"input_tokens": len(renderer.render(said, None))}
+
+
 def test_what_is_printed_for_curl_works_in_a_shell(tmp_path: Path) -> None:
     with serving(tmp_path, "--tokenizer", TOKENIZER, "--engine", NOWHERE) as server:
         [export] = re.findall(r"export \S+", server.printed)
@@ -202,6 +219,7 @@ def test_keys_that_are_not_safe_there_are_refused(
         ),
         (["--chat-template-kwargs", "enable_thinking"], "--chat-template-kwargs enable_thinking: "),
         (["--chat-template-kwargs", "[1]"], "give a JSON object"),
+        (["--special-tokens-in-text", "letters"], "--special-tokens-in-text letters: give text or control"),
         (["--store", "mysql://x/y"], "--store mysql://x/y is neither a SQLite file nor a PostgreSQL database"),
         (["--store", "sqlite://"], "--store sqlite:// is neither a SQLite file nor"),
         (["--store", "postgresql+psycopg://u:hidden@x"], "--store postgresql+psycopg://u:***@x names no database"),

@@ -361,6 +361,7 @@ ELSEWHERE = {
     ROLLOUT + "renderer": "test_the_engine_is_what_the_keys_say",
     ROLLOUT + "history": "test_the_engine_is_what_the_keys_say",
     "gateway.unknown_model": "test_the_engine_is_what_the_keys_say",
+    "gateway.special_tokens_in_text": "test_the_engine_is_what_the_keys_say, tests/proxy/test_controls.py",
     "gateway.otlp_endpoint": "test_the_engine_is_what_the_keys_say, test_spans_out.py: test_a_run_sends_its_spans",
     ROLLOUT + "trace.backend": "tracing/test_training.py, and each in tracing/test_backends.py",
     ROLLOUT + "trace.token2text": "tracing/test_training.py: test_mlflow_shows_...",
@@ -764,6 +765,7 @@ def test_the_engine_is_what_the_keys_say(tmp_path: Path) -> None:
         "trainer": {"device": "cpu"},
         "gateway": {
             "unknown_model": "refuse",
+            "special_tokens_in_text": "control",
             "backends": {"judge": {"kind": "litellm"}},
             "otlp_endpoint": "http://h:4318",
         },
@@ -775,6 +777,7 @@ def test_the_engine_is_what_the_keys_say(tmp_path: Path) -> None:
         assert (engine.max_num_seqs, engine.max_model_len, engine._threads) == (3, 77, 2)
         assert (endpoint.renderer, endpoint.history, endpoint.tokenizer) == ("qwen3", "template", str(model))
         assert (endpoint.unknown_model, endpoint.otlp_endpoint) == ("refuse", "http://h:4318")
+        assert endpoint.special_tokens_in_text == "control"
         assert endpoint.engines[1:] == [{"model": "judge", "kind": "litellm"}]
         model: Any = algorithm.models.model
         assert model.is_gradient_checkpointing

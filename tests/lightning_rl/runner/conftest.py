@@ -14,6 +14,7 @@ class Policy:
     renderer: str = "qwen3"
     history: str = "keep"
     chat_template_kwargs: dict = field(default_factory=dict)
+    special_tokens_in_text: str = "text"
     unknown_model: str = "policy"
     engines: list = field(default_factory=list)
 

@@ -131,6 +131,7 @@ class Policy:
     tokenizer: str | None = None
     renderer: str = "auto"
     history: str = "keep"
+    special_tokens_in_text: str = "text"
     unknown_model: str = "policy"
     engines: list = field(default_factory=list)
     chat_template_kwargs: dict = field(default_factory=dict)

@@ -93,6 +93,7 @@ class Policy:
     renderer: str = "auto"
     history: str = "keep"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    special_tokens_in_text: str = "text"
     unknown_model: str = "policy"
 
 

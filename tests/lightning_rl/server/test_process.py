@@ -33,6 +33,7 @@ class Policy:
     tokenizer: str = str(TOKENIZER)
     renderer: str = "qwen3"
     history: str = "keep"
+    special_tokens_in_text: str = "text"
     unknown_model: str = "policy"
     engines: list = field(default_factory=list)
     chat_template_kwargs: dict = field(default_factory=dict)
