@@ -6,10 +6,10 @@ ours to give, of a span or of an attribute, is kept under `foreign.`.
 
 import base64
 import binascii
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -72,13 +72,13 @@ def from_protobuf(body: bytes) -> ExportTraceServiceRequest:
 def from_json(body: bytes) -> ExportTraceServiceRequest:
     """The request of a JSON body, where ids are hexadecimal. Raises NotOtlp."""
     try:
-        told = json.loads(body)
+        told = msgspec.json.decode(body)  # which refuses half surrogates, as protobuf cannot
         _hex_to_base64(told)
         request: ExportTraceServiceRequest = json_format.ParseDict(
             told, ExportTraceServiceRequest(), ignore_unknown_fields=True
         )
         return request
-    except (ValueError, TypeError, RecursionError, json_format.ParseError) as error:
+    except (msgspec.DecodeError, ValueError, TypeError, RecursionError, json_format.ParseError) as error:
         raise NotOtlp(f"the body is no JSON of an ExportTraceServiceRequest: {error}") from error
 
 

@@ -163,7 +163,7 @@ class ControlPlane:
                 return error_response(code, kind, str(error))
             except msgspec.ValidationError as error:
                 return error_response(400, "invalid_request", _where(request) + str(error))
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
                 return error_response(400, "invalid_request", f"{_where(request)}the body is no JSON: {error}")
             return encoded(request, status, answer)
 

@@ -99,6 +99,7 @@ _OPENED = (
 _UNTIL_ASKED_FOR = float("inf")  # `claimable_at` of what a session that is over has left queued
 _SHELVE = sa.update(schema.rollouts).where(schema.rollouts.c.status == "queued").values(claimable_at=_UNTIL_ASKED_FOR)
 
+_LONGEST_POSITION = 18  # digits, so that any database holds it
 _FIRST_PAUSE_SECONDS = 1.0  # before a retry
 _LONGEST_PAUSE_SECONDS = 60.0
 
@@ -239,7 +240,7 @@ class SqlStore:
             if wanted is not None:
                 query = query.where(column == wanted)
         if cursor is not None:
-            if not cursor.isdecimal():
+            if not cursor.isdecimal() or len(cursor) > _LONGEST_POSITION:
                 raise Invalid(f"cursor {cursor!r} is none that a list of rollouts has given")
             query = query.where(schema.rollouts.c.position > int(cursor))
         rows = connection.execute(query).all()
