@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import urllib3
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_rl.server.api import ControlPlane
@@ -108,6 +108,12 @@ POOL = urllib3.PoolManager(retries=False, timeout=20)
     own=st.booleans(),
     protobuf=st.booleans(),
 )
+@example(("POST", "/api/v1/rollouts"), b'{"rollouts": [{"task": "\xff"}]}', "", "r1", False, False)
+@example(
+    ("POST", "/api/v1/rollouts"), b'{"rollouts": [{"task": ' + b"[" * 1000 + b"]" * 1000 + b"}]}", "", "", False, False
+)
+@example(("GET", "/api/v1/rollouts"), b"", "?cursor=" + "9" * 30, "r1", False, False)
+@example(("POST", "/v1/traces"), b'{"\\ud800": 1}', "", "r1", True, False)
 def test_no_bytes_at_any_route_are_a_failure_of_the_server(
     server: tuple[str, str, str],
     route: tuple[str, str],
