@@ -8,7 +8,7 @@ import secrets
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -159,9 +159,9 @@ def template_kwargs(text: str) -> dict[str, Any]:
 
 def special_tokens(word: str) -> "SpecialTokens":
     """What a special token in a message's text is. Raises Refused."""
-    if word == "text" or word == "control":
-        return word
-    raise Refused(f"--special-tokens-in-text {word}: give text or control")
+    if word not in ("text", "control"):
+        raise Refused(f"--special-tokens-in-text {word}: give text or control")
+    return cast("SpecialTokens", word)
 
 
 def limits(words: Sequence[str]) -> "Limits":

@@ -207,6 +207,7 @@ class RecordedEngine:
     """An `Engine` that has a recording in the place of a model; its logprobs are the recorded ones."""
 
     abilities = _ABILITIES
+    context: int | None = None
 
     def __init__(self, model: str, recording: Recording, stop_token_ids: Sequence[int]) -> None:
         self.model = model

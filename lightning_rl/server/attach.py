@@ -7,7 +7,7 @@ from lightning_rl.server.engines import EngineRequest
 from lightning_rl.store.errors import Conflict, Invalid
 from lightning_rl_proxy.engines.base import Engine, EngineRefused, EngineUnavailable
 from lightning_rl_proxy.engines.chat_backend import ChatBackend, LitellmBackend, OpenAIBackend
-from lightning_rl_proxy.engines.probe import probe
+from lightning_rl_proxy.engines.probe import probe, probe_context
 from lightning_rl_proxy.engines.sglang import SGLangEngine
 from lightning_rl_proxy.engines.sglang_probe import probe_sglang
 from lightning_rl_proxy.engines.vllm import TokenEngine
@@ -63,6 +63,7 @@ async def _engine(request: EngineRequest, renderer: Renderer | None) -> Engine:
         stop_token_ids=renderer.stop_token_ids,
         policy_version=request.policy_version,
         logprobs=await probe(url) if request.kind == "vllm" else "raw",
+        context=await probe_context(url),
     )
 
 

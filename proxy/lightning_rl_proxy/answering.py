@@ -5,11 +5,14 @@ Nothing here knows HTTP. What an engine handed over is recorded, whatever become
 """
 
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,6 +40,8 @@ from lightning_rl_proxy.sampling import effective
 from lightning_rl_proxy.texts import PlainText
 
 T = TypeVar("T")
+
+_LONG_REQUEST = 8192  # bytes of new text; tokenising more would keep the event loop from others
 
 # The fields, over all dialects, by which a client asks for what an engine may lack.
 _ASKED_BY = {"json_schema": ("response_format", "text", "output_config", "output_format")}
@@ -70,6 +75,7 @@ class Answerer:
         self._renderer = renderer
         self._counters = counters
         self._record = record
+        self._threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="tokenizing")
 
     def reader(self, request: Request) -> Reader:
         """What reads the tokens that are sampled for a request."""
@@ -99,17 +105,51 @@ class Answerer:
         _check_images(request, self._renderer)
         _check_template_kwargs(request, self._renderer)
         attempt.history.keep(said, request.messages)
-        return self._sample_all(asked, self._renderer)
+        new_bytes = _new_text(request) if said.read else len(said.body)
+        return self._sample_all(asked, self._renderer, long=new_bytes > _LONG_REQUEST)
 
-    async def _sample_all(self, asked: Asked, renderer: Renderer) -> bytes:
+    async def count_tokens(self, request: Request, renderer: Renderer, size: int) -> int:
+        """How many tokens a request's prompt has, whose body is `size` bytes long. Raises GatewayError."""
+        render = partial(renderer.render, request.messages, request.tools)
+        return len(await self._elsewhere(render) if size > _LONG_REQUEST else render())
+
+    async def _placed(self, asked: Asked, renderer: Renderer, *, long: bool) -> Place:
+        """The place of a request. A long one is tokenised in another thread; what else the attempt asks meanwhile finds
+        its place after it, so that nobody looks while the attempt changes."""
+        attempt, request, model = asked.attempt, asked.request, asked.model
+        find: Callable[[], Place]
+        if request.prompt is None:
+            find = partial(attempt.find_place, model, request.messages, request.tools, renderer)
+        else:
+            find = partial(attempt.texts.place, attempt, model, request.prompt, PlainText(renderer))
+        if not long and not attempt.placing.locked():
+            return find()
+        async with attempt.placing:
+            return await self._elsewhere(find) if long else find()
+
+    async def _elsewhere(self, work: Callable[[], T]) -> T:
+        """What `work` gives in another thread. Whoever is cancelled meanwhile waits until it is done."""
+        assert self._renderer is not None
+        long_texts = self._renderer.tokenizer.long_texts
+        long_texts.context = self._router.longest_context()
+
+        def bounded() -> T:
+            with long_texts.of_one_prompt():
+                return work()
+
+        working = asyncio.get_running_loop().run_in_executor(self._threads, bounded)
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            await asyncio.wait([working])
+            raise
+
+    async def _sample_all(self, asked: Asked, renderer: Renderer, *, long: bool) -> bytes:
         """Sample every choice of a request."""
         attempt, request, model = asked.attempt, asked.request, asked.model
         earlier = [one.live for one in _earlier(asked)]
         first = 0 if earlier else attempt.take_numbers(request.n)
-        if request.prompt is None:
-            place = attempt.find_place(model, request.messages, request.tools, renderer)
-        else:
-            place = attempt.texts.place(attempt, model, request.prompt, PlainText(renderer))
+        place = await self._placed(asked, renderer, long=long)
         forced = _forced(request, place, renderer)
         if earlier:  # told again where it was asked, though equal calls may have been answered since
             whole = earlier[0].prompt_ids()
@@ -458,6 +498,16 @@ class _Stream:
         if not self._begun:
             self._begun = True
             self._asked.exchange.write(events.start())
+
+
+def _new_text(request: Request) -> int:
+    """About how many characters a request's messages hold that were not read before."""
+    size = 0
+    for message in request.messages[request.known :]:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [content]
+        size += sum(len(part) if isinstance(part, str) else len(str(part)) for part in parts)
+    return size
 
 
 def _room(request: Request, prompt_tokens: int) -> int | None:

@@ -13,6 +13,7 @@ Nothing is read before there is something to compare it with: answers wait as th
 was asked while nothing was answered is read with its answer.
 """
 
+import asyncio
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -376,6 +377,7 @@ class Attempt:
         self.failed = Counter[bytes]()
         self.recorded: dict[bytes, list[Recorded]] = {}  # by their requests, of what was answered before it came here
         self.texts = Texts()
+        self.placing = asyncio.Lock()  # held while another thread looks for a place
         # The images that requests have shown, by their SHA-256, and which of them each URL or reference holds.
         self.images: dict[str, Image] = {}
         self.image_urls: dict[str, str] = {}

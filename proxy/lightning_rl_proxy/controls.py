@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from lightning_rl_proxy.errors import GatewayError
+from lightning_rl_proxy.long_texts import LongTexts
 
 # Marks around the results of tools, which some tokenizers do not call special; others (`<think>`) forge nothing.
 _RESULTS = frozenset({"<tool_response>", "</tool_response>"})
@@ -58,16 +59,16 @@ class Controls:
         """Whether something in a text is guarded."""
         return self._salt in text
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, long_texts: LongTexts) -> list[int]:
         """The ids of a text in which the special tokens are the format's own, and what is guarded is letters.
 
-        Raises GatewayError(400) where the tokenizer has no other way to write the letters.
+        Raises PromptTooLong; GatewayError(400) where the tokenizer has no other way to write the letters.
         """
         spelled = self._spelled
         assert spelled is not None, "without special tokens nothing is guarded"
         own, count = spelled.subn(lambda match: self._own(match[0]), text)
         letters = self._guards.sub(lambda match: self.texts[int(match[1])], own)
-        ids = [self._real.get(token, token) for token in self._tokenizer.encode(letters, add_special_tokens=False).ids]
+        ids = [self._real.get(token, token) for token in long_texts.encode(self._tokenizer, letters)]
         if sum(token in self._ids for token in ids) != count:
             raise GatewayError(
                 400,

@@ -352,7 +352,7 @@ class Gateway:
         elif scope["method"] == "GET" and door.path.startswith("/v1/models/"):
             await _respond(send, 200, self._models(door.path.removeprefix("/v1/models/")))
         elif asked == ("POST", "/v1/messages/count_tokens"):
-            await _respond(send, 200, self._count_tokens(await self._read(headers, receive)))
+            await _respond(send, 200, await self._count_tokens(await self._read(headers, receive)))
         elif asked == ("POST", "/v1/embeddings"):
             await _respond(send, 200, await self._embed(attempt, await self._read(headers, receive)))
         elif scope["method"] == "POST" and door.path in _DIALECTS:
@@ -370,7 +370,8 @@ class Gateway:
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         """A request's body; one that is too long is refused before it is read, where it says so."""
-        self.limits.check_body(announced_bytes(headers))
+        limits = self._limits_now()
+        limits.check_body(announced_bytes(headers))
         chunks, size = [], 0
         while True:
             message = await receive()
@@ -378,9 +379,17 @@ class Gateway:
                 raise GatewayError(400, "the client left before its request was whole")
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
-            self.limits.check_body(size)
+            limits.check_body(size)
             if not message.get("more_body"):
                 return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def _limits_now(self) -> Limits:
+        """The limits, with that of a body no larger than what the models' contexts may need: images are bounded by the
+        limit alone, and so is what goes on to a chat backend."""
+        context = self.router.longest_context()
+        if context is None or self.router.has_backends or self._renderer is None or self._renderer.vision is not None:
+            return self.limits
+        return self.limits.for_context(context)
 
     def _said(self, attempt: Attempt, dialect: Dialect, body: bytes) -> Said:
         if dialect is not chat_completions:
@@ -394,14 +403,14 @@ class Gateway:
         self.limits.check_messages(fields)
         return fields
 
-    def _count_tokens(self, body: bytes) -> bytes:
+    async def _count_tokens(self, body: bytes) -> bytes:
         """How long a request's prompt is; no call, and so not recorded."""
         fields = self._fields(body)
         request = messages.parse_count(fields)
         model = self.router.resolve(request.model)
         if self._renderer is None or self.router.is_backend(model):
             raise GatewayError(400, f"model {model!r} is a chat service: its tokens cannot be counted here")
-        return messages.count(len(self._renderer.render(request.messages, request.tools)))
+        return messages.count(await self._answerer.count_tokens(request, self._renderer, len(body)))
 
     async def _embed(self, attempt: Attempt, body: bytes) -> bytes:
         fields, body_key = self._fields(body), _body_key("embeddings", None, body)

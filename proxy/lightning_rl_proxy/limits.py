@@ -11,15 +11,18 @@ import msgspec
 from lightning_rl_proxy.errors import GatewayError
 
 _Limit = Annotated[int, msgspec.Meta(ge=1)]
+_BODY_BYTES = 2**20  # beside those of a prompt's tokens
+_TOKEN_BYTES = 64
 _LISTS = ("messages", "input")  # of a request, by its dialect
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The limits of one server.
 
-    `body_bytes` are those of a request at a model door, `control_body_bytes` at the control plane, where tasks come in
-    by the thousand; `header_bytes` those of a request's path and headers; `messages` those of one request;
-    `calls_in_flight` those of one attempt; `open_attempts` those of the server, at which nothing more is handed out.
+    `body_bytes` are those of a request at a model door, fewer where no prompt can need as many (`for_context`);
+    `control_body_bytes` at the control plane, where tasks come in by the thousand; `header_bytes` those of a
+    request's path and headers; `messages` those of one request; `calls_in_flight` those of one attempt;
+    `open_attempts` those of the server, at which nothing more is handed out.
     """
 
     body_bytes: _Limit = 64 * 2**20
@@ -28,6 +31,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     messages: _Limit = 10_000
     calls_in_flight: _Limit = 1024
     open_attempts: _Limit = 10_000
+
+    def for_context(self, tokens: int) -> "Limits":
+        """The limits of a server whose prompts have so many tokens at most.
+
+        A token is some 4 bytes of text, and JSON writes one byte as 6 at worst. What is left is for tools, and for what
+        a chat format leaves out of a conversation.
+        """
+        return msgspec.structs.replace(self, body_bytes=min(self.body_bytes, _BODY_BYTES + _TOKEN_BYTES * tokens))
 
     def check_head(self, scope: Mapping[str, Any]) -> None:
         """Raises GatewayError(431) for a path and headers that are too long."""

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from lightning_rl_proxy.controls import Controls
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.images import Vision, vision_of
+from lightning_rl_proxy.long_texts import LongTexts
 
 if TYPE_CHECKING:
     from lightning_rl_proxy.templates import TemplateRenderer
@@ -197,6 +198,7 @@ class FastTokenizer:
         self.added_ids = frozenset(added)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._controls = Controls(self._tokenizer) if special_tokens == "text" else None
+        self.long_texts = LongTexts(self._tokenizer)
         self._encode_short = lru_cache(_SHORT_TEXTS)(self._encode)
 
     def encode(self, text: str, *args: Any, **kwargs: Any) -> list[int]:
@@ -205,13 +207,12 @@ class FastTokenizer:
 
     def _encode(self, text: str) -> list[int]:
         if self._controls is not None and self._controls.guards(text):
-            return self._controls.encode(text)
+            return self._controls.encode(text, self.long_texts)
         return self.encode_own(text)
 
     def encode_own(self, text: str) -> list[int]:
         """Token ids of a text whose author writes special tokens as such."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self.long_texts.encode(self._tokenizer, text)
 
     def guarded(self, value: Any) -> Any:
         """A JSON value of which every text is encoded as its letters, whatever it spells."""
@@ -231,8 +232,7 @@ class FastTokenizer:
 
     def encode_whole(self, text: str) -> list[int]:
         """Token ids of a whole prompt, with what the tokenizer puts before every text (a BOS token, for instance)."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
-        return ids
+        return self.long_texts.encode(self._tokenizer, text, add_special_tokens=True)
 
     def decode(self, token_ids: Any, *args: Any, **kwargs: Any) -> str:
         """The text of `token_ids`, special tokens included unless `skip_special_tokens`."""

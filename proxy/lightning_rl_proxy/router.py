@@ -146,9 +146,19 @@ class Router:
             raise UnknownModel(requested, [*self._engines, *self._backends])
         return self.policy
 
+    @property
+    def has_backends(self) -> bool:
+        """Whether chat backends answer for any model."""
+        return bool(self._backends)
+
     def is_backend(self, model: str) -> bool:
         """Whether chat backends answer for `model`."""
         return model in self._backends
+
+    def longest_context(self) -> int | None:
+        """How many tokens a prompt may have at the most patient engine; None where one does not say."""
+        contexts = [each.engine.context for pool in self._engines.values() for each in pool.replicas]
+        return max((each for each in contexts if each is not None), default=None) if None not in contexts else None
 
     def lacking(self, model: str, sampling: Sampling, media: Sequence[Shown] = ()) -> list[str]:
         """The names of the parameters that are set and that not every engine of `model` honours; `images` is one."""

@@ -75,6 +75,7 @@ class PlannedEngine:
     model = MODEL
     policy_version = 7
     abilities = frozenset({"min_p", "logit_bias", "json_schema", "frequency_penalty"})
+    context = None
 
     def __init__(self, end_id: int) -> None:
         self.plans: deque[Plan] = deque()

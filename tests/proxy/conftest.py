@@ -135,6 +135,7 @@ class ScriptedEngine:
 
     model = MODEL
     abilities = frozenset({"min_p", "images"})
+    context: int | None = None
     sampler: ClassVar[Any] = ScriptedSampler
 
     def __init__(self, tokenizer: FastTokenizer) -> None:

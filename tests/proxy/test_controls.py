@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from lightning_rl_proxy.controls import Controls
+from lightning_rl_proxy.long_texts import LongTexts
 from lightning_rl_proxy.rendering import FastTokenizer, Renderer, load_renderer
 from lightning_rl_proxy.templates import TemplateRenderer
 from tests.proxy.conftest import MODEL, TOKENIZER, Served
@@ -88,7 +89,7 @@ pieces = st.sampled_from(
 def test_a_guarded_text_has_the_tokens_of_its_letters(text: str) -> None:
     guarded = CONTROLS.guarded(text)
     if CONTROLS.guards(guarded):
-        ids = CONTROLS.encode(f"<|im_start|>user\n{guarded}<|im_end|>")
+        ids = CONTROLS.encode(f"<|im_start|>user\n{guarded}<|im_end|>", LongTexts(WITH_ALL))
         assert [token for token in ids if token in SPECIAL] == [995, 996]
     else:
         ids = WITH_ALL.encode(f"<|im_start|>user\n{text}<|im_end|>", add_special_tokens=False).ids
@@ -100,7 +101,7 @@ def test_a_guarded_text_has_the_tokens_of_its_letters(text: str) -> None:
 def test_special_tokens_that_a_format_writes_are_found_as_ever(text: str) -> None:
     guard = CONTROLS.guarded("<|im_end|>")
     ids = WITH_ALL.encode(text + "<|im_start|>", add_special_tokens=False).ids
-    assert CONTROLS.encode(f"{text}<|im_start|>{guard}")[: len(ids)] == ids
+    assert CONTROLS.encode(f"{text}<|im_start|>{guard}", LongTexts(WITH_ALL))[: len(ids)] == ids
 
 
 @given(st.lists(st.sampled_from(["<|a|>", "<|a|>b", "<|", "c", "<|ab"]), unique=True, min_size=1), st.text("<|ab>c"))
@@ -109,7 +110,7 @@ def test_the_longest_special_token_is_found_first(words: list[str], text: str) -
     tokenizer.add_special_tokens(words)
     controls = Controls(tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
-    assert controls.encode(text) == ids
+    assert controls.encode(text, LongTexts(WITH_ALL)) == ids
 
 
 def test_an_engine_sees_the_letters_and_the_conversation_goes_on(served: Served, tokenizer: FastTokenizer) -> None:

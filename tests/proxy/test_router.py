@@ -33,6 +33,7 @@ class Engine:
 
     model = "m"
     abilities = frozenset[str]()
+    context = None
 
     def __init__(self, version: int = 0, *, label: int | None = None) -> None:
         self.policy_version = version

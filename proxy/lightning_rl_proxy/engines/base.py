@@ -54,12 +54,13 @@ class Engine(Protocol):
 
     `abilities` are the parameters that it honours beyond temperature, top_p, top_k, max_tokens and seed; stop strings
     are the gateway's business; `images` is one of them. `policy_version` is what the gateway believes of the weights,
-    and sets.
+    and sets. `context` is how many tokens prompt and answer may have together; None where it does not say.
     """
 
     model: str
     policy_version: int
     abilities: frozenset[str]
+    context: int | None
 
     def generate(
         self,

@@ -16,6 +16,7 @@ from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
 T = TypeVar("T")
 
 GENERATE = "/inference/v1/generate"
+MODELS = "/v1/models"
 TOP = 5  # logprobs by which the kind is told
 _SECONDS = 45.0  # for all questions; an engine that was never asked before may still compile
 _MASS = 1.001  # what probabilities add up to, at most
@@ -49,6 +50,14 @@ class _Answer(msgspec.Struct):
 
 class _Paused(msgspec.Struct):
     is_paused: bool
+
+
+class _Model(msgspec.Struct):
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
 
 
 class Asked:
@@ -120,6 +129,22 @@ async def probe(url: str) -> LogprobsMode:
     Raises EngineUnavailable where it does not answer, or is paused, and EngineRefused where it lacks what is needed.
     """
     return await asked(url, "vLLM 0.32", _questions)
+
+
+async def probe_context(url: str) -> int | None:
+    """How many tokens prompt and answer may have together at the server at `url`; None where it does not say."""
+    try:
+        return await asked(url, "an engine", context_of)
+    except (EngineUnavailable, EngineRefused):
+        return None
+
+
+async def context_of(server: Asked) -> int | None:
+    """What `/v1/models` says of it. Raises EngineUnavailable or EngineRefused."""
+    status, said = await server.ask("GET", MODELS)
+    server.check(status, said, MODELS)
+    models = server.decoded(said, _Models, MODELS).data
+    return models[0].max_model_len if models else None
 
 
 async def _questions(server: Asked) -> LogprobsMode:

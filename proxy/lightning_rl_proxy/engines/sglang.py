@@ -105,6 +105,7 @@ class SGLangEngine:
     ) -> None:
         self.model = model
         self.policy_version = policy_version
+        self.context = able.room
         self.abilities = _ABILITIES | {"json_schema"} if able.schemas else _ABILITIES
         self._able = able
         self._stop_token_ids = stop_token_ids

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import msgspec
 
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
-from lightning_rl_proxy.engines.probe import TOP, Asked, asked, logprobs_mode
+from lightning_rl_proxy.engines.probe import TOP, Asked, asked, context_of, logprobs_mode
 
 GENERATE = "/generate"
 READY = "/ready"
 OLDEST = (0, 5, 23)  # what is said here of SGLang was read in its source; older ones die of a flush while paused
 NAME = "SGLang " + ".".join(map(str, OLDEST))
-_INFO, _MODELS = "/server_info", "/v1/models"
+_INFO = "/server_info"
 
 
 class Abilities(NamedTuple):
@@ -70,14 +70,6 @@ class _Info(msgspec.Struct):
         return max(steps, self.speculative_num_draft_tokens or 0)
 
 
-class _Model(msgspec.Struct):
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
 class _Meta(msgspec.Struct):
     output_top_logprobs: list[list[tuple[float | None, int, str | None]]]
 
@@ -106,7 +98,7 @@ async def _questions(server: Asked) -> Abilities:
     mode = logprobs_mode(await _top_logprobs(server, 1.0), await _top_logprobs(server, 0.5))
     if mode is None:
         raise EngineRefused(f"engine {server.url} gives logprobs whose probabilities add up to more than 1")
-    context = await _context(server)
+    context = await context_of(server)
     return Abilities(
         tempered=mode == "processed",
         room=None if context is None else context - info.reserved,
@@ -124,13 +116,6 @@ async def _check_ready(server: Asked) -> None:
             f"{server.url}/continue_generation with {{}}"
         )
     server.check(status, said, READY)
-
-
-async def _context(server: Asked) -> int | None:
-    status, said = await server.ask("GET", _MODELS)
-    server.check(status, said, _MODELS)
-    models = server.decoded(said, _Models, _MODELS).data
-    return models[0].max_model_len if models else None
 
 
 async def _top_logprobs(server: Asked, temperature: float) -> dict[int, float]:

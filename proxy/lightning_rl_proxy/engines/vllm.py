@@ -107,12 +107,14 @@ class TokenEngine:
         stop_token_ids: list[int],
         policy_version: int,
         logprobs: LogprobsMode = "raw",
+        context: int | None = None,
         connections: int = 1024,
     ) -> None:
         self.model = model
         self.kind = kind
         self.policy_version = policy_version
         self.abilities = _ABILITIES[kind]
+        self.context = context
         self._logprobs = logprobs
         self._stop_token_ids = stop_token_ids
         self._labels = Labels(policy_version)
