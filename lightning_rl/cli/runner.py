@@ -5,7 +5,6 @@ or whose processes die again and again; and when the rollouts that it was asked 
 waited for.
 """
 
-import os
 import signal
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 import typer
 
 from lightning_rl.errors import Explained
-from lightning_rl.server.keys import RUNNER_KEY
+from lightning_rl.server.keys import RUNNER_KEY, taken_from_environment
 
 if TYPE_CHECKING:
     from lightning_rl.store.client import HttpStore
@@ -55,7 +54,7 @@ def run(
     from lightning_rl.runner import launch as runners
     from lightning_rl.store.client import HttpStore
 
-    key = os.environ.get(RUNNER_KEY)
+    key = taken_from_environment(RUNNER_KEY)
     if not key:
         raise CannotJoin(f"set {RUNNER_KEY}, in the environment, to the key that the server was started with")
     if not store.startswith(("http://", "https://")):

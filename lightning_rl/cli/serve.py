@@ -3,6 +3,7 @@
 Invariant: beyond the loopback nobody serves with a key that is not their own, and no key stands on a command line.
 """
 
+import contextlib
 import os
 import secrets
 import socket
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from lightning_rl.errors import Explained
-from lightning_rl.server.keys import ADMIN_KEY, RUNNER_KEY, SHORTEST, is_loopback
+from lightning_rl.server.keys import ADMIN_KEY, RUNNER_KEY, SHORTEST, is_loopback, taken_from_environment
 
 if TYPE_CHECKING:
     from lightning_rl.server.engines import EngineRequest
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from lightning_rl_proxy.rendering import SpecialTokens
 
 ENGINE_KEY = "OPENAI_API_KEY"  # of engines of kind openai
-LOG = "server.log"
+LOG, ENGINE_LOG = "server.log", "engine.log"
+_EMBEDDED = "embedded"  # of a URL that is not given: started here
 _SQLITE = "sqlite:///"
 _POSTGRESQL = ("postgresql://", "postgresql+psycopg://")
 _OF_A_TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"]
@@ -33,14 +35,20 @@ class Refused(Explained, ValueError):
 
 
 def run(
-    model: Annotated[str, typer.Option(help="The name that agents ask for.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="The name that agents ask for; for `--engine embedded` the model itself, a folder or hub id."
+        ),
+    ],
     engine: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KIND[:MODEL][=URL]",
             help="What answers: embedded, vllm or sglang (token engines of --model), openai or litellm (frozen chat "
-            "models, of a MODEL name of their own or of --model). May repeat. The key of openai is OPENAI_API_KEY's, "
-            "litellm's that of its provider's variable (ANTHROPIC_API_KEY, ...).",
+            "models, of a MODEL name of their own or of --model). May repeat. embedded without a URL is started here "
+            "and samples --model. The key of openai is OPENAI_API_KEY's, litellm's that of its provider's variable "
+            "(ANTHROPIC_API_KEY, ...).",
         ),
     ] = None,
     tokenizer: Annotated[
@@ -91,6 +99,7 @@ def run(
     """Serve a model to agents anywhere, and record their calls token by token. Ctrl-C ends it.
 
     ```
+    lightning-rl serve --model path/to/model --engine embedded
     lightning-rl serve --model policy --tokenizer Qwen/Qwen3-0.6B --engine vllm=http://127.0.0.1:8000
     ```
 
@@ -103,6 +112,11 @@ def run(
 
     admin_key, runner_key = _keys(host)
     folder = _run_dir(store, run_dir)
+    words = list(engine or ())
+    path = model if _EMBEDDED in words else None
+    if path is not None:
+        words.remove(_EMBEDDED)
+        model, tokenizer = _name_of(path), tokenizer or path
     settings = Settings(
         store=store,
         run_dir=str(folder),
@@ -113,7 +127,7 @@ def run(
         renderer=renderer,
         chat_template_kwargs=template_kwargs(chat_template_kwargs),
         special_tokens_in_text=special_tokens(special_tokens_in_text),
-        engines=tuple(engine_request(word, model) for word in engine or ()),
+        engines=tuple(engine_request(word, model) for word in words),
         host=host,
         port=port,
         url=_url(url, host, port),
@@ -123,8 +137,28 @@ def run(
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with owned(folder):
         _log_to(folder / LOG)
-        listen_and_serve(settings, lambda at: _tell(settings, at, made_key=not admin_key), foreground=True)
+        with contextlib.ExitStack() as started:
+            if path is not None:
+                settings = _with_embedded(settings, started, path, folder)
+            listen_and_serve(settings, lambda at: _tell(settings, at, made_key=not admin_key), foreground=True)
     typer.echo("Stopped.")
+
+
+def _name_of(path: str) -> str:
+    """The name of the model at `path`: its folder's, or the hub's id, by which its renderer is found."""
+    return Path(path).resolve().name if Path(path).is_dir() else path
+
+
+def _with_embedded(settings: "Settings", started: contextlib.ExitStack, path: str, folder: Path) -> "Settings":
+    """The settings with the engine that is started here."""
+    import msgspec
+
+    from lightning_rl.inference.process import launch
+
+    typer.echo(f"Loading {path} ...")
+    url = started.enter_context(launch(path, folder / ENGINE_LOG))
+    request = engine_request(f"{_EMBEDDED}={url}", settings.model)
+    return msgspec.structs.replace(settings, engines=(request, *settings.engines))
 
 
 def engine_request(word: str, model: str) -> "EngineRequest":
@@ -141,7 +175,7 @@ def engine_request(word: str, model: str) -> "EngineRequest":
     try:
         return msgspec.convert(given, EngineRequest)
     except msgspec.ValidationError as error:
-        kinds = "embedded=URL, vllm=URL, sglang=URL, openai[:MODEL]=URL or litellm:MODEL[=URL]"
+        kinds = "embedded[=URL], vllm=URL, sglang=URL, openai[:MODEL]=URL or litellm:MODEL[=URL]"
         raise Refused(f"--engine {word}: {error}; give {kinds}") from error
 
 
@@ -198,7 +232,7 @@ def tokenizer_folder(path: str) -> Path:
 
 def _keys(host: str) -> tuple[str, str]:
     """The admin's and the runners' key, "" where none is set. Raises Refused for such as cannot be used at `host`."""
-    given = {name: os.environ.get(name, "") for name in (ADMIN_KEY, RUNNER_KEY)}
+    given = {name: taken_from_environment(name) for name in (ADMIN_KEY, RUNNER_KEY)}
     for name, key in given.items():
         if not (key.isascii() and key.isprintable()) or " " in key:
             raise Refused(f"{name} holds what no header can: use letters, digits and punctuation")

@@ -104,6 +104,7 @@ def test_it_joins_and_gives_back_what_runs_when_it_is_interrupted(
         short, long = store.enqueue([RolloutRequest(task=task) for task in ("short", "long")])
         until(lambda: store.rollout(short.rollout_id).status == "succeeded")
         until(lambda: store.rollout(long.rollout_id).status == "running")
+        assert KEY.encode() not in Path(f"/proc/{command.pid}/environ").read_bytes()
         command.send_signal(signal.SIGINT)
         out, errors = command.communicate(timeout=60)
     assert (command.returncode, errors) == (130, "")

@@ -60,7 +60,8 @@ def environment(**given: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def serving(place: Path, *words: str, **given: str) -> Iterator[Serving]:
-    command = [sys.executable, "-m", "lightning_rl", "serve", "--model", "policy", "--port", "0", *words]
+    model = [] if "--model" in words else ["--model", "policy"]
+    command = [sys.executable, "-m", "lightning_rl", "serve", *model, "--port", "0", *words]
     process = subprocess.Popen(
         command, cwd=place, env=environment(**given), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -71,7 +72,7 @@ def serving(place: Path, *words: str, **given: str) -> Iterator[Serving]:
             line = process.stdout.readline()
             assert line, process.communicate()
             printed += line
-        [url] = re.findall(r"^lightning-rl serves policy at (\S+)$", printed, re.MULTILINE)
+        [url] = re.findall(r"^lightning-rl serves \S+ at (\S+)$", printed, re.MULTILINE)
         yield Serving(process, printed, url)
     finally:
         if process.poll() is None:
@@ -122,9 +123,35 @@ def test_an_agent_joins_is_recorded_and_all_of_it_is_there_after_a_restart(tmp_p
         assert secret.encode() not in command
     with serving(tmp_path, *engine, **{ADMIN_KEY: "mine"}) as server:
         assert "mine" not in server.printed
+        assert b"mine" not in Path(f"/proc/{server.process.pid}/environ").read_bytes()
         spans = server.pool.request("GET", server.url + f"{place}/spans", headers={"authorization": "Bearer mine"})
         assert len(spans.json()["spans"]) == 1
         assert server.stop(signal.SIGTERM)[0] == 0
+
+
+def test_a_model_on_disk_is_served_by_one_command(tmp_path: Path) -> None:
+    with serving(tmp_path, "--model", TOKENIZER, "--engine", "embedded", **{ADMIN_KEY: "mine"}) as server:
+        llm = server.post("/api/v1/rollouts/start", {"task": 1}, "mine").json()["resources"]["main_llm"]
+        assert llm["model"] == "checkpoint"
+        with openai.OpenAI(base_url=llm["base_url"], api_key=llm["api_key"], max_retries=0) as sdk:
+            said = [{"role": "user", "content": "schools: size id\nHow many schools are there?"}]
+            answer = sdk.chat.completions.create(model=llm["model"], messages=said, temperature=0)  # type: ignore
+            assert "SELECT" in str(answer.choices[0].message.content)
+            with pytest.raises(openai.APIStatusError) as refused:  # the server knows the engine's context
+                sdk.chat.completions.create(model="x", messages=[{"role": "user", "content": "é" * 9000}])
+            assert (refused.value.status_code, refused.value.code) == (400, "context_length_exceeded")
+        assert server.stop(signal.SIGTERM)[0] == 0
+
+
+def test_a_model_that_is_none_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).write_bytes((Path(TOKENIZER) / name).read_bytes())
+    command = [sys.executable, "-m", "lightning_rl", "serve", "--model", "model", "--engine", "embedded"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the model model cannot be loaded: ")
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("setting", ["text", "control"])
