@@ -140,6 +140,8 @@ class Trainer:
                     f"{run_dir} holds a run already: resume it (trainer.resume_mode=auto, or `lightning-rl train "
                     "--resume`), or choose another run_dir"
                 )
+            if algorithm.resume and algorithm.is_done(run_dir):
+                return
             parts.callback(algorithm.close)
             endpoint = algorithm.open(run_dir)
             admin_key, runner_key = secrets.token_urlsafe(24), self._runner_key or secrets.token_urlsafe(24)

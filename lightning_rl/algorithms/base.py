@@ -82,6 +82,10 @@ class Algorithm:
         """The datasets that `run` will get, checked before anything is started. Raises for those it cannot use."""
         return train_dataset or [], val_dataset or []
 
+    def is_done(self, run_dir: Path) -> bool:
+        """Whether the run in the folder, which is to be gone on with, has come to its end; who reads along is told."""
+        return False
+
     def open(self, run_dir: Path) -> Endpoint:
         """Start what must run before the server; the policy's endpoint."""
         raise NotImplementedError(f"{type(self).__name__} defines no open(run_dir)")

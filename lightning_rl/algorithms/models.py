@@ -36,9 +36,10 @@ class Models:
         with_critic: whether a critic is trained.
         resumed: the checkpoint that it goes on from; None: it begins.
 
-    `policy` is there at once, `actor`, `critic` and `reference` (None where nothing needs them) after `train`. With a
-    shared trunk the actor has the critic's head, and there is no `critic`. Where several processes train, these three
-    stand for what the processes hold, and `model` is a copy of the policy that is renewed when it is sent.
+    `config` has the learning rate that goes with the policy. `policy` is there at once, `actor`, `critic` and
+    `reference` (None where nothing needs them) after `train`. With a shared trunk the actor has the critic's head, and
+    there is no `critic`. Where several processes train, these three stand for what the processes hold, and `model` is a
+    copy of the policy that is renewed when it is sent.
     Raises ConfigError for an adapter that cannot be made.
     """
 
@@ -47,10 +48,11 @@ class Models:
     reference: Reference | BaseOfAdapter | RemoteReference | None = None
 
     def __init__(self, config: Config, run_dir: Path, *, with_critic: bool, resumed: Path | None = None) -> None:
-        self.config = config
         self._roles = roles_of(config, with_critic=with_critic)
         self._resumed = None if config.actor_rollout_ref.model.lora_rank else resumed
         self.policy = _policy(config, run_dir, self._resumed)
+        parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
+        self.config = config = settings.with_learning_rate(config, parameters)
         self._crew: Crew | None = None
         vision = vision_of(self.policy.folder, self.policy.model)
         if vision is not None and config.trainer.workers > 1:

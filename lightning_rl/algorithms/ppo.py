@@ -28,11 +28,12 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig
 
 from lightning_rl import tracing, tracking
-from lightning_rl.algorithms import correction, rollouts, settings, step_batch, step_record
+from lightning_rl.algorithms import correction, rollouts, settings, step_batch, step_record, summary
 from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
 from lightning_rl.algorithms.books import Books
 from lightning_rl.algorithms.conservation import TokenAccount
 from lightning_rl.algorithms.credits import kl_controller_of, needs_critic, needs_greedy
+from lightning_rl.algorithms.findings import Findings
 from lightning_rl.algorithms.grading import Grader
 from lightning_rl.algorithms.in_flight import InFlight
 from lightning_rl.algorithms.metrics import rollout_metrics, timed
@@ -51,6 +52,7 @@ from lightning_rl.config.schema import Config
 from lightning_rl.errors import Explained
 from lightning_rl.files import write_whole
 from lightning_rl.inference.vllm.policy import VllmPolicy
+from lightning_rl.inspect.evidence import RECENT
 from lightning_rl.loops.named import loops_of
 from lightning_rl.rewards import GroupReward
 from lightning_rl.rl.advantages import Estimator
@@ -191,8 +193,28 @@ class PPO(Algorithm):
                 "trainer.early_stopping goes by a tuning set, for the validation set is only reported: give PPO a "
                 "tune_dataset, or set data.tune_files"
             )
-        self.steps(len(tasks))
+        self._asked = self.steps(len(tasks))
         return tasks, held_out
+
+    def is_done(self, run_dir: Path) -> bool:
+        """See `Algorithm`."""
+        end = summary.end_of(run_dir)
+        if end is None or end.asked != self._asked:
+            return False
+        newest = checkpoint.latest(run_dir / "checkpoints")
+        if newest is None or newest.name != f"step-{end.made}":
+            return False
+        self.run_dir, self.step, self.history = run_dir, end.made, jsonl.read(run_dir / "metrics.jsonl")
+        if self._tells:
+            print(f"this run is finished, with {end.made} of {end.asked} steps: there is nothing left to do")
+            print("\n".join(self.summary()))
+        return True
+
+    def summary(self) -> list[str]:
+        """What became of the run so far, for a person: the reward before and after, its folder, what to do next."""
+        records = step_record.read_all(self.run_dir, newest=1)
+        trained = [one.rollout_id for record in records for one in record.rollouts if one.calls]
+        return summary.lines(self.run_dir, self.history, trained[0] if trained else None)
 
     def open(self, run_dir: Path) -> Endpoint:
         """Load the models and start the engine."""
@@ -207,7 +229,9 @@ class PPO(Algorithm):
         torch.manual_seed(self.config.data.seed)
         with_critic = needs_critic(self.config, self._rules.estimator)
         self.models = Models(self.config, run_dir, with_critic=with_critic, resumed=self._checkpoint)
-        self.policy = self.models.policy
+        self._lr_follows = self.config.actor_rollout_ref.actor.optim.lr is None
+        self.policy, self.config = self.models.policy, self.models.config
+        write_whole(run_dir / "config.yaml", to_yaml(self.config).encode())
         self._state = None if self._checkpoint is None else checkpoint.load_state(self._checkpoint)
         self.models.start(0 if self._state is None else self._state["policy_version"])
         self.account = TokenAccount(self.policy.name)
@@ -243,6 +267,7 @@ class PPO(Algorithm):
         if isinstance(self.policy, VllmPolicy):
             self.policy.on_outage = self._park
         self._go_on()
+        summary.note_end(self.run_dir, None)
         self.on_init_end()
         self._trackers = self._opened_trackers(total)
         self._traces = tracing.open_writer(self.config, self.run_dir, Path(self.policy.folder))
@@ -276,11 +301,14 @@ class PPO(Algorithm):
             if total:
                 best = self.tuning.best_step
                 checkpoint.final_model(self.run_dir, self._folder(self.step if best is None else best))
+                summary.note_end(self.run_dir, summary.Finished(asked=total, made=self.step))
         finally:
             if self._traces is not None:
                 self._traces.close()
             for tracker in self._trackers:
                 tracker.close()
+        if self._tells:
+            print("\n".join(self.summary()))
 
     def steps(self, tasks: int) -> int:
         """How many training steps the config makes of so many tasks. Raises ConfigError where it is not one."""
@@ -306,6 +334,8 @@ class PPO(Algorithm):
         with timed(timing, "step"):
             with timed(timing, "gen"):
                 rolled_out, trajectories = self._rolled_out()
+            if self.config.trainer.all_failed == "stop":
+                self._problems.check(f"step {self.step}", rolled_out)
             self._rest_engine()
             models.actor.onload()
             batch = step_batch.read(trajectories, self._rules)
@@ -359,12 +389,12 @@ class PPO(Algorithm):
         with, else `mode`.
         """
         prefix = f"{name or mode}-{self.config.data.seed}-{self.step}" + (f".{generation}" if generation else "")
-        asked = rollouts.requests(self.config, prefix, mode, tasks, n, self.step)
+        asked = rollouts.requests(self.config, prefix, mode, tasks, n, self.step, run=self.run_id)
         sampled = len(asked)
         if mode == "train" and self._greedy_resources is not None:
             greedy = f"{_GREEDY}{prefix}"
             asked += rollouts.requests(
-                self.config, greedy, mode, tasks, 1, self.step, resources_id=self._greedy_resources
+                self.config, greedy, mode, tasks, 1, self.step, run=self.run_id, resources_id=self._greedy_resources
             )
         read = rollouts.reader(self.config, self.policy.name, self._select, self._began_ns)
         read = self._traced(f"{name or mode} {self.step}", [str(request.group_id) for request in asked[:sampled]], read)
@@ -474,12 +504,12 @@ class PPO(Algorithm):
     def _requests_of(self, batch: int, task: tuple[int, Any]) -> list[RolloutRequest]:
         """The rollouts of a group: what `sync` would ask for in step `batch`."""
         prefix, n = f"train-{self.config.data.seed}-{batch}", self.config.actor_rollout_ref.rollout.n
-        asked = rollouts.requests(self.config, prefix, "train", [task], n, batch, ahead=True)
+        asked = rollouts.requests(self.config, prefix, "train", [task], n, batch, run=self.run_id, ahead=True)
         if self._greedy_resources is None:
             return asked
         greedy, resources = f"{_GREEDY}{prefix}", self._greedy_resources
         return asked + rollouts.requests(
-            self.config, greedy, "train", [task], 1, batch, resources_id=resources, ahead=True
+            self.config, greedy, "train", [task], 1, batch, run=self.run_id, resources_id=resources, ahead=True
         )
 
     def _why_not(self, group: list[Trajectory], version: int) -> str | None:
@@ -630,6 +660,7 @@ class PPO(Algorithm):
             estimator=self._estimator,
         )
         step_record.write(self.run_dir, record)
+        self._findings.add(record)
 
     @contextmanager
     def _memory_advice(self, *, of_critic: bool = False) -> Iterator[None]:
@@ -719,8 +750,11 @@ class PPO(Algorithm):
         written = self.run_dir / "metrics.jsonl"
         self.history = jsonl.keep_until(written, self.step if self._resumed else None) if self.resume else []
         self.books = Books(self.account, self.store)
-        self._began_version = self.policy_version
-        self._began_ns = int(self.store.state()["began_ns"])  # what was sampled before it, earlier runs have sampled
+        self._began_version, now = self.policy_version, self.store.state()
+        self.run_id = str(now["store_id"])
+        self._began_ns = int(now["began_ns"])  # what was sampled before it, earlier runs have sampled
+        earlier = step_record.read_all(self.run_dir, newest=RECENT, until=self.step) if self._resumed else ()
+        self._findings = Findings(self.run_dir, self.config, earlier)
         self._problems = Problems(self.run_dir, max_tokens=self.config.data.max_tokens)
 
     # Tasks, resources, trackers.
@@ -752,8 +786,11 @@ class PPO(Algorithm):
     def _opened_trackers(self, total: int) -> list[Any]:
         config = self.config.trainer
         names = [name for name in config.logger if name != "console" or self.console]
-        if "console" in names and self.config.actor_rollout_ref.model.path is None:
+        if self._tells and self.config.actor_rollout_ref.model.path is None:
             print("model: the tutorial's small one, to try things out; name yours with actor_rollout_ref.model.path")
+        if self._tells and self._lr_follows:
+            rate = self.config.actor_rollout_ref.actor.optim.lr
+            print(f"learning rate: {rate:g}, by the model's size; choose another with actor_rollout_ref.actor.optim.lr")
         told = {"name": config.experiment_name or self.run_dir.name, "config": msgspec.to_builtins(self.config)}
         about = About(**told | ({"project": config.project_name} if config.project_name else {}))
         return tracking.open_trackers(names, self.run_dir, total, began_at=self.step, about=about)
@@ -765,6 +802,13 @@ class PPO(Algorithm):
         self.history.append({"step": float(self.step), **metrics})
         for tracker in self._trackers:
             tracker.log(self.step, metrics)
+        if "critic/score/mean" in metrics:
+            self._findings.look(self.history)
+
+    @property
+    def _tells(self) -> bool:
+        """Whether a person reads along."""
+        return self.console and "console" in self.config.trainer.logger
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0

@@ -10,6 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_rl.algorithms.trajectories import Trajectory
+from lightning_rl.errors import Explained
+
+
+class AllFailed(Explained, RuntimeError):
+    """The agent failed in every rollout of a step."""
+
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +34,19 @@ class Problems:
             if kind not in self._told:
                 self._told.add(kind)
                 _log.warning("%s: %d of %d rollouts %s", when, count, len(trajectories), text)
+
+    def check(self, when: str, trajectories: Sequence[Trajectory]) -> None:
+        """Raises AllFailed, with the first traceback, where the agent failed in every one of these rollouts."""
+        errors = [trajectory.error for trajectory in trajectories]
+        first = errors[0] if errors else None
+        if first is None or any(error is None or error.infrastructure for error in errors):
+            return
+        told = first.traceback.rstrip() or f"{first.type}: {first.message}"
+        raise AllFailed(
+            f"{when}: the agent failed in all {len(errors)} rollouts, first in {trajectories[0].rollout_id}:\n\n{told}"
+            "\n\nMend the agent and begin a new run; to go on with failed rollouts, set trainer.all_failed=go_on. "
+            f"All tracebacks are in {self._run_dir / 'runner-*.log'}"
+        )
 
     def _found(self, trajectories: Sequence[Trajectory]) -> dict[str, tuple[int, str]]:
         counts: Counter[str] = Counter()

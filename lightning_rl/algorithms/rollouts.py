@@ -7,7 +7,7 @@ from typing import Any
 from lightning_rl.algorithms import settings
 from lightning_rl.algorithms.trajectories import Trajectory, informative, trajectory_of
 from lightning_rl.config.schema import Config
-from lightning_rl.store.contract import RolloutConfig, RolloutRequest, RolloutTrace
+from lightning_rl.store.contract import SEED_KEY, RolloutConfig, RolloutRequest, RolloutTrace
 from lightning_rl_adapters.call import Call
 
 Tasks = Sequence[tuple[int, Any]]  # (index in the dataset, task)
@@ -21,22 +21,25 @@ def requests(
     n: int,
     step: int,
     *,
+    run: str,
     resources_id: str | None = None,
     ahead: bool = False,
 ) -> list[RolloutRequest]:
-    """`n` rollouts of each task, group by group, in the order of `tasks`. Their ids begin with `name`, so that a run
-    that is resumed asks for the same ones. Without `resources_id` they get the latest resources. `ahead`: another step
+    """`n` rollouts of each task, group by group, in the order of `tasks`. Their ids begin with `name` and end with
+    `run`: a run that is resumed asks for the same ones, and no other run has them. What they are sampled with does not
+    hang on `run`. Without `resources_id` they get the latest resources. `ahead`: another step
     than `step` may come to train them."""
     agent = config.actor_rollout_ref.rollout.agent
     return [
         RolloutRequest(
             task=task,
             mode=mode,  # type: ignore[arg-type]
-            rollout_id=f"{name}-{index}-{k}",
+            rollout_id=f"{name}-{index}-{k}.{run}",
             group_id=f"{name}-{index}",
             resources_id=resources_id,
             config=RolloutConfig(max_attempts=agent.max_attempts, timeout_seconds=agent.timeout_seconds),
-            metadata={"task_index": f"{index}-{k}", "step": step} | ({"ahead": True} if ahead else {}),
+            metadata={"task_index": f"{index}-{k}", "step": step, SEED_KEY: f"{name}-{index}-{k}"}
+            | ({"ahead": True} if ahead else {}),
         )
         for index, task in tasks
         for k in range(n)

@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from lightning_rl.algorithms import correction
 from lightning_rl.algorithms.base import NEUTRAL, Dataset
@@ -37,6 +38,8 @@ from lightning_rl.training.critic import CriticConfig
 from lightning_rl.training.optimizer import OptimizerConfig
 from lightning_rl_adapters.credit import Strategy
 
+C = TypeVar("C", bound=Config)
+_SMALLEST_LR = 1e-6
 _THRESHOLD = 4  # of `trainer.max_off_policy_threshold`
 # What these do to a number of a weight hangs on this number's gradients alone.
 _ELEMENTWISE: Final = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "Adagrad", "RMSprop", "ASGD", "SGD")
@@ -285,7 +288,7 @@ def optimizer_config(
         optimizer=optim.optimizer,
         optimizer_impl=optim.optimizer_impl,
         arguments=optim.override_optimizer_config or {},
-        lr=optim.lr,
+        lr=_SMALLEST_LR if optim.lr is None else optim.lr,  # None where nothing is trained: see `with_learning_rate`
         lr_warmup_steps=by_share if optim.lr_warmup_steps < 0 else optim.lr_warmup_steps,
         lr_scheduler_type=optim.lr_scheduler_type,
         min_lr_ratio=optim.min_lr_ratio,
@@ -296,6 +299,27 @@ def optimizer_config(
         section=section,
         training_steps=training_steps,
     )
+
+
+def learning_rate(config: Config, parameters: int) -> float:
+    """That of the policy, of so many parameters.
+
+    By default 1e-6 for 7 billion of them, as is usual, and more for smaller models, which bear it and need it: 5e-6 for
+    0.6 billion and 3e-4 for a million, in between by a power law. An adapter takes ten times as much, as it does in
+    supervised training.
+    """
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    if actor.optim.lr is not None:
+        return actor.optim.lr
+    whole = max(_SMALLEST_LR, _SMALLEST_LR * (7e9 / parameters) ** 0.63)
+    return float(f"{10 * whole if model.lora_rank else whole:.0e}")
+
+
+def with_learning_rate(config: C, parameters: int) -> C:
+    """The same with the learning rate of a policy of so many parameters."""
+    ours = config.actor_rollout_ref
+    optim = replace(ours.actor.optim, lr=learning_rate(config, parameters))
+    return replace(config, actor_rollout_ref=replace(ours, actor=replace(ours.actor, optim=optim)))
 
 
 def sampler_tolerance(config: Config) -> float:

@@ -88,9 +88,11 @@ def write(run_dir: Path, record: StepRecord) -> Path:
     return path
 
 
-def read_all(run_dir: Path, *, newest: int = 0) -> Iterator[StepRecord]:
-    """The records of a run, in order of their steps; of the `newest` steps alone, where it is not 0."""
-    for path in sorted((run_dir / FOLDER).glob("*.msgpack"))[-newest:]:
+def read_all(run_dir: Path, *, newest: int = 0, until: int | None = None) -> Iterator[StepRecord]:
+    """The records of a run, in order of their steps: those up to the step `until`, where there is one, and of these the
+    `newest` alone, where it is not 0."""
+    paths = sorted(path for path in (run_dir / FOLDER).glob("*.msgpack") if until is None or int(path.stem) <= until)
+    for path in paths[-newest:]:
         yield _DECODER.decode(path.read_bytes())
 
 

@@ -89,11 +89,11 @@ def _improved(run_dir: Path, algorithm: "PPO", last: int, most: int = 3) -> list
     """Held-out questions that were wrong at first and right at last, as (index, transcript before, and after)."""
     from lightning_rl.store.sql import SqlStore
 
-    seed = algorithm.config.data.seed
+    seed, run = algorithm.config.data.seed, algorithm.run_id
     found: list[tuple[int, str, str]] = []
     with contextlib.closing(SqlStore(f"sqlite:///{run_dir / 'store.db'}")) as store:
         for index in itertools.count():
-            names = [f"val-{seed}-{step}-{index}-0" for step in (0, last)]
+            names = [f"val-{seed}-{step}-{index}-0.{run}" for step in (0, last)]
             traces = store.traces(names)
             if len(traces) < 2 or len(found) == most:
                 break

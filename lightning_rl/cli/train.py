@@ -96,10 +96,8 @@ def _train(agent: Any, settings: "TrainConfig", run_dir: Path | None, *, as_json
     }
     if as_json:
         typer.echo(json.dumps(result))
-    else:
-        rewards = {name: last[name] for name in ("critic/score/mean", "val/reward") if name in last}
-        shown = "".join(f"{name} {value:.3f}   " for name, value in rewards.items())
-        typer.echo(f"{shown}\nrun         {result['run_dir']}\nmodel       {result['model']}")
+    elif "console" not in settings.trainer.logger:
+        typer.echo("\n".join(algorithm.summary()))
 
 
 def _plan(settings: "TrainConfig", run_dir: Path | None) -> dict[str, Any]:

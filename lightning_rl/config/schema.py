@@ -130,7 +130,13 @@ class Optim(Section, frozen=True):
     override_optimizer_config: Annotated[
         dict[str, Any] | None, effect("more of its arguments, by name; they win over the other keys")
     ] = None
-    lr: Annotated[Above0, effect("learning rate")] = 1e-6
+    lr: Annotated[
+        Above0 | None,
+        effect(
+            "learning rate; null: by the model, 1e-6 for 7 billion parameters, more for fewer (5e-6 for 0.6 billion, "
+            "3e-4 for a million), ten times as much for an adapter (`lora_rank`); the run's config.yaml then has it"
+        ),
+    ] = None
     lr_warmup_steps: Annotated[
         Annotated[int, Meta(ge=-1)], effect("training steps of linear warm-up; -1: as lr_warmup_steps_ratio says")
     ] = -1
@@ -798,6 +804,13 @@ class TrainerSection(Section, frozen=True):
     colocate: Annotated[
         bool, effect("the same workers hold actor, critic and reference; false: each has nnodes x n_gpus_per_node")
     ] = True
+    all_failed: Annotated[
+        Literal["stop", "go_on"],
+        effect(
+            "when the agent fails in every rollout of a step: stop: the run ends with the first traceback; go_on: they "
+            "count as algorithm.agent_failure says"
+        ),
+    ] = "stop"
     max_restarts: Annotated[
         Size, effect("how often a run whose worker died goes on from its last checkpoint by itself")
     ] = 0

@@ -32,6 +32,8 @@ GAP_STOPS = 0.5  # ratios are then off by more than the clip range: most gradien
 TREND_STEPS = 8  # for a beginning and an end of two steps at least
 LONGER = 2.0  # times as long at the end: reasoning that grows as it should doubles over a whole run, if at all
 MUCH_LONGER = 4.0  # nothing that learns in a run of usual length grows so
+FLAT = 0.05  # of the rewards' range: less is the noise of which tasks a step had
+STILL = 1e-4  # nats within a step, mean over tokens: an update that changes the policy moves it by 1e-3 or more
 ENTROPY_LEFT = 0.1  # of that at the beginning: samples of a group are then nearly the same
 
 HARMLESS = frozenset({ForkCause.NEW_CONVERSATION, ForkCause.TRUNCATED_BY_CLIENT})
@@ -334,6 +336,32 @@ def _dead_reward(evidence: Evidence) -> Finding | None:
     )
 
 
+def _stands_still(evidence: Evidence) -> Finding | None:
+    """A reward that goes nowhere, short of the best one, while updates leave the policy where it is."""
+    rows = evidence.metrics
+    moved = _mean(_values(rows, "actor/ppo_k3_kl"))
+    first, last = _trend(evidence, "critic/score/mean")
+    highest = max(_values(rows, "critic/score/max"), default=0.0)
+    room = highest - min(_values(rows, "critic/score/min"), default=0.0)
+    if moved is None or moved >= STILL or len(rows) < TREND_STEPS or not room:
+        return None
+    if abs(last - first) >= FLAT * room or highest - last < 2 * FLAT * room:
+        return None
+    rate = evidence.settings.learning_rate
+    now = "" if rate is None else f" (now {rate:g})"
+    return Finding(
+        name="policy_stands_still",
+        severity="stops learning",
+        number=moved,
+        told=f"the reward went from {first:.3g} to {last:.3g} in {len(rows)} steps, and within one the policy "
+        f"moves by {moved:.1g} nats",
+        advice=f"raise actor_rollout_ref.actor.optim.lr{now}, tenfold at a time until the reward moves; null takes one "
+        "by the model's size, ten times as much with lora_rank",
+        steps=_span(rows),
+        rollout=_newest_rollout(evidence),
+    )
+
+
 def _unused_names(evidence: Evidence) -> Iterator[Finding]:
     for name, weight in evidence.settings.weights.items():
         if name not in evidence.reward_names and evidence.rollouts:
@@ -421,6 +449,7 @@ def _excluded(evidence: Evidence) -> Iterator[Finding]:
 
 CHECKS: tuple[Check, ...] = (
     _dead_reward,
+    _stands_still,
     _groups_without_variance,
     _groups_of_one,
     _unused_names,

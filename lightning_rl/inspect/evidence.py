@@ -10,6 +10,7 @@ import msgspec
 import sqlalchemy as sa
 
 from lightning_rl.algorithms.step_record import RolloutRecord, StepRecord
+from lightning_rl.config.schema import Config
 from lightning_rl.inspect import call, folder, recorded
 from lightning_rl.store import schema
 from lightning_rl.store.contract import ErrorInfo
@@ -53,6 +54,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     weights: Mapping[str, float] = {}
     bypass_mode: bool = False
     groups_of_one: str = "zero"
+    learning_rate: float | None = None
 
 
 class Evidence(msgspec.Struct, kw_only=True):
@@ -104,13 +106,7 @@ def gather(run_dir: Path) -> Evidence:
     config = folder.config_of(run_dir)
     steps = folder.steps(run_dir, RECENT)
     metrics = run_dir / "metrics.jsonl"
-    settings = Settings()
-    if config is not None:
-        settings = Settings(
-            weights=config.algorithm.credit.weights or {},
-            bypass_mode=config.algorithm.rollout_correction.bypass_mode,
-            groups_of_one=config.algorithm.groups_of_one,
-        )
+    settings = Settings() if config is None else settings_of(config)
     evidence = Evidence(
         run_dir=str(run_dir.resolve()),
         metrics=[row for row in _rows(metrics) if "critic/score/mean" in row],
@@ -124,6 +120,16 @@ def gather(run_dir: Path) -> Evidence:
             evidence.gaps = dict(_gaps(connection, steps[-1].rollouts[:_COMPARED]))
     evidence.reward_names |= {name for step in steps for rollout in step.rollouts for name in rollout.rewards}
     return evidence
+
+
+def settings_of(config: Config) -> Settings:
+    """The keys of a run that findings depend on."""
+    return Settings(
+        weights=config.algorithm.credit.weights or {},
+        bypass_mode=config.algorithm.rollout_correction.bypass_mode,
+        groups_of_one=config.algorithm.groups_of_one,
+        learning_rate=config.actor_rollout_ref.actor.optim.lr,
+    )
 
 
 def _rows(metrics: Path) -> list[dict[str, float]]:

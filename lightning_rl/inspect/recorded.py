@@ -94,10 +94,16 @@ def opened(run_dir: Path) -> Iterator[sa.Connection]:
 
 
 def find(connection: sa.Connection, name: str) -> str:
-    """The id of the one rollout that is called `name`, or begins or ends so. Raises NotRecorded."""
+    """The id of the one rollout that is called `name`, with or without what tells its run, or begins or ends so.
+
+    Raises NotRecorded.
+    """
     column = schema.rollouts.c.rollout_id
     if connection.execute(sa.select(column).where(column == name)).one_or_none() is not None:
         return name
+    unmarked = sa.select(column).where(sa.func.substr(column, 1, len(name) + 1) == f"{name}.").limit(2)
+    if len(whole := connection.execute(unmarked).scalars().all()) == 1:  # all but what tells the run
+        return str(whole[0])
     length = len(name)
     like = sa.or_(sa.func.substr(column, 1, length) == name, sa.func.substr(column, -length) == name)
     found = connection.execute(sa.select(column).where(like).limit(6)).scalars().all() if name else []

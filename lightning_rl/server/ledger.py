@@ -9,7 +9,7 @@ import msgspec
 from lightning_rl.server.fleet import Fleet
 from lightning_rl.server.resolve import proxy_llm
 from lightning_rl.server.sql_thread import SqlThread
-from lightning_rl.store.contract import Attempt, Claim, Rollout
+from lightning_rl.store.contract import SEED_KEY, Attempt, Claim, Rollout
 from lightning_rl.store.errors import NotFound, StoreUnwritable
 from lightning_rl.store.queries import Opening
 from lightning_rl.store.records import ending_of
@@ -108,5 +108,5 @@ def seed_key(rollout: Rollout) -> str:
     """What is mixed into the seeds of a rollout's calls: validations of one task agree, samples of a group differ."""
     task_index = rollout.metadata.get("task_index")
     if rollout.mode == "train" or task_index is None:
-        return rollout.rollout_id
+        return str(rollout.metadata.get(SEED_KEY, rollout.rollout_id))
     return f"val/{task_index}"

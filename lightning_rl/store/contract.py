@@ -17,6 +17,9 @@ Mode = Literal["train", "val", "test"]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
+SEED_KEY = "seed_key"  # of a rollout's metadata: what its seeds are made of, where that is not its id
+
+
 class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How often and how long a rollout may be tried. Attempts that were stopped with their runner do not count."""
 

@@ -25,6 +25,9 @@ async def solve(task: dict, llm: LLM) -> float:
         answer = await client.chat.completions.create(model=llm.model, messages=chat)
     return float(len(answer.choices[0].message.content) % 2)
 
+async def fails(task: dict, llm: LLM) -> float:
+    raise LookupError(f"no table for {task['question']}")
+
 def takes_nothing(): ...
 
 def takes_more(task, model): ...
@@ -41,12 +44,12 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def lightning_rl(place: Path, *words: str, fails: bool = False) -> Any:
+def lightning_rl(place: Path, *words: str, fails: bool = False, traceback: bool = False) -> Any:
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
     command = [sys.executable, "-m", "lightning_rl", *words]
     done = subprocess.run(command, cwd=place, env=offline, capture_output=True, text=True, timeout=300)
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
-    assert 'File "/' not in done.stderr.replace(f'File "{place}', ""), done.stderr
+    assert traceback or 'File "/' not in done.stderr.replace(f'File "{place}', ""), done.stderr
     return done
 
 
@@ -59,6 +62,38 @@ def test_the_shortest_command_trains(place: Path) -> None:
     assert done.stdout.startswith("model: the tutorial's small one, to try things out; name yours with actor_rollout")
     [model] = re.findall(r"^model +(.+)$", done.stdout, re.MULTILINE)
     assert (Path(model) / "model.safetensors").exists()
+
+
+@pytest.mark.e2e
+def test_a_run_ends_with_what_came_of_it_and_a_finished_one_says_so_at_once(place: Path) -> None:
+    words = ["agent=my_agent.py:solve", "data.train_files=tasks.jsonl", *SMALL, "--run-dir", "run"]
+    done = lightning_rl(place, "train", *words)
+    lines = done.stdout.splitlines()
+    run, (rate,) = place / "run", [line for line in lines if line.startswith("learning rate: ")]
+    assert rate.startswith("learning rate: 0.0003, by the model's size")
+    assert re.fullmatch(r"reward {6}\d\.\d{3} -> \d\.\d{3} \(step 1 to 2\)", lines[-5])
+    assert lines[-4:-1] == [
+        f"run         {run}", f"model       {run / 'model'}", f"next        lightning-rl doctor {run}",
+    ]  # fmt: skip
+    explain = lines[-1].split()
+    assert explain[:2] == ["lightning-rl", "explain"]
+    assert f"run  {run}" in lightning_rl(place, *explain[1:]).stdout
+    before = (run / "store.db").stat().st_mtime_ns
+    again = lightning_rl(place, "train", "--resume", "run").stdout.splitlines()
+    assert again[0] == "this run is finished, with 2 of 2 steps: there is nothing left to do"
+    assert again[1:] == lines[-5:]
+    assert (run / "store.db").stat().st_mtime_ns == before
+
+
+@pytest.mark.e2e
+def test_an_agent_that_fails_in_all_rollouts_of_a_step_ends_the_run_with_its_traceback(place: Path) -> None:
+    words = ["agent=my_agent.py:fails", "data.train_files=tasks.jsonl", *SMALL, "trainer.total_training_steps=1"]
+    done = lightning_rl(place, "train", *words, fails=True, traceback=True)
+    assert "error: step 1: the agent failed in all 4 rollouts, first in train-0-1-" in done.stderr
+    assert 'my_agent.py", line 13, in fails' in done.stderr
+    assert "LookupError: no table for number" in done.stderr
+    assert "trainer.all_failed=go_on" in done.stderr
+    lightning_rl(place, "train", *words, "trainer.all_failed=go_on")
 
 
 @pytest.mark.e2e

@@ -138,6 +138,7 @@ SICK: list[tuple[dict[str, Any], str, str, float]] = [
         {"metrics": [metrics_of(n, critic__score__max=0.0, critic__score__min=0.0) for n in (1, 2, 3)]},
         "dead_reward", "stops learning", 0.0,
     ),
+    ({"metrics": trend("actor__ppo_k3_kl", [2e-6] * 8)}, "policy_stands_still", "stops learning", 2e-6),
     ({"metrics": trend("rollouts__lost_rewards", [1.0, 2.0])}, "lost_rewards", "look at it", 3.0),
     ({"metrics": trend("response_length__mean", LENGTHS)}, "exploding_lengths", "slows learning", 8.0),
     ({"metrics": trend("response_length__mean", [8.0] * 6 + [16.0] * 2)}, "exploding_lengths", "look at it", 2.0),
@@ -166,6 +167,15 @@ WELL: list[tuple[dict[str, Any], str]] = [
     ({"metrics": [metrics_of(n, critic__score__max=0.0, critic__score__min=0.0) for n in (1, 2)]}, "dead_reward"),
     ({"rollouts": several(3, seen="gen_ai")}, "calls_beside_the_gateway_gen_ai"),  # they called the gateway, too
     ({"metrics": trend("response_length__mean", [8.0, 80.0])}, "exploding_lengths"),
+    ({"metrics": trend("actor__ppo_k3_kl", [1e-3] * 8)}, "policy_stands_still"),
+    (
+        {"metrics": [metrics_of(n, actor__ppo_k3_kl=0.0, critic__score__mean=n / 9) for n in range(1, 9)]},
+        "policy_stands_still",
+    ),
+    (
+        {"metrics": [metrics_of(n, actor__ppo_k3_kl=0.0, critic__score__mean=0.97) for n in range(1, 9)]},
+        "policy_stands_still",
+    ),
     ({"metrics": trend("actor__entropy", [1.0] * 6 + [0.2] * 2)}, "entropy_collapse"),
     ({"metrics": trend("tokens__excluded__validation", [60.0])}, "excluded_validation"),
     ({"metrics": trend("tokens__excluded__overlong", [2000.0] * (RECENT + 2))}, "excluded_overlong"),  # long ago
@@ -187,6 +197,12 @@ def test_what_only_looks_like_it_is_not_told(run: dict[str, Any], name: str, tmp
     found = findings(run_of(tmp_path, **run))
     assert name not in found
     assert name or not found
+
+
+def test_a_policy_that_stands_still_names_the_learning_rate(tmp_path: Path) -> None:
+    config = {"actor_rollout_ref": {"actor": {"optim": {"lr": 1e-6}}}}
+    folder = run_of(tmp_path, metrics=trend("actor__ppo_k3_kl", [2e-6] * 8), config=config)
+    assert "raise actor_rollout_ref.actor.optim.lr (now 1e-06)" in findings(folder)["policy_stands_still"].advice
 
 
 def test_every_check_has_been_seen_to_speak(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from lightning_rl.cli import app
 from lightning_rl.config import compose, to_yaml
 from lightning_rl.errors import Explained
 from lightning_rl.inspect import recorded
+from lightning_rl.store.contract import RolloutRequest
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters import semconv
 from tests.adapters.words import say
@@ -201,3 +202,11 @@ def test_a_damaged_rollout_is_named(tmp_path: Path) -> None:
         record(store, "r", [msgspec.structs.replace(LINEAR[1], parent_id="nobody")])
     told = refusal("r", "--run-dir", str(tmp_path / "bad"))
     assert told.startswith(f"rollout r of {tmp_path / 'bad'} is damaged: call r-c2 continues r-nobody")
+
+
+def test_a_rollout_is_found_without_what_tells_its_run(run_dir: Path) -> None:
+    with closing(SqlStore(f"sqlite:///{run_dir / 'store.db'}")) as store:
+        store.enqueue([RolloutRequest(task=1, rollout_id=f"train-3-1{k}.4f2a1c") for k in ("", "0")])
+    with recorded.opened(run_dir) as connection:
+        assert recorded.find(connection, "train-3-1") == "train-3-1.4f2a1c"
+        assert recorded.find(connection, "3-10.4f2a1c") == "train-3-10.4f2a1c"

@@ -67,7 +67,7 @@ def test_a_call_is_explained_with_what_its_tokens_were_and_are_now(run_dir: Path
 def test_what_weights_make_of_a_call_now_is_what_they_made_of_it_then(run_dir: Path) -> None:
     """Under the weights that sampled it every token has the logprob that was recorded."""
     with recorded.opened(run_dir) as connection:
-        trace = recorded.trace(connection, "train-0-1-0-0")
+        trace = recorded.trace(connection, recorded.find(connection, "train-0-1-0-0"))
     attempt, call_id = call.find(trace, "2")
     path = call.path_of(attempt, call_id)
     assert len(path) == 2
