@@ -142,6 +142,9 @@ class PPO(Algorithm):
         self.batches_taken = 0  # of tasks, for training
         self._left_in_flight: dict[str, Any] | None = None  # by the run that is resumed
         self._compared = False  # sampler with trainer, on tokens of the same weights
+        self.run_id = ""  # ends the ids of its rollouts
+        self._resumed = False
+        self._lr_follows = False  # from the model: the config has none
 
     # The hooks, in the order in which they are called.
 

@@ -64,8 +64,8 @@ def _change(values: Sequence[tuple[int, float]]) -> str:
 
 def _edges(values: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """The first and the last value, each the mean of a quarter of the steps: a step alone is noise."""
-    edge = max(1, len(values) // _EDGE)
-    parts = (values[:edge], values[-edge:]) if len(values) > 1 else (values,)
-    means = [sum(value for _, value in part) / edge for part in parts]
-    steps = [part[0][0] if place == 0 else part[-1][0] for place, part in enumerate(parts)]
-    return list(zip(steps, means, strict=True)) if values else []
+    edge = len(values) // _EDGE
+    if edge < 2:
+        return [*values]
+    before, after = (sum(value for _, value in part) / edge for part in (values[:edge], values[-edge:]))
+    return [(values[0][0], before), (values[-1][0], after)]

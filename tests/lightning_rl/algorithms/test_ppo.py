@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import lightning_rl as lrl
+from lightning_rl.algorithms import step_record
 from lightning_rl.algorithms.ppo import SamplerMismatch
 from lightning_rl.config import ConfigError
 from lightning_rl.files import RunFolderBusy
@@ -19,6 +21,8 @@ from lightning_rl.server.child import ChildDied
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.tracking.jsonl import read
 from lightning_rl.trainer import RunFolderUsed
+from lightning_rl_adapters.call import calls_of
+from lightning_rl_adapters.span import unpack_logprobs
 from tests.lightning_rl.algorithms.agents import some_fail, two_calls
 
 ROOT = Path(__file__).parents[3]
@@ -105,6 +109,42 @@ def test_recomputed_old_log_probs_train_too(tmp_path: Path) -> None:
     assert rows[-1]["val/reward"] == 1.0
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-2"]
     assert json.loads((tmp_path / "checkpoints" / "step-2" / "config.json").read_text())["model_type"] == "qwen2"
+
+
+def test_with_the_samplers_own_numbers_a_run_trains_as_with_recomputed_ones(tmp_path: Path) -> None:
+    """Over the same stored rollouts; the old log probabilities are the trainer's, or the sampler's, bit by bit."""
+    runs = {bypass: tmp_path / str(bypass) for bypass in (False, True)}
+    for bypass, run_dir in runs.items():
+        if bypass:
+            run_dir.mkdir()
+            shutil.copy(runs[False] / "store.db", run_dir / "store.db")
+        given = config(total_training_steps=2, resume_mode="auto")
+        given["algorithm"] = {"rollout_correction": {"bypass_mode": bypass}}
+        given["actor_rollout_ref"]["actor"] = {"optim": {"lr": 1e-3}, "ppo_mini_batch_size": 2}
+        lrl.Trainer(two_calls, n_runners=4, run_dir=run_dir).fit(lrl.PPO(given), [0, 1, 2, 3])
+    store = SqlStore(f"sqlite:///{runs[True] / 'store.db'}")
+    traces = store.traces([rollout.rollout_id for rollout in store.page(limit=100)[0]]).values()
+    store.close()
+    sampled = {call.call_id: call.logprobs for t in traces for a in t.attempts for call in calls_of(a.spans)}
+    for bypass, run_dir in runs.items():
+        calls = {
+            k: v for record in step_record.read_all(run_dir) for one in record.rollouts for k, v in one.calls.items()
+        }
+        trained = {call_id: call for call_id, call in calls.items() if call.trained_tokens}
+        assert len(trained) == 2 * 8 * 2
+        same = [unpack_logprobs(call.old_log_probs) == sampled[call_id] for call_id, call in trained.items()]
+        assert all(same) if bypass else not all(same)
+    rows = {bypass: read(run_dir / "metrics.jsonl") for bypass, run_dir in runs.items()}
+    assert "training/rollout_probs_diff_max" in rows[True][0], "sampler and trainer are compared once"
+    assert "training/rollout_probs_diff_max" not in rows[True][1]
+    assert "training/rollout_probs_diff_max" in rows[False][1]
+    before, *ends = (
+        load_file(folder / "model.safetensors") for folder in (CHECKPOINT, *(r / "model" for r in runs.values()))
+    )
+    for name, weights in ends[0].items():
+        moved = (weights - before[name]).abs().max()
+        assert (weights - ends[1][name]).abs().max() <= 0.05 * moved
+    assert any(not torch.equal(weights, before[name]) for name, weights in ends[1].items())
 
 
 def test_too_few_tasks_are_named() -> None:

@@ -81,7 +81,10 @@ def test_an_unknown_key_on_the_command_line_is_named(override: str) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor_rollout_ref.actor.optim.lr=fast", r"actor_rollout_ref\.actor\.optim\.lr is 'fast': expected `float`"),
+        (
+            "actor_rollout_ref.actor.optim.lr=fast",
+            r"actor_rollout_ref\.actor\.optim\.lr is 'fast': expected `float \| null`",
+        ),
         ("data.train_batch_size=0", r"data\.train_batch_size is 0: expected `int` >= 1"),
         ("trainer.logger=[wand]", r"trainer\.logger\[0\] is 'wand'.*there are console, jsonl"),
         ("algorithm.adv_estimator=gea", r"algorithm\.adv_estimator is 'gea'.*there are gae, grpo"),

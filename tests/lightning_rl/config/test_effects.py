@@ -1,5 +1,6 @@
 """Every key that is said to have an effect has one: changing it changes what is observed."""
 
+import ast
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -14,11 +15,14 @@ import torch
 from lightning_rl.agent import agent_of_run, load_agent
 from lightning_rl.algorithms import ppo as ppo_module
 from lightning_rl.algorithms import settings
+from lightning_rl.algorithms.learners import Learners
 from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.algorithms.schedules import Async, OneStepOff
 from lightning_rl.algorithms.settings import tasks_of
+from lightning_rl.algorithms.trajectories import Trajectory
 from lightning_rl.config import ConfigError, compose, keys
 from lightning_rl.config.schema import Config, TrainConfig
+from lightning_rl.inference.load import load_model
 from lightning_rl.loading import NotLoadable
 from lightning_rl.rewards import FinishedRollout
 from lightning_rl.rl.advantages import ESTIMATORS
@@ -98,6 +102,7 @@ def vllm(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
 def story(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a run of 8 tasks would do and ask for."""
     monkeypatch.setattr(ppo_module.checkpoint, "final_model", lambda *_: None)
+    monkeypatch.setattr(ppo_module.summary, "note_end", lambda *_: None)
     monkeypatch.setattr(ppo_module.tracking, "open_trackers", lambda *_, **__: [])
     told = Story(config)
     told.run(list(range(8)), list(range(2)))
@@ -300,57 +305,80 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     ("trainer.experiment_name", "e", place),
     ("gateway.sampling", "agent", sampling),
 ]
-# Shown elsewhere, each by a test of its own.
+# Shown elsewhere, each by tests of its own: of this file, or FILE::TEST below tests/lightning_rl.
 ELSEWHERE = {
-    "actor_rollout_ref.rollout.multi_turn.tool_config_path": "tools/test_config.py",
-    "actor_rollout_ref.rollout.multi_turn.function_tool_path": "tools/test_config.py",
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path": (
+        "tools/test_config.py::test_both_documented_shapes_give_the_whole_schema"
+    ),
+    "actor_rollout_ref.rollout.multi_turn.function_tool_path": (
+        "tools/test_config.py::test_a_file_gives_its_marked_functions_and_tools_each_once"
+    ),
     "data.train_files": "test_tasks_come_from_files",
     "data.val_files": "test_tasks_come_from_files",
     "data.tune_files": "test_tasks_come_from_files",
-    "actor_rollout_ref.model.use_remove_padding": "test_forward.py: packed or whole",
-    "actor_rollout_ref.model.lora_rank": "test_models.py: test_an_adapter_alone_is_trained",
-    "actor_rollout_ref.model.lora_alpha": "test_models.py: test_an_adapter_alone_is_trained",
-    "actor_rollout_ref.model.target_modules": "test_models.py: test_an_adapter_alone_is_trained",
-    "actor_rollout_ref.model.lora_adapter_path": "test_models.py: test_an_adapter_goes_on_from_a_folder",
-    "actor_rollout_ref.model.lora_export": "test_models.py: test_an_adapter_is_exported_merged_or_alone",
-    ACTOR + "fsdp_config.model_dtype": "test_models.py: test_number_formats_are_what_the_keys_say",
-    ACTOR + "fsdp_config.dtype": "test_models.py: test_number_formats_are_what_the_keys_say",
-    ACTOR + "optim.optimizer_impl": "test_optimizer.py: of other modules",
+    "actor_rollout_ref.model.use_remove_padding": "test_rows_are_packed_unless_the_keys_say_otherwise",
+    "actor_rollout_ref.model.lora_rank": "algorithms/test_models.py::test_an_adapter_alone_is_trained",
+    "actor_rollout_ref.model.lora_alpha": "algorithms/test_models.py::test_an_adapter_alone_is_trained",
+    "actor_rollout_ref.model.target_modules": "algorithms/test_models.py::test_an_adapter_alone_is_trained",
+    "actor_rollout_ref.model.lora_adapter_path": "algorithms/test_models.py::test_an_adapter_goes_on_from_a_folder",
+    "actor_rollout_ref.model.lora_export": "algorithms/test_models.py::test_an_adapter_is_exported_merged_or_alone",
+    ACTOR + "fsdp_config.model_dtype": "algorithms/test_models.py::test_number_formats_are_what_the_keys_say",
+    ACTOR + "fsdp_config.dtype": "algorithms/test_models.py::test_number_formats_are_what_the_keys_say",
+    ACTOR + "optim.optimizer_impl": "training/test_optimizer.py::test_any_optimizer_gets_the_arguments_that_it_has",
     ACTOR + "kl_loss_coef": "test_the_loss_knows_the_reference",
-    "critic.optim.optimizer_impl": "test_optimizer.py: of other modules",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "test_models.py: test_the_reference_is_...",
-    "actor_rollout_ref.ref.fsdp_config.model_dtype": "test_models.py: test_the_reference_is_what_...",
-    "actor_rollout_ref.ref.fsdp_config.dtype": "test_models.py: test_the_reference_is_what_...",
-    "actor_rollout_ref.ref.fsdp_config.param_offload": "test_models.py: test_the_reference_is_what_...",
-    "critic.enable": "test_the_critic_is_what_the_keys_say",
-    "critic.shared_trunk": "test_models.py: test_a_shared_trunk_...",
-    "critic.value_coef": "test_models.py: test_a_shared_trunk_...",
-    "critic.model.path": "test_models.py: test_the_critic_begins_where_the_keys_say",
-    "critic.model.enable_gradient_checkpointing": "test_models.py: test_the_critic_begins_where_the_keys_say",
-    "critic.fsdp_config.model_dtype": "test_models.py: test_number_formats_are_what_the_keys_say",
-    "critic.fsdp_config.dtype": "test_models.py: test_number_formats_are_what_the_keys_say",
-    "algorithm.use_kl_in_reward": "test_step_batch.py, test_ppo_models.py",
+    "critic.optim.optimizer_impl": "training/test_optimizer.py::test_any_optimizer_gets_the_arguments_that_it_has",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": (
+        "algorithms/test_models.py::test_the_reference_is_what_the_keys_say"
+    ),
+    "actor_rollout_ref.ref.fsdp_config.model_dtype": (
+        "algorithms/test_models.py::test_the_reference_is_what_the_keys_say"
+    ),
+    "actor_rollout_ref.ref.fsdp_config.dtype": "algorithms/test_models.py::test_the_reference_is_what_the_keys_say",
+    "actor_rollout_ref.ref.fsdp_config.param_offload": (
+        "algorithms/test_models.py::test_the_reference_is_what_the_keys_say"
+    ),
+    "critic.enable": "algorithms/test_credits.py::test_a_critic_is_trained_where_the_estimator_needs_one",
+    "critic.shared_trunk": (
+        "algorithms/test_models.py::test_a_shared_trunk_has_one_model_and_learns_values_in_the_policys_update"
+    ),
+    "critic.value_coef": (
+        "algorithms/test_models.py::test_a_shared_trunk_has_one_model_and_learns_values_in_the_policys_update"
+    ),
+    "critic.model.path": "algorithms/test_models.py::test_the_critic_begins_where_the_keys_say",
+    "critic.model.enable_gradient_checkpointing": (
+        "algorithms/test_models.py::test_the_critic_begins_where_the_keys_say"
+    ),
+    "critic.fsdp_config.model_dtype": "algorithms/test_models.py::test_number_formats_are_what_the_keys_say",
+    "critic.fsdp_config.dtype": "algorithms/test_models.py::test_number_formats_are_what_the_keys_say",
+    "algorithm.use_kl_in_reward": (
+        "algorithms/test_ppo_models.py::test_the_distance_from_the_reference_grows_from_0_and_lowers_rewards"
+    ),
     "algorithm.kl_ctrl.horizon": "test_the_penalty_steers_as_the_keys_say",
     "algorithm.kl_ctrl.target_kl": "test_the_penalty_steers_as_the_keys_say",
-    "trainer.schedule": "test_the_schedule_is_what_the_keys_say, test_ppo_schedules.py",
+    "trainer.schedule": (
+        "test_the_schedule_is_what_the_keys_say, "
+        "algorithms/test_ppo_schedules.py::test_off_policy_runs_stay_within_the_bound_and_balance"
+    ),
     "trainer.max_off_policy_threshold": "test_the_schedule_is_what_the_keys_say",
-    "trainer.nnodes": "test_many_processes_need_what_they_need, test_nodes.py",
-    "trainer.n_gpus_per_node": "training/distributed/test_crew.py, test_run.py",
-    "trainer.colocate": "training/distributed/test_crew.py: test_who_shares_workers",
-    "trainer.critic_warmup": "test_ppo_models.py: test_the_policy_stays_while_the_critic_warms_up",
-    "trainer.max_actor_ckpt_to_keep": "test_checkpoint.py: pruning",
-    ROLLOUT + "dtype": "test_models.py: test_number_formats_are_what_the_keys_say",
+    "trainer.nnodes": "test_many_processes_need_what_they_need",
+    "trainer.n_gpus_per_node": "training/distributed/test_crew.py::test_the_engine_gets_what_workers_trained_apart",
+    "trainer.colocate": "training/distributed/test_crew.py::test_who_shares_workers",
+    "trainer.critic_warmup": "algorithms/test_ppo_models.py::test_the_policy_stays_while_the_critic_warms_up",
+    "trainer.max_actor_ckpt_to_keep": (
+        "algorithms/test_ppo_models.py::test_the_best_on_the_tuning_tasks_is_kept_and_the_run_ends_early"
+    ),
+    ROLLOUT + "dtype": "algorithms/test_models.py::test_number_formats_are_what_the_keys_say",
     "trainer.total_epochs": "test_epochs_count_the_steps",
     "agent": "test_the_agent_is_the_one_that_is_named",
-    ROLLOUT + "agent.default_agent_loop": "loops/test_named.py: test_a_task_names_its_loop_and_others_run_the_default",
-    ROLLOUT + "agent.agent_loop_config_path": "loops/test_named.py: test_a_task_names_its_loop_and_others_...",
-    ROLLOUT + "response_length": "loops/test_named.py: test_loops_get_the_limits_of_the_config, test_tool_agent.py",
-    ROLLOUT + "multi_turn.max_assistant_turns": "loops/test_named.py: test_loops_get_the_limits_of_the_config",
-    ROLLOUT + "multi_turn.max_user_turns": "loops/test_named.py: test_loops_get_the_limits_of_the_config",
-    ROLLOUT + "multi_turn.user.path": "loops/test_named.py: test_a_function_speaks_as_the_user",
-    ROLLOUT + "multi_turn.user.model": "loops/test_user.py, loops/test_named.py: test_a_model_speaks_as_the_user",
-    ROLLOUT + "multi_turn.user.prompt": "loops/test_named.py: test_a_model_speaks_as_the_user, loops/test_user.py",
-    ROLLOUT + "multi_turn.user.done": "loops/test_named.py: test_a_model_speaks_as_the_user, loops/test_user.py",
+    ROLLOUT + "agent.default_agent_loop": "loops/test_loops_page.py::test_a_loop_of_ones_own",
+    ROLLOUT + "agent.agent_loop_config_path": "loops/test_loops_page.py::test_a_loop_of_ones_own",
+    ROLLOUT + "response_length": "loops/test_named.py::test_loops_get_the_limits_of_the_config",
+    ROLLOUT + "multi_turn.max_assistant_turns": "loops/test_named.py::test_loops_get_the_limits_of_the_config",
+    ROLLOUT + "multi_turn.max_user_turns": "loops/test_named.py::test_loops_get_the_limits_of_the_config",
+    ROLLOUT + "multi_turn.user.path": "loops/test_named.py::test_a_function_speaks_as_the_user",
+    ROLLOUT + "multi_turn.user.model": "loops/test_named.py::test_a_model_speaks_as_the_user",
+    ROLLOUT + "multi_turn.user.prompt": "loops/test_named.py::test_a_model_speaks_as_the_user",
+    ROLLOUT + "multi_turn.user.done": "loops/test_named.py::test_a_model_speaks_as_the_user",
     f"{ROLLOUT}multi_turn.langgraph.path": "test_the_graph_is_the_one_that_is_named",
     f"{ROLLOUT}multi_turn.langgraph.graph_config.recursion_limit": "test_the_graph_is_the_one_that_is_named",
     "actor_rollout_ref.model.path": "test_the_engine_is_what_the_keys_say",
@@ -361,24 +389,35 @@ ELSEWHERE = {
     ROLLOUT + "renderer": "test_the_engine_is_what_the_keys_say",
     ROLLOUT + "history": "test_the_engine_is_what_the_keys_say",
     "gateway.unknown_model": "test_the_engine_is_what_the_keys_say",
-    "gateway.special_tokens_in_text": "test_the_engine_is_what_the_keys_say, tests/proxy/test_controls.py",
-    "gateway.otlp_endpoint": "test_the_engine_is_what_the_keys_say, test_spans_out.py: test_a_run_sends_its_spans",
-    ROLLOUT + "trace.backend": "tracing/test_training.py, and each in tracing/test_backends.py",
-    ROLLOUT + "trace.token2text": "tracing/test_training.py: test_mlflow_shows_...",
-    ROLLOUT + "trace.max_samples_per_step_per_worker": "tracing/test_training.py: test_mlflow_shows_...",
-    ROLLOUT + "trace.otlp_endpoint": "tracing/test_training.py: test_an_otlp_endpoint_...",
-    "gateway.backends": "test_the_engine_is_what_the_keys_say, test_backends.py, tests/e2e/test_frozen_helpers.py",
-    ROLLOUT + "name": "test_what_cannot_be_started_is_refused, tests/vllm/test_training.py",
-    ROLLOUT + "server_urls": "tests/vllm/test_policy.py: test_servers_that_run_already_are_attached",
-    "trainer.logger": "test_trackers.py: each of them",
+    "gateway.special_tokens_in_text": "test_the_engine_is_what_the_keys_say",
+    "gateway.otlp_endpoint": (
+        "test_the_engine_is_what_the_keys_say, server/test_spans_out.py::test_a_run_sends_its_spans"
+    ),
+    ROLLOUT + "trace.backend": "tracing/test_training.py::test_mlflow_shows_the_rollouts_and_changes_nothing",
+    ROLLOUT + "trace.token2text": "tracing/test_training.py::test_mlflow_shows_the_rollouts_and_changes_nothing",
+    ROLLOUT + "trace.max_samples_per_step_per_worker": (
+        "tracing/test_training.py::test_mlflow_shows_the_rollouts_and_changes_nothing"
+    ),
+    ROLLOUT + "trace.otlp_endpoint": (
+        "tracing/test_training.py::test_an_otlp_endpoint_changes_nothing_even_where_it_takes_nothing"
+    ),
+    "gateway.backends": "test_the_engine_is_what_the_keys_say",
+    ROLLOUT
+    + "name": "test_what_cannot_be_started_is_refused, inference/test_sglang_policy.py::test_a_run_trains_with_it",
+    ROLLOUT + "server_urls": "inference/test_sglang_policy.py::test_a_run_trains_with_it",
+    "trainer.logger": "algorithms/test_ppo.py::test_agents_that_fail_are_data",
     "trainer.device": "test_the_engine_is_what_the_keys_say",
-    "trainer.sampler_tolerance": "test_ppo.py: test_an_engine_with_other_weights_is_refused",
-    "algorithm.norm_adv_by_std_in_grpo": "test_numerics.py: the estimator with and without",
+    "trainer.sampler_tolerance": "algorithms/test_models.py::test_number_formats_are_what_the_keys_say",
+    "algorithm.norm_adv_by_std_in_grpo": "test_the_estimator_is_what_the_keys_say",
     "algorithm.gamma": "test_credit_is_what_the_keys_say",
-    "algorithm.credit.weights": "test_ppo_rewards.py: test_named_rewards_are_weighed",
-    "algorithm.filter_groups.enable": "test_ppo_rewards.py: test_dynamic_sampling_rolls_out_until_enough_groups_...",
-    "algorithm.filter_groups.max_num_gen_batches": "test_ppo_rewards.py: test_dynamic_sampling_ends_where_...",
-    "algorithm.filter_groups.metric": "test_trajectories.py: test_a_group_says_something_...",
+    "algorithm.credit.weights": "algorithms/test_ppo_rewards.py::test_named_rewards_are_weighed",
+    "algorithm.filter_groups.enable": (
+        "algorithms/test_ppo_rewards.py::test_dynamic_sampling_rolls_out_until_enough_groups_say_something"
+    ),
+    "algorithm.filter_groups.max_num_gen_batches": (
+        "algorithms/test_ppo_rewards.py::test_dynamic_sampling_ends_where_nothing_can_be_learned"
+    ),
+    "algorithm.filter_groups.metric": "test_groups_are_filtered_by_the_metric_that_the_keys_name",
     "algorithm.credit.function": "test_credit_is_what_the_keys_say",
     "reward.custom_reward_function.path": "test_rewards_are_what_the_keys_say",
     "reward.custom_reward_function.name": "test_rewards_are_what_the_keys_say",
@@ -397,7 +436,9 @@ ELSEWHERE = {
     "reward.overlong_buffer.len": "test_the_overlong_buffer_is_what_the_keys_say",
     "reward.overlong_buffer.penalty_factor": "test_the_overlong_buffer_is_what_the_keys_say",
     "reward.overlong_buffer.max_resp_len": "test_the_overlong_buffer_is_what_the_keys_say",
-    "algorithm.rollout_correction.bypass_mode": "test_ppo.py: test_recomputed_old_log_probs_train_too",
+    "algorithm.rollout_correction.bypass_mode": (
+        "algorithms/test_ppo.py::test_with_the_samplers_own_numbers_a_run_trains_as_with_recomputed_ones"
+    ),
     "algorithm.rollout_correction.loss_type": "test_in_bypass_mode_the_loss_is_what_the_keys_say",
     "algorithm.rollout_correction.rollout_is": "test_the_correction_is_what_the_keys_say",
     "algorithm.rollout_correction.rollout_is_threshold": "test_the_correction_is_what_the_keys_say",
@@ -405,6 +446,9 @@ ELSEWHERE = {
     "algorithm.rollout_correction.rollout_rs": "test_the_correction_is_what_the_keys_say",
     "algorithm.rollout_correction.rollout_rs_threshold": "test_the_correction_is_what_the_keys_say",
     "algorithm.rollout_correction.rollout_token_veto_threshold": "test_the_correction_is_what_the_keys_say",
+    "trainer.all_failed": (
+        "cli/test_train.py::test_an_agent_that_fails_in_all_rollouts_of_a_step_ends_the_run_with_its_traceback"
+    ),
 }
 
 
@@ -422,12 +466,77 @@ def test_no_key_is_forgotten() -> None:
     assert effective == {row[0] for row in TABLE} | ELSEWHERE.keys()
 
 
+TESTS = Path(__file__).parents[1]
+
+
+def reached(file: Path, name: str) -> str:
+    """The source of a test, and of what it uses of its file; "" where there is no such test."""
+    source = file.read_text()
+    parts: dict[str, ast.stmt] = {}
+    for part in ast.parse(source).body:
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            parts[part.name] = part
+        elif isinstance(part, ast.Assign):
+            parts |= {target.id: part for target in part.targets if isinstance(target, ast.Name)}
+    found: dict[str, str] = {}
+    asked = [name]
+    while asked:
+        one = asked.pop()
+        if one in parts and one not in found:
+            decorators = getattr(parts[one], "decorator_list", [])
+            pieces = [ast.get_source_segment(source, piece) or "" for piece in (parts[one], *decorators)]
+            found[one] = "\n".join(pieces)
+            asked += [node.id for node in ast.walk(parts[one]) if isinstance(node, ast.Name)]
+            asked += [node.arg for node in ast.walk(parts[one]) if isinstance(node, ast.arg)]
+    return "\n".join(found.values())
+
+
+@pytest.mark.parametrize("key", ELSEWHERE)
+def test_what_is_shown_elsewhere_is_shown_by_a_test_that_sets_it(key: str) -> None:
+    for place in ELSEWHERE[key].split(", "):
+        file, _, name = place.rpartition("::")
+        source = reached(TESTS / file if file else Path(__file__), name)
+        assert source, f"there is no test {place}"
+        assert re.search(rf"\b{key.rpartition('.')[2]}\b", source), f"{place} never sets {key}"
+
+
 def test_tasks_come_from_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("1\n2\n")
     assert tasks_of("train", None, [str(tmp_path / "a.jsonl")] * 2) == [1, 2, 1, 2]
     assert tasks_of("val", None, None) == []
     with pytest.raises(ValueError, match="give one"):
         tasks_of("val", [1], str(tmp_path / "a.jsonl"))
+    for name in "bc":
+        (tmp_path / f"{name}.jsonl").write_text(f'"{name}"\n')
+    files = {"val_files": str(tmp_path / "b.jsonl"), "tune_files": str(tmp_path / "c.jsonl")}
+    named = PPO({"data": {"train_batch_size": 1, "train_files": [str(tmp_path / "a.jsonl")], **files}})
+    assert named.prepare(None, None) == ([1, 2], ["b"])
+    assert named._tune_dataset == ["c"]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_are_packed_unless_the_keys_say_otherwise(packed: bool) -> None:
+    config = compose({"actor_rollout_ref": {"model": {"use_remove_padding": packed}}})
+    learners = Learners(config, load_model(CHECKPOINT), {"actor"})
+    learners.train(CHECKPOINT, 1)
+    assert learners.actor is not None
+    assert learners.actor.forward.packed is packed
+
+
+def test_groups_are_filtered_by_the_metric_that_the_keys_name() -> None:
+    def why_not(metric: str) -> str | None:
+        ppo = PPO({"algorithm": {"filter_groups": {"enable": True, "metric": metric}}})
+        group = [
+            Trajectory(
+                rollout_id=f"g-{tone}", group_id="g", reward=1.0, rewards=Rewards(final=1.0, named={"tone": tone}),
+                forest=forest.build([]), rows=[], calls=0, sampled_tokens=0, excluded={}, agent_failed=False,
+            )
+            for tone in (0.0, 1.0)
+        ]  # fmt: skip
+        return ppo._why_not(group, 0)
+
+    assert why_not("reward") == "zero_variance"
+    assert why_not("tone") is None
 
 
 def test_epochs_count_the_steps() -> None:
