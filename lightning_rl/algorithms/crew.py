@@ -108,7 +108,8 @@ def _built(
     """The models of one worker, in its process. They come to its device in shards."""
     LOSSES[loss_mode] = loss
     torch.manual_seed(config.data.seed + team.rank)
-    policy = load_model(weights, FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype])
+    held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
+    policy = load_model(weights, held, attention=config.actor_rollout_ref.model.attn_implementation)
     made = Learners(config, policy, roles)
     made.train(folder, training_steps, team)
     return made

@@ -145,14 +145,16 @@ class Learners:
         if critic.model.path is None:
             values = ValueModel.like(policy, held)
         else:
-            values = ValueModel.load(model_folder(critic.model.path), held, self._device)
+            attention = self.config.actor_rollout_ref.model.attn_implementation
+            values = ValueModel.load(model_folder(critic.model.path), held, self._device, attention)
         if critic.model.enable_gradient_checkpointing:
             _checkpoint_activations(values.trunk)
         return values
 
     def _frozen(self, folder: Path) -> Reference:
         formats = self.config.actor_rollout_ref.ref.fsdp_config
-        model = load_model(folder, FORMATS[formats.model_dtype], self._device)
+        attention = self.config.actor_rollout_ref.model.attn_implementation
+        model = load_model(folder, FORMATS[formats.model_dtype], self._device, attention)
         forward = self._forward(model, formats)
         return Reference(model, self._pad_id, offload=formats.param_offload, forward=forward, **self._bounds())
 

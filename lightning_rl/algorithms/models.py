@@ -21,6 +21,7 @@ from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.training import checkpoint, lora
 from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import TrainingSequence
+from lightning_rl.training.chat_template import with_template
 from lightning_rl.training.critic import Critic
 from lightning_rl.training.distributed.remote import RemoteActor, RemoteCritic, RemoteReference
 from lightning_rl.training.reference import BaseOfAdapter, Reference
@@ -36,10 +37,10 @@ class Models:
         with_critic: whether a critic is trained.
         resumed: the checkpoint that it goes on from; None: it begins.
 
-    `config` has the learning rate that goes with the policy. `policy` is there at once, `actor`, `critic` and
-    `reference` (None where nothing needs them) after `train`. With a shared trunk the actor has the critic's head, and
-    there is no `critic`. Where several processes train, these three stand for what the processes hold, and `model` is a
-    copy of the policy that is renewed when it is sent.
+    `config` has the learning rate that goes with the policy; `tokenizer` is the folder of its tokenizer and chat
+    format. `policy` is there at once, `actor`, `critic` and `reference` (None where nothing needs them) after `train`.
+    With a shared trunk the actor has the critic's head, and there is no `critic`. Where several processes train, these
+    three stand for what the processes hold, and `model` is a copy of the policy that is renewed when it is sent.
     Raises ConfigError for an adapter that cannot be made.
     """
 
@@ -51,6 +52,8 @@ class Models:
         self._roles = roles_of(config, with_critic=with_critic)
         self._resumed = None if config.actor_rollout_ref.model.lora_rank else resumed
         self.policy = _policy(config, run_dir, self._resumed)
+        template = config.actor_rollout_ref.model.chat_template
+        self.tokenizer = with_template(self.policy.folder, template, run_dir / "tokenizer")
         parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
         self.config = config = settings.with_learning_rate(config, parameters)
         self._crew: Crew | None = None
@@ -123,9 +126,9 @@ class Models:
         model = self.config.actor_rollout_ref.model
         if model.lora_rank:
             lora.export(self.model, folder, model.lora_export)
-            checkpoint.copy_tokenizer(self.policy.folder, folder)
+            checkpoint.copy_tokenizer(self.tokenizer, folder)
         else:
-            checkpoint.export_model(self.model, self.policy.folder, folder)
+            checkpoint.export_model(self.model, self.tokenizer, folder)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside the exported policy."""
@@ -158,6 +161,7 @@ def _policy(config: Config, run_dir: Path, weights: Path | None) -> EmbeddedPoli
             max_num_seqs=rollout.max_num_seqs,
             max_model_len=rollout.max_model_len,
             threads=rollout.num_threads,
+            attention=model.attn_implementation,
         )
     urls = rollout.server_urls or ()
     common: dict[str, Any] = {
@@ -165,6 +169,7 @@ def _policy(config: Config, run_dir: Path, weights: Path | None) -> EmbeddedPoli
         "device": config.trainer.device,
         "train_dtype": held,
         "tolerance": settings.sampler_tolerance(config),
+        "attention": model.attn_implementation,
     }
     if rollout.name == "sglang":
         return SGLangPolicy(model.path, run_dir, urls=urls, **common)

@@ -240,8 +240,8 @@ class PPO(Algorithm):
         self.account = TokenAccount(self.policy.name)
         return Endpoint(
             model=self.policy.name,
-            tokenizer=str(self.policy.folder),
-            renderer=rollout.renderer,
+            tokenizer=str(self.models.tokenizer),
+            renderer=settings.renderer(self.config),
             history=rollout.history,
             chat_template_kwargs=settings.chat_template_kwargs(self.config),
             special_tokens_in_text=self.config.gateway.special_tokens_in_text,
@@ -273,7 +273,7 @@ class PPO(Algorithm):
         summary.note_end(self.run_dir, None)
         self.on_init_end()
         self._trackers = self._opened_trackers(total)
-        self._traces = tracing.open_writer(self.config, self.run_dir, Path(self.policy.folder))
+        self._traces = tracing.open_writer(self.config, self.run_dir, self.models.tokenizer)
         try:
             self._publish_resources()
             if self._schedule is None:

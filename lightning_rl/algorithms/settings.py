@@ -63,6 +63,11 @@ def check(config: Config, estimator: Estimator | OutcomeEstimator) -> None:
     if trainer.workers > 1:
         _check_workers(config)
     chat_template_kwargs(config)
+    if config.actor_rollout_ref.model.chat_template is not None and renderer(config) != "template":
+        raise ConfigError(
+            f"actor_rollout_ref.model.chat_template has no effect where actor_rollout_ref.rollout.renderer="
+            f"{renderer(config)} writes the chats: leave one of them out"
+        )
     critic_learns = needs_critic(config, estimator)
     if trainer.critic_warmup and not critic_learns:
         raise ConfigError("trainer.critic_warmup has no critic to warm up: set algorithm.adv_estimator=gae, or 0")
@@ -320,6 +325,12 @@ def with_learning_rate(config: C, parameters: int) -> C:
     ours = config.actor_rollout_ref
     optim = replace(ours.actor.optim, lr=learning_rate(config, parameters))
     return replace(config, actor_rollout_ref=replace(ours, actor=replace(ours.actor, optim=optim)))
+
+
+def renderer(config: Config) -> str:
+    """Who writes chats: where a template is given that one, unless the config says otherwise."""
+    name = config.actor_rollout_ref.rollout.renderer
+    return "template" if name == "auto" and config.actor_rollout_ref.model.chat_template is not None else name
 
 
 def sampler_tolerance(config: Config) -> float:

@@ -101,9 +101,11 @@ def _train(agent: Any, settings: "TrainConfig", run_dir: Path | None, *, as_json
 
 
 def _plan(settings: "TrainConfig", run_dir: Path | None) -> dict[str, Any]:
-    """What a run with these settings would do. Raises what it would raise before its first step."""
+    """What a run with these settings would do, and needs. Raises what it would raise before its first step."""
     from lightning_rl import tracking, tutorial
+    from lightning_rl.algorithms import plan
     from lightning_rl.algorithms.ppo import PPO
+    from lightning_rl.algorithms.settings import learning_rate
     from lightning_rl.data import load_tasks
 
     algorithm, data, rollout = PPO(settings), settings.data, settings.actor_rollout_ref.rollout
@@ -112,10 +114,16 @@ def _plan(settings: "TrainConfig", run_dir: Path | None) -> dict[str, Any]:
     val = len(load_tasks(data.val_files)) if data.val_files else 0
     steps = 0 if settings.trainer.val_only else algorithm.steps(train)
     model = settings.actor_rollout_ref.model.path
+    folder = plan.model_folder_here(settings)
+    numbers = None if folder is None else plan.parameters(folder)
+    unknown = "not known before the model is here"
     return {
         "agent": settings.agent or rollout.multi_turn.langgraph.path or (algorithm.loops and algorithm.loops.default),
         "model": model or f"{tutorial.checkpoint()} (the tutorial's; name yours: actor_rollout_ref.model.path)",
-        "engine": rollout.name,
+        "parameters": unknown if numbers is None else numbers,
+        "learning_rate": unknown if numbers is None else learning_rate(settings, numbers),
+        "memory": unknown if numbers is None else plan.memory(settings, numbers),
+        "engine": plan.engine(settings),
         "train_tasks": train,
         "val_tasks": val,
         "steps": steps,

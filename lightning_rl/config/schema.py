@@ -76,6 +76,20 @@ class Model(Section, frozen=True):
         str | None,
         effect("a Hugging Face folder, or a model id of the hub; null: the tutorial's small model, to try things out"),
     ] = None
+    chat_template: Annotated[
+        str | None,
+        effect(
+            "for a model that has none, or in the place of its own: a file with a Jinja template, or the folder or id "
+            "of a model whose template is taken; checkpoints have it too"
+        ),
+    ] = None
+    attn_implementation: Annotated[
+        Literal["sdpa", "eager", "flash_attention_2"] | None,
+        effect(
+            "how the trainer, and the embedded engine, compute attention; null: sdpa, and eager for models that have "
+            "no other, as where scores are capped (Gemma 2)"
+        ),
+    ] = None
     enable_gradient_checkpointing: Annotated[
         bool, effect("compute activations twice instead of keeping them: less memory, more time")
     ] = False

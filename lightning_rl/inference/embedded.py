@@ -42,10 +42,11 @@ class EmbeddedPolicy:
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
         threads: int | None = None,
+        attention: str | None = None,
     ) -> None:
         self.folder, self.name = located(path)
         held = (train_dtype if trained else None) or dtype
-        self.model: Any = load_model(weights or self.folder, held, device_of(device))
+        self.model: Any = load_model(weights or self.folder, held, device_of(device), attention)
         self.vision = vision_of(self.folder, self.model)
         self.engine = EmbeddedEngine(
             copy.deepcopy(self.model).to(dtype) if trained else self.model,

@@ -1,4 +1,4 @@
-"""Finding a model, and reading it from disk for an engine: evaluation mode, scaled-dot-product attention."""
+"""Finding a model, and reading it from disk for an engine, in evaluation mode."""
 
 import warnings
 from pathlib import Path
@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lightning_rl import tutorial
+from lightning_rl.errors import Explained
 
 # Notebooks without ipywidgets get it from tqdm, whose progress bars we do not show.
 warnings.filterwarnings("ignore", message="IProgress not found")
@@ -54,11 +55,36 @@ def sees(path: str | Path) -> bool:
     return getattr(AutoConfig.from_pretrained(path), "vision_config", None) is not None
 
 
-def load_model(path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> nn.Module:
+class AttentionUnknown(Explained, ValueError):
+    """The model cannot compute attention in the way that was asked for."""
+
+
+def attention_of(config: Any, asked: str | None = None) -> str | None:
+    """How the attention of a model with this config is computed: as asked; else (None) by torch's scaled-dot-product
+    one where the model has it, but for those whose scores are capped, since that one leaves the cap out."""
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return asked or ("eager" if capped else None)
+
+
+def load_model(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    attention: str | None = None,
+) -> nn.Module:
     """The causal LM at `path` (a folder or a model id), on `device`, ready to be sampled from; with its vision tower,
-    if it has one."""
+    if it has one. `attention`: see `attention_of`."""
     transformers.utils.logging.disable_progress_bar()  # it would break up the progress line of the run
     loader = AutoModelForImageTextToText if sees(path) else AutoModelForCausalLM
-    model: Any = loader.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    implementation = attention_of(AutoConfig.from_pretrained(path), attention)
+    try:
+        model: Any = loader.from_pretrained(path, dtype=dtype, attn_implementation=implementation)
+    except (ValueError, ImportError) as error:
+        if attention is None:
+            raise
+        raise AttentionUnknown(
+            f"the model {path} cannot be loaded with actor_rollout_ref.model.attn_implementation={attention} "
+            f"({error}); leave it null"
+        ) from error
     ready: nn.Module = model.to(device).eval()
     return ready

@@ -58,9 +58,10 @@ class SGLangPolicy:
         device: str = "auto",
         train_dtype: torch.dtype = torch.float32,
         tolerance: float = 1e-3,
+        attention: str | None = None,
     ) -> None:
         self.folder, self.name = located(path)
-        self.model: Any = load_model(weights or self.folder, train_dtype, device_of(device))
+        self.model: Any = load_model(weights or self.folder, train_dtype, device_of(device), attention)
         self._urls = [url.rstrip("/") for url in urls]
         self._outbox = (run_dir / "weights").resolve()
         self._tolerance = tolerance

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel
 
+from lightning_rl.inference.load import attention_of
 from lightning_rl.rl.losses import value_loss
 from lightning_rl.training import shards
 from lightning_rl.training.batch import MiniBatch, TrainingSequence, by_sequence
@@ -44,9 +45,15 @@ class ValueModel(nn.Module):
         self.head = value_head(trunk)
 
     @staticmethod
-    def load(path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> "ValueModel":
+    def load(
+        path: str | Path,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        attention: str | None = None,
+    ) -> "ValueModel":
         """With the weights of the causal LM at `path` (a folder or a model id)."""
-        trunk: Any = AutoModel.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        implementation = attention_of(AutoConfig.from_pretrained(path), attention)
+        trunk: Any = AutoModel.from_pretrained(path, dtype=dtype, attn_implementation=implementation)
         return ValueModel(trunk.to(device)).eval()
 
     @staticmethod

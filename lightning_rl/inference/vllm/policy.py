@@ -70,9 +70,10 @@ class VllmPolicy:
         device: str = "auto",
         train_dtype: torch.dtype = torch.float32,
         tolerance: float = 1e-3,
+        attention: str | None = None,
     ) -> None:
         self.folder, self.name = located(path)
-        model: Any = load_model(weights or self.folder, train_dtype, device_of(device))
+        model: Any = load_model(weights or self.folder, train_dtype, device_of(device), attention)
         self.model = model
         self.on_outage: Callable[[bool], None] = lambda away: None
         context = options.context or model.config.get_text_config().max_position_embeddings

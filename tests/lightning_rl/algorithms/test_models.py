@@ -1,6 +1,7 @@
 """The models of a run are what the config says: formats, adapter, critic, reference; a saved state brings them back."""
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
+import lightning_rl as lrl
 from lightning_rl.algorithms import settings
 from lightning_rl.algorithms.models import Models
 from lightning_rl.config import ConfigError, compose
+from lightning_rl.inference.load import AttentionUnknown, load_model
 from lightning_rl.training.batch import TrainingSequence
+from lightning_rl.training.chat_template import text_of
 from lightning_rl.training.reference import Reference
 from tests.lightning_rl.algorithms.test_ppo import CHECKPOINT
 
@@ -76,6 +80,62 @@ def valued(made: Models) -> list[float]:
 
 def of(parameters: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in parameters}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_is_computed_as_the_keys_say(attention: str) -> None:
+    made = models(
+        with_critic=True, model={"attn_implementation": attention}, critic={"model": {"path": str(CHECKPOINT)}}
+    )
+    of_engine: Any = made.policy.engine._policy.model
+    assert made.critic is not None
+    trunk: Any = made.critic.model.trunk
+    parts: list[Any] = [made.model, of_engine, trunk]
+    assert [part.config._attn_implementation for part in parts] == [attention] * 3
+
+
+def test_where_scores_are_capped_attention_is_eager(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=8, attn_logit_softcapping=0.1, final_logit_softcapping=None,
+    )  # fmt: skip
+    made = Gemma2ForCausalLM(config).eval()
+    made.save_pretrained(tmp_path)
+    read: Any = load_model(tmp_path)
+    assert read.config._attn_implementation == "eager"
+    ids = torch.arange(12)[None]
+    made.set_attn_implementation("eager")
+    with torch.no_grad():
+        assert torch.equal(read(input_ids=ids).logits, made(input_ids=ids).logits)
+    with pytest.raises(AttentionUnknown, match=r"model\.attn_implementation=sdpa .*; leave it null"):
+        load_model(tmp_path, attention="sdpa")
+
+
+def test_a_chat_template_is_given_to_a_model_that_has_none(tmp_path: Path) -> None:
+    """By a file, or by another model; checkpoints have it, and the model's own folder stays as it is."""
+    bare, template = tmp_path / "bare", "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    shutil.copytree(CHECKPOINT, bare)
+    (bare / "tokenizer_config.json").write_text("{}")
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    before = sorted(path.name for path in bare.iterdir())
+    (tmp_path / "mine.jinja").write_text(template)
+    for given in (str(tmp_path / "mine.jinja"), str(tmp_path / "made")):
+        config = compose(
+            {"actor_rollout_ref": {"model": {"path": str(bare), "chat_template": given}}, "trainer": {"device": "cpu"}}
+        )
+        made = Models(config, tmp_path / "run", with_critic=False)
+        assert (made.tokenizer / "chat_template.jinja").read_text() == template
+        assert settings.renderer(config) == "template"
+        made.export(tmp_path / "made")
+        assert (tmp_path / "made" / "chat_template.jinja").read_text() == template
+    assert sorted(path.name for path in bare.iterdir()) == before
+    for wrong, why in ((str(bare), "has no chat template"), ("nowhere", "is no file with a template, and no model")):
+        with pytest.raises(ConfigError, match=why):
+            text_of(wrong)
+    both = {"model": {"chat_template": "x"}, "rollout": {"renderer": "qwen3"}}
+    with pytest.raises(ConfigError, match=r"chat_template has no effect where .*renderer=qwen3"):
+        lrl.PPO({"actor_rollout_ref": both})
 
 
 def test_an_adapter_alone_is_trained() -> None:

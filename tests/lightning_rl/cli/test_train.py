@@ -122,6 +122,29 @@ def test_the_plan_says_what_would_be_done_and_does_nothing(place: Path) -> None:
     assert plan["config"]["data"]["train_batch_size"] == 2
 
 
+def test_the_plan_looks_at_the_model_the_interpreter_and_memory(place: Path) -> None:
+    words = ["agent=my_agent:solve", "data.train_files=tasks.jsonl", *SMALL, "--dry-run"]
+    plan = json.loads(lightning_rl(place, "train", *words, "--json").stdout)["plan"]
+    assert plan["learning_rate"] == 3e-4
+    assert 500_000 < plan["parameters"] < 2_000_000
+    assert re.fullmatch(r"0\.0 GB for weights, .*; \d+\.\d GB are free", plan["memory"])
+    shutil.copytree(tutorial.checkpoint(), place / "lacks")
+    (place / "lacks" / "model.safetensors").unlink()
+    shutil.copytree(tutorial.checkpoint(), place / "bare")
+    (place / "bare" / "tokenizer_config.json").write_text("{}")
+    (place / "empty").write_text("#!/bin/sh\nexit 1\n")
+    (place / "empty").chmod(0o755)
+    vllm = "actor_rollout_ref.rollout.name=vllm"
+    for overrides, message in (
+        (["actor_rollout_ref.model.path=./nowhere"], "is neither a folder nor a model id"),
+        (["actor_rollout_ref.model.path=lacks"], "has no *.safetensors"),
+        (["actor_rollout_ref.model.path=bare"], "no renderer is known for model 'bare'"),
+        ([vllm, "actor_rollout_ref.rollout.python=./nowhere"], "is no Python that starts"),
+        ([vllm, "actor_rollout_ref.rollout.python=./empty"], "there is no vLLM in the environment of ./empty"),
+    ):
+        assert message in lightning_rl(place, "train", *words, *overrides, fails=True).stderr
+
+
 def test_a_graph_is_an_agent_too(place: Path) -> None:
     (place / "my_graph.py").write_text("def graph(model): ...\n")
     langgraph = "actor_rollout_ref.rollout.multi_turn.langgraph"

@@ -87,7 +87,7 @@ class Story(PPO):
 
 
 class _Models:
-    name, folder = "policy", Path()
+    name, folder, tokenizer = "policy", Path(), Path()
 
     def train(self, total: int) -> None: ...
 
@@ -317,6 +317,12 @@ ELSEWHERE = {
     "data.val_files": "test_tasks_come_from_files",
     "data.tune_files": "test_tasks_come_from_files",
     "actor_rollout_ref.model.use_remove_padding": "test_rows_are_packed_unless_the_keys_say_otherwise",
+    "actor_rollout_ref.model.attn_implementation": (
+        "algorithms/test_models.py::test_attention_is_computed_as_the_keys_say"
+    ),
+    "actor_rollout_ref.model.chat_template": (
+        "algorithms/test_models.py::test_a_chat_template_is_given_to_a_model_that_has_none"
+    ),
     "actor_rollout_ref.model.lora_rank": "algorithms/test_models.py::test_an_adapter_alone_is_trained",
     "actor_rollout_ref.model.lora_alpha": "algorithms/test_models.py::test_an_adapter_alone_is_trained",
     "actor_rollout_ref.model.target_modules": "algorithms/test_models.py::test_an_adapter_alone_is_trained",
