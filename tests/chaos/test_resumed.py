@@ -37,8 +37,8 @@ from pathlib import Path
 
 from tests.chaos import test_resumed as tests
 
-folder, schedule, save_freq, phase, step = sys.argv[1:]
-tests.train(Path(folder), schedule, int(save_freq), phase, int(step))
+folder, schedule, save_freq, vllm, phase, step = sys.argv[1:]
+tests.train(Path(folder), schedule, int(save_freq), vllm, phase, int(step))
 """
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
@@ -115,8 +115,9 @@ class Dies(lrl.PPO):
         return saved
 
 
-def train(folder: Path, schedule: str, save_freq: int, phase: str = "", at: int = 0) -> None:
-    rollout = {"n": N, "renderer": "qwen3", "max_model_len": 128}
+def train(folder: Path, schedule: str, save_freq: int, vllm: str = "", phase: str = "", at: int = 0) -> None:
+    """The run, or what is left of it. `vllm`: the interpreter of the engine, where it is not the embedded one."""
+    rollout = {"n": N, "renderer": "qwen3", "max_model_len": 128} | ({"name": "vllm", "python": vllm} if vllm else {})
     config: dict[str, Any] = {
         "data": {"train_batch_size": BATCH, "max_response_length": 8},
         "actor_rollout_ref": {"rollout": rollout, "actor": {"optim": {"lr": 1e-3}}},
@@ -133,11 +134,12 @@ def train(folder: Path, schedule: str, save_freq: int, phase: str = "", at: int 
     lrl.Trainer(straggles, n_runners=2, run_dir=folder).fit(Dies(config, phase, at), [*range(5)], [0, 4])
 
 
-def survives(folder: Path, schedule: str, save_freq: int, kills: tuple[tuple[str, int], ...]) -> None:
+def survives(folder: Path, schedule: str, save_freq: int, kills: tuple[tuple[str, int], ...], vllm: str = "") -> None:
+    """Each process of the run is killed where it is to be, the last one comes to the end; everything is checked."""
     for phase, step in (*kills, ("", 0)):
         if phase == "saved" and step % save_freq and step != STEPS:
             continue
-        words = [sys.executable, "-c", PROGRAM, str(folder), schedule, str(save_freq), phase, str(step)]
+        words = [sys.executable, "-c", PROGRAM, str(folder), schedule, str(save_freq), vllm, phase, str(step)]
         told = subprocess.run(
             words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
@@ -172,6 +174,16 @@ def _sampled(trace: RolloutTrace) -> int:
 
 def test_a_trainer_killed_between_two_checkpoints_goes_on_at_the_first_resume(tmp_path: Path) -> None:
     survives(tmp_path, "sync", 2, (("asked", 4),))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_an_engine_in_a_process_of_its_own_goes_on_at_once_too(tmp_path: Path, schedule: str) -> None:
+    """Where vLLM would be; `tests/vllm/test_training.py` has vLLM there."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT / "tests/chaos/engine.py"} "$@"\n')
+    python.chmod(0o755)
+    survives(tmp_path / "run", schedule, 2, (("asked", 4), ("sent", 4), ("sampling", 6)), str(python))
 
 
 @pytest.mark.long

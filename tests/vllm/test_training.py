@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from examples.sql_agent.agent import sql_agent
 from examples.sql_agent.data import make
 from examples.sql_agent.train import CONFIG
 from lightning_rl.config import compose
+from tests.chaos import test_resumed
 from tests.vllm.server import PYTHON, processes
 
 STEPS = 6
@@ -55,6 +57,11 @@ def test_sampler_and_trainer_agree(trained: lrl.PPO) -> None:
     steps: list[dict[str, Any]] = [row for row in trained.history if row["step"] >= 1]
     assert steps[0]["training/rollout_probs_diff_max"] < 1e-3
     assert all(row["training/mismatch_kl"] < 1e-6 for row in steps)
+
+
+def test_a_trainer_killed_between_two_checkpoints_goes_on_at_the_first_resume(tmp_path: Path) -> None:
+    kills = (("asked", 4), ("sent", 4))
+    test_resumed.survives(tmp_path, "sync", 2, kills, str(PYTHON))
 
 
 def test_a_killed_engine_costs_no_rollout(trained: lrl.PPO) -> None:
