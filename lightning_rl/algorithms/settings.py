@@ -39,7 +39,7 @@ from lightning_rl.training.optimizer import OptimizerConfig
 from lightning_rl_adapters.credit import Strategy
 
 C = TypeVar("C", bound=Config)
-_SMALLEST_LR = 1e-6
+_SMALLEST_LR, _LARGEST_LR = 1e-6, 1e-3
 _THRESHOLD = 4  # of `trainer.max_off_policy_threshold`
 # What these do to a number of a weight hangs on this number's gradients alone.
 _ELEMENTWISE: Final = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "Adagrad", "RMSprop", "ASGD", "SGD")
@@ -317,7 +317,7 @@ def learning_rate(config: Config, parameters: int) -> float:
     if actor.optim.lr is not None:
         return actor.optim.lr
     whole = max(_SMALLEST_LR, _SMALLEST_LR * (7e9 / parameters) ** 0.63)
-    return float(f"{10 * whole if model.lora_rank else whole:.0e}")
+    return float(f"{min(_LARGEST_LR, 10 * whole) if model.lora_rank else whole:.0e}")
 
 
 def with_learning_rate(config: C, parameters: int) -> C:

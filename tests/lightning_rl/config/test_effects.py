@@ -520,6 +520,18 @@ def test_tasks_come_from_files(tmp_path: Path) -> None:
     assert named._tune_dataset == ["c"]
 
 
+def test_the_learning_rate_follows_from_the_model_unless_it_is_given() -> None:
+    def rate(parameters: float, *changes: str) -> float:
+        return settings.learning_rate(compose(command_line=list(changes)), int(parameters))
+
+    assert [rate(size) for size in (1e6, 6e8, 7e9, 7e10)] == [3e-4, 5e-6, 1e-6, 1e-6]
+    adapter = "actor_rollout_ref.model.lora_rank=8"
+    assert [rate(size, adapter) for size in (1e6, 6e8, 7e9)] == [1e-3, 5e-5, 1e-5]
+    assert rate(6e8, adapter, "actor_rollout_ref.actor.optim.lr=2e-6") == 2e-6
+    resolved = settings.with_learning_rate(compose({}), 600_000_000)
+    assert settings.actor_config(resolved, 1).optim.lr == 5e-6
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_rows_are_packed_unless_the_keys_say_otherwise(packed: bool) -> None:
     config = compose({"actor_rollout_ref": {"model": {"use_remove_padding": packed}}})
