@@ -25,15 +25,13 @@ from lightning_rl_proxy.engines.chat_backend import ChatAnswer
 from lightning_rl_proxy.forks import first_difference
 from lightning_rl_proxy.images import Shown, Vision
 from lightning_rl_proxy.rendering import Answer, FastTokenizer, Markup, Renderer
-from lightning_rl_proxy.sampling import Sampling
+from lightning_rl_proxy.sampling import SPECIFIC, Sampling
 
 Message = dict[str, Any]
 Decode = Callable[[list[int]], str]
 
 _AROUND = 16  # tokens shown before and behind the first that differs
-_ABILITIES = frozenset(
-    {"min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "json_schema", "images"}
-)
+_ABILITIES = frozenset({*SPECIFIC, "images"})
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
@@ -358,6 +356,10 @@ class HearingRenderer:
     def forced(self, prompt_ids: list[int], tools: Sequence[dict[str, Any]], name: str | None) -> list[int] | None:
         """See `Renderer`."""
         return self._renderer.forced(prompt_ids, tools, name)
+
+    def begun(self, prompt_ids: list[int], text: str) -> list[int] | None:
+        """See `Renderer`."""
+        return self._renderer.begun(prompt_ids, text)
 
     def encode_behind(self, text: str) -> list[int]:
         """See `Renderer`."""

@@ -43,8 +43,18 @@ T = TypeVar("T")
 
 _LONG_REQUEST = 8192  # bytes of new text; tokenising more would keep the event loop from others
 
+# What formats look for in an answer: one that its client has begun in the middle of it cannot be told apart.
+_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 # The fields, over all dialects, by which a client asks for what an engine may lack.
-_ASKED_BY = {"json_schema": ("response_format", "text", "output_config", "output_format")}
+_ASKED_BY = {
+    "json_schema": (
+        "response_format", "text", "output_config", "output_format", "guided_json", "guided_json_object",
+        "structured_outputs",
+    ),
+    "regex": ("guided_regex", "structured_outputs"),
+    "choice": ("guided_choice", "structured_outputs"),
+    "grammar": ("guided_grammar", "ebnf", "structured_outputs"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +129,7 @@ class Answerer:
         attempt, request, model = asked.attempt, asked.request, asked.model
         find: Callable[[], Place]
         if request.prompt is None:
-            find = partial(attempt.find_place, model, request.messages, request.tools, renderer)
+            find = partial(attempt.find_place, model, request.asked, request.tools, renderer)
         else:
             find = partial(attempt.texts.place, attempt, model, request.prompt, PlainText(renderer))
         if not long and not attempt.placing.locked():
@@ -226,8 +236,7 @@ class Answerer:
                 self._counters["undelivered"] += 1
         # From here to the end nothing waits, so what an engine handed over is never lost to a cancellation.
         answer, deltas = choice.finish()
-        stream.add(choice.index, deltas)
-        stream.stop(choice.index, answer)
+        told = choice.end(stream, answer, deltas)
         self._count_ignored(asked.request.ignored_fields)
         call = choice.call()
         asked.exchange.calls.append((call, choice.told() | {semconv.OUTPUT_MESSAGES: [answer.message()]}))
@@ -236,7 +245,7 @@ class Answerer:
         asked.exchange.commits.append(
             Answered(choice.place, call, answer.message(), bool(answer.reasoning), generation.served_by, text)
         )
-        return answer
+        return told
 
     async def _relay(self, asked: Asked) -> bytes:
         """Ask a chat backend for each choice. Its answers come whole, and are streamed as such."""
@@ -361,6 +370,8 @@ class _Choice:
                 parallel_tool_calls=not one_tool_call,
                 logprobs=request.logprobs,
             )
+        self._begun = request.begun  # which the client has, and is not told again
+        self._told = ""
         self.place = place
         if forced:
             added_ids, prompt_ids = place.added_ids + forced, place.prompt_ids + forced
@@ -376,7 +387,7 @@ class _Choice:
             for index, token in enumerate(tokens.token_ids):
                 logprobs = None if tokens.logprobs is None else [tokens.logprobs[index]]
                 deltas += self._parser.push([token], logprobs)
-        return deltas
+        return self._new(deltas)
 
     @property
     def home(self) -> Engine | None:
@@ -414,6 +425,34 @@ class _Choice:
         generation.keep(len(generation.token_ids) - parser.overshoot)
         generation.finish_reason = answer.finish_reason
         return answer, deltas
+
+    def end(self, stream: "_Stream", answer: Answer, deltas: list[Delta]) -> Answer:
+        """Tell the end of the answer, and give what of it the client hears: all but what it has begun itself."""
+        stream.add(self.index, self._new(deltas))
+        told = replace(answer, content=answer.content[self._begun_in(answer.content) :])
+        stream.stop(self.index, told)
+        return told
+
+    def _new(self, deltas: list[Delta]) -> list[Delta]:
+        """The deltas without what the client has begun itself."""
+        if not self._begun:
+            return deltas
+        new: list[Delta] = []
+        for delta in deltas:
+            if delta.kind == "content":
+                self._told += delta.text
+                start = min(len(delta.text), max(0, self._begun_in(self._told) - len(self._told) + len(delta.text)))
+                new.append(replace(delta, text=delta.text[start:]))
+            else:
+                new.append(delta)
+        return [delta for delta in new if delta.text or delta.kind == "tool_call" or delta.logprobs]
+
+    def _begun_in(self, content: str) -> int:
+        """How long the beginning is of a content that stands in it, or begins with it; formats strip its front."""
+        for begun in (self._begun, self._begun.lstrip()):
+            if content.startswith(begun) or begun.startswith(content):
+                return len(begun)
+        return 0
 
     def call(self, *, delivered: bool = True) -> Call:
         """The record of what was sampled."""
@@ -584,12 +623,23 @@ def _check_template_kwargs(request: Request, renderer: Renderer) -> None:
 
 
 def _forced(request: Request, place: Place, renderer: Renderer) -> list[int]:
-    """The tokens with which an answer begins that must be a tool call; GatewayError(400) where the format has none."""
+    """The tokens with which an answer begins that must be a tool call, or that its client has begun.
+
+    Raises GatewayError(400) where the format has no such tokens.
+    """
     choice = request.tool_choice
-    if choice in ("auto", "none") or not request.tools:
+    forces = choice not in ("auto", "none") and request.tools
+    if request.prefill:
+        begun = renderer.begun(place.prompt_ids, request.begun)
+        if begun is None or forces or any(mark in request.begun for mark in _MARKS):
+            why = "in this model's chat format" if begun is None else "into a call" if forces else "from chat markup"
+            where = f"messages[{len(request.messages) - 1}]"
+            raise GatewayError(400, f"{where}: an answer cannot be continued {why}", param=where)
+        return begun
+    if not forces:
         return []
     name = choice.name if isinstance(choice, NamedTool) else None
-    forced = renderer.forced(place.prompt_ids, request.tools, name)
+    forced = renderer.forced(place.prompt_ids, request.tools or [], name)
     if forced is None:
         raise GatewayError(
             400,
@@ -613,9 +663,7 @@ def _tell_again(choice: _Choice, call: Call, stream: _Stream) -> Answer:
     generation.finish_reason = call.finish_reason
     stream.add(choice.index, choice.push(Tokens(call.response_ids, call.logprobs)))
     answer, deltas = choice.finish()
-    stream.add(choice.index, deltas)
-    stream.stop(choice.index, answer)
-    return answer
+    return choice.end(stream, answer, deltas)
 
 
 async def _each(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

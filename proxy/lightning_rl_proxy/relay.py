@@ -28,10 +28,13 @@ def fields_of(request: Request) -> dict[str, Any]:
     """The fields of a chat completion request that says what `request` says in another dialect."""
     sampling = msgspec.to_builtins(request.sampling)
     wanted = sampling.pop("json_schema", None)
+    constraints = {name: sampling.pop(name) for name in ("regex", "choice", "grammar") if name in sampling}
     fields: dict[str, Any] = {"model": request.model, "messages": request.messages, **sampling}
     if wanted is not None:
         schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted}}
         fields["response_format"] = schema if wanted else {"type": "json_object"}
+    if constraints:
+        fields["structured_outputs"] = constraints
     if request.tools:
         fields["tools"] = request.tools
         named = request.tool_choice

@@ -172,6 +172,13 @@ class Renderer(Protocol):
         """
         ...
 
+    def begun(self, prompt_ids: list[int], text: str) -> list[int] | None:
+        """Ids that go behind the prompt so that the answer begins with `text`: behind the reasoning, if it is opened.
+
+        None where the chat format has no place for it that is proven.
+        """
+        ...
+
     def encode_behind(self, text: str) -> list[int]:
         """The ids of `text` in the middle of a conversation."""
         ...
@@ -273,6 +280,7 @@ class LibraryRenderer:
         self.stop_token_ids: list[int] = list(renderer.get_stop_token_ids())
         self.markup = _library_markup(renderer.config.name, tokenizer, self.stop_token_ids)
         self._forcing: Forcing | None = None
+        self._lead: str | None = None
         self._opens_reasoning = lru_cache(_SHORT_TEXTS)(self._opens)
         # Of a format all of whose marks are tokens of their own; an answer that holds none of them is its text.
         marks = () if self.markup is None or self.markup.bare_calls else self.markup.marks()
@@ -424,10 +432,17 @@ class LibraryRenderer:
     def forced(self, prompt_ids: list[int], tools: Sequence[dict[str, Any]], name: str | None) -> list[int] | None:
         """See `Renderer`."""
         if self._forcing is None:
-            self._forcing = probe_forcing(
-                self, lambda messages, known: self.tokenizer.decode(self._render(messages, known, generation=False))
-            )
+            self._forcing = probe_forcing(self, self._written)
         return self._forcing.ids(self, prompt_ids, tools, name)
+
+    def begun(self, prompt_ids: list[int], text: str) -> list[int] | None:
+        """See `Renderer`."""
+        if self._lead is None:
+            self._lead = probe_lead(self, self._written)
+        return begun(self, prompt_ids, self._lead, text)
+
+    def _written(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> str:
+        return self.tokenizer.decode(self._render(messages, tools, generation=False))
 
     def encode_behind(self, text: str) -> list[int]:
         """See `Renderer`."""
@@ -496,10 +511,10 @@ class Forcing(NamedTuple):
             return None
         opened = OPENING.search(renderer.tokenizer.decode(prompt_ids[-16:]))
         name = renderer.tokenizer.guarded(name or "")
-        text = self._thought_behind("" if opened is None else opened[0]) + head.replace(_TOOL, name)
+        text = self.thought_behind("" if opened is None else opened[0]) + head.replace(_TOOL, name)
         return renderer.encode_behind(text)
 
-    def _thought_behind(self, opening: str) -> str:
+    def thought_behind(self, opening: str) -> str:
         """The empty thinking, as far as the prompt has not written it."""
         if "</think>" in opening:
             return ""
@@ -510,7 +525,7 @@ class Forcing(NamedTuple):
 
 
 def probe_forcing(
-    renderer: Renderer, written: Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]]], str]
+    renderer: Renderer, written: Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]] | None], str]
 ) -> Forcing:
     """Read from what a format writes for a call how a call begins; `written` gives a conversation's text."""
     ask = {"role": "user", "content": "a question"}
@@ -536,6 +551,34 @@ def probe_forcing(
     heads = own[: own.index(_TOOL)], shared if _TOOL in shared else None
     to_name, to_arguments = (_proven(renderer, prompt_ids, tools, thought, head, own) for head in heads)
     return Forcing(thought, to_name, to_arguments)
+
+
+_UNKNOWN = "?"  # of what stands before an answer
+
+
+def probe_lead(
+    renderer: Renderer, written: Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]] | None], str]
+) -> str:
+    """What a format writes between a prompt and an answer's text: nothing, or an empty thinking; else `_UNKNOWN`."""
+    ask = {"role": "user", "content": "a question"}
+    try:
+        bare = OPENING.sub("", renderer.tokenizer.decode(renderer.render([ask], None)))
+        text = written([ask, {"role": "assistant", "content": _VALUE}], None)
+    except GatewayError:
+        return _UNKNOWN
+    lead, found, _ = text.removeprefix(bare).partition(_VALUE)
+    proven = found and text.startswith(bare) and (not lead or _EMPTY_THOUGHT.fullmatch(lead))
+    return lead if proven else _UNKNOWN
+
+
+def begun(renderer: Renderer, prompt_ids: list[int], lead: str, text: str) -> list[int] | None:
+    """The ids of an answer's beginning behind a prompt, `lead` being what a format writes before it."""
+    if lead == _UNKNOWN:
+        return None
+    opened = OPENING.search(renderer.tokenizer.decode(prompt_ids[-16:]))
+    thought = Forcing(lead, None, None).thought_behind("" if opened is None else opened[0])
+    said = renderer.tokenizer.guarded_messages([{"role": "assistant", "content": text}])[0]["content"]
+    return renderer.encode_behind(thought + said)
 
 
 def _proven(

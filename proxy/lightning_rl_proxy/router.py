@@ -20,7 +20,7 @@ from lightning_rl_proxy.engines.base import Engine, EngineUnavailable, Finish, T
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer, ChatBackend
 from lightning_rl_proxy.errors import UnknownModel
 from lightning_rl_proxy.images import Shown
-from lightning_rl_proxy.sampling import Sampling
+from lightning_rl_proxy.sampling import SPECIFIC, Sampling
 from lightning_rl_proxy.watch import Watch
 
 _log = logging.getLogger(__name__)
@@ -162,8 +162,7 @@ class Router:
 
     def lacking(self, model: str, sampling: Sampling, media: Sequence[Shown] = ()) -> list[str]:
         """The names of the parameters that are set and that not every engine of `model` honours; `images` is one."""
-        named = ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "json_schema")
-        asked = {name for name in named if getattr(sampling, name) is not None} | ({"images"} if media else set())
+        asked = {name for name in SPECIFIC if getattr(sampling, name) is not None} | ({"images"} if media else set())
         if not asked or model not in self._engines:
             return []
         return sorted({name for each in self._engines[model].replicas for name in asked - each.engine.abilities})

@@ -16,13 +16,19 @@ REPLACED = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
 )  # fmt: skip
 _replaced = attrgetter(*REPLACED)
+# What only some engines can do.
+SPECIFIC = (
+    "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "json_schema", "regex",
+    "choice", "grammar", "min_tokens", "ignore_eos", "bad_words", "allowed_token_ids",
+)  # fmt: skip
 _NEUTRAL = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters; None means: not given. `max_tokens` counts sampled tokens, `top_k` -1 means all.
 
-    `stop` are texts that end the answer. `json_schema` is the schema that the answer must fit ({}: any JSON object).
+    `stop` are texts that end the answer, `stop_token_ids` tokens beside the model's own. An answer may have to fit one
+    of these: `json_schema` ({}: any JSON object), `regex`, `choice` (a list of texts), `grammar` (a context-free one).
     `logit_bias` is by token id.
     """
 
@@ -38,6 +44,19 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop: list[str] | None = None
     logit_bias: dict[str, float] | None = None
     json_schema: dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the answer must fit something."""
+        return any(one is not None for one in (self.json_schema, self.regex, self.choice, self.grammar))
 
 
 def effective(
@@ -59,15 +78,25 @@ def effective(
     penalties = {name: value for name, value in given.items() if value != _NEUTRAL[name]}
     temperature, top_p, top_k = values["temperature"], values["top_p"], values["top_k"]
     limits = [n for n in (requested.max_tokens, algorithm.get("max_tokens"), room) if n is not None]
+    limit = int(min(limits)) if limits else None
+    least = requested.min_tokens
     return Sampling(
         temperature=1.0 if temperature is None else float(temperature),
         top_p=1.0 if top_p is None else float(top_p),
         top_k=-1 if top_k is None else int(top_k),
-        max_tokens=int(min(limits)) if limits else None,
+        max_tokens=limit,
         seed=mixed_seed(seed_key, requested.seed, number),
         stop=requested.stop or None,
         logit_bias=requested.logit_bias or None,
         json_schema=requested.json_schema,
+        regex=requested.regex,
+        choice=requested.choice,
+        grammar=requested.grammar,
+        min_tokens=least if least is None or limit is None else min(least, limit),
+        ignore_eos=requested.ignore_eos,
+        stop_token_ids=requested.stop_token_ids,
+        bad_words=requested.bad_words,
+        allowed_token_ids=requested.allowed_token_ids,
         **penalties,
     )
 

@@ -32,8 +32,10 @@ from lightning_rl_proxy.rendering import (
     Forcing,
     Markup,
     arguments_parsed,
+    begun,
     check_kwargs,
     probe_forcing,
+    probe_lead,
     tokens_of,
     tool_call,
     tool_call_id,
@@ -140,6 +142,7 @@ class TemplateRenderer:
         self.append_only = {name: outcome == "proven" for name, outcome in self._outcomes.items()}
         self.markup = self._markup()
         self._forcing: Forcing | None = None
+        self._lead: str | None = None
         self._model = model
         self._hides_tools = self._writes_no_tools()
         self._warn(model)
@@ -202,8 +205,17 @@ class TemplateRenderer:
     def forced(self, prompt_ids: list[int], tools: Sequence[dict[str, Any]], name: str | None) -> list[int] | None:
         """See `Renderer`."""
         if self._forcing is None:
-            self._forcing = probe_forcing(self, lambda messages, known: self._text(messages, known, generation=False))
+            self._forcing = probe_forcing(self, self._written)
         return self._forcing.ids(self, prompt_ids, tools, name)
+
+    def begun(self, prompt_ids: list[int], text: str) -> list[int] | None:
+        """See `Renderer`."""
+        if self._lead is None:
+            self._lead = probe_lead(self, self._written)
+        return begun(self, prompt_ids, self._lead, text)
+
+    def _written(self, messages: Sequence[Message], tools: Tools) -> str:
+        return self._text(messages, tools, generation=False)
 
     def _find_closer(self) -> str:
         """What the template writes behind an answer whatever follows it; empty where that cannot be told."""

@@ -37,6 +37,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     instead of messages where the client writes the prompt itself: its text or its token ids. `max_context_tokens`
     bounds prompt and answer together.
 
+    With `prefill` the last message is the assistant's, and the answer goes on from its text, without repeating it.
+
     The first `known` messages were in an earlier request of the attempt, and are as they were read there.
 
     `fields` is the request as it came, but for the known messages: serializers read from it what they must repeat.
@@ -46,6 +48,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     messages: list[dict[str, Any]]
     known: int = 0
+    prefill: bool = False
     prompt: str | list[int] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice = "auto"
@@ -59,6 +62,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     fields: dict[str, Any] = {}
 
     @property
+    def asked(self) -> list[dict[str, Any]]:
+        """The messages that are to be answered: all but the beginning of the answer."""
+        return self.messages[:-1] if self.prefill else self.messages
+
+    @property
+    def begun(self) -> str:
+        """The beginning of the answer."""
+        return str(self.messages[-1].get("content") or "") if self.prefill else ""
+
+    @property
     def callable_tools(self) -> list[dict[str, Any]] | None:
         """The tools that an answer may call. `tool_choice` none leaves none, though the prompt shows them all."""
         return None if self.tool_choice == "none" else self.tools
@@ -67,6 +80,43 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 _MAX = 2**31
 Count = Annotated[int, msgspec.Meta(ge=1, lt=_MAX)]
 _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+
+
+# Of vLLM's and SGLang's own fields, which clients send as extra ones: what says the same in every dialect ...
+ENGINE_FIELDS = frozenset(
+    {
+        "stop_token_ids", "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "guided_json",
+        "guided_regex", "guided_choice", "guided_grammar", "guided_json_object", "regex", "ebnf",
+    }
+)  # fmt: skip
+# ... and what would change the answer and is not done here, but for the values that ask for nothing.
+ENGINE_OFF: dict[str, tuple[Any, ...]] = {
+    "ignore_eos": (False,),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "no_stop_trim": (False,),
+    "stop_regex": ([],),
+    "structural_tag": (),
+    "guided_whitespace_pattern": (),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "chat_template": (),
+    "documents": ([],),
+    "logits_processors": ([],),
+    "custom_logit_processor": (),
+    "custom_params": ({},),
+    "vllm_xargs": ({},),
+    "thinking_token_budget": (),
+    "lora_path": (),
+    "typical_p": (1,),
+}
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=_MAX)]
+_Word = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class SamplingWire(msgspec.Struct, kw_only=True):
@@ -81,14 +131,85 @@ class SamplingWire(msgspec.Struct, kw_only=True):
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
     logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
     seed: int | None = None
+    stop_token_ids: list[TokenId] | None = None
+    min_tokens: Annotated[int, msgspec.Meta(ge=0, lt=_MAX)] | None = None
+    bad_words: list[_Word] | None = None
+    allowed_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[_Word], msgspec.Meta(min_length=1)] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
     def sampling(self, **spelt_otherwise: Any) -> Sampling:
         """These fields as they are, and what the dialect has other words for."""
-        return Sampling(**(dict(zip(_ALIKE, _alike(self), strict=True)) | spelt_otherwise))
+        given = dict(zip(_ALIKE, _alike(self), strict=True)) | spelt_otherwise
+        if any(value is not None for value in _constraining(self)):
+            given |= self._constraint(given.get("json_schema"))
+        given |= {name: given[name] or None for name in ("stop_token_ids", "min_tokens", "bad_words")}
+        if given["min_tokens"] and given.get("stop"):
+            raise GatewayError(
+                400,
+                "min_tokens holds the model's own end back, not stop strings; leave one of the two out",
+                param="min_tokens",
+                kind="unsupported_parameter",
+            )
+        return Sampling(**given)
+
+    def _constraint(self, json_schema: dict[str, Any] | None) -> dict[str, Any]:
+        """What the answer must fit, as `Sampling` says it. Raises GatewayError(400) where that is several things."""
+        asked: list[tuple[str, str, Any]] = [] if json_schema is None else [("response_format", "json_schema", "")]
+        for field, name in _CONSTRAINTS.items():
+            if (value := getattr(self, field)) is not None:
+                asked.append((field, name, value))
+        if self.guided_json_object:
+            asked.append(("guided_json_object", "json_schema", {}))
+        for inner, value in (self.structured_outputs or {}).items():
+            if value is None or value is False or inner == "disable_any_whitespace":
+                continue
+            if inner not in _STRUCTURED:
+                raise unsupported(f"structured_outputs.{inner}", value)
+            asked.append((f"structured_outputs.{inner}", _STRUCTURED[inner], {} if inner == "json_object" else value))
+        if len(asked) > 1:
+            fields = ", ".join(field for field, _, _ in asked)
+            raise GatewayError(400, f"an answer fits one constraint, not {fields}; leave one", param=asked[-1][0])
+        if json_schema is not None or not asked:
+            return {}
+        [(field, name, value)] = asked
+        return {name: _constraint_of(field, name, value)}
 
 
-_ALIKE = SamplingWire.__struct_fields__
+_CONSTRAINTS = {
+    "guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+    "regex": "regex", "ebnf": "grammar",
+}  # fmt: skip
+_STRUCTURED = {
+    "json": "json_schema", "json_object": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"
+}  # fmt: skip
+_constraining = attrgetter(*_CONSTRAINTS, "guided_json_object", "structured_outputs")
+_ALIKE = tuple(
+    name
+    for name in SamplingWire.__struct_fields__
+    if name not in _CONSTRAINTS and name not in ("guided_json_object", "structured_outputs")
+)
 _alike = attrgetter(*_ALIKE)
+
+
+def _constraint_of(field: str, name: str, value: Any) -> Any:
+    """A constraint's value. Raises GatewayError(400) for one of another form than its kind has."""
+    if name == "json_schema" and isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+            raise GatewayError(400, f"{field} is no JSON: {error}", param=field) from error
+    form = {"json_schema": dict[str, Any], "choice": list[str]}.get(name, str)
+    try:
+        return msgspec.convert(value, form)
+    except msgspec.ValidationError as error:
+        raise GatewayError(400, f"{field}: {error}", param=field) from error
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +293,22 @@ def decode(body: bytes) -> dict[str, Any]:
         return msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # ValidationError is one too
         raise no_request("", error) from error
+
+
+def check_prefill(where: str, message: dict[str, Any]) -> None:
+    """Raises GatewayError(400) for a beginning of an answer that none can go on from as it stands."""
+    content = message.get("content")
+    what = None
+    if message.get("tool_calls") or message.get("function_call"):
+        what = "calls tools; an answer goes on from text"
+    elif message.get("reasoning_content") or message.get("reasoning"):
+        what = "holds reasoning; an answer goes on from text"
+    elif not isinstance(content, str) or not content:
+        what = "holds no text to go on from"
+    elif content != content.rstrip():
+        what = "ends with white space, which the next token would repeat; leave it out"
+    if what is not None:
+        raise GatewayError(400, f"{where}: the assistant's message, which is to be continued, {what}", param=where)
 
 
 def no_request(what: str, error: Exception) -> GatewayError:

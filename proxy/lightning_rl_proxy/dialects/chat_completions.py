@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from lightning_rl_proxy.dialects.base import (
+    ENGINE_FIELDS,
+    ENGINE_OFF,
     Count,
     NamedTool,
     Opening,
@@ -17,8 +19,10 @@ from lightning_rl_proxy.dialects.base import (
     SamplingWire,
     Tables,
     ToolChoice,
+    check_prefill,
     no_request,
     sse,
+    unsupported,
 )
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering import Answer, Delta, TokenLogprob
@@ -26,6 +30,7 @@ from lightning_rl_proxy.rendering import Answer, Delta, TokenLogprob
 NAME = "chat_completions"
 PING = b": ping\n\n"
 
+_WHERE = frozenset({"continue_final_message", "add_generation_prompt"})  # the answer begins
 TABLES = Tables(
     honoured=frozenset(
         {
@@ -35,6 +40,8 @@ TABLES = Tables(
             "chat_template_kwargs",  # where they are those of all prompts
             "max_context_tokens",  # ours: of prompt and answer together, in the policy's own tokens
         }
+        | ENGINE_FIELDS
+        | _WHERE
     ),
     hints=frozenset(
         {
@@ -42,7 +49,8 @@ TABLES = Tables(
             "safety_identifier", "prediction",
         }
     ),
-    off={
+    off={name: off for name, off in ENGINE_OFF.items() if name not in _WHERE}
+    | {
         "top_logprobs": (0,),
         "modalities": (["text"],),
         "audio": (),
@@ -97,6 +105,8 @@ class Wire(SamplingWire, kw_only=True):
     stream_options: _StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     max_context_tokens: Count | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
 
 class _RelayedWire(msgspec.Struct):
@@ -114,10 +124,12 @@ def parse(fields: dict[str, Any], read: Sequence[dict[str, Any]] = ()) -> Reques
     ignored = TABLES.ignored(fields)
     tools = function_tools(wire.tools)
     limit = wire.max_completion_tokens if wire.max_completion_tokens is not None else wire.max_tokens
+    messages = [*read, *(_message(i, m) for i, m in enumerate(wire.messages))]
     return Request(
         model=wire.model,
-        messages=[*read, *(_message(i, m) for i, m in enumerate(wire.messages))],
+        messages=messages,
         known=len(read),
+        prefill=_goes_on(wire, messages),
         tools=tools,
         tool_choice=_tool_choice(wire.tool_choice, tools),
         parallel_tool_calls=wire.parallel_tool_calls is not False,
@@ -261,6 +273,27 @@ def function_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, 
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise GatewayError(400, f"tools[{index}].function has no name", param=f"tools[{index}].function")
     return [dict(tool) for tool in tools] if tools else None
+
+
+def _goes_on(wire: Wire, messages: Sequence[dict[str, Any]]) -> bool:
+    """Whether the last message is the beginning of the answer. Raises GatewayError(400) where it cannot be one."""
+    if not wire.continue_final_message:
+        if wire.add_generation_prompt is False:
+            raise unsupported("add_generation_prompt", False)
+        return False
+    if wire.add_generation_prompt:
+        raise GatewayError(
+            400,
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    where = f"messages[{len(messages) - 1}]"
+    if messages[-1].get("role") != "assistant" or len(messages) == 1:
+        raise GatewayError(
+            400, f"continue_final_message needs a last message of the assistant behind others, not {where}", param=where
+        )
+    check_prefill(where, messages[-1])
+    return True
 
 
 def _tool_choice(choice: str | _ToolChoice | None, tools: list[dict[str, Any]] | None) -> ToolChoice:

@@ -8,7 +8,19 @@ from typing import Annotated, Any
 
 import msgspec
 
-from lightning_rl_proxy.dialects.base import Count, Opening, Request, SamplingWire, Tables, no_request, sse, unsupported
+from lightning_rl_proxy.dialects.base import (
+    ENGINE_FIELDS,
+    ENGINE_OFF,
+    Count,
+    Opening,
+    Request,
+    SamplingWire,
+    Tables,
+    TokenId,
+    no_request,
+    sse,
+    unsupported,
+)
 from lightning_rl_proxy.dialects.chat_completions import (
     PING,
     error_event,
@@ -29,16 +41,16 @@ TABLES = Tables(
         {
             "model", "prompt", "n", "echo", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
             "presence_penalty", "repetition_penalty", "logit_bias", "seed", "stop", "max_tokens", "logprobs",
-            "stream", "stream_options", "best_of",
+            "stream", "stream_options", "best_of", "ignore_eos",
         }
+        | ENGINE_FIELDS
     ),
     hints=frozenset({"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"}),
-    off={"suffix": ("",), "response_format": ({"type": "text"},)},
+    off={name: off for name, off in ENGINE_OFF.items() if name != "ignore_eos"}
+    | {"suffix": ("",), "response_format": ({"type": "text"},)},
 )  # fmt: skip
 
-_MAX = 2**31
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
-_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=_MAX)]
 
 
 class Wire(SamplingWire, kw_only=True):
@@ -54,6 +66,7 @@ class Wire(SamplingWire, kw_only=True):
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
+    ignore_eos: bool | None = None
 
 
 def parse(fields: dict[str, Any]) -> Request:
@@ -85,6 +98,7 @@ def parse(fields: dict[str, Any]) -> Request:
         sampling=wire.sampling(
             max_tokens=_DEFAULT_MAX_TOKENS if wire.max_tokens is None else wire.max_tokens,
             stop=stops("stop", wire.stop),
+            ignore_eos=wire.ignore_eos or None,
         ),
         n=n,
         stream=bool(wire.stream),
@@ -154,7 +168,7 @@ def _prompt(prompt: str | list[Any]) -> str | list[int]:
             return prompt
     elif prompt:
         try:
-            return msgspec.convert(prompt, list[_TokenId])
+            return msgspec.convert(prompt, list[TokenId])
         except msgspec.ValidationError as error:
             raise GatewayError(
                 400, "prompt is one text or one list of token ids; send several prompts one by one", param="prompt"

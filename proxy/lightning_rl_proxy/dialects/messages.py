@@ -19,7 +19,19 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from lightning_rl_proxy.dialects.base import Count, NamedTool, Opening, Request, SamplingWire, Tables, ToolChoice, sse
+from lightning_rl_proxy.dialects.base import (
+    ENGINE_FIELDS,
+    ENGINE_OFF,
+    Count,
+    NamedTool,
+    Opening,
+    Request,
+    SamplingWire,
+    Tables,
+    ToolChoice,
+    check_prefill,
+    sse,
+)
 from lightning_rl_proxy.errors import GatewayError, PromptTooLong
 from lightning_rl_proxy.rendering import Answer, Delta, tool_call
 
@@ -34,6 +46,7 @@ TABLES = Tables(
             # No fields of the API; clients send them as extra fields.
             "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "seed",
         }
+        | ENGINE_FIELDS
     ),
     hints=frozenset(
         {
@@ -42,7 +55,8 @@ TABLES = Tables(
             "anthropic_version",
         }
     ),
-    off={
+    off=ENGINE_OFF
+    | {
         "n": (1,),
         "logprobs": (False,),
         # Claude Code asks for nothing to be cleared: that is what happens.
@@ -175,15 +189,13 @@ class Wire(CountWire, kw_only=True):
 def parse(fields: dict[str, Any]) -> Request:
     """See `Dialect`."""
     wire = _converted(fields, Wire)
-    if wire.messages and isinstance(wire.messages[-1], _Assistant):
-        where = f"messages.{len(wire.messages) - 1}"
-        raise GatewayError(
-            400,
-            f"{where}: the last message is the assistant's (a prefill), and an answer that was begun elsewhere cannot "
-            "be continued here; end with a user message",
-            param=where,
-        )
-    return _request(fields, wire, wire.max_tokens)
+    request = _request(fields, wire, wire.max_tokens)
+    if not isinstance(wire.messages[-1], _Assistant):
+        return request
+    check_prefill(f"messages.{len(wire.messages) - 1}", request.messages[-1])
+    if len(request.messages) == 1:
+        raise GatewayError(400, "messages: a user's message comes before the assistant's", param="messages")
+    return msgspec.structs.replace(request, prefill=True)
 
 
 def parse_count(fields: dict[str, Any]) -> Request:

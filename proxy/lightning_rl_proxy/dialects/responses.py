@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from lightning_rl_proxy.dialects.base import (
+    ENGINE_FIELDS,
+    ENGINE_OFF,
     Count,
     NamedTool,
     Opening,
@@ -44,6 +46,7 @@ TABLES = Tables(
             "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
             "logit_bias", "seed", "stop", "max_output_tokens", "text", "include", "stream",
         }
+        | ENGINE_FIELDS
     ),
     hints=frozenset(
         {
@@ -55,7 +58,8 @@ TABLES = Tables(
             "image",  # how images are shrunk
         }
     ),
-    off={
+    off=ENGINE_OFF
+    | {
         "background": (False,),
         "context_management": ([],),
         "conversation": (),

@@ -52,9 +52,10 @@ class EngineRefused(Exception):
 class Engine(Protocol):
     """An engine behind the gateway. `logprob_kind` says what its logprobs are (see `Call.logprob_kind`).
 
-    `abilities` are the parameters that it honours beyond temperature, top_p, top_k, max_tokens and seed; stop strings
-    are the gateway's business; `images` is one of them. `policy_version` is what the gateway believes of the weights,
-    and sets. `context` is how many tokens prompt and answer may have together; None where it does not say.
+    `abilities` are the parameters that it honours beyond temperature, top_p, top_k, max_tokens, seed and
+    stop_token_ids; stop strings are the gateway's business; `images` is one of them. `policy_version` is what the
+    gateway believes of the weights, and sets. `context` is how many tokens prompt and answer may have together; None
+    where it does not say.
     """
 
     model: str

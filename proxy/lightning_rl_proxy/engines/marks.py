@@ -54,11 +54,14 @@ def known(logprobs: Sequence[float | None]) -> list[float] | None:
 
 
 def is_biased(sampling: Sampling) -> bool:
-    """Whether penalties, a bias or a grammar change the logits, before any temperature."""
+    """Whether penalties, a bias, a least length or a grammar change the logits, before any temperature."""
     return bool(
         sampling.frequency_penalty
         or sampling.presence_penalty
         or sampling.repetition_penalty not in (None, 1)
         or sampling.logit_bias
-        or sampling.json_schema is not None
+        or sampling.constrained
+        or sampling.min_tokens
+        or sampling.bad_words
+        or sampling.allowed_token_ids
     )

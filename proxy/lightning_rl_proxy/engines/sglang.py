@@ -19,6 +19,7 @@ What it says there, and what this module stands on:
 
 import asyncio
 import contextlib
+import re
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -36,7 +37,10 @@ from lightning_rl_proxy.sampling import Sampling
 
 T = TypeVar("T")
 
-_ABILITIES = frozenset({"min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"})
+_ABILITIES = frozenset(
+    {"min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos"}
+)
+_CONSTRAINTS = frozenset({"json_schema", "regex", "choice", "grammar"})
 _NEEDS = f"{NAME} is the oldest that has it"
 _MODEL = "/model_info"
 _LOADS = "/v1/loads?include=core"
@@ -106,7 +110,7 @@ class SGLangEngine:
         self.model = model
         self.policy_version = policy_version
         self.context = able.room
-        self.abilities = _ABILITIES | {"json_schema"} if able.schemas else _ABILITIES
+        self.abilities = _ABILITIES | _CONSTRAINTS if able.schemas else _ABILITIES
         self._able = able
         self._stop_token_ids = stop_token_ids
         self._labels = Labels(policy_version)
@@ -199,14 +203,27 @@ class SGLangEngine:
             "presence_penalty": sampling.presence_penalty or 0.0,
             "repetition_penalty": 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty,
             "max_new_tokens": self._limit(sampling.max_tokens, prompt_tokens),
-            "stop_token_ids": self._stop_token_ids,
+            "stop_token_ids": [
+                *([] if sampling.ignore_eos else self._stop_token_ids),
+                *(sampling.stop_token_ids or ()),
+            ],
         }
+        if sampling.min_tokens:
+            parameters["min_new_tokens"] = sampling.min_tokens
+        if sampling.ignore_eos:
+            parameters["ignore_eos"] = True
         if sampling.seed is not None:
             parameters["sampling_seed"] = sampling.seed
         if sampling.logit_bias:
             parameters["logit_bias"] = sampling.logit_bias
         if sampling.json_schema is not None:
             parameters["json_schema"] = msgspec.json.encode(sampling.json_schema or _ANY_OBJECT).decode()
+        if sampling.choice is not None:
+            parameters["regex"] = f"({'|'.join(map(re.escape, sampling.choice))})"
+        if sampling.regex is not None:
+            parameters["regex"] = sampling.regex
+        if sampling.grammar is not None:
+            parameters["ebnf"] = sampling.grammar
         return parameters
 
     def _limit(self, max_tokens: int | None, prompt_tokens: int) -> int | None:

@@ -22,11 +22,25 @@ from lightning_rl_proxy.sampling import Sampling
 
 T = TypeVar("T")
 
-# What vLLM honours by the names of `Sampling`, but for json_schema, which is `structured_outputs` on its wire.
+# What vLLM honours by the names of `Sampling`, but for what an answer must fit: `structured_outputs` on its wire.
+_CONSTRAINTS = ("regex", "choice", "grammar")
 _ABILITIES = {
     "embedded": frozenset({"images"}),
     "vllm": frozenset(
-        {"min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "json_schema", "images"}
+        {
+            "min_p",
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+            "logit_bias",
+            "json_schema",
+            "images",
+            "min_tokens",
+            "ignore_eos",
+            "bad_words",
+            "allowed_token_ids",
+            *_CONSTRAINTS,
+        }
     ),
 }
 _NEEDS = "start the vLLM server with VLLM_SERVER_DEV_MODE=1"
@@ -221,10 +235,14 @@ class TokenEngine:
             parameters["detokenize"] = False
         if (json_schema := parameters.pop("json_schema", None)) is not None:
             parameters["structured_outputs"] = {"json": json_schema} if json_schema else {"json_object": True}
+        for name in _CONSTRAINTS:
+            if (given := parameters.pop(name, None)) is not None:
+                parameters["structured_outputs"] = {name: given}
+        ends = [] if sampling.ignore_eos else self._stop_token_ids
         # An absent max_tokens means 16 to the embedded engine; null the end of the context, as chat clients expect.
         return parameters | {
             "logprobs": 0 if self._has_logprobs(sampling) else None,
-            "stop_token_ids": self._stop_token_ids,
+            "stop_token_ids": [*ends, *(sampling.stop_token_ids or ())],
             "max_tokens": sampling.max_tokens,
         }
 
@@ -233,7 +251,7 @@ class TokenEngine:
         if self.kind == "embedded":
             return True
         if self._logprobs == "raw":
-            return sampling.json_schema is None
+            return not sampling.constrained
         return not _reshaped(sampling)
 
     async def _told_capacity(self) -> int | None:

@@ -362,7 +362,7 @@ def test_what_would_change_the_answer_is_refused_but_for_off(name):
             "tiff",
         ),
         ({"messages": [blocks(use("t", "x"), role="assistant"), USER]}, "messages.0.content.0.input", "object"),
-        ({"messages": [USER, {"role": "assistant", "content": "The answer is ("}]}, "messages.1", "prefill"),
+        ({"messages": [USER, {"role": "assistant", "content": "The answer is "}]}, "messages.1", "white space"),
         ({"system": 3}, "system", "str"),
         ({"stop_sequences": ["a", ""]}, "stop_sequences.1", "length"),
         ({"temperature": -1}, "temperature", ">= 0"),

@@ -19,6 +19,7 @@ VOCABULARY = tuple(range(1, STOP + 1))
 _PARAMETERS = {
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
     "max_new_tokens", "stop_token_ids", "ignore_eos", "sampling_seed", "logit_bias", "json_schema",
+    "regex", "ebnf", "min_new_tokens",
 }  # fmt: skip
 
 Json = dict[str, Any]

@@ -117,6 +117,21 @@ def test_what_is_asked_for_is_said_by_the_servers_names() -> None:
     assert third["sampling_params"]["top_k"] == -1
 
 
+def test_what_holds_an_answer_is_said_by_the_servers_names_too() -> None:
+    server = StandIn()
+
+    async def ask(engine: SGLangEngine) -> None:
+        await generate(engine, regex="a+", min_tokens=2, stop_token_ids=[3])
+        await generate(engine, choice=["a.", "b"], max_tokens=4, ignore_eos=True)
+        await generate(engine, grammar="root ::= x")
+
+    with_client(server, ask)
+    first, second, third = [request.body["sampling_params"] for request in server.requests]
+    assert (first["regex"], first["min_new_tokens"], first["stop_token_ids"]) == ("a+", 2, [STOP, 3])
+    assert (second["regex"], second["ignore_eos"], second["stop_token_ids"]) == (r"(a\.|b)", True, [])
+    assert third["ebnf"] == "root ::= x"
+
+
 def test_seeds_repeat_and_differ() -> None:
     one, again, other = [sample(StandIn(), seed=seed, max_tokens=20)[0] for seed in (1, 1, 2)]
     assert one == again != other
@@ -253,6 +268,8 @@ def test_a_token_that_stands_for_logits_that_were_none_is_not_passed_on(stream: 
         ({"repetition_penalty": 1.1}, False),
         ({"logit_bias": {"3": 1.0}}, False),
         ({"json_schema": {}}, False),
+        ({"regex": "a"}, False),
+        ({"min_tokens": 2}, False),
     ],
 )
 def test_logprobs_of_changed_logits_are_not_asked_for(sampling: dict[str, Any], has_logprobs: bool) -> None:
@@ -274,7 +291,7 @@ def test_only_a_server_with_a_tokenizer_keeps_to_a_schema() -> None:
         able = Abilities(schemas=schemas)
         return SGLangEngine(model="m", url="http://h:1", stop_token_ids=[], policy_version=0, able=able).abilities
 
-    assert abilities(True) - abilities(False) == {"json_schema"}
+    assert abilities(True) - abilities(False) == {"json_schema", "regex", "choice", "grammar"}
     assert "logit_bias" in abilities(False)
 
 

@@ -87,6 +87,28 @@ def test_no_limit_is_said_as_null_since_an_absent_one_may_mean_16_tokens(wire: W
     assert wire.asked["sampling_params"]["max_tokens"] == 7
 
 
+@pytest.mark.parametrize(
+    ("sampling", "said"),
+    [
+        ({"regex": "a+"}, {"structured_outputs": {"regex": "a+"}}),
+        ({"choice": ["a"]}, {"structured_outputs": {"choice": ["a"]}}),
+        ({"grammar": "g"}, {"structured_outputs": {"grammar": "g"}}),
+        ({"json_schema": {}}, {"structured_outputs": {"json_object": True}}),
+        ({"stop_token_ids": [3]}, {"stop_token_ids": [9, 3]}),
+        ({"ignore_eos": True, "stop_token_ids": [3]}, {"ignore_eos": True, "stop_token_ids": [3]}),
+        ({"min_tokens": 2, "bad_words": ["a"], "allowed_token_ids": [1]},
+         {"min_tokens": 2, "bad_words": ["a"], "allowed_token_ids": [1]}),
+    ],
+)  # fmt: skip
+def test_what_holds_an_answer_is_said_by_vllms_names(
+    wire: Wire, sampling: dict[str, Any], said: dict[str, Any]
+) -> None:
+    sample(wire, **sampling)
+    asked = wire.asked["sampling_params"]
+    assert {name: asked[name] for name in said} == said
+    assert not {"regex", "choice", "grammar", "json_schema"} & asked.keys()
+
+
 def test_tokens_go_in_and_come_out(wire: Wire) -> None:
     tokens, finish = sample(wire)
     assert wire.asked["token_ids"] == [5]
@@ -150,6 +172,9 @@ def test_the_mark_of_a_missing_logprob_is_no_logprob(wire: Wire) -> None:
         ("raw", {"temperature": 0.7, "top_p": 0.9, "min_p": 0.1}, 0),
         ("processed", {"temperature": 0.7, "min_p": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}, 0),
         ("raw", {"temperature": 1.0, "json_schema": {}}, None),
+        ("raw", {"temperature": 1.0, "regex": "a"}, None),
+        ("raw", {"temperature": 1.0, "bad_words": ["a"], "min_tokens": 2}, 0),
+        ("processed", {"temperature": 1.0, "allowed_token_ids": [1]}, None),
         ("processed", {"temperature": 0.7, "top_p": 1.0, "top_k": -1}, 0),
         ("processed", {"temperature": 0.0, "top_p": 0.9, "top_k": 5}, 0),
         ("processed", {"temperature": 1.0, "top_p": 0.9}, None),
