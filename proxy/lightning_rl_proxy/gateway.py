@@ -25,6 +25,7 @@ from lightning_rl_proxy.answering import Answerer
 from lightning_rl_proxy.attempt import Attempt
 from lightning_rl_proxy.balance import ModelLoad
 from lightning_rl_proxy.clock import Clock
+from lightning_rl_proxy.compressed import unpacked
 from lightning_rl_proxy.dialects import chat_completions, completions, messages, responses
 from lightning_rl_proxy.dialects.base import Dialect, decode
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
@@ -381,7 +382,12 @@ class Gateway:
             size += len(chunks[-1])
             limits.check_body(size)
             if not message.get("more_body"):
-                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+                body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+                encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+                if encoding == "identity":
+                    return body
+                limits = self.limits
+                return await asyncio.to_thread(unpacked, body, encoding, limits.body_bytes, limits.check_body)
 
     def _limits_now(self) -> Limits:
         """The limits, with that of a body no larger than what the models' contexts may need: images are bounded by the

@@ -188,6 +188,51 @@ class _FunctionCall(msgspec.Struct, tag="function_call"):
     id: str | None = None
 
 
+class _CustomToolCall(msgspec.Struct, tag="custom_tool_call"):
+    call_id: str
+    name: str
+    input: str
+    id: str | None = None
+
+
+class _Command(msgspec.Struct):
+    command: list[str]
+
+
+class _LocalShellCall(msgspec.Struct, tag="local_shell_call"):
+    call_id: str
+    action: _Command
+    id: str | None = None
+
+
+class _Operation(msgspec.Struct):
+    type: Literal["create_file", "update_file", "delete_file"]
+    path: str
+    diff: str | None = None
+
+
+class _ApplyPatchCall(msgspec.Struct, tag="apply_patch_call"):
+    call_id: str
+    operation: _Operation
+    id: str | None = None
+
+
+class _TextCallOutput(msgspec.Struct, kw_only=True):
+    type: Literal["custom_tool_call_output", "local_shell_call_output", "apply_patch_call_output"]
+    call_id: str
+    output: _Content
+
+
+class _Tool(msgspec.Struct):
+    """A function, or a tool of another type (`custom`, `local_shell`, `apply_patch`; others are left out)."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
 class _FunctionCallOutput(msgspec.Struct, tag="function_call_output"):
     call_id: str
     output: _Content
@@ -206,18 +251,6 @@ class _Reasoning(msgspec.Struct, tag="reasoning"):
 class _ItemReference(msgspec.Struct, kw_only=True):
     type: Literal["item_reference"] | None = None
     id: str
-
-
-class _FunctionTool(msgspec.Struct):
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class _NamedFunction(msgspec.Struct, tag="function"):
-    name: str
 
 
 class _PlainText(msgspec.Struct, tag="text"):
@@ -258,11 +291,14 @@ class _Response(msgspec.Struct):
     created_at: int
     model: str
     status: Literal["completed", "incomplete"]
-    output: list[_AnswerMessage | _FunctionCall | _Reasoning]
+    output: list[_AnswerMessage | _FunctionCall | _CustomToolCall | _LocalShellCall | _ApplyPatchCall | _Reasoning]
     usage: _ResponsesUsage
 
 
-_ITEMS = (_MessageItem, _FunctionCall, _FunctionCallOutput, _Reasoning, _ItemReference)
+_ITEMS = (
+    _MessageItem, _FunctionCall, _CustomToolCall, _LocalShellCall, _ApplyPatchCall, _FunctionCallOutput,
+    _TextCallOutput, _Reasoning, _ItemReference,
+)  # fmt: skip
 _Items = Annotated[
     list[Any],
     Meta(extra_json_schema={"items": {"anyOf": [{"$ref": f"{_SCHEMAS}{i.__name__}"} for i in _ITEMS]}}),
@@ -273,10 +309,12 @@ _Items = Annotated[
 
 
 class _CustomTool(msgspec.Struct):
-    name: Annotated[str, Meta(min_length=1)]
-    input_schema: dict[str, Any]
+    """A tool; one of Anthropic's own has a `type`, and no `input_schema`."""
+
+    name: Annotated[str, Meta(min_length=1)] | None = None
+    input_schema: dict[str, Any] | None = None
     description: str | None = None
-    type: Literal["custom"] | None = None
+    type: str | None = None
 
 
 _TOOLS = list[_CustomTool] | None
@@ -378,8 +416,7 @@ _REQUESTS = {
         "ResponsesRequest",
         [
             ("input", str | _Items | None, None),
-            ("tools", list[_FunctionTool] | None, None),
-            ("tool_choice", Literal["auto", "none", "required"] | _NamedFunction | None, None),
+            ("tools", list[_Tool] | None, None),
             ("text", _TextConfig | None, None),
             ("include", list[_Includable] | None, None),
         ],
@@ -567,5 +604,7 @@ def _tell_tables(properties: _Schema, tables: Tables) -> None:
     """Add the hints, and the fields that are honoured only at values that mean "off"."""
     for name in sorted(tables.hints):
         properties.setdefault(name, {})["description"] = _HINT
+    for name, done in tables.relaxed.items():
+        properties.setdefault(name, {})["description"] = f"Relaxed: {done}."
     for name, off in tables.off.items():
         properties[name] = {"enum": [*off, None], "description": _REFUSED}

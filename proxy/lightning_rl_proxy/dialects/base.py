@@ -6,8 +6,9 @@ either can be made again from the recorded tokens.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -265,22 +266,30 @@ class Dialect(Protocol):
 
 
 class Tables(NamedTuple):
-    """A dialect's fields: honoured; hints that change no token; those honoured only at values that mean "off".
+    """A dialect's fields: honoured; hints that change no token; those honoured only at values that mean "off"; and
+    those relaxed, of which less is done than they ask for, with what that is.
 
-    A field in none of them is accepted and told of; null is always "not given".
+    A field in none of them is accepted and told of, as a relaxed one is; null is always "not given".
     """
 
     honoured: frozenset[str]
     hints: frozenset[str]
     off: dict[str, tuple[Any, ...]]
+    relaxed: Mapping[str, str] = MappingProxyType({})
 
     def ignored(self, fields: dict[str, Any]) -> list[str]:
-        """The fields that no table knows. Raises GatewayError(400) naming one that cannot be honoured."""
+        """The fields that no table knows, and the relaxed ones that ask for something.
+
+        Raises GatewayError(400) naming one that cannot be honoured.
+        """
         unknown = []
         for name, value in fields.items():
             if name in self.honoured or name in self.hints or value is None:
                 continue
-            if name not in self.off:
+            if name in self.relaxed:
+                if value and value != "disabled":
+                    unknown.append(name)
+            elif name not in self.off:
                 unknown.append(name)
             elif value not in self.off[name]:
                 raise unsupported(name, value)
@@ -293,6 +302,34 @@ def decode(body: bytes) -> dict[str, Any]:
         return msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # ValidationError is one too
         raise no_request("", error) from error
+
+
+def left_out(
+    tools: Sequence[dict[str, Any] | None], place: str = "tools[{}]"
+) -> tuple[list[dict[str, Any]] | None, list[str]]:
+    """The tools that the model is shown, and the places of those that it is not, for the record."""
+    told = [place.format(index) for index, tool in enumerate(tools) if tool is None]
+    return [tool for tool in tools if tool is not None] or None, told
+
+
+def allowed(where: str, mode: Any, named: Any, tools: Sequence[dict[str, Any]] | None) -> tuple[Any, Any]:
+    """What a choice of `allowed_tools` leaves: the tools that the model is shown, and the choice among them.
+
+    Raises GatewayError(400) for one that names what there is not.
+    """
+    names = []
+    for one in named if isinstance(named, list) else ():
+        function = one.get("function") if isinstance(one, dict) else None
+        found = (
+            function.get("name") if isinstance(function, dict) else one.get("name") if isinstance(one, dict) else None
+        )
+        names.append(found or (one.get("type") if isinstance(one, dict) else None))
+    known = {tool["function"]["name"]: tool for tool in tools or ()}
+    if mode not in ("auto", "required") or not names or not known.keys() >= set(names):
+        raise GatewayError(
+            400, f"{where} allows {names} in mode {mode!r}; there are {list(known)}, and auto and required", param=where
+        )
+    return [tool for name, tool in known.items() if name in names], mode
 
 
 def check_prefill(where: str, message: dict[str, Any]) -> None:

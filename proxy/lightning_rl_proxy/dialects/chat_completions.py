@@ -19,6 +19,7 @@ from lightning_rl_proxy.dialects.base import (
     SamplingWire,
     Tables,
     ToolChoice,
+    allowed,
     check_prefill,
     no_request,
     sse,
@@ -37,7 +38,8 @@ TABLES = Tables(
             "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "n", "temperature", "top_p", "top_k",
             "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "seed", "stop",
             "max_tokens", "max_completion_tokens", "logprobs", "response_format", "stream", "stream_options",
-            "chat_template_kwargs",  # where they are those of all prompts
+            "functions", "function_call",  # what tools were called before
+            "chat_template_kwargs", "enable_thinking",
             "max_context_tokens",  # ours: of prompt and answer together, in the policy's own tokens
         }
         | ENGINE_FIELDS
@@ -51,13 +53,11 @@ TABLES = Tables(
     ),
     off={name: off for name, off in ENGINE_OFF.items() if name not in _WHERE}
     | {
-        "top_logprobs": (0,),
         "modalities": (["text"],),
         "audio": (),
-        "functions": ([],),
-        "function_call": ("none",),
         "web_search_options": (),
     },
+    relaxed={"top_logprobs": "each token's list holds the sampled one alone"},
 )  # fmt: skip
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -73,9 +73,15 @@ class _Function(msgspec.Struct):
     name: str
 
 
+class _AllowedTools(msgspec.Struct):
+    mode: Any = None
+    tools: Any = None
+
+
 class _ToolChoice(msgspec.Struct):
-    type: Literal["function"]
-    function: _Function
+    type: Literal["function", "allowed_tools"]
+    function: _Function | None = None
+    allowed_tools: _AllowedTools | None = None
 
 
 class _JsonSchema(msgspec.Struct):
@@ -104,6 +110,10 @@ class Wire(SamplingWire, kw_only=True):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: Literal["auto", "none"] | _Function | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     max_context_tokens: Count | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -117,12 +127,13 @@ class _RelayedWire(msgspec.Struct):
 
 def parse(fields: dict[str, Any], read: Sequence[dict[str, Any]] = ()) -> Request:
     """See `Dialect`. `read` are the messages before those in the fields, in internal form."""
+    given = _with_functions_as_tools(fields, read)
     try:
-        wire = msgspec.convert(fields, Wire)
+        wire = msgspec.convert(given, Wire)
     except msgspec.ValidationError as error:
         raise no_request("chat completion", error) from error
     ignored = TABLES.ignored(fields)
-    tools = function_tools(wire.tools)
+    tools, choice = _tool_choice(wire.tool_choice, function_tools(wire.tools))
     limit = wire.max_completion_tokens if wire.max_completion_tokens is not None else wire.max_tokens
     messages = [*read, *(_message(i, m) for i, m in enumerate(wire.messages))]
     return Request(
@@ -131,7 +142,7 @@ def parse(fields: dict[str, Any], read: Sequence[dict[str, Any]] = ()) -> Reques
         known=len(read),
         prefill=_goes_on(wire, messages),
         tools=tools,
-        tool_choice=_tool_choice(wire.tool_choice, tools),
+        tool_choice=choice,
         parallel_tool_calls=wire.parallel_tool_calls is not False,
         sampling=wire.sampling(
             max_tokens=limit,
@@ -184,9 +195,9 @@ def serialize(request: Request, opening: Opening, answers: Sequence[Answer]) -> 
     choices = [
         {
             "index": index,
-            "message": _said(answer),
-            "finish_reason": _finish_reason(answer),
-            "logprobs": _logprobs(answer.token_logprobs()) if request.logprobs else None,
+            "message": _said(answer, legacy=_is_legacy(request)),
+            "finish_reason": _finish_reason(answer, legacy=_is_legacy(request)),
+            "logprobs": _logprobs(answer.token_logprobs(), request) if request.logprobs else None,
         }
         for index, answer in enumerate(answers)
     ]
@@ -205,6 +216,8 @@ class ChunkEvents:
 
     def __init__(self, request: Request, opening: Opening) -> None:
         self._n = request.n
+        self._request = request
+        self._legacy = _is_legacy(request)
         self._opening = opening
         self._usage = includes_usage(request)
         self._chunk = _opened(opening, "chat.completion.chunk") | ({"usage": None} if self._usage else {})
@@ -213,7 +226,9 @@ class ChunkEvents:
         return b"".join(self._choice(index, {"role": "assistant", "content": ""}) for index in range(self._n))
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        logprobs = _logprobs(delta.logprobs)
+        logprobs = _logprobs(delta.logprobs, self._request)
+        if delta.kind == "tool_call" and self._legacy:
+            return self._choice(index, {"function_call": (delta.tool_call or {})["function"]}, logprobs)
         if delta.kind == "tool_call":
             return self._choice(
                 index, {"tool_calls": [{"index": delta.tool_index} | (delta.tool_call or {})]}, logprobs
@@ -222,7 +237,7 @@ class ChunkEvents:
         return self._choice(index, {name: delta.text}, logprobs)
 
     def stop(self, index: int, answer: Answer) -> bytes:
-        return self._choice(index, {}, finish_reason=_finish_reason(answer))
+        return self._choice(index, {}, finish_reason=_finish_reason(answer, legacy=self._legacy))
 
     def end(self, answers: Sequence[Answer]) -> bytes:
         counts = sse(self._chunk | {"choices": [], "usage": usage(self._opening, answers)}) if self._usage else b""
@@ -296,19 +311,65 @@ def _goes_on(wire: Wire, messages: Sequence[dict[str, Any]]) -> bool:
     return True
 
 
-def _tool_choice(choice: str | _ToolChoice | None, tools: list[dict[str, Any]] | None) -> ToolChoice:
+def _tool_choice(
+    choice: str | _ToolChoice | None, tools: list[dict[str, Any]] | None
+) -> tuple[list[dict[str, Any]] | None, ToolChoice]:
+    """The tools that the model is shown, and the choice among them."""
+    known = [tool["function"]["name"] for tool in tools or ()]
     if isinstance(choice, _ToolChoice):
-        known = [tool["function"]["name"] for tool in tools or ()]
-        if choice.function.name not in known:
-            raise GatewayError(
-                400, f"tool_choice names {choice.function.name!r}, but tools are {known}", param="tool_choice"
-            )
-        return NamedTool(choice.function.name)
+        if choice.allowed_tools is not None:
+            tools, choice = allowed("tool_choice", choice.allowed_tools.mode, choice.allowed_tools.tools, tools)
+            return tools, "required" if choice == "required" else "auto"
+        if choice.function is None or choice.function.name not in known:
+            named = None if choice.function is None else choice.function.name
+            raise GatewayError(400, f"tool_choice names {named!r}, but tools are {known}", param="tool_choice")
+        return tools, NamedTool(choice.function.name)
     if choice == "required":
         if not tools:
             raise GatewayError(400, "tool_choice is 'required', but there are no tools", param="tool_choice")
-        return "required"
-    return "none" if choice == "none" else "auto"
+        return tools, "required"
+    return tools, "none" if choice == "none" else "auto"
+
+
+def _with_functions_as_tools(fields: dict[str, Any], read: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The request in today's words, where it has those that came before tools: functions, called one at a time."""
+    messages = fields.get("messages")
+    if isinstance(messages, list) and any(_speaks_of_functions(message) for message in messages):
+        fields = fields | {"messages": _messages_with_tools(messages, read)}
+    functions, call = fields.get("functions"), fields.get("function_call")
+    if not functions:
+        if call not in (None, "auto", "none"):
+            raise GatewayError(400, "function_call names a function, but there are no functions", param="function_call")
+        return fields
+    if fields.get("tools"):
+        raise GatewayError(400, "functions and tools say the same; leave functions out", param="functions")
+    if not isinstance(functions, list):
+        raise GatewayError(400, "functions is no list", param="functions")
+    choice = {"type": "function", "function": call} if isinstance(call, dict) else call
+    tools = [{"type": "function", "function": function} for function in functions]
+    return fields | {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+
+
+def _speaks_of_functions(message: Any) -> bool:
+    return isinstance(message, dict) and (message.get("role") == "function" or bool(message.get("function_call")))
+
+
+def _messages_with_tools(messages: Sequence[Any], read: Sequence[dict[str, Any]]) -> list[Any]:
+    """Messages whose calls have ids, as those of tools have; a function's result is that of the call before it."""
+    told: list[Any] = []
+    calls = [call for message in reversed(read) for call in message.get("tool_calls") or ()][:1]
+    latest = str(calls[0].get("id")) if calls else ""
+    for number, message in enumerate(messages, start=len(read)):
+        if not _speaks_of_functions(message):
+            told.append(message)
+        elif message.get("role") == "function":
+            told.append(message | {"role": "tool", "tool_call_id": latest})
+        else:
+            latest = f"function_{number}"
+            rest = {name: value for name, value in message.items() if name != "function_call"}
+            call = {"id": latest, "type": "function", "function": message["function_call"]}
+            told.append(rest | {"tool_calls": [call]})
+    return told
 
 
 def _json_schema(wanted: _ResponseFormat | None) -> dict[str, Any] | None:
@@ -369,30 +430,37 @@ def _opened(opening: Opening, kind: str) -> dict[str, Any]:
     }
 
 
-def _said(answer: Answer) -> dict[str, Any]:
+def _is_legacy(request: Request) -> bool:
+    """Whether the client knows functions, and no tools."""
+    return bool(request.fields.get("functions"))
+
+
+def _said(answer: Answer, *, legacy: bool) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
-        message["tool_calls"] = answer.tool_calls
+        message |= {"function_call": answer.tool_calls[0]["function"]} if legacy else {"tool_calls": answer.tool_calls}
         message["content"] = answer.content or None
     return message
 
 
-def _finish_reason(answer: Answer) -> str:
-    return "tool_calls" if answer.tool_calls and answer.finish_reason == "stop" else answer.finish_reason
+def _finish_reason(answer: Answer, *, legacy: bool) -> str:
+    called = answer.tool_calls and answer.finish_reason == "stop"
+    return answer.finish_reason if not called else "function_call" if legacy else "tool_calls"
 
 
-def _logprobs(tokens: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+def _logprobs(tokens: Sequence[TokenLogprob] | None, request: Request) -> dict[str, Any] | None:
     if not tokens:
         return None
-    return {
-        "content": [
-            {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode()), "top_logprobs": []}
-            for token in tokens
-        ],
-        "refusal": None,
-    }
+    wants_top = bool(request.fields.get("top_logprobs"))
+    return {"content": [token_logprob(token, top=wants_top) for token in tokens], "refusal": None}
+
+
+def token_logprob(token: TokenLogprob, *, top: bool) -> dict[str, Any]:
+    """A sampled token's logprob; of the `top` ones it is the only one that is known."""
+    told = {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode())}
+    return told | {"top_logprobs": [told] if top else []}
 
 
 def usage(opening: Opening, answers: Sequence[Answer]) -> dict[str, int]:

@@ -79,13 +79,8 @@ def parse(fields: dict[str, Any]) -> Request:
     n = wire.n or 1
     if wire.best_of is not None and wire.best_of != n:
         raise unsupported("best_of", wire.best_of)
-    if wire.logprobs is not None and wire.logprobs > 1:
-        raise GatewayError(
-            400,
-            f"logprobs={wire.logprobs} is not supported here: those of the sampled tokens (1) are",
-            param="logprobs",
-            kind="unsupported_parameter",
-        )
+    if wire.logprobs is not None and wire.logprobs > 1:  # of the most likely tokens, the sampled one alone is known
+        ignored.append("logprobs")
     if wire.echo and wire.logprobs is not None:
         raise GatewayError(400, "echo with logprobs is not supported: the prompt has none", param="echo")
     prompt = _prompt(wire.prompt)

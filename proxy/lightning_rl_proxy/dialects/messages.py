@@ -30,6 +30,7 @@ from lightning_rl_proxy.dialects.base import (
     Tables,
     ToolChoice,
     check_prefill,
+    left_out,
     sse,
 )
 from lightning_rl_proxy.errors import GatewayError, PromptTooLong
@@ -59,18 +60,12 @@ TABLES = Tables(
     | {
         "n": (1,),
         "logprobs": (False,),
-        # Claude Code asks for nothing to be cleared: that is what happens.
-        "context_management": (
-            {},
-            {"edits": []},
-            {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-            {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "all"}}]},
-        ),
         "mcp_servers": ([],),
         "container": (),
         "compaction": (),
         "thread": (),
     },
+    relaxed={"context_management": "nothing is cleared or compacted; `applied_edits` is empty"},
 )  # fmt: skip
 
 # Arguments that are no JSON object have no place in `input`; Anthropic's documentation names this key for them.
@@ -81,6 +76,23 @@ _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _TOOL_FIELDS = frozenset(
     {"name", "description", "input_schema", "type", "cache_control", "allowed_callers", "eager_input_streaming"}
 )
+_TEXT, _NUMBER, _YES = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
+_RANGE = {"type": "array", "items": _NUMBER}
+_EDITS = {
+    "command": _TEXT, "path": _TEXT, "file_text": _TEXT, "old_str": _TEXT, "new_str": _TEXT, "insert_line": _NUMBER,
+    "insert_text": _TEXT, "view_range": _RANGE,
+}  # fmt: skip
+# Anthropic's own tools that a client runs: what they are for, their arguments, and those that are needed.
+_CLIENTS_TOOLS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "bash": ("Run a command in a shell that stays open.", {"command": _TEXT, "restart": _YES}, []),
+    "text_editor": (
+        "View, make and edit files. The command is view, create, str_replace or insert.", _EDITS, ["command", "path"],
+    ),
+    "memory": (
+        "Keep notes as files below /memories. The command is view, create, str_replace, insert, delete or rename.",
+        _EDITS | {"old_path": _TEXT, "new_path": _TEXT}, ["command"],
+    ),
+}  # fmt: skip
 _ERRORS = {
     401: "authentication_error",
     402: "billing_error",
@@ -114,6 +126,26 @@ class _Image(msgspec.Struct, tag="image"):
     source: _Base64 | _Url
 
 
+class _PlainSource(msgspec.Struct, tag="text"):
+    data: str
+
+
+class _ContentSource(msgspec.Struct, tag="content"):
+    content: str | list[_Text]
+
+
+class _Document(msgspec.Struct, tag="document"):
+    source: _PlainSource | _ContentSource
+    title: str | None = None
+    context: str | None = None
+
+
+class _SearchResult(msgspec.Struct, tag="search_result"):
+    source: str
+    title: str
+    content: list[_Text]
+
+
 class _Thinking(msgspec.Struct, tag="thinking"):
     thinking: str
 
@@ -130,12 +162,12 @@ class _ToolUse(msgspec.Struct, tag="tool_use"):
 
 class _ToolResult(msgspec.Struct, tag="tool_result"):
     tool_use_id: str
-    content: str | list[_Text | _Image] | None = None
+    content: str | list[_Text | _Image | _Document | _SearchResult] | None = None
     is_error: bool | None = None
 
 
 class _User(msgspec.Struct, tag_field="role", tag="user"):
-    content: str | list[_Text | _Image | _ToolResult]
+    content: str | list[_Text | _Image | _ToolResult | _Document | _SearchResult]
 
 
 class _Assistant(msgspec.Struct, tag_field="role", tag="assistant"):
@@ -209,7 +241,8 @@ def parse_count(fields: dict[str, Any]) -> Request:
 def serialize(request: Request, opening: Opening, answers: Sequence[Answer]) -> bytes:
     """See `Dialect`."""
     (answer,) = answers
-    return msgspec.json.encode(_message(opening, _blocks(answer), answer))
+    edits = {"context_management": {"applied_edits": []}} if request.fields.get("context_management") else {}
+    return msgspec.json.encode(_message(opening, _blocks(answer), answer) | edits)
 
 
 def count(tokens: int) -> bytes:
@@ -312,7 +345,9 @@ def _request(fields: dict[str, Any], wire: CountWire, max_tokens: int | None) ->
     ignored = TABLES.ignored(fields) + _ignored_within(fields)
     if not wire.messages:
         raise GatewayError(400, "messages: at least one message is required", param="messages")
-    tools = [_tool(f"tools.{i}", tool) for i, tool in enumerate(wire.tools or ())] or None
+    read = [_tool(f"tools.{i}", tool) for i, tool in enumerate(wire.tools or ())]
+    tools, unseen = left_out(read, "tools.{}")
+    tools = _callable(wire, tools)
     wanted = (wire.output_config and wire.output_config.format) or wire.output_format
     return Request(
         model=wire.model,
@@ -327,7 +362,7 @@ def _request(fields: dict[str, Any], wire: CountWire, max_tokens: int | None) ->
             json_schema=wanted.schema if wanted else None,
         ),
         stream=bool(wire.stream),
-        ignored_fields=ignored,
+        ignored_fields=ignored + unseen,
         fields=fields,
     )
 
@@ -337,6 +372,8 @@ def _ignored_within(fields: dict[str, Any]) -> list[str]:
     config = fields.get("output_config") or {}
     ignored = [f"output_config.{name}" for name, value in config.items() if name != "format" and value is not None]
     for index, tool in enumerate(fields.get("tools") or ()):
+        if tool.get("type") not in (None, "custom"):
+            continue
         ignored += [f"tools.{index}.{name}" for name, value in tool.items() if value and name not in _TOOL_FIELDS]
     return ignored
 
@@ -417,12 +454,27 @@ def _listed(content: str | Sequence[T] | None) -> Sequence[T | _Text]:
     return [_Text(content)] if isinstance(content, str) else content or []
 
 
-def _part(block: _Text | _Image) -> dict[str, Any]:
+def _part(block: _Text | _Image | _Document | _SearchResult) -> dict[str, Any]:
     if isinstance(block, _Text):
         return _text(block.text)
+    if isinstance(block, _Document):
+        inner = block.source.data if isinstance(block.source, _PlainSource) else _joined(block.source.content)
+        return _text(_quoted("document", {"title": block.title, "context": block.context}, inner))
+    if isinstance(block, _SearchResult):
+        return _text(_quoted("search_result", {"source": block.source, "title": block.title}, _joined(block.content)))
     source = block.source
     url = source.url if isinstance(source, _Url) else f"data:{source.media_type};base64,{source.data}"
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _joined(content: str | Sequence[_Text]) -> str:
+    return "".join(block.text for block in _listed(content))
+
+
+def _quoted(kind: str, about: dict[str, str | None], text: str) -> str:
+    """A text that somebody else wrote, as models are used to see such."""
+    head = "".join(f"<{name}>{said}</{name}>\n" for name, said in about.items() if said)
+    return f"<{kind}>\n{head}{text}\n</{kind}>\n"
 
 
 def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
@@ -431,19 +483,29 @@ def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     return parts
 
 
-def _tool(where: str, tool: dict[str, Any]) -> dict[str, Any]:
+def _callable(wire: CountWire, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """The tools, where the choice among them can be met."""
+    if wire.tools and not tools and wire.tool_choice is not None and wire.tool_choice.type in ("any", "tool"):
+        raise GatewayError(400, "tool_choice.type: none of the tools can be called here", param="tool_choice.type")
+    return tools
+
+
+def _tool(where: str, tool: dict[str, Any]) -> dict[str, Any] | None:
+    """A tool as a function; None for one that Anthropic's servers run, which the model is not shown.
+
+    Of those that its clients run, the model knows no more than any other: they are told of in full.
+    """
     kind = tool.get("type")
     if kind not in (None, "custom"):
-        raise GatewayError(
-            400,
-            f"{where}.type: {kind!r} is one of Anthropic's own tools, which are not supported here; leave it out, or "
-            "describe it as a custom tool with an input_schema",
-            param=f"{where}.type",
-            kind="unsupported_parameter",
-        )
+        name = str(kind).rstrip("0123456789").rstrip("_")
+        if name not in _CLIENTS_TOOLS:
+            return None
+        description, properties, required = _CLIENTS_TOOLS[name]
+        parameters = {"type": "object", "properties": properties, "required": required}
+        tool = {"name": tool.get("name"), "description": description, "input_schema": parameters}
     known = _converted(tool, _Tool, where)
-    description = {} if known.description is None else {"description": known.description}
-    return {"type": "function", "function": {"name": known.name, **description, "parameters": known.input_schema}}
+    about = {} if known.description is None else {"description": known.description}
+    return {"type": "function", "function": {"name": known.name, **about, "parameters": known.input_schema}}
 
 
 def _tool_choice(choice: _ToolChoice | None, tools: list[dict[str, Any]] | None) -> ToolChoice:

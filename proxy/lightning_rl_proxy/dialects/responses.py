@@ -9,6 +9,7 @@ not carried over.
 """
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -24,11 +25,13 @@ from lightning_rl_proxy.dialects.base import (
     SamplingWire,
     Tables,
     ToolChoice,
+    allowed,
+    left_out,
     no_request,
     sse,
     unsupported,
 )
-from lightning_rl_proxy.dialects.chat_completions import PING, stops
+from lightning_rl_proxy.dialects.chat_completions import PING, stops, token_logprob
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering import Answer, Delta, TokenLogprob
 
@@ -61,18 +64,20 @@ TABLES = Tables(
     off=ENGINE_OFF
     | {
         "background": (False,),
-        "context_management": ([],),
         "conversation": (),
         "max_tool_calls": (),
         "moderation": (),
         "prompt": (),
-        "top_logprobs": (0,),
-        "truncation": ("disabled",),
         # Names that other dialects have for what this one says otherwise.
         "n": (1,),
         "max_tokens": (),
         "max_completion_tokens": (),
         "response_format": ({"type": "text"},),
+    },
+    relaxed={
+        "context_management": "nothing is compacted",
+        "top_logprobs": "each token's list holds the sampled one alone",
+        "truncation": "nothing is dropped: a prompt that is too long is a 400",
     },
 )  # fmt: skip
 
@@ -109,7 +114,17 @@ INCLUDABLE = (
     "web_search_call.results",
 )  # fmt: skip
 _ROLES = ("user", "assistant", "system", "developer")
-_OUR_ID = re.compile(r"(rs|msg|fc|call)_([0-9a-f]{32})_(\d+)")
+_OUR_ID = re.compile(r"(rs|msg|fc|call|ctc|lsh|apc)_([0-9a-f]{32})_(\d+)")
+# Tools whose calls are a text: what they are to the model, and the one argument that holds it.
+_TEXT_TOOLS = {
+    "custom": ("input", ""),
+    "local_shell": ("command", "Run a command in a shell on this machine."),
+    "apply_patch": ("patch", "Change files: *** Begin Patch, *** Update File: PATH, the difference, *** End Patch."),
+}
+_PATCH = re.compile(
+    r"\*\*\* Begin Patch\n\*\*\* (Add|Update|Delete) File: ([^\n]+)\n(.*?)\n?\*\*\* End Patch\s*", re.DOTALL
+)
+_VERBS = {"Add": "create_file", "Update": "update_file", "Delete": "delete_file"}
 _MAX = 2**31
 
 
@@ -189,12 +204,13 @@ def parse(fields: dict[str, Any], known: Mapping[str, list[dict[str, Any]]] | No
     except msgspec.ValidationError as error:
         raise _no_request(error) from error
     ignored = TABLES.ignored(fields)
-    tools = _function_tools(wire.tools)
+    tools, unseen = left_out([_tool(f"tools[{i}]", tool) for i, tool in enumerate(wire.tools or ())])
+    tools, choice = _tool_choice(wire.tool_choice, tools)
     return Request(
         model=wire.model,
         messages=_messages(wire, known or {}),
         tools=tools,
-        tool_choice=_tool_choice(wire.tool_choice, tools),
+        tool_choice=choice,
         parallel_tool_calls=wire.parallel_tool_calls is not False,
         sampling=wire.sampling(
             max_tokens=wire.max_output_tokens,
@@ -203,7 +219,7 @@ def parse(fields: dict[str, Any], known: Mapping[str, list[dict[str, Any]]] | No
         ),
         stream=bool(wire.stream),
         logprobs=_LOGPROBS in _included(wire.include),
-        ignored_fields=ignored,
+        ignored_fields=ignored + unseen,
         fields=fields,
     )
 
@@ -285,6 +301,11 @@ class ResponseEvents:
                 told.append(self._begin_message() + self._end(item))
             elif item["type"] == "function_call":
                 told.append(self._end_reasoning() + self._call(item))
+            elif item["type"] == "custom_tool_call":
+                told.append(self._end_reasoning() + self._custom_call(item))
+            elif item["type"] != "reasoning":
+                begun = self._event("output_item.added", output_index=self._index, item=item)
+                told.append(self._end_reasoning() + begun + self._done(item))
         return b"".join(told)
 
     def end(self, answers: Sequence[Answer]) -> bytes:
@@ -302,7 +323,7 @@ class ResponseEvents:
     def _write(self, text: str) -> bytes:
         begun = self._begin_message()
         at = self._at(_message(self._opening, "", "in_progress", []))
-        logprobs, self._logprobs = _logprobs(self._logprobs), []
+        logprobs, self._logprobs = _logprobs(self._logprobs, self._request), []
         return begun + self._event("output_text.delta", **at, delta=text, logprobs=logprobs)
 
     def _begin_message(self) -> bytes:
@@ -335,6 +356,17 @@ class ResponseEvents:
                 self._event("output_item.added", output_index=self._index, item=begun),
                 self._event("function_call_arguments.delta", **at, delta=item["arguments"]),
                 self._event("function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"]),
+                self._done(item),
+            )
+        )
+
+    def _custom_call(self, item: dict[str, Any]) -> bytes:
+        at = {"item_id": item["id"], "output_index": self._index}
+        return b"".join(
+            (
+                self._event("output_item.added", output_index=self._index, item=item | {"input": ""}),
+                self._event("custom_tool_call_input.delta", **at, delta=item["input"]),
+                self._event("custom_tool_call_input.done", **at, input=item["input"]),
                 self._done(item),
             )
         )
@@ -410,8 +442,12 @@ def _item(where: str, item: Any, known: Mapping[str, list[dict[str, Any]]]) -> d
             return _said(where, item)
         case "function_call":
             return [_Piece("call", _called(where, item), _answer_of(item))]
-        case "function_call_output":
-            content = _content(f"{where}.output", item.get("output"))
+        case "custom_tool_call" | "local_shell_call" | "apply_patch_call":
+            return [_Piece("call", _called_with_text(where, kind, item), _answer_of(item))]
+        case "local_shell_call_output" if "call_id" not in item:
+            return {"role": "tool", "tool_call_id": _text(where, item, "id"), "content": _text(where, item, "output")}
+        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output" | "apply_patch_call_output":
+            content = _content(f"{where}.output", item.get("output", "" if kind == "apply_patch_call_output" else None))
             return {"role": "tool", "tool_call_id": _text(where, item, "call_id"), "content": content}
         case "reasoning":
             return [_Piece("reasoning", _reasoned(where, item), _answer_of(item))]
@@ -420,7 +456,8 @@ def _item(where: str, item: Any, known: Mapping[str, list[dict[str, Any]]]) -> d
         case _:
             raise _wrong(
                 f"{where}.type",
-                f"is {kind!r}; items are message, function_call, function_call_output, reasoning, item_reference",
+                f"is {kind!r}; items are message, reasoning, item_reference, and calls and outputs of function_call, "
+                "custom_tool_call, local_shell_call, apply_patch_call",
                 "unsupported_parameter",
             )
 
@@ -438,6 +475,37 @@ def _said(where: str, item: dict[str, Any]) -> dict[str, Any] | list[_Piece]:
 def _called(where: str, item: dict[str, Any]) -> dict[str, Any]:
     function = {name: _text(where, item, name) for name in ("name", "arguments")}
     return {"id": _text(where, item, "call_id"), "type": "function", "function": function}
+
+
+def _called_with_text(where: str, kind: str, item: dict[str, Any]) -> dict[str, Any]:
+    """A call of a tool whose calls are a text, as one of a function."""
+    tool = kind.removesuffix("_call").removesuffix("_tool")
+    name = _text(where, item, "name") if tool == "custom" else tool
+    inner = item.get("action" if tool == "local_shell" else "operation")
+    if tool == "custom":
+        text = _text(where, item, "input")
+    elif not isinstance(inner, dict):
+        raise _wrong(where, f"is no {kind}: it says not what is to be done")
+    elif tool == "local_shell":
+        text = _command_of(f"{where}.action", inner)
+    else:
+        verb = next((verb for verb, known in _VERBS.items() if known == inner.get("type")), None)
+        if verb is None:
+            raise _wrong(f"{where}.operation.type", f"is {inner.get('type')!r}; it is one of {list(_VERBS.values())}")
+        text = _patch(verb, _text(f"{where}.operation", inner, "path"), inner.get("diff") or "")
+    arguments = msgspec.json.encode({_TEXT_TOOLS[tool][0]: text}).decode()
+    return {"id": _text(where, item, "call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _command_of(where: str, action: dict[str, Any]) -> str:
+    words = action.get("command")
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise _wrong(f"{where}.command", "is no list of words")
+    return words[2] if words[:2] == ["bash", "-lc"] and len(words) == 3 else shlex.join(words)
+
+
+def _patch(verb: str, path: str, diff: str) -> str:
+    return f"*** Begin Patch\n*** {verb} File: {path}\n{diff}\n*** End Patch"
 
 
 def _reasoned(where: str, item: dict[str, Any]) -> str:
@@ -525,16 +593,21 @@ def _answers(pieces: Sequence[_Piece]) -> list[dict[str, Any]]:
     return [answer.message() for answer in said if not answer.empty()]
 
 
-def _function_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]] | None:
-    return [_function_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools)] if tools else None
-
-
-def _function_tool(where: str, tool: Any) -> dict[str, Any]:
-    kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
+def _tool(where: str, tool: Any) -> dict[str, Any] | None:
+    """A tool as a function; None for one that OpenAI's servers run, which the model is not shown."""
+    if not isinstance(tool, dict) or not isinstance(kind := tool.get("type"), str):
+        raise _wrong(f"{where}.type", "is missing; a tool is an object with a type")
+    if kind in _TEXT_TOOLS:
+        argument, description = _TEXT_TOOLS[kind]
+        name = _text(where, tool, "name") if kind == "custom" else kind
+        known = {"name": name, "description": tool.get("description") or description}
+        if isinstance(form := tool.get("format"), dict) and form.get("type") == "grammar":
+            known["description"] += f"\nThe {argument} is a text of this grammar:\n{form.get('definition')}"
+        properties = {argument: {"type": "string"}}
+        parameters = {"type": "object", "properties": properties, "required": [argument]}
+        return {"type": "function", "function": {**known, "parameters": parameters}}
     if kind != "function":
-        raise _wrong(
-            f"{where}.type", f"is {kind!r}; this model calls tools of type 'function'", "unsupported_parameter"
-        )
+        return None
     function: dict[str, Any] = {"name": _text(where, tool, "name")}
     for name, form in (("description", str), ("parameters", dict), ("strict", bool)):
         value = tool.get(name)
@@ -545,22 +618,27 @@ def _function_tool(where: str, tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _tool_choice(choice: str | dict[str, Any] | None, tools: Sequence[dict[str, Any]] | None) -> ToolChoice:
+def _tool_choice(
+    choice: str | dict[str, Any] | None, tools: list[dict[str, Any]] | None
+) -> tuple[list[dict[str, Any]] | None, ToolChoice]:
+    """The tools that the model is shown, and the choice among them."""
     known = [tool["function"]["name"] for tool in tools or ()]
     match choice:
         case None | "auto":
-            return "auto"
+            return tools, "auto"
         case "none":
-            return "none"
+            return tools, "none"
         case "required":
             if not known:
                 raise _wrong("tool_choice", "is 'required', but there are no tools")
-            return "required"
-        case {"type": "function"}:
-            name = _text("tool_choice", choice, "name")
+            return tools, "required"
+        case {"type": "allowed_tools"}:
+            return allowed("tool_choice", choice.get("mode"), choice.get("tools"), tools)
+        case {"type": "function" | "custom" | "local_shell" | "apply_patch" as kind}:
+            name = _text("tool_choice", choice, "name") if kind in ("function", "custom") else kind
             if name not in known:
                 raise _wrong("tool_choice.name", f"is {name!r}, but tools are {known}")
-            return NamedTool(name)
+            return tools, NamedTool(name)
         case {"type": kind}:
             raise unsupported("tool_choice.type", kind)
     raise unsupported("tool_choice", choice)
@@ -623,9 +701,10 @@ def _output(request: Request, opening: Opening, answer: Answer) -> list[dict[str
     items = [_reasoning(opening, answer.reasoning)] if answer.reasoning else []
     if answer.content or not answer.tool_calls:
         # As in Chat Completions they are those of all tokens: which of them are the text's is not known.
-        logprobs = _logprobs(answer.token_logprobs() or ()) if request.logprobs else []
+        logprobs = _logprobs(answer.token_logprobs() or (), request) if request.logprobs else []
         items.append(_message(opening, answer.content, _status(answer)[0], logprobs))
-    return items + [_function_call(opening, index, call) for index, call in enumerate(answer.tool_calls)]
+    kinds = {tool.get("name") or tool["type"]: tool["type"] for tool in request.fields.get("tools") or ()}
+    return items + [_call(opening, index, call, kinds) for index, call in enumerate(answer.tool_calls)]
 
 
 def _reasoning(opening: Opening, text: str) -> dict[str, Any]:
@@ -645,6 +724,33 @@ def _message(opening: Opening, text: str, status: str, logprobs: list[dict[str, 
     }
 
 
+def _call(opening: Opening, index: int, call: dict[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
+    """A call as an item of the kind that its tool is; one that says not what its kind needs is a function's."""
+    kind, text = kinds.get(call["function"]["name"], "function"), call["function"]["arguments"]
+    if kind in _TEXT_TOOLS:
+        text = _only_text(_TEXT_TOOLS[kind][0], text)
+    item = {"status": "completed", "call_id": call["id"]}
+    if kind == "custom":
+        named = {"type": "custom_tool_call", "name": call["function"]["name"], "input": text}
+        return {"id": f"ctc_{opening.call_id}_{index}"} | named | item
+    if kind == "local_shell":
+        action = {"type": "exec", "command": ["bash", "-lc", text], "env": {}}
+        return {"id": f"lsh_{opening.call_id}_{index}", "type": "local_shell_call", "action": action} | item
+    if kind == "apply_patch" and (patch := _PATCH.fullmatch(text)) is not None:
+        operation = {"type": _VERBS[patch[1]], "path": patch[2]} | ({} if patch[1] == "Delete" else {"diff": patch[3]})
+        return {"id": f"apc_{opening.call_id}_{index}", "type": "apply_patch_call", "operation": operation} | item
+    return _function_call(opening, index, call)
+
+
+def _only_text(name: str, arguments: str) -> str:
+    """The text that arguments hold under that name; all of them, where they hold something else."""
+    try:
+        given = msgspec.json.decode(arguments, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        return arguments
+    return given[name] if given.keys() == {name} and isinstance(given[name], str) else arguments
+
+
 def _function_call(opening: Opening, index: int, call: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": f"fc_{opening.call_id}_{index}",
@@ -656,11 +762,9 @@ def _function_call(opening: Opening, index: int, call: dict[str, Any]) -> dict[s
     }
 
 
-def _logprobs(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    return [
-        {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode()), "top_logprobs": []}
-        for token in tokens
-    ]
+def _logprobs(tokens: Sequence[TokenLogprob], request: Request) -> list[dict[str, Any]]:
+    wants_top = bool(request.fields.get("top_logprobs"))
+    return [token_logprob(token, top=wants_top) for token in tokens]
 
 
 def _usage(opening: Opening, answer: Answer) -> dict[str, Any]:

@@ -72,15 +72,18 @@ def test_null_means_not_given(name: str) -> None:
 
 
 def test_every_honoured_field_is_read() -> None:
-    assert chat_completions.TABLES.honoured == set(chat_completions.Wire.__struct_fields__)
+    tables = chat_completions.TABLES
+    assert tables.honoured | set(tables.relaxed) == set(chat_completions.Wire.__struct_fields__)
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"top_logprobs": 5}, "top_logprobs"),
         ({"modalities": ["audio"]}, "modalities"),
-        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"functions": [{"name": "f"}], "tools": [LOOK_UP]}, "functions"),
+        ({"functions": {"name": "f"}}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"stop": [""]}, "stop"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),

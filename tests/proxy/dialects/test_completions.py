@@ -53,7 +53,6 @@ def test_a_prompt_is_one_text_or_one_list_of_ids(prompt: Any, read: Any) -> None
         ({"prompt": [[1], [2]]}, "prompt"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 3}, "best_of"),
-        ({"logprobs": 5}, "logprobs"),
         ({"echo": True, "logprobs": 1}, "echo"),
         ({"echo": True, "prompt": [1, 2]}, "echo"),
     ],
@@ -107,3 +106,8 @@ def test_offsets_run_on_through_a_stream() -> None:
     second = events.delta(0, Delta(kind="content", text="c", logprobs=[TokenLogprob("c", -1.0)]))
     assert b'"text_offset":[0]' in first
     assert b'"text_offset":[2]' in second
+
+
+def test_logprobs_of_more_tokens_than_the_sampled_one_are_those_of_that_one() -> None:
+    request = completions.parse(asked(logprobs=5))
+    assert (request.logprobs, request.ignored_fields) == (True, ["logprobs"])

@@ -274,14 +274,53 @@ def test_custom_tools_become_functions():
     assert request.ignored_fields == []
 
 
+@pytest.mark.parametrize("kind", ["web_search_20260318", "computer_20250124", "code_execution_20250825", "mcp_toolset"])
+def test_tools_that_anthropics_servers_run_are_left_out_and_told_of(kind):
+    request = parsed(tools=[WEATHER, {"type": kind, "name": "x"}])
+    assert [tool["function"]["name"] for tool in request.tools] == ["weather"]
+    assert request.ignored_fields == ["tools.1"]
+    alone = parsed(tools=[{"type": kind, "name": "x"}])
+    assert alone.tools is None
+    assert refused(fields(tools=[{"type": kind, "name": "x"}], tool_choice={"type": "any"})).param == "tool_choice.type"
+
+
 @pytest.mark.parametrize(
-    "kind",
-    ["web_search_20260318", "computer_20250124", "bash_20250124", "text_editor_20250728", "code_execution_20250825"],
+    ("kind", "name", "needs"),
+    [
+        ("bash_20250124", "bash", []),
+        ("text_editor_20250728", "str_replace_based_edit_tool", ["command", "path"]),
+        ("memory_20250818", "memory", ["command"]),
+    ],
 )
-def test_anthropics_own_tools_are_refused_by_name(kind):
-    error = refused(fields(tools=[WEATHER, {"type": kind, "name": "x"}]))
-    assert error.param == "tools.1.type"
-    assert kind in error.message
+def test_tools_of_anthropic_that_a_client_runs_are_functions(kind, name, needs):
+    request = parsed(tools=[{"type": kind, "name": name}])
+    [tool] = request.tools
+    assert (tool["function"]["name"], tool["function"]["parameters"]["required"]) == (name, needs)
+    assert request.ignored_fields == []
+
+
+def test_documents_and_search_results_are_text():
+    document = {
+        "type": "document",
+        "title": "Cats",
+        "source": {"type": "text", "media_type": "text/plain", "data": "3."},
+    }
+    found = {"type": "search_result", "source": "u", "title": "t", "content": [{"type": "text", "text": "4."}]}
+    content = {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "5."}]}}
+    [said] = parsed(messages=[{"role": "user", "content": [document, found, content]}]).messages
+    assert said["content"] == (
+        "<document>\n<title>Cats</title>\n3.\n</document>\n"
+        "<search_result>\n<source>u</source>\n<title>t</title>\n4.\n</search_result>\n"
+        "<document>\n5.\n</document>\n"
+    )
+    result = {"type": "tool_result", "tool_use_id": "x", "content": [found]}
+    [said] = parsed(messages=[{"role": "user", "content": [result]}]).messages
+    assert (said["role"], "4." in said["content"]) == ("tool", True)
+
+
+def test_a_managed_context_stays_as_it_is_and_says_so():
+    edits = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    assert parsed(context_management=edits).ignored_fields == ["context_management"]
 
 
 @pytest.mark.parametrize(
@@ -343,7 +382,12 @@ def test_what_would_change_the_answer_is_refused_but_for_off(name):
         ({"messages": [{"content": "x"}]}, "messages.0.role", "Field required"),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "Field required"),
         ({"messages": [USER, blocks({"type": "video"})]}, "messages.1.content.0.type", "video"),
-        ({"messages": [blocks({"type": "document"})]}, "messages.0.content.0.type", "document"),
+        ({"messages": [blocks({"type": "document"})]}, "messages.0.content.0.source", "required"),
+        (
+            {"messages": [blocks({"type": "document", "source": {"type": "base64", "data": ""}})]},
+            "messages.0.content.0.source.type",
+            "base64",
+        ),
         ({"messages": [blocks(use("t", {}))]}, "messages.0.content.0.type", "tool_use"),
         ({"messages": [blocks(text("x"), {"type": "text"})]}, "messages.0.content.1.text", "Field required"),
         (
