@@ -43,6 +43,7 @@ T = TypeVar("T")
 
 _LONG_REQUEST = 8192  # bytes of new text; tokenising more would keep the event loop from others
 
+_THINKS = "enable_thinking"  # by its own name, or among the kwargs of the chat template
 # What formats look for in an answer: one that its client has begun in the middle of it cannot be told apart.
 _MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 # The fields, over all dialects, by which a client asks for what an engine may lack.
@@ -87,12 +88,6 @@ class Answerer:
         self._record = record
         self._threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="tokenizing")
 
-    def reader(self, request: Request) -> Reader:
-        """What reads the tokens that are sampled for a request."""
-        if self._renderer is None:
-            raise no_engine(self._router.policy)
-        return self._renderer if request.prompt is None else PlainText(self._renderer)
-
     def work(
         self, attempt: Attempt, agent: str | None, dialect: Dialect, said: Said, exchange: Exchange
     ) -> Coroutine[Any, Any, bytes]:
@@ -113,23 +108,23 @@ class Answerer:
         if self._renderer is None:
             raise no_engine(model)
         _check_images(request, self._renderer)
-        _check_template_kwargs(request, self._renderer)
+        renderer, told = _told(request, self._renderer)
         attempt.history.keep(said, request.messages)
         new_bytes = _new_text(request) if said.read else len(said.body)
-        return self._sample_all(asked, self._renderer, long=new_bytes > _LONG_REQUEST)
+        return self._sample_all(asked, renderer, told, long=new_bytes > _LONG_REQUEST)
 
     async def count_tokens(self, request: Request, renderer: Renderer, size: int) -> int:
         """How many tokens a request's prompt has, whose body is `size` bytes long. Raises GatewayError."""
         render = partial(renderer.render, request.messages, request.tools)
         return len(await self._elsewhere(render) if size > _LONG_REQUEST else render())
 
-    async def _placed(self, asked: Asked, renderer: Renderer, *, long: bool) -> Place:
+    async def _placed(self, asked: Asked, renderer: Renderer, told: dict[str, Any], *, long: bool) -> Place:
         """The place of a request. A long one is tokenised in another thread; what else the attempt asks meanwhile finds
         its place after it, so that nobody looks while the attempt changes."""
         attempt, request, model = asked.attempt, asked.request, asked.model
         find: Callable[[], Place]
         if request.prompt is None:
-            find = partial(attempt.find_place, model, request.asked, request.tools, renderer)
+            find = partial(attempt.find_place, model, request.asked, request.tools, renderer, told)
         else:
             find = partial(attempt.texts.place, attempt, model, request.prompt, PlainText(renderer))
         if not long and not attempt.placing.locked():
@@ -154,12 +149,12 @@ class Answerer:
             await asyncio.wait([working])
             raise
 
-    async def _sample_all(self, asked: Asked, renderer: Renderer, *, long: bool) -> bytes:
-        """Sample every choice of a request."""
+    async def _sample_all(self, asked: Asked, renderer: Renderer, told: dict[str, Any], *, long: bool) -> bytes:
+        """Sample every choice of a request, whose renderer was `told` so much for it alone."""
         attempt, request, model = asked.attempt, asked.request, asked.model
         earlier = [one.live for one in _earlier(asked)]
         first = 0 if earlier else attempt.take_numbers(request.n)
-        place = await self._placed(asked, renderer, long=long)
+        place = await self._placed(asked, renderer, told, long=long)
         forced = _forced(request, place, renderer)
         if earlier:  # told again where it was asked, though equal calls may have been answered since
             whole = earlier[0].prompt_ids()
@@ -168,7 +163,7 @@ class Answerer:
             self._count_fork(place)
             self._record_images(attempt, place)
         room = _room(request, len(place.prompt_ids) + len(forced))
-        reader = self.reader(request)
+        reader: Reader = renderer if request.prompt is None else PlainText(renderer)
         choices = [
             _Choice(asked, place, forced, reader, self._clock, room, index=index, number=first + index, call_id=call_id)
             for index, call_id in enumerate(
@@ -605,21 +600,31 @@ def _check_images(request: Request, renderer: Renderer) -> None:
             )
 
 
-def _check_template_kwargs(request: Request, renderer: Renderer) -> None:
-    """Raises GatewayError(400) for kwargs that this request's prompt is not rendered with: those of a run are fixed."""
-    asked = request.fields.get("chat_template_kwargs")
-    if asked is None or request.prompt is not None:
-        return
+def _told(request: Request, renderer: Renderer) -> tuple[Renderer, dict[str, Any]]:
+    """What renders a request's prompt, and what it is told for it alone. Raises GatewayError(400) for what it cannot
+    be told."""
+    asked = request.fields.get("chat_template_kwargs") or {}
+    field = "chat_template_kwargs"
+    if not isinstance(asked, dict):
+        raise GatewayError(400, f"{field} is no object", param=field)
+    if isinstance(thinks := request.fields.get(_THINKS), bool):
+        asked, field = {_THINKS: thinks, **asked}, field if asked else _THINKS
     known = renderer.chat_template_kwargs
-    if not isinstance(asked, dict) or any(name not in known or known[name] != asked[name] for name in asked):
+    other = {name: value for name, value in asked.items() if name not in known or known[name] != value}
+    if not other or request.prompt is not None:
+        return renderer, {}
+    try:
+        return renderer.told(other), other
+    except (ValueError, TypeError) as error:
+        if other == {_THINKS: False}:  # which a format that never thinks cannot be told
+            return renderer, {}
         raise GatewayError(
             400,
-            f"chat_template_kwargs={str(asked)[:200]} is not how prompts are rendered here ({dict(known)}); leave it "
-            "out, or set it for all: actor_rollout_ref.rollout.multi_turn.chat_template_kwargs, or "
-            "`serve --chat-template-kwargs`",
-            param="chat_template_kwargs",
+            f"{field}: {' '.join(str(error).split())[:300]}; prompts are rendered with {dict(known)} here: "
+            "actor_rollout_ref.rollout.multi_turn.chat_template_kwargs, `serve --chat-template-kwargs`",
+            param=field,
             kind="unsupported_parameter",
-        )
+        ) from error
 
 
 def _forced(request: Request, place: Place, renderer: Renderer) -> list[int]:

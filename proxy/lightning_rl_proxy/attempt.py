@@ -15,7 +15,7 @@ was asked while nothing was answered is read with its answer.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -409,12 +409,17 @@ class Attempt:
         return first
 
     def find_place(
-        self, model: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, renderer: Renderer
+        self,
+        model: str,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        renderer: Renderer,
+        told: Mapping[str, Any] | None = None,
     ) -> Place:
-        """The place of a request that has just arrived."""
+        """The place of a request that has just arrived; `told` is what its renderer was told besides, for it alone."""
         if renderer.vision is not None:
             messages = self._with_images_named(messages)
-        turn = self.find_turn(model, messages, tools)
+        turn = self.find_turn(model, messages, tools, told)
         if turn.parent is None:
             ids, media = self._shown(renderer, renderer.render(messages, tools), messages)
             return replace(turn.with_prompt(ids, messages), media=media)
@@ -455,9 +460,15 @@ class Attempt:
         self.images.setdefault(image.sha256, image)
         self.image_urls[url_of(image.sha256)] = image.sha256
 
-    def find_turn(self, model: str, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> Place:
+    def find_turn(
+        self,
+        model: str,
+        messages: Sequence[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        told: Mapping[str, Any] | None = None,
+    ) -> Place:
         """The place by messages alone of a request that nobody here renders: without prompt ids."""
-        asked = Asked(echo.seed(model), messages, echo.digest_tools(tools))
+        asked = Asked(echo.seed(model), messages, echo.digest_tools(tools, told))
         trail = self.follow(asked)
         if trail is None:
             return Place(None, [], [], messages, None, asked, None)

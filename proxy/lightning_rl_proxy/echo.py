@@ -97,8 +97,10 @@ def split(echoes: list[Echo], tools: bytes) -> Conversation:
     return Conversation(Head(tools, tuple(echo.text for echo in echoes[:first])), echoes[first:])
 
 
-def digest_tools(tools: Any) -> bytes:
-    """What identifies a request's tools."""
+def digest_tools(tools: Any, told: Any = None) -> bytes:
+    """What identifies a request's tools, and what else its prompt is rendered with where that is not as for others."""
+    if told:
+        return _digest(_json([tools or [], told]))
     return _digest(_json(tools)) if tools else _NO_TOOLS
 
 

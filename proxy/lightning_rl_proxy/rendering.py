@@ -32,6 +32,7 @@ _SHORT_TEXTS = 1024
 # Where an assistant's message holds its answer, and the marks in there that are the format's.
 _ANSWERED = ("content", "reasoning_content", "reasoning", "thinking")
 _SPARED = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
+_VARIANTS = 16
 _TAIL = 64  # tokens; so near its end a prompt says whether an answer begins inside of its reasoning
 
 
@@ -123,6 +124,10 @@ class Renderer(Protocol):
     stop_token_ids: list[int]
     tokenizer: "FastTokenizer"
     chat_template_kwargs: Mapping[str, Any]  # every prompt is rendered with these, as far as they are known
+
+    def told(self, kwargs: Mapping[str, Any]) -> "Renderer":
+        """The same format, told these beside its own `chat_template_kwargs`. Raises ValueError where it cannot."""
+        ...
 
     @property
     def vision(self) -> Vision | None:
@@ -264,6 +269,23 @@ class FastTokenizer:
         return None if text is None else self._tokenizer.token_to_id(text)
 
 
+class Variants:
+    """One chat format told other things, each made when it is first asked for, and kept: so many at most."""
+
+    def __init__(self, make: "Callable[[Mapping[str, Any]], Renderer]") -> None:
+        self._make = make
+        self._made: dict[str, Renderer] = {}
+
+    def told(self, kwargs: Mapping[str, Any]) -> "Renderer":
+        """The format told these. Raises ValueError for what it cannot be told, and for one way too many."""
+        key = json.dumps(dict(kwargs), sort_keys=True)
+        if key not in self._made:
+            if len(self._made) >= _VARIANTS:
+                raise ValueError(f"prompts are rendered in {_VARIANTS} other ways already, and no more are kept")
+            self._made[key] = self._make(kwargs)
+        return self._made[key]
+
+
 class LibraryRenderer:
     """A renderer of the `renderers` library, held to the append-only contract."""
 
@@ -281,10 +303,17 @@ class LibraryRenderer:
         self.markup = _library_markup(renderer.config.name, tokenizer, self.stop_token_ids)
         self._forcing: Forcing | None = None
         self._lead: str | None = None
+        self.told = Variants(self._told).told
         self._opens_reasoning = lru_cache(_SHORT_TEXTS)(self._opens)
         # Of a format all of whose marks are tokens of their own; an answer that holds none of them is its text.
         marks = () if self.markup is None or self.markup.bare_calls else self.markup.marks()
         self._marks = marks if self.markup is not None and len(self.markup.tokens) == len(marks) else ()
+
+    def _told(self, kwargs: Mapping[str, Any]) -> "LibraryRenderer":
+        config = self._renderer.config
+        check_kwargs(kwargs, config.template_field_names(), f"renderer {config.name!r}")
+        told = type(config).model_validate(config.model_dump() | dict(kwargs))
+        return LibraryRenderer(renderers.create_renderer(self.tokenizer, told), self.tokenizer)
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[int]:
         """See `Renderer`."""

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +32,7 @@ from lightning_rl_proxy.rendering import (
     FastTokenizer,
     Forcing,
     Markup,
+    Variants,
     arguments_parsed,
     begun,
     check_kwargs,
@@ -143,6 +145,9 @@ class TemplateRenderer:
         self.markup = self._markup()
         self._forcing: Forcing | None = None
         self._lead: str | None = None
+        again = partial(TemplateRenderer, folder, tokenizer, texts, model=model, history=history, vision=vision)
+        own = self.chat_template_kwargs
+        self.told = Variants(lambda kwargs: again(chat_template_kwargs={**own, **kwargs})).told
         self._model = model
         self._hides_tools = self._writes_no_tools()
         self._warn(model)

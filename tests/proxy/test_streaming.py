@@ -19,6 +19,7 @@ from lightning_rl_proxy.dialects import chat_completions, completions, messages,
 from lightning_rl_proxy.dialects.base import Dialect, Opening
 from lightning_rl_proxy.parsing import AnswerParser
 from lightning_rl_proxy.rendering import FastTokenizer, LibraryRenderer
+from lightning_rl_proxy.texts import PlainText
 from tests.proxy.conftest import EITHER_SERVER, Served
 
 USER = {"role": "user", "content": "how many?"}
@@ -270,8 +271,10 @@ def test_the_recorded_ids_through_the_serializer_are_the_streamed_events(
         prompt_tokens=span.attributes[semconv.INPUT_TOKENS],
     )
     told = dialect.events(request, opening)
+    renderer = served.gateway._renderer
+    assert renderer is not None
     parser = AnswerParser(
-        served.gateway._answerer.reader(request), call.call_id, call.prompt_ids, request.tools,
+        renderer if request.prompt is None else PlainText(renderer), call.call_id, call.prompt_ids, request.tools,
         stop=request.sampling.stop or (),
     )  # fmt: skip
     out = [told.start()]

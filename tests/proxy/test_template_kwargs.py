@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 import transformers
@@ -15,6 +16,7 @@ from lightning_rl_proxy.rendering import FastTokenizer, load_renderer
 from lightning_rl_proxy.router import Router
 from tests.proxy.conftest import MODEL, SECRET, TOKENIZER, MemoryLedger, ScriptedEngine, Served, listening
 from tests.proxy.test_rendering import folder
+from tests.proxy.test_templates import CHATML
 
 Message = dict[str, Any]
 OFF = {"enable_thinking": False}
@@ -120,7 +122,43 @@ def test_a_request_may_ask_for_what_is_so_anyway(serve: Served, asked: Any) -> N
     assert "lightning_rl.ignored_fields" not in serve.ledger.spans[0].attributes
 
 
-@pytest.mark.parametrize("asked", [{"enable_thinking": True}, {"style": "terse"}, "no", {"enable_thinking": None}])
+THINKING = [{"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}]
+
+
+@pytest.mark.parametrize("fields", THINKING)
+@pytest.mark.parametrize("door", ["chat/completions", "responses", "messages"])
+def test_a_request_may_ask_for_a_prompt_of_its_own_and_its_conversation_goes_on(
+    serve: Served, fields: dict[str, Any], door: str
+) -> None:
+    renderer = serve.gateway._renderer
+    assert renderer is not None
+    messages = [user("one")]
+    thinks = renderer.told({"enable_thinking": True})
+    for _ in range(2):
+        asked = {"input": messages} if door == "responses" else {"messages": messages, "max_tokens": 64}
+        asked.pop("max_tokens", None) if door == "chat/completions" else None
+        body = {"model": MODEL} | asked | fields
+        got = httpx.post(f"{serve.base_url()}/{door}", json=body, headers={"x-api-key": serve.key()})
+        assert got.status_code == 200, got.text
+        messages = [*messages, {"role": "assistant", "content": "ok"}, user("two")]
+    assert serve.engine.prompts[0] == thinks.render([user("one")], None) != renderer.render([user("one")], None)
+    by_chat(serve, messages)
+    serve.seal()
+    one, two, three = serve.ledger.calls()
+    assert (two.parent_id, three.parent_id) == (one.call_id, None)  # the last one is not told so
+    assert all("lightning_rl.ignored_fields" not in span.attributes for span in serve.ledger.spans)
+
+
+def test_a_format_that_never_thinks_need_not_be_told_so(served: Served, tmp_path: Path) -> None:
+    plain = load_renderer(folder(tmp_path, chat_template=CHATML), "template", MODEL)
+    served.gateway._renderer = served.gateway._answerer._renderer = plain
+    for thinks, status in ((False, 200), (True, 400)):
+        body = {"model": MODEL, "messages": [user("one")], "enable_thinking": thinks}
+        key = {"x-api-key": served.key()}
+        assert httpx.post(f"{served.base_url()}/chat/completions", json=body, headers=key).status_code == status
+
+
+@pytest.mark.parametrize("asked", [{"stile": "terse"}, "no"])
 @pytest.mark.parametrize("path", ["chat", "responses"])
 def test_a_request_that_asks_for_another_prompt_is_told_so(serve: Served, asked: Any, path: str) -> None:
     sdk = openai.OpenAI(base_url=serve.base_url(), api_key=serve.key(), max_retries=0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_rl_proxy.dialects import chat_completions, completions, messages, responses
-from lightning_rl_proxy.dialects.base import Tables
+from lightning_rl_proxy.dialects.base import WHY, Tables
 from tests.sdk import players
 from tests.sdk.players import CONVERSATIONS, MODES, PLAYERS, Mode
 from tests.sdk.stage import Environment, Outcome, Play, Stage, amiss, staged
@@ -129,24 +129,26 @@ def features(cells: Mapping[Cell, str]) -> str:
 
 
 def fields() -> str:
-    """The three tables of fields of each dialect."""
-    rows = [
-        [
-            title,
-            ", ".join(f"`{name}`" for name in sorted(tables.honoured)),
-            ", ".join(f"`{name}`" for name in sorted(tables.hints)),
-            ", ".join(f"`{name}`{_off(values)}" for name, values in sorted(tables.off.items())),
-        ]
-        for title, tables in DIALECTS.values()
-    ]
+    """The tables of fields of each dialect."""
     return "\n".join(
-        f"### {title}: fields\n\n- honoured: {honoured}\n- hints: {hints}\n- refused: {off}\n"
-        for title, honoured, hints, off in rows
+        f"### {title}: fields\n\n"
+        f"- honoured: {', '.join(f'`{name}`' for name in sorted(tables.honoured))}\n"
+        f"- hints: {', '.join(f'`{name}`' for name in sorted(tables.hints))}\n\n"
+        + _table(["field", "what becomes of it", "why"], [*_relaxed(tables), *_refused(tables)])
+        for title, tables in DIALECTS.values()
     )
 
 
+def _relaxed(tables: Tables) -> Iterable[list[str]]:
+    return ([f"`{name}`", "relaxed", done] for name, done in sorted(tables.relaxed.items()))
+
+
+def _refused(tables: Tables) -> Iterable[list[str]]:
+    return ([f"`{name}`", f"refused{_off(values)}", WHY[name]] for name, values in sorted(tables.off.items()))
+
+
 def _off(values: tuple[Any, ...]) -> str:
-    return f" (but for `{'`, `'.join(map(json.dumps, values))}`)" if values else ""
+    return f", but for `{'`, `'.join(map(json.dumps, values))}`" if values else ""
 
 
 def _table(head: list[str], rows: Iterable[list[str]]) -> str:

@@ -88,6 +88,7 @@ ENGINE_FIELDS = frozenset(
     {
         "stop_token_ids", "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "guided_json",
         "guided_regex", "guided_choice", "guided_grammar", "guided_json_object", "regex", "ebnf",
+        "chat_template_kwargs", "enable_thinking",
     }
 )  # fmt: skip
 # ... and what would change the answer and is not done here, but for the values that ask for nothing.
@@ -115,6 +116,50 @@ ENGINE_OFF: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "lora_path": (),
     "typical_p": (1,),
+}
+# Why what is refused is refused, by the name of the field.
+WHY = {
+    "ignore_eos": "an answer ends with its turn; a prompt of Completions may go on",
+    "continue_final_message": "Chat Completions' word; Messages goes on from a last message of the assistant",
+    "add_generation_prompt": "without it there is no answer to give, but with continue_final_message",
+    "use_beam_search": "tokens of a beam were not sampled: they have no log probability to train on",
+    "length_penalty": "of beam search",
+    "early_stopping": "of beam search",
+    "include_stop_str_in_output": "the text of an answer ends before what stopped it; its tokens do not",
+    "skip_special_tokens": "a text that shows special tokens would come back as other tokens",
+    "no_stop_trim": "the text of an answer ends before what stopped it; its tokens do not",
+    "stop_regex": "stop strings are looked for in the gateway, as texts",
+    "structural_tag": "its marks differ between chat formats and engines",
+    "guided_whitespace_pattern": "no engine here takes it with a request",
+    "truncate_prompt_tokens": "a shorter prompt is another one: leave messages out instead",
+    "prompt_logprobs": "prompts are not scored",
+    "chat_template": "the chat format is the policy's, the same in every call",
+    "documents": "chat formats here have no place for them: put them into a message",
+    "logits_processors": "an engine would run what an agent sends",
+    "custom_logit_processor": "an engine would run what an agent sends",
+    "custom_params": "of custom_logit_processor",
+    "vllm_xargs": "what they do is not known here",
+    "thinking_token_budget": "no engine here takes it with a request",
+    "lora_path": "which weights answer is the run's business",
+    "typical_p": "no engine here has it",
+    "modalities": "answers are text",
+    "audio": "answers are text",
+    "web_search_options": "nothing here searches the web",
+    "response_format": "this dialect says it otherwise, or not at all",
+    "suffix": "an answer is sampled behind its prompt, not into it",
+    "background": "answers are given while their client waits",
+    "conversation": "conversations are not kept: send the items, or previous_response_id",
+    "max_tool_calls": "no tool is run here",
+    "moderation": "nothing is moderated here",
+    "prompt": "stored prompts are not kept here: send the text",
+    "n": "this API has one answer",
+    "max_tokens": "this dialect's word is max_output_tokens",
+    "max_completion_tokens": "this dialect's word is max_output_tokens",
+    "logprobs": "this API has none",
+    "mcp_servers": "no tool is run here",
+    "container": "no tool is run here",
+    "compaction": "nothing is compacted here",
+    "thread": "conversations are not kept here: send the messages",
 }
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=_MAX)]
 _Word = Annotated[str, msgspec.Meta(min_length=1)]
@@ -144,6 +189,8 @@ class SamplingWire(msgspec.Struct, kw_only=True):
     guided_json_object: bool | None = None
     regex: str | None = None
     ebnf: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
 
     def sampling(self, **spelt_otherwise: Any) -> Sampling:
         """These fields as they are, and what the dialect has other words for."""
@@ -191,11 +238,8 @@ _STRUCTURED = {
     "json": "json_schema", "json_object": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"
 }  # fmt: skip
 _constraining = attrgetter(*_CONSTRAINTS, "guided_json_object", "structured_outputs")
-_ALIKE = tuple(
-    name
-    for name in SamplingWire.__struct_fields__
-    if name not in _CONSTRAINTS and name not in ("guided_json_object", "structured_outputs")
-)
+_NO_SAMPLING = ("guided_json_object", "structured_outputs", "chat_template_kwargs", "enable_thinking")
+_ALIKE = tuple(name for name in SamplingWire.__struct_fields__ if name not in _CONSTRAINTS and name not in _NO_SAMPLING)
 _alike = attrgetter(*_ALIKE)
 
 
@@ -360,7 +404,7 @@ def unsupported(name: str, value: Any) -> GatewayError:
     """A field changes the answer and cannot be honoured."""
     return GatewayError(
         400,
-        f"{name}={str(value)[:200]!r} is not supported here; leave it out",
+        f"{name}={str(value)[:200]!r} is not supported here{f' ({WHY[name]})' if name in WHY else ''}; leave it out",
         param=name,
         kind="unsupported_parameter",
     )

@@ -39,7 +39,6 @@ TABLES = Tables(
             "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "seed", "stop",
             "max_tokens", "max_completion_tokens", "logprobs", "response_format", "stream", "stream_options",
             "functions", "function_call",  # what tools were called before
-            "chat_template_kwargs", "enable_thinking",
             "max_context_tokens",  # ours: of prompt and answer together, in the policy's own tokens
         }
         | ENGINE_FIELDS
@@ -109,8 +108,6 @@ class Wire(SamplingWire, kw_only=True):
     response_format: _ResponseFormat | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
     functions: list[dict[str, Any]] | None = None
     function_call: Literal["auto", "none"] | _Function | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
