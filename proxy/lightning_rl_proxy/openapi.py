@@ -205,7 +205,7 @@ class _LocalShellCall(msgspec.Struct, tag="local_shell_call"):
     id: str | None = None
 
 
-class _Operation(msgspec.Struct):
+class _FileOperation(msgspec.Struct):
     type: Literal["create_file", "update_file", "delete_file"]
     path: str
     diff: str | None = None
@@ -213,7 +213,7 @@ class _Operation(msgspec.Struct):
 
 class _ApplyPatchCall(msgspec.Struct, tag="apply_patch_call"):
     call_id: str
-    operation: _Operation
+    operation: _FileOperation
     id: str | None = None
 
 

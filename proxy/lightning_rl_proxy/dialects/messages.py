@@ -71,6 +71,8 @@ TABLES = Tables(
 # Arguments that are no JSON object have no place in `input`; Anthropic's documentation names this key for them.
 _INVALID = "INVALID_JSON"
 _BREAK = {"type": "text", "text": "\n\n"}
+# What litellm writes where an assistant said nothing, since Anthropic takes no empty text: so it says nothing here.
+_NOTHING = "[System: Empty message content sanitised to satisfy protocol]"
 # Claude Code's first system block: billing data, no prompt; it differs in every request, so each would fork.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _TOOL_FIELDS = frozenset(
@@ -241,8 +243,10 @@ def parse_count(fields: dict[str, Any]) -> Request:
 def serialize(request: Request, opening: Opening, answers: Sequence[Answer]) -> bytes:
     """See `Dialect`."""
     (answer,) = answers
-    edits = {"context_management": {"applied_edits": []}} if request.fields.get("context_management") else {}
-    return msgspec.json.encode(_message(opening, _blocks(answer), answer) | edits)
+    message = _message(opening, _blocks(answer), answer)
+    if request.fields.get("context_management"):
+        message["context_management"] = {"applied_edits": []}
+    return msgspec.json.encode(message)
 
 
 def count(tokens: int) -> bytes:
@@ -437,7 +441,7 @@ def _assistant(blocks: Iterable[_Text | _Thinking | _RedactedThinking | _ToolUse
     calls = []
     for block in blocks:
         if isinstance(block, _Text):
-            text += block.text
+            text += "" if block.text == _NOTHING else block.text
         elif isinstance(block, _Thinking):
             reasoning += block.thinking
         elif isinstance(block, _ToolUse):

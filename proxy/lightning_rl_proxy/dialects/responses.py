@@ -443,7 +443,7 @@ def _item(where: str, item: Any, known: Mapping[str, list[dict[str, Any]]]) -> d
         case "function_call":
             return [_Piece("call", _called(where, item), _answer_of(item))]
         case "custom_tool_call" | "local_shell_call" | "apply_patch_call":
-            return [_Piece("call", _called_with_text(where, kind, item), _answer_of(item))]
+            return [_Piece("call", _called_with_text(where, str(kind), item), _answer_of(item))]
         case "local_shell_call_output" if "call_id" not in item:
             return {"role": "tool", "tool_call_id": _text(where, item, "id"), "content": _text(where, item, "output")}
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output" | "apply_patch_call_output":
@@ -632,8 +632,8 @@ def _tool_choice(
             if not known:
                 raise _wrong("tool_choice", "is 'required', but there are no tools")
             return tools, "required"
-        case {"type": "allowed_tools"}:
-            return allowed("tool_choice", choice.get("mode"), choice.get("tools"), tools)
+        case {"type": "allowed_tools", **named}:
+            return allowed("tool_choice", named.get("mode"), named.get("tools"), tools)
         case {"type": "function" | "custom" | "local_shell" | "apply_patch" as kind}:
             name = _text("tool_choice", choice, "name") if kind in ("function", "custom") else kind
             if name not in known:

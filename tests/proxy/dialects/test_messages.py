@@ -703,3 +703,10 @@ def test_an_error_in_a_stream_is_raised():
         Service(body).client().messages.stream(model="m", max_tokens=64, messages=[USER]) as stream,
     ):
         stream.until_done()
+
+
+def test_litellms_word_for_an_empty_text_is_none():
+    text = {"type": "text", "text": "[System: Empty message content sanitised to satisfy protocol]"}
+    call = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
+    [_, said] = parsed(messages=[USER, {"role": "assistant", "content": [text, call]}, USER]).messages[:2]
+    assert said["content"] == ""
