@@ -194,9 +194,9 @@ def size_of(data: bytes) -> tuple[int, int] | None:
 
 def _webp_size(data: bytes) -> tuple[int, int] | None:
     kind = data[12:16]
-    if kind == b"VP8X":
+    if kind == b"VP8X" and len(data) >= 30:
         return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
-    if kind == b"VP8L":
+    if kind == b"VP8L" and len(data) >= 25:
         bits = int.from_bytes(data[21:25], "little")
         return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
     if kind == b"VP8 ":

@@ -213,5 +213,11 @@ def test_whatever_spans_say_nothing_is_raised_and_all_can_be_told(said: list[tup
     assert msgspec.json.encode(told_of(spans))
     assert len(triplets_of_otel(told_of(spans))) == len(told_of(spans).calls)
     for each in spans:
-        found = conventions.read(each)
-        assert found is None or found
+        found, told = conventions.read(each), told_of([each])
+        assert told.calls == (found if isinstance(found, list) else [])
+        assert told.diagnoses == ([found] if isinstance(found, conventions.Diagnosis) else [])
+        for call in told.calls:
+            assert call.response_ids
+            assert call.logprobs is None or len(call.logprobs) == len(call.response_ids)
+        for diagnosis in told.diagnoses:
+            assert diagnosis.missing

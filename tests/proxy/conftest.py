@@ -37,11 +37,18 @@ MODEL = "policy"
 VERSION = 7  # of the engine's weights
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def all_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is done for long conversations alone is done for the short ones of the tests."""
     monkeypatch.setattr(attempt, "_LONG", 1)
     monkeypatch.setattr(history, "_LONG", 1)
+
+
+@pytest.fixture(params=["as it is", "all is long"])
+def either_length(request: pytest.FixtureRequest) -> None:
+    """A conversation as it is, and as if it were long."""
+    if request.param == "all is long":
+        request.getfixturevalue("all_is_long")
 
 
 class MemoryLedger:

@@ -22,6 +22,8 @@ from lightning_rl_proxy.rendering import FastTokenizer, LibraryRenderer
 from lightning_rl_proxy.router import Router
 from tests.proxy.conftest import MODEL, SECRET, MemoryLedger, ScriptedEngine, Served, listening
 
+pytestmark = pytest.mark.usefixtures("either_length")
+
 Message = dict[str, Any]
 
 

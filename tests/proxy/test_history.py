@@ -12,6 +12,7 @@ from lightning_rl_proxy.dialects.base import decode
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.history import History, Said
 
+pytestmark = pytest.mark.usefixtures("all_is_long")
 CHAT = [{"role": ("user", "assistant")[i % 2], "content": f"turn {i} of all"} for i in range(20)]
 
 texts = st.text(st.sampled_from('ab" \\]}[{,:é\n'), max_size=6)

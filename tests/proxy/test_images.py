@@ -287,7 +287,10 @@ def test_the_header_says_what_the_image_is(width: int, height: int, form: tuple[
 @given(st.binary(max_size=40), st.sampled_from([b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"RIFF0000WEBPVP8L", b"GIF89a"]))
 def test_a_broken_header_is_no_image_and_no_crash(rest: bytes, head: bytes) -> None:
     size = images.size_of(head + rest)
-    assert size is None or len(size) == 2
+    if len(rest) < 4:
+        assert size is None
+    elif size is not None:
+        assert min(size) >= 0
 
 
 @given(st.integers(1, 400), st.integers(1, 400), st.sampled_from([(4, 64, 1024), (14, 3136, 100_352)]))

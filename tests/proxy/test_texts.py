@@ -11,6 +11,8 @@ from lightning_rl_adapters import semconv
 from lightning_rl_proxy.rendering import FastTokenizer
 from tests.proxy.conftest import Served
 
+pytestmark = pytest.mark.usefixtures("either_length")
+
 TURN = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
