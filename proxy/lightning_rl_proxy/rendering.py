@@ -270,19 +270,18 @@ class FastTokenizer:
 
 
 class Variants:
-    """One chat format told other things, each made when it is first asked for, and kept: so many at most."""
+    """One chat format told other things, each made when it is first asked for; those asked for last are kept."""
 
     def __init__(self, make: "Callable[[Mapping[str, Any]], Renderer]") -> None:
         self._make = make
         self._made: dict[str, Renderer] = {}
 
     def told(self, kwargs: Mapping[str, Any]) -> "Renderer":
-        """The format told these. Raises ValueError for what it cannot be told, and for one way too many."""
+        """The format told these. Raises ValueError for what it cannot be told."""
         key = json.dumps(dict(kwargs), sort_keys=True)
-        if key not in self._made:
-            if len(self._made) >= _VARIANTS:
-                raise ValueError(f"prompts are rendered in {_VARIANTS} other ways already, and no more are kept")
-            self._made[key] = self._make(kwargs)
+        self._made[key] = self._made.pop(key) if key in self._made else self._make(kwargs)
+        if len(self._made) > _VARIANTS:
+            del self._made[next(iter(self._made))]
         return self._made[key]
 
 

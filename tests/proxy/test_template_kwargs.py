@@ -12,7 +12,7 @@ import transformers
 
 from lightning_rl_adapters import credit, forest, rows
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.rendering import FastTokenizer, load_renderer
+from lightning_rl_proxy.rendering import FastTokenizer, Variants, load_renderer
 from lightning_rl_proxy.router import Router
 from tests.proxy.conftest import MODEL, SECRET, TOKENIZER, MemoryLedger, ScriptedEngine, Served, listening
 from tests.proxy.test_rendering import folder
@@ -228,3 +228,19 @@ def test_a_format_without_kwargs_says_so(tmp_path: Path) -> None:
         ValueError, match=r"the chat template of \S+ cannot be used: .*'enable_thinking', and it takes none"
     ):
         load_renderer(folder(tmp_path, chat_template=plain), "template", "mine", chat_template_kwargs=OFF)
+
+
+def test_of_the_ways_a_format_is_told_those_asked_for_last_are_kept() -> None:
+    made: list[Any] = []
+
+    def make(kwargs: Mapping[str, Any]) -> Any:
+        made.append(kwargs)
+        return object()
+
+    variants = Variants(make)
+    first, *_ = [variants.told({"style": str(number)}) for number in range(16)]
+    assert variants.told({"style": "0"}) is first
+    variants.told({"style": "another"})  # the oldest goes: that is not the first, which was asked for since
+    assert (variants.told({"style": "0"}), len(made)) == (first, 17)
+    variants.told({"style": "1"})
+    assert len(made) == 18
