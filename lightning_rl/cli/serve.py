@@ -92,7 +92,8 @@ def run(
         typer.Option(
             metavar="NAME=NUMBER",
             help="What is over a limit is refused: body_bytes, control_body_bytes, header_bytes, messages (of a "
-            "request), calls_in_flight (of an attempt), open_attempts. May repeat.",
+            "request), calls_in_flight (of an attempt), open_attempts, head_seconds, body_seconds (of a request that "
+            "comes slowly). May repeat.",
         ),
     ] = None,
 ) -> None:

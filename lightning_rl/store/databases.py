@@ -127,6 +127,7 @@ class Sqlite:
 
     # Primary codes: https://www.sqlite.org/rescode.html
     _UNWRITABLE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
+    _DAMAGED = (sqlite3.SQLITE_CORRUPT,)
 
     def __init__(self, url: sa.URL) -> None:
         self.place = url.render_as_string()
@@ -151,7 +152,7 @@ class Sqlite:
                 self._opened = self._opened or self._files()
                 self._check_files()
                 return done
-            except sa.exc.OperationalError as error:
+            except sa.exc.DatabaseError as error:  # a damaged file is no OperationalError
                 raise self._refusal(error) from error
 
     read = write  # a transaction that read first and wrote later could fail half-way on a lock
@@ -202,10 +203,15 @@ class Sqlite:
             "its journal"
         )
 
-    def _refusal(self, error: sa.exc.OperationalError) -> Exception:
+    def _refusal(self, error: sa.exc.DatabaseError) -> Exception:
         code = error.orig.sqlite_errorcode & 0xFF if isinstance(error.orig, sqlite3.Error) else None
         if code == sqlite3.SQLITE_BUSY:
             return _held(str(self._file), error)
+        if code in self._DAMAGED:
+            return StoreUnwritable(
+                f"the store {self._file} is damaged ({error.orig}): put a copy of it back, or save what can be read "
+                f"with `sqlite3 {self._file} .recover`, and check the disk; what came since waits in the journal"
+            )
         if code not in self._UNWRITABLE:
             return error
         return StoreUnwritable(

@@ -22,7 +22,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `body_bytes` are those of a request at a model door, fewer where no prompt can need as many (`for_context`);
     `control_body_bytes` at the control plane, where tasks come in by the thousand; `header_bytes` those of a
     request's path and headers; `messages` those of one request; `calls_in_flight` those of one attempt;
-    `open_attempts` those of the server, at which nothing more is handed out.
+    `open_attempts` those of the server, at which nothing more is handed out. A connection has `head_seconds` for
+    the head of a request, and is closed where `body_seconds` bring nothing of its body.
     """
 
     body_bytes: _Limit = 64 * 2**20
@@ -31,6 +32,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     messages: _Limit = 10_000
     calls_in_flight: _Limit = 1024
     open_attempts: _Limit = 10_000
+    head_seconds: _Limit = 30
+    body_seconds: _Limit = 60
 
     def for_context(self, tokens: int) -> "Limits":
         """The limits of a server whose prompts have so many tokens at most.

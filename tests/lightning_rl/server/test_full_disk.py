@@ -24,6 +24,7 @@ from lightning_rl.store.errors import StoreUnwritable
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_proxy.recorder import replay
 from tests.lightning_rl.server.test_process import Policy, journal, refusal, span
+from tests.lightning_rl.store.test_sql import damaged
 
 
 @contextmanager
@@ -115,6 +116,11 @@ def test_a_server_on_a_full_disk_does_not_start_and_keeps_its_journal(tmp_path) 
     with full_disk(os.getpid()):  # of which the server is a child
         assert refusal(tmp_path).startswith(f"the store {tmp_path}/store.db cannot be written")
     assert [left.span_id for left in replay(tmp_path / "gateway.journal").records] == [record.span_id]
+
+
+def test_a_server_on_a_damaged_store_says_so_in_one_line(tmp_path) -> None:
+    damaged(tmp_path / "store.db")
+    assert refusal(tmp_path).startswith(f"the store {tmp_path}/store.db is damaged (")
 
 
 @pytest.mark.parametrize("how", ["deleted", "its log deleted", "exchanged"])

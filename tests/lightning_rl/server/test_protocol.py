@@ -41,9 +41,10 @@ class App:
 
 
 @contextmanager
-def serving(app: App) -> Iterator[tuple[str, int]]:
+def serving(app: App, limits: Limits | None = None) -> Iterator[tuple[str, int]]:
     """The address of a server that speaks our HTTP."""
-    config = uvicorn.Config(app, http=protocol(Limits()), lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+    http = protocol(limits or Limits())
+    config = uvicorn.Config(app, http=http, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     listening = socket.create_server(("127.0.0.1", 0))
     thread = Thread(target=lambda: asyncio.run(server.serve([listening])))
@@ -78,3 +79,37 @@ def test_the_application_hears_of_a_client_that_leaves(size: int, before: int) -
             assert app.read.wait(30)
             assert not app.left.is_set()
         assert app.left.wait(30)
+
+
+HEAD = b"POST /now HTTP/1.1\r\nhost: x\r\ncontent-length: 8\r\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "trickle"),
+    [(b"", b""), (HEAD, b""), (HEAD, b"x: y\r\n"), (HEAD + b"\r\nhalf", b"")],
+    ids=["nothing", "half a head", "a head that never ends", "half a body"],
+)
+def test_who_sends_nothing_more_holds_no_connection(said: bytes, trickle: bytes) -> None:
+    with serving(App(), Limits(head_seconds=1, body_seconds=1)) as address, socket.create_connection(address) as client:
+        client.sendall(said)
+        client.settimeout(0.1)
+        for _ in range(300):
+            try:
+                assert client.recv(100) == b""
+                return
+            except TimeoutError:
+                client.sendall(trickle)
+            except ConnectionError:
+                return
+        pytest.fail("it is still open")
+
+
+def test_a_request_that_comes_slowly_is_answered() -> None:
+    with serving(App(), Limits(head_seconds=1, body_seconds=1)) as address, socket.create_connection(address) as client:
+        for _ in range(2):  # also behind another one on the same connection
+            client.sendall(HEAD + b"\r\n")
+            for byte in b"a body..":
+                time.sleep(0.2)
+                client.sendall(bytes([byte]))
+            assert client.recv(4096).startswith(b"HTTP/1.1 200")
+            time.sleep(1.2)  # idle between requests, as clients that keep connections are

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import event
 
+from lightning_rl.store import databases
 from lightning_rl.store.contract import (
     ErrorInfo,
     Finish,
@@ -175,6 +176,40 @@ def test_a_file_that_is_no_database_is_refused(tmp_path) -> None:
     file.write_bytes(b"no database" * 100)
     with pytest.raises(ValueError, match="cannot be opened: file is not a database"):
         SqlStore(f"sqlite:///{file}")
+
+
+def damaged(file: Path) -> None:
+    """A store whose pages behind the schema's are overwritten."""
+    with closing(SqlStore(f"sqlite:///{file}")) as store:
+        claims = [store.start(RolloutRequest(task="x" * 500), "w") for _ in range(50)]
+        spans = [span(claim.attempt.attempt_id, 0, f"s{i}", claim.rollout.rollout_id) for i, claim in enumerate(claims)]
+        store.add_spans(spans)
+    with closing(sqlite3.connect(file)) as database:
+        [size], [pages] = (database.execute(f"PRAGMA {name}").fetchone() for name in ("page_size", "page_count"))
+        roots = {root for (root,) in database.execute("SELECT rootpage FROM sqlite_master")}
+    data = bytearray(file.read_bytes())
+    for page in range(max(5, min(roots)), pages):
+        data[page * size : page * size + 200] = b"\xff" * 200
+    file.write_bytes(data)
+
+
+def test_a_damaged_store_is_told_with_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "store.db"
+    damaged(file)
+    with pytest.raises(StoreUnwritable, match=rf"{file} is damaged \(.*\): put a copy of it back"):  # noqa: PT012, SIM117
+        with closing(SqlStore(f"sqlite:///{file}")) as store:
+            store.page(limit=1000)
+            store.recorded_calls()
+
+
+def test_a_store_that_another_process_holds_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "store.db"
+    SqlStore(f"sqlite:///{file}").close()
+    monkeypatch.setattr(databases, "_LOCK_SECONDS", 1)
+    with closing(sqlite3.connect(file, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(StoreUnwritable, match=rf"{file} was held by another process for 1 s"):
+            SqlStore(f"sqlite:///{file}")
 
 
 def test_whoever_sets_the_machines_clock_ends_no_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
