@@ -32,12 +32,7 @@ def launch(path: str, log: Path) -> Iterator[str]:
     child = Child("lightning_rl.inference.process", name="the embedded engine", log=log, first=first)
     try:
         child.start()
-        while "url" not in child.told:
-            child.hear(child.next_line())
-            if "error" in child.told:
-                raise EngineNotStarted(child.told["error"])
-        child.listen()
-        yield str(child.told["url"])
+        yield child.wait_until_told("url", EngineNotStarted)
     finally:
         child.stop()
 

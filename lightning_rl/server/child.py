@@ -95,6 +95,18 @@ class Child:
             raise self.died()
         return line
 
+    def wait_until_told(self, name: str, refused: Callable[[str], Exception]) -> str:
+        """What it tells by that name once it works; listens from then on.
+
+        Raises what `refused` makes of its `error`, where it tells one, and ChildDied when it ends without either.
+        """
+        while name not in self.told:
+            self.hear(self.next_line())
+            if "error" in self.told:
+                raise refused(self.told["error"])
+        self.listen()
+        return str(self.told[name])
+
     def listen(self) -> None:
         """Hear what else the child tells, in a thread of its own."""
         self._listener = threading.Thread(target=self._hear, name=f"listening to {self.name}", daemon=True)

@@ -103,9 +103,4 @@ def _started(child: Child, run_dir: Path) -> str:
         child.start()
     except OSError as error:
         raise ServerNotStarted(f"the run folder {run_dir} cannot be written: {error}") from error
-    while "url" not in child.told:
-        child.hear(child.next_line())
-        if "error" in child.told:
-            raise ServerNotStarted(child.told["error"])
-    child.listen()
-    return str(child.told["url"])
+    return child.wait_until_told("url", ServerNotStarted)
