@@ -127,10 +127,14 @@ class Answerer:
             find = partial(attempt.find_place, model, request.asked, request.tools, renderer, told)
         else:
             find = partial(attempt.texts.place, attempt, model, request.prompt, PlainText(renderer))
-        if not long and not attempt.placing.locked():
+        if not long and not attempt.unplaced:
             return find()
-        async with attempt.placing:
-            return await self._elsewhere(find) if long else find()
+        attempt.unplaced += 1
+        try:
+            async with attempt.placing:
+                return await self._elsewhere(find) if long else find()
+        finally:
+            attempt.unplaced -= 1
 
     async def _elsewhere(self, work: Callable[[], T]) -> T:
         """What `work` gives in another thread. Whoever is cancelled meanwhile waits until it is done."""

@@ -378,6 +378,7 @@ class Attempt:
         self.recorded: dict[bytes, list[Recorded]] = {}  # by their requests, of what was answered before it came here
         self.texts = Texts()
         self.placing = asyncio.Lock()  # held while another thread looks for a place
+        self.unplaced = 0  # requests that look for one there, or wait until they may look
         # The images that requests have shown, by their SHA-256, and which of them each URL or reference holds.
         self.images: dict[str, Image] = {}
         self.image_urls: dict[str, str] = {}

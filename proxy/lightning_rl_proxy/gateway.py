@@ -17,6 +17,7 @@ import msgspec
 import xxhash
 from prometheus_client import Histogram
 
+from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import to_span
 from lightning_rl_proxy import address as addresses
 from lightning_rl_proxy import baggage, openapi
@@ -468,7 +469,7 @@ class Gateway:
                 raise await self._closed(name)
             if attempt is None:
                 attempt = self._attempts[name] = attempt_of(address, info, now, self._renderer)
-                if info.spans:
+                if any(span.name == semconv.CALL_SPAN for span in info.spans):
                     self.interrupted(*name, "the gateway that had the attempt went away while it ran")
             attempt.checked_at = now
         return attempt
