@@ -49,7 +49,7 @@ def config(steps):
             "model": {{"path": {str(ROOT / "examples" / "sql_agent" / "checkpoint")!r}}},
             "rollout": {{"renderer": "qwen3", "n": 4}},
         }},
-        "trainer": {{"total_training_steps": steps}},
+        "trainer": {{"total_training_steps": steps, "all_failed": "go_on"}},
     }}
 """
 FIT = """
