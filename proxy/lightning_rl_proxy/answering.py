@@ -34,7 +34,7 @@ from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.exchange import Exchange
 from lightning_rl_proxy.history import Said
 from lightning_rl_proxy.parsing import AnswerParser, Reader
-from lightning_rl_proxy.rendering import Answer, Delta, Renderer
+from lightning_rl_proxy.rendering import Answer, Delta, Renderer, written
 from lightning_rl_proxy.router import Generation, Router, no_engine
 from lightning_rl_proxy.sampling import effective
 from lightning_rl_proxy.texts import PlainText
@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 _LONG_REQUEST = 8192  # bytes of new text; tokenising more would keep the event loop from others
 
+_KWARGS = "chat_template_kwargs"
+_WAYS = 8  # so many ways to render may one attempt ask for: each is made and proven anew
 _THINKS = "enable_thinking"  # by its own name, or among the kwargs of the chat template
 # What formats look for in an answer: one that its client has begun in the middle of it cannot be told apart.
 _MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -108,36 +110,35 @@ class Answerer:
         if self._renderer is None:
             raise no_engine(model)
         _check_images(request, self._renderer)
-        renderer, told = _told(request, self._renderer)
+        _check_told(request, attempt, self._renderer)
         attempt.history.keep(said, request.messages)
         new_bytes = _new_text(request) if said.read else len(said.body)
-        return self._sample_all(asked, renderer, told, long=new_bytes > _LONG_REQUEST)
+        return self._sample_all(asked, self._renderer, long=new_bytes > _LONG_REQUEST)
 
     async def count_tokens(self, request: Request, renderer: Renderer, size: int) -> int:
         """How many tokens a request's prompt has, whose body is `size` bytes long. Raises GatewayError."""
         render = partial(renderer.render, request.messages, request.tools)
         return len(await self._elsewhere(render) if size > _LONG_REQUEST else render())
 
-    async def _placed(self, asked: Asked, renderer: Renderer, told: dict[str, Any], *, long: bool) -> Place:
-        """The place of a request. A long one is tokenised in another thread; what else the attempt asks meanwhile finds
-        its place after it, so that nobody looks while the attempt changes."""
-        attempt, request, model = asked.attempt, asked.request, asked.model
-        find: Callable[[], Place]
-        if request.prompt is None:
-            find = partial(attempt.find_place, model, request.asked, request.tools, renderer, told)
-        else:
-            find = partial(attempt.texts.place, attempt, model, request.prompt, PlainText(renderer))
-        if not long and not attempt.unplaced:
-            return find()
+    async def _placed(self, asked: Asked, renderer: Renderer, *, long: bool) -> tuple[Renderer, Place]:
+        """What renders a request, and its place. A format that is told something new is made in another thread, and a
+        long request tokenised there; what else the attempt asks meanwhile finds its place after it, so that nobody
+        looks while the attempt changes."""
+        attempt, request = asked.attempt, asked.request
+        tell = partial(_told, request, renderer)
+        if not long and not attempt.unplaced and _is_known(request, renderer):
+            return _find(asked, *tell())
         attempt.unplaced += 1
         try:
             async with attempt.placing:
+                renderer, told = tell() if _is_known(request, renderer) else await self._in_thread(tell)
+                find = partial(_find, asked, renderer, told)
                 return await self._elsewhere(find) if long else find()
         finally:
             attempt.unplaced -= 1
 
     async def _elsewhere(self, work: Callable[[], T]) -> T:
-        """What `work` gives in another thread. Whoever is cancelled meanwhile waits until it is done."""
+        """What `work` gives in another thread, which tokenises one prompt there."""
         assert self._renderer is not None
         long_texts = self._renderer.tokenizer.long_texts
         long_texts.context = self._router.longest_context()
@@ -146,19 +147,23 @@ class Answerer:
             with long_texts.of_one_prompt():
                 return work()
 
-        working = asyncio.get_running_loop().run_in_executor(self._threads, bounded)
+        return await self._in_thread(bounded)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """What `work` gives in another thread. Whoever is cancelled meanwhile waits until it is done."""
+        working = asyncio.get_running_loop().run_in_executor(self._threads, work)
         try:
             return await asyncio.shield(working)
         except asyncio.CancelledError:
             await asyncio.wait([working])
             raise
 
-    async def _sample_all(self, asked: Asked, renderer: Renderer, told: dict[str, Any], *, long: bool) -> bytes:
-        """Sample every choice of a request, whose renderer was `told` so much for it alone."""
+    async def _sample_all(self, asked: Asked, renderer: Renderer, *, long: bool) -> bytes:
+        """Sample every choice of a request."""
         attempt, request, model = asked.attempt, asked.request, asked.model
         earlier = [one.live for one in _earlier(asked)]
         first = 0 if earlier else attempt.take_numbers(request.n)
-        place = await self._placed(asked, renderer, told, long=long)
+        renderer, place = await self._placed(asked, renderer, long=long)
         forced = _forced(request, place, renderer)
         if earlier:  # told again where it was asked, though equal calls may have been answered since
             whole = earlier[0].prompt_ids()
@@ -604,24 +609,62 @@ def _check_images(request: Request, renderer: Renderer) -> None:
             )
 
 
-def _told(request: Request, renderer: Renderer) -> tuple[Renderer, dict[str, Any]]:
-    """What renders a request's prompt, and what it is told for it alone. Raises GatewayError(400) for what it cannot
-    be told."""
-    asked = request.fields.get("chat_template_kwargs") or {}
-    field = "chat_template_kwargs"
+def _find(asked: Asked, renderer: Renderer, told: dict[str, Any]) -> tuple[Renderer, Place]:
+    """What renders a request, which was `told` so much for it alone, and the request's place."""
+    attempt, request, model = asked.attempt, asked.request, asked.model
+    if request.prompt is None:
+        return renderer, attempt.find_place(model, request.asked, request.tools, renderer, told)
+    return renderer, attempt.texts.place(attempt, model, request.prompt, PlainText(renderer))
+
+
+def _other_kwargs(request: Request, renderer: Renderer) -> tuple[dict[str, Any], str]:
+    """What a request's prompt is to be rendered with that others are not, and the field that says so. Raises
+    GatewayError(400) for what says nothing."""
+    asked, field = request.fields.get(_KWARGS) or {}, _KWARGS
     if not isinstance(asked, dict):
         raise GatewayError(400, f"{field} is no object", param=field)
     if isinstance(thinks := request.fields.get(_THINKS), bool):
         asked, field = {_THINKS: thinks, **asked}, field if asked else _THINKS
     known = renderer.chat_template_kwargs
     other = {name: value for name, value in asked.items() if name not in known or known[name] != value}
-    if not other or request.prompt is not None:
+    return ({} if request.prompt is not None else other), field
+
+
+def _is_known(request: Request, renderer: Renderer) -> bool:
+    """Whether what renders a request's prompt is made already."""
+    other, _ = _other_kwargs(request, renderer)
+    return not other or renderer.knows(other)
+
+
+def _check_told(request: Request, attempt: Attempt, renderer: Renderer) -> None:
+    """Raises GatewayError(400) for a request whose attempt has its prompts rendered in too many ways."""
+    other, field = _other_kwargs(request, renderer)
+    if not other:
+        return
+    way = written(other)
+    if way not in attempt.ways and len(attempt.ways) >= _WAYS:
+        raise GatewayError(
+            400,
+            f"{field}: this attempt has asked for {_WAYS} other ways to render its prompts, which is the most; "
+            "it may use those again",
+            param=field,
+            kind="unsupported_parameter",
+        )
+    attempt.ways.add(way)
+
+
+def _told(request: Request, renderer: Renderer) -> tuple[Renderer, dict[str, Any]]:
+    """What renders a request's prompt, and what it is told for it alone. Raises GatewayError(400) for what it cannot
+    be told."""
+    other, field = _other_kwargs(request, renderer)
+    if not other:
         return renderer, {}
     try:
         return renderer.told(other), other
     except (ValueError, TypeError) as error:
         if other == {_THINKS: False}:  # which a format that never thinks cannot be told
             return renderer, {}
+        known = renderer.chat_template_kwargs
         raise GatewayError(
             400,
             f"{field}: {' '.join(str(error).split())[:300]}; prompts are rendered with {dict(known)} here: "

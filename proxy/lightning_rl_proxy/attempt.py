@@ -383,6 +383,7 @@ class Attempt:
         self.images: dict[str, Image] = {}
         self.image_urls: dict[str, str] = {}
         self.images_recorded: set[str] = set()
+        self.ways: set[str] = set()  # how its prompts were to be rendered, other than all are
         self.history = History()
         self.responses: dict[str, list[dict[str, Any]]] = {}  # by the ids that a client may continue them with
         self._next_number = 0

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -127,6 +128,10 @@ class Renderer(Protocol):
 
     def told(self, kwargs: Mapping[str, Any]) -> "Renderer":
         """The same format, told these beside its own `chat_template_kwargs`. Raises ValueError where it cannot."""
+        ...
+
+    def knows(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether it was told these before, so that telling it again takes no time."""
         ...
 
     @property
@@ -275,14 +280,27 @@ class Variants:
     def __init__(self, make: "Callable[[Mapping[str, Any]], Renderer]") -> None:
         self._make = make
         self._made: dict[str, Renderer] = {}
+        self._lock = Lock()  # not held while one is made, which takes long
+
+    def knows(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether the format that is told these is made."""
+        return written(kwargs) in self._made
 
     def told(self, kwargs: Mapping[str, Any]) -> "Renderer":
-        """The format told these. Raises ValueError for what it cannot be told."""
-        key = json.dumps(dict(kwargs), sort_keys=True)
-        self._made[key] = self._made.pop(key) if key in self._made else self._make(kwargs)
-        if len(self._made) > _VARIANTS:
-            del self._made[next(iter(self._made))]
-        return self._made[key]
+        """The format told these, for any thread. Raises ValueError for what it cannot be told."""
+        key = written(kwargs)
+        told = self._made.get(key) or self._make(kwargs)
+        with self._lock:
+            self._made.pop(key, None)
+            self._made[key] = told
+            if len(self._made) > _VARIANTS:
+                del self._made[next(iter(self._made))]
+        return told
+
+
+def written(kwargs: Mapping[str, Any]) -> str:
+    """What is told a chat format, as a text that is the same for the same."""
+    return json.dumps(dict(kwargs), sort_keys=True)
 
 
 class LibraryRenderer:
@@ -302,7 +320,8 @@ class LibraryRenderer:
         self.markup = _library_markup(renderer.config.name, tokenizer, self.stop_token_ids)
         self._forcing: Forcing | None = None
         self._lead: str | None = None
-        self.told = Variants(self._told).told
+        variants = Variants(self._told)
+        self.told, self.knows = variants.told, variants.knows
         self._opens_reasoning = lru_cache(_SHORT_TEXTS)(self._opens)
         # Of a format all of whose marks are tokens of their own; an answer that holds none of them is its text.
         marks = () if self.markup is None or self.markup.bare_calls else self.markup.marks()

@@ -147,7 +147,8 @@ class TemplateRenderer:
         self._lead: str | None = None
         again = partial(TemplateRenderer, folder, tokenizer, texts, model=model, history=history, vision=vision)
         own = self.chat_template_kwargs
-        self.told = Variants(lambda kwargs: again(chat_template_kwargs={**own, **kwargs})).told
+        variants = Variants(lambda kwargs: again(chat_template_kwargs={**own, **kwargs}))
+        self.told, self.knows = variants.told, variants.knows
         self._model = model
         self._hides_tools = self._writes_no_tools()
         self._warn(model)

@@ -1,6 +1,8 @@
 """What a chat format is told besides the messages: in first prompts, continuations, probes and counts alike."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,45 @@ def test_a_request_that_asks_for_another_prompt_is_told_so(serve: Served, asked:
     if isinstance(asked, dict):
         assert "multi_turn.chat_template_kwargs" in str(refused.value)
     assert serve.engine.prompts == []
+
+
+def told(served: Served, kwargs: Mapping[str, Any], attempt_id: str = "a1") -> httpx.Response:
+    body = {"model": MODEL, "messages": ASKED, "chat_template_kwargs": kwargs}
+    url, key = served.base_url(attempt_id=attempt_id), served.key(attempt_id=attempt_id)
+    return httpx.post(f"{url}/chat/completions", json=body, headers={"x-api-key": key}, timeout=30)
+
+
+def test_nobody_waits_while_a_format_is_told_something_new(serve: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    variants = serve.gateway._renderer.told.__self__  # type: ignore[union-attr]
+    begun, go_on, make = threading.Event(), threading.Event(), variants._make
+
+    def slowly(kwargs: Mapping[str, Any]) -> Any:
+        begun.set()
+        assert go_on.wait(20)
+        return make(kwargs)
+
+    monkeypatch.setattr(variants, "_make", slowly)
+    with ThreadPoolExecutor() as threads:
+        new = threads.submit(told, serve, {"enable_thinking": True})
+        assert begun.wait(20)
+        try:
+            assert told(serve, {}, "a2").status_code == 200
+            assert not new.done()
+        finally:
+            go_on.set()
+        assert new.result(20).status_code == 200
+    monkeypatch.setattr(variants, "_make", None)
+    assert told(serve, {"enable_thinking": True}, "a2").status_code == 200, "it is made once"
+
+
+def test_one_attempt_has_a_format_told_a_handful_of_ways(serve: Served) -> None:
+    for number in range(8):
+        told(serve, {"style": str(number)})
+    refused = told(serve, {"style": "8"})
+    assert refused.status_code == 400
+    assert "8 other ways" in refused.json()["error"]["message"]
+    assert "other ways" not in told(serve, {"style": "0"}).text, "those may be asked for again"
+    assert "other ways" not in told(serve, {"style": "8"}, "a2").text, "others may ask for as many"
 
 
 @pytest.mark.parametrize("kwargs", [{}, OFF, {"enable_thinking": True, "style": "terse"}])
