@@ -23,7 +23,7 @@ from lightning_rl_adapters.call import Call, to_span
 from lightning_rl_adapters.ids import new_call_id
 from lightning_rl_adapters.media import media_span
 from lightning_rl_adapters.span import Span
-from lightning_rl_proxy import images, relay
+from lightning_rl_proxy import echo, images, relay
 from lightning_rl_proxy.attempt import Answered, Attempt, Place, Recorded
 from lightning_rl_proxy.clock import Clock
 from lightning_rl_proxy.dialects import chat_completions, responses
@@ -246,8 +246,9 @@ class Answerer:
         asked.exchange.calls.append((call, choice.told() | {semconv.OUTPUT_MESSAGES: [answer.message()]}))
         prompt = asked.request.prompt
         text = None if prompt is None else (asked.model, prompt)
+        thought = partial(echo.thought_of, answer.reasoning)
         asked.exchange.commits.append(
-            Answered(choice.place, call, answer.message(), bool(answer.reasoning), generation.served_by, text)
+            Answered(choice.place, call, answer.message(), bool(answer.reasoning), generation.served_by, text, thought)
         )
         return told
 

@@ -3,9 +3,10 @@
 A request's place depends on its messages alone: the deepest answered call whose conversation, as the client saw it,
 is a prefix of the request's. Several that fit are equal for the client; the one answered last is continued, unless
 tool-call ids of ours in the history say which it was: that is all that ids do. What the client says holds: an answer
-that it altered is another history, under our ids or others. No lock is held over a generation, so calls may overlap as
-they like. What a chat backend's prompt was in tokens is known after its answer, if ever: its place by messages comes
-first, and `with_prompt` corrects it.
+that it altered is another history, under our ids or others. So is one whose reasoning it altered; what it left out of
+an answer's reasoning is as it was sampled. No lock is held over a generation, so calls may overlap as they like. What a
+chat backend's prompt was in tokens is known after its answer, if ever: its place by messages comes first, and
+`with_prompt` corrects it.
 
 What a client sends again is not read again: the messages of a call are kept as they came, and a request that begins
 with a call's messages, by equality, is read from there on. That is a shortcut alone: it ends where reading would.
@@ -15,7 +16,8 @@ was asked while nothing was answered is read with its answer.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -41,6 +43,8 @@ _OPENING = 4  # tokens; so long may a format's opening of the reasoning be, whic
 _End = tuple[bytes, int, tuple[str, ...], Echo]
 _NO_TOOLS = echo.digest_tools(None)
 _AT_HAND = 4  # exchanges; those answered or continued last keep their whole prompts
+# What identifies the reasoning of a message (see `echo.thought`); None where nobody knows.
+Thought = Callable[[], bytes | None]
 _LONG = 1024  # tokens; the JSON of a shorter prompt is made in less time than it takes to keep it
 
 
@@ -88,7 +92,8 @@ class LiveCall(msgspec.Struct, eq=False):
     messages behind the head with all before, `numbering` the counts of their tool calls. `forms` are all messages to
     the answer as the client last wrote them, None for one that equality cannot tell; the calls of a line share the
     list, so that it may go on behind the answer. `reasoned`: whether it reasoned before it answered. `prompt` is its
-    whole prompt while that is at hand, `served_by` the engine that sampled it.
+    whole prompt while that is at hand, `served_by` the engine that sampled it. `thoughts` are those of the assistant's
+    messages that it adds, by depth; of a message without one any reasoning is the same.
     """
 
     call: Call
@@ -102,6 +107,7 @@ class LiveCall(msgspec.Struct, eq=False):
     reasoned: bool
     prompt: Prompt | None
     served_by: Engine | None
+    thoughts: dict[int, Thought] = {}
 
     @property
     def key(self) -> bytes:
@@ -174,6 +180,13 @@ class LiveCall(msgspec.Struct, eq=False):
                 return node.keys[depth - first] if depth <= node.depth else None
         return None
 
+    def thinks(self, depth: int, message: dict[str, Any]) -> bool:
+        """Whether a message says no other reasoning than message number `depth` of this conversation."""
+        if message.get("role") != "assistant" or not (said := echo.thought(message)):
+            return True
+        node = next((node for node in self.lineage() if depth in node.thoughts), None)
+        return node is None or node.thoughts[depth]() in (said, None)
+
     def number_of(self, call_id: str) -> int | None:
         """The number, in the conversation, of the latest tool call with that id."""
         for node in self.lineage():
@@ -221,6 +234,8 @@ class LiveCall(msgspec.Struct, eq=False):
                 heard, known = echo.hear(message), echoes[index]
                 calls = known.calls if known.role == "tool" else heard.calls  # `ids` tell which it answers
                 if heard._replace(calls=calls) != known:
+                    return False
+                if not self.thinks(index + 1 - len(self.conversation.head.systems), message):
                     return False
                 self.forms[index] = echo.comparable(message)
         return True
@@ -285,6 +300,22 @@ class Trail(msgspec.Struct, eq=False):
         skipped = self.skipped()
         return self.keys[depth - skipped] if self.start is None or depth >= skipped else self.start.key_at(depth)
 
+    def altered(self, live: LiveCall, to: int | None = None) -> int | None:
+        """The depth of the first message, up to `to`, whose reasoning is other than it is in a call's conversation;
+        None where there is none. Behind an equal beginning, only messages are read that `start` does not hold."""
+        known = {id(node) for node in self.start.lineage()} if self.start is not None and live is not self.start else ()
+        messages, systems, first = self.asked.messages, len(self.head.systems), None
+        for node in live.lineage():
+            if node is self.start or id(node) in known:
+                break
+            for depth, thought in node.thoughts.items():
+                if (to is not None and depth > to) or systems + depth > len(messages):
+                    continue
+                said = echo.thought(messages[systems + depth - 1])
+                if said and thought() not in (said, None):
+                    first = depth if first is None else min(first, depth)
+        return first
+
     def named(self) -> dict[int, LiveCall]:
         """All answers that the tool-call ids name, by depth."""
         before = {} if self.start is None else {n.depth: n for n in self.start.lineage() if n.issued_ids()}
@@ -348,7 +379,8 @@ class Answered(NamedTuple):
     """An answer as it came: `message` to the request at `place`.
 
     `text` is the model and the prompt that its client wrote, where it wrote no messages; `reasoned` and `served_by` as
-    in LiveCall.
+    in LiveCall. `thought` is the answer's; None where reasoning, the client's too, tells no answers apart: it is a
+    service's.
     """
 
     place: Place
@@ -357,6 +389,7 @@ class Answered(NamedTuple):
     reasoned: bool
     served_by: Engine | None = None
     text: tuple[str, str | list[int]] | None = None
+    thought: Thought | None = None
 
 
 class Attempt:
@@ -507,18 +540,26 @@ class Attempt:
         numbering = Numbering(trail.numbering.called, trail.numbering.answered)
         answer = numbering.numbered(echo.hear(message))
         added = trail.asked.messages[trail.continued.length if trail.continued else 0 :]
+        thoughts: dict[int, Thought] = {}
+        depth = skipped + len(trail.echoes) + 1
+        if answered.thought is not None:
+            for at, one in enumerate(added, start=depth - len(added)):
+                if one.get("role") == "assistant":
+                    thoughts[at] = partial(_same, echo.thought(one))
+            thoughts[depth] = answered.thought
         return LiveCall(
             call=answered.call,
             parent=place.parent,
             before=trail.continued,
             conversation=Conversation(trail.head, [*trail.echoes[seen - skipped :], answer]),
-            depth=skipped + len(trail.echoes) + 1,
+            depth=depth,
             keys=[*trail.keys[seen - skipped :], echo.chain(trail.keys[-1], answer)],
             numbering=(numbering.called, numbering.answered),
             forms=_lengthened(trail.continued, [echo.comparable(one) for one in (*added, message)]),
             reasoned=answered.reasoned,
             prompt=place.prompt or (Prompt(place.prompt_ids) if place.prompt_ids else None),
             served_by=answered.served_by,
+            thoughts=thoughts,
         )
 
     def _add(self, trail: Trail, live: LiveCall) -> None:
@@ -562,8 +603,9 @@ class Attempt:
                 trail.identified[depth] = issued
         for key in reversed(trail.keys):
             if (equal := self._answered.get((head, key))) is not None:
-                trail.continued = equal[-1] if len(equal) == 1 else _named(equal, trail.named())
-                break
+                trail.continued = _chosen(equal, trail)
+                if trail.continued is not None:
+                    break
         trail.repeats = (head, trail.keys[-1]) in self._asked
         return trail
 
@@ -615,17 +657,23 @@ class Attempt:
         nearest = heard[-1] if shared == 0 and heard else self._nearest(trail, shared)
         if nearest is None:
             return None, None
+        if nearest.conversation.head == trail.head and (altered := trail.altered(nearest, shared)) is not None:
+            at = len(trail.head.systems) + altered - 1
+            return Fork(ForkCause.EDITED_TEXT, at, "assistant"), nearest
         echoes = bool(heard) or trail.continued is not None
         return forks.find(asked, nearest.whole(), shared, echoes_answer=echoes), nearest
 
     def _nearest(self, trail: Trail, shared: int) -> LiveCall | None:
-        """The last call that begins with the trail's first messages: with the same head, else with any."""
+        """The last call that begins with the trail's first messages: with the same head and reasoning, else with the
+        same head, else with any."""
         key = trail.key_at(shared)
         nearest = None
         for live in reversed(self._live):
             if live.key_at(shared) == key:
                 if live.conversation.head == trail.head:
-                    return live
+                    if trail.altered(live, shared) is None:
+                        return live
+                    nearest = live if nearest is None or nearest.conversation.head != trail.head else nearest
                 nearest = nearest or live
         return nearest
 
@@ -678,13 +726,20 @@ def _end(asked: Asked, answer: Echo) -> _End:
     return asked.seed, len(messages), tuple(text for text in texts if isinstance(text, str)), answer
 
 
-def _named(equal: list[LiveCall], identified: dict[int, LiveCall]) -> LiveCall:
-    """Of calls that are equal to the client, the last behind the answers that the request names by their ids."""
-    if len(equal) > 1 and identified:
-        for live in reversed(equal):
-            if all(live.at_depth(depth) in (named, None) for depth, named in identified.items() if depth <= live.depth):
-                return live
-    return equal[-1]
+def _chosen(equal: list[LiveCall], trail: Trail) -> LiveCall | None:
+    """Of calls whose messages are equal the last with the request's reasoning, behind the answers that the request
+    names by their ids where there is such a one."""
+    agreeing = (live for live in reversed(equal) if trail.altered(live) is None)
+    last = next(agreeing, None)
+    identified = trail.named() if last is not None and len(equal) > 1 else {}
+    for live in (last, *agreeing) if last is not None and identified else ():
+        if all(live.at_depth(depth) in (named, None) for depth, named in identified.items() if depth <= live.depth):
+            return live
+    return last
+
+
+def _same(thought: bytes) -> bytes:
+    return thought
 
 
 def _refused(parent: LiveCall, ids: list[int]) -> Fork:

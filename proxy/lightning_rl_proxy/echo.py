@@ -2,9 +2,11 @@
 
 Clients keep the history in objects of their own and write it anew with every request. So a message is its role, its
 text without the white space at its ends, and its tool calls by name and argument values; which call a tool message
-answers counts, what that call's id reads like does not. Reasoning, ids, nulls, spacing and providers' extras come and
-go. Other text, other values, another order of calls, another image are another message. Pure, and linear in what is
-read: a history that was read before is compared with what it was then, by equality of the raw messages.
+answers counts, what that call's id reads like does not. Ids, nulls, spacing and providers' extras come and go. Other
+text, other values, another order of calls, another image are another message. Reasoning may be left out, as most
+clients do: it is no part of a message, but where it is there it is a `thought` that tells answers apart. Pure, and
+linear in what is read: a history that was read before is compared with what it was then, by equality of the raw
+messages.
 """
 
 import ast
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+_THOUGHT = ("reasoning_content", "reasoning")  # fields of a message, the first that says something counts
 _REASONING = frozenset({"thinking", "redacted_thinking", "reasoning"})  # types of content parts
 _EXACT = 2**53  # whole floats below are whole numbers
 _REPR = 10_000  # characters; longer arguments are not tried as Python's
@@ -122,6 +125,18 @@ def hear(message: dict[str, Any]) -> Echo:
     if role == "tool":
         ids = (str(message.get("tool_call_id") or ""),)
     return Echo("system" if role == "developer" else role, _digest(text), calls, ids)
+
+
+def thought(message: dict[str, Any]) -> bytes:
+    """What identifies the reasoning that a message says; empty where it says none, or none that can be read."""
+    texts = (text.strip() for name in _THOUGHT if isinstance(text := message.get(name), str))
+    return thought_of(next((text for text in texts if text), None))
+
+
+def thought_of(reasoning: str | None) -> bytes:
+    """The same of the reasoning itself."""
+    text = "" if reasoning is None else reasoning.strip()
+    return _digest(_bytes(text)) if text else b""
 
 
 @lru_cache

@@ -7,6 +7,7 @@ missing, its parent or an image, is not continued: what goes on behind it begins
 
 import base64
 from collections.abc import Iterable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 from lightning_rl_adapters import semconv
@@ -23,6 +24,7 @@ from lightning_rl_proxy.rendering import Renderer
 from lightning_rl_proxy.texts import PlainText
 
 _NO_TOOLS = echo.digest_tools(None)
+_ANYTHING = {"type": "object", "properties": {}}
 
 
 def attempt_of(address: Address, info: AttemptInfo, now: float, renderer: Renderer | None) -> Attempt:
@@ -36,6 +38,7 @@ def attempt_of(address: Address, info: AttemptInfo, now: float, renderer: Render
 class _Rebuilding:
     def __init__(self, attempt: Attempt, renderer: Renderer | None) -> None:
         self._attempt = attempt
+        self._renderer = renderer
         self._reader = None if renderer is None else PlainText(renderer)
         # By call id: the live calls, their conversations to the answer, and the digests of their tools.
         self._lives: dict[str, LiveCall] = {}
@@ -80,7 +83,9 @@ class _Rebuilding:
         new = attributes[semconv.INPUT_MESSAGES]
         place = Place(parent, call.prompt_ids, [], new, None, asked, trail)
         reasoned = bool(said.get("reasoning_content") or said.get("reasoning"))
-        [live] = attempt.remember([Answered(place, call, said, reasoned)])
+        # A service's reasoning tells no answers apart, here as there.
+        thought = lru_cache(1)(partial(_thought, self._renderer, call, said)) if call.trainable else None
+        [live] = attempt.remember([Answered(place, call, said, reasoned, thought=thought)])
         instructed = attributes.get(semconv.INSTRUCTIONS, 0)
         conversation = [*messages, said]
         if attributes[semconv.DIALECT] == responses.NAME:
@@ -116,6 +121,17 @@ class _Rebuilding:
         self._lives[call.call_id] = live
         if (request := attributes.get(semconv.REQUEST)) is not None:
             self._attempt.recorded.setdefault(bytes.fromhex(request), []).append(Recorded(live, attributes))
+
+
+def _thought(renderer: Renderer | None, call: Call, said: dict[str, Any]) -> bytes | None:
+    """What identifies the reasoning that was sampled, which is read from its tokens again; None where they are not read
+    as they were then."""
+    if renderer is None:
+        return None
+    names = [made["function"]["name"] for made in said.get("tool_calls") or ()]
+    tools = [{"type": "function", "function": {"name": name, "parameters": _ANYTHING}} for name in names]
+    answer = renderer.parse(call.call_id, call.prompt_ids, call.response_ids, None, call.finish_reason, tools)
+    return echo.thought_of(answer.reasoning) if answer.content.strip() == said["content"].strip() else None
 
 
 def _as_answered(spans: Iterable[Span]) -> list[tuple[Call, dict[str, Any]]]:

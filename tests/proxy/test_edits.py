@@ -60,6 +60,7 @@ class _Agent:
 
     def ask(self, dialect: "_Dialect", messages: list[Message], answer: str = "ok") -> tuple[list[int], Message]:
         """The prompt that the engine saw, and the answer in Chat Completions' form."""
+        self._served.engine.script.clear()  # of what an earlier example did not come to
         self._served.engine.script.append(answer)
         path, body, read = dialect(messages)
         got = self._client.post(path, json=body)
@@ -92,6 +93,9 @@ def responses(messages: list[Message]) -> Any:
                 {"type": "function_call_output", "call_id": message["tool_call_id"], "output": message["content"]}
             )
             continue
+        if message.get("reasoning_content"):
+            part = {"type": "reasoning_text", "text": message["reasoning_content"]}
+            items.append({"type": "reasoning", "summary": [], "content": [part]})
         if message["content"] or not message.get("tool_calls"):
             items.append({"role": message["role"], "content": message["content"] or ""})
         items += [
@@ -106,6 +110,8 @@ def _of_items(got: Any) -> Message:
     for item in got["output"]:
         if item["type"] == "message":
             message["content"] = item["content"][0]["text"]
+        elif item["type"] == "reasoning":
+            message["reasoning_content"] = item["content"][0]["text"]
         else:
             function = {name: item[name] for name in ("name", "arguments")}
             message.setdefault("tool_calls", []).append(
@@ -122,7 +128,9 @@ def anthropic(messages: list[Message]) -> Any:
             block = {"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": message["content"]}
             turns.append({"role": "user", "content": [block]})
             continue
-        blocks = [{"type": "text", "text": message["content"]}] if message["content"] else []
+        thought = message.get("reasoning_content")
+        blocks: list[Any] = [{"type": "thinking", "thinking": thought, "signature": "s"}] if thought else []
+        blocks += [{"type": "text", "text": message["content"]}] if message["content"] else []
         blocks += [
             {
                 "type": "tool_use",
@@ -141,6 +149,8 @@ def _of_blocks(got: Any) -> Message:
     for block in got["content"]:
         if block["type"] == "text":
             message["content"] = block["text"]
+        elif block["type"] == "thinking":
+            message["reasoning_content"] = block["thinking"]
         else:
             function = {"name": block["name"], "arguments": json.dumps(block["input"])}
             message.setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
@@ -240,6 +250,18 @@ def _shuffled(value: Any, dice: random.Random) -> Any:
     return [_shuffled(inner, dice) for inner in value] if isinstance(value, list) else value
 
 
+def other_thought(answer: Message, dice: random.Random) -> None:
+    was = answer.get("reasoning_content") or "hm"
+    answer["reasoning_content"] = dice.choice(["[elided]", was + "!", was.upper() + "?", f"no: {was}"])
+
+
+def same_thought(answer: Message, dice: random.Random) -> None:
+    """It is left out, as most clients do, or there up to white space."""
+    thought = answer.pop("reasoning_content", None)
+    if thought and dice.random() < 0.7:
+        answer["reasoning_content"] = dice.choice([thought, f"\n{thought} "])
+
+
 def behind(history: list[Message]) -> list[Message]:
     """The results of the last message's calls, or a question where it has none."""
     called = history[-1].get("tool_calls") or []
@@ -288,6 +310,48 @@ def test_an_answer_that_is_only_written_anew_keeps_its_tokens(
     context = first + one.response_ids
     assert prompt[: len(context)] == context
     assert two.parent_id == one.call_id
+
+
+thoughts = st.sampled_from(["", "I count.", "one, two\n\nthree"])
+
+
+def thinking(thought: str, content: str) -> str:
+    return f"<think>\n{thought}\n</think>\n\n{content}" if thought else content
+
+
+@DIALECTS
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(thoughts, st.just("3") | said, st.lists(calls, max_size=2), st.booleans(), st.booleans(), st.randoms())
+def test_altered_reasoning_is_heard_and_reasoning_that_is_left_out_keeps_its_tokens(
+    agents: _Agents, dialect: Any, thought: str, content: str, made: Any, later: bool, edits: bool, dice: random.Random
+) -> None:
+    agent = agents.new()
+    first, answer = agent.ask(dialect, [QUESTION], thinking(thought, sampled(content or "3", made)))
+    assert answer.get("reasoning_content", "") == thought
+    history = [QUESTION, answer]
+    if later:
+        history += behind(history)
+        _, done = agent.ask(dialect, history, thinking("So.", "done"))
+        history += [done, {"role": "user", "content": "and?"}]
+    edited = copy.deepcopy(answer)
+    (other_thought if edits else same_thought)(edited, dice)
+    history = [QUESTION, edited, *(history[2:] or behind([edited]))]
+    prompt, again = agent.ask(dialect, history, thinking("Well.", "again"))
+    ours, _ = agent.ask(dialect, [QUESTION, answer, *behind([answer])])
+    theirs, _ = agent.ask(dialect, [*history, again, QUESTION])
+    found = calls_of(agent.spans())
+    context = first + found[0].response_ids
+    assert ours[: len(context)] == context
+    fork = found[-3]
+    if not edits:
+        assert prompt[: len(context)] == context
+        assert fork.parent_id is not None
+        return
+    assert prompt == agent.rendered(history)
+    said = agent.spans()[-3].attributes
+    assert (fork.parent_id, said[semconv.FORK_CAUSE], said[semconv.FORK_AT]["message"]) == (None, "edited_text", 1)
+    context = prompt + fork.response_ids
+    assert theirs[: len(context)] == context, "each of the two histories goes on as it is"
 
 
 def test_an_edit_of_a_completion_s_own_prompt_is_heard(served: Served, tokenizer: FastTokenizer) -> None:

@@ -4,16 +4,18 @@ import random
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_rl_adapters import semconv
-from lightning_rl_adapters.call import to_span
+from lightning_rl_adapters.call import Call, to_span
 from lightning_rl_adapters.span import Span
 from lightning_rl_proxy import rebuilt
 from lightning_rl_proxy.address import Address
 from lightning_rl_proxy.attempt import Attempt
 from lightning_rl_proxy.ledger import AttemptInfo
+from lightning_rl_proxy.rendering import LibraryRenderer
 from tests.proxy.test_live_forest import TOOLS, Spelling, World, next_request, worlds
 
 
@@ -52,6 +54,36 @@ def test_a_request_finds_the_same_place_and_tokens_at_another_gateway(world: Wor
         assert there.prompt_ids == here.prompt_ids
         assert there.added_ids == here.added_ids
         assert (there.parent and there.parent.call.call_id) == (here.parent and here.parent.call.call_id)
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "goes_on"), [(None, True), ("I count.", True), ("\nI count. ", True), ("I guess.", False)]
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_altered_reasoning_is_heard_where_the_tokens_can_be_read_again(
+    reasoning: str | None, goes_on: bool, known: bool, renderer: LibraryRenderer
+) -> None:
+    asked = [{"role": "user", "content": "how many?"}]
+    ids = renderer.tokenizer.encode_own("<think>\nI count.\n</think>\n\n3<|im_end|>")
+    call = Call(
+        call_id="c0", rollout_id="r", attempt_id="a", number=0, model="m", prompt_ids=renderer.render(asked, None),
+        response_ids=ids, logprobs=None, versions=[], temperature=1.0, finish_reason="stop",
+    )  # fmt: skip
+    said = {"role": "assistant", "content": "3"}
+    more = {semconv.DIALECT: "chat_completions", semconv.INPUT_MESSAGES: asked, semconv.OUTPUT_MESSAGES: [said]}
+    info = AttemptInfo(
+        rollout_id="r",
+        attempt_id="a",
+        mode="train",
+        open=True,
+        sampling={},
+        seed_key="r",
+        spans=[to_span(call, **more)],
+    )
+    other = rebuilt.attempt_of(Address("r", "a"), info, 0.0, renderer if known else None)
+    back = said if reasoning is None else {**said, "reasoning_content": reasoning}
+    place = other.find_place("m", [*asked, back, *asked], None, renderer)
+    assert (place.parent is not None) == (goes_on or not known)
 
 
 @given(worlds())

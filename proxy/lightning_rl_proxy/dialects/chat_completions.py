@@ -381,6 +381,8 @@ def _json_schema(wanted: _ResponseFormat | None) -> dict[str, Any] | None:
 
 def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
     role = message.get("role")
+    if message.get("reasoning") and not message.get("reasoning_content"):  # by its newer name
+        message = message | {"reasoning_content": message["reasoning"]}
     if role in _PLAIN and type(message.get("content")) is str and "tool_calls" not in message:
         return message
     where = f"messages[{number}]"
