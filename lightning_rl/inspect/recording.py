@@ -304,6 +304,10 @@ class HearingRenderer:
         self.tokenizer: FastTokenizer = renderer.tokenizer
         self.chat_template_kwargs: Mapping[str, Any] = renderer.chat_template_kwargs
 
+    def knows(self, kwargs: Mapping[str, Any]) -> bool:
+        """See `Renderer`."""
+        return self._renderer.knows(kwargs)
+
     def told(self, kwargs: Mapping[str, Any]) -> "HearingRenderer":
         """See `Renderer`."""
         return HearingRenderer(self._renderer.told(kwargs), self._recording)
