@@ -303,6 +303,18 @@ def test_time_in_which_the_server_stood_still_counts_against_no_lease_and_no_dea
     assert [late.why for late in store.overdue()] == ["lease"]
 
 
+def test_a_lease_is_extended_from_now_on(store, clock) -> None:
+    attempt = one_claim(store, unresponsive_seconds=10)
+    clock.advance(11)
+    [late] = store.overdue()
+    assert (late.why, late.lease_seconds) == ("lease", 10)
+    store.extend_leases({attempt: 4})
+    clock.advance(3.5)
+    assert store.overdue() == []
+    clock.advance(1)
+    assert [late.why for late in store.overdue()] == ["lease"]
+
+
 # Finish and cancel
 
 
