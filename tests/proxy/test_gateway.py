@@ -129,7 +129,7 @@ def test_edited_history_is_a_fork_with_a_cause(served: Served) -> None:
     [
         {"role": "assistant", "content": "  ok "},
         {"role": "assistant", "content": [{"type": "text", "text": "ok"}]},
-        {"role": "assistant", "content": "ok", "tool_calls": None, "refusal": None, "reasoning_content": "hm"},
+        {"role": "assistant", "content": "ok", "tool_calls": None, "refusal": None, "reasoning_content": " "},
     ],
     ids=["white space", "parts", "extras"],
 )
