@@ -387,7 +387,6 @@ class Gateway:
                 encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
                 if encoding == "identity":
                     return body
-                limits = self.limits
                 return await asyncio.to_thread(unpacked, body, encoding, limits.body_bytes, limits.check_body)
 
     def _limits_now(self) -> Limits:
