@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import requests
 import schemathesis
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,9 +51,11 @@ def test_requests_by_the_document_get_answers_by_the_document(fuzzed: Fuzzed, pa
         keys = {"authorization": f"Bearer {attempt.key}"}, {"x-api-key": attempt.key}, {"authorization": "Bearer x"}
         headers = data.draw(st.sampled_from([*keys[:2] * 3, keys[2]]))
         fuzzed.requests += 1
-        response = case.call(base_url=fuzzed.served.url, headers=headers, timeout=TIMEOUT)
+        # `case.call` reads no more than 20 events of a stream.
+        request = case.as_transport_kwargs(base_url=fuzzed.served.url, headers=headers)
+        response = requests.request(**request, timeout=TIMEOUT)
         behind = "/v1" + path
         attempt.judge(
-            behind, Answer(response.status_code, {k: v[0] for k, v in response.headers.items()}, response.content)
+            behind, Answer(response.status_code, {k.lower(): v for k, v in response.headers.items()}, response.content)
         )
         case.validate_response(response, checks=CONFORMANCE)
