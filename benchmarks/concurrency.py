@@ -27,13 +27,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from lightning_rl import tutorial
-from lightning_rl.agent import as_agent
+from lightning_rl.agents.agent import as_agent
+from lightning_rl.agents.resources import LLM
 from lightning_rl.algorithms.base import Endpoint
+from lightning_rl.control_plane import launch as server
 from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.inference.engine import EmbeddedEngine
-from lightning_rl.resources import LLM
 from lightning_rl.runner import launch as runners
-from lightning_rl.server import launch as server
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutRequest
 

@@ -34,10 +34,10 @@ import msgspec
 import uvicorn
 
 from lightning_rl.algorithms.base import Endpoint
-from lightning_rl.server import launch as server
+from lightning_rl.control_plane import launch as server
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Finish, RolloutConfig, RolloutRequest
-from lightning_rl_proxy.rendering import FastTokenizer, load_renderer
+from lightning_rl_proxy.rendering.renderers import FastTokenizer, load_renderer
 
 TOKENIZER = Path(__file__).parents[1] / "examples" / "sql_agent" / "checkpoint"
 MODEL = "policy"

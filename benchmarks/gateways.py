@@ -52,7 +52,7 @@ def gateway(folder: Path, store: str, engine: str) -> Iterator[tuple[str, int]]:
     settings |= {"engines": [{"model": MODEL, "kind": "embedded", "url": engine}]}
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "lightning_rl.server.process"],
+            [sys.executable, "-m", "lightning_rl.control_plane.process"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
         )  # fmt: skip
     assert child.stdin is not None

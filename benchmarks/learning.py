@@ -20,10 +20,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lightning_rl.algorithms.ppo import PPO
-from lightning_rl.algorithms.trajectories import Trajectory
 from lightning_rl.config import compose
-from lightning_rl.tracking.jsonl import read
+from lightning_rl.ppo.ppo import PPO
+from lightning_rl.telemetry.metrics.jsonl import read
+from lightning_rl.trajectories.trajectory import Trajectory
 from lightning_rl_adapters.rows import Row
 
 LORA = {

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gateway import GENERATE, MODEL, TOKENIZER, body_of, instant_engine, open_attempts, role, serve
 
 from lightning_rl.algorithms.base import Endpoint
-from lightning_rl.server import launch as server
+from lightning_rl.control_plane import launch as server
 from lightning_rl.store.client import HttpStore
 
 SLOW_SECONDS = 5.0

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from lightning_rl.tracking.jsonl import read
+from lightning_rl.telemetry.metrics.jsonl import read
 
 PARTS = ("gen", "adv", "old_log_prob", "update_actor", "update_weights")
 

@@ -251,7 +251,7 @@ def measure(attempts: int) -> None:
     from load import resident_mb
 
     from lightning_rl.algorithms.base import Endpoint
-    from lightning_rl.server import launch as server
+    from lightning_rl.control_plane import launch as server
     from lightning_rl.store.client import HttpStore
     from lightning_rl.store.contract import RolloutRequest
     from lightning_rl.store.sql import SqlStore

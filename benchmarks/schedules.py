@@ -20,7 +20,7 @@ from examples.sql_agent.agent import MAX_TOKENS, Message, _client, solve
 from examples.sql_agent.data import make
 from examples.sql_agent.train import CONFIG
 from lightning_rl.config import compose
-from lightning_rl.tracking.jsonl import read
+from lightning_rl.telemetry.metrics.jsonl import read
 
 SCHEDULES = ("sync", "one_step_off", "async")
 TASKS, N = 8, 4

@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gateway import MODEL, cpu_seconds
 from load import resident_mb
 
-from lightning_rl.server.child import Child
+from lightning_rl.processes.child import Child
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Ending, Finish, Reward, RolloutRequest
 from lightning_rl.store.sql import SqlStore
@@ -189,7 +189,7 @@ def our_server(folder: Path, store: str) -> Iterator[tuple[str, int]]:
     """Our server with its store at the URL `store`; its own URL and process id."""
     settings = {"store": store, "run_dir": str(folder), "admin_key": "admin", "runner_key": "runner", "model": MODEL}
     child = Child(
-        "lightning_rl.server.process",
+        "lightning_rl.control_plane.process",
         name="the server",
         log=folder / "server.log",
         first=msgspec.json.encode(settings) + b"\n",

@@ -39,7 +39,7 @@ from gateway import (
 )
 
 from lightning_rl.algorithms.base import Endpoint
-from lightning_rl.server import launch as server
+from lightning_rl.control_plane import launch as server
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters import semconv

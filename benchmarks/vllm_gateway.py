@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gateway import MODEL, TOKENIZER, cpu_seconds, end_attempts, open_attempts
 
 from lightning_rl.algorithms.base import Endpoint
+from lightning_rl.control_plane import launch as server
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.server import VllmServer
-from lightning_rl.server import launch as server
 from lightning_rl.store.client import HttpStore
 
 TOKENS = 32

@@ -4,14 +4,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_rl.agent import Agent, rollout
-    from lightning_rl.agent_lightning import LitAgent, NamedResources
+    from lightning_rl.agents.agent import Agent, rollout
+    from lightning_rl.agents.emit import emit_exception, emit_message, emit_object, emit_reward, operation
+    from lightning_rl.agents.resources import LLM, ProxyLLM
     from lightning_rl.algorithms.base import Algorithm
     from lightning_rl.algorithms.baseline import Baseline
-    from lightning_rl.algorithms.daemon import AgentModeDaemon
-    from lightning_rl.algorithms.ppo import PPO, VERL
-    from lightning_rl.emit import emit_exception, emit_message, emit_object, emit_reward, operation
-    from lightning_rl.resources import LLM, ProxyLLM
+    from lightning_rl.compat.agent_lightning import LitAgent, NamedResources
+    from lightning_rl.compat.daemon import AgentModeDaemon
+    from lightning_rl.ppo.ppo import PPO, VERL
     from lightning_rl.store.contract import Rollout
     from lightning_rl.trainer import Trainer
     from lightning_rl_adapters.call import Call
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "AgentModeDaemon": "lightning_rl.algorithms.daemon",
-    "Agent": "lightning_rl.agent",
-    "rollout": "lightning_rl.agent",
-    "LitAgent": "lightning_rl.agent_lightning",
-    "NamedResources": "lightning_rl.agent_lightning",
+    "AgentModeDaemon": "lightning_rl.compat.daemon",
+    "Agent": "lightning_rl.agents.agent",
+    "rollout": "lightning_rl.agents.agent",
+    "LitAgent": "lightning_rl.compat.agent_lightning",
+    "NamedResources": "lightning_rl.compat.agent_lightning",
     "Algorithm": "lightning_rl.algorithms.base",
     "Baseline": "lightning_rl.algorithms.baseline",
-    "PPO": "lightning_rl.algorithms.ppo",
-    "VERL": "lightning_rl.algorithms.ppo",
-    "emit_exception": "lightning_rl.emit",
-    "emit_message": "lightning_rl.emit",
-    "emit_object": "lightning_rl.emit",
-    "emit_reward": "lightning_rl.emit",
-    "operation": "lightning_rl.emit",
-    "LLM": "lightning_rl.resources",
-    "ProxyLLM": "lightning_rl.resources",
+    "PPO": "lightning_rl.ppo.ppo",
+    "VERL": "lightning_rl.ppo.ppo",
+    "emit_exception": "lightning_rl.agents.emit",
+    "emit_message": "lightning_rl.agents.emit",
+    "emit_object": "lightning_rl.agents.emit",
+    "emit_reward": "lightning_rl.agents.emit",
+    "operation": "lightning_rl.agents.emit",
+    "LLM": "lightning_rl.agents.resources",
+    "ProxyLLM": "lightning_rl.agents.resources",
     "Rollout": "lightning_rl.store.contract",
     "Trainer": "lightning_rl.trainer",
     "Call": "lightning_rl_adapters.call",

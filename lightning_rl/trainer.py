@@ -14,20 +14,20 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_rl.agent import Agent, agent_of_run, as_agent
-from lightning_rl.agent_lightning import check_arguments
+from lightning_rl.agents.agent import Agent, agent_of_run, as_agent
 from lightning_rl.algorithms.base import Algorithm, Endpoint
+from lightning_rl.compat.agent_lightning import check_arguments
+from lightning_rl.control_plane import launch as server
 from lightning_rl.errors import Explained, WorkerDied
 from lightning_rl.files import owned
+from lightning_rl.processes.service_keys import RUNNER_KEY, SHORTEST, is_loopback
 from lightning_rl.runner import launch as runners
 from lightning_rl.runner.payload import Isolation
-from lightning_rl.server import launch as server
-from lightning_rl.server.keys import RUNNER_KEY, SHORTEST, is_loopback
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.errors import Unreachable
 
 if TYPE_CHECKING:
-    from lightning_rl.algorithms.dev import Dev
+    from lightning_rl.inspect.dev import Dev
     from lightning_rl.runner.launch import Working
     from lightning_rl.runner.on_ray import Hosts
 
@@ -197,11 +197,11 @@ class Trainer:
                 raise TypeError(
                     f"fit takes an algorithm first, as in fit(lrl.PPO(config), tasks), got {given!r:.80}; {_ORDERS}"
                 )
-            return agent_of_run(self.agent, given.langgraph, given.loops), given
+            return agent_of_run(self.agent, given.configured_agents), given
         if isinstance(given, Algorithm):
             raise TypeError(f"the Trainer has an algorithm, and fit is given another: {_ORDERS}")
         agent, algorithm = None if given is None else as_agent(given), self.algorithm
-        return agent_of_run(agent, algorithm.langgraph, algorithm.loops), algorithm
+        return agent_of_run(agent, algorithm.configured_agents), algorithm
 
     def dev(
         self,
@@ -226,7 +226,7 @@ class Trainer:
 
         Returns the algorithm that did it: `trajectories` has what was printed.
         """
-        from lightning_rl.algorithms.dev import Dev
+        from lightning_rl.inspect.dev import Dev
 
         dev = Dev(model, base_url=base_url, api_key=api_key, renderer=renderer, n_tasks=n_tasks)
         Trainer(self.agent, n_runners=self.n_runners, port=self.port, isolation=self.isolation).fit(dev, dataset)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rl_proxy.limits import Limits
+from lightning_rl_proxy.http.limits import Limits
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "security.md").read_text()

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from threading import Event
 
 import lightning_rl as lrl
-from lightning_rl.server.launch import launch
+from lightning_rl.control_plane.launch import launch
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, Qwen2ForCausalLM
 
-from lightning_rl_proxy.rendering import Renderer, load_renderer
+from lightning_rl_proxy.rendering.renderers import Renderer, load_renderer
 
 from .agent import TOOLS, calculate
 from .data import questions

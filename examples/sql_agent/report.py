@@ -20,7 +20,7 @@ from lightning_rl.inspect.explain import words_of
 from lightning_rl.inspect.folder import config_of
 from lightning_rl.store.contract import Rollout, RolloutTrace
 from lightning_rl.store.sql import SqlStore
-from lightning_rl.tracking.jsonl import read
+from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import calls_of
 

@@ -14,8 +14,8 @@ from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Rollout, RolloutRequest, RolloutTrace
 
 if TYPE_CHECKING:
-    from lightning_rl.config.schema import Langgraph, RayActors
-    from lightning_rl.loops.named import NamedLoops
+    from lightning_rl.agents.agent import ConfiguredAgent
+    from lightning_rl.config.schema import RayActors
     from lightning_rl.runner.payload import Isolation
 
 Dataset = Sequence[Any]  # of tasks, JSON values
@@ -68,8 +68,7 @@ class Algorithm:
     n_runners: int | None = None  # at most so many rollouts at once, where the Trainer is not told; None: it decides
     isolation: "Isolation" = "thread"  # of a rollout, where the Trainer is not told
     ray: "RayActors | None" = None  # where runners are Ray's actors
-    langgraph: "Langgraph | None" = None  # the graph that the configuration names as the agent
-    loops: "NamedLoops | None" = None  # the agent loops that it names instead
+    configured_agents: "Sequence[ConfiguredAgent]" = ()  # what the configuration names as the agent
     resume = False  # whether to go on with a run folder that holds a run
     watchdog_seconds: float | None = 600.0  # without an end of any rollout, until a warning says who waits for whom
     max_restarts = 0  # how often the run is opened anew, to go on, when a process that trains has died

@@ -11,13 +11,13 @@ import msgspec
 
 from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
 from lightning_rl.algorithms.evaluation import Evaluation, evaluate
-from lightning_rl.algorithms.grading import Grader
-from lightning_rl.algorithms.problems import Problems
-from lightning_rl.algorithms.trajectories import Trajectory, trajectory_of
 from lightning_rl.config import ConfigError
 from lightning_rl.files import write_whole
 from lightning_rl.rewards import GroupReward
+from lightning_rl.rewards.training_rewards import Grader
 from lightning_rl.store.contract import RolloutRequest, RolloutTrace
+from lightning_rl.trajectories.run_warnings import Problems
+from lightning_rl.trajectories.trajectory import Trajectory, trajectory_of
 
 if TYPE_CHECKING:
     from lightning_rl.inference.embedded import EmbeddedPolicy

@@ -23,7 +23,7 @@ def run(
 
     from lightning_rl.inspect import draw, recorded
     from lightning_rl.inspect.doctor import diagnose
-    from lightning_rl.inspect.evidence import gather
+    from lightning_rl.inspect.run_stats import gather
 
     if folder is not None and run_dir is not None:
         raise typer.BadParameter("the run's folder is given twice: leave --run-dir out")

@@ -77,7 +77,7 @@ def run(
 
 def _with_now(view: "CallDetail", path: list["Call"], media: dict[str, bytes], run_dir: Path) -> "CallDetail":
     from lightning_rl.inspect import call
-    from lightning_rl.inspect import now as weights
+    from lightning_rl.inspect import rescore as weights
 
     if view.rollout_training is not None and view.training is None:
         raise weights.NoWeights(f"call {view.number} is of model {view.model!r}, which this run does not train")

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from lightning_rl.agent import Agent
+    from lightning_rl.agents.agent import Agent
     from lightning_rl.config.schema import TrainConfig
-    from lightning_rl.inspect.recording import Divergence
     from lightning_rl.inspect.replay import Ending, Replay, Setting
+    from lightning_rl.inspect.replay_engine import Divergence
     from lightning_rl.store.contract import RolloutTrace
 
 _CONTEXT = 40  # characters of a message before the first that differs
@@ -41,8 +41,8 @@ def run(
     from opentelemetry.instrumentation.threading import ThreadingInstrumentor
 
     from lightning_rl.inspect import folder, recorded
-    from lightning_rl.inspect.place import resources_of
     from lightning_rl.inspect.replay import replay
+    from lightning_rl.inspect.rollout_source import resources_of
 
     config = folder.config_of(run_dir)
     with recorded.opened(run_dir) as connection:
@@ -61,27 +61,26 @@ def run(
 
 def _agent(run_dir: Path, config: "TrainConfig | None", named: str | None) -> "Agent":
     """The agent that is named, else the run's own. Raises AgentNotFound."""
-    from lightning_rl.agent import AgentNotFound, agent_of_run, load_agent
-    from lightning_rl.loops.named import loops_of
+    from lightning_rl.agents.agent import AgentNotFound, agent_of_run, load_agent
+    from lightning_rl.loops.configured import configured_agents
 
     if named is not None:
         return load_agent(named)
-    graph = None if config is None else config.actor_rollout_ref.rollout.multi_turn.langgraph
-    own, loops = (None, None) if config is None else (config.agent, loops_of(config))
-    if own is None and loops is None and (graph is None or graph.path is None):
+    own, configured = (None, []) if config is None else (config.agent, configured_agents(config))
+    if own is None and not configured:
         raise AgentNotFound(
             f"the run in {run_dir.resolve()} was started by a script, which names no agent: give --agent "
             "module:function or --agent path/to/file.py:function"
         )
-    return agent_of_run(None if own is None else load_agent(own), graph, loops)
+    return agent_of_run(None if own is None else load_agent(own), configured)
 
 
 def _setting(
     run_dir: Path, config: "TrainConfig | None", trace: "RolloutTrace", tokenizer: Path | None, renderer: str | None
 ) -> "Setting":
-    from lightning_rl.algorithms.settings import chat_template_kwargs
     from lightning_rl.inspect import folder
     from lightning_rl.inspect.replay import Setting, counting, needs_tokenizer
+    from lightning_rl.ppo.resolved_config import chat_template_kwargs
 
     if not needs_tokenizer(counting(trace)):
         return Setting()

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lightning_rl.errors import Explained
+from lightning_rl.processes.service_keys import ADMIN_KEY
 
 if TYPE_CHECKING:
     from lightning_rl.inspect.explain import AttemptView
-    from lightning_rl.inspect.place import PagedStore, Place
+    from lightning_rl.inspect.rollout_source import PagedStore, Place
     from lightning_rl.store.contract import AttemptTrace, Rollout, RolloutRequest, RolloutTrace
 
-ADMIN_KEY = "LIGHTNING_RL_ADMIN_KEY"
 KEY_FILE, URL_FILE = "admin.key", "server.url"  # in the folder of a run
 REPEATS = "repeats"  # in a retry's metadata: the rollout that it repeats
 _WORDS = 60  # characters of a message or a task
@@ -63,7 +63,7 @@ def list_rollouts(
     from rich.console import Console
     from rich.table import Table
 
-    from lightning_rl.inspect.place import Which
+    from lightning_rl.inspect.rollout_source import Which
 
     with _place(run_dir, url) as place:
         found = place.newest(Which(status=status, mode=mode, group_id=group), limit)
@@ -130,7 +130,7 @@ def tail(
     lightning-rl rollouts tail --url http://127.0.0.1:8080 --mode train
     ```
     """
-    from lightning_rl.inspect import place as places
+    from lightning_rl.inspect import rollout_source as places
 
     which = places.Which(status=status, mode=mode, group_id=group)
     with _place(run_dir, url) as place:
@@ -198,8 +198,8 @@ def _again(rollout: "Rollout") -> "RolloutRequest":
 @contextlib.contextmanager
 def _place(run_dir: Path | None, url: str | None) -> "Iterator[Place]":
     """Where to look. Raises NotRecorded and NoServer."""
-    from lightning_rl.inspect import place as places
     from lightning_rl.inspect import recorded
+    from lightning_rl.inspect import rollout_source as places
 
     if url is None:
         yield places.Folder(recorded.newest_run() if run_dir is None else run_dir)
@@ -212,7 +212,7 @@ def _place(run_dir: Path | None, url: str | None) -> "Iterator[Place]":
 def _server(run_dir: Path | None, url: str | None) -> "Iterator[PagedStore]":
     """The server at `url`, else the one of the run in `run_dir`, which must be alive. Raises NoServer."""
     from lightning_rl.inspect import recorded
-    from lightning_rl.inspect.place import PagedStore
+    from lightning_rl.inspect.rollout_source import PagedStore
 
     if url is None:
         folder = recorded.newest_run() if run_dir is None else run_dir

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 import typer
 
 from lightning_rl.errors import Explained
-from lightning_rl.server.keys import RUNNER_KEY, taken_from_environment
+from lightning_rl.processes.service_keys import RUNNER_KEY, taken_from_environment
 
 if TYPE_CHECKING:
     from lightning_rl.store.client import HttpStore
@@ -50,7 +50,7 @@ def run(
 
     `LIGHTNING_RL_RUNNER_KEY` is the key that the server was started with. A server that is away is waited for.
     """
-    from lightning_rl.agent import load_agent
+    from lightning_rl.agents.agent import load_agent
     from lightning_rl.runner import launch as runners
     from lightning_rl.store.client import HttpStore
 

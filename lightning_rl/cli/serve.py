@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lightning_rl.errors import Explained
-from lightning_rl.server.keys import ADMIN_KEY, RUNNER_KEY, SHORTEST, is_loopback, taken_from_environment
+from lightning_rl.processes.service_keys import ADMIN_KEY, RUNNER_KEY, SHORTEST, is_loopback, taken_from_environment
 
 if TYPE_CHECKING:
-    from lightning_rl.server.engines import EngineRequest
-    from lightning_rl.server.process import Settings
-    from lightning_rl_proxy.limits import Limits
-    from lightning_rl_proxy.rendering import SpecialTokens
+    from lightning_rl.control_plane.gateways.engines import EngineRequest
+    from lightning_rl.control_plane.process import Settings
+    from lightning_rl_proxy.http.limits import Limits
+    from lightning_rl_proxy.rendering.renderers import SpecialTokens
 
 ENGINE_KEY = "OPENAI_API_KEY"  # of engines of kind openai
 LOG, ENGINE_LOG = "server.log", "engine.log"
@@ -108,8 +108,8 @@ def run(
     the key of that request; without one it is made, and printed. `LIGHTNING_RL_RUNNER_KEY` is that of runners.
     """
     from lightning_rl.config.otlp_endpoint import traces_url
+    from lightning_rl.control_plane.process import Settings, listen_and_serve
     from lightning_rl.files import owned
-    from lightning_rl.server.process import Settings, listen_and_serve
 
     admin_key, runner_key = _keys(host)
     folder = _run_dir(store, run_dir)
@@ -166,7 +166,7 @@ def engine_request(word: str, model: str) -> "EngineRequest":
     """The engine that a word of the command line names. Raises Refused."""
     import msgspec
 
-    from lightning_rl.server.engines import EngineRequest
+    from lightning_rl.control_plane.gateways.engines import EngineRequest
 
     kind_and_name, _, url = word.partition("=")
     kind, _, name = kind_and_name.partition(":")
@@ -203,7 +203,7 @@ def limits(words: Sequence[str]) -> "Limits":
     """The limits that words of the command line set, the others as they are by default. Raises Refused."""
     import msgspec
 
-    from lightning_rl_proxy.limits import Limits
+    from lightning_rl_proxy.http.limits import Limits
 
     try:
         return msgspec.convert(dict(word.split("=", 1) for word in words), Limits, strict=False)
@@ -292,7 +292,7 @@ def _log_to(path: Path) -> None:
     """Log everything into the file; the terminal goes on with warnings alone."""
     import logging
 
-    from lightning_rl.server import logs
+    from lightning_rl.processes import logs
 
     for handler in logging.getLogger().handlers:
         handler.setLevel(logging.WARNING)
@@ -301,7 +301,7 @@ def _log_to(path: Path) -> None:
 
 
 def _tell(settings: "Settings", url: str, *, made_key: bool) -> None:
-    from lightning_rl.server.process import JOURNAL
+    from lightning_rl.control_plane.process import JOURNAL
     from lightning_rl.store.databases import shown
 
     folder = Path(settings.run_dir)

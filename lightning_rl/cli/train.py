@@ -44,10 +44,10 @@ def run(
 
     `--dry-run` prints the plan and every key. Ctrl-C stops; `--resume RUN_DIR` goes on.
     """
-    from lightning_rl.agent import agent_of_run, load_agent
+    from lightning_rl.agents.agent import agent_of_run, load_agent
     from lightning_rl.config import ConfigError, compose
     from lightning_rl.config.schema import TrainConfig
-    from lightning_rl.loops.named import loops_of
+    from lightning_rl.loops.configured import configured_agents
 
     given = list(overrides or ())
     if resume is not None:
@@ -59,8 +59,7 @@ def run(
         given.append("trainer.resume_mode=auto")
     settings = compose(file=config, command_line=given, schema=TrainConfig)
     agent = None if settings.agent is None else load_agent(settings.agent)
-    graph = settings.actor_rollout_ref.rollout.multi_turn.langgraph
-    agent_of_run(agent, graph, loops_of(settings))  # raises before anything is begun
+    agent_of_run(agent, configured_agents(settings))  # raises before anything is begun
     if settings.data.train_files is None and not settings.trainer.val_only:
         raise ConfigError("name the tasks: data.train_files=tasks.jsonl")
     if dry_run:
@@ -70,7 +69,7 @@ def run(
 
 
 def _train(agent: Any, settings: "TrainConfig", run_dir: Path | None, *, as_json: bool) -> None:
-    from lightning_rl.algorithms.ppo import PPO
+    from lightning_rl.ppo.ppo import PPO
     from lightning_rl.trainer import Trainer
 
     algorithm = PPO(settings)
@@ -102,14 +101,17 @@ def _train(agent: Any, settings: "TrainConfig", run_dir: Path | None, *, as_json
 
 def _plan(settings: "TrainConfig", run_dir: Path | None) -> dict[str, Any]:
     """What a run with these settings would do, and needs. Raises what it would raise before its first step."""
-    from lightning_rl import tracking, tutorial
-    from lightning_rl.algorithms import plan
-    from lightning_rl.algorithms.ppo import PPO
-    from lightning_rl.algorithms.settings import learning_rate
+    from lightning_rl import tutorial
     from lightning_rl.data import load_tasks
+    from lightning_rl.loops.loop_registry import loops_of
+    from lightning_rl.ppo import plan
+    from lightning_rl.ppo.ppo import PPO
+    from lightning_rl.ppo.resolved_config import learning_rate
+    from lightning_rl.telemetry import metrics
 
     algorithm, data, rollout = PPO(settings), settings.data, settings.actor_rollout_ref.rollout
-    tracking.check_names(settings.trainer.logger)
+    loops = loops_of(settings)
+    metrics.check_names(settings.trainer.logger)
     train = len(load_tasks(data.train_files)) if data.train_files else 0
     val = len(load_tasks(data.val_files)) if data.val_files else 0
     steps = 0 if settings.trainer.val_only else algorithm.steps(train)
@@ -118,7 +120,7 @@ def _plan(settings: "TrainConfig", run_dir: Path | None) -> dict[str, Any]:
     numbers = None if folder is None else plan.parameters(folder)
     unknown = "not known before the model is here"
     return {
-        "agent": settings.agent or rollout.multi_turn.langgraph.path or (algorithm.loops and algorithm.loops.default),
+        "agent": settings.agent or rollout.multi_turn.langgraph.path or (loops and loops.default),
         "model": model or f"{tutorial.checkpoint()} (the tutorial's; name yours: actor_rollout_ref.model.path)",
         "parameters": unknown if numbers is None else numbers,
         "learning_rate": unknown if numbers is None else learning_rate(settings, numbers),

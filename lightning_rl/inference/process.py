@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from lightning_rl.errors import Explained
-from lightning_rl.server.child import Child, tell
+from lightning_rl.processes.child import Child, tell
 
 
 class EngineNotStarted(Explained, RuntimeError):

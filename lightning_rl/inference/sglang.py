@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_rl.errors import Explained
 from lightning_rl.inference.load import device_of, load_model, located
-from lightning_rl.inference.proof import Sampled, prove
+from lightning_rl.inference.weight_check import Sampled, prove
 
 _PATH = "/update_weights_from_disk"
 _CONNECT_SECONDS = 10.0

@@ -10,14 +10,14 @@ from typing import Any
 
 import msgspec
 
-from lightning_rl.algorithms.step_record import CallRecord
 from lightning_rl.errors import Explained
 from lightning_rl.inspect import trained
 from lightning_rl.inspect.explain import marks_of, numbers_of, row_views, rows_of
 from lightning_rl.inspect.trained import CallTraining, Found, RolloutTraining
-from lightning_rl.server.readout import why_excluded
 from lightning_rl.store.contract import AttemptTrace, RolloutTrace
 from lightning_rl.store.rewards import added_up, rewards_by_call
+from lightning_rl.trajectories.step_record import CallRecord
+from lightning_rl.trajectories.trace_views import why_excluded
 from lightning_rl_adapters import forest, semconv
 from lightning_rl_adapters.call import Call, VersionRange, calls_of
 from lightning_rl_adapters.call_names import names_of

@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from lightning_rl.algorithms.step_record import RolloutRecord
-from lightning_rl.inspect.evidence import RECENT, Beside, Evidence, Tally
+from lightning_rl.inspect.run_stats import RECENT, Beside, Evidence, Tally
+from lightning_rl.trajectories.step_record import RolloutRecord
 from lightning_rl_adapters.conventions import USE_THE_GATEWAY
 from lightning_rl_adapters.semconv import ForkCause
 

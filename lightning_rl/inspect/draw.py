@@ -6,13 +6,13 @@ import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from lightning_rl.algorithms.step_record import PlusRecord
 from lightning_rl.inspect.call import CallDetail, TokenView
 from lightning_rl.inspect.doctor import SEVERITIES, Diagnosis, Finding
 from lightning_rl.inspect.explain import AttemptView, CallView, Fork, RolloutView, RowView, words_of
 from lightning_rl.inspect.recorded import RunForks
 from lightning_rl.inspect.trained import CallTraining, RolloutTraining
 from lightning_rl.store.contract import Log
+from lightning_rl.trajectories.step_record import PlusRecord
 from lightning_rl_adapters.credit import is_state
 from lightning_rl_adapters.rows import Row
 

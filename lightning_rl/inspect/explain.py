@@ -12,8 +12,8 @@ import msgspec
 
 from lightning_rl.inspect import trained
 from lightning_rl.inspect.trained import CallTraining, Found, RolloutTraining
-from lightning_rl.server.readout import log_of, why_excluded
 from lightning_rl.store.contract import AttemptTrace, Log, Rollout, RolloutTrace
+from lightning_rl.trajectories.trace_views import log_of, why_excluded
 from lightning_rl_adapters import forest, rows, semconv
 from lightning_rl_adapters.call import Call, calls_of
 from lightning_rl_adapters.forest import Forest, Node

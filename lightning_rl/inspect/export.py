@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, get_args
 import msgspec
 import sqlalchemy as sa
 
-from lightning_rl.algorithms import rollouts as asked
-from lightning_rl.algorithms import step_record
-from lightning_rl.algorithms.selection import selection
-from lightning_rl.algorithms.step_record import RolloutRecord, StepRecord
-from lightning_rl.algorithms.trajectories import Trajectory, trajectory_of
+from lightning_rl.control_plane.gateways.resolve import PROXY_LLM
 from lightning_rl.errors import Explained
 from lightning_rl.inspect import folder, otlp, recorded, trained
-from lightning_rl.inspect.place import Which, pages, resources_of
-from lightning_rl.server.readout import why_excluded
-from lightning_rl.server.resolve import PROXY_LLM
+from lightning_rl.inspect.rollout_source import Which, pages, resources_of
 from lightning_rl.store import queries
 from lightning_rl.store.contract import AttemptTrace, Rollout, RolloutTrace
 from lightning_rl.store.rewards import added_up, rewards_by_call
+from lightning_rl.trajectories import step_record
+from lightning_rl.trajectories.call_filter import selection
+from lightning_rl.trajectories.reader import reader
+from lightning_rl.trajectories.step_record import RolloutRecord, StepRecord
+from lightning_rl.trajectories.trace_views import why_excluded
+from lightning_rl.trajectories.trajectory import Trajectory, trajectory_of
 from lightning_rl_adapters import credit, forest, rows, semconv, triplet
 from lightning_rl_adapters.call import Call, calls_of
 from lightning_rl_adapters.call_names import names_of
@@ -255,7 +255,7 @@ class RowReader:
         config, model = self._config, self._model(trace.rollout.resources_id)
         if config is None or model is None:
             return trajectory_of(trace, agent_failure=0.0)
-        return asked.reader(config, model, selection(config.algorithm.train_agents, None), 0)(trace)
+        return reader(config, model, selection(config.algorithm.train_agents, None), 0)(trace)
 
     def _rows(self, trajectory: Trajectory, found: trained.Found | None) -> list[Row]:
         """The rows, without those calls that the step left out, which its record alone knows."""

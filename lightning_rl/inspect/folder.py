@@ -12,15 +12,15 @@ import huggingface_hub
 import msgspec
 
 from lightning_rl import tutorial
-from lightning_rl.algorithms import step_record
-from lightning_rl.algorithms.selection import selection
-from lightning_rl.algorithms.step_record import StepRecord
 from lightning_rl.config import compose
 from lightning_rl.config.schema import TrainConfig
 from lightning_rl.inspect.recorded import NotRecorded
 from lightning_rl.inspect.trained import Found
 from lightning_rl.store.contract import Rollout
-from lightning_rl_proxy.rendering import FastTokenizer
+from lightning_rl.trajectories import step_record
+from lightning_rl.trajectories.call_filter import selection
+from lightning_rl.trajectories.step_record import StepRecord
+from lightning_rl_proxy.rendering.renderers import FastTokenizer
 
 CONFIG = "config.yaml"
 _TOKENIZER = "tokenizer.json"

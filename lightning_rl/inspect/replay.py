@@ -18,25 +18,31 @@ from typing import Any, Literal
 import msgspec
 import uvicorn
 
-from lightning_rl.agent import Agent, run_agent
-from lightning_rl.emitted import Emitted
+from lightning_rl.agents.agent import Agent, run_agent
+from lightning_rl.agents.emitted import Emitted
+from lightning_rl.control_plane.app import create_app
+from lightning_rl.control_plane.auth import Keys
+from lightning_rl.control_plane.gateways.engines import EngineRequest
+from lightning_rl.control_plane.gateways.resolve import PROXY_LLM
+from lightning_rl.control_plane.gateways.store_ledger import StoreLedger
+from lightning_rl.control_plane.process import JOURNAL
 from lightning_rl.errors import Explained
-from lightning_rl.inspect.recording import Divergence, HearingRenderer, RecordedBackend, RecordedEngine, Recording
-from lightning_rl.server.app import create_app
-from lightning_rl.server.engines import EngineRequest
-from lightning_rl.server.keys import Keys
-from lightning_rl.server.ledger import StoreLedger
-from lightning_rl.server.process import JOURNAL
-from lightning_rl.server.resolve import PROXY_LLM
-from lightning_rl.server.sql_thread import SqlThread
+from lightning_rl.inspect.replay_engine import (
+    Divergence,
+    HearingRenderer,
+    RecordedBackend,
+    RecordedEngine,
+    Recording,
+)
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import AttemptTrace, Claim, RolloutConfig, RolloutRequest, RolloutTrace
 from lightning_rl.store.errors import Invalid
 from lightning_rl.store.sql import SqlStore
+from lightning_rl.store.sql_thread import SqlThread
 from lightning_rl_adapters.credit import FINAL
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.rendering import Renderer, SpecialTokens, load_renderer
-from lightning_rl_proxy.router import Router
+from lightning_rl_proxy.rendering.renderers import Renderer, SpecialTokens, load_renderer
+from lightning_rl_proxy.routing.router import Router
 
 _POLICY = "main_llm"
 _LEASE_SECONDS = 30 * 24 * 3600  # nobody renews it

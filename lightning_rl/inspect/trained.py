@@ -5,7 +5,7 @@ Pure: records in, views out. Invariant: nothing is computed anew; where no recor
 
 import msgspec
 
-from lightning_rl.algorithms.step_record import CallRecord, PlusRecord, RolloutRecord, StepRecord
+from lightning_rl.trajectories.step_record import CallRecord, PlusRecord, RolloutRecord, StepRecord
 
 Found = tuple[StepRecord, RolloutRecord]
 

@@ -24,9 +24,9 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import SecretStr
 
+from lightning_rl.agents.resources import LLM
 from lightning_rl.langgraph.endpoint import Endpoint, endpoint_of, node_of, tagged
 from lightning_rl.langgraph.wire import chunk_from_wire, from_wire, to_wire
-from lightning_rl.resources import LLM
 
 _FIELDS = frozenset(inspect.signature(openai.resources.chat.completions.Completions.create).parameters)
 _CHOICES = {"any": "required", True: "required", "auto": "auto", "none": "none", "required": "required"}

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from lightning_rl.resources import LLM
+from lightning_rl.agents.resources import LLM
 from lightning_rl_proxy import address
 
 OPENAI = "https://api.openai.com/v1"

@@ -19,13 +19,13 @@ from langgraph.graph import StateGraph
 from langgraph.pregel import Pregel
 from langgraph.types import Command
 
-from lightning_rl.agent import Agent
-from lightning_rl.emit import finite
+from lightning_rl.agents.agent import Agent
+from lightning_rl.agents.resources import LLM
+from lightning_rl.agents.values import finite
 from lightning_rl.errors import Explained
 from lightning_rl.langgraph.chat_model import ChatModel
 from lightning_rl.langgraph.endpoint import answering
 from lightning_rl.loading import load
-from lightning_rl.resources import LLM
 
 _CONFIG = frozenset(RunnableConfig.__annotations__)
 _THREADS = 128  # of an event loop, for nodes that are not async: they wait for answers

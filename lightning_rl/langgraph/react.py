@@ -10,7 +10,7 @@ from langchain_core.tools import BaseTool
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 
-from lightning_rl.agent import AgentSignature
+from lightning_rl.agents.agent import AgentSignature
 from lightning_rl.langgraph.chat_model import ChatModel
 from lightning_rl.langgraph.graph_agent import GraphAgent
 

@@ -8,22 +8,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_rl.compat.sessions import AgentFramework, Session, SessionBatch, SessionStats
     from lightning_rl.loops.agent_loop import AgentLoop, Setting
     from lightning_rl.loops.conversation import Answer, Conversation
     from lightning_rl.loops.limits import Limits
-    from lightning_rl.loops.sessions import AgentFramework, Session, SessionBatch, SessionStats
     from lightning_rl.loops.single_turn import SingleTurnAgent
     from lightning_rl.loops.tool_agent import ToolAgent
 
 _HOME = {
-    "AgentFramework": "sessions",
+    "AgentFramework": "lightning_rl.compat.sessions",
     "AgentLoop": "agent_loop",
     "Answer": "conversation",
     "Conversation": "conversation",
     "Limits": "limits",
-    "Session": "sessions",
-    "SessionBatch": "sessions",
-    "SessionStats": "sessions",
+    "Session": "lightning_rl.compat.sessions",
+    "SessionBatch": "lightning_rl.compat.sessions",
+    "SessionStats": "lightning_rl.compat.sessions",
     "Setting": "agent_loop",
     "SingleTurnAgent": "single_turn",
     "ToolAgent": "tool_agent",
@@ -49,7 +49,8 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
             raise AttributeError(f"module 'lightning_rl.loops' has no attribute {name!r}")
-        return getattr(importlib.import_module(f"lightning_rl.loops.{_HOME[name]}"), name)
+        home = _HOME[name]
+        return getattr(importlib.import_module(home if "." in home else f"lightning_rl.loops.{home}"), name)
 
 
 def __dir__() -> list[str]:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightning_rl.agent import Agent
+from lightning_rl.agents.agent import Agent
+from lightning_rl.agents.resources import LLM
+from lightning_rl.agents.task_fields import messages_of
 from lightning_rl.loops.conversation import Conversation
 from lightning_rl.loops.limits import Limits
-from lightning_rl.loops.tasks import messages_of
-from lightning_rl.resources import LLM
 
 if TYPE_CHECKING:
     from lightning_rl.loops.user import User

@@ -5,7 +5,7 @@ import weakref
 
 import openai
 
-from lightning_rl.resources import LLM
+from lightning_rl.agents.resources import LLM
 
 _of_loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, openai.AsyncOpenAI]" = weakref.WeakKeyDictionary()
 

@@ -11,11 +11,12 @@ from typing import Any, Self
 
 import openai
 
+from lightning_rl.agents.emit import emit_object
+from lightning_rl.agents.resources import LLM
 from lightning_rl.loops import limits as words
 from lightning_rl.loops.client import client_of
-from lightning_rl.loops.ended import tell_end
 from lightning_rl.loops.limits import Limits
-from lightning_rl.resources import LLM
+from lightning_rl.trajectories.termination import ending
 
 _TOO_LONG = "context_length_exceeded"
 
@@ -65,7 +66,7 @@ class Conversation:
     ) -> None:
         ended_by = words.ERROR if error is not None else self.ended_by or words.ANSWER
         counts = ("assistant_turns", "user_turns", "sampled_tokens")
-        tell_end(self._loop, ended_by, **{name: getattr(self, name) for name in counts}, **self.told)
+        emit_object(ending(self._loop, ended_by, **{name: getattr(self, name) for name in counts}, **self.told))
 
     async def ask(self, **request: Any) -> Answer | None:
         """The policy's next answer, added to the messages; None where a limit leaves no room for one.

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from lightning_rl.agents.resources import LLM
 from lightning_rl.loops.agent_loop import AgentLoop
-from lightning_rl.resources import LLM
 
 
 class SingleTurnAgent(AgentLoop):

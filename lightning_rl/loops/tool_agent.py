@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
-from lightning_rl.emit import emit_object, emit_reward
+from lightning_rl.agents.emit import emit_object, emit_reward
+from lightning_rl.agents.resources import LLM
+from lightning_rl.agents.task_fields import tools_of
 from lightning_rl.loops import limits as words
 from lightning_rl.loops.agent_loop import AgentLoop
 from lightning_rl.loops.conversation import Answer, Conversation
-from lightning_rl.loops.tasks import tools_of
-from lightning_rl.resources import LLM
 
 if TYPE_CHECKING:
     from lightning_rl.tools.trajectory import ToolResult, TrajectoryTools

@@ -9,11 +9,11 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from lightning_rl.agents.resources import LLM
 from lightning_rl.config.schema import UserTurns
 from lightning_rl.errors import Explained
 from lightning_rl.loading import load
 from lightning_rl.loops.client import client_of
-from lightning_rl.resources import LLM
 
 TAG = "user"
 Messages = Sequence[Mapping[str, Any]]

@@ -26,14 +26,14 @@ from typing import NoReturn, TextIO
 
 import msgspec
 
-from lightning_rl.agent import Agent, run_agent
-from lightning_rl.emitted import Emitted
+from lightning_rl.agents.agent import Agent, run_agent
+from lightning_rl.agents.emitted import Emitted
+from lightning_rl.processes.event_loop import AsyncAgents
 from lightning_rl.runner import outcome
-from lightning_rl.runner.async_agents import AsyncAgents
+from lightning_rl.runner.executors import Done, Run, Spawn
 from lightning_rl.runner.outcome import Outcome
+from lightning_rl.runner.output_capture import LOG, Kept, Printed
 from lightning_rl.runner.payload import LENGTH
-from lightning_rl.runner.printed import LOG, Kept, Printed
-from lightning_rl.runner.runs import Done, Run, Spawn
 from lightning_rl.store.contract import Claim, ErrorInfo, Finish
 
 _MESSAGE = struct.Struct(">cQq")  # what, which rollout, the status where one ended
@@ -215,7 +215,7 @@ def _load_what_rollouts_need() -> None:
     """What every child would load anew."""
     from opentelemetry.exporter.otlp.proto.common import trace_encoder  # noqa: F401
 
-    from lightning_rl import emitted
+    from lightning_rl.agents import emitted
 
     emitted._tracer()
     asyncio.new_event_loop().close()

@@ -25,10 +25,10 @@ from pathlib import Path
 
 import cloudpickle
 
-from lightning_rl.agent import Agent
+from lightning_rl.agents.agent import Agent
 from lightning_rl.errors import Explained
+from lightning_rl.processes.child import Child, ChildDied
 from lightning_rl.runner.payload import LENGTH, ONE_MORE_SLOT, Isolation, Payload
-from lightning_rl.server.child import Child, ChildDied
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.errors import StoreError
 

@@ -20,13 +20,13 @@ from urllib.parse import urlsplit
 
 import cloudpickle
 
-from lightning_rl.agent import Agent
+from lightning_rl.agents.agent import Agent
 from lightning_rl.config.schema import RayActors
 from lightning_rl.errors import Explained
+from lightning_rl.processes.child import ChildDied
+from lightning_rl.processes.service_keys import is_loopback
 from lightning_rl.runner.launch import payload_of, running, shares
 from lightning_rl.runner.payload import Isolation, Payload
-from lightning_rl.server.child import ChildDied
-from lightning_rl.server.keys import is_loopback
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.errors import StoreError
 

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 from opentelemetry.sdk.trace import ReadableSpan
 
-from lightning_rl.agent import rewards_of
-from lightning_rl.emitted import Emitted
-from lightning_rl.runner.blame import error_info
+from lightning_rl.agents.agent import rewards_of
+from lightning_rl.agents.emitted import Emitted
+from lightning_rl.runner.error_classification import error_info
 from lightning_rl.store.contract import Claim, Finish, Reward
 from lightning_rl_adapters.credit import FINAL
 

@@ -19,17 +19,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
-from lightning_rl.runner import isolated, printed
-from lightning_rl.runner.active import ActiveClaims
+from lightning_rl.processes.child import TellAlarms, tell
+from lightning_rl.runner import isolated, output_capture
 from lightning_rl.runner.delivery import Delivery
+from lightning_rl.runner.executors import InProcess, Runs
 from lightning_rl.runner.isolated import ForkServer
+from lightning_rl.runner.leases import ActiveClaims
 from lightning_rl.runner.payload import LENGTH, Payload
-from lightning_rl.runner.runs import InProcess, Runs
 from lightning_rl.runner.slots import Slots
 from lightning_rl.runner.worker import Worker
-from lightning_rl.server.child import TellAlarms, tell
 from lightning_rl.store.client import HttpStore
-from lightning_rl_proxy.alarm import ALARMS
+from lightning_rl_proxy.recording.alerts import ALARMS
 
 _FINISH_SECONDS = 5.0  # for results that are on their way when the process is stopped
 _TAKERS = 4  # threads that take rollouts, each one at a time, so that every process gets its share
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 def main() -> None:
     """Run until told to stop."""
-    printed.route()
+    output_capture.route()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for client in ("httpx", "httpx2"):  # they log a line for every call of the agent
         logging.getLogger(client).setLevel(logging.WARNING)

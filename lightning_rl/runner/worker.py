@@ -8,12 +8,12 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from lightning_rl.runner import printed
-from lightning_rl.runner.active import ActiveClaims
-from lightning_rl.runner.blame import error_info
+from lightning_rl.runner import output_capture
+from lightning_rl.runner.error_classification import error_info
+from lightning_rl.runner.executors import Run, Runs
+from lightning_rl.runner.leases import ActiveClaims
 from lightning_rl.runner.outcome import Outcome, SpanBatch
-from lightning_rl.runner.printed import Printed
-from lightning_rl.runner.runs import Run, Runs
+from lightning_rl.runner.output_capture import Printed
 from lightning_rl.runner.slots import Slots
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RUNNER_STOPPED, Claim, ErrorInfo, Finish, Log
@@ -136,7 +136,7 @@ class Worker:
         claim, rollout_id = running.claim, running.claim.rollout.rollout_id
         failed = outcome.finish.error
         if failed is not None:
-            with printed.named(rollout_id):
+            with output_capture.named(rollout_id):
                 _log.info("rollout %s failed\n%s", rollout_id, failed.traceback or failed.message)
         # The lease is kept until the answer is there; a lost claim's result is nobody's.
         if not self._active.finishing(claim):

@@ -14,7 +14,6 @@ from urllib.parse import urlencode
 import msgspec
 import urllib3
 
-from lightning_rl.store.bodies import body_of
 from lightning_rl.store.contract import (
     Attempt,
     Claim,
@@ -30,6 +29,7 @@ from lightning_rl.store.contract import (
     RolloutTrace,
 )
 from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, StoreUnwritable, Unreachable
+from lightning_rl.store.idempotency import body_of
 from lightning_rl_adapters.ids import new_id
 
 T = TypeVar("T")

@@ -16,7 +16,6 @@ import msgspec
 import sqlalchemy as sa
 
 from lightning_rl.store import gateways, queries, schema
-from lightning_rl.store.bodies import body_of, same_body
 from lightning_rl.store.contract import (
     NOT_COUNTED,
     SESSION_ENDED,
@@ -37,6 +36,7 @@ from lightning_rl.store.contract import (
 )
 from lightning_rl.store.errors import Conflict, Invalid, NotFound
 from lightning_rl.store.gateways import Gateways
+from lightning_rl.store.idempotency import body_of, same_body
 from lightning_rl.store.life_cycle import (
     ENDED,
     AttemptStatus,

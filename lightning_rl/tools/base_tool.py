@@ -54,7 +54,7 @@ class BaseTool:
         Raises:
             ToolError: as `function_tool` does.
         """
-        from lightning_rl.tools.accept import as_tool
+        from lightning_rl.tools.coerce import as_tool
 
         return as_tool(function, name=name, schema=schema, timeout=timeout)
 

@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import Any
 
 from lightning_rl.loading import explained, find_neighbours, made_of, run_apart
-from lightning_rl.tools.accept import as_tool, is_marked
 from lightning_rl.tools.base_tool import BaseTool
+from lightning_rl.tools.coerce import as_tool, is_marked
 from lightning_rl.tools.errors import ToolError
 
 

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import MultiTurn
 from lightning_rl.loading import NotLoadable
-from lightning_rl.tools.accept import merged
 from lightning_rl.tools.base_tool import BaseTool
+from lightning_rl.tools.coerce import merged
 from lightning_rl.tools.collect import tools_of
 from lightning_rl.tools.declared import declared_tools
 from lightning_rl.tools.errors import ToolError

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from lightning_rl.tools.accept import as_tool, merged
 from lightning_rl.tools.base_tool import BaseTool, check_required, schema_of
+from lightning_rl.tools.coerce import as_tool, merged
 from lightning_rl.tools.errors import ToolError, ToolFailed, WrongArguments
 from lightning_rl.tools.instance import Instance
 from lightning_rl.tools.limits import ResultLimits

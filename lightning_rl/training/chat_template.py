@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_rl.config import ConfigError
 from lightning_rl.inference.load import model_folder
 from lightning_rl.training.checkpoint import copy_tokenizer
-from lightning_rl_proxy.templates import read_template
+from lightning_rl_proxy.rendering.chat_templates import read_template
 
 _KEY = "actor_rollout_ref.model.chat_template"
 _FILE = "chat_template.jinja"

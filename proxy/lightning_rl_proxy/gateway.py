@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,26 +20,25 @@ from prometheus_client import Histogram
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import to_span
 from lightning_rl_proxy import address as addresses
-from lightning_rl_proxy import baggage, openapi
 from lightning_rl_proxy.address import Address, Door
-from lightning_rl_proxy.answering import Answerer
-from lightning_rl_proxy.attempt import Attempt
-from lightning_rl_proxy.balance import ModelLoad
-from lightning_rl_proxy.clock import Clock
-from lightning_rl_proxy.compressed import unpacked
 from lightning_rl_proxy.dialects import chat_completions, completions, messages, responses
 from lightning_rl_proxy.dialects.base import Dialect, decode
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
 from lightning_rl_proxy.errors import GatewayError, closed
-from lightning_rl_proxy.exchange import Exchange
-from lightning_rl_proxy.history import Said
-from lightning_rl_proxy.keys import KeyRefused, sent_key, verify_attempt_key
-from lightning_rl_proxy.ledger import AttemptInfo, Ledger, NoNotes, Notes
-from lightning_rl_proxy.limits import Limits, announced_bytes
-from lightning_rl_proxy.rebuilt import attempt_of
-from lightning_rl_proxy.recorder import Recorder
-from lightning_rl_proxy.rendering import Renderer
-from lightning_rl_proxy.router import Router
+from lightning_rl_proxy.forest.incremental_decode import Said
+from lightning_rl_proxy.http import baggage, openapi
+from lightning_rl_proxy.http.attempt import Attempt
+from lightning_rl_proxy.http.call_handler import Answerer
+from lightning_rl_proxy.http.compressed import unpacked
+from lightning_rl_proxy.http.inflight_request import Exchange
+from lightning_rl_proxy.http.keys import KeyRefused, sent_key, verify_attempt_key
+from lightning_rl_proxy.http.limits import Limits, announced_bytes
+from lightning_rl_proxy.recording.clock import Clock
+from lightning_rl_proxy.recording.ledger import AttemptInfo, Ledger, NoNotes, Notes
+from lightning_rl_proxy.recording.recorder import Recorder
+from lightning_rl_proxy.rendering.renderers import Renderer
+from lightning_rl_proxy.routing.load_balancer import ModelLoad
+from lightning_rl_proxy.routing.router import Router
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -467,7 +466,7 @@ class Gateway:
             if name in self._sealed:
                 raise await self._closed(name)
             if attempt is None:
-                attempt = self._attempts[name] = attempt_of(address, info, now, self._renderer)
+                attempt = self._attempts[name] = Attempt(address, info, now, self._renderer)
                 if any(span.name == semconv.CALL_SPAN for span in info.spans):
                     self.interrupted(*name, "the gateway that had the attempt went away while it ran")
             attempt.checked_at = now
@@ -512,7 +511,7 @@ class Gateway:
         if attempt.sealed:  # while the body came
             raise closed(attempt.address.attempt_id)
         body_key = _body_key(dialect.NAME, agent, body)
-        exchange = self._joined(attempt, body_key, retry=retry)
+        exchange = attempt.joined(body_key, marked_as_retry=retry)
         if exchange is None:
             self.limits.check_calls(attempt.in_flight, attempt.address.attempt_id)
             exchange = Exchange(body_key)
@@ -523,13 +522,8 @@ class Gateway:
                 failure = _as_gateway_error(error)
                 self._note_if_ours(attempt, body_key, failure)
                 raise failure from error
-            exchange.task = asyncio.create_task(self._noting(work, attempt.address) if self._noted else work)
-            attempt.in_flight += 1
-            attempt.called_at = time.monotonic()
-            exchange.task.add_done_callback(partial(_worked, attempt, exchange))
+            attempt.begin(exchange, asyncio.create_task(self._noting(work, attempt.address) if self._noted else work))
             self._has_begun(attempt.name)
-            attempt.exchanges.setdefault(body_key, []).append(exchange)
-            attempt.unrecorded.add(exchange)
         else:
             self.counters["joined_retries"] += 1
         told = scope.get("extensions", {}).get(GONE)
@@ -552,14 +546,6 @@ class Gateway:
             noted.cancel()
         self._notes.check()
         return last
-
-    def _joined(self, attempt: Attempt, body_key: bytes, *, retry: bool) -> Exchange | None:
-        """The exchange that a request joins; None where it is to be sampled, as after an answer of 5xx."""
-        anew = retry and attempt.failed[body_key] > 0
-        if anew:
-            attempt.failed[body_key] -= 1
-        exchange = attempt.joinable(body_key, marked_as_retry=retry and not anew)
-        return None if exchange is None or exchange.task is None or _has_failed(exchange.task) else exchange
 
     async def _deliver(
         self, attempt: Attempt, dialect: Dialect, exchange: Exchange, gone: "asyncio.Future[None]", send: Send
@@ -605,7 +591,7 @@ class Gateway:
             raise closed(attempt.address.attempt_id)
         if (failure := exchange.task.exception()) is not None:
             self._record(attempt, exchange, delivered=False)  # of n answers, those that came
-            self._forget(attempt, exchange)
+            attempt.forget(exchange)
             error = _as_gateway_error(failure)
             self._note_if_ours(attempt, exchange.body_key, error)
             raise error from failure
@@ -653,7 +639,7 @@ class Gateway:
         elif not exchange.task.cancelled():
             exchange.task.exception()  # which nobody else asks for
         self._record(attempt, exchange, delivered=False)
-        self._forget(attempt, exchange)
+        attempt.forget(exchange)
 
     def _close(self, attempt: Attempt) -> list[asyncio.Task[bytes]]:
         """Seal: abort what is in flight, and record what was sampled but never delivered. Gives what it aborted."""
@@ -671,13 +657,6 @@ class Gateway:
         """An attempt has called, or is over: no call is expected of it any more."""
         if self._starting.pop(name, None) is not None:
             self.router.eased()
-
-    def _forget(self, attempt: Attempt, exchange: Exchange) -> None:
-        kept = [other for other in attempt.exchanges.get(exchange.body_key, []) if other is not exchange]
-        if kept:
-            attempt.exchanges[exchange.body_key] = kept
-        else:
-            attempt.exchanges.pop(exchange.body_key, None)
 
     def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -724,21 +703,10 @@ def _body_key(api: str, agent: str | None, body: bytes) -> bytes:
     return digest.digest()
 
 
-def _worked(attempt: Attempt, exchange: Exchange, _work: asyncio.Task[bytes]) -> None:
-    """An answer is no longer worked on."""
-    attempt.in_flight -= 1
-    attempt.called_at = time.monotonic()
-    exchange.wake()
-
-
 def _end_grace(exchange: Exchange) -> None:
     if exchange.grace is not None:
         exchange.grace.cancel()
         exchange.grace = None
-
-
-def _has_failed(task: asyncio.Task[bytes]) -> bool:
-    return task.cancelling() > 0 or (task.done() and (task.cancelled() or task.exception() is not None))
 
 
 def _tell_of_refusal(error: GatewayError, scope: Scope, address: Address | None) -> None:

@@ -24,10 +24,10 @@ from typing import Any
 
 import psutil
 
-from lightning_rl.algorithms import step_record
 from lightning_rl.store.contract import RolloutTrace
 from lightning_rl.store.sql import SqlStore
-from lightning_rl.tracking import jsonl
+from lightning_rl.telemetry.metrics import jsonl
+from lightning_rl.trajectories import step_record
 from lightning_rl_adapters.call import calls_of
 
 # The gateway and the store are one process of a run, the server. `machine` is all of them at once.
@@ -39,7 +39,7 @@ MOST_KILLS = 3
 _ROOT = Path(__file__).parents[2]
 _PATIENCE_SECONDS = 200.0  # of a step of a run on a busy machine
 _WORDS = {
-    "server": "lightning_rl.server.process",
+    "server": "lightning_rl.control_plane.process",
     "runner": "lightning_rl.runner.process",
     "engine": "vllm.entrypoints.openai.api_server",
 }

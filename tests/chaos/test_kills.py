@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lightning_rl.server.test_killed import STEPS, check_survives
+from tests.lightning_rl.control_plane.test_killed import STEPS, check_survives
 
 pytestmark = pytest.mark.chaos
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 import lightning_rl as lrl
-from lightning_rl.algorithms import step_record
 from lightning_rl.store.contract import Rollout, RolloutTrace
 from lightning_rl.store.sql import SqlStore
-from lightning_rl.tracking.jsonl import read
+from lightning_rl.telemetry.metrics.jsonl import read
+from lightning_rl.trajectories import step_record
 from lightning_rl_adapters.call import calls_of
-from tests.lightning_rl.algorithms.agents import straggles
+from tests.lightning_rl.ppo.agents import straggles
 
 ROOT = Path(__file__).parents[2]
 STEPS, BATCH, N = 6, 2, 2

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_rl import tutorial
-from lightning_rl.server.keys import ADMIN_KEY, RUNNER_KEY
+from lightning_rl.processes.service_keys import ADMIN_KEY, RUNNER_KEY
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutConfig, RolloutRequest, RolloutTrace
 from lightning_rl_adapters.call import calls_of

@@ -13,9 +13,9 @@ import cloudpickle
 import pytest
 
 import lightning_rl as lrl
-from lightning_rl.server.keys import RUNNER_KEY
+from lightning_rl.processes.service_keys import RUNNER_KEY
 from lightning_rl.store.sql import SqlStore
-from lightning_rl.tracking import jsonl
+from lightning_rl.telemetry.metrics import jsonl
 from lightning_rl_adapters.call import calls_of
 from tests.cluster.hosts import Hosts, hosts
 

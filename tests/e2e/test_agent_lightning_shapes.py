@@ -16,7 +16,7 @@ import openai
 import pytest
 
 import lightning_rl as agl
-from lightning_rl.agent import AgentSignature, as_agent
+from lightning_rl.agents.agent import AgentSignature, as_agent
 from lightning_rl.config import compose
 from lightning_rl.store.contract import Rollout
 from lightning_rl.store.sql import SqlStore

@@ -10,7 +10,7 @@ import pytest
 
 import lightning_rl as lrl
 from lightning_rl.store.sql import SqlStore
-from lightning_rl.tracking.jsonl import read
+from lightning_rl.telemetry.metrics.jsonl import read
 
 pytestmark = pytest.mark.e2e
 

@@ -25,21 +25,21 @@ from examples.gsm8k.reward import compute_score
 from examples.search import agent as search
 from examples.search import corpus
 from examples.search.train import teach as teach_search
-from lightning_rl.algorithms import step_record
-from lightning_rl.algorithms.ppo import PPO
-from lightning_rl.algorithms.trajectories import trajectory_of
+from lightning_rl.agents.resources import LLM
 from lightning_rl.config import compose
 from lightning_rl.config.schema import TrainConfig
-from lightning_rl.resources import LLM
+from lightning_rl.ppo.ppo import PPO
 from lightning_rl.store.contract import Rollout, RolloutTrace
 from lightning_rl.store.sql import SqlStore
+from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl.tools import ResultLimits, ToolCall, TrajectoryTools
 from lightning_rl.tools.config import load_tools
-from lightning_rl.tracking.jsonl import read
 from lightning_rl.trainer import Trainer
+from lightning_rl.trajectories import step_record
+from lightning_rl.trajectories.trajectory import trajectory_of
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call, calls_of
-from lightning_rl_proxy.rendering import load_renderer
+from lightning_rl_proxy.rendering.renderers import load_renderer
 from tests.proxy.engines.service import running
 
 ROOT = Path(__file__).parents[2]

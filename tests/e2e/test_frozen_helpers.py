@@ -16,12 +16,12 @@ import openai
 import pytest
 
 import lightning_rl as lrl
-from lightning_rl.algorithms.trajectories import trajectory_of
-from lightning_rl.server.launch import ServerNotStarted
-from lightning_rl.server.readout import rows_of, triplets_of
+from lightning_rl.control_plane.launch import ServerNotStarted
 from lightning_rl.store.contract import RolloutTrace
 from lightning_rl.store.sql import SqlStore
-from lightning_rl.tracking.jsonl import read
+from lightning_rl.telemetry.metrics.jsonl import read
+from lightning_rl.trajectories.trace_views import rows_of, triplets_of
+from lightning_rl.trajectories.trajectory import trajectory_of
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import calls_of
 from lightning_rl_adapters.span import Span

@@ -14,11 +14,11 @@ import lightning_rl as lrl
 from lightning_rl.cli import app
 from lightning_rl.inference.load import load_model
 from lightning_rl.inspect import recorded
-from lightning_rl.tracking import jsonl
+from lightning_rl.telemetry.metrics import jsonl
 from lightning_rl_adapters import forest, rows, semconv
 from lightning_rl_adapters.call import calls_of
 from lightning_rl_adapters.media import media_of
-from lightning_rl_proxy.rendering import load_renderer
+from lightning_rl_proxy.rendering.renderers import load_renderer
 from tests import seeing
 
 pytestmark = pytest.mark.e2e

@@ -12,13 +12,13 @@ import pytest
 
 import lightning_rl as lrl
 from lightning_rl import tutorial
-from lightning_rl.agent import as_agent
+from lightning_rl.agents.agent import as_agent
+from lightning_rl.control_plane.launch import launch
 from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.runner.launch import launch as launch_runners
-from lightning_rl.server.launch import launch
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutConfig, RolloutRequest
-from tests.lightning_rl.server.test_process import Policy
+from tests.lightning_rl.control_plane.test_process import Policy
 
 pytestmark = pytest.mark.e2e
 

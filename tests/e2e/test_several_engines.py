@@ -13,14 +13,14 @@ import pytest
 import urllib3
 
 from lightning_rl import tutorial
+from lightning_rl.control_plane.launch import launch
 from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.inference.engine import EmbeddedEngine
 from lightning_rl.inference.server import EngineServer
-from lightning_rl.server.launch import launch
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Finish, RolloutRequest
 from lightning_rl_adapters.call import calls_of
-from tests.lightning_rl.server.test_process import Policy
+from tests.lightning_rl.control_plane.test_process import Policy
 
 pytestmark = pytest.mark.e2e
 

@@ -18,7 +18,7 @@ from examples.sql_agent.graph import sql_graph
 from examples.sql_agent.spider import BrokenFolder, look, matches, read, schema_of, sets
 from examples.sql_agent.train_graph import right
 from lightning_rl.config import compose
-from lightning_rl.tracking.jsonl import read as metrics_of
+from lightning_rl.telemetry.metrics.jsonl import read as metrics_of
 from tests.e2e.test_examples import recorded
 from tests.e2e.test_sql_graph import Scripted
 

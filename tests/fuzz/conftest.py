@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.rendering import FastTokenizer, load_renderer
-from lightning_rl_proxy.router import Router
+from lightning_rl_proxy.rendering.renderers import FastTokenizer, load_renderer
+from lightning_rl_proxy.routing.router import Router
 from tests.fuzz.laws import Fuzzed, PlannedEngine, PlannedService
 from tests.proxy.conftest import MODEL, SECRET, TOKENIZER, MemoryLedger, Served, listening
 

@@ -22,10 +22,10 @@ import urllib3
 from hypothesis import HealthCheck, settings
 
 from lightning_rl_adapters.call import VersionRange
-from lightning_rl_proxy import openapi
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Load, Tokens
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer
-from lightning_rl_proxy.images import Shown
+from lightning_rl_proxy.http import openapi
+from lightning_rl_proxy.rendering.images import Shown
 from lightning_rl_proxy.sampling import Sampling
 from tests.proxy.conftest import MODEL, Served
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
-from lightning_rl_proxy import openapi
+from lightning_rl_proxy.http import openapi
 from tests.fuzz.bodies import plans
 from tests.fuzz.laws import TIMEOUT, Answer, Fuzzed, share
 

@@ -12,13 +12,13 @@ import urllib3
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_rl.server.api import ControlPlane
-from lightning_rl.server.launch import launch
+from lightning_rl.control_plane.api import ControlPlane
+from lightning_rl.control_plane.launch import launch
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutRequest
 from tests.fuzz.laws import share
-from tests.lightning_rl.server.test_killed import engine
-from tests.lightning_rl.server.test_process import Policy
+from tests.lightning_rl.control_plane.test_killed import engine
+from tests.lightning_rl.control_plane.test_process import Policy
 
 CONTROL = [
     (method, "/api/v1" + route.path.removeprefix("/api/v1"))

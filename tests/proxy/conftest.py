@@ -15,18 +15,18 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from lightning_rl.server.protocol import protocol
+from lightning_rl.control_plane.protocol import protocol
 from lightning_rl_adapters.call import Call, VersionRange, calls_of
 from lightning_rl_adapters.span import Packed, Span, unpack
-from lightning_rl_proxy import attempt, history
 from lightning_rl_proxy.address import Address, base_url
 from lightning_rl_proxy.engines.base import EngineUnavailable, Finish, Load, Tokens
+from lightning_rl_proxy.forest import incremental_decode, nodes
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.images import Shown
-from lightning_rl_proxy.keys import sign_attempt_key
-from lightning_rl_proxy.ledger import AttemptInfo
-from lightning_rl_proxy.rendering import FastTokenizer, LibraryRenderer, load_renderer
-from lightning_rl_proxy.router import Router
+from lightning_rl_proxy.http.keys import sign_attempt_key
+from lightning_rl_proxy.recording.ledger import AttemptInfo
+from lightning_rl_proxy.rendering.images import Shown
+from lightning_rl_proxy.rendering.renderers import FastTokenizer, LibraryRenderer, load_renderer
+from lightning_rl_proxy.routing.router import Router
 from lightning_rl_proxy.sampling import Sampling
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "sql_agent" / "checkpoint"
@@ -40,8 +40,8 @@ VERSION = 7  # of the engine's weights
 @pytest.fixture
 def all_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is done for long conversations alone is done for the short ones of the tests."""
-    monkeypatch.setattr(attempt, "_LONG", 1)
-    monkeypatch.setattr(history, "_LONG", 1)
+    monkeypatch.setattr(nodes, "_LONG", 1)
+    monkeypatch.setattr(incremental_decode, "_LONG", 1)
 
 
 @pytest.fixture(params=["as it is", "all is long"])

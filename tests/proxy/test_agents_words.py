@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from lightning_rl_adapters import semconv
-from lightning_rl_proxy.limits import Limits
+from lightning_rl_proxy.http.limits import Limits
 from tests.proxy.conftest import MODEL, Served
 
 PARAMETERS = {"type": "object", "properties": {}}

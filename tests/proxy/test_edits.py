@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import calls_of
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.rendering import FastTokenizer, LibraryRenderer
-from lightning_rl_proxy.router import Router
+from lightning_rl_proxy.rendering.renderers import FastTokenizer, LibraryRenderer
+from lightning_rl_proxy.routing.router import Router
 from tests.proxy.conftest import MODEL, SECRET, MemoryLedger, ScriptedEngine, Served, listening
 
 Message = dict[str, Any]

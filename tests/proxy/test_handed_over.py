@@ -25,9 +25,9 @@ from lightning_rl_adapters.call import from_span
 from lightning_rl_adapters.span import Packed, Span, unpack
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.ledger import AttemptInfo
-from lightning_rl_proxy.rendering import FastTokenizer, LibraryRenderer, Renderer, load_renderer
-from lightning_rl_proxy.router import Router
+from lightning_rl_proxy.recording.ledger import AttemptInfo
+from lightning_rl_proxy.rendering.renderers import FastTokenizer, LibraryRenderer, Renderer, load_renderer
+from lightning_rl_proxy.routing.router import Router
 from tests import seeing
 from tests.proxy.conftest import MODEL, SECRET, TOKENIZER, MemoryLedger, ScriptedEngine, Served, listening
 

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from lightning_rl_proxy import gateway
-from lightning_rl_proxy.ledger import AttemptInfo
+from lightning_rl_proxy.recording.ledger import AttemptInfo
 from tests.proxy.conftest import Served
 
 

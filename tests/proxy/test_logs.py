@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rl.server import logs
+from lightning_rl.processes import logs
 from tests.proxy.conftest import Served
 from tests.proxy.test_gateway import client, post, say, user
 

@@ -8,10 +8,10 @@ import httpx
 import openai
 import pytest
 
-from lightning_rl_proxy.rendering import FastTokenizer, load_renderer
-from lightning_rl_proxy.templates import TemplateRenderer
+from lightning_rl_proxy.rendering.chat_templates import TemplateRenderer
+from lightning_rl_proxy.rendering.renderers import FastTokenizer, load_renderer
 from tests.proxy.conftest import MODEL, TOKENIZER, Served
-from tests.proxy.test_templates import CHATML, OPENS
+from tests.proxy.rendering.test_chat_templates import CHATML, OPENS
 
 QUESTION = {"role": "user", "content": "How many?"}
 THOUGHT = "<think>\n\n</think>\n\n"

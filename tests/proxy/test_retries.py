@@ -30,9 +30,9 @@ from lightning_rl_adapters import forest
 from lightning_rl_adapters.call import Call
 from lightning_rl_proxy.engines.base import EngineUnavailable, Finish, Tokens
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.images import Shown
-from lightning_rl_proxy.rendering import FastTokenizer, LibraryRenderer
-from lightning_rl_proxy.router import Router
+from lightning_rl_proxy.rendering.images import Shown
+from lightning_rl_proxy.rendering.renderers import FastTokenizer, LibraryRenderer
+from lightning_rl_proxy.routing.router import Router
 from lightning_rl_proxy.sampling import Sampling
 from tests.proxy.conftest import MODEL, SECRET, MemoryLedger, ScriptedEngine, Served, listening
 

@@ -17,9 +17,9 @@ from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import from_span
 from lightning_rl_proxy.dialects import chat_completions, completions, messages, responses
 from lightning_rl_proxy.dialects.base import Dialect, Opening
-from lightning_rl_proxy.parsing import AnswerParser
-from lightning_rl_proxy.rendering import FastTokenizer, LibraryRenderer
-from lightning_rl_proxy.texts import PlainText
+from lightning_rl_proxy.forest.raw_prompts import PlainText
+from lightning_rl_proxy.rendering.parsing import AnswerParser
+from lightning_rl_proxy.rendering.renderers import FastTokenizer, LibraryRenderer
 from tests.proxy.conftest import EITHER_SERVER, Served
 
 USER = {"role": "user", "content": "how many?"}

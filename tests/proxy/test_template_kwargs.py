@@ -14,11 +14,11 @@ import transformers
 
 from lightning_rl_adapters import credit, forest, rows
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.rendering import FastTokenizer, Variants, load_renderer
-from lightning_rl_proxy.router import Router
+from lightning_rl_proxy.rendering.renderers import FastTokenizer, Variants, load_renderer
+from lightning_rl_proxy.routing.router import Router
 from tests.proxy.conftest import MODEL, SECRET, TOKENIZER, MemoryLedger, ScriptedEngine, Served, listening
-from tests.proxy.test_rendering import folder
-from tests.proxy.test_templates import CHATML
+from tests.proxy.rendering.test_chat_templates import CHATML
+from tests.proxy.rendering.test_renderers import folder
 
 Message = dict[str, Any]
 OFF = {"enable_thinking": False}

@@ -15,9 +15,9 @@ from lightning_rl_adapters.call import calls_of
 from lightning_rl_proxy.engines.base import Finish, Tokens
 from lightning_rl_proxy.errors import PromptTooLong
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.images import Shown
-from lightning_rl_proxy.rendering import FastTokenizer, load_renderer
-from lightning_rl_proxy.router import Router
+from lightning_rl_proxy.rendering.images import Shown
+from lightning_rl_proxy.rendering.renderers import FastTokenizer, load_renderer
+from lightning_rl_proxy.routing.router import Router
 from lightning_rl_proxy.sampling import Sampling
 from tests.proxy.conftest import MODEL, SECRET, TOKENIZER, MemoryLedger, ScriptedEngine, Served, listening
 from tests.sdk import players

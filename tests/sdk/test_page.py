@@ -9,10 +9,10 @@ from unittest.mock import AsyncMock
 import httpx
 import pytest
 
-from lightning_rl.resources import LLM
+from lightning_rl.agents.resources import LLM
 from lightning_rl_adapters import semconv
 from lightning_rl_proxy import errors
-from lightning_rl_proxy.limits import Limits
+from lightning_rl_proxy.http.limits import Limits
 from tests.sdk.matrix import PAGE
 from tests.sdk.players import litellm
 from tests.sdk.stage import Stage, StagedEngine

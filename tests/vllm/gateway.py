@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import openai
 
-from lightning_rl.server.launch import launch
+from lightning_rl.control_plane.launch import launch
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Claim, Finish, RolloutRequest
 from lightning_rl_adapters.call import Call, calls_of

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import lightning_rl as lrl
-from lightning_rl.tracking import jsonl
+from lightning_rl.telemetry.metrics import jsonl
 from tests.e2e.test_images import looker
 from tests.vllm.seeing import PATH, make_folder
 from tests.vllm.server import PYTHON

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from lightning_rl.inference.load import device_of, load_model, located
-from lightning_rl.inference.proof import Sampled, prove
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.control import Control, Unreached
 from lightning_rl.inference.vllm.server import VllmNotStarted, VllmServer
 from lightning_rl.inference.vllm.transfer import transfer_of
+from lightning_rl.inference.weight_check import Sampled, prove
 from lightning_rl.vision import vision_of
 
 _RESTARTS = 3  # of one server; what ends it more often will not go away by itself

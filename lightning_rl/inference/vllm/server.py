@@ -8,7 +8,7 @@ import msgspec
 
 from lightning_rl.errors import Explained
 from lightning_rl.inference.vllm.command import Options, command, environment
-from lightning_rl.server.child import Child, ChildDied
+from lightning_rl.processes.child import Child, ChildDied
 
 _START_SECONDS = 1800.0  # a large model is read, compiled for and captured
 _TAIL_LINES = 25
@@ -70,7 +70,7 @@ class VllmServer:
         }
         self._began_at = self.log.stat().st_size if self.log.exists() else 0
         self._child = Child(
-            "lightning_rl.inference.vllm.keeper",
+            "lightning_rl.inference.vllm.supervisor",
             name=f"vLLM at {self.url}",
             log=self.log,
             first=msgspec.json.encode(order) + b"\n",

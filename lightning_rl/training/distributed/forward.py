@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_rl.training.batch import TrainingSequence
-from lightning_rl.training.distributed.share import parts, silent
+from lightning_rl.training.distributed.work_partition import parts, silent
 from lightning_rl.training.forward import Forward
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_rl.errors import Explained, WorkerDied
-from lightning_rl.training.distributed.team import Team
+from lightning_rl.training.distributed.process_group import Team
 from lightning_rl.training.distributed.worker import Worker
 
 _PLACING_SECONDS = 60.0

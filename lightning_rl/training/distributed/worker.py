@@ -11,7 +11,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from lightning_rl.training.distributed.team import Team
+from lightning_rl.training.distributed.process_group import Team
 
 _JOINING = timedelta(minutes=10)  # models are read from disk before the last worker is there
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple, Protocol
 
 from lightning_rl_adapters.call import VersionRange
-from lightning_rl_proxy.images import Shown
+from lightning_rl_proxy.rendering.images import Shown
 from lightning_rl_proxy.sampling import Sampling
 
 

@@ -30,9 +30,9 @@ import msgspec
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Load, Tokens
 from lightning_rl_proxy.engines.client import Response
 from lightning_rl_proxy.engines.http import EngineServer, Problem, events, refusal
-from lightning_rl_proxy.engines.marks import Labelled, Labels, is_biased, known
 from lightning_rl_proxy.engines.sglang_probe import GENERATE, NAME, READY, Abilities
-from lightning_rl_proxy.images import Shown
+from lightning_rl_proxy.engines.token_labels import Labelled, Labels, is_biased, known
+from lightning_rl_proxy.rendering.images import Shown
 from lightning_rl_proxy.sampling import Sampling
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ import lightning_rl as lrl
 from lightning_rl.algorithms.base import TaskError
 from lightning_rl.algorithms.evaluation import wilson
 from lightning_rl.rewards import FinishedRollout
-from tests.lightning_rl.algorithms.agents import says_something
+from tests.lightning_rl.ppo.agents import says_something
 
 pytestmark = pytest.mark.e2e
 

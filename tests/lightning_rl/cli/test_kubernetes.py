@@ -10,7 +10,7 @@ import typer
 import yaml
 
 from lightning_rl.cli import app
-from lightning_rl.server.keys import ADMIN_KEY, RUNNER_KEY
+from lightning_rl.processes.service_keys import ADMIN_KEY, RUNNER_KEY
 
 FOLDER = Path(__file__).parents[3] / "deploy/kubernetes"
 PAGE = Path(__file__).parents[3] / "docs/kubernetes.md"
@@ -107,7 +107,7 @@ def paths() -> Iterator[str]:
 
 
 def test_its_probes_ask_for_what_the_server_answers_without_a_key() -> None:
-    from lightning_rl.server import app as server
+    from lightning_rl.control_plane import app as server
 
     source = Path(str(server.__file__)).read_text() + (Path(str(server.__file__)).parent / "api.py").read_text()
     assert set(paths()) == {"/healthz", "/readyz"}

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from lightning_rl.cli import app
 from lightning_rl.cli.rollouts import ADMIN_KEY, KEY_FILE, REPEATS, URL_FILE
+from lightning_rl.control_plane.launch import launch
 from lightning_rl.errors import Explained
 from lightning_rl.files import owned
-from lightning_rl.inspect.place import Folder, PagedStore, Server, Which, tail
-from lightning_rl.server.launch import launch
+from lightning_rl.inspect.rollout_source import Folder, PagedStore, Server, Which, tail
 from lightning_rl.store.contract import ErrorInfo, Finish, RolloutConfig, RolloutRequest
 from lightning_rl.store.errors import NotAllowed
 from lightning_rl.store.sql import SqlStore
@@ -233,7 +233,7 @@ def test_tail_at_a_server_waits_and_misses_none(server: tuple[str, Path], store:
 def test_a_page_that_was_not_full_is_gone_on_with(
     server: tuple[str, Path], store: PagedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_rl.inspect.place._PAGE", 3)
+    monkeypatch.setattr("lightning_rl.inspect.rollout_source._PAGE", 3)
     place = Server(store)
     before = len(list(place.arrived()))
     assert before == len(list(store.rollouts()))

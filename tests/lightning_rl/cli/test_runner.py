@@ -18,8 +18,8 @@ import pytest
 import lightning_rl as lrl
 from lightning_rl import tutorial
 from lightning_rl.algorithms.base import Algorithm, Endpoint
-from lightning_rl.server.keys import RUNNER_KEY
-from lightning_rl.server.launch import launch
+from lightning_rl.control_plane.launch import launch
+from lightning_rl.processes.service_keys import RUNNER_KEY
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutRequest
 

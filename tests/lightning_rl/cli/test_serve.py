@@ -19,8 +19,8 @@ import urllib3
 
 from lightning_rl.cli import serve
 from lightning_rl.cli.serve import ADMIN_KEY, ENGINE_KEY, RUNNER_KEY
-from lightning_rl_proxy.limits import Limits
-from lightning_rl_proxy.rendering import load_renderer
+from lightning_rl_proxy.http.limits import Limits
+from lightning_rl_proxy.rendering.renderers import load_renderer
 from tests.proxy.engines.service import Service, running
 
 TOKENIZER = str(Path(__file__).parents[3] / "examples/sql_agent/checkpoint")
@@ -387,7 +387,7 @@ def test_a_tokenizer_comes_from_the_hub_without_the_weights(tmp_path: Path, monk
 
 def test_the_command_loads_no_torch() -> None:
     code = (
-        "import sys, lightning_rl.cli.serve, lightning_rl.server.process, lightning_rl.trainer\n"
+        "import sys, lightning_rl.cli.serve, lightning_rl.control_plane.process, lightning_rl.trainer\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.config import ConfigError, compose, to_yaml
 from lightning_rl.config.backends import registrations
 from lightning_rl.config.schema import BackendRefused
+from lightning_rl.ppo.ppo import PPO
 
 KEY = "sk-nobody-may-see-this"
 OPENAI = {"kind": "openai", "url": "https://helper.example/v1"}

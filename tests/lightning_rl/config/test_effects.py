@@ -12,18 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_rl.agent import agent_of_run, load_agent
-from lightning_rl.algorithms import ppo as ppo_module
-from lightning_rl.algorithms import settings
-from lightning_rl.algorithms.learners import Learners
-from lightning_rl.algorithms.ppo import PPO
-from lightning_rl.algorithms.schedules import Async, OneStepOff
-from lightning_rl.algorithms.settings import tasks_of
-from lightning_rl.algorithms.trajectories import Trajectory
+from lightning_rl.agents.agent import agent_of_run, load_agent
 from lightning_rl.config import ConfigError, compose, keys
 from lightning_rl.config.schema import Config, TrainConfig
 from lightning_rl.inference.load import load_model
 from lightning_rl.loading import NotLoadable
+from lightning_rl.ppo import ppo as ppo_module
+from lightning_rl.ppo import resolved_config
+from lightning_rl.ppo.local_workers import Learners
+from lightning_rl.ppo.ppo import PPO
+from lightning_rl.ppo.resolved_config import tasks_of
+from lightning_rl.ppo.schedules import Async, OneStepOff
 from lightning_rl.rewards import FinishedRollout
 from lightning_rl.rl.advantages import ESTIMATORS
 from lightning_rl.rl.correction import correct
@@ -31,6 +30,7 @@ from lightning_rl.rl.shaping import OverlongBuffer
 from lightning_rl.runner import on_ray
 from lightning_rl.store.contract import RolloutRequest
 from lightning_rl.tools.config import limits_of
+from lightning_rl.trajectories.trajectory import Trajectory
 from lightning_rl_adapters import credit, forest
 from lightning_rl_adapters.credit import Credit, Rewards
 from tests.adapters.forests import make_call
@@ -96,7 +96,7 @@ class _Models:
 
 def vllm(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
     """How vLLM servers would be started; what becomes of each of these is in `test_command.py`."""
-    return settings.vllm_options(config)
+    return resolved_config.vllm_options(config)
 
 
 def story(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -110,11 +110,11 @@ def story(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def update(config: Config, _: pytest.MonkeyPatch) -> Any:
-    return settings.actor_config(config, 10)
+    return resolved_config.actor_config(config, 10)
 
 
 def values(config: Config, _: pytest.MonkeyPatch) -> Any:
-    return settings.critic_config(config, 10)
+    return resolved_config.critic_config(config, 10)
 
 
 def penalty(config: Config, _: pytest.MonkeyPatch) -> Any:
@@ -131,7 +131,7 @@ def penalty(config: Config, _: pytest.MonkeyPatch) -> Any:
 
 def template_kwargs(config: Config, _: pytest.MonkeyPatch) -> Any:
     """What prompts are rendered with; that it is so is in `test_template_kwargs.py`."""
-    return settings.chat_template_kwargs(config)
+    return resolved_config.chat_template_kwargs(config)
 
 
 def tool_limits(config: Config, _: pytest.MonkeyPatch) -> Any:
@@ -140,13 +140,13 @@ def tool_limits(config: Config, _: pytest.MonkeyPatch) -> Any:
 
 
 def sampling(config: Config, _: pytest.MonkeyPatch) -> Any:
-    return settings.sampling_parameters(config)
+    return resolved_config.sampling_parameters(config)
 
 
 def limits(config: Config, _: pytest.MonkeyPatch) -> Any:
     return (
         config.data.max_tokens,
-        settings.agent_failure(config),
+        resolved_config.agent_failure(config),
         PPO(config).n_runners,
         PPO(config).isolation,
         PPO(config).ray,
@@ -317,74 +317,66 @@ ELSEWHERE = {
     "data.val_files": "test_tasks_come_from_files",
     "data.tune_files": "test_tasks_come_from_files",
     "actor_rollout_ref.model.use_remove_padding": "test_rows_are_packed_unless_the_keys_say_otherwise",
-    "actor_rollout_ref.model.attn_implementation": (
-        "algorithms/test_models.py::test_attention_is_computed_as_the_keys_say"
-    ),
+    "actor_rollout_ref.model.attn_implementation": ("ppo/test_models.py::test_attention_is_computed_as_the_keys_say"),
     "actor_rollout_ref.model.chat_template": (
-        "algorithms/test_models.py::test_a_chat_template_is_given_to_a_model_that_has_none"
+        "ppo/test_models.py::test_a_chat_template_is_given_to_a_model_that_has_none"
     ),
-    "actor_rollout_ref.model.lora_rank": "algorithms/test_models.py::test_an_adapter_alone_is_trained",
-    "actor_rollout_ref.model.lora_alpha": "algorithms/test_models.py::test_an_adapter_alone_is_trained",
-    "actor_rollout_ref.model.target_modules": "algorithms/test_models.py::test_an_adapter_alone_is_trained",
-    "actor_rollout_ref.model.lora_adapter_path": "algorithms/test_models.py::test_an_adapter_goes_on_from_a_folder",
-    "actor_rollout_ref.model.lora_export": "algorithms/test_models.py::test_an_adapter_is_exported_merged_or_alone",
-    ACTOR + "fsdp_config.model_dtype": "algorithms/test_models.py::test_number_formats_are_what_the_keys_say",
-    ACTOR + "fsdp_config.dtype": "algorithms/test_models.py::test_number_formats_are_what_the_keys_say",
+    "actor_rollout_ref.model.lora_rank": "ppo/test_models.py::test_an_adapter_alone_is_trained",
+    "actor_rollout_ref.model.lora_alpha": "ppo/test_models.py::test_an_adapter_alone_is_trained",
+    "actor_rollout_ref.model.target_modules": "ppo/test_models.py::test_an_adapter_alone_is_trained",
+    "actor_rollout_ref.model.lora_adapter_path": "ppo/test_models.py::test_an_adapter_goes_on_from_a_folder",
+    "actor_rollout_ref.model.lora_export": "ppo/test_models.py::test_an_adapter_is_exported_merged_or_alone",
+    ACTOR + "fsdp_config.model_dtype": "ppo/test_models.py::test_number_formats_are_what_the_keys_say",
+    ACTOR + "fsdp_config.dtype": "ppo/test_models.py::test_number_formats_are_what_the_keys_say",
     ACTOR + "optim.optimizer_impl": "training/test_optimizer.py::test_any_optimizer_gets_the_arguments_that_it_has",
     ACTOR + "kl_loss_coef": "test_the_loss_knows_the_reference",
     "critic.optim.optimizer_impl": "training/test_optimizer.py::test_any_optimizer_gets_the_arguments_that_it_has",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": (
-        "algorithms/test_models.py::test_the_reference_is_what_the_keys_say"
+        "ppo/test_models.py::test_the_reference_is_what_the_keys_say"
     ),
-    "actor_rollout_ref.ref.fsdp_config.model_dtype": (
-        "algorithms/test_models.py::test_the_reference_is_what_the_keys_say"
-    ),
-    "actor_rollout_ref.ref.fsdp_config.dtype": "algorithms/test_models.py::test_the_reference_is_what_the_keys_say",
-    "actor_rollout_ref.ref.fsdp_config.param_offload": (
-        "algorithms/test_models.py::test_the_reference_is_what_the_keys_say"
-    ),
-    "critic.enable": "algorithms/test_credits.py::test_a_critic_is_trained_where_the_estimator_needs_one",
+    "actor_rollout_ref.ref.fsdp_config.model_dtype": ("ppo/test_models.py::test_the_reference_is_what_the_keys_say"),
+    "actor_rollout_ref.ref.fsdp_config.dtype": "ppo/test_models.py::test_the_reference_is_what_the_keys_say",
+    "actor_rollout_ref.ref.fsdp_config.param_offload": ("ppo/test_models.py::test_the_reference_is_what_the_keys_say"),
+    "critic.enable": "ppo/test_estimators.py::test_a_critic_is_trained_where_the_estimator_needs_one",
     "critic.shared_trunk": (
-        "algorithms/test_models.py::test_a_shared_trunk_has_one_model_and_learns_values_in_the_policys_update"
+        "ppo/test_models.py::test_a_shared_trunk_has_one_model_and_learns_values_in_the_policys_update"
     ),
     "critic.value_coef": (
-        "algorithms/test_models.py::test_a_shared_trunk_has_one_model_and_learns_values_in_the_policys_update"
+        "ppo/test_models.py::test_a_shared_trunk_has_one_model_and_learns_values_in_the_policys_update"
     ),
-    "critic.model.path": "algorithms/test_models.py::test_the_critic_begins_where_the_keys_say",
-    "critic.model.enable_gradient_checkpointing": (
-        "algorithms/test_models.py::test_the_critic_begins_where_the_keys_say"
-    ),
-    "critic.fsdp_config.model_dtype": "algorithms/test_models.py::test_number_formats_are_what_the_keys_say",
-    "critic.fsdp_config.dtype": "algorithms/test_models.py::test_number_formats_are_what_the_keys_say",
+    "critic.model.path": "ppo/test_models.py::test_the_critic_begins_where_the_keys_say",
+    "critic.model.enable_gradient_checkpointing": ("ppo/test_models.py::test_the_critic_begins_where_the_keys_say"),
+    "critic.fsdp_config.model_dtype": "ppo/test_models.py::test_number_formats_are_what_the_keys_say",
+    "critic.fsdp_config.dtype": "ppo/test_models.py::test_number_formats_are_what_the_keys_say",
     "algorithm.use_kl_in_reward": (
-        "algorithms/test_ppo_models.py::test_the_distance_from_the_reference_grows_from_0_and_lowers_rewards"
+        "ppo/test_ppo_models.py::test_the_distance_from_the_reference_grows_from_0_and_lowers_rewards"
     ),
     "algorithm.kl_ctrl.horizon": "test_the_penalty_steers_as_the_keys_say",
     "algorithm.kl_ctrl.target_kl": "test_the_penalty_steers_as_the_keys_say",
     "trainer.schedule": (
         "test_the_schedule_is_what_the_keys_say, "
-        "algorithms/test_ppo_schedules.py::test_off_policy_runs_stay_within_the_bound_and_balance"
+        "ppo/test_ppo_schedules.py::test_off_policy_runs_stay_within_the_bound_and_balance"
     ),
     "trainer.max_off_policy_threshold": "test_the_schedule_is_what_the_keys_say",
     "trainer.nnodes": "test_many_processes_need_what_they_need",
     "trainer.n_gpus_per_node": "training/distributed/test_crew.py::test_the_engine_gets_what_workers_trained_apart",
     "trainer.colocate": "training/distributed/test_crew.py::test_who_shares_workers",
-    "trainer.critic_warmup": "algorithms/test_ppo_models.py::test_the_policy_stays_while_the_critic_warms_up",
+    "trainer.critic_warmup": "ppo/test_ppo_models.py::test_the_policy_stays_while_the_critic_warms_up",
     "trainer.max_actor_ckpt_to_keep": (
-        "algorithms/test_ppo_models.py::test_the_best_on_the_tuning_tasks_is_kept_and_the_run_ends_early"
+        "ppo/test_ppo_models.py::test_the_best_on_the_tuning_tasks_is_kept_and_the_run_ends_early"
     ),
-    ROLLOUT + "dtype": "algorithms/test_models.py::test_number_formats_are_what_the_keys_say",
+    ROLLOUT + "dtype": "ppo/test_models.py::test_number_formats_are_what_the_keys_say",
     "trainer.total_epochs": "test_epochs_count_the_steps",
     "agent": "test_the_agent_is_the_one_that_is_named",
     ROLLOUT + "agent.default_agent_loop": "loops/test_loops_page.py::test_a_loop_of_ones_own",
     ROLLOUT + "agent.agent_loop_config_path": "loops/test_loops_page.py::test_a_loop_of_ones_own",
-    ROLLOUT + "response_length": "loops/test_named.py::test_loops_get_the_limits_of_the_config",
-    ROLLOUT + "multi_turn.max_assistant_turns": "loops/test_named.py::test_loops_get_the_limits_of_the_config",
-    ROLLOUT + "multi_turn.max_user_turns": "loops/test_named.py::test_loops_get_the_limits_of_the_config",
-    ROLLOUT + "multi_turn.user.path": "loops/test_named.py::test_a_function_speaks_as_the_user",
-    ROLLOUT + "multi_turn.user.model": "loops/test_named.py::test_a_model_speaks_as_the_user",
-    ROLLOUT + "multi_turn.user.prompt": "loops/test_named.py::test_a_model_speaks_as_the_user",
-    ROLLOUT + "multi_turn.user.done": "loops/test_named.py::test_a_model_speaks_as_the_user",
+    ROLLOUT + "response_length": "loops/test_loop_registry.py::test_loops_get_the_limits_of_the_config",
+    ROLLOUT + "multi_turn.max_assistant_turns": "loops/test_loop_registry.py::test_loops_get_the_limits_of_the_config",
+    ROLLOUT + "multi_turn.max_user_turns": "loops/test_loop_registry.py::test_loops_get_the_limits_of_the_config",
+    ROLLOUT + "multi_turn.user.path": "loops/test_loop_registry.py::test_a_function_speaks_as_the_user",
+    ROLLOUT + "multi_turn.user.model": "loops/test_loop_registry.py::test_a_model_speaks_as_the_user",
+    ROLLOUT + "multi_turn.user.prompt": "loops/test_loop_registry.py::test_a_model_speaks_as_the_user",
+    ROLLOUT + "multi_turn.user.done": "loops/test_loop_registry.py::test_a_model_speaks_as_the_user",
     f"{ROLLOUT}multi_turn.langgraph.path": "test_the_graph_is_the_one_that_is_named",
     f"{ROLLOUT}multi_turn.langgraph.graph_config.recursion_limit": "test_the_graph_is_the_one_that_is_named",
     "actor_rollout_ref.model.path": "test_the_engine_is_what_the_keys_say",
@@ -397,31 +389,32 @@ ELSEWHERE = {
     "gateway.unknown_model": "test_the_engine_is_what_the_keys_say",
     "gateway.special_tokens_in_text": "test_the_engine_is_what_the_keys_say",
     "gateway.otlp_endpoint": (
-        "test_the_engine_is_what_the_keys_say, server/test_spans_out.py::test_a_run_sends_its_spans"
+        "test_the_engine_is_what_the_keys_say, telemetry/traces/test_otlp_export.py::test_a_run_sends_its_spans"
     ),
-    ROLLOUT + "trace.backend": "tracing/test_training.py::test_mlflow_shows_the_rollouts_and_changes_nothing",
-    ROLLOUT + "trace.token2text": "tracing/test_training.py::test_mlflow_shows_the_rollouts_and_changes_nothing",
+    ROLLOUT + "trace.backend": "telemetry/traces/test_training.py::test_mlflow_shows_the_rollouts_and_changes_nothing",
+    ROLLOUT
+    + "trace.token2text": "telemetry/traces/test_training.py::test_mlflow_shows_the_rollouts_and_changes_nothing",
     ROLLOUT + "trace.max_samples_per_step_per_worker": (
-        "tracing/test_training.py::test_mlflow_shows_the_rollouts_and_changes_nothing"
+        "telemetry/traces/test_training.py::test_mlflow_shows_the_rollouts_and_changes_nothing"
     ),
     ROLLOUT + "trace.otlp_endpoint": (
-        "tracing/test_training.py::test_an_otlp_endpoint_changes_nothing_even_where_it_takes_nothing"
+        "telemetry/traces/test_training.py::test_an_otlp_endpoint_changes_nothing_even_where_it_takes_nothing"
     ),
     "gateway.backends": "test_the_engine_is_what_the_keys_say",
     ROLLOUT
     + "name": "test_what_cannot_be_started_is_refused, inference/test_sglang_policy.py::test_a_run_trains_with_it",
     ROLLOUT + "server_urls": "inference/test_sglang_policy.py::test_a_run_trains_with_it",
-    "trainer.logger": "algorithms/test_ppo.py::test_agents_that_fail_are_data",
+    "trainer.logger": "ppo/test_ppo.py::test_agents_that_fail_are_data",
     "trainer.device": "test_the_engine_is_what_the_keys_say",
-    "trainer.sampler_tolerance": "algorithms/test_models.py::test_number_formats_are_what_the_keys_say",
+    "trainer.sampler_tolerance": "ppo/test_models.py::test_number_formats_are_what_the_keys_say",
     "algorithm.norm_adv_by_std_in_grpo": "test_the_estimator_is_what_the_keys_say",
     "algorithm.gamma": "test_credit_is_what_the_keys_say",
-    "algorithm.credit.weights": "algorithms/test_ppo_rewards.py::test_named_rewards_are_weighed",
+    "algorithm.credit.weights": "ppo/test_ppo_rewards.py::test_named_rewards_are_weighed",
     "algorithm.filter_groups.enable": (
-        "algorithms/test_ppo_rewards.py::test_dynamic_sampling_rolls_out_until_enough_groups_say_something"
+        "ppo/test_ppo_rewards.py::test_dynamic_sampling_rolls_out_until_enough_groups_say_something"
     ),
     "algorithm.filter_groups.max_num_gen_batches": (
-        "algorithms/test_ppo_rewards.py::test_dynamic_sampling_ends_where_nothing_can_be_learned"
+        "ppo/test_ppo_rewards.py::test_dynamic_sampling_ends_where_nothing_can_be_learned"
     ),
     "algorithm.filter_groups.metric": "test_groups_are_filtered_by_the_metric_that_the_keys_name",
     "algorithm.credit.function": "test_credit_is_what_the_keys_say",
@@ -443,7 +436,7 @@ ELSEWHERE = {
     "reward.overlong_buffer.penalty_factor": "test_the_overlong_buffer_is_what_the_keys_say",
     "reward.overlong_buffer.max_resp_len": "test_the_overlong_buffer_is_what_the_keys_say",
     "algorithm.rollout_correction.bypass_mode": (
-        "algorithms/test_ppo.py::test_with_the_samplers_own_numbers_a_run_trains_as_with_recomputed_ones"
+        "ppo/test_ppo.py::test_with_the_samplers_own_numbers_a_run_trains_as_with_recomputed_ones"
     ),
     "algorithm.rollout_correction.loss_type": "test_in_bypass_mode_the_loss_is_what_the_keys_say",
     "algorithm.rollout_correction.rollout_is": "test_the_correction_is_what_the_keys_say",
@@ -522,14 +515,14 @@ def test_tasks_come_from_files(tmp_path: Path) -> None:
 
 def test_the_learning_rate_follows_from_the_model_unless_it_is_given() -> None:
     def rate(parameters: float, *changes: str) -> float:
-        return settings.learning_rate(compose(command_line=list(changes)), int(parameters))
+        return resolved_config.learning_rate(compose(command_line=list(changes)), int(parameters))
 
     assert [rate(size) for size in (1e6, 6e8, 7e9, 7e10)] == [3e-4, 5e-6, 1e-6, 1e-6]
     adapter = "actor_rollout_ref.model.lora_rank=8"
     assert [rate(size, adapter) for size in (1e6, 6e8, 7e9)] == [1e-3, 5e-5, 1e-5]
     assert rate(6e8, adapter, "actor_rollout_ref.actor.optim.lr=2e-6") == 2e-6
-    resolved = settings.with_learning_rate(compose({}), 600_000_000)
-    assert settings.actor_config(resolved, 1).optim.lr == 5e-6
+    resolved = resolved_config.with_learning_rate(compose({}), 600_000_000)
+    assert resolved_config.actor_config(resolved, 1).optim.lr == 5e-6
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -573,7 +566,7 @@ def test_the_graph_is_the_one_that_is_named(tmp_path: Path) -> None:
     (tmp_path / "named_graph.py").write_text("def graph(model): ...\n")
     langgraph = {"path": named, "graph_config": {"recursion_limit": 3}}
     settings = compose({"actor_rollout_ref": {"rollout": {"multi_turn": {"langgraph": langgraph}}}})
-    configured: Any = agent_of_run(None, PPO(settings).langgraph)
+    configured: Any = agent_of_run(None, PPO(settings).configured_agents)
     assert (configured.graph, configured.config) == (named, {"recursion_limit": 3})
 
 
@@ -581,7 +574,7 @@ def test_two_names_of_the_template_kwargs_agree_or_are_an_error() -> None:
     def together(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any]:
         multi_turn = {"chat_template_kwargs": second}
         config = {"data": {"apply_chat_template_kwargs": first}}
-        return settings.chat_template_kwargs(
+        return resolved_config.chat_template_kwargs(
             PPO(config | {"actor_rollout_ref": {"rollout": {"multi_turn": multi_turn}}}).config
         )
 
@@ -686,7 +679,7 @@ def test_the_schedule_is_what_the_keys_say() -> None:
 def test_a_schedule_that_cannot_be_kept_is_refused(
     config: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settings, "device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(resolved_config, "device_of", lambda _: torch.device("cuda"))
     with pytest.raises(ConfigError, match=message):
         PPO(config)
 
@@ -697,7 +690,7 @@ def test_what_older_weights_sampled_is_corrected_unless_the_config_says_otherwis
         """The weights, whether old log probabilities are recomputed, and whether a warning is given."""
         ppo = PPO({"trainer": {"schedule": schedule}, "algorithm": {"rollout_correction": keys}})
         bypass = ppo.config.algorithm.rollout_correction.bypass_mode
-        return ppo._ratio_rules.level, not bypass, settings.uncorrected(ppo.config) is not None
+        return ppo._ratio_rules.level, not bypass, resolved_config.uncorrected(ppo.config) is not None
 
     assert corrected() == ("token", True, False)
     assert corrected(rollout_is="sequence") == ("sequence", True, False)
@@ -711,7 +704,7 @@ def test_in_bypass_mode_the_loss_is_what_the_keys_say() -> None:
         actor = {"policy_loss": {"loss_mode": loss_mode}}
         algorithm = PPO({"actor_rollout_ref": {"actor": actor}, "algorithm": {"rollout_correction": keys}})
         assert not algorithm._ratio_rules.active  # the loss itself has the weights
-        made = settings.actor_config(algorithm.config, 10)
+        made = resolved_config.actor_config(algorithm.config, 10)
         return made.loss_mode, made.rollout_is
 
     assert loss(loss_type="reinforce") == ("vanilla", None)
@@ -798,7 +791,7 @@ def test_the_penalty_steers_as_the_keys_say() -> None:
 
 def test_the_loss_knows_the_reference() -> None:
     def weight(**actor: Any) -> float:
-        return settings.actor_config(compose({"actor_rollout_ref": {"actor": actor}}), 10).kl_loss_coef
+        return resolved_config.actor_config(compose({"actor_rollout_ref": {"actor": actor}}), 10).kl_loss_coef
 
     assert (weight(kl_loss_coef=0.5), weight(kl_loss_coef=0.5, use_kl_loss=True)) == (0.0, 0.5)
 
@@ -846,7 +839,7 @@ def test_many_processes_need_what_they_need(
 
 
 def test_without_ray_one_process_trains_and_more_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "find_spec", lambda name: None if name == "ray" else name)
+    monkeypatch.setattr(resolved_config, "find_spec", lambda name: None if name == "ray" else name)
     PPO()
     with pytest.raises(ConfigError, match=r"n_gpus_per_node=2 need Ray: pip install 'lightning-rl\[ray\]'"):
         PPO({"trainer": {"n_gpus_per_node": 2}})

@@ -11,7 +11,7 @@ import pytest
 
 from examples.any_language.serve import serving
 from examples.any_language.train import AGENT, TASKS, train
-from lightning_rl.resources import LLM
+from lightning_rl.agents.resources import LLM
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Finish, RolloutRequest
 from lightning_rl_adapters import semconv

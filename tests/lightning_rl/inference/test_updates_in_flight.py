@@ -14,8 +14,8 @@ from lightning_rl import tutorial
 from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl_proxy.engines.vllm import TokenEngine
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.rendering import load_renderer
-from lightning_rl_proxy.router import Router
+from lightning_rl_proxy.rendering.renderers import load_renderer
+from lightning_rl_proxy.routing.router import Router
 from tests.proxy.conftest import SECRET, MemoryLedger, Served, listening
 
 USER: Any = {"role": "user", "content": "cars: size id\nHow many cars are there?"}

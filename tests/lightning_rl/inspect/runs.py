@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from lightning_rl.algorithms import step_record
-from lightning_rl.algorithms.step_record import CallRecord, RolloutRecord, StepRecord
 from lightning_rl.config import compose, to_yaml
 from lightning_rl.store.contract import ErrorInfo, Finish, Reward, RolloutConfig, RolloutRequest
 from lightning_rl.store.sql import SqlStore
+from lightning_rl.trajectories import step_record
+from lightning_rl.trajectories.step_record import CallRecord, RolloutRecord, StepRecord
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.otel import Place

@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_rl.algorithms.dev import describe
-from lightning_rl.algorithms.trajectories import trajectory_of
+from lightning_rl.inspect.dev import describe
 from lightning_rl.store.contract import AttemptTrace
+from lightning_rl.trajectories.trajectory import trajectory_of
 from tests.adapters.words import attempt_of, rollout_of, say, words
 from tests.lightning_rl.inspect.pictures import BEST_OF_N
 

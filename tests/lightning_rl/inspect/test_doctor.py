@@ -10,13 +10,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from lightning_rl.algorithms.step_record import RolloutRecord, StepRecord
 from lightning_rl.cli import doctor as command
 from lightning_rl.errors import Explained
 from lightning_rl.inspect import doctor
 from lightning_rl.inspect.doctor import Finding, diagnose
-from lightning_rl.inspect.evidence import RECENT, gather
+from lightning_rl.inspect.run_stats import RECENT, gather
 from lightning_rl.store.contract import ErrorInfo, Reward
+from lightning_rl.trajectories.step_record import RolloutRecord, StepRecord
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.semconv import ForkCause
 from tests.adapters.words import say

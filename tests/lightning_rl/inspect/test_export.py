@@ -14,16 +14,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from lightning_rl.algorithms.trajectories import trajectory_of
 from lightning_rl.cli import app
+from lightning_rl.control_plane.launch import launch
 from lightning_rl.errors import Explained
 from lightning_rl.inspect import export as exports
 from lightning_rl.inspect import otlp, recorded
 from lightning_rl.inspect.export import COLUMNS, WHATS, What, arrow_schema, export
-from lightning_rl.server.launch import launch
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Finish, Reward, RolloutRequest
 from lightning_rl.store.sql import SqlStore
+from lightning_rl.trajectories.trajectory import trajectory_of
 from lightning_rl_adapters import otel, semconv
 from lightning_rl_adapters.call import Call, VersionRange, calls_of, to_span
 from lightning_rl_adapters.rows import Row

@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
-from lightning_rl.algorithms.trajectories import trajectory_of
 from lightning_rl.inspect import draw
 from lightning_rl.inspect.explain import explain
-from lightning_rl.inspect.recording import Recording
+from lightning_rl.inspect.replay_engine import Recording
 from lightning_rl.store.contract import Attempt, AttemptTrace, Rollout, RolloutConfig, RolloutTrace
+from lightning_rl.trajectories.trajectory import trajectory_of
 from lightning_rl_adapters.call import Call, to_span
 from lightning_rl_adapters.forest import ForestError
 from lightning_rl_adapters.media import Placed, media_span

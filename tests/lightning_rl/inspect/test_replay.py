@@ -10,12 +10,12 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import lightning_rl as lrl
-from lightning_rl.agent import as_agent
+from lightning_rl.agents.agent import as_agent
 from lightning_rl.cli import app
 from lightning_rl.errors import Explained
 from lightning_rl.inspect import recorded
-from lightning_rl.inspect.place import resources_of
 from lightning_rl.inspect.replay import NotReplayable, Replay, Setting, replay
+from lightning_rl.inspect.rollout_source import resources_of
 from lightning_rl.store.contract import RolloutTrace
 from tests.lightning_rl.inspect import replayed
 from tests.lightning_rl.inspect.replayed import KINDS, every_way

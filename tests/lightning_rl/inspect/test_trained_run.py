@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import lightning_rl as lrl
-from lightning_rl.inspect import call, now, recorded
-from tests.lightning_rl.algorithms.agents import two_calls
+from lightning_rl.inspect import call, recorded, rescore
+from tests.lightning_rl.ppo.agents import two_calls
 
 ROOT = Path(__file__).parents[3]
 CHECKPOINT = ROOT / "examples" / "sql_agent" / "checkpoint"
@@ -71,8 +71,8 @@ def test_what_weights_make_of_a_call_now_is_what_they_made_of_it_then(run_dir: P
     attempt, call_id = call.find(trace, "2")
     path = call.path_of(attempt, call_id)
     assert len(path) == 2
-    assert now.log_probs(CHECKPOINT, path) == pytest.approx(path[-1].logprobs, abs=1e-4)
-    assert now.log_probs(now.newest(run_dir), path) != pytest.approx(path[-1].logprobs, abs=1e-4)
+    assert rescore.log_probs(CHECKPOINT, path) == pytest.approx(path[-1].logprobs, abs=1e-4)
+    assert rescore.log_probs(rescore.newest(run_dir), path) != pytest.approx(path[-1].logprobs, abs=1e-4)
 
 
 def test_validation_is_explained_as_what_it_is(run_dir: Path) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_rl.resources import LLM
+from lightning_rl.agents.resources import LLM
 from lightning_rl_adapters import credit, forest, rows
 from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.rows import Row

@@ -10,9 +10,9 @@ from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
 from pydantic import BaseModel
 
+from lightning_rl.agents.resources import LLM
 from lightning_rl.langgraph import ChatModel
 from lightning_rl.langgraph.wire import to_wire
-from lightning_rl.resources import LLM
 from lightning_rl_proxy.errors import PromptTooLong
 from tests.lightning_rl.langgraph.conftest import Recorded, calls_tool
 from tests.proxy.conftest import Served

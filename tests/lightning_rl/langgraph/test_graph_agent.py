@@ -14,16 +14,17 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.errors import GraphRecursionError
 
 import lightning_rl as lrl
-from lightning_rl.agent import AgentNotFound, AgentSignature, agent_of_run, as_agent
-from lightning_rl.config.schema import GraphConfig, Langgraph
+from lightning_rl.agents.agent import AgentNotFound, AgentSignature, ConfiguredAgent, agent_of_run, as_agent
+from lightning_rl.agents.resources import LLM, ProxyLLM
+from lightning_rl.config import compose
 from lightning_rl.langgraph import ReactAgentLoop, agent_of
 from lightning_rl.langgraph.graph_agent import GraphError, input_of
 from lightning_rl.loading import NotLoadable
-from lightning_rl.resources import LLM, ProxyLLM
+from lightning_rl.loops.configured import configured_agents
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters.call import Call, calls_of
 from lightning_rl_adapters.rows import Row
-from lightning_rl_proxy.rendering import FastTokenizer
+from lightning_rl_proxy.rendering.renderers import FastTokenizer
 from tests.lightning_rl.langgraph import graphs
 from tests.lightning_rl.langgraph.conftest import Recorded, calls_tool, llm_of
 from tests.proxy.conftest import MODEL, TOKENIZER, Served
@@ -242,22 +243,25 @@ def test_what_is_no_graph_is_refused_when_the_agent_is_made() -> None:
         input_of(3)
 
 
+def named(graph: dict[str, Any]) -> list[ConfiguredAgent]:
+    return configured_agents(compose({"actor_rollout_ref": {"rollout": {"multi_turn": {"langgraph": graph}}}}))
+
+
 def test_the_agent_of_a_run_is_the_graph_that_its_configuration_names(
     served: Served, run: Run, recorded: Recorded
 ) -> None:
-    named = Langgraph(path=f"{FILE}:one_node", graph_config=GraphConfig(recursion_limit=3))
-    run(agent_of_run(None, named), "hi")
+    graph = {"path": f"{FILE}:one_node", "graph_config": {"recursion_limit": 3}}
+    run(agent_of_run(None, named(graph)), "hi")
     assert len(recorded()[0]) == 1
 
 
 def test_there_is_one_agent_given_or_named() -> None:
     given = as_agent(lambda task: 1.0)
-    assert agent_of_run(given, Langgraph()) is given
-    assert agent_of_run(given, None) is given
+    assert agent_of_run(given, named({})) is given
     with pytest.raises(AgentNotFound, match=r"lrl\.Trainer\(agent\), or a graph: .*langgraph\.path=my_graph\.py:graph"):
-        agent_of_run(None, Langgraph())
+        agent_of_run(None, named({}))
     with pytest.raises(AgentNotFound, match=r"multi_turn\.langgraph\.path=a\.py:graph name two agents: leave one out"):
-        agent_of_run(given, Langgraph(path="a.py:graph"))
+        agent_of_run(given, named({"path": "a.py:graph"}))
 
 
 @pytest.mark.e2e

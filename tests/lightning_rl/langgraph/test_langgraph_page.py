@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from lightning_rl.resources import LLM
+from lightning_rl.agents.resources import LLM
 from tests.lightning_rl.langgraph import graphs
 from tests.pages import ROOT
 from tests.proxy.conftest import Served

@@ -10,8 +10,8 @@ from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
+from lightning_rl.agents.resources import LLM
 from lightning_rl.langgraph import react_agent
-from lightning_rl.resources import LLM
 from tests.lightning_rl.langgraph.conftest import Recorded, calls_tool
 from tests.lightning_rl.langgraph.graphs import look_up
 from tests.proxy.conftest import Served

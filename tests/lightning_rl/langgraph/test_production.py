@@ -9,9 +9,9 @@ from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
+from lightning_rl.agents.resources import LLM
 from lightning_rl.langgraph import ChatModel
 from lightning_rl.langgraph.endpoint import answering, tagged
-from lightning_rl.resources import LLM
 from tests.lightning_rl.langgraph import graphs
 from tests.proxy.engines.service import Service, running
 

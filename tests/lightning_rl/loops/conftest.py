@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Self
 
 import pytest
 
-from lightning_rl.agent import Agent
-from lightning_rl.emitted import Emitted
-from lightning_rl.resources import LLM, ProxyLLM
+from lightning_rl.agents.agent import Agent
+from lightning_rl.agents.emitted import Emitted
+from lightning_rl.agents.resources import LLM, ProxyLLM
 from lightning_rl.tools.trajectory import ToolCall, ToolResult
 from lightning_rl_adapters import semconv
 from tests.lightning_rl.langgraph.conftest import Recorded, calls_tool, llm, recorded

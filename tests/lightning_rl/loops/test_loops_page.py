@@ -5,15 +5,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lightning_rl.agent import agent_of_run
+from lightning_rl.agents.agent import agent_of_run
 from lightning_rl.config import compose
-from lightning_rl.loops.named import loops_of
+from lightning_rl.loops.configured import configured_agents
+from tests.lightning_rl.compat.test_sessions import Server, server
 from tests.lightning_rl.loops.conftest import Run
-from tests.lightning_rl.loops.test_sessions import Server, server
 from tests.pages import ROOT
 from tests.proxy.conftest import Served
 
@@ -50,9 +49,9 @@ def test_a_run_without_an_agent(place: Path) -> None:
 def test_a_loop_of_ones_own(place: Path, served: Served, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     agent = {"agent_loop_config_path": "loops.yaml", "default_agent_loop": "twice"}
-    loops: Any = loops_of(compose({"actor_rollout_ref": {"rollout": {"agent": agent}}}))
+    configured = configured_agents(compose({"actor_rollout_ref": {"rollout": {"agent": agent}}}))
     served.engine.script.extend(["Yes.", "Yes."])
-    ran = run(agent_of_run(None, None, loops), "sure?")
+    ran = run(agent_of_run(None, configured), "sure?")
     assert (ran.returned, ran.end["agent_loop"], ran.end["user_turns"]) == (1.0, "twice", 1)
 
 

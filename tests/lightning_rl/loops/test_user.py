@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from lightning_rl.agents.resources import LLM
 from lightning_rl.loops.user import FunctionUser, ModelUser, UserError
-from lightning_rl.resources import LLM
 from tests.proxy.engines.service import running
 
 TALK: list[dict[str, Any]] = [

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 import lightning_rl as lrl
-from lightning_rl.agent import agent_of_run
+from lightning_rl.agents.agent import agent_of_run
 from lightning_rl.config import ConfigError, compose
-from lightning_rl.loops.ended import ended_by
-from lightning_rl.loops.named import loops_of
+from lightning_rl.loops.configured import configured_agents
 from lightning_rl.store.sql import SqlStore
-from lightning_rl.tracking.jsonl import read
+from lightning_rl.telemetry.metrics.jsonl import read
+from lightning_rl.trajectories.termination import ended_by
 from lightning_rl_adapters.call import calls_of
 from tests.lightning_rl.langgraph.test_graph_agent import check_masks
 from tests.lightning_rl.loops.conftest import Recorded, Run, calls_tool
@@ -49,7 +49,7 @@ def test_the_tools_of_the_config_answer_and_their_rewards_are_the_calls(
     served: Served, run: Run, recorded: Recorded, tmp_path: Path
 ) -> None:
     served.engine.script.extend([calls_tool("look_up", "cat", "nothing"), calls_tool("look_it", "cow"), "Done."])
-    ran = run(agent_of_run(None, None, loops_of(compose(settings(tmp_path)))), "how many?")
+    ran = run(agent_of_run(None, configured_agents(compose(settings(tmp_path)))), "how many?")
     calls, rows = recorded()
     check_masks(calls, rows)
     assert len(rows) == 1
@@ -68,7 +68,7 @@ def test_tools_that_cannot_be_are_refused_before_the_run(tmp_path: Path) -> None
     given = settings(tmp_path)
     given["actor_rollout_ref"]["rollout"]["multi_turn"]["function_tool_path"] = str(tmp_path / "nowhere.py")
     with pytest.raises(ConfigError, match="nowhere"):
-        agent_of_run(None, None, loops_of(compose(given)))
+        agent_of_run(None, configured_agents(compose(given)))
 
 
 @pytest.mark.e2e

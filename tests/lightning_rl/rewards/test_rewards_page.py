@@ -10,7 +10,7 @@ import pytest
 import lightning_rl as lrl
 from lightning_rl.config import compose
 from lightning_rl.store.contract import Finish, RolloutRequest
-from tests.lightning_rl.server.conftest import served as served  # a fixture
+from tests.lightning_rl.control_plane.conftest import served as served  # a fixture
 from tests.proxy.engines.service import Service, running
 
 PAGE = (Path(__file__).parents[3] / "docs" / "concepts" / "rewards.md").read_text()

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rl.server.launch import launch
+from lightning_rl.control_plane.launch import launch
 from lightning_rl.store.client import HttpStore
 
 

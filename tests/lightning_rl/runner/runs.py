@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_rl.agent import as_agent
+from lightning_rl.agents.agent import as_agent
 from lightning_rl.runner.launch import Working, launch
 from lightning_rl.store.contract import RolloutConfig, RolloutDetail, RolloutRequest
 

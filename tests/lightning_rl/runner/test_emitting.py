@@ -13,13 +13,13 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from lightning_rl.agent import as_agent
-from lightning_rl.emitted import Emitted
-from lightning_rl.runner.active import ActiveClaims
+from lightning_rl.agents.agent import as_agent
+from lightning_rl.agents.emitted import Emitted
 from lightning_rl.runner.delivery import Delivery
+from lightning_rl.runner.executors import InProcess
 from lightning_rl.runner.launch import launch
+from lightning_rl.runner.leases import ActiveClaims
 from lightning_rl.runner.outcome import SpanBatch
-from lightning_rl.runner.runs import InProcess
 from lightning_rl.runner.slots import Slots
 from lightning_rl.runner.worker import Worker
 from lightning_rl.store.client import HttpStore
@@ -67,7 +67,7 @@ def work(server, agent, deliver) -> AttemptTrace:
 
 def test_rewards_of_calls_of_every_dialect_are_kept_as_they_were_given(server, tmp_path) -> None:
     def agent(task, llm):
-        from lightning_rl.emit import emit_reward
+        from lightning_rl.agents.emit import emit_reward
 
         for number, call_id in enumerate(IDS):
             emit_reward(number, name="tool", call_id=call_id)
@@ -95,7 +95,7 @@ def test_what_threads_executors_and_tasks_emit_reaches_the_server_with_its_rollo
         import threading
         from concurrent.futures import ThreadPoolExecutor
 
-        from lightning_rl.emit import emit_message, emit_object, emit_reward, operation
+        from lightning_rl.agents.emit import emit_message, emit_object, emit_reward, operation
 
         shared = asyncio.__dict__.setdefault("_pool_in_this_test", ThreadPoolExecutor(4))  # threads of all rollouts
         arrived = asyncio.__dict__.setdefault("_arrived_in_this_test", [])
@@ -136,7 +136,7 @@ def test_what_threads_executors_and_tasks_emit_reaches_the_server_with_its_rollo
 
 def test_an_agents_exception_is_in_the_operations_that_it_left(server, tmp_path) -> None:
     def agent(task, llm):
-        from lightning_rl.emit import operation
+        from lightning_rl.agents.emit import operation
 
         with operation("outer"), operation("inner"):
             raise LookupError("no such table")
@@ -151,7 +151,7 @@ def test_an_agents_exception_is_in_the_operations_that_it_left(server, tmp_path)
 
 
 def emitting(task, llm):
-    from lightning_rl.emit import emit_message, emit_reward
+    from lightning_rl.agents.emit import emit_message, emit_reward
 
     emit_message("hello")
     emit_reward(0.5, call_id="resp_c")

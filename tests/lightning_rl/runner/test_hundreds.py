@@ -10,8 +10,8 @@ import cloudpickle
 import pytest
 from aiohttp import web
 
-from lightning_rl.resources import LLM
-from lightning_rl.server.launch import launch
+from lightning_rl.agents.resources import LLM
+from lightning_rl.control_plane.launch import launch
 from lightning_rl.store.client import HttpStore
 from lightning_rl_adapters.call import calls_of
 from tests.lightning_rl.runner.conftest import Policy, Server

@@ -14,7 +14,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # children cannot i
 
 def test_rewards_spans_results_and_tracebacks_come_back_whole(server, tmp_path) -> None:
     def agent(task, llm):
-        from lightning_rl.emit import emit_message, emit_reward
+        from lightning_rl.agents.emit import emit_message, emit_reward
 
         emit_message(f"message of {task}")
         emit_reward(0.5, name="tool", call_id="resp_c")

@@ -3,7 +3,7 @@
 import threading
 from typing import Any
 
-from lightning_rl.runner.active import ActiveClaims
+from lightning_rl.runner.leases import ActiveClaims
 from lightning_rl.runner.slots import Slots
 from lightning_rl.runner.worker import Worker
 from lightning_rl.store.contract import Claim, RolloutRequest

@@ -10,9 +10,9 @@ from collections import Counter
 import cloudpickle
 import pytest
 
-from lightning_rl.agent import as_agent
+from lightning_rl.agents.agent import as_agent
+from lightning_rl.processes.child import ChildDied
 from lightning_rl.runner.launch import launch, shares
-from lightning_rl.server.child import ChildDied
 from lightning_rl.store.contract import RolloutConfig, RolloutRequest
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # children cannot import a test
@@ -56,7 +56,7 @@ def test_a_returned_reward_an_exception_and_bad_rewards(server, tmp_path) -> Non
 
 def test_emitted_rewards_without_a_final_one_are_kept(server, tmp_path) -> None:
     def agent(task, llm):
-        from lightning_rl.emit import emit_reward
+        from lightning_rl.agents.emit import emit_reward
 
         emit_reward(0.25, name="format")
 
@@ -198,7 +198,7 @@ def test_an_agent_in_a_script_works_and_the_script_runs_once(server, tmp_path) -
         textwrap.dedent(
             f"""
             from pathlib import Path
-            from lightning_rl.agent import rollout
+            from lightning_rl.agents.agent import rollout
             from lightning_rl.runner.launch import launch
             from lightning_rl.store.client import HttpStore
             from lightning_rl.store.contract import RolloutRequest

@@ -6,7 +6,7 @@ import cloudpickle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rl.agent import as_agent
+from lightning_rl.agents.agent import as_agent
 from lightning_rl.runner.launch import launch
 from lightning_rl.runner.slots import Slots
 from lightning_rl.store.contract import RolloutConfig, RolloutRequest

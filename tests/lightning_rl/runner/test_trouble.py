@@ -8,10 +8,10 @@ import time
 import cloudpickle
 import pytest
 
-from lightning_rl.agent import as_agent
-from lightning_rl.runner.active import ActiveClaims
+from lightning_rl.agents.agent import as_agent
+from lightning_rl.processes.child import ChildDied
 from lightning_rl.runner.launch import launch
-from lightning_rl.server.child import ChildDied
+from lightning_rl.runner.leases import ActiveClaims
 from lightning_rl.store.contract import Claim, RolloutConfig, RolloutRequest
 from lightning_rl.store.sql import SqlStore
 

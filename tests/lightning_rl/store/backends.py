@@ -12,13 +12,12 @@ from typing import Any
 import msgspec
 import uvicorn
 
-from lightning_rl.server.app import create_app
-from lightning_rl.server.attach import attacher
-from lightning_rl.server.fleet import Fleet
-from lightning_rl.server.keys import Keys
-from lightning_rl.server.ledger import StoreLedger
-from lightning_rl.server.peers import peer_key
-from lightning_rl.server.sql_thread import SqlThread
+from lightning_rl.control_plane.app import create_app
+from lightning_rl.control_plane.auth import Keys
+from lightning_rl.control_plane.gateways.cluster_rpc import peer_key
+from lightning_rl.control_plane.gateways.engine_registration import attacher
+from lightning_rl.control_plane.gateways.membership import Fleet
+from lightning_rl.control_plane.gateways.store_ledger import StoreLedger
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import (
     Attempt,
@@ -35,9 +34,10 @@ from lightning_rl.store.contract import (
 )
 from lightning_rl.store.errors import NotFound
 from lightning_rl.store.sql import SqlStore
+from lightning_rl.store.sql_thread import SqlThread
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.limits import Limits
-from lightning_rl_proxy.router import Router
+from lightning_rl_proxy.http.limits import Limits
+from lightning_rl_proxy.routing.router import Router
 
 BACKENDS = ("sqlite", "postgres", "http-sqlite", "http-postgres")
 

@@ -15,8 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_rl.algorithms.step_batch import Rules, StepBatch
-from lightning_rl.algorithms.trajectories import trajectory_of
+from lightning_rl.ppo.batch import Rules, StepBatch
 from lightning_rl.rl.aggregation import MODES
 from lightning_rl.store.contract import (
     Attempt,
@@ -31,8 +30,9 @@ from lightning_rl.store.contract import (
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import MiniBatch, TrainingSequence
+from lightning_rl.trajectories.trajectory import trajectory_of
 from lightning_rl_adapters.call import Call, VersionRange, to_span
-from tests.lightning_rl.algorithms.test_step_batch import build
+from tests.lightning_rl.ppo.test_batch import build
 from tests.lightning_rl.rl.golden import grpo
 from tests.lightning_rl.training.test_actor import VOCABULARY, config, forests_of_rollouts, tiny_model
 

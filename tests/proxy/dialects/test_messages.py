@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from lightning_rl_proxy import echo
 from lightning_rl_proxy.dialects import messages
 from lightning_rl_proxy.dialects.base import NamedTool, Opening, Request, decode
 from lightning_rl_proxy.errors import GatewayError, PromptTooLong
-from lightning_rl_proxy.rendering import Answer, Delta, tool_call
+from lightning_rl_proxy.forest import message_fingerprint
+from lightning_rl_proxy.rendering.renderers import Answer, Delta, tool_call
 
 OPENING = Opening(call_id="c7", model="policy", created=1_700_000_000, prompt_tokens=25)
 USER = {"role": "user", "content": "hi"}
@@ -644,7 +644,7 @@ def test_an_answer_that_is_sent_back_is_heard_as_itself(said, with_thinking, in_
         model="m", max_tokens=64, messages=[USER, {"role": message.role, "content": content}, USER]
     )
     back = messages.parse(service.asked[0]).messages[1]
-    heard, sent = echo.hear(back), echo.hear(said.message())
+    heard, sent = message_fingerprint.hear(back), message_fingerprint.hear(said.message())
     assert heard.same(sent)
     assert heard.ids == sent.ids
     thought = said.reasoning if with_thinking and (said.reasoning or "").strip() else None
@@ -656,7 +656,7 @@ def test_a_stream_in_any_order_that_is_sent_back_is_heard_as_the_answer(deltas):
     calls = [delta.tool_call for delta in deltas if delta.tool_call]
     said = answer("".join(delta.text for delta in deltas if delta.kind == "content"), tool_calls=calls)
     back = blocks(*accumulated(deltas, said).to_dict()["content"], role="assistant")
-    assert echo.hear(parsed(USER, back, USER).messages[1]).same(echo.hear(said.message()))
+    assert message_fingerprint.hear(parsed(USER, back, USER).messages[1]).same(message_fingerprint.hear(said.message()))
 
 
 # Errors

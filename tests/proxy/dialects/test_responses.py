@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response
 
-from lightning_rl_proxy import echo
 from lightning_rl_proxy.dialects import responses
 from lightning_rl_proxy.dialects.base import NamedTool, Opening, Request
 from lightning_rl_proxy.errors import GatewayError, PromptTooLong
-from lightning_rl_proxy.rendering import Answer, Delta, TokenLogprob, tool_call
+from lightning_rl_proxy.forest import message_fingerprint
+from lightning_rl_proxy.rendering.renderers import Answer, Delta, TokenLogprob, tool_call
 
 httpx: Any = importlib.import_module("httpx" if openai.VERSION.startswith("2.") else "httpx2")  # what the SDK takes
 
@@ -787,7 +787,7 @@ def test_an_answer_that_is_sent_back_is_the_same_message(
     results = [{"type": "function_call_output", "call_id": call["id"], "output": "x"} for call in given.tool_calls]
     read = messages(USER, *items, *results, USER)
     assert [m["role"] for m in read] == ["user", "assistant", *["tool"] * len(results), "user"]
-    assert echo.hear(read[1]) == echo.hear(given.message())
+    assert message_fingerprint.hear(read[1]) == message_fingerprint.hear(given.message())
     thought = given.reasoning if reasoning else None
     assert read[1].get("reasoning_content") == (thought or None)
 
@@ -797,7 +797,9 @@ def test_answers_that_are_sent_back_behind_each_other_stay_two(first: Answer, se
     opening = msgspec.structs.replace(OPENING, call_id=OTHER_ID)
     later = msgspec.json.decode(responses.serialize(request(), opening, [second]))["output"]
     read = messages(USER, *whole(first)["output"], *later)
-    assert [echo.hear(m) for m in read[1:]] == [echo.hear(a.message()) for a in (first, second)]
+    assert [message_fingerprint.hear(m) for m in read[1:]] == [
+        message_fingerprint.hear(a.message()) for a in (first, second)
+    ]
 
 
 def test_the_sdk_sends_its_output_back() -> None:
@@ -818,4 +820,4 @@ def test_the_sdk_sends_its_output_back() -> None:
     sdk.responses.create(model="policy", input=history)
     read = responses.parse(sent[-1]).messages
     assert [m["role"] for m in read] == ["user", *["assistant", "tool", "tool"] * 2]
-    assert all(echo.hear(read[i]) == echo.hear(FULL.message()) for i in (1, 4))
+    assert all(message_fingerprint.hear(read[i]) == message_fingerprint.hear(FULL.message()) for i in (1, 4))

@@ -14,7 +14,7 @@ from lightning_rl_adapters import credit, forest, rows, semconv
 from lightning_rl_adapters.span import Span
 from lightning_rl_proxy.engines.chat_backend import LitellmBackend, OpenAIBackend
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.router import Router
+from lightning_rl_proxy.routing.router import Router
 from tests.proxy.conftest import SECRET, MemoryLedger, Served, listening
 from tests.proxy.engines.service import Service, prompt_ids, running
 from tests.proxy.test_gateway import Message, client, post, say, user

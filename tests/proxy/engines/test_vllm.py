@@ -12,7 +12,7 @@ import pytest
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Load, Tokens
 from lightning_rl_proxy.engines.vllm import TokenEngine
 from lightning_rl_proxy.errors import PromptTooLong
-from lightning_rl_proxy.images import Image, Shown
+from lightning_rl_proxy.rendering.images import Image, Shown
 from lightning_rl_proxy.sampling import Sampling
 
 T = TypeVar("T")

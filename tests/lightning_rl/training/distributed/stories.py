@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_rl.algorithms.learners import Learners, put, roles_of
 from lightning_rl.config import compose
 from lightning_rl.inference.load import load_model
+from lightning_rl.ppo.local_workers import Learners, put, roles_of
 from lightning_rl.training.batch import TrainingSequence
-from lightning_rl.training.distributed.team import Team
+from lightning_rl.training.distributed.process_group import Team
 
 CHECKPOINT = Path(__file__).parents[4] / "examples" / "sql_agent" / "checkpoint"
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_rl.algorithms.crew import groups
-from lightning_rl.algorithms.learners import roles_of
-from lightning_rl.algorithms.models import Models
 from lightning_rl.config import compose
 from lightning_rl.errors import WorkerDied
+from lightning_rl.ppo.local_workers import roles_of
+from lightning_rl.ppo.models import Models
+from lightning_rl.ppo.ray_workers import groups
 from lightning_rl.training.distributed.group import WorkerGroup
 from tests.lightning_rl.training.distributed.stories import CHECKPOINT, rows
 

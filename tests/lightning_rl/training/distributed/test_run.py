@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 import lightning_rl as lrl
-from lightning_rl.tracking import jsonl
-from tests.lightning_rl.algorithms.agents import two_calls
+from lightning_rl.telemetry.metrics import jsonl
+from tests.lightning_rl.ppo.agents import two_calls
 from tests.lightning_rl.training.distributed.stories import CHECKPOINT
 
 pytestmark = pytest.mark.cluster

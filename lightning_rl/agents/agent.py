@@ -1,0 +1,253 @@
+"""Agents: an ordinary function or a class, and how one of them is run on a claimed rollout.
+
+The function is not changed: `@rollout` only reads its signature, and the decorated object is still called as before.
+"""
+
+import asyncio
+import functools
+import importlib
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightning_rl.agents.resources import LLM, ProxyLLM
+from lightning_rl.agents.values import finite
+from lightning_rl.errors import Explained
+from lightning_rl.loading import NotLoadable, load
+
+if TYPE_CHECKING:
+    from lightning_rl.agents.emitted import Emitted
+    from lightning_rl.store.contract import Claim
+
+
+GRAPH_KEY = "actor_rollout_ref.rollout.multi_turn.langgraph.path"
+LOOP_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
+_NUMBERS = {2: "two", 3: "three"}
+
+
+class AgentSignature(Explained, TypeError):
+    """An agent's function cannot be called with what there is."""
+
+
+class AgentNotFound(NotLoadable):
+    """The agent that a command or a configuration names is not there, or there are two."""
+
+
+class Agent:
+    """The class form: subclass it and define `rollout`; the two others default to it.
+
+    Each may be async. `resources["main_llm"]` is a `ProxyLLM`, to be resolved by hand: `.resolve(rollout)`.
+    """
+
+    def rollout(self, task: Any, resources: Mapping[str, Any], rollout: Any) -> Any:
+        """Run the agent once on `task`; returns a reward, a dict of rewards, or None when it emitted one."""
+        raise NotImplementedError(f"{type(self).__name__} defines no rollout(task, resources, rollout)")
+
+    def training_rollout(self, task: Any, resources: Mapping[str, Any], rollout: Any) -> Any:
+        """What a rollout of mode `train` runs."""
+        return self.rollout(task, resources, rollout)
+
+    def validation_rollout(self, task: Any, resources: Mapping[str, Any], rollout: Any) -> Any:
+        """What a rollout of mode `val` or `test` runs."""
+        return self.rollout(task, resources, rollout)
+
+
+class FunctionAgent(Agent):
+    """A function as an agent: arguments are injected by name, and calling it calls the function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self._injected = _injected_parameters(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def rollout(self, task: Any, resources: Mapping[str, Any], rollout: Any) -> Any:
+        """Call the function with the task and the resources that its signature names."""
+        given: dict[str, Any] = {}
+        for name, resource in self._injected.items():
+            if name == "resources":
+                given[name] = resources
+            elif name == "rollout":
+                given[name] = rollout
+            else:
+                given[name] = _resolved(resources, resource, rollout)
+        return self.function(task, **given)
+
+    def __reduce__(self) -> Any:
+        # By reference where the child can import it, so that module state (an open client, say) is not copied.
+        module, name = self.function.__module__, self.function.__qualname__
+        if module != "__main__" and _lookup(module, name) is self:
+            return _lookup, (module, name)
+        return FunctionAgent, (self.function,)
+
+
+def rollout(function: Callable[..., Any]) -> FunctionAgent:
+    """Make a function trainable: `def agent(task, llm) -> float`, sync or async.
+
+    The first parameter is the task; `llm` is `main_llm`; any other parameter annotated `LLM` takes the resource of its
+    own name; `resources` and `rollout` give all. Raises AgentSignature naming a parameter that nothing can fill.
+    """
+    return FunctionAgent(function)
+
+
+def as_agent(candidate: Any) -> Agent:
+    """`candidate` as an Agent: an instance, an Agent class, or a plain function."""
+    if isinstance(candidate, Agent):
+        return candidate
+    if isinstance(candidate, type) and issubclass(candidate, Agent):
+        return candidate()
+    if callable(candidate):
+        return FunctionAgent(candidate)
+    raise TypeError(f"an agent is a function, an Agent or an Agent class, got {candidate!r}")
+
+
+class ConfiguredAgent(NamedTuple):
+    """An agent that a configuration names: `named_by` is the key with its value, `make` what makes the agent."""
+
+    named_by: str
+    make: Callable[[], Agent]
+
+
+def agent_of_run(given: Agent | None, configured: Sequence[ConfiguredAgent] = ()) -> Agent:
+    """The agent of a run: the one that is given, or the one that its configuration names.
+
+    Raises AgentNotFound where there is none or more than one, and what making a configured one raises.
+    """
+    named = [] if given is None else [f"the agent {getattr(given, '__name__', type(given).__name__)}"]
+    named += [one.named_by for one in configured]
+    if not named:
+        raise AgentNotFound(
+            "name the agent: lightning-rl train agent=module:function, lrl.Trainer(agent), or a graph: "
+            f"{GRAPH_KEY}=my_graph.py:graph, or a loop: {LOOP_KEY}=tool_agent"
+        )
+    if len(named) > 1:
+        raise AgentNotFound(f"{' and '.join(named)} name {_NUMBERS[len(named)]} agents: leave one out")
+    return given if given is not None else configured[0].make()
+
+
+def load_agent(spec: str) -> Agent:
+    """The agent at `module:name` or `path/to/file.py:name`; modules are looked for in the current folder too.
+
+    Raises AgentNotFound saying what is wrong with `spec`: its form, the file, the module, what the module raises when
+    it is imported, or the name.
+    """
+    return as_agent(load(spec, "agent", error=AgentNotFound))
+
+
+def run_agent(
+    agent: Agent,
+    claim: "Claim",
+    await_result: Callable[[Awaitable[Any]], Any] = lambda awaitable: asyncio.run(_wait(awaitable)),
+    *,
+    emitted: "Emitted | None" = None,
+) -> dict[str, float] | None:
+    """Run the agent on a claimed rollout; the rewards by name, or None where there was none.
+
+    A returned reward is the final one. `emitted` takes what the agent emits; rewards of calls and spans are there
+    alone. Raises what the agent raises, and ValueError naming the rollout for a reward that is no finite number or for
+    two different final ones.
+    """
+    from lightning_rl.agents.emitted import (
+        Emitted,  # brings OpenTelemetry, which what only names an agent has no use for
+    )
+
+    rollout = claim.rollout
+    emitted = emitted or Emitted(rollout.rollout_id, claim.attempt.attempt_id)
+    with emitted.collecting():
+        returned = call_agent(agent, claim)
+        if inspect.isawaitable(returned):
+            returned = await_result(returned)
+    return rewards_of(returned, emitted, rollout.rollout_id)
+
+
+def call_agent(agent: Agent, claim: "Claim") -> Any:
+    """What the agent returns on a claimed rollout; of an async one an awaitable. Raises what it raises."""
+    rollout = claim.attempted()
+    run = agent.training_rollout if rollout.mode == "train" else agent.validation_rollout
+    resources = {name: _resource(value) for name, value in claim.resources.items()}
+    return run(rollout.task, resources, rollout)
+
+
+def rewards_of(returned: Any, emitted: "Emitted", rollout_id: str) -> dict[str, float] | None:
+    """The rewards by name of an agent that emitted and returned this, or None; raises ValueError as `run_agent`."""
+    rewards = dict(emitted.rewards)
+    for name, value in _returned_rewards(returned, rollout_id).items():
+        if name == "reward" and rewards.get(name, value) != value:
+            raise ValueError(
+                f"rollout {rollout_id} has two final rewards: emitted {rewards[name]}, "
+                f"returned {value}; return None or emit under another name"
+            )
+        rewards[name] = value
+    return rewards or None
+
+
+def _returned_rewards(returned: Any, rollout_id: str) -> dict[str, float]:
+    if returned is None:
+        return {}
+    where = f"rollout {rollout_id}"
+    if isinstance(returned, Mapping):
+        if "reward" not in returned:
+            raise ValueError(f"{where} returned rewards {sorted(returned)} without one named 'reward'")
+        return {str(k): finite(v, f"{where}, reward {k!r}") for k, v in returned.items()}
+    return {"reward": finite(returned, where)}
+
+
+async def _wait(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+def _resource(value: Mapping[str, Any]) -> Any:
+    if value.get("type") != "llm":
+        return value
+    llm = LLM(
+        model=value["model"],
+        base_url=value["base_url"],
+        anthropic_base_url=value["anthropic_base_url"],
+        api_key=value["api_key"],
+        sampling_parameters=value.get("sampling_parameters", {}),
+    )
+    return ProxyLLM(model=llm.model, sampling_parameters=llm.sampling_parameters, claimed=llm)
+
+
+def _resolved(resources: Mapping[str, Any], name: str, rollout: Any) -> Any:
+    if name not in resources:
+        raise KeyError(f"the agent asks for resource {name!r}; there are {sorted(resources)}")
+    resource = resources[name]
+    return resource.resolve(rollout) if isinstance(resource, ProxyLLM) else resource
+
+
+def _injected_parameters(function: Callable[..., Any]) -> dict[str, str]:
+    """Parameter name -> resource name, for every parameter after the task."""
+    parameters = list(inspect.signature(function).parameters.values())
+    if not parameters:
+        raise AgentSignature(f"{function.__qualname__} takes no task: its first parameter is the task")
+    injected: dict[str, str] = {}
+    for parameter in parameters[1:]:
+        if parameter.name == "llm":
+            injected["llm"] = "main_llm"
+        elif parameter.name in ("resources", "rollout") or _is_llm(parameter.annotation):
+            injected[parameter.name] = parameter.name
+        elif parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        ):
+            raise AgentSignature(
+                f"{function.__qualname__}: nothing fills parameter {parameter.name!r}; name it 'llm', 'resources' "
+                "or 'rollout', annotate it LLM, or give it a default"
+            )
+    return injected
+
+
+def _is_llm(annotation: Any) -> bool:
+    if isinstance(annotation, str):  # `from __future__ import annotations`
+        return annotation.rsplit(".", 1)[-1] == "LLM"
+    return annotation is LLM
+
+
+def _lookup(module: str, qualname: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found

@@ -1,0 +1,182 @@
+"""What an agent may say on its way: rewards, messages, objects, exceptions, operations.
+
+Emitting works inside a rollout of a runner; outside of one it is a no-op, so that a decorated function stays an
+ordinary function. What is wrong with a value is said in both.
+"""
+
+import functools
+import inspect
+import json
+import reprlib
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
+
+from lightning_rl.agents.values import encodable, finite
+
+if TYPE_CHECKING:
+    from lightning_rl.agents.emitted import Emitted
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_REPR = reprlib.Repr()
+_REPR.maxother = _REPR.maxstring = 200
+_NOTHING: Any = object()
+
+
+def emit_reward(value: float, name: str = "reward", *, call_id: str | None = None) -> None:
+    """Record a reward of the running rollout; the one named `reward` is the final one, the last of a name wins.
+
+    With a `call_id` it is a reward of that call alone, and never the final one: the `id` of the answer, of whatever SDK
+    (of several choices: of the first), or the id of a tool call in it. A call's rewards add up.
+
+    Raises ValueError for a value that is not a finite number, TypeError for a name or a call id that is no text.
+    """
+    checked = finite(value, f"emit_reward(name={name!r})")
+    named = _text(name, "emit_reward: a name")
+    called = None if call_id is None else _text(call_id, "emit_reward: a call_id")
+    if called == "":
+        raise ValueError("emit_reward: the call_id is empty; give the id of an answer or of a tool call")
+    emitted = _running()
+    if emitted is not None:
+        emitted.reward(checked, named, called)
+
+
+def emit_message(text: str) -> None:
+    """Record a remark. Raises TypeError for what is no text."""
+    checked = _text(text, "emit_message: a message")
+    emitted = _running()
+    if emitted is not None:
+        emitted.message(checked)
+
+
+def emit_object(value: Any) -> None:
+    """Record a JSON-able value. Raises TypeError for any other."""
+    try:
+        told = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"emit_object: the object cannot be written as JSON: {error}") from error
+    emitted = _running()
+    if emitted is not None:
+        emitted.object(told)
+
+
+def emit_exception(error: BaseException) -> None:
+    """Record an exception that the agent lives on with. Raises TypeError for what is none."""
+    if not isinstance(error, BaseException):
+        raise TypeError(f"emit_exception: an exception is recorded, got {error!r}")
+    emitted = _running()
+    if emitted is not None:
+        emitted.exception(error)
+
+
+@overload
+def operation(function: F, /) -> F: ...
+@overload
+def operation(name: str | None = None, *, inputs: Any = None) -> "Operation": ...
+def operation(name: Any = None, *, inputs: Any = None) -> Any:
+    """Record a step of the agent: its name, inputs, and output or exception. Steps inside it are its children.
+
+    As a decorator of a function, sync or async, `@operation` or `@operation("name")`, or around a block:
+
+        with operation("search", inputs={"query": query}) as step:
+            step.output = search(query)
+
+    What is no JSON is recorded as Python shows it, cut short.
+    """
+    return Operation(name, inputs) if name is None or isinstance(name, str) else Operation(None)(name)
+
+
+class Operation:
+    """A step to be recorded, by decorating a function or by entering it, once. `output` is what a block comes to."""
+
+    def __init__(self, name: str | None, inputs: Any = None) -> None:
+        self.output: Any = _NOTHING
+        self._name = name
+        self._inputs = inputs
+        self._block: AbstractContextManager[Callable[[str], None]] | None = None
+
+    def __call__(self, function: F) -> F:
+        """The function, recorded. Raises TypeError for what only looks like one: a class, or a generator."""
+        if not callable(function) or inspect.isclass(function) or _generates(function):
+            raise TypeError(
+                f"operation: {function!r} is no function that returns; put `with operation(name):` around the block"
+            )
+        if self._inputs is not None:
+            raise TypeError("operation: inputs are for a block; a function's are its arguments")
+        name = self._name or getattr(function, "__qualname__", type(function).__name__)
+
+        @functools.wraps(function)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            if _running() is None:
+                return function(*args, **kwargs)
+            with Operation(name, _arguments(function, args, kwargs)) as step:
+                step.output = function(*args, **kwargs)
+                return step.output
+
+        @functools.wraps(function)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            if _running() is None:
+                return await function(*args, **kwargs)
+            with Operation(name, _arguments(function, args, kwargs)) as step:
+                step.output = await function(*args, **kwargs)
+                return step.output
+
+        return cast(F, awaited if inspect.iscoroutinefunction(function) else recorded)
+
+    def __enter__(self) -> Self:
+        if not self._name:
+            raise ValueError("operation: a block needs a name: `with operation(name):`")
+        emitted = _running()
+        if emitted is not None:
+            if self._block is not None:
+                raise RuntimeError(f"operation {self._name!r} was entered before; make one for every block")
+            self._block = emitted.operation(self._name, None if self._inputs is None else _told(self._inputs))
+            self._tell_output = self._block.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        if self._block is None:
+            return None
+        if error is None and self.output is not _NOTHING:
+            self._tell_output(_told(self.output))
+        return self._block.__exit__(kind, error, trace)
+
+
+def _running() -> "Emitted | None":
+    # The first rollout of a process loads that module. Before, nobody collects anything, and nothing is loaded for it.
+    if "lightning_rl.agents.emitted" not in sys.modules:
+        return None
+    from lightning_rl.agents.emitted import running
+
+    return running()
+
+
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{what} is text, got {value!r}")
+    return encodable(value)
+
+
+def _generates(function: Any) -> bool:
+    return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+
+
+def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by the names of the parameters, where they fit."""
+    try:
+        return inspect.signature(function).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return {"args": args, "kwargs": kwargs}
+
+
+def _told(value: Any) -> str:
+    """A value as JSON, which everybody may read; what is none of its own accord as Python shows it."""
+    try:
+        return json.dumps(value, default=_REPR.repr)
+    except (TypeError, ValueError, RecursionError):
+        return json.dumps(_REPR.repr(value))

@@ -1,0 +1,1 @@
+"""What the control plane does at gateways, this server's own and those of other servers of the store."""

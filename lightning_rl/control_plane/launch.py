@@ -1,0 +1,106 @@
+"""Starting the server process from another one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from lightning_rl.errors import Explained
+from lightning_rl.processes.child import Child
+
+
+class Policy(Protocol):
+    """What is served: the model's name, the folder of its tokenizer, its renderer, its engines.
+
+    Without a tokenizer every model is a chat backend.
+    """
+
+    model: str
+    tokenizer: str | None
+    renderer: str
+    history: str
+    chat_template_kwargs: dict[str, Any]
+    special_tokens_in_text: str
+    unknown_model: str
+    engines: list[dict[str, Any]]
+
+
+class ServerNotStarted(Explained, RuntimeError):
+    """The server cannot start for a reason that its user can remove; the message says which."""
+
+
+class Serving:
+    """A running server: its `url`, and whether it still runs."""
+
+    def __init__(self, url: str, child: Child) -> None:
+        self.url = url
+        self.pid = child.process.pid
+        self._child = child
+
+    def check(self) -> None:
+        """Raises ChildDied, with the end of its log, when the server has ended."""
+        self._child.check()
+
+
+@contextmanager
+def launch(
+    run_dir: Path,
+    endpoint: Policy,
+    *,
+    admin_key: str,
+    runner_key: str,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    url: str | None = None,
+    session: bool = True,
+    otlp_endpoint: str | None = None,
+) -> Iterator[Serving]:
+    """A server whose files are in `run_dir`, for as long as the block runs; `url` is where others reach it, by default
+    where it listens.
+
+    `session`: this process asks for all rollouts, by ids that it would give them again. So attempts that still run in
+    the store are lost, and rollouts that are queued there wait until they are asked for again.
+    `otlp_endpoint`: where every span that it records is sent, too.
+    Its alarms are logged here as warnings. Raises ServerNotStarted when something stands in the way that the user can
+    remove, and ChildDied, with the end of `server.log`, when it ended otherwise.
+    """
+    settings = {
+        "store": f"sqlite:///{run_dir / 'store.db'}",
+        "run_dir": str(run_dir),
+        "admin_key": admin_key,
+        "runner_key": runner_key,
+        "model": endpoint.model,
+        "tokenizer": endpoint.tokenizer,
+        "renderer": endpoint.renderer,
+        "history": endpoint.history,
+        "chat_template_kwargs": endpoint.chat_template_kwargs,
+        "special_tokens_in_text": endpoint.special_tokens_in_text,
+        "unknown_model": endpoint.unknown_model,
+        "engines": endpoint.engines,
+        "host": host,
+        "port": port,
+        "url": url,
+        "session": session,
+        "otlp_endpoint": otlp_endpoint,
+    }
+    child = Child(
+        "lightning_rl.control_plane.process",
+        name="the server",
+        log=run_dir / "server.log",
+        first=msgspec.json.encode(settings) + b"\n",
+    )
+    try:
+        yield Serving(_started(child, run_dir), child)
+    finally:
+        child.stop()
+
+
+def _started(child: Child, run_dir: Path) -> str:
+    """The URL of the server, once it answers."""
+    try:
+        child.start()
+    except OSError as error:
+        raise ServerNotStarted(f"the run folder {run_dir} cannot be written: {error}") from error
+    return child.wait_until_told("url", ServerNotStarted)

@@ -1,0 +1,168 @@
+"""Spans by OTLP over HTTP: `POST /v1/traces`, protobuf or JSON, as OpenTelemetry's exporters send them.
+
+Invariants: nothing is done before a key was checked; spans are kept of open attempts alone, those of an attempt's key
+of that attempt alone; no span is a reward, whoever sent it. Errors have OTLP's own form, and only what may be sent
+again has a status that exporters send again.
+"""
+
+import asyncio
+import zlib
+from collections.abc import Callable, Mapping
+
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from google.rpc.code_pb2 import Code
+from google.rpc.status_pb2 import Status
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lightning_rl.control_plane.auth import Keys
+from lightning_rl.store.errors import StoreUnwritable
+from lightning_rl.store.life_cycle import AttemptStatus
+from lightning_rl.store.sql import SqlStore
+from lightning_rl.store.sql_thread import SqlThread
+from lightning_rl_adapters import otel
+from lightning_rl_adapters.otel import NotOtlp, Place, Rejected
+from lightning_rl_adapters.span import Span
+from lightning_rl_proxy.http.keys import KeyRefused, verify_attempt_key
+from lightning_rl_proxy.http.limits import Limits
+
+PATH = "/v1/traces"
+_PROTOBUF, _JSON = "application/x-protobuf", "application/json"
+_CODES = {
+    400: Code.INVALID_ARGUMENT,
+    401: Code.UNAUTHENTICATED,
+    404: Code.NOT_FOUND,
+    409: Code.FAILED_PRECONDITION,
+    405: Code.INVALID_ARGUMENT,
+    413: Code.INVALID_ARGUMENT,
+    415: Code.INVALID_ARGUMENT,
+    503: Code.UNAVAILABLE,
+}
+_GZIP = 31  # zlib's word for it
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Traces:
+    """The route."""
+
+    def __init__(self, *, store: SqlStore, sql: SqlThread, keys: Keys, limits: Limits) -> None:
+        self._store = store
+        self._sql = sql
+        self._keys = keys
+        self._limits = limits
+
+    def route(self) -> Route:
+        """For the application's table."""
+        return Route(PATH, self._respond, methods=["GET", "POST"])  # GET as anything: without a key it is told nothing
+
+    async def _respond(self, request: Request) -> Response:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        try:
+            rejected = await self._take(request, kind)
+        except _Refused as error:
+            return _refusal(kind, error.status, str(error))
+        except HTTPException as error:  # the body is over the limit
+            return _refusal(kind, error.status_code, error.detail, error.headers)
+        except StoreUnwritable as error:
+            return _refusal(kind, 503, str(error), {"retry-after": "1"})
+        return _answer(kind, 200, otel.response(rejected))
+
+    async def _take(self, request: Request, kind: str) -> list[Rejected]:
+        own = self._own(request.headers.get("authorization", ""))
+        if request.method != "POST":
+            raise _Refused(405, "send spans by POST")
+        if kind not in (_PROTOBUF, _JSON):
+            raise _Refused(415, f"the content type is {kind!r}; send {_PROTOBUF} or {_JSON}")
+        unpack = self._unpacker(request, self._limits.control_body_bytes if own is None else self._limits.body_bytes)
+        body = await request.body()
+
+        def read() -> tuple[list[Span], list[Rejected]]:
+            decoded = otel.from_protobuf(unpack(body)) if kind == _PROTOBUF else otel.from_json(unpack(body))
+            return otel.spans_of(decoded, emitted=own is None, own=own)
+
+        try:
+            spans, rejected = await asyncio.to_thread(read)
+        except NotOtlp as error:
+            raise _Refused(400, str(error)) from error
+        return rejected + await self._sql.run(self._keep, spans, own)
+
+    def _own(self, authorization: str) -> Place | None:
+        """The attempt whose key was sent; None for an admin's or a runner's. Raises _Refused."""
+        if self._keys.role(authorization) is not None:
+            return None
+        scheme, _, key = authorization.partition(" ")
+        try:
+            opened = verify_attempt_key(self._store.secret, key.strip() if scheme.lower() == "bearer" else "")
+        except KeyRefused as error:
+            message = f"send an admin, a runner or an attempt's key as Authorization: Bearer ({error})"
+            raise _Refused(401, message) from error
+        return Place(opened.rollout_id, opened.attempt_id)
+
+    def _unpacker(self, request: Request, limit: int) -> Callable[[bytes], bytes]:
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("identity", "gzip"):
+            raise _Refused(415, f"the content encoding is {encoding!r}; send gzip, or the body as it is")
+        return lambda body: _within(body, limit) if encoding == "identity" else _unzipped(body, limit)
+
+    def _keep(self, spans: list[Span], own: Place | None) -> list[Rejected]:
+        """In one piece in the store's thread: an attempt cannot end between the question and the answer."""
+        places = {Place(span.rollout_id, span.attempt_id) for span in spans} | ({own} if own else set())
+        statuses = self._store.statuses(sorted(places))
+        closed = {place: _closed(place, statuses.get(place)) for place in places if statuses.get(place) != "running"}
+        if own in closed:
+            raise _Refused(*closed[own])
+        why = {place: told for place, (_, told) in closed.items()}
+        self._store.add_spans([span for span in spans if (span.rollout_id, span.attempt_id) not in why])
+        return [
+            Rejected(span.name, f"is of no open attempt: {why[place]}")
+            for span in spans
+            if (place := Place(span.rollout_id, span.attempt_id)) in why
+        ]
+
+
+def _closed(place: Place, status: AttemptStatus | None) -> tuple[int, str]:
+    """The HTTP status and the words for an attempt that takes no more spans."""
+    if status is None:
+        return 404, f"there is no attempt {place.attempt_id} of rollout {place.rollout_id}"
+    return 409, f"attempt {place.attempt_id} is closed: its rollout has ended or was retried"
+
+
+def _within(body: bytes, limit: int) -> bytes:
+    if len(body) > limit:
+        raise _Refused(413, f"the request body is over {limit} bytes")
+    return body
+
+
+def _unzipped(body: bytes, limit: int) -> bytes:
+    """The content of a gzip body, of which no more than the limit is ever unpacked."""
+    packed = zlib.decompressobj(_GZIP)
+    try:
+        content = packed.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise _Refused(400, f"the body is no gzip: {error}") from error
+    if len(content) > limit:
+        raise _Refused(413, f"the request body is over {limit} bytes when it is unpacked")
+    if not packed.eof or packed.unused_data:
+        raise _Refused(400, "the body's gzip is cut short, or something comes after it")
+    return content
+
+
+def _refusal(kind: str, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    answer = _answer(kind, status, Status(code=_CODES.get(status, Code.UNKNOWN), message=f"{PATH}: {message}"))
+    answer.headers.update(headers or {})
+    return answer
+
+
+def _answer(kind: str, status: int, message: Message) -> Response:
+    """In the form that was asked in."""
+    if kind == _PROTOBUF:
+        return Response(message.SerializeToString(), status, media_type=_PROTOBUF)
+    return Response(json_format.MessageToJson(message, indent=None), status, media_type=_JSON)

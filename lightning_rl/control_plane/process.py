@@ -1,0 +1,342 @@
+"""The server, in the foreground (`lightning-rl serve`) or as a child: `python -m lightning_rl.control_plane.process`.
+
+The child reads one JSON line of settings from stdin, prints one JSON line `{"url", "pid"}` on stdout when it answers,
+and stops cleanly on SIGTERM or when stdin ends, which it does when the parent dies. Where it cannot start for a reason
+that the user can remove, its one line is `{"error"}` and its status 1. What the user must hear of later is a line
+`{"alarm"}`. It logs to stderr. Both ways load no torch, and what they write is readable by its owner alone: the store
+holds the secret that signs attempt keys, and every prompt.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import gc
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import msgspec
+import uvicorn
+from prometheus_client.registry import Collector
+
+from lightning_rl.config.otlp_endpoint import traces_url
+from lightning_rl.control_plane.app import App, create_app
+from lightning_rl.control_plane.auth import Keys
+from lightning_rl.control_plane.gateways.cluster_rpc import peer_key
+from lightning_rl.control_plane.gateways.engine_registration import attacher
+from lightning_rl.control_plane.gateways.engines import EngineRequest
+from lightning_rl.control_plane.gateways.membership import LEASE_SECONDS, Fleet
+from lightning_rl.control_plane.gateways.store_ledger import StoreLedger
+from lightning_rl.control_plane.protocol import protocol
+from lightning_rl.errors import Explained
+from lightning_rl.files import RunFolderBusy, owned, write_whole
+from lightning_rl.processes import logs
+from lightning_rl.processes.child import TellAlarms, tell
+from lightning_rl.store.contract import ResourcesRequest
+from lightning_rl.store.databases import shown
+from lightning_rl.store.errors import NotFound, StoreError
+from lightning_rl.store.sql import SqlStore
+from lightning_rl.store.sql_thread import SqlThread
+from lightning_rl_proxy.gateway import Gateway
+from lightning_rl_proxy.http.limits import Limits
+from lightning_rl_proxy.recording.alerts import ALARMS
+from lightning_rl_proxy.rendering.renderers import SpecialTokens, load_renderer
+from lightning_rl_proxy.routing.router import Router
+
+JOURNAL = "gateway.journal"  # in the run folder
+GATEWAY_ID = "gateway.id"
+_OWNER_ALONE = 0o077  # as a umask
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_EARLIER_SERVER_SECONDS = 60.0  # to store what it has, and end
+_LONG_POLL_GRACE_SECONDS = 5  # for answers under way when the server stops
+_log = logging.getLogger(__name__)
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a server needs to know. `port` 0 takes any free one; `tokenizer` is a folder with tokenizer.json.
+
+    `url` is where others reach it; by default where it listens.
+    """
+
+    store: str
+    run_dir: str
+    admin_key: str
+    runner_key: str
+    model: str
+    tokenizer: str | None = None
+    renderer: str = "auto"
+    history: Literal["keep", "template"] = "keep"
+    chat_template_kwargs: dict[str, Any] = {}
+    special_tokens_in_text: SpecialTokens = "text"
+    unknown_model: Literal["policy", "refuse"] = "policy"
+    engines: tuple[EngineRequest, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 0
+    url: str | None = None
+    lease_seconds: float = LEASE_SECONDS  # of this gateway among several; a new session has so long to take over
+    session: bool = False  # see `launch`
+    otlp_endpoint: str | None = None  # where spans are sent, too
+    limits: Limits = Limits()
+
+    def __repr__(self) -> str:
+        return f"Settings(store={shown(self.store)!r}, model={self.model!r})"  # never the keys
+
+
+class CannotStart(Explained):
+    """What stands in the way, for the user to remove."""
+
+
+class Started(msgspec.Struct, frozen=True):
+    """What the process prints when it answers."""
+
+    url: str
+    pid: int
+
+
+def main() -> None:
+    """Read the settings, serve until told to stop."""
+    logs.begin(logging.StreamHandler())
+    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
+    ALARMS.addHandler(TellAlarms())
+    try:
+        listen_and_serve(settings, _announce)
+    except CannotStart as error:
+        _log.exception("cannot start")
+        tell({"error": str(error)})
+        sys.exit(1)
+
+
+def listen_and_serve(settings: Settings, announce: Callable[[str], None], *, foreground: bool = False) -> None:
+    """Serve until SIGTERM; `announce` is told the URL once the server answers.
+
+    A server that is not in the foreground also ends with its stdin. In the foreground a Ctrl-C ends it as cleanly, and
+    is raised afterwards. Raises CannotStart.
+    """
+    os.umask(_OWNER_ALONE)
+    _keep_freed_memory()
+    with _alone_in(Path(settings.run_dir)), _listen(settings.host, settings.port) as listening:
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        url = settings.url or f"http://{host}:{listening.getsockname()[1]}"
+        uvicorn_loop = uvicorn.Config(app="", loop="uvloop", log_config=None).get_loop_factory()
+        with asyncio.Runner(loop_factory=uvicorn_loop) as runner:
+            interrupted = runner.run(_serve(settings, listening, url, announce, foreground=foreground))
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep the buffers of long requests, which it would give back: each page of the next ones is a fault."""
+    with contextlib.suppress(AttributeError):  # of another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, 2**24)
+        mallopt(_M_TRIM_THRESHOLD, 2**26)
+
+
+@contextlib.contextmanager
+def _alone_in(run_dir: Path) -> Iterator[None]:
+    """Wait for the server of an earlier session, whose trainer was killed: it still stores what it has recorded."""
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(owned(run_dir, lock="server.lock", patience_seconds=_EARLIER_SERVER_SECONDS))
+        except RunFolderBusy as error:
+            raise CannotStart(f"{error} (its process is `lightning_rl.control_plane.process`)") from error
+        except OSError as error:
+            raise CannotStart(f"the run folder {run_dir} cannot be written: {error}") from error
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            what = f"port {port} of {host} is in use; choose another or stop what listens there"
+        else:
+            what = f"cannot listen on port {port} of {host} ({error.strerror}); choose another"
+        raise CannotStart(what) from error
+
+
+@contextlib.contextmanager
+def _users_to_solve() -> Iterator[None]:
+    """What a block refuses, a tokenizer, a renderer, a store, as CannotStart."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError, StoreError) as error:
+        raise CannotStart(str(error)) from error
+
+
+async def _serve(
+    settings: Settings, listening: socket.socket, url: str, announce: Callable[[str], None], *, foreground: bool
+) -> bool:
+    """Serve; whether a Ctrl-C ended it."""
+    sql = SqlThread()
+    with _users_to_solve():
+        store, collectors = await sql.run(_opened, settings)
+    try:
+        with _users_to_solve():
+            app = await _app(settings, store, sql, url, collectors)
+        # What is loaded by now stays, and calls leave few cycles: full collections would only walk the open attempts.
+        gc.freeze()
+        gc.set_threshold(250_000, 20, 50)
+        server = _Server(app, settings.limits, announce=lambda: announce(url))
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, server.stop)
+        if foreground:
+            loop.add_signal_handler(signal.SIGINT, server.interrupt)
+        else:
+            threading.Thread(target=_stop_at_end_of_stdin, args=(loop, server), daemon=True).start()
+        try:
+            await server.serve(sockets=[listening])
+        except SystemExit:  # so uvicorn says that the lifespan did not begin
+            _raise_why(settings, app)
+        return server.interrupted
+    finally:
+        await sql.run(store.close)
+        sql.close()
+
+
+def _opened(settings: Settings) -> tuple[SqlStore, Sequence[Collector]]:
+    """The store, and what counts the spans that it sends on."""
+    if settings.otlp_endpoint is None:
+        return SqlStore(settings.store), ()
+    from lightning_rl.telemetry.traces.otlp_export import MirroredStore, SpansOut  # an exporter, for those who want one
+
+    out = SpansOut(traces_url(settings.otlp_endpoint, "the OTLP endpoint"))
+    return MirroredStore(settings.store, out), out.collectors
+
+
+def _raise_why(settings: Settings, app: App) -> NoReturn:
+    error = app.start_error
+    if isinstance(error, StoreError):
+        raise CannotStart(str(error)) from error
+    if isinstance(error, OSError):
+        raise CannotStart(f"the run folder {settings.run_dir} cannot be written: {error}") from error
+    raise RuntimeError("the application did not start") from error
+
+
+async def _app(settings: Settings, store: SqlStore, sql: SqlThread, url: str, collectors: Sequence[Collector]) -> App:
+    renderer = None
+    if settings.tokenizer is not None:
+        renderer = load_renderer(
+            Path(settings.tokenizer),
+            settings.renderer,
+            settings.model,
+            history=settings.history,
+            chat_template_kwargs=settings.chat_template_kwargs,
+            special_tokens_in_text=settings.special_tokens_in_text,
+        )
+    router = Router(settings.model, unknown_model=settings.unknown_model)
+    fleet = None
+    if store.shared:
+        gateway_id = _gateway_id(Path(settings.run_dir))
+        fleet = Fleet(store, gateway_id=gateway_id, url=url, lease_seconds=settings.lease_seconds)
+    gateway = Gateway(
+        ledger=StoreLedger(store, sql, fleet),
+        secret=store.secret,
+        journal=Path(settings.run_dir) / JOURNAL,
+        renderer=renderer,
+        router=router,
+        limits=settings.limits,
+        notes=fleet,
+    )
+
+    await sql.run(_publish_policy, store, settings.model)
+    app = create_app(
+        store,
+        gateway,
+        sql=sql,
+        keys=Keys(
+            admin=settings.admin_key,
+            runner=settings.runner_key,
+            peer="" if fleet is None else peer_key(store.secret),
+        ),
+        gateway_url=url,
+        attach_engine=attacher(router, renderer),
+        session=settings.session,
+        limits=settings.limits,
+        collectors=collectors,
+        fleet=fleet,
+    )
+    for engine in settings.engines:
+        await app.engines.register(engine)
+    return app
+
+
+def _gateway_id(run_dir: Path) -> str:
+    """Who this gateway is for the others: as long as its journal is here, the same."""
+    file = run_dir / GATEWAY_ID
+    if not file.exists():
+        write_whole(file, f"g{secrets.token_hex(10)}".encode())
+    return file.read_text()
+
+
+def _publish_policy(store: SqlStore, model: str) -> None:
+    """Rollouts get the policy as `main_llm` even where no algorithm has published anything."""
+    try:
+        store.resources("latest")
+    except NotFound:
+        store.publish(ResourcesRequest(resources={"main_llm": {"type": "proxy_llm", "model": model}}))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that says when it answers, and whose stop does not wait for long polls."""
+
+    def __init__(self, app: App, limits: Limits, announce: Callable[[], None]) -> None:
+        config = uvicorn.Config(
+            app,
+            http=protocol(limits),
+            ws="none",
+            access_log=False,
+            proxy_headers=False,
+            log_config=None,
+            lifespan="on",
+            timeout_graceful_shutdown=_LONG_POLL_GRACE_SECONDS,
+        )
+        super().__init__(config)
+        self._release = app.release
+        self._announce = announce
+        self.interrupted = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.should_exit:
+            self._announce()
+
+    def stop(self) -> None:
+        """Stop soon: long polls answer now, then connections close."""
+        self._release()
+        self.should_exit = True
+
+    def interrupt(self) -> None:
+        """Stop as soon, since a person wants it."""
+        self.interrupted = True
+        self.stop()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # SIGTERM is ours: uvicorn would raise it again after a clean stop
+
+
+def _announce(url: str) -> None:
+    tell(msgspec.to_builtins(Started(url, os.getpid())))
+
+
+def _stop_at_end_of_stdin(loop: asyncio.AbstractEventLoop, server: _Server) -> None:
+    # Not sys.stdin: a thread that holds its lock would crash the interpreter's end.
+    while os.read(0, 4096):
+        pass
+    with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+        loop.call_soon_threadsafe(server.stop)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""What `doctor` looks at, gathered from a run's folder in one pass: metrics, step records, calls, attempts.
+
+Invariant: whatever the length of a run, what is kept of it in memory is counts, numbers, and the newest few steps.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import sqlalchemy as sa
+
+from lightning_rl.config.schema import Config
+from lightning_rl.inspect import call, folder, recorded
+from lightning_rl.store import schema
+from lightning_rl.store.contract import ErrorInfo
+from lightning_rl.store.life_cycle import ENDED
+from lightning_rl.telemetry.metrics import jsonl
+from lightning_rl.trajectories.step_record import RolloutRecord, StepRecord
+from lightning_rl_adapters import conventions, semconv
+from lightning_rl_adapters.call import calls_of
+from lightning_rl_adapters.conventions import Diagnosis
+
+RECENT = 20  # steps: a run of some hundred steps changes little within them, and they hold hundreds of groups
+_COMPARED = 64  # rollouts of the newest step whose logprobs are compared one by one
+_READ = 64  # newest rollouts without calls whose agents' own spans are read
+
+
+class Tally(msgspec.Struct):
+    """How often something was seen, and the newest rollout that it was seen in."""
+
+    count: int = 0
+    rollout: str | None = None
+
+    def add(self, rollout_id: str) -> None:
+        """One more."""
+        self.count += 1
+        self.rollout = rollout_id
+
+
+class Beside(msgspec.Struct):
+    """Rollouts that asked the gateway nothing, and whose agents' own spans, of one convention, tell of LLM calls.
+
+    `with_ids` of them have token ids; `diagnosis` is of a call that has none.
+    """
+
+    rollouts: Tally = msgspec.field(default_factory=Tally)
+    with_ids: int = 0
+    diagnosis: Diagnosis | None = None
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """The run's keys that decide how bad a finding is."""
+
+    weights: Mapping[str, float] = {}
+    bypass_mode: bool = False
+    groups_of_one: str = "zero"
+    learning_rate: float | None = None
+
+
+class Evidence(msgspec.Struct, kw_only=True):
+    """A run in numbers.
+
+    `metrics` are the lines of its training steps, `steps` the newest `RECENT` records. Calls and attempts are those of
+    training rollouts, of all where none is for training: `seen` tallies calls by what is wrong with them (`inexact`,
+    `no_logprobs`, `length`, and causes of forks), `errors` attempts by the type of the agent's error, `infrastructure`
+    those that were lost otherwise. `gaps` has, of the newest step, how far sampler and trainer are apart, by rollout.
+    `beside` has, by convention, how agents called beside the gateway in the newest `beside_of` rollouts without calls.
+    """
+
+    run_dir: str
+    metrics: list[dict[str, float]]
+    steps: list[StepRecord]
+    settings: Settings
+    trains: bool
+    rollouts: int = 0
+    calls: int = 0
+    attempts: int = 0
+    seen: dict[str, Tally] = {}
+    errors: dict[str, Tally] = {}
+    infrastructure: dict[str, Tally] = {}
+    without_reward: Tally = msgspec.field(default_factory=Tally)
+    without_calls: Tally = msgspec.field(default_factory=Tally)
+    beside: dict[str, Beside] = {}
+    beside_of: int = 0
+    reward_names: set[str] = set()
+    gaps: dict[str, float] = {}
+
+
+class _Attributes(msgspec.Struct):
+    cause: str | None = msgspec.field(name=semconv.FORK_CAUSE, default=None)
+    finish_reasons: list[str] = msgspec.field(name=semconv.FINISH_REASONS, default_factory=list)
+    logprobs: bytes | None = msgspec.field(name=semconv.LOGPROBS, default=None)
+    exact: bool = msgspec.field(name=semconv.EXACT, default=True)
+    trainable: bool = msgspec.field(name=semconv.TRAINABLE, default=True)
+
+
+class _Call(recorded.Named):
+    attributes: _Attributes
+
+
+_CALL = msgspec.msgpack.Decoder(_Call)
+
+
+def gather(run_dir: Path) -> Evidence:
+    """The evidence of a run. Raises NotRecorded where it cannot be read."""
+    config = folder.config_of(run_dir)
+    steps = folder.steps(run_dir, RECENT)
+    metrics = run_dir / "metrics.jsonl"
+    settings = Settings() if config is None else settings_of(config)
+    evidence = Evidence(
+        run_dir=str(run_dir.resolve()),
+        metrics=[row for row in _rows(metrics) if "critic/score/mean" in row],
+        steps=steps,
+        settings=settings,
+        trains=config is not None,
+    )
+    with recorded.opened(run_dir) as connection:
+        _look(connection, evidence)
+        if steps and not settings.bypass_mode:
+            evidence.gaps = dict(_gaps(connection, steps[-1].rollouts[:_COMPARED]))
+    evidence.reward_names |= {name for step in steps for rollout in step.rollouts for name in rollout.rewards}
+    return evidence
+
+
+def settings_of(config: Config) -> Settings:
+    """The keys of a run that findings depend on."""
+    return Settings(
+        weights=config.algorithm.credit.weights or {},
+        bypass_mode=config.algorithm.rollout_correction.bypass_mode,
+        groups_of_one=config.algorithm.groups_of_one,
+        learning_rate=config.actor_rollout_ref.actor.optim.lr,
+    )
+
+
+def _rows(metrics: Path) -> list[dict[str, float]]:
+    """The lines of a metrics file, none where there is no file."""
+    try:
+        return jsonl.read(metrics) if metrics.is_file() else []
+    except msgspec.MsgspecError as error:
+        raise recorded.NotRecorded(f"{metrics.resolve()} cannot be read: {error}") from error
+
+
+def _look(connection: sa.Connection, evidence: Evidence) -> None:
+    """Enter the store's rollouts, attempts and calls."""
+    table = schema.rollouts.c
+    found = connection.execute(sa.select(table.rollout_id, table.mode, table.status).order_by(table.position)).all()
+    training = [row for row in found if row.mode == "train"] or found
+    status = {row.rollout_id: row.status for row in training}
+    evidence.rollouts = len(status)
+    called = _look_at_calls(connection, evidence, status)
+    _look_at_attempts(connection, evidence, status)
+    silent = [one for one, how in status.items() if how in ENDED and how != "cancelled" and one not in called]
+    for rollout_id in silent:
+        evidence.without_calls.add(rollout_id)
+    _look_beside(connection, evidence, silent[-_READ:])
+
+
+def _look_beside(connection: sa.Connection, evidence: Evidence, silent: Sequence[str]) -> None:
+    """Enter what agents' own spans tell of LLM calls in rollouts that have none of the gateway's."""
+    evidence.beside_of = len(silent)
+    for rollout_id in silent:
+        told = [conventions.told_of(attempt.spans) for attempt in recorded.trace(connection, rollout_id).attempts]
+        with_ids = {name for each in told for name in each.conventions}
+        without = {each.convention: each for one in told for each in one.diagnoses}
+        for name in sorted(with_ids | without.keys()):
+            found = evidence.beside.setdefault(name, Beside())
+            found.rollouts.add(rollout_id)
+            found.with_ids += name in with_ids
+            found.diagnosis = without.get(name, found.diagnosis)
+
+
+def _look_at_calls(connection: sa.Connection, evidence: Evidence, status: Mapping[str, str]) -> set[str]:
+    """Tally the calls; the rollouts that made some."""
+    called: set[str] = set()
+    for one in recorded.calls(connection, _CALL):
+        called.add(one.rollout_id)
+        if one.rollout_id not in status or not one.attributes.trainable:
+            continue
+        evidence.calls += 1
+        for mark in _marks(one.attributes):
+            evidence.seen.setdefault(mark, Tally()).add(one.rollout_id)
+    return called
+
+
+def _marks(attributes: _Attributes) -> Iterator[str]:
+    if not attributes.exact:
+        yield "inexact"
+    elif attributes.logprobs is None:
+        yield "no_logprobs"
+    if attributes.finish_reasons[:1] == ["length"]:
+        yield "length"
+    if attributes.cause is not None:
+        yield attributes.cause
+
+
+def _look_at_attempts(connection: sa.Connection, evidence: Evidence, status: Mapping[str, str]) -> None:
+    table = schema.attempts.c
+    query = sa.select(table.rollout_id, table.status, table.reward, table.rewards, table.error)
+    given: dict[str, bool] = {}
+    for row in connection.execute(query.order_by(table.started_at)):
+        if row.rollout_id not in status:
+            continue
+        evidence.attempts += 1
+        named = set(msgspec.json.decode(row.rewards) if row.rewards else ())
+        evidence.reward_names |= named
+        if row.error is not None:
+            error = msgspec.json.decode(row.error, type=ErrorInfo)
+            kinds = evidence.infrastructure if error.infrastructure else evidence.errors
+            kinds.setdefault(error.type, Tally()).add(row.rollout_id)
+        elif row.status == "succeeded":
+            given[row.rollout_id] = row.reward is not None or not evidence.settings.weights.keys().isdisjoint(named)
+    table = schema.rewards.c
+    names = connection.execute(sa.select(table.name, table.rollout_id, table.call_id)).all()
+    evidence.reward_names |= {row.name for row in names if row.rollout_id in status}
+    of_calls = {row.rollout_id for row in names if row.call_id is not None}
+    for rollout_id, holds in given.items():
+        if not holds and rollout_id not in of_calls:
+            evidence.without_reward.add(rollout_id)
+
+
+def _gaps(connection: sa.Connection, rollouts: Iterable[RolloutRecord]) -> Iterator[tuple[str, float]]:
+    """The mean distance between sampler and trainer over each rollout's trained tokens, where both are known."""
+    for rollout in rollouts:
+        if not any(each.old_log_probs for each in rollout.calls.values()):
+            continue
+        apart: list[float] = []
+        for attempt in recorded.trace(connection, rollout.rollout_id).attempts:
+            for one in calls_of(attempt.spans):
+                if one.logprobs is not None:
+                    trainers = call.trainer_logprobs(rollout.calls.get(one.call_id), len(one.response_ids))
+                    apart += [abs(value - one.logprobs[place]) for place, value in trainers.items()]
+        if apart:
+            yield rollout.rollout_id, sum(apart) / len(apart)

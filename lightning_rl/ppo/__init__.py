@@ -1,0 +1,1 @@
+"""PPO: the loop, and the parts of one training step."""

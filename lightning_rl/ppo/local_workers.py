@@ -1,0 +1,191 @@
+"""Actor, critic and reference as the config says, in one process: alone, or as a member of a team that shares them.
+
+Invariant: which weights are there and what a checkpoint holds of them does not depend on how many processes there are.
+"""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rl.config import ConfigError
+from lightning_rl.config.schema import Config, Fsdp
+from lightning_rl.inference.load import load_model, model_folder
+from lightning_rl.ppo import resolved_config
+from lightning_rl.ppo.estimators import needs_reference
+from lightning_rl.training import lora, shards
+from lightning_rl.training.actor import Actor
+from lightning_rl.training.critic import Critic, ValueModel, value_head
+from lightning_rl.training.distributed.process_group import Team
+from lightning_rl.training.forward import Forward
+from lightning_rl.training.reference import BaseOfAdapter, Reference
+from lightning_rl.vision import Vision
+
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+Role = Literal["actor", "value head", "critic", "reference"]
+
+
+def roles_of(config: Config, *, with_critic: bool) -> frozenset[Role]:
+    """What a run trains and asks; with a shared trunk the actor has a value head, and there is no critic."""
+    roles: set[Role] = {"actor"}
+    if with_critic:
+        roles.add("value head" if config.critic.shared_trunk else "critic")
+    if needs_reference(config):
+        roles.add("reference")
+    return frozenset(roles)
+
+
+class Learners:
+    """Those of a run's models that this process has.
+
+    Args:
+        config: the run's.
+        policy: the causal LM that training begins with; the actor trains it.
+        roles: what of the run is here; none: only the policy, adapted.
+        vision: how its models see images; None: they read text.
+
+    `model` is the policy with its adapter; `actor`, `critic` and `reference` (None where there is none) are there after
+    `train`. Raises ConfigError for an adapter that cannot be made.
+    """
+
+    actor: Actor | None = None
+    critic: Critic | None = None
+    reference: Reference | BaseOfAdapter | None = None
+
+    def __init__(self, config: Config, policy: Any, roles: Collection[Role], vision: Vision | None = None) -> None:
+        self.config = config
+        self._vision = vision
+        self.roles = frozenset(roles)
+        self._pad_id: int = policy.config.get_text_config().pad_token_id or 0
+        self._device = next(policy.parameters()).device
+        model = config.actor_rollout_ref.model
+        self._team: Team | None = None
+        self._values = self._value_model(policy) if "critic" in roles else None
+        if self.roles and "actor" not in self.roles:
+            self.model: nn.Module = nn.Identity()  # others train the policy, and the critic has made its copy
+        else:
+            self.model = self._adapted(policy) if model.lora_rank else policy
+        if model.enable_gradient_checkpointing and "actor" in self.roles:
+            _checkpoint_activations(self.model)
+        self._value_head = value_head(self.model) if "value head" in roles else None
+
+    def train(self, folder: Path, training_steps: int, team: Team | None = None) -> None:
+        """Make what the roles ask for, for a run of so many steps.
+
+        Args:
+            folder: the model that training began with: the reference's weights.
+            team: those who hold the models with this process, which ask the same of the same rows.
+        """
+        config, self._team = self.config, team
+        if "actor" in self.roles:
+            forward = self._forward(self.model, config.actor_rollout_ref.actor.fsdp_config)
+            head, of_actor = self._value_head, resolved_config.actor_config(config, training_steps)
+            if head is not None and team is not None:
+                team.shard(head)
+            self.actor = Actor(self.model, of_actor, self._pad_id, forward, head)
+            if "reference" in self.roles and config.actor_rollout_ref.model.lora_rank:
+                self.reference = BaseOfAdapter(self.model, self._pad_id, forward=forward, **self._bounds())
+        if self._values is not None:
+            of_values = self._forward(self._values.trunk, config.critic.fsdp_config)
+            if team is not None:
+                team.shard(self._values.head)
+            of_critic = resolved_config.critic_config(config, training_steps)
+            self.critic = Critic(self._values, of_critic, self._pad_id, of_values)
+        if "reference" in self.roles and self.reference is None:
+            self.reference = self._frozen(folder)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The policy's weights that are trained, whole, by their names; in a team only the first process has them."""
+        found: dict[str, Tensor] = shards.whole({name: p.detach() for name, p in trained(self.model).items()})
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the exported policy; None for what is not here."""
+        adapted = self.actor is not None and self.config.actor_rollout_ref.model.lora_rank
+        head = self._value_head
+        return {
+            "actor": None if self.actor is None else self.actor.state_dict(),
+            "critic": None if self.critic is None else self.critic.state_dict(),
+            "value head": None if head is None else shards.whole(head.state_dict()),
+            "adapter": self.weights() if adapted else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state, as far as it is of what is here."""
+        if self.actor is not None:
+            self.actor.load_state_dict(state["actor"])
+            if state["adapter"] is not None:
+                put(state["adapter"], self.model)
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
+        if self._value_head is not None:
+            put(state["value head"], self._value_head)
+
+    def _adapted(self, policy: nn.Module) -> nn.Module:
+        """`policy` with an adapter in it."""
+        model = self.config.actor_rollout_ref.model
+        try:
+            return lora.adapted(
+                policy,
+                rank=model.lora_rank,
+                alpha=model.lora_alpha,
+                targets=model.target_modules,
+                adapter_path=model.lora_adapter_path,
+                seed=self.config.data.seed,
+            )
+        except ValueError as error:
+            raise ConfigError(f"actor_rollout_ref.model: {error}") from error
+
+    def _value_model(self, policy: nn.Module) -> ValueModel:
+        critic = self.config.critic
+        held = FORMATS[critic.fsdp_config.model_dtype]
+        if critic.model.path is None:
+            values = ValueModel.like(policy, held)
+        else:
+            attention = self.config.actor_rollout_ref.model.attn_implementation
+            values = ValueModel.load(model_folder(critic.model.path), held, self._device, attention)
+        if critic.model.enable_gradient_checkpointing:
+            _checkpoint_activations(values.trunk)
+        return values
+
+    def _frozen(self, folder: Path) -> Reference:
+        formats = self.config.actor_rollout_ref.ref.fsdp_config
+        attention = self.config.actor_rollout_ref.model.attn_implementation
+        model = load_model(folder, FORMATS[formats.model_dtype], self._device, attention)
+        forward = self._forward(model, formats)
+        return Reference(model, self._pad_id, offload=formats.param_offload, forward=forward, **self._bounds())
+
+    def _bounds(self) -> dict[str, int | None]:
+        """What the reference computes at once."""
+        rows, actor = (
+            self.config.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu,
+            resolved_config.actor_config(self.config, 1),
+        )
+        return {"rows": rows or actor.micro_batch_rows, "tokens": None if rows else actor.micro_batch_tokens}
+
+    def _forward(self, model: nn.Module, formats: Fsdp) -> Forward:
+        packed = self.config.actor_rollout_ref.model.use_remove_padding
+        autocast = torch.bfloat16 if formats.dtype == "bfloat16" else None
+        if self._team is not None:
+            return self._team.forward(model, self._pad_id, packed=packed, autocast=autocast)
+        return Forward(model, self._pad_id, packed=packed, autocast=autocast, vision=self._vision)
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that training changes, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@torch.no_grad()
+def put(weights: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Give parameters of `model` these values, by name."""
+    own = dict(model.named_parameters())
+    for name, value in weights.items():
+        own[name].copy_(shards.cut(value, own[name]))
+
+
+def _checkpoint_activations(model: Any) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -1,0 +1,176 @@
+"""The models of a PPO run: policy with its engine, reference, critic; built, saved and sent to the engine here.
+
+With an adapter (`lora_rank`) the policy's own weights never change: the adapter is trained, kept in checkpoints and
+sent, and the reference is the policy without it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightning_rl.config import ConfigError
+from lightning_rl.config.schema import Config
+from lightning_rl.inference.embedded import EmbeddedPolicy
+from lightning_rl.inference.sglang import SGLangPolicy
+from lightning_rl.inference.vllm.policy import VllmPolicy
+from lightning_rl.ppo import resolved_config
+from lightning_rl.ppo.local_workers import FORMATS, Learners, put, roles_of
+from lightning_rl.ppo.ray_workers import Crew
+from lightning_rl.training import checkpoint, lora
+from lightning_rl.training.actor import Actor
+from lightning_rl.training.batch import TrainingSequence
+from lightning_rl.training.chat_template import with_template
+from lightning_rl.training.critic import Critic
+from lightning_rl.training.distributed.remote import RemoteActor, RemoteCritic, RemoteReference
+from lightning_rl.training.reference import BaseOfAdapter, Reference
+from lightning_rl.vision import vision_of
+
+
+class Models:
+    """What a run trains and asks.
+
+    Args:
+        config: the run's.
+        run_dir: its folder, where an engine with processes of its own has its logs.
+        with_critic: whether a critic is trained.
+        resumed: the checkpoint that it goes on from; None: it begins.
+
+    `config` has the learning rate that goes with the policy; `tokenizer` is the folder of its tokenizer and chat
+    format. `policy` is there at once, `actor`, `critic` and `reference` (None where nothing needs them) after `train`.
+    With a shared trunk the actor has the critic's head, and there is no `critic`. Where several processes train, these
+    three stand for what the processes hold, and `model` is a copy of the policy that is renewed when it is sent.
+    Raises ConfigError for an adapter that cannot be made.
+    """
+
+    actor: Actor | RemoteActor
+    critic: Critic | RemoteCritic | None = None
+    reference: Reference | BaseOfAdapter | RemoteReference | None = None
+
+    def __init__(self, config: Config, run_dir: Path, *, with_critic: bool, resumed: Path | None = None) -> None:
+        self._roles = roles_of(config, with_critic=with_critic)
+        self._resumed = None if config.actor_rollout_ref.model.lora_rank else resumed
+        self.policy = _policy(config, run_dir, self._resumed)
+        template = config.actor_rollout_ref.model.chat_template
+        self.tokenizer = with_template(self.policy.folder, template, run_dir / "tokenizer")
+        parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
+        self.config = config = resolved_config.with_learning_rate(config, parameters)
+        self._crew: Crew | None = None
+        vision = vision_of(self.policy.folder, self.policy.model)
+        if vision is not None and config.trainer.workers > 1:
+            raise ConfigError(
+                f"{self.policy.folder} is a model that sees, and several workers train models of text alone: set "
+                "trainer.nnodes=1 and trainer.n_gpus_per_node=1"
+            )
+        self._own = Learners(config, self.policy.model, () if config.trainer.workers > 1 else self._roles, vision)
+        self.model: nn.Module = self._own.model
+
+    def start(self, version: int = 0) -> None:
+        """Start the engine, and give it the weights that training begins with, those of this policy version. Whoever
+        calls this closes `policy`, whatever comes between.
+
+        Engines beside the trainer's process are known by version 0 until they are given the next weights, and so is an
+        adapter that is loaded later.
+        """
+        in_process = isinstance(self.policy, EmbeddedPolicy) and not self.config.actor_rollout_ref.model.lora_rank
+        self.policy.start()
+        self.send_weights(version if in_process else 0)
+
+    def train(self, training_steps: int) -> None:
+        """Make actor, critic and reference, for a run of so many steps. Whoever calls this calls `close`."""
+        if self.config.trainer.workers > 1:
+            weights = self._resumed or self.policy.folder
+            self._crew = Crew(self.config, self._roles, weights, self.policy.folder, training_steps)
+            self.actor, self.critic, self.reference = self._crew.actor, self._crew.critic, self._crew.reference
+        else:
+            self._own.train(self.policy.folder, training_steps)
+            assert self._own.actor is not None
+            self.actor, self.critic, self.reference = self._own.actor, self._own.critic, self._own.reference
+
+    def close(self) -> None:
+        """End the processes that train, where there are any beside this one."""
+        if self._crew is not None:
+            self._crew.close()
+
+    def set_reference_log_probs(self, sequences: list[TrainingSequence]) -> None:
+        """Ask the reference, which must be there."""
+        assert self.reference is not None
+        for sequence, values in zip(sequences, self.reference.log_probs(sequences), strict=True):
+            sequence.reference_log_probs = values
+
+    @property
+    def has_values(self) -> bool:
+        """Whether there is a critic, or a head on the policy that stands for one."""
+        return bool(self._roles & {"critic", "value head"})
+
+    def set_values(self, sequences: list[TrainingSequence]) -> None:
+        """Ask the critic, or the policy's head of values; one must be there."""
+        source = self.actor if self.critic is None else self.critic
+        for sequence, values in zip(sequences, source.values(sequences), strict=True):
+            sequence.values = values
+
+    def send_weights(self, version: int) -> None:
+        """Give the engine what was trained, as policy version `version`; returns when it samples with it."""
+        if self._crew is not None:
+            put(self._crew.weights(), self.model)
+        if not self.config.actor_rollout_ref.model.lora_rank:
+            self.policy.update_weights(self.model, version)
+        elif self.policy.takes_changes:
+            self.policy.update_weights(lora.changed(self.model), version, partial=True)
+        else:
+            self.policy.update_weights(lora.merged(self.model), version)
+
+    def export(self, folder: Path) -> None:
+        """Write policy and tokenizer to `folder`, as `transformers` (or, an adapter alone, `peft`) loads them."""
+        model = self.config.actor_rollout_ref.model
+        if model.lora_rank:
+            lora.export(self.model, folder, model.lora_export)
+            checkpoint.copy_tokenizer(self.tokenizer, folder)
+        else:
+            checkpoint.export_model(self.model, self.tokenizer, folder)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the exported policy."""
+        return (self._own if self._crew is None else self._crew).state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state. Raises ConfigError where the config now asks for other models."""
+        asked = {what: what in self._roles for what in ("critic", "value head")}
+        for what, there in (asked | {"adapter": bool(self.config.actor_rollout_ref.model.lora_rank)}).items():
+            if there != (state[what] is not None):
+                raise ConfigError(
+                    f"the checkpoint has {'no' if state[what] is None else 'its'} {what}, the config says otherwise: "
+                    "resume with the config.yaml of the run's folder"
+                )
+        (self._own if self._crew is None else self._crew).load_state_dict(state)
+
+
+def _policy(config: Config, run_dir: Path, weights: Path | None) -> EmbeddedPolicy | VllmPolicy | SGLangPolicy:
+    """The policy with the engine that the config names."""
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
+    if rollout.name == "embedded":
+        return EmbeddedPolicy(
+            model.path,
+            weights=weights,
+            trained=True,
+            device=config.trainer.device,
+            dtype=held if rollout.dtype is None else FORMATS[rollout.dtype],
+            train_dtype=held,
+            max_num_seqs=rollout.max_num_seqs,
+            max_model_len=rollout.max_model_len,
+            threads=rollout.num_threads,
+            attention=model.attn_implementation,
+        )
+    urls = rollout.server_urls or ()
+    common: dict[str, Any] = {
+        "weights": weights,
+        "device": config.trainer.device,
+        "train_dtype": held,
+        "tolerance": resolved_config.sampler_tolerance(config),
+        "attention": model.attn_implementation,
+    }
+    if rollout.name == "sglang":
+        return SGLangPolicy(model.path, run_dir, urls=urls, **common)
+    return VllmPolicy(model.path, resolved_config.vllm_options(config), run_dir, urls=urls, **common)

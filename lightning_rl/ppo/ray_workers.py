@@ -1,0 +1,125 @@
+"""The workers of a run: which group has which models, and what they are asked about all together.
+
+Invariant: a checkpoint says nothing of how many workers wrote it, or of how the models were spread over them.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rl.config.schema import Config
+from lightning_rl.inference.load import device_of, load_model
+from lightning_rl.ppo import resolved_config
+from lightning_rl.ppo.local_workers import FORMATS, Learners, Role
+from lightning_rl.rl.losses import LOSSES, loss_named
+from lightning_rl.training.distributed import cluster
+from lightning_rl.training.distributed.group import WorkerGroup
+from lightning_rl.training.distributed.process_group import Team
+from lightning_rl.training.distributed.remote import RemoteActor, RemoteCritic, RemoteReference
+
+
+class Crew:
+    """Starts the workers that train what `roles` say; whoever makes one calls `close`.
+
+    Args:
+        config: the run's.
+        roles: the models.
+        weights: the folder of the policy's weights, which every worker can read.
+        folder: that of the model which training began with.
+        training_steps: how many there will be.
+    """
+
+    critic: RemoteCritic | None = None
+    reference: RemoteReference | None = None
+
+    def __init__(
+        self, config: Config, roles: frozenset[Role], weights: Path, folder: Path, training_steps: int
+    ) -> None:
+        trainer, device = config.trainer, device_of(config.trainer.device).type
+        apart = groups(config, roles)
+        self._ours = cluster.join(trainer.workers * len(apart), 4 * _bytes(weights))
+        self._groups: dict[Role, WorkerGroup] = {}
+        self._all: list[WorkerGroup] = []
+        try:
+            for own in apart:
+                build = partial(_built, config, own, weights, folder, training_steps, *_own_loss(config))
+                group = WorkerGroup(", ".join(sorted(own)), trainer.nnodes, trainer.per_node, device, build)
+                self._all.append(group)
+                self._groups |= dict.fromkeys(own, group)
+        except BaseException:
+            self.close()
+            raise
+        self.actor = RemoteActor(self._groups["actor"], resolved_config.actor_config(config, training_steps))
+        if "critic" in roles:
+            self.critic = RemoteCritic(self._groups["critic"], resolved_config.critic_config(config, training_steps))
+        if "reference" in roles:
+            self.reference = RemoteReference(self._groups["reference"])
+
+    def weights(self) -> dict[str, Tensor]:
+        """What was trained of the policy, whole, by name."""
+        found: dict[str, Tensor] = self._groups["actor"].ask(None, "weights")
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of `Learners`, of all groups."""
+        found: dict[str, Any] = {}
+        for group in self._all:
+            own: dict[str, Any] = group.ask(None, "state_dict")
+            found |= {name: state for name, state in own.items() if state is not None or name not in found}
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As of `Learners`."""
+        for group in self._all:
+            group.ask(None, "load_state_dict", dict(state))
+
+    def close(self) -> None:
+        """End the workers, and Ray where it was started for them."""
+        for group in self._all:
+            group.close()
+        if self._ours:
+            cluster.leave()
+
+
+def groups(config: Config, roles: frozenset[Role]) -> list[frozenset[Role]]:
+    """Who shares workers: all, or with `trainer.colocate=false` each model has its own. A head stays on its model, and
+    so does the reference that is the policy without its adapter."""
+    if config.trainer.colocate:
+        return [roles]
+    lora = config.actor_rollout_ref.model.lora_rank
+    alone: list[Role] = [role for role in sorted(roles) if role == "critic" or (role == "reference" and not lora)]
+    return [roles - set(alone), *(frozenset({role}) for role in alone)]
+
+
+def _built(
+    config: Config,
+    roles: frozenset[Role],
+    weights: Path,
+    folder: Path,
+    training_steps: int,
+    loss_mode: str,
+    loss: Any,
+    team: Team,
+) -> Learners:
+    """The models of one worker, in its process. They come to its device in shards."""
+    LOSSES[loss_mode] = loss
+    torch.manual_seed(config.data.seed + team.rank)
+    held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
+    policy = load_model(weights, held, attention=config.actor_rollout_ref.model.attn_implementation)
+    made = Learners(config, policy, roles)
+    made.train(folder, training_steps, team)
+    return made
+
+
+def _own_loss(config: Config) -> tuple[str, Any]:
+    """The loss by its name: one of the user's own is known in this process alone."""
+    mode = resolved_config.actor_config(config, 1).loss_mode
+    return mode, loss_named(mode)
+
+
+def _bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -1,0 +1,403 @@
+"""What each part of PPO reads of the config, resolved: defaults that hang on other keys are decided here, once.
+
+Raises ConfigError, before a model is loaded, for what does not go together.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from lightning_rl.algorithms.base import NEUTRAL, Dataset
+from lightning_rl.config import ConfigError
+from lightning_rl.config.schema import Config, Optim, Rollout, ValKwargs
+from lightning_rl.data import load_tasks
+from lightning_rl.inference.load import device_of
+from lightning_rl.inference.vllm.command import Options
+from lightning_rl.ppo import rollout_correction
+from lightning_rl.ppo.batch import Rules
+from lightning_rl.ppo.estimators import (
+    estimator_of,
+    gdpo_weights,
+    needs_critic,
+    overlong_buffer_of,
+    strategy_of,
+)
+from lightning_rl.ppo.schedules import Async, OneStepOff, Schedule
+from lightning_rl.rl.advantages import Estimator
+from lightning_rl.rl.baselines import OutcomeEstimator
+from lightning_rl.rl.correction import Rules as RatioRules
+from lightning_rl.rl.losses import loss_named
+from lightning_rl.training import optimizer
+from lightning_rl.training.actor import ActorConfig
+from lightning_rl.training.critic import CriticConfig
+from lightning_rl.training.optimizer import OptimizerConfig
+from lightning_rl_adapters.credit import Strategy
+
+C = TypeVar("C", bound=Config)
+_SMALLEST_LR, _LARGEST_LR = 1e-6, 1e-3
+_THRESHOLD = 4  # of `trainer.max_off_policy_threshold`
+# What these do to a number of a weight hangs on this number's gradients alone.
+_ELEMENTWISE: Final = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "Adagrad", "RMSprop", "ASGD", "SGD")
+
+
+def check(config: Config, estimator: Estimator | OutcomeEstimator) -> None:
+    """Raises ConfigError for names that there are not, and for keys that do not go together."""
+    actor, critic, trainer = config.actor_rollout_ref.actor, config.critic, config.trainer
+    checks: dict[str, Callable[[], object]] = {
+        "actor_rollout_ref.actor.policy_loss": lambda: loss_named(actor_config(config, 1).loss_mode),
+        "actor_rollout_ref.actor.optim": lambda: optimizer.check(optimizer_config(actor.optim, 1, actor.grad_clip)),
+        "critic.optim": lambda: optimizer.check(optimizer_config(critic.optim, 1, critic.grad_clip)),
+    }
+    for key, check_it in checks.items():
+        try:
+            check_it()
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from error
+    _check_engine(config.actor_rollout_ref.rollout, trainer.device)
+    _check_schedule(config)
+    if trainer.workers > 1:
+        _check_workers(config)
+    chat_template_kwargs(config)
+    if config.actor_rollout_ref.model.chat_template is not None and renderer(config) != "template":
+        raise ConfigError(
+            f"actor_rollout_ref.model.chat_template has no effect where actor_rollout_ref.rollout.renderer="
+            f"{renderer(config)} writes the chats: leave one of them out"
+        )
+    critic_learns = needs_critic(config, estimator)
+    if trainer.critic_warmup and not critic_learns:
+        raise ConfigError("trainer.critic_warmup has no critic to warm up: set algorithm.adv_estimator=gae, or 0")
+    if trainer.early_stopping.patience is not None and trainer.test_freq < 1:
+        raise ConfigError("trainer.early_stopping.patience counts measurements: set trainer.test_freq to make some")
+
+
+def _check_schedule(config: Config) -> None:
+    name, threshold = config.trainer.schedule, config.trainer.max_off_policy_threshold
+    if threshold is not None and name != "async":
+        raise ConfigError(
+            f"trainer.max_off_policy_threshold={threshold} has no effect under trainer.schedule={name}: leave it null, "
+            "or set trainer.schedule=async"
+        )
+    if name == "one_step_off" and config.algorithm.filter_groups.enable:
+        raise ConfigError(
+            "algorithm.filter_groups.enable=true rolls out as many tasks as a step turns out to need, and "
+            "trainer.schedule=one_step_off asks for one step ahead: set trainer.schedule=async or sync"
+        )
+    if name != "sync" and config.actor_rollout_ref.rollout.free_cache_engine:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.free_cache_engine=true lets the engine rest while the trainer computes, and "
+            f"under trainer.schedule={name} it samples then: leave it out, or set trainer.schedule=sync"
+        )
+
+
+def schedule(config: Config) -> Schedule | None:
+    """When rollouts are asked for; None: for each step when it begins, as `sync` says."""
+    batch, trainer = config.data.train_batch_size, config.trainer
+    if trainer.schedule == "one_step_off":
+        return OneStepOff(batch)
+    if trainer.schedule == "async":
+        threshold = trainer.max_off_policy_threshold
+        return Async(batch, _THRESHOLD if threshold is None else threshold)
+    return None
+
+
+def uncorrected(config: Config) -> str | None:
+    """What is to be said of an off-policy schedule whose rollouts are trained as if they were the trainer's own."""
+    section = config.algorithm.rollout_correction
+    if config.trainer.schedule == "sync" or section.bypass_mode or ratio_rules(config).active:
+        return None
+    return (
+        f"trainer.schedule={config.trainer.schedule} trains what older weights have sampled, and nothing corrects for "
+        "that: algorithm.rollout_correction.rollout_is is null; set it to auto"
+    )
+
+
+def _rollout_is(config: Config) -> Literal["token", "sequence", "geometric"] | None:
+    section = config.algorithm.rollout_correction
+    if section.rollout_is == "auto":
+        return "token" if config.trainer.schedule != "sync" and not section.bypass_mode else None
+    return section.rollout_is
+
+
+def _check_engine(rollout: Rollout, device: str) -> None:
+    on_gpus = rollout.name == "vllm" and device_of(device).type == "cuda"
+    for key, asked in (
+        (f"weight_transfer={rollout.weight_transfer}", rollout.weight_transfer != "file"),
+        ("free_cache_engine=true", rollout.free_cache_engine),
+    ):
+        if asked and not on_gpus:
+            raise ConfigError(f"actor_rollout_ref.rollout.{key} is for vLLM on GPUs (rollout.name=vllm): leave it out")
+    if rollout.name == "sglang" and not rollout.server_urls:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.name=sglang needs actor_rollout_ref.rollout.server_urls: SGLang's servers are "
+            "not started by a run"
+        )
+    if rollout.name == "embedded":
+        for key, value, usual in (
+            ("tensor_model_parallel_size", rollout.tensor_model_parallel_size, 1),
+            ("data_parallel_size", rollout.data_parallel_size, 1),
+            ("server_urls", rollout.server_urls, None),
+        ):
+            if value != usual:
+                raise ConfigError(
+                    f"actor_rollout_ref.rollout.{key}={value} is for vLLM, and the embedded engine runs in the "
+                    "trainer's process, on one device: set actor_rollout_ref.rollout.name=vllm, or leave it out"
+                )
+
+
+def _check_workers(config: Config) -> None:
+    """Several processes train."""
+    trainer = config.trainer
+    asked = f"trainer.nnodes={trainer.nnodes} and trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
+    if find_spec("ray") is None:
+        raise ConfigError(f"{asked} need Ray: pip install 'lightning-rl[ray]', or set both to 1")
+    if trainer.nnodes > 1 and not os.environ.get("RAY_ADDRESS"):
+        raise ConfigError(
+            f"trainer.nnodes={trainer.nnodes} needs a Ray cluster: start one (docs/distributed.md), and set "
+            "RAY_ADDRESS to its address"
+        )
+    optimizers = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.optim, "critic": config.critic.optim}
+    for key, optim in optimizers.items():
+        if optim.optimizer_impl != "torch.optim" or optim.optimizer not in _ELEMENTWISE:
+            raise ConfigError(
+                f"{key}.optim.optimizer={optim.optimizer} of {optim.optimizer_impl} may look at whole weights, and "
+                f"with {asked} a worker has a part of each: take one of {', '.join(_ELEMENTWISE)} of torch.optim"
+            )
+
+
+def chat_template_kwargs(config: Config) -> dict[str, Any]:
+    """What the chat format is told besides the messages; verl has two keys for it."""
+    first, second = (
+        config.data.apply_chat_template_kwargs,
+        config.actor_rollout_ref.rollout.multi_turn.chat_template_kwargs,
+    )
+    given = dict(first or {})
+    for name, value in (second or {}).items():
+        if given.setdefault(name, value) != value:
+            raise ConfigError(
+                f"data.apply_chat_template_kwargs.{name}={given[name]!r} and "
+                f"actor_rollout_ref.rollout.multi_turn.chat_template_kwargs.{name}={value!r} are two values of one "
+                "thing: leave one out"
+            )
+    return given
+
+
+def rules(
+    config: Config, strategy: Strategy | None = None, estimator: Estimator | OutcomeEstimator | None = None
+) -> Rules:
+    """How a step's batch is built."""
+    algorithm, overlong = config.algorithm, config.data.overlong
+    bypass = algorithm.rollout_correction.bypass_mode
+    if bypass and overlong == "truncate_left":
+        raise ConfigError(
+            "data.overlong=truncate_left needs old log probabilities of the shorter context, which the sampler cannot "
+            "give: set algorithm.rollout_correction.bypass_mode=false, or another data.overlong"
+        )
+    return Rules(
+        strategy=strategy or strategy_of(algorithm),
+        estimator=estimator_of(config, strategy, estimator),
+        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        kl_penalty=algorithm.kl_penalty,
+        reward_weights=gdpo_weights(config),
+        overlong_buffer=overlong_buffer_of(config),
+        min_successful_rollouts=algorithm.min_successful_rollouts,
+        groups_of_one=algorithm.groups_of_one,
+        groups_without_variance=algorithm.groups_without_variance,
+        overlong=overlong,
+        max_tokens=config.data.max_tokens,
+        need_log_probs=bypass or ratio_rules(config).active,
+    )
+
+
+def ratio_rules(config: Config) -> RatioRules:
+    """How a batch is corrected for its sampler."""
+    return rollout_correction.rules_of(
+        msgspec.structs.replace(config.algorithm.rollout_correction, rollout_is=_rollout_is(config)),
+        overlong=config.data.overlong,
+        loss_mode=config.actor_rollout_ref.actor.policy_loss.loss_mode,
+    )
+
+
+def actor_config(config: Config, training_steps: int) -> ActorConfig:
+    """The update of the policy in a run of `training_steps`."""
+    actor = config.actor_rollout_ref.actor
+    rows = actor.ppo_micro_batch_size_per_gpu
+    dynamic = rows is None if actor.use_dynamic_bsz is None else actor.use_dynamic_bsz
+    loss, sampler = actor.policy_loss, config.algorithm.rollout_correction
+    by_sampler = loss.loss_mode == "bypass_mode" or (sampler.bypass_mode and loss.loss_mode == "vanilla")
+    return ActorConfig(
+        loss_mode=sampler.loss_type if by_sampler else loss.loss_mode,
+        clip_cov_ratio=loss.clip_cov_ratio,
+        clip_cov_lb=loss.clip_cov_lb,
+        clip_cov_ub=loss.clip_cov_ub,
+        kl_cov_ratio=loss.kl_cov_ratio,
+        ppo_kl_coef=loss.ppo_kl_coef,
+        dro_beta=loss.dro_beta,
+        tau_pos=actor.tau_pos,
+        tau_neg=actor.tau_neg,
+        rollout_is=_rollout_is(config),
+        rollout_is_threshold=sampler.rollout_is_threshold,
+        kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+        kl_loss_type=actor.kl_loss_type,
+        mini_batch_rollouts=actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
+        micro_batch_rows=None if dynamic else rows,
+        log_prob_rows=config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu,
+        micro_batch_tokens=actor.ppo_max_token_len_per_gpu if dynamic else None,
+        ppo_epochs=actor.ppo_epochs,
+        shuffle=actor.shuffle,
+        clip_ratio_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
+        clip_ratio_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
+        clip_ratio_c=actor.clip_ratio_c,
+        loss_agg_mode=actor.loss_agg_mode,
+        loss_scale_factor=actor.loss_scale_factor,
+        entropy_coeff=actor.entropy_coeff,
+        param_offload=actor.fsdp_config.param_offload,
+        optimizer_offload=actor.fsdp_config.optimizer_offload,
+        value_coef=config.critic.value_coef,
+        cliprange_value=config.critic.cliprange_value,
+        optim=optimizer_config(actor.optim, training_steps, actor.grad_clip),
+    )
+
+
+def critic_config(config: Config, training_steps: int) -> CriticConfig:
+    """The update of the critic; what it leaves open is as the actor's."""
+    critic, actor = config.critic, config.actor_rollout_ref.actor
+    tasks = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
+    rows = critic.ppo_micro_batch_size_per_gpu
+    return CriticConfig(
+        cliprange_value=critic.cliprange_value,
+        mini_batch_rollouts=tasks * config.actor_rollout_ref.rollout.n,
+        micro_batch_rows=rows,
+        micro_batch_tokens=critic.ppo_max_token_len_per_gpu if rows is None else None,
+        ppo_epochs=critic.ppo_epochs or actor.ppo_epochs,
+        param_offload=critic.fsdp_config.param_offload,
+        optimizer_offload=critic.fsdp_config.optimizer_offload,
+        loss_agg_mode=critic.loss_agg_mode or actor.loss_agg_mode,
+        loss_scale_factor=actor.loss_scale_factor,
+        optim=optimizer_config(critic.optim, training_steps, critic.grad_clip, section="critic.optim"),
+    )
+
+
+def optimizer_config(
+    optim: Optim, training_steps: int, grad_clip: float, *, section: str = "actor_rollout_ref.actor.optim"
+) -> OptimizerConfig:
+    """An optimizer and its schedule over `training_steps`; `section` is where it is configured."""
+    by_share = round(optim.lr_warmup_steps_ratio * training_steps)
+    return OptimizerConfig(
+        optimizer=optim.optimizer,
+        optimizer_impl=optim.optimizer_impl,
+        arguments=optim.override_optimizer_config or {},
+        lr=_SMALLEST_LR if optim.lr is None else optim.lr,  # None where nothing is trained: see `with_learning_rate`
+        lr_warmup_steps=by_share if optim.lr_warmup_steps < 0 else optim.lr_warmup_steps,
+        lr_scheduler_type=optim.lr_scheduler_type,
+        min_lr_ratio=optim.min_lr_ratio,
+        num_cycles=optim.num_cycles,
+        betas=optim.betas,
+        weight_decay=optim.weight_decay,
+        grad_clip=grad_clip,
+        section=section,
+        training_steps=training_steps,
+    )
+
+
+def learning_rate(config: Config, parameters: int) -> float:
+    """That of the policy, of so many parameters.
+
+    By default 1e-6 for 7 billion of them, as is usual, and more for smaller models, which bear it and need it: 5e-6 for
+    0.6 billion and 3e-4 for a million, in between by a power law. An adapter takes ten times as much, as it does in
+    supervised training.
+    """
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    if actor.optim.lr is not None:
+        return actor.optim.lr
+    whole = max(_SMALLEST_LR, _SMALLEST_LR * (7e9 / parameters) ** 0.63)
+    return float(f"{min(_LARGEST_LR, 10 * whole) if model.lora_rank else whole:.0e}")
+
+
+def with_learning_rate(config: C, parameters: int) -> C:
+    """The same with the learning rate of a policy of so many parameters."""
+    ours = config.actor_rollout_ref
+    optim = replace(ours.actor.optim, lr=learning_rate(config, parameters))
+    return replace(config, actor_rollout_ref=replace(ours, actor=replace(ours.actor, optim=optim)))
+
+
+def renderer(config: Config) -> str:
+    """Who writes chats: where a template is given that one, unless the config says otherwise."""
+    name = config.actor_rollout_ref.rollout.renderer
+    return "template" if name == "auto" and config.actor_rollout_ref.model.chat_template is not None else name
+
+
+def sampler_tolerance(config: Config) -> float:
+    """How far log probabilities of sampler and trainer may be apart, in nats. In float32 they are 1e-5 apart, vLLM's up
+    to 1e-4; with bfloat16 on either side, single tokens of a small model by 0.05 to 0.26."""
+    formats = config.actor_rollout_ref.actor.fsdp_config
+    rounded = {"bf16", "bfloat16"} & {formats.model_dtype, formats.dtype, config.actor_rollout_ref.rollout.dtype}
+    exact = 1e-4 if config.actor_rollout_ref.rollout.name == "embedded" else 1e-3
+    return config.trainer.sampler_tolerance or (0.5 if rounded else exact)
+
+
+def vllm_options(config: Config) -> Options:
+    """How the vLLM servers of a run are started."""
+    rollout, formats = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.fsdp_config
+    return Options(
+        python=rollout.python or sys.executable,
+        context=rollout.max_model_len,
+        dtype=rollout.dtype or {"fp32": "float32", "bf16": "bfloat16"}[formats.model_dtype],
+        device=device_of(config.trainer.device).type,
+        # Raw ones are of temperature 1, and of nothing else; processed ones of what truncation has left, too.
+        processed_logprobs=rollout.temperature != 1,
+        servers=rollout.data_parallel_size,
+        tensor_parallel=rollout.tensor_model_parallel_size,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        max_num_seqs=rollout.max_num_seqs,
+        enforce_eager=rollout.enforce_eager,
+        weight_transfer=rollout.weight_transfer,
+        sleeps=rollout.free_cache_engine,
+        threads=rollout.num_threads,
+        flags=rollout.engine_kwargs.vllm or {},
+    )
+
+
+def sampling_parameters(config: Config) -> dict[str, dict[str, float | int]]:
+    """What replaces the agents' own sampling, in training and in validation."""
+    rollout, limit = config.actor_rollout_ref.rollout, config.data.max_response_length
+    agents_own = config.gateway.sampling == "agent"
+    return {
+        "sampling_parameters": {"max_tokens": limit} if agents_own else _sampling(rollout, limit),
+        "val_sampling_parameters": _sampling(rollout.val_kwargs, limit),
+    }
+
+
+def greedy_sampling(config: Config) -> dict[str, float | int]:
+    """That of greedy rollouts, which training compares others with."""
+    return {**NEUTRAL, "temperature": 0.0, "max_tokens": config.data.max_response_length}
+
+
+def _sampling(section: Rollout | ValKwargs, max_tokens: int) -> dict[str, float | int]:
+    return {
+        **NEUTRAL,
+        "temperature": section.temperature,
+        "top_p": section.top_p,
+        "top_k": section.top_k,
+        "max_tokens": max_tokens,
+    }
+
+
+def tasks_of(name: str, dataset: Dataset | None, files: str | list[str] | None) -> Dataset:
+    """The tasks that `fit` was given, or else those of `data.<name>_files`. Raises ConfigError where both are there."""
+    if dataset is not None and files is not None:
+        raise ConfigError(
+            f"tasks come from data.{name}_files={files!r} and from fit's {name}_dataset: give one of them"
+        )
+    return load_tasks(files) if files is not None else dataset or []
+
+
+def name_of(given: Any) -> str:
+    """How a function of the user's is called in the records."""
+    return getattr(getattr(given, "function", given), "__qualname__", type(given).__name__)

@@ -1,0 +1,107 @@
+"""A step's batch against its sampler: importance weights on tokens, and tokens that are rejected.
+
+It comes after advantages and old log probabilities, and before the weights of the loss: a rejected token is excluded
+like any other that is not trained, changes no group's statistics, and leaves the means of the loss.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_rl.config import ConfigError
+from lightning_rl.config.schema import RolloutCorrection
+from lightning_rl.ppo.batch import RolloutPart, StepBatch
+from lightning_rl.rl import correction
+from lightning_rl.rl.correction import Rules
+from lightning_rl.training.batch import TrainingSequence
+
+_KEY = "algorithm.rollout_correction"
+
+
+def rules_of(section: RolloutCorrection, *, overlong: str = "drop_row", loss_mode: str = "vanilla") -> Rules:
+    """What `algorithm.rollout_correction` says. Raises ConfigError where it cannot be honoured.
+
+    In bypass mode the loss `reinforce` makes the weights of `rollout_is` itself, so there are none here. `auto` is a
+    matter of the schedule, and none here.
+    """
+    by_the_loss = section.bypass_mode and "reinforce" in (loss_mode, section.loss_type)
+    try:
+        rules = Rules(
+            level=None if by_the_loss or section.rollout_is == "auto" else section.rollout_is,
+            bounds=correction.weight_bounds(section.rollout_is_threshold),
+            batch_normalize=section.rollout_is_batch_normalize,
+            criteria={}
+            if section.rollout_rs is None
+            else correction.criteria(section.rollout_rs, section.rollout_rs_threshold),
+            veto=section.rollout_token_veto_threshold,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{_KEY}: {error}") from error
+    if rules.level is None and section.rollout_is_batch_normalize:
+        raise ConfigError(f"{_KEY}.rollout_is_batch_normalize has no weights to normalize: set {_KEY}.rollout_is")
+    if section.rollout_rs is None and section.rollout_rs_threshold is not None:
+        raise ConfigError(f"{_KEY}.rollout_rs_threshold bounds nothing: name criteria in {_KEY}.rollout_rs")
+    if rules.active and section.bypass_mode:
+        raise ConfigError(
+            f"{_KEY}.bypass_mode=true takes the sampler's log probabilities for the old ones, so there are none of the "
+            "trainer's to compare them with: set it to false, or leave rollout_is (but with loss_type reinforce), "
+            "rollout_rs and rollout_token_veto_threshold null"
+        )
+    if rules.active and overlong == "truncate_left":
+        raise ConfigError(
+            f"data.overlong=truncate_left shows the trainer less than the sampler saw, so {_KEY} would correct for the "
+            "cut: set another data.overlong, or leave rollout_is, rollout_rs and rollout_token_veto_threshold null"
+        )
+    return rules
+
+
+def correct(batch: StepBatch, rules: Rules) -> dict[str, float]:
+    """Set the weights of a batch whose old log probabilities are the trainer's, and take rejected tokens out of it.
+
+    Returns verl's `rollout_corr/...` metrics. Rows whose context was cut are not compared.
+    """
+    compared = [sequence for sequence in batch.sequences if not sequence.cut_context]
+    tokens = [len(sequence.trained) for sequence in compared]
+    found = correction.correct(
+        _flat([_old(sequence) for sequence in compared]),
+        _flat([sequence.rollout_log_probs for sequence in compared]),
+        np.repeat(np.asarray([sequence.rollout for sequence in compared], dtype=np.int64), tokens),
+        rules,
+    )
+    if rules.active:
+        ends = np.cumsum(tokens)[:-1]
+        weights = None if found.weights is None else np.split(found.weights.astype(np.float32), ends)
+        keep = dict(zip(map(id, compared), np.split(found.keep, ends), strict=True)) if compared else {}
+        for place, sequence in enumerate(compared):
+            sequence.weights = None if weights is None else weights[place]
+        for part in batch.parts:
+            _reject(part, keep)
+    return found.metrics
+
+
+def _reject(part: RolloutPart, keep: dict[int, NDArray[np.bool_]]) -> None:
+    """Take the tokens that are not kept out of a rollout's sequences, and sequences without any out of the rollout."""
+    before = _trained_calls(part)
+    for sequence in part.sequences:
+        part.excluded["rejected"] += int((~keep[id(sequence)]).sum())
+        sequence.keep(keep[id(sequence)])
+    part.sequences = [sequence for sequence in part.sequences if len(sequence.trained)]
+    part.excluded = +part.excluded
+    part.rejected = before - _trained_calls(part)
+    if before and not part.sequences:
+        part.left_out = "rejected"
+
+
+def _trained_calls(part: RolloutPart) -> set[str]:
+    return {call_id for sequence in part.sequences for call_id, _, _ in sequence.trained_by_call()}
+
+
+def _old(sequence: TrainingSequence) -> NDArray[np.float32]:
+    if sequence.old_log_probs is None:
+        raise ValueError("old_log_probs are not set; compute them before the correction")
+    return sequence.old_log_probs
+
+
+def _flat(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    return np.concatenate(parts) if parts else np.zeros(0, np.float32)

@@ -1,0 +1,84 @@
+"""What went wrong in rollouts, told to the user: each kind of problem once, with how often and what to do.
+
+Failures are data and the run goes on, so nobody would see them in a reward of 0; a warning says them.
+"""
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_rl.errors import Explained
+from lightning_rl.trajectories.trajectory import Trajectory
+
+
+class AllFailed(Explained, RuntimeError):
+    """The agent failed in every rollout of a step."""
+
+
+_log = logging.getLogger(__name__)
+
+
+class Problems:
+    """Warns of the rollouts of a run in `run_dir` (where the runners' logs are)."""
+
+    def __init__(self, run_dir: Path, *, max_tokens: int | None = None) -> None:
+        self._run_dir = run_dir
+        self._max_tokens = max_tokens
+        self._told: set[str] = set()
+
+    def report(self, when: str, trajectories: Sequence[Trajectory]) -> None:
+        """Warn of what is new among these rollouts; `when` names the step."""
+        for kind, (count, text) in self._found(trajectories).items():
+            if kind not in self._told:
+                self._told.add(kind)
+                _log.warning("%s: %d of %d rollouts %s", when, count, len(trajectories), text)
+
+    def check(self, when: str, trajectories: Sequence[Trajectory]) -> None:
+        """Raises AllFailed, with the first traceback, where the agent failed in every one of these rollouts."""
+        errors = [trajectory.error for trajectory in trajectories]
+        first = errors[0] if errors else None
+        if first is None or any(error is None or error.infrastructure for error in errors):
+            return
+        told = first.traceback.rstrip() or f"{first.type}: {first.message}"
+        raise AllFailed(
+            f"{when}: the agent failed in all {len(errors)} rollouts, first in {trajectories[0].rollout_id}:\n\n{told}"
+            "\n\nMend the agent and begin a new run; to go on with failed rollouts, set trainer.all_failed=go_on. "
+            f"All tracebacks are in {self._run_dir / 'runner-*.log'}"
+        )
+
+    def _found(self, trajectories: Sequence[Trajectory]) -> dict[str, tuple[int, str]]:
+        counts: Counter[str] = Counter()
+        texts: dict[str, str] = {}
+        for trajectory in trajectories:
+            for kind, text in self._of(trajectory):
+                counts[kind] += 1
+                texts.setdefault(kind, text)
+        return {kind: (count, texts[kind]) for kind, count in counts.items()}
+
+    def _of(self, trajectory: Trajectory) -> list[tuple[str, str]]:
+        found = []
+        logs = f"tracebacks are in {self._run_dir / 'runner-*.log'}"
+        if trajectory.error is not None:
+            what = f"{trajectory.error.type}: {trajectory.error.message.strip() or '(no message)'}"
+            if trajectory.error.infrastructure:
+                text = f"were left out, since infrastructure failed on every attempt; the last error: {what} ({logs})"
+            else:
+                text = f"failed in the agent and count as algorithm.agent_failure says: {what} ({logs})"
+            found.append((re.sub(r"[0-9a-f]{8,}|\d+", "#", what), text))
+        elif trajectory.agent_failed:
+            found.append(("no reward", "ended without a reward: return a number, or call emit_reward"))
+        if trajectory.lost_rewards:
+            text = "gave rewards to calls that they did not make, which are lost: pass the id of the answer as call_id"
+            found.append(("lost rewards", text))
+        if not trajectory.calls and trajectory.error is None:
+            text = "made no call to the model: the agent must use llm.base_url and llm.api_key; these train nothing"
+            found.append(("no call", text))
+        if any(row.excluded == "overlong" for row in trajectory.rows):
+            text = (
+                f"have rows of more than {self._max_tokens} tokens, which are not trained: raise "
+                "data.max_prompt_length or data.max_response_length, keep conversations shorter, or set data.overlong"
+            )
+            found.append(("overlong", text))
+        return found

@@ -1,0 +1,360 @@
+"""One attempt's live forest: find the place of a request, continue it at token level, commit the answer.
+
+A request's place depends on its messages alone: the deepest answered call whose conversation, as the client saw it,
+is a prefix of the request's. Several that fit are equal for the client; the one answered last is continued, unless
+tool-call ids of ours in the history say which it was: that is all that ids do. What the client says holds: an answer
+that it altered is another history, under our ids or others. So is one whose reasoning it altered; what it left out of
+an answer's reasoning is as it was sampled. No lock is held over a generation, so calls may overlap as they like. What a
+chat backend's prompt was in tokens is known after its answer, if ever: its place by messages comes first, and
+`with_prompt` corrects it.
+
+What a client sends again is not read again: the messages of a call are kept as they came, and a request that begins
+with a call's messages, by equality, is read from there on. That is a shortcut alone: it ends where reading would.
+Nothing is read before there is something to compare it with: answers wait as they came for the next request, and what
+was asked while nothing was answered is read with its answer.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
+
+from lightning_rl_adapters.media import referred, url_of
+from lightning_rl_adapters.semconv import ForkCause
+from lightning_rl_proxy.forest import fork_causes, message_fingerprint, raw_prompts
+from lightning_rl_proxy.forest.fork_causes import Fork
+from lightning_rl_proxy.forest.message_fingerprint import Conversation, Echo, Head, Numbering
+from lightning_rl_proxy.forest.nodes import (
+    Answered,
+    Asked,
+    LiveCall,
+    Place,
+    Prompt,
+    Thought,
+    Trail,
+    refused,
+    with_token,
+)
+from lightning_rl_proxy.rendering import images
+from lightning_rl_proxy.rendering.images import Image, Shown
+from lightning_rl_proxy.rendering.renderers import Renderer
+
+_End = tuple[bytes, int, tuple[str, ...], Echo]
+_AT_HAND = 4  # requests; those answered or continued last keep their whole prompts
+
+
+class LiveForest:
+    """The answered calls of one attempt, as far as later requests may continue them."""
+
+    def __init__(self) -> None:
+        self.texts = raw_prompts.Texts()
+        # The images that requests have shown, by their SHA-256, and which of them each URL or reference holds.
+        self.images: dict[str, Image] = {}
+        self.image_urls: dict[str, str] = {}
+        self.images_recorded: set[str] = set()
+        self._unread: list[list[Answered]] = []  # the answers of each request since the last one
+        # What is read, in order of answers: all calls; those behind a head and key; the last at an end; the last that
+        # said a message; and, by the key behind it and its tool-call ids, the answer with those ids. `_asked` are whole
+        # prompts, `_begun` all beginnings of conversations, with their head and without (None).
+        self._live: list[LiveCall] = []
+        self._answered: dict[tuple[Head, bytes], list[LiveCall]] = {}
+        self._ends: dict[_End, LiveCall] = {}
+        self._said: dict[tuple[bytes, Echo], LiveCall] = {}
+        self._issued: dict[tuple[Head, bytes, tuple[str, ...]], LiveCall] = {}
+        self._asked: set[tuple[Head, bytes]] = set()
+        self._begun: set[tuple[Head | None, bytes]] = set()
+        self._at_hand: deque[list[LiveCall]] = deque()
+
+    def find_place(
+        self,
+        model: str,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        renderer: Renderer,
+        told: Mapping[str, Any] | None = None,
+    ) -> Place:
+        """The place of a request that has just arrived; `told` is what its renderer was told besides, for it alone."""
+        if renderer.vision is not None:
+            messages = self._with_images_named(messages)
+        turn = self.find_turn(model, messages, tools, told)
+        if turn.parent is None:
+            ids, media = self._shown(renderer, renderer.render(messages, tools), messages)
+            return replace(turn.with_prompt(ids, messages), media=media)
+        before, response = self._prompt_of(turn.parent), turn.parent.call.response_ids
+        added = renderer.extend(before.ids, response, turn.new_messages, tools) if turn.new_messages else None
+        if added is None:
+            ids, media = self._shown(renderer, renderer.render(messages, tools), messages)
+            return replace(self._anew(turn, ids, messages), media=media)
+        added, more = self._shown(renderer, added, turn.new_messages, behind=len(before.ids) + len(response))
+        prompt = before.then(response + added)
+        placed = turn.parent.placed() if self.images else []  # which looks at every call before
+        media = [Shown(one.start, one.length, self.images[one.sha256]) for one in placed]
+        return replace(turn, added_ids=added, prompt_ids=prompt.ids, prompt=prompt, media=[*media, *more])
+
+    def _shown(
+        self, renderer: Renderer, ids: list[int], messages: Sequence[dict[str, Any]], behind: int = 0
+    ) -> tuple[list[int], list[Shown]]:
+        """The rendered ids of `messages` with their images in them, which the attempt remembers."""
+        if renderer.vision is None:
+            return ids, []
+        return renderer.vision.expand(ids, [self._image(where, url) for where, url in images.urls(messages)], behind)
+
+    def _with_images_named(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with the digests of their images for URLs: the model sees the same, however it was sent."""
+        for where, url in images.urls(messages):
+            self._image(where, url)
+        return referred(messages, self.image_urls)
+
+    def _image(self, where: str, url: str) -> Image:
+        if url not in self.image_urls:
+            image = images.read(where, url)
+            self.image_urls[url] = image.sha256
+            self.show(image)
+        return self.images[self.image_urls[url]]
+
+    def show(self, image: Image) -> None:
+        """Remember an image, so that messages may name it by its digest."""
+        self.images.setdefault(image.sha256, image)
+        self.image_urls[url_of(image.sha256)] = image.sha256
+
+    def find_turn(
+        self,
+        model: str,
+        messages: Sequence[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        told: Mapping[str, Any] | None = None,
+    ) -> Place:
+        """The place by messages alone of a request that nobody here renders: without prompt ids."""
+        asked = Asked(message_fingerprint.seed(model), messages, message_fingerprint.digest_tools(tools, told))
+        trail = self.follow(asked)
+        if trail is None:
+            return Place(None, [], [], messages, None, asked, None)
+        if trail.continued is not None:
+            return Place(trail.continued, [], [], messages[trail.continued.length :], None, asked, trail)
+        fork, nearest = self._fork(trail)
+        return Place(None, [], [], messages, fork, asked, trail, nearest)
+
+    def find_raw_prompt(self, model: str, prompt: str | list[int], reader: raw_prompts.PlainText) -> Place:
+        """The place of a prompt that its client wrote itself, as text or as token ids."""
+        whole = raw_prompts.message(prompt, reader)
+        # Its messages are no conversation of a chat, even where the words are the same.
+        turn = self.find_turn(f"{model}\ncompletions", [whole], None)
+        return self.texts.place(turn, model, prompt, reader)
+
+    def commit(self, answers: list[Answered]) -> None:
+        """Make the delivered answers of one request continuable; of equal conversations the last answered wins."""
+        self._unread.append(answers)
+
+    def remember(self, answers: Sequence[Answered]) -> list[LiveCall]:
+        """Make the answers of one exchange continuable now, and give them."""
+        first, *_ = answers
+        trail = first.place.trail or _opened(first.place.asked)
+        lives = [self._live_call(trail, answered) for answered in answers]
+        for answered, live in zip(answers, lives, strict=True):
+            if answered.text is None:
+                self._add(trail, live)
+            else:
+                self.texts.add(*answered.text, live)
+        if first.text is None:
+            self._keep_at_hand(lives)
+        return lives
+
+    def _live_call(self, trail: Trail, answered: Answered) -> LiveCall:
+        """What a later request continues, if it finds the answer."""
+        place, message = answered.place, answered.message
+        seen, skipped = trail.seen(), trail.skipped()
+        numbering = Numbering(trail.numbering.called, trail.numbering.answered)
+        answer = numbering.numbered(message_fingerprint.hear(message))
+        added = trail.asked.messages[trail.continued.length if trail.continued else 0 :]
+        thoughts: dict[int, Thought] = {}
+        depth = skipped + len(trail.echoes) + 1
+        if answered.thought is not None:
+            for at, one in enumerate(added, start=depth - len(added)):
+                if one.get("role") == "assistant":
+                    thoughts[at] = partial(_same, message_fingerprint.thought(one))
+            thoughts[depth] = answered.thought
+        return LiveCall(
+            call=answered.call,
+            parent=place.parent,
+            before=trail.continued,
+            conversation=Conversation(trail.head, [*trail.echoes[seen - skipped :], answer]),
+            depth=depth,
+            keys=[*trail.keys[seen - skipped :], message_fingerprint.chain(trail.keys[-1], answer)],
+            numbering=(numbering.called, numbering.answered),
+            forms=_lengthened(trail.continued, [message_fingerprint.comparable(one) for one in (*added, message)]),
+            reasoned=answered.reasoned,
+            prompt=place.prompt or (Prompt(place.prompt_ids) if place.prompt_ids else None),
+            served_by=answered.served_by,
+            thoughts=thoughts,
+        )
+
+    def _add(self, trail: Trail, live: LiveCall) -> None:
+        """Have later requests find the call."""
+        self._live.append(live)
+        self._answered.setdefault((trail.head, live.key), []).append(live)
+        self._asked.add((trail.head, trail.keys[-1]))
+        for key in live.keys:
+            self._begun.add((trail.head, key))
+            self._begun.add((None, key))
+        self._said[trail.asked.seed, _bare(live.answer)] = live
+        if live.issued_ids():
+            self._issued[trail.head, live.key, live.answer.ids] = live
+        self._ends[_end(trail.asked, live.answer)] = live
+
+    def follow(self, asked: Asked) -> Trail | None:
+        """The trail of a request, to the deepest call that it continues; None while nothing is answered."""
+        while self._unread:
+            self.remember(self._unread.pop(0))
+        if not self._live:
+            return None
+        trail = self._read(asked)
+        head = trail.head
+        for depth, message in enumerate(trail.echoes, start=trail.skipped() + 1):
+            trail.keys.append(message_fingerprint.chain(trail.keys[-1], message))
+            if message.ids and (issued := self._issued.get((head, trail.keys[-1], message.ids))) is not None:
+                trail.identified[depth] = issued
+        for key in reversed(trail.keys):
+            if (equal := self._answered.get((head, key))) is not None:
+                trail.continued = _chosen(equal, trail)
+                if trail.continued is not None:
+                    break
+        trail.repeats = (head, trail.keys[-1]) in self._asked
+        return trail
+
+    def _read(self, asked: Asked) -> Trail:
+        """A request's trail before it is followed: read from the start, or from a call whose messages it repeats."""
+        start = self._start(asked)
+        if start is not None and start.conversation.head.tools == asked.tools:
+            numbering = Numbering(*start.numbering, start.number_of)
+            echoes = message_fingerprint.read(asked.messages[start.length :], numbering)
+            return Trail(asked, start.conversation.head, start, echoes, [start.key], numbering)
+        return _read_whole(asked)
+
+    def _start(self, asked: Asked) -> LiveCall | None:
+        """The call that ends with the last answer in the messages, if they repeat all of it."""
+        messages = asked.messages
+        roles = (at for at in range(len(messages) - 1, -1, -1) if messages[at].get("role") == "assistant")
+        last = next(roles, None)
+        if last is None:
+            return None
+        live = self._ends.get(_end(asked._replace(messages=messages[:last]), message_fingerprint.hear(messages[last])))
+        return live if live is not None and live.begins(messages) else None
+
+    def _anew(self, turn: Place, ids: list[int], messages: list[dict[str, Any]]) -> Place:
+        """The place of a request whose prompt `ids` had to be rendered, although it continues a call in messages."""
+        assert turn.parent is not None
+        assert turn.trail is not None
+        fork: Fork | None
+        nearest: LiveCall | None
+        if any(message.get("role") == "assistant" for message in turn.new_messages):
+            fork, nearest = self._fork(turn.trail)  # an early answer it is, since the later ones are altered
+        else:
+            fork, nearest = None if turn.trail.repeats else refused(turn.parent, ids), turn.parent
+        fork = None if fork is None else with_token(fork, nearest, ids)
+        return Place(None, ids, ids, messages, fork, turn.asked, turn.trail, nearest)
+
+    def _fork(self, trail: Trail) -> tuple[Fork | None, LiveCall | None]:
+        """Why a request continues nothing, and the call that it was compared with; None while nothing is answered.
+
+        Nearest is the conversation with the most messages in common at its beginning; where there are none, the one of
+        the latest answer that the request still holds; of equally near ones that with the same head, then the one
+        answered last.
+        """
+        asked, seed = trail.conversation(), trail.asked.seed
+        said = [self._said.get((seed, _bare(message))) for message in asked.body if message.role == "assistant"]
+        heard = [live for live in said if live is not None]
+        shared = len(asked.body)
+        while shared and (None, trail.key_at(shared)) not in self._begun:
+            shared -= 1
+        nearest = heard[-1] if shared == 0 and heard else self._nearest(trail, shared)
+        if nearest is None:
+            return None, None
+        if nearest.conversation.head == trail.head and (altered := trail.altered(nearest, shared)) is not None:
+            at = len(trail.head.systems) + altered - 1
+            return Fork(ForkCause.EDITED_TEXT, at, "assistant"), nearest
+        echoes = bool(heard) or trail.continued is not None
+        return fork_causes.find(asked, nearest.whole(), shared, echoes_answer=echoes), nearest
+
+    def _nearest(self, trail: Trail, shared: int) -> LiveCall | None:
+        """The last call that begins with the trail's first messages: with the same head and reasoning, else with the
+        same head, else with any."""
+        key = trail.key_at(shared)
+        nearest = None
+        for live in reversed(self._live):
+            if live.key_at(shared) == key:
+                if live.conversation.head == trail.head:
+                    if trail.altered(live, shared) is None:
+                        return live
+                    nearest = live if nearest is None or nearest.conversation.head != trail.head else nearest
+                nearest = nearest or live
+        return nearest
+
+    def _prompt_of(self, live: LiveCall) -> Prompt:
+        """A call's whole prompt, which stays at hand: what went on once may do so again."""
+        kept = next((exchange for exchange in self._at_hand if live in exchange), None)
+        if kept is not None:
+            self._at_hand.remove(kept)
+        prompt = live.prompt = live.prompt or Prompt(live.prompt_ids(), own=True)
+        self._keep_at_hand(kept or [live])
+        return prompt
+
+    def _keep_at_hand(self, answered: list[LiveCall]) -> None:
+        """Keep the whole prompts of the latest exchanges, since they are likely to go on; of others they are joined."""
+        self._at_hand.append(answered)
+        if len(self._at_hand) > _AT_HAND:
+            for live in self._at_hand.popleft():
+                live.prompt = None
+
+
+def _opened(asked: Asked) -> Trail:
+    """The trail of a request before which nothing was answered."""
+    trail = _read_whole(asked)
+    for message in trail.echoes:
+        trail.keys.append(message_fingerprint.chain(trail.keys[-1], message))
+    return trail
+
+
+def _read_whole(asked: Asked) -> Trail:
+    """A request's trail before it is followed, read from the start."""
+    numbering = Numbering()
+    head, echoes = message_fingerprint.split(message_fingerprint.read(asked.messages, numbering), asked.tools)
+    return Trail(asked, head, None, echoes, [asked.seed], numbering)
+
+
+def _lengthened(before: LiveCall | None, forms: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
+    """The forms of a conversation that goes on with these; a second branch begins a list of its own."""
+    if before is None:
+        return forms
+    if len(before.forms) > before.length:
+        return before.forms[: before.length] + forms
+    before.forms += forms
+    return before.forms
+
+
+def _end(asked: Asked, answer: Echo) -> _End:
+    """What a call that answers messages is looked up by: their number, the texts that differ most, the answer."""
+    messages = asked.messages
+    texts = [message.get("content") for message in (*messages[:2], *messages[-1:])]
+    return asked.seed, len(messages), tuple(text for text in texts if isinstance(text, str)), answer
+
+
+def _chosen(equal: list[LiveCall], trail: Trail) -> LiveCall | None:
+    """Of calls whose messages are equal the last with the request's reasoning, behind the answers that the request
+    names by their ids where there is such a one."""
+    agreeing = (live for live in reversed(equal) if trail.altered(live) is None)
+    last = next(agreeing, None)
+    identified = trail.named() if last is not None and len(equal) > 1 else {}
+    for live in (last, *agreeing) if last is not None and identified else ():
+        if all(live.at_depth(depth) in (named, None) for depth, named in identified.items() if depth <= live.depth):
+            return live
+    return last
+
+
+def _same(thought: bytes) -> bytes:
+    return thought
+
+
+def _bare(message: Echo) -> Echo:
+    return message._replace(ids=()) if message.ids else message

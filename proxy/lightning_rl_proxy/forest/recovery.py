@@ -1,0 +1,174 @@
+"""An attempt's live forest from what is recorded of it, by another gateway or before a restart: its agent goes on here.
+
+Invariant: what is continued are the recorded token ids, none is made anew; a request finds the place that it would have
+found at the gateway that is gone. Calls that were not delivered count as numbers alone. A call of which something is
+missing, its parent or an image, is not continued: what goes on behind it begins a tree of its own.
+"""
+
+import base64
+from collections.abc import Iterable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+from lightning_rl_adapters import semconv
+from lightning_rl_adapters.call import Call, from_span
+from lightning_rl_adapters.media import url_of, with_urls
+from lightning_rl_adapters.span import Span
+from lightning_rl_proxy.dialects import completions, responses
+from lightning_rl_proxy.forest import message_fingerprint
+from lightning_rl_proxy.forest.live_forest import LiveForest
+from lightning_rl_proxy.forest.nodes import Answered, Asked, LiveCall, Place, Recorded
+from lightning_rl_proxy.forest.raw_prompts import PlainText
+from lightning_rl_proxy.rendering import images
+from lightning_rl_proxy.rendering.images import Image
+from lightning_rl_proxy.rendering.renderers import Renderer
+
+_NO_TOOLS = message_fingerprint.digest_tools(None)
+_ANYTHING = {"type": "object", "properties": {}}
+
+
+def recovered(spans: Sequence[Span], renderer: Renderer | None) -> "Recovery":
+    """The live side of an attempt of which `spans` are recorded; an empty one where there are none."""
+    recovery = Recovery(renderer)
+    if spans:
+        recovery.take(spans)
+    return recovery
+
+
+class Recovery:
+    """What recorded spans make of an attempt.
+
+    `recorded` are the answers by their requests, `responses` the conversations that a client may continue by a
+    response's id, `next_number` the number of the next call.
+    """
+
+    def __init__(self, renderer: Renderer | None) -> None:
+        self.forest = LiveForest()
+        self.recorded: dict[bytes, list[Recorded]] = {}
+        self.responses: dict[str, list[dict[str, Any]]] = {}
+        self.next_number = 0
+        self._renderer = renderer
+        self._reader = None if renderer is None else PlainText(renderer)
+        # By call id: the live calls, their conversations to the answer, and the digests of their tools.
+        self._lives: dict[str, LiveCall] = {}
+        self._conversations: dict[str, list[dict[str, Any]]] = {}
+        self._tools: dict[str, bytes] = {}
+        self._prompts: dict[str, str] = {}  # of completions
+
+    def take(self, spans: Sequence[Span]) -> None:
+        """Commit the recorded calls as they were committed: in the order in which they were answered."""
+        for span in spans:
+            if span.name == semconv.MEDIA_SPAN:
+                image = _image(span.attributes)
+                self.forest.show(image)
+                self.forest.images_recorded.add(image.sha256)
+        for call, attributes in _as_answered(spans):
+            self.next_number = max(self.next_number, call.number + 1)
+            if call.delivered and semconv.OUTPUT_MESSAGES in attributes and self._is_whole(call):
+                if attributes[semconv.DIALECT] == completions.NAME:
+                    self._take_text(call, attributes)
+                else:
+                    self._take_chat(call, attributes)
+        for equal in self.recorded.values():  # the choices of one request stand together, in their order
+            equal.sort(key=lambda one: one.live.call.number)
+
+    def _is_whole(self, call: Call) -> bool:
+        return (call.parent_id is None or call.parent_id in self._lives) and all(
+            image.sha256 in self.forest.images for image in call.media
+        )
+
+    def _take_chat(self, call: Call, attributes: dict[str, Any]) -> None:
+        parent = self._parent(call)
+        before = [] if parent is None else self._conversations[parent.call.call_id]
+        messages = [*before, *attributes[semconv.INPUT_MESSAGES]]
+        told = attributes.get(semconv.TOOLS)
+        tools = _NO_TOOLS if told is None else bytes.fromhex(told)
+        tools = tools if parent is None else self._tools[parent.call.call_id]
+        asked = Asked(message_fingerprint.seed(call.model), messages, tools)
+        trail = self.forest.follow(asked)
+        if trail is not None and parent is not None:
+            trail.continued = parent  # which of equal ones it was is recorded
+        said = attributes[semconv.OUTPUT_MESSAGES][0]
+        new = attributes[semconv.INPUT_MESSAGES]
+        place = Place(parent, call.prompt_ids, [], new, None, asked, trail)
+        reasoned = bool(said.get("reasoning_content") or said.get("reasoning"))
+        # A service's reasoning tells no answers apart, here as there.
+        thought = lru_cache(1)(partial(_thought, self._renderer, call, said)) if call.trainable else None
+        [live] = self.forest.remember([Answered(place, call, said, reasoned, thought=thought)])
+        instructed = attributes.get(semconv.INSTRUCTIONS, 0)
+        conversation = [*messages, said]
+        if attributes[semconv.DIALECT] == responses.NAME:
+            shown = _with_images(conversation[instructed:], self.forest.images.values())
+            self.responses[responses.response_id(call.call_id)] = shown
+        self._remember(call, live, attributes)
+        self._conversations[call.call_id] = conversation
+        self._tools[call.call_id] = tools
+
+    def _take_text(self, call: Call, attributes: dict[str, Any]) -> None:
+        """A prompt that its client wrote, as text or as ids: so it goes on."""
+        parent, reader = self._parent(call), self._reader
+        if reader is None:
+            return
+        [written] = attributes[semconv.INPUT_MESSAGES]
+        prompt: str | list[int]
+        if attributes.get(semconv.PROMPT_AS_IDS):
+            prompt = call.prompt_ids if parent is None else parent.context() + call.prompt_ids
+        else:
+            before = "" if parent is None else self._prompts[parent.call.call_id]
+            answered = "" if parent is None else reader.tokenizer.decode(parent.call.response_ids)
+            prompt = self._prompts[call.call_id] = f"{before}{answered}{written['content']}"
+        asked = Asked(message_fingerprint.seed(f"{call.model}\n{completions.NAME}"), [written], _NO_TOOLS)
+        place = Place(parent, call.prompt_ids, [], [written], None, asked, self.forest.follow(asked))
+        said = attributes[semconv.OUTPUT_MESSAGES][0]
+        [live] = self.forest.remember([Answered(place, call, said, reasoned=False, text=(call.model, prompt))])
+        self._remember(call, live, attributes)
+
+    def _parent(self, call: Call) -> LiveCall | None:
+        return None if call.parent_id is None else self._lives[call.parent_id]
+
+    def _remember(self, call: Call, live: LiveCall, attributes: dict[str, Any]) -> None:
+        self._lives[call.call_id] = live
+        if (request := attributes.get(semconv.REQUEST)) is not None:
+            self.recorded.setdefault(bytes.fromhex(request), []).append(Recorded(live, attributes))
+
+
+def _thought(renderer: Renderer | None, call: Call, said: dict[str, Any]) -> bytes | None:
+    """What identifies the reasoning that was sampled, which is read from its tokens again; None where they are not read
+    as they were then."""
+    if renderer is None:
+        return None
+    names = [made["function"]["name"] for made in said.get("tool_calls") or ()]
+    tools = [{"type": "function", "function": {"name": name, "parameters": _ANYTHING}} for name in names]
+    answer = renderer.parse(call.call_id, call.prompt_ids, call.response_ids, None, call.finish_reason, tools)
+    return (
+        message_fingerprint.thought_of(answer.reasoning) if answer.content.strip() == said["content"].strip() else None
+    )
+
+
+def _as_answered(spans: Iterable[Span]) -> list[tuple[Call, dict[str, Any]]]:
+    """The calls and what else their spans say, in the order of their answers; each behind its parent, whatever the
+    clocks of the gateways that recorded them said."""
+    calls = [(from_span(span), span.attributes) for span in spans if span.name == semconv.CALL_SPAN]
+    calls.sort(key=lambda one: one[0].number)
+    at: dict[str | None, int] = {}
+    for call, _ in calls:
+        at[call.call_id] = max(call.end_ns, at.get(call.parent_id, 0))
+    return sorted(calls, key=lambda one: at[one[0].call_id])
+
+
+def _image(said: dict[str, Any]) -> Image:
+    data = said[semconv.MEDIA_DATA]
+    size = images.size_of(data)
+    assert size is not None, "it was read before it was recorded"
+    return Image(said[semconv.MEDIA_SHA256], said[semconv.MEDIA_TYPE], data, size)
+
+
+def _with_images(messages: list[dict[str, Any]], known: Iterable[Image]) -> list[dict[str, Any]]:
+    """Recorded messages as a client may have sent them: with the images themselves."""
+    by_reference = {url_of(image.sha256): image for image in known}
+
+    def sent(url: str) -> str:
+        image = by_reference.get(url)
+        return url if image is None else f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
+
+    return with_urls(messages, sent)

@@ -1,0 +1,207 @@
+"""A chat backend's answer as a call: its place by messages, corrected by token ids where the service told them.
+
+Pure. A call is exact where the service told all ids of prompt and answer; it is never trainable, of no policy version.
+Services speak Chat Completions: a request of that dialect goes on as it came and its answer comes back as it was given,
+others are translated.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from lightning_rl_adapters import semconv
+from lightning_rl_adapters.call import Call
+from lightning_rl_proxy.address import Address
+from lightning_rl_proxy.dialects.base import NamedTool, Request
+from lightning_rl_proxy.engines.chat_backend import ChatAnswer
+from lightning_rl_proxy.forest.nodes import Place
+from lightning_rl_proxy.rendering.renderers import Answer, Delta
+from lightning_rl_proxy.sampling import REPLACED
+
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "seed", "stop", "presence_penalty",
+    "frequency_penalty",
+)  # fmt: skip
+
+
+def fields_of(request: Request) -> dict[str, Any]:
+    """The fields of a chat completion request that says what `request` says in another dialect."""
+    sampling = msgspec.to_builtins(request.sampling)
+    wanted = sampling.pop("json_schema", None)
+    constraints = {name: sampling.pop(name) for name in ("regex", "choice", "grammar") if name in sampling}
+    fields: dict[str, Any] = {"model": request.model, "messages": request.messages, **sampling}
+    if wanted is not None:
+        schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted}}
+        fields["response_format"] = schema if wanted else {"type": "json_object"}
+    if constraints:
+        fields["structured_outputs"] = constraints
+    if request.tools:
+        fields["tools"] = request.tools
+        named = request.tool_choice
+        fields["tool_choice"] = (
+            {"type": "function", "function": {"name": named.name}} if isinstance(named, NamedTool) else named
+        )
+        if not request.parallel_tool_calls:
+            fields["parallel_tool_calls"] = False
+    if request.logprobs:
+        fields["logprobs"] = True
+    return fields
+
+
+def body_of(fields: Mapping[str, Any], algorithm: Mapping[str, float | int], index: int) -> dict[str, Any]:
+    """The request for choice `index`, under the parameters that the algorithm gives; the others stay the agent's.
+
+    The seeds of choices differ: equal requests with one seed get one answer n times.
+    """
+    body = {name: value for name, value in fields.items() if name not in ("n", "stream", "stream_options")}
+    body |= {name: algorithm[name] for name in REPLACED if algorithm.get(name) is not None}
+    if body.get("top_k") == -1:
+        del body["top_k"]  # all tokens: what services do by themselves, and many know no such field
+    limit = algorithm.get("max_tokens")
+    if limit is not None:
+        asked = [name for name in ("max_tokens", "max_completion_tokens") if isinstance(body.get(name), int)]
+        body |= {name: min(body[name], int(limit)) for name in asked or ()}
+        if not asked:
+            body["max_tokens"] = int(limit)
+    if index and isinstance(body.get("seed"), int):
+        body["seed"] += index
+    return body
+
+
+def answer_of(answer: ChatAnswer) -> Answer:
+    """A service's answer in internal form."""
+    choice = answer.body["choices"][0]
+    message = choice["message"]
+    usage = answer.body.get("usage")
+    counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    finish_reason = str(choice.get("finish_reason") or "stop")
+    return Answer(
+        content=message.get("content") or "",
+        reasoning=message.get("reasoning_content") or message.get("reasoning") or None,
+        tool_calls=message.get("tool_calls") or [],
+        finish_reason="stop" if finish_reason in ("tool_calls", "function_call") else finish_reason,
+        token_ids=answer.response_ids or [],
+        logprobs=None,
+        decode=lambda _: "",
+        output_tokens=counted or len(answer.response_ids or ()),
+    )
+
+
+def prompt_tokens(answer: ChatAnswer) -> int:
+    """How long the prompt was, as far as the service tells."""
+    usage = answer.body.get("usage")
+    return (usage.get("prompt_tokens") or 0) if isinstance(usage, dict) else len(answer.prompt_ids or ())
+
+
+def deltas(answer: Answer) -> Iterator[Delta]:
+    """An answer that is there already, as the parts of a stream."""
+    if answer.reasoning:
+        yield Delta(kind="reasoning", text=answer.reasoning)
+    if answer.content:
+        yield Delta(kind="content", text=answer.content)
+    for index, call in enumerate(answer.tool_calls):
+        yield Delta(kind="tool_call", tool_call=call, tool_index=index)
+
+
+def placed(place: Place, answer: ChatAnswer, request: Request) -> Place:
+    """Where the answer's call is, now that its prompt may be known."""
+    return place if answer.prompt_ids is None else place.with_prompt(answer.prompt_ids, request.messages)
+
+
+def call_of(
+    answer: ChatAnswer,
+    place: Place,
+    address: Address,
+    sent: dict[str, Any],
+    *,
+    call_id: str,
+    number: int,
+    agent: str | None,
+    model: str,
+    start_ns: int,
+    end_ns: int,
+) -> Call:
+    """The call of an answer to the body `sent`."""
+    response_ids = answer.response_ids or []
+    return Call(
+        call_id=call_id,
+        rollout_id=address.rollout_id,
+        attempt_id=address.attempt_id,
+        number=number,
+        parent_id=None if place.parent is None else place.parent.call.call_id,
+        agent=agent,
+        model=model,
+        prompt_ids=place.added_ids,
+        response_ids=response_ids,
+        logprobs=answer.logprobs,
+        logprob_kind="raw",
+        versions=[],  # frozen: of no policy
+        temperature=_temperature(sent),
+        finish_reason=str(answer.body["choices"][0].get("finish_reason") or "unknown"),
+        exact=answer.response_ids is not None,
+        trainable=False,
+        start_ns=start_ns,
+        end_ns=end_ns,
+    )
+
+
+def told_again(call: Call, said: Mapping[str, Any]) -> ChatAnswer:
+    """The answer of a recorded call, `said` the attributes of its span: what the service said, under an id of ours."""
+    message = said[semconv.OUTPUT_MESSAGES][0]
+    counts = {"prompt_tokens": said.get(semconv.INPUT_TOKENS), "completion_tokens": said.get(semconv.OUTPUT_TOKENS)}
+    usage = {name: count for name, count in counts.items() if count is not None}
+    body: dict[str, Any] = {
+        "id": f"chatcmpl-{call.call_id}",
+        "object": "chat.completion",
+        "created": call.start_ns // 10**9,
+        "model": call.model,
+        "choices": [{"index": 0, "message": message, "finish_reason": call.finish_reason}],
+    }
+    if usage:
+        body["usage"] = usage | {"total_tokens": sum(usage.values())}
+    return ChatAnswer(body=body)
+
+
+def attributes(
+    answer: ChatAnswer, place: Place, request: Request, dialect: str, sent: dict[str, Any]
+) -> dict[str, Any]:
+    """What the span says beside the call."""
+    usage = answer.body.get("usage")
+    counts = usage if isinstance(usage, dict) else {}
+    more: dict[str, Any] = {
+        semconv.REQUEST_MODEL: request.model,
+        semconv.DIALECT: dialect,
+        semconv.INPUT_MESSAGES: place.new_messages,
+        semconv.OUTPUT_MESSAGES: [message_of(answer)],
+        semconv.SAMPLING_REQUESTED: _sampling(request.fields) | msgspec.to_builtins(request.sampling),
+        semconv.SAMPLING_EFFECTIVE: _sampling(sent) | {"temperature": _temperature(sent)},
+    }
+    for name, count in ((semconv.INPUT_TOKENS, "prompt_tokens"), (semconv.OUTPUT_TOKENS, "completion_tokens")):
+        if counts.get(count) is not None:
+            more[name] = counts[count]
+    if ignored := [*request.ignored_fields, *answer.ignored_fields]:
+        more[semconv.IGNORED_FIELDS] = ignored
+    return more | place.attributes()
+
+
+def message_of(answer: ChatAnswer) -> dict[str, Any]:
+    """The assistant's message."""
+    message: dict[str, Any] = answer.body["choices"][0]["message"]
+    return {"role": "assistant"} | message
+
+
+def reasoned(answer: ChatAnswer) -> bool:
+    """Whether the service told of reasoning before the answer."""
+    message = message_of(answer)
+    return bool(message.get("reasoning_content") or message.get("reasoning"))
+
+
+def _sampling(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+
+
+def _temperature(body: dict[str, Any]) -> float:
+    """What was asked for; services sample at 1 where nothing was."""
+    value = body.get("temperature")
+    return float(value) if isinstance(value, int | float) else 1.0

@@ -1,0 +1,1 @@
+"""HTTP: doors, keys, limits, and the work on one request."""

@@ -1,0 +1,737 @@
+"""From a request to its answer: place, tokens, text; what is to be recorded waits in the exchange.
+
+Two ways lead there. The policy's requests are sampled token by token; requests for a frozen model go on to its service.
+Nothing here knows HTTP. What an engine handed over is recorded, whatever becomes of the request.
+"""
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from lightning_rl_adapters import semconv
+from lightning_rl_adapters.call import Call, to_span
+from lightning_rl_adapters.ids import new_call_id
+from lightning_rl_adapters.media import media_span
+from lightning_rl_adapters.span import Span
+from lightning_rl_proxy.dialects import chat_completions, responses
+from lightning_rl_proxy.dialects.base import Dialect, Events, NamedTool, Opening, Request
+from lightning_rl_proxy.engines.base import Engine, Tokens
+from lightning_rl_proxy.engines.chat_backend import ChatAnswer
+from lightning_rl_proxy.errors import GatewayError
+from lightning_rl_proxy.forest import message_fingerprint, relayed_calls
+from lightning_rl_proxy.forest.incremental_decode import Said
+from lightning_rl_proxy.forest.nodes import Answered, Place, Recorded
+from lightning_rl_proxy.forest.raw_prompts import PlainText
+from lightning_rl_proxy.http.attempt import Attempt
+from lightning_rl_proxy.http.inflight_request import Exchange
+from lightning_rl_proxy.recording.clock import Clock
+from lightning_rl_proxy.rendering import images
+from lightning_rl_proxy.rendering.parsing import AnswerParser, Reader
+from lightning_rl_proxy.rendering.renderers import Answer, Delta, Renderer, written
+from lightning_rl_proxy.routing.router import Generation, Router, no_engine
+from lightning_rl_proxy.sampling import effective
+
+T = TypeVar("T")
+
+_LONG_REQUEST = 8192  # bytes of new text; tokenising more would keep the event loop from others
+
+_KWARGS = "chat_template_kwargs"
+_WAYS = 8  # so many ways to render may one attempt ask for: each is made and proven anew
+_THINKS = "enable_thinking"  # by its own name, or among the kwargs of the chat template
+# What formats look for in an answer: one that its client has begun in the middle of it cannot be told apart.
+_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+# The fields, over all dialects, by which a client asks for what an engine may lack.
+_ASKED_BY = {
+    "json_schema": (
+        "response_format", "text", "output_config", "output_format", "guided_json", "guided_json_object",
+        "structured_outputs",
+    ),
+    "regex": ("guided_regex", "structured_outputs"),
+    "choice": ("guided_choice", "structured_outputs"),
+    "grammar": ("guided_grammar", "ebnf", "structured_outputs"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """One request, whose it is, and where its answer goes."""
+
+    attempt: Attempt
+    agent: str | None
+    dialect: Dialect
+    request: Request
+    exchange: Exchange
+    model: str
+
+
+class Answerer:
+    """Works requests of any dialect. `record` takes what was sampled for an answer that never came."""
+
+    def __init__(
+        self,
+        router: Router,
+        renderer: Renderer | None,
+        counters: Counter[str],
+        record: Callable[[Span], None],
+        clock: Clock,
+    ) -> None:
+        self._clock = clock
+        self._router = router
+        self._renderer = renderer
+        self._counters = counters
+        self._record = record
+        self._threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="tokenizing")
+
+    def work(
+        self, attempt: Attempt, agent: str | None, dialect: Dialect, said: Said, exchange: Exchange
+    ) -> Coroutine[Any, Any, bytes]:
+        """What answers a request; it gives the answer's last bytes. Raises GatewayError for what cannot be answered."""
+        requested = said.fields.get("model")
+        model = self._router.resolve(requested if isinstance(requested, str) else "")
+        backend = self._router.is_backend(model)
+        if backend and dialect is chat_completions:
+            request = chat_completions.parse_relayed(said.whole())
+        else:
+            request = _parsed(dialect, said, attempt)
+        exchange.model, exchange.stream = model, request.stream
+        asked = Asked(attempt, agent, dialect, request, exchange, model)
+        if backend:
+            if request.prompt is not None:
+                raise GatewayError(400, f"model {model!r} is a chat service: it completes no prompts", param="model")
+            return self._relay(asked)
+        if self._renderer is None:
+            raise no_engine(model)
+        _check_images(request, self._renderer)
+        _check_told(request, attempt, self._renderer)
+        attempt.history.keep(said, request.messages)
+        new_bytes = _new_text(request) if said.read else len(said.body)
+        return self._sample_all(asked, self._renderer, long=new_bytes > _LONG_REQUEST)
+
+    async def count_tokens(self, request: Request, renderer: Renderer, size: int) -> int:
+        """How many tokens a request's prompt has, whose body is `size` bytes long. Raises GatewayError."""
+        render = partial(renderer.render, request.messages, request.tools)
+        return len(await self._elsewhere(render) if size > _LONG_REQUEST else render())
+
+    async def _placed(self, asked: Asked, renderer: Renderer, *, long: bool) -> tuple[Renderer, Place]:
+        """What renders a request, and its place. A format that is told something new is made in another thread, and a
+        long request tokenised there; what else the attempt asks meanwhile finds its place after it, so that nobody
+        looks while the attempt changes."""
+        attempt, request = asked.attempt, asked.request
+        tell = partial(_told, request, renderer)
+        if not long and not attempt.unplaced and _is_known(request, renderer):
+            return _find(asked, *tell())
+        attempt.unplaced += 1
+        try:
+            async with attempt.placing:
+                renderer, told = tell() if _is_known(request, renderer) else await self._in_thread(tell)
+                find = partial(_find, asked, renderer, told)
+                return await self._elsewhere(find) if long else find()
+        finally:
+            attempt.unplaced -= 1
+
+    async def _elsewhere(self, work: Callable[[], T]) -> T:
+        """What `work` gives in another thread, which tokenises one prompt there."""
+        assert self._renderer is not None
+        long_texts = self._renderer.tokenizer.long_texts
+        long_texts.context = self._router.longest_context()
+
+        def bounded() -> T:
+            with long_texts.of_one_prompt():
+                return work()
+
+        return await self._in_thread(bounded)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """What `work` gives in another thread. Whoever is cancelled meanwhile waits until it is done."""
+        working = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            await asyncio.wait([working])
+            raise
+
+    async def _sample_all(self, asked: Asked, renderer: Renderer, *, long: bool) -> bytes:
+        """Sample every choice of a request."""
+        attempt, request, model = asked.attempt, asked.request, asked.model
+        earlier = [one.live for one in _earlier(asked)]
+        first = 0 if earlier else attempt.take_numbers(request.n)
+        renderer, place = await self._placed(asked, renderer, long=long)
+        forced = _forced(request, place, renderer)
+        if earlier:  # told again where it was asked, though equal calls may have been answered since
+            whole = earlier[0].prompt_ids()
+            place = replace(place, prompt_ids=whole[: len(whole) - len(forced)], prompt=None)
+        else:
+            self._count_fork(place)
+            self._record_images(attempt, place)
+        room = _room(request, len(place.prompt_ids) + len(forced))
+        reader: Reader = renderer if request.prompt is None else PlainText(renderer)
+        choices = [
+            _Choice(asked, place, forced, reader, self._clock, room, index=index, number=first + index, call_id=call_id)
+            for index, call_id in enumerate(
+                [e.call.call_id for e in earlier] or [new_call_id() for _ in range(request.n)]
+            )
+        ]
+        self._check_abilities(request, model, choices[0])
+        opening = Opening(
+            call_id=choices[0].call_id,
+            model=model,
+            created=choices[0].start_ns // 10**9,
+            prompt_tokens=len(place.prompt_ids) + len(forced),
+        )
+        stream = _Stream(asked, opening)
+        if earlier:
+            answers = [_tell_again(choice, live.call, stream) for choice, live in zip(choices, earlier, strict=True)]
+        else:
+            answers = await _each(self._sample(choice, stream) for choice in choices)
+        if asked.dialect is responses:
+            asked.exchange.responses[responses.response_id(choices[0].call_id)] = responses.kept(request, answers[0])
+        return stream.end(answers)
+
+    def _record_images(self, attempt: Attempt, place: Place) -> None:
+        """Each image once, before the first call that shows it."""
+        for image in (one.image for one in place.media if one.image.sha256 not in attempt.forest.images_recorded):
+            attempt.forest.images_recorded.add(image.sha256)
+            rollout_id, attempt_id = attempt.address.rollout_id, attempt.address.attempt_id
+            self._record(
+                media_span(
+                    rollout_id,
+                    attempt_id,
+                    image.sha256,
+                    data=image.data,
+                    media_type=image.media_type,
+                    at_ns=self._clock(),
+                )
+            )
+
+    async def _sample(self, choice: "_Choice", stream: "_Stream") -> Answer:
+        asked, generation = choice.asked, choice.generation
+
+        def take(tokens: Tokens) -> bool:
+            asked.attempt.tokens_received += len(tokens.token_ids)
+            stream.add(choice.index, choice.push(tokens))
+            return not choice.ended
+
+        ended = False
+        try:
+            await self._router.generate(
+                asked.model,
+                choice.place.prompt_ids,
+                choice.sampling,
+                generation,
+                request_id=choice.call_id,
+                stream=choice.watched,
+                home=choice.home,
+                media=choice.place.media,
+                encoded=None if choice.place.prompt is None else choice.place.prompt.encoded,
+                take=take,
+            )
+            ended = True
+        finally:
+            if not ended and generation.token_ids:
+                self._record(choice.lost())
+                self._counters["undelivered"] += 1
+        # From here to the end nothing waits, so what an engine handed over is never lost to a cancellation.
+        answer, deltas = choice.finish()
+        told = choice.end(stream, answer, deltas)
+        self._count_ignored(asked.request.ignored_fields)
+        call = choice.call()
+        asked.exchange.calls.append((call, choice.told() | {semconv.OUTPUT_MESSAGES: [answer.message()]}))
+        prompt = asked.request.prompt
+        text = None if prompt is None else (asked.model, prompt)
+        thought = partial(message_fingerprint.thought_of, answer.reasoning)
+        asked.exchange.commits.append(
+            Answered(choice.place, call, answer.message(), bool(answer.reasoning), generation.served_by, text, thought)
+        )
+        return told
+
+    async def _relay(self, asked: Asked) -> bytes:
+        """Ask a chat backend for each choice. Its answers come whole, and are streamed as such."""
+        attempt, request, model = asked.attempt, asked.request, asked.model
+        place = attempt.forest.find_turn(model, request.messages, request.tools)
+        if earlier := _earlier(asked):
+            call_ids = [one.live.call.call_id for one in earlier]
+            told = [relayed_calls.told_again(one.live.call, one.said) for one in earlier]
+        else:
+            first = attempt.take_numbers(request.n)
+            self._count_fork(place)
+            call_ids = [new_call_id() for _ in range(request.n)]
+            told = await _each(
+                self._ask(asked, place, first + index, index, call_id) for index, call_id in enumerate(call_ids)
+            )
+        if asked.dialect is chat_completions and not request.stream:
+            return chat_completions.merge([answer.body for answer in told])
+        answers = [relayed_calls.answer_of(answer) for answer in told]
+        if asked.dialect is responses:
+            asked.exchange.responses[responses.response_id(call_ids[0])] = responses.kept(request, answers[0])
+        opening = Opening(
+            call_id=call_ids[0],
+            model=model,
+            created=int(time.time()),
+            prompt_tokens=relayed_calls.prompt_tokens(told[0]),
+        )
+        stream = _Stream(asked, opening)
+        for index, answer in enumerate(answers):
+            stream.add(index, relayed_calls.deltas(answer))
+            stream.stop(index, answer)
+        return stream.end(answers)
+
+    async def _ask(self, asked: Asked, by_messages: Place, number: int, index: int, call_id: str) -> ChatAnswer:
+        attempt, request, model = asked.attempt, asked.request, asked.model
+        fields = request.fields if asked.dialect is chat_completions else relayed_calls.fields_of(request)
+        # What an attempt publishes is about its policy: a judge beside it keeps the temperature that it was given.
+        policy = model == self._router.policy
+        fields = {**attempt.info.sampling_defaults, **fields} if policy else fields
+        sent = relayed_calls.body_of(fields, attempt.info.sampling if policy else {}, index)
+        start_ns = self._clock()
+        answer = await self._router.complete(model, sent)
+        # As in `_sample`, nothing waits from here to the end.
+        place = relayed_calls.placed(by_messages, answer, request)
+        if by_messages.fork is None:
+            self._count_fork(place)
+        call = relayed_calls.call_of(
+            answer,
+            place,
+            attempt.address,
+            sent,
+            call_id=call_id,
+            number=number,
+            agent=asked.agent,
+            model=model,
+            start_ns=start_ns,
+            end_ns=self._clock(),
+        )
+        self._count_ignored([*request.ignored_fields, *answer.ignored_fields])
+        more = relayed_calls.attributes(answer, place, request, asked.dialect.NAME, sent) | told_for_others(asked)
+        asked.exchange.calls.append((call, more))
+        asked.exchange.commits.append(
+            Answered(place, call, relayed_calls.message_of(answer), relayed_calls.reasoned(answer))
+        )
+        return answer
+
+    def _check_abilities(self, request: Request, model: str, choice: "_Choice") -> None:
+        for name in self._router.lacking(model, choice.sampling, choice.place.media):
+            field = next((field for field in _ASKED_BY.get(name, ()) if field in request.fields), name)
+            raise GatewayError(
+                400,
+                f"{field} is not supported by the engine of model {model!r}; leave it out",
+                param=field,
+                kind="unsupported_parameter",
+            )
+
+    def _count_fork(self, place: Place) -> None:
+        if place.fork is not None:
+            self._counters[f"fork_{place.fork.cause}"] += 1
+
+    def _count_ignored(self, fields: list[str]) -> None:
+        if fields:
+            self._counters["ignored_fields"] += len(fields)
+
+
+class _Choice:
+    """One answer while it is sampled. It begins with the tokens `forced`, which nobody samples."""
+
+    def __init__(
+        self,
+        asked: Asked,
+        place: Place,
+        forced: list[int],
+        reader: Reader,
+        clock: Clock,
+        room: int | None,
+        *,
+        index: int,
+        number: int,
+        call_id: str,
+    ) -> None:
+        request, info = asked.request, asked.attempt.info
+        self.asked = asked
+        self.index = index
+        self.call_id = call_id
+        self.sampling = effective(
+            request.sampling,
+            info.sampling,
+            defaults=info.sampling_defaults,
+            room=room,
+            seed_key=info.seed_key,
+            number=number,
+        )
+        self.generation = Generation()
+        one_tool_call = bool(request.callable_tools) and not request.parallel_tool_calls
+        # An engine that nobody watches answers whole, which costs it and us less.
+        self.watched = request.stream or bool(self.sampling.stop) or one_tool_call
+        self._reader = reader
+        self._parser: AnswerParser | None = None
+        if self.watched or forced:
+            self._parser = AnswerParser(
+                reader,
+                self.call_id,
+                place.prompt_ids,
+                request.callable_tools,
+                prefix_ids=forced,
+                stop=self.sampling.stop or (),
+                parallel_tool_calls=not one_tool_call,
+                logprobs=request.logprobs,
+            )
+        self._begun = request.begun  # which the client has, and is not told again
+        self._told = ""
+        self.place = place
+        if forced:
+            added_ids, prompt_ids = place.added_ids + forced, place.prompt_ids + forced
+            self.place = replace(place, added_ids=added_ids, prompt_ids=prompt_ids, prompt=None)
+        self._number = number
+        self._clock = clock
+        self.start_ns = clock()
+
+    def push(self, tokens: Tokens) -> list[Delta]:
+        """What some more tokens add; one by one, so that the recorded tokens give the same events again."""
+        deltas: list[Delta] = []
+        if self.watched and self._parser is not None:
+            for index, token in enumerate(tokens.token_ids):
+                logprobs = None if tokens.logprobs is None else [tokens.logprobs[index]]
+                deltas += self._parser.push([token], logprobs)
+        return self._new(deltas)
+
+    @property
+    def home(self) -> Engine | None:
+        """The engine that has the conversation so far in its cache; samples of one prompt begin a new one each."""
+        before = self.place.continued
+        return None if before is None or self.asked.request.n > 1 else before.served_by
+
+    @property
+    def ended(self) -> bool:
+        """Whether a stop string has matched, or the one tool call that is wanted is complete."""
+        return self._parser is not None and self._parser.ended
+
+    @property
+    def overshoot(self) -> int:
+        """How many tokens were sampled past that."""
+        return 0 if self._parser is None else self._parser.overshoot
+
+    def finish(self) -> tuple[Answer, list[Delta]]:
+        """The answer, now that all is sampled, and what of it was not streamed yet."""
+        generation, parser = self.generation, self._parser
+        finish_reason = generation.finish_reason or "stop"
+        if parser is None:
+            answer = self._reader.parse(
+                self.call_id,
+                self.place.prompt_ids,
+                generation.token_ids,
+                generation.logprobs,
+                finish_reason,
+                self.asked.request.callable_tools,
+            )
+            return answer, []
+        if not self.watched:
+            parser.push(generation.token_ids, generation.logprobs)
+        answer, deltas = parser.finish(finish_reason)
+        generation.keep(len(generation.token_ids) - parser.overshoot)
+        generation.finish_reason = answer.finish_reason
+        return answer, deltas
+
+    def end(self, stream: "_Stream", answer: Answer, deltas: list[Delta]) -> Answer:
+        """Tell the end of the answer, and give what of it the client hears: all but what it has begun itself."""
+        stream.add(self.index, self._new(deltas))
+        told = replace(answer, content=answer.content[self._begun_in(answer.content) :])
+        stream.stop(self.index, told)
+        return told
+
+    def _new(self, deltas: list[Delta]) -> list[Delta]:
+        """The deltas without what the client has begun itself."""
+        if not self._begun:
+            return deltas
+        new: list[Delta] = []
+        for delta in deltas:
+            if delta.kind == "content":
+                self._told += delta.text
+                start = min(len(delta.text), max(0, self._begun_in(self._told) - len(self._told) + len(delta.text)))
+                new.append(replace(delta, text=delta.text[start:]))
+            else:
+                new.append(delta)
+        return [delta for delta in new if delta.text or delta.kind == "tool_call" or delta.logprobs]
+
+    def _begun_in(self, content: str) -> int:
+        """How long the beginning is of a content that stands in it, or begins with it; formats strip its front."""
+        for begun in (self._begun, self._begun.lstrip()):
+            if content.startswith(begun) or begun.startswith(content):
+                return len(begun)
+        return 0
+
+    def call(self, *, delivered: bool = True) -> Call:
+        """The record of what was sampled."""
+        attempt, generation, parent = self.asked.attempt, self.generation, self.place.parent
+        return Call(
+            call_id=self.call_id,
+            rollout_id=attempt.address.rollout_id,
+            attempt_id=attempt.address.attempt_id,
+            number=self._number,
+            parent_id=None if parent is None else parent.call.call_id,
+            agent=self.asked.agent,
+            model=self.asked.model,
+            prompt_ids=self.place.added_ids,
+            media=self.place.added_media,
+            response_ids=generation.token_ids,
+            logprobs=generation.logprobs,
+            logprob_kind=generation.logprob_kind,
+            versions=generation.versions,
+            temperature=self.sampling.temperature if self.sampling.temperature is not None else 1.0,
+            finish_reason=generation.finish_reason or "abort",
+            delivered=delivered,
+            overshoot=self.overshoot,
+            start_ns=self.start_ns,
+            end_ns=self._clock(),
+        )
+
+    def told(self) -> dict[str, Any]:
+        """What the span says beside the call, but for the answer."""
+        request = self.asked.request
+        more: dict[str, Any] = {
+            semconv.REQUEST_MODEL: request.model,
+            semconv.DIALECT: self.asked.dialect.NAME,
+            semconv.INPUT_TOKENS: len(self.place.prompt_ids),
+            semconv.OUTPUT_TOKENS: len(self.generation.token_ids),
+            semconv.INPUT_MESSAGES: self.place.new_messages,
+            semconv.SAMPLING_REQUESTED: msgspec.to_builtins(request.sampling),
+            semconv.SAMPLING_EFFECTIVE: msgspec.to_builtins(self.sampling),
+        }
+        if request.ignored_fields:
+            more[semconv.IGNORED_FIELDS] = request.ignored_fields
+        return more | told_for_others(self.asked) | self.place.attributes()
+
+    def lost(self) -> Span:
+        """The record of what was sampled for an answer that is never given."""
+        return to_span(self.call(delivered=False), **self.told())
+
+
+class _Stream:
+    """An answer on its way out: event by event into the exchange where the client streams, else whole at its end.
+
+    The first token that comes brings the answer's beginning, so that what is refused before is an error of its own. How
+    the choices ended is said in the last bytes, after the calls were recorded: many clients read no further than that.
+    """
+
+    def __init__(self, asked: Asked, opening: Opening) -> None:
+        self._asked = asked
+        self._opening = opening
+        self._events = asked.dialect.events(asked.request, opening) if asked.request.stream else None
+        self._begun = False
+        self._stops: list[bytes] = []
+
+    def add(self, index: int, deltas: Iterable[Delta]) -> None:
+        """More of choice `index`."""
+        if self._events is not None:
+            self._begin(self._events)
+            for delta in deltas:
+                self._asked.exchange.write(self._events.delta(index, delta))
+
+    def stop(self, index: int, answer: Answer) -> None:
+        """Choice `index` is complete."""
+        if self._events is not None:
+            self._begin(self._events)
+            self._stops.append(self._events.stop(index, answer))
+
+    def end(self, answers: list[Answer]) -> bytes:
+        """The last bytes of the answer."""
+        if self._events is None:
+            return self._asked.dialect.serialize(self._asked.request, self._opening, answers)
+        return b"".join(self._stops) + self._events.end(answers)
+
+    def _begin(self, events: Events) -> None:
+        if not self._begun:
+            self._begun = True
+            self._asked.exchange.write(events.start())
+
+
+def _new_text(request: Request) -> int:
+    """About how many characters a request's messages hold that were not read before."""
+    size = 0
+    for message in request.messages[request.known :]:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [content]
+        size += sum(len(part) if isinstance(part, str) else len(str(part)) for part in parts)
+    return size
+
+
+def _room(request: Request, prompt_tokens: int) -> int | None:
+    """How many tokens `max_context_tokens` leaves for the answer. Raises GatewayError where it leaves none."""
+    limit = request.max_context_tokens
+    if limit is not None and limit <= prompt_tokens:
+        raise GatewayError(
+            400,
+            f"max_context_tokens is {limit}, and the messages are {prompt_tokens} tokens: there is no room to answer",
+            param="max_context_tokens",
+            code="context_length_exceeded",
+        )
+    return None if limit is None else limit - prompt_tokens
+
+
+def told_for_others(asked: Asked) -> dict[str, Any]:
+    """What a span says so that another gateway, or this one started again, can go on behind its call, and answer a
+    retry of it."""
+    more: dict[str, Any] = {semconv.REQUEST: asked.exchange.body_key.hex()}
+    if isinstance(asked.request.prompt, list):
+        more[semconv.PROMPT_AS_IDS] = True
+    if asked.dialect is responses and (instructed := responses.instructed(asked.request)):
+        more[semconv.INSTRUCTIONS] = instructed
+    return more
+
+
+def _parsed(dialect: Dialect, said: Said, attempt: Attempt) -> Request:
+    """The request, with the conversation that it goes on with by an earlier response's id."""
+    if said.read:
+        with suppress(GatewayError):  # which names places among the new messages
+            return chat_completions.parse(said.fields, said.read)
+    if dialect is not responses:
+        return dialect.parse(said.whole())
+    request = responses.parse(said.fields, attempt.responses)
+    previous = responses.previous(said.fields)
+    if previous is None:
+        return request
+    if previous not in attempt.responses:
+        raise responses.unknown_previous(previous)
+    return responses.continued(request, attempt.responses[previous])
+
+
+def _check_images(request: Request, renderer: Renderer) -> None:
+    """Raises GatewayError(400) for images that no prompt can hold: of a model that reads text, or not of a data URL."""
+    if renderer.vision is not None:
+        for where, url in images.urls(request.messages):
+            images.check(where, url)
+        return
+    for index, message in enumerate(request.messages[request.known :], start=request.known):
+        if isinstance(message.get("content"), list):
+            raise GatewayError(
+                400,
+                f"message {index} holds an image; this model takes text",
+                param=f"messages[{index}].content",
+                kind="unsupported_parameter",
+            )
+
+
+def _find(asked: Asked, renderer: Renderer, told: dict[str, Any]) -> tuple[Renderer, Place]:
+    """What renders a request, which was `told` so much for it alone, and the request's place."""
+    attempt, request, model = asked.attempt, asked.request, asked.model
+    if request.prompt is None:
+        return renderer, attempt.forest.find_place(model, request.asked, request.tools, renderer, told)
+    return renderer, attempt.forest.find_raw_prompt(model, request.prompt, PlainText(renderer))
+
+
+def _other_kwargs(request: Request, renderer: Renderer) -> tuple[dict[str, Any], str]:
+    """What a request's prompt is to be rendered with that others are not, and the field that says so. Raises
+    GatewayError(400) for what says nothing."""
+    asked, field = request.fields.get(_KWARGS) or {}, _KWARGS
+    if not isinstance(asked, dict):
+        raise GatewayError(400, f"{field} is no object", param=field)
+    if isinstance(thinks := request.fields.get(_THINKS), bool):
+        asked, field = {_THINKS: thinks, **asked}, field if asked else _THINKS
+    known = renderer.chat_template_kwargs
+    other = {name: value for name, value in asked.items() if name not in known or known[name] != value}
+    return ({} if request.prompt is not None else other), field
+
+
+def _is_known(request: Request, renderer: Renderer) -> bool:
+    """Whether what renders a request's prompt is made already."""
+    other, _ = _other_kwargs(request, renderer)
+    return not other or renderer.knows(other)
+
+
+def _check_told(request: Request, attempt: Attempt, renderer: Renderer) -> None:
+    """Raises GatewayError(400) for a request whose attempt has its prompts rendered in too many ways."""
+    other, field = _other_kwargs(request, renderer)
+    if not other:
+        return
+    way = written(other)
+    if way not in attempt.ways and len(attempt.ways) >= _WAYS:
+        raise GatewayError(
+            400,
+            f"{field}: this attempt has asked for {_WAYS} other ways to render its prompts, which is the most; "
+            "it may use those again",
+            param=field,
+            kind="unsupported_parameter",
+        )
+    attempt.ways.add(way)
+
+
+def _told(request: Request, renderer: Renderer) -> tuple[Renderer, dict[str, Any]]:
+    """What renders a request's prompt, and what it is told for it alone. Raises GatewayError(400) for what it cannot
+    be told."""
+    other, field = _other_kwargs(request, renderer)
+    if not other:
+        return renderer, {}
+    try:
+        return renderer.told(other), other
+    except (ValueError, TypeError) as error:
+        if other == {_THINKS: False}:  # which a format that never thinks cannot be told
+            return renderer, {}
+        known = renderer.chat_template_kwargs
+        raise GatewayError(
+            400,
+            f"{field}: {' '.join(str(error).split())[:300]}; prompts are rendered with {dict(known)} here: "
+            "actor_rollout_ref.rollout.multi_turn.chat_template_kwargs, `serve --chat-template-kwargs`",
+            param=field,
+            kind="unsupported_parameter",
+        ) from error
+
+
+def _forced(request: Request, place: Place, renderer: Renderer) -> list[int]:
+    """The tokens with which an answer begins that must be a tool call, or that its client has begun.
+
+    Raises GatewayError(400) where the format has no such tokens.
+    """
+    choice = request.tool_choice
+    forces = choice not in ("auto", "none") and request.tools
+    if request.prefill:
+        begun = renderer.begun(place.prompt_ids, request.begun)
+        if begun is None or forces or any(mark in request.begun for mark in _MARKS):
+            why = "in this model's chat format" if begun is None else "into a call" if forces else "from chat markup"
+            where = f"messages[{len(request.messages) - 1}]"
+            raise GatewayError(400, f"{where}: an answer cannot be continued {why}", param=where)
+        return begun
+    if not forces:
+        return []
+    name = choice.name if isinstance(choice, NamedTool) else None
+    forced = renderer.forced(place.prompt_ids, request.tools or [], name)
+    if forced is None:
+        raise GatewayError(
+            400,
+            "tool_choice cannot be forced in this model's chat format; use auto or none",
+            param="tool_choice",
+            kind="unsupported_parameter",
+        )
+    return forced
+
+
+def _earlier(asked: Asked) -> list[Recorded]:
+    """What was answered to a retried request before its attempt came here, choice by choice; empty if nothing was."""
+    earlier = asked.exchange.earlier[-asked.request.n :]
+    return earlier if len(earlier) == asked.request.n else []
+
+
+def _tell_again(choice: _Choice, call: Call, stream: _Stream) -> Answer:
+    """An answer that was recorded already, for a retry of its request: nothing is sampled, nothing recorded twice."""
+    generation = choice.generation
+    generation.token_ids, generation.logprobs = list(call.response_ids), call.logprobs
+    generation.finish_reason = call.finish_reason
+    stream.add(choice.index, choice.push(Tokens(call.response_ids, call.logprobs)))
+    answer, deltas = choice.finish()
+    return choice.end(stream, answer, deltas)
+
+
+async def _each(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Every result, in order; the first failure is raised only when all have ended, so that none is lost."""
+    first, *others = work
+    if not others:
+        return [await first]
+    results = await asyncio.gather(first, *others, return_exceptions=True)
+    for failed in (result for result in results if isinstance(result, BaseException)):
+        raise failed
+    return [result for result in results if not isinstance(result, BaseException)]

@@ -1,0 +1,67 @@
+"""One request and its answer, between the work that makes the answer and the clients that wait for it.
+
+The work may be followed by several clients, one after the other or at once, since retries join it: so what is written
+is kept, and each follower reads it from the start. The last bytes of an answer are the result of the work's task: they
+leave only after the calls are recorded.
+"""
+
+import asyncio
+from typing import Any
+
+from lightning_rl_adapters.call import Call
+from lightning_rl_adapters.ids import new_call_id
+from lightning_rl_proxy.forest.nodes import Answered, Recorded
+
+
+class Exchange:
+    """`pieces` are the bytes of a streamed answer so far; `stream` says whether the client asked for such.
+
+    `calls` are what is to be recorded; `commits` what can be continued once it is delivered, and `responses` the
+    conversations that a client may go on with by a response's id. `earlier`: of a retry, what was answered to the same
+    body at another gateway, or here before a restart.
+    """
+
+    def __init__(self, body_key: bytes) -> None:
+        self.body_key = body_key
+        self.request_id = f"req_{new_call_id()}"
+        self.task: asyncio.Task[bytes] | None = None
+        self.model = ""
+        self.stream = False
+        self.pieces: list[bytes] = []
+        self.calls: list[tuple[Call, dict[str, Any]]] = []
+        self.commits: list[Answered] = []
+        self.responses: dict[str, list[dict[str, Any]]] = {}
+        self.earlier: list[Recorded] = []
+        self.followers = 0  # clients that wait for the answer
+        self.grace: asyncio.Task[None] | None = None  # runs while nobody waits for it
+        self.client_gone = False
+        self.recorded = False
+        self._followed: list[asyncio.Future[bool]] = []  # what its followers wait for
+
+    def write(self, piece: bytes) -> None:
+        """Add to the answer, and wake whoever follows it."""
+        if piece:
+            self.pieces.append(piece)
+            self.wake()
+
+    def wake(self, _ended: object = None) -> None:
+        """Let whoever follows it look again."""
+        for follower in self._followed:
+            _settle(follower, True)
+        self._followed.clear()
+
+    async def changed(self, seconds: float) -> bool:
+        """Wait for more of the answer, or until it is waked; False where the time passed first."""
+        loop = asyncio.get_running_loop()
+        follower: asyncio.Future[bool] = loop.create_future()
+        self._followed.append(follower)
+        timer = loop.call_later(seconds, _settle, follower, False)
+        try:
+            return await follower
+        finally:
+            timer.cancel()
+
+
+def _settle(follower: "asyncio.Future[bool]", changed: bool) -> None:
+    if not follower.done():
+        follower.set_result(changed)

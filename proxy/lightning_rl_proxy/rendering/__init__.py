@@ -1,0 +1,1 @@
+"""Messages to token ids and back: renderers, chat templates, parsing, images."""

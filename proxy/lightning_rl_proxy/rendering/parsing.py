@@ -1,0 +1,440 @@
+"""Sampled tokens -> what they add to an answer, as they come.
+
+What has been told is always the beginning of what the reader makes of the whole answer. So only the regular course of
+a format is followed (reasoning, text, calls); after anything else nothing more is told before the end.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import msgspec
+
+from lightning_rl_proxy.rendering.renderers import Answer, Delta, FastTokenizer, Markup, TokenLogprob
+
+Channel = Literal["content", "reasoning"]
+State = Literal["start", "reasoning", "content", "calls", "held", "over"]
+
+_log = logging.getLogger(__name__)
+_INCOMPLETE = "\ufffd"  # what an unfinished character decodes to
+_CHARACTER = 4  # tokens that an unfinished character can be in at most
+
+
+class Reader(Protocol):
+    """What can read sampled tokens: a `Renderer`, or what takes them as mere text."""
+
+    stop_token_ids: list[int]
+    tokenizer: FastTokenizer
+
+    @property
+    def markup(self) -> Markup | None:
+        """What can be followed while an answer comes; None where it can only be parsed as a whole."""
+        ...
+
+    def parse(
+        self,
+        call_id: str,
+        prompt_ids: list[int],
+        response_ids: list[int],
+        logprobs: list[float] | None,
+        finish_reason: str,
+        tools: Sequence[dict[str, Any]] | None,
+    ) -> Answer:
+        """The answer that the sampled ids mean. Without tools there is nothing to call: markup of calls is content."""
+        ...
+
+    def encode_behind(self, text: str) -> list[int]:
+        """The ids of `text` in the middle of a conversation."""
+        ...
+
+
+class AnswerParser:
+    """Sampled tokens of one answer -> deltas as they come, and at last the Answer.
+
+    `prefix_ids` are the forced tokens with which the answer begins; they stand behind `prompt_ids`, and nobody sampled
+    them. After `ended` (a stop string has matched; with `parallel_tool_calls=False`, the first tool call is complete)
+    tokens are only counted, as `overshoot`: they belong to no answer.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        call_id: str,
+        prompt_ids: list[int],
+        tools: Sequence[dict[str, Any]] | None,
+        *,
+        prefix_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        parallel_tool_calls: bool = True,
+        logprobs: bool = False,
+    ) -> None:
+        self.ended = False
+        self.overshoot = 0
+        self._reader = reader
+        self._call_id = call_id
+        self._prompt_ids = prompt_ids
+        self._tools = tools
+        self._prefix_ids = list(prefix_ids)
+        self._parallel = parallel_tool_calls
+        self._wants_logprobs = logprobs
+        self._kept: list[int] = []
+        self._followed = 0  # of the kept tokens; the rest may be the beginning of a stop string
+        self._logprobs: list[float] | None = []
+        self._logged = 0  # of the logprobs, told
+        self._told: dict[Channel, str] = {"content": "", "reasoning": ""}
+        self._calls_told = 0
+        self._match: _Match | None = None
+        tokenizer, markup = reader.tokenizer, reader.markup
+        if markup is not None and not tools:
+            markup = markup.without_calls()
+        stops = [text for text in stop if text]
+        self._stops = _StopStrings(stops, reader) if stops else None
+        self._course = None
+        self._alone = tokenizer.added_ids
+        self._one_by_one = bool(stops)
+        if markup is not None:
+            self._course = _Course(markup, tokenizer.decode, reasons=self._prompt_opens_reasoning(markup))
+            self._alone = self._alone.union(markup.tokens, markup.ends)
+            # Where marks are mere text, any token may complete one.
+            self._one_by_one |= len(markup.tokens) < len(markup.marks())
+        self._waiting = [delta for run in self._runs(self._prefix_ids) for delta in self._follow(run)]
+
+    def push(self, token_ids: list[int], logprobs: list[float] | None) -> list[Delta]:
+        """The deltas of some more tokens. What comes after the answer's end is counted as `overshoot`."""
+        deltas, self._waiting = self._waiting, []
+        place = 0
+        for run in self._runs(token_ids):
+            if self.ended:
+                break
+            place += len(run)
+            deltas += self._keep(run, None if logprobs is None else logprobs[place - len(run) : place])
+        self.overshoot += len(token_ids) - place
+        return deltas
+
+    def finish(self, finish_reason: str) -> tuple[Answer, list[Delta]]:
+        """The whole answer, and the deltas that were held back."""
+        meant = self._prefix_ids + self._kept
+        if self._match is not None:
+            meant = self._prefix_ids + self._kept[: self._followed]
+            meant += self._reader.encode_behind(self._match.partial) if self._match.partial else []
+        answer = msgspec.structs.replace(
+            self._parse(meant, "stop" if self.ended else finish_reason),
+            token_ids=self._kept,
+            logprobs=self._logprobs,
+            output_tokens=len(self._kept),
+            stop_match=None if self._match is None else self._match.stop,
+        )
+        self._followed = len(self._kept)
+        deltas = self._waiting + self._tell("reasoning", self._rest("reasoning", answer.reasoning or ""))
+        deltas += self._tell("content", self._rest("content", answer.content))
+        deltas += self._tell_calls(answer.tool_calls)
+        if left := self._take_logprobs():
+            deltas.append(Delta(kind="content", logprobs=left))
+        return answer, deltas
+
+    def _runs(self, token_ids: Sequence[int]) -> Iterator[list[int]]:
+        """The tokens in pieces that mean one thing: marks alone, plain text together."""
+        run: list[int] = []
+        for token in token_ids:
+            if self._one_by_one or token in self._alone:
+                if run:
+                    yield run
+                    run = []
+                yield [token]
+            else:
+                run.append(token)
+        if run:
+            yield run
+
+    def _keep(self, run: list[int], logprobs: list[float] | None) -> list[Delta]:
+        self._kept += run
+        if logprobs is None:
+            self._logprobs = None
+        elif self._logprobs is not None:
+            self._logprobs += logprobs
+        if self._stops is None:
+            self._followed += len(run)
+            return self._follow(run)
+        certain, self._match = self._stops.push(run[0])
+        deltas: list[Delta] = []
+        for token in certain:
+            self._followed += 1
+            deltas += self._follow([token])
+            if self.ended:
+                self._drop_queued()
+                return deltas
+        self.ended = self._match is not None
+        return deltas
+
+    def _drop_queued(self) -> None:
+        """The answer ended before the tokens that might have begun a stop string."""
+        self._match = None
+        self.overshoot += len(self._kept) - self._followed
+        del self._kept[self._followed :]
+        if self._logprobs is not None:
+            del self._logprobs[self._followed :]
+
+    def _follow(self, run: list[int]) -> list[Delta]:
+        """The deltas of tokens that belong to the answer for certain."""
+        if self._course is None:
+            if not self._parallel and run[0] in self._reader.tokenizer.added_ids:
+                self.ended = bool(self._calls_so_far())
+            return []
+        deltas: list[Delta] = []
+        for channel, text in self._course.push(run):
+            deltas += self._tell(channel, text)
+        if self._course.closed_call and (self._course.state == "calls" or not self._parallel):
+            calls = self._calls_so_far()
+            self.ended = bool(calls) and not self._parallel
+            deltas += self._tell_calls(calls)
+        return deltas
+
+    def _prompt_opens_reasoning(self, markup: Markup) -> bool:
+        return markup.reasoning is not None and bool(self._parse(self._reader.encode_behind("x"), "stop").reasoning)
+
+    def _calls_so_far(self) -> list[dict[str, Any]]:
+        return self._parse(self._prefix_ids + self._kept[: self._followed], "stop").tool_calls
+
+    def _parse(self, ids: list[int], finish_reason: str) -> Answer:
+        return self._reader.parse(self._call_id, self._prompt_ids, ids, None, finish_reason, self._tools)
+
+    def _tell(self, channel: Channel, text: str) -> list[Delta]:
+        if not text:
+            return []
+        self._told[channel] += text
+        return [Delta(kind=channel, text=text, logprobs=self._take_logprobs())]
+
+    def _tell_calls(self, calls: list[dict[str, Any]]) -> list[Delta]:
+        new = range(self._calls_told, len(calls))
+        self._calls_told = len(calls)
+        return [Delta(kind="tool_call", tool_call=calls[i], tool_index=i, logprobs=self._take_logprobs()) for i in new]
+
+    def _take_logprobs(self) -> list[TokenLogprob] | None:
+        """Those of the tokens since the last time."""
+        if not self._wants_logprobs or self._logprobs is None:
+            return None
+        new = slice(self._logged, self._followed)
+        self._logged = self._followed
+        texts = (self._reader.tokenizer.decode([token]) for token in self._kept[new])
+        return [TokenLogprob(text, logprob) for text, logprob in zip(texts, self._logprobs[new], strict=True)]
+
+    def _rest(self, channel: Channel, text: str) -> str:
+        told = self._told[channel]
+        if not text.startswith(told):
+            _log.error(
+                "the %s of call %s was streamed otherwise than it is recorded: its renderer's markup is wrong; "
+                "use another renderer for this model",
+                channel,
+                self._call_id,
+            )
+        return text[len(told) :]
+
+
+class _Course:
+    """Where in its format's regular course an answer is; gives out text that will stay where it is."""
+
+    def __init__(self, markup: Markup, decode: Callable[[list[int]], str], *, reasons: bool) -> None:
+        self.state: State = "reasoning" if reasons else "start"
+        self.closed_call = False  # by the tokens pushed last
+        self._markup = markup
+        self._marks = markup.marks()
+        self._textual = set(self._marks).difference(markup.tokens.values())
+        self._open, self._close = markup.reasoning or ("", "")
+        self._call, self._call_end = markup.calls or ("", "")
+        self._text = _Text(decode)
+        self._buffer = ""  # text that may be the beginning of a mark, or what stands before one
+        self._space = ""  # white space that goes if nothing follows it
+        self._bare = True  # of the state's text nothing but white space has come
+        self._may_open = reasons  # a prompt that opened reasoning may see it opened again
+
+    def push(self, run: list[int]) -> list[tuple[Channel, str]]:
+        """The text that a run of plain tokens, or one other token, adds."""
+        self.closed_call = False
+        if self.state == "over" or run[0] in self._markup.unseen:
+            return []
+        mark = self._markup.tokens.get(run[0])
+        if mark is None and run[0] not in self._markup.ends and run[0] not in self._markup.foreign:
+            return self._read(self._text.push(run))
+        told = self._read(self._text.flush())
+        if mark is not None:
+            told += self._say(self._buffer)
+            self._buffer = ""
+            self._text.after(run)
+            self._pass(mark)
+        elif run[0] in self._markup.ends:
+            self.state = "over"
+        elif self.state != "calls":
+            self.state = "held"
+        # Some parsers leave the mark out and join what stands around it, which may be the parts of one character.
+        return [] if self.state == "held" else told
+
+    def _read(self, text: str) -> list[tuple[Channel, str]]:
+        told: list[tuple[Channel, str]] = []
+        self._buffer += text
+        while found := self._first_mark():
+            place, mark = found
+            told += self._say(self._buffer[:place])
+            self._buffer = self._buffer[place + len(mark) :]
+            if mark in self._textual:
+                self._pass(mark)
+            elif self.state != "calls":
+                # Text that only looks like a mark is one to some parsers.
+                self.state = "held"
+        kept = _overlap(self._buffer, self._marks)
+        told += self._say(self._buffer[: len(self._buffer) - kept])
+        self._buffer = self._buffer[len(self._buffer) - kept :]
+        return told
+
+    def _first_mark(self) -> tuple[int, str] | None:
+        found = ((self._buffer.find(mark), mark) for mark in self._marks)
+        return min((place for place in found if place[0] >= 0), default=None)
+
+    def _pass(self, mark: str) -> None:
+        """Go on behind a mark."""
+        if mark == self._call_end:
+            self.closed_call = self.state in ("calls", "held")
+        if self.state == "calls" or self.state == "held":
+            return
+        state: State = "held"
+        opened_again = self.state == "reasoning" and self._may_open and self._bare
+        if mark == self._open and (self.state == "start" or opened_again):
+            state, self._may_open = "reasoning", False
+        elif mark == self._close and self.state == "reasoning":
+            state = "content"
+        elif mark == self._call and self.state in ("start", "content"):
+            state = "calls"
+        self.state, self._space, self._bare = state, "", True
+
+    def _say(self, text: str) -> list[tuple[Channel, str]]:
+        if not text or self.state in ("calls", "held", "over"):
+            return []
+        text = self._space + text
+        said = text.rstrip()
+        self._space = text[len(said) :]
+        if not said:
+            return []
+        if self.state == "start":
+            if self._markup.bare_calls and said.lstrip().startswith("{"):
+                self.state = "held"
+                return []
+            self.state, self._bare = "content", not self._markup.keeps_space
+        if self._bare:
+            said, self._bare = said.lstrip(), False
+        return [("reasoning" if self.state == "reasoning" else "content", said)]
+
+
+class _Match(NamedTuple):
+    """A stop string, and the text before it in the token that it begins in."""
+
+    stop: str
+    partial: str
+
+
+class _Piece(NamedTuple):
+    """Tokens that give whole characters only together, their text, and its place in the answer's visible text."""
+
+    tokens: list[int]
+    start: int
+    text: str
+
+
+class _StopStrings:
+    """Looks for stop strings in the visible text; gives out tokens once they are part of none."""
+
+    def __init__(self, stops: list[str], reader: Reader) -> None:
+        self._stops = stops
+        self._longest = max(map(len, stops))
+        self._unseen = reader.tokenizer.special_ids.union(reader.stop_token_ids)
+        self._text = _Text(reader.tokenizer.decode)
+        self._tail = ""
+        self._length = 0  # of the visible text
+        self._tokens: list[int] = []  # the piece that is to come
+        self._piece = ""
+        self._queue: deque[_Piece] = deque()
+
+    def push(self, token: int) -> tuple[list[int], _Match | None]:
+        """The tokens that are now known to stand before any stop string, and the match that this token completes."""
+        self._tokens.append(token)
+        if token not in self._unseen:
+            self._piece += self._text.push([token])
+        if self._text.waiting:
+            return [], None
+        piece = _Piece(self._tokens, self._length, self._piece)
+        self._tokens, self._piece = [], ""
+        self._queue.append(piece)
+        window = self._tail + piece.text
+        begin = self._length - len(self._tail)
+        self._length += len(piece.text)
+        self._tail = window[max(0, len(window) - self._longest + 1) :]
+        found = ((window.find(stop), stop) for stop in self._stops)
+        first = min(((place + len(stop), place, stop) for place, stop in found if place >= 0), default=None)
+        if first is None:
+            return self._before(self._length - _overlap(window, self._stops)), None
+        _, place, stop = first
+        certain = self._before(begin + place)
+        cut = self._queue[0]
+        return certain, _Match(stop, cut.text[: begin + place - cut.start])
+
+    def _before(self, place: int) -> list[int]:
+        """Take the tokens whose text ends there at the latest."""
+        tokens: list[int] = []
+        while self._queue and self._queue[0].start + len(self._queue[0].text) <= place:
+            tokens += self._queue.popleft().tokens
+        return tokens
+
+
+class _Text:
+    """Token ids -> text, as soon as its characters are whole."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._context: list[int] = []  # some tokenizers write a space before a word unless it is the first
+        self._before = ""
+        self._pending: list[int] = []
+
+    @property
+    def waiting(self) -> bool:
+        """Whether tokens are pending whose character is not whole."""
+        return bool(self._pending)
+
+    def push(self, ids: list[int]) -> str:
+        """The text that is whole now."""
+        self._pending += ids
+        text = self._decode(self._context + self._pending)[len(self._before) :]
+        if not text.endswith(_INCOMPLETE):
+            self.after(self._pending)
+            return text
+        return self._settle(text) if len(self._pending) > 2 * _CHARACTER else ""
+
+    def flush(self) -> str:
+        """The text of all that is pending, whole or not."""
+        if not self._pending:
+            return ""
+        text = self._decode(self._context + self._pending)[len(self._before) :]
+        self.after(self._pending)
+        return text
+
+    def after(self, ids: list[int]) -> None:
+        """Go on behind these."""
+        self._pending = []
+        self._context = ids[-1:]
+        self._before = self._decode(self._context)
+
+    def _settle(self, text: str) -> str:
+        """All but the last character, whose tokens alone may still change."""
+        settled, last = self._pending[:-_CHARACTER], self._pending[-_CHARACTER:]
+        told = self._decode(self._context + settled)[len(self._before) :]
+        ahead = _Text(self._decode)
+        ahead.after(settled)
+        if told + ahead._decode(ahead._context + last)[len(ahead._before) :] != text:
+            return ""
+        self.after(settled)
+        self._pending = last
+        return told
+
+
+def _overlap(text: str, marks: Sequence[str]) -> int:
+    """The length of the longest end of `text` with which one of `marks` begins."""
+    lengths = (n for mark in marks for n in range(1, min(len(mark), len(text) + 1)) if text.endswith(mark[:n]))
+    return max(lengths, default=0)

@@ -1,0 +1,1 @@
+"""Which engine takes a call: routing, load, health."""

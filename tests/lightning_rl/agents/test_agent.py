@@ -1,0 +1,225 @@
+"""Agents: the decorated function stays a function, arguments come by name, rewards are checked."""
+
+import asyncio
+import math
+import pickle
+from collections.abc import Awaitable
+from typing import Any
+
+import cloudpickle
+import pytest
+
+import lightning_rl as lrl
+from lightning_rl.agents.agent import as_agent, run_agent
+from lightning_rl.agents.emit import emit_message, emit_reward
+from lightning_rl.agents.emitted import Emitted
+from lightning_rl.store.contract import Attempt, Claim, Rollout, RolloutConfig
+
+RESOURCE = {
+    "type": "llm", "model": "m", "base_url": "http://x/rollout/r1/attempt/a1/v1",
+    "anthropic_base_url": "http://x/rollout/r1/attempt/a1", "api_key": "key", "sampling_parameters": {"top_p": 0.9},
+}  # fmt: skip
+
+
+def claim(mode: Any = "train", **resources: dict[str, Any]) -> Claim:
+    rollout = Rollout(
+        rollout_id="r1", task={"n": 2}, mode=mode, status="running", group_id=None, agent=None, resources_id=None,
+        config=RolloutConfig(), metadata={}, attempt_count=1, created_at=0.0,
+    )  # fmt: skip
+    attempt = Attempt(
+        attempt_id="a1", rollout_id="r1", sequence=1, status="running", worker_id="w", lease_expires_at=1.0,
+        started_at=0.0,
+    )  # fmt: skip
+    return Claim(rollout=rollout, attempt=attempt, resources={"main_llm": RESOURCE} | resources)
+
+
+@lrl.rollout
+def doubles(task: dict[str, int], llm: lrl.LLM) -> float:
+    """Doubles."""
+    assert llm.base_url.endswith("/v1")
+    return 2.0 * task["n"]
+
+
+def test_a_decorated_function_is_still_that_function() -> None:
+    llm = lrl.LLM(model="m", base_url="http://x/v1", api_key="k")
+    assert doubles({"n": 4}, llm) == 8.0
+    assert doubles.__name__ == "doubles"
+    assert doubles.__doc__ == "Doubles."
+
+
+def test_arguments_are_injected_by_name() -> None:
+    seen: dict[str, Any] = {}
+
+    @lrl.rollout
+    def agent(task: Any, llm: lrl.LLM, judge: "lrl.LLM", resources: Any, rollout: Any, more: int = 3) -> float:
+        seen.update(llm=llm, judge=judge, resources=resources, rollout=rollout, more=more)
+        return 1.0
+
+    assert run_agent(agent, claim(judge=RESOURCE | {"model": "judge"})) == {"reward": 1.0}
+    assert (seen["llm"].model, seen["judge"].model, seen["more"]) == ("m", "judge", 3)
+    assert seen["rollout"].rollout_id == "r1"
+    assert isinstance(seen["resources"]["main_llm"], lrl.ProxyLLM)
+
+
+def test_a_parameter_that_nothing_fills_is_named_at_once() -> None:
+    with pytest.raises(TypeError, match="nothing fills parameter 'database'"):
+
+        @lrl.rollout
+        def agent(task: Any, llm: lrl.LLM, database: str) -> float:
+            return 0.0
+
+
+def test_async_functions_run() -> None:
+    @lrl.rollout
+    async def agent(task: dict[str, int], llm: lrl.LLM) -> float:
+        await asyncio.sleep(0)
+        emit_reward(0.5, name="style")
+        return 1.0
+
+    assert run_agent(agent, claim()) == {"style": 0.5, "reward": 1.0}
+
+
+def test_class_agents_resolve_their_llm_and_know_the_mode() -> None:
+    class Agent(lrl.Agent):
+        def rollout(self, task: Any, resources: Any, rollout: Any) -> float:
+            assert resources["main_llm"].resolve(rollout).api_key == "key"
+            return 1.0
+
+        async def validation_rollout(self, task: Any, resources: Any, rollout: Any) -> float:
+            return 0.25
+
+    assert run_agent(as_agent(Agent), claim()) == {"reward": 1.0}
+    assert run_agent(as_agent(Agent()), claim("val")) == {"reward": 0.25}
+
+
+@pytest.mark.parametrize("name", ["base_url", "anthropic_base_url", "api_key", "env"])
+def test_a_proxy_llm_says_how_to_come_by_what_an_llm_has(name: str) -> None:
+    policy = lrl.ProxyLLM(model="m")
+    with pytest.raises(AttributeError, match=rf'resources\["main_llm"\]\.resolve\(rollout\)\.{name}'):
+        getattr(policy, name)
+    with pytest.raises(AttributeError, match="'ProxyLLM' object has no attribute 'x'"):
+        _ = policy.x
+    assert not hasattr(policy, "base_url")
+
+
+def test_emitted_rewards_are_kept_by_name_the_last_wins() -> None:
+    @lrl.rollout
+    def agent(task: Any) -> None:
+        emit_reward(0.1)
+        emit_reward(0.9)
+
+    assert run_agent(agent, claim()) == {"reward": 0.9}
+
+
+def test_a_reward_of_a_call_is_never_the_final_one() -> None:
+    @lrl.rollout
+    def agent(task: Any) -> float | None:
+        emit_reward(0.5, call_id="chatcmpl-c1")
+        return task["returned"]  # type: ignore[no-any-return]
+
+    for returned, rewards in ((1.0, {"reward": 1.0}), (None, None)):
+        asked, emitted = claim(), Emitted("r1", "a1")
+        asked.rollout.task["returned"] = returned
+        assert run_agent(agent, asked, emitted=emitted) == rewards
+        assert [(reward.name, reward.value, reward.call_id) for reward in emitted.call_rewards] == [
+            ("reward", 0.5, "chatcmpl-c1")
+        ]
+
+
+def test_what_an_agent_emitted_before_it_failed_is_there() -> None:
+    def agent(task: Any) -> None:
+        emit_message("here")
+        emit_reward(0.5, call_id="msg_c1")
+        raise LookupError
+
+    emitted = Emitted("r1", "a1")
+    with pytest.raises(LookupError):
+        run_agent(as_agent(agent), claim(), emitted=emitted)
+    assert [reward.reward_id for reward in emitted.call_rewards] == ["a1-call-0"]
+    assert [span.name for span in emitted.spans] == ["lightning_rl.message", "lightning_rl.reward"]
+
+
+def test_returned_rewards_are_not_emitted_ones() -> None:
+    emitted = Emitted("r1", "a1")
+    assert run_agent(as_agent(lambda task: {"reward": 1, "style": 2}), claim(), emitted=emitted) == {
+        "reward": 1.0, "style": 2.0,
+    }  # fmt: skip
+    assert (emitted.rewards, emitted.spans) == ({}, [])
+
+
+def test_no_reward_is_none() -> None:
+    assert run_agent(as_agent(lambda task: None), claim()) is None
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, "1", [1.0]], ids=str)
+def test_what_is_no_finite_number_is_refused_with_the_rollouts_name(reward: Any) -> None:
+    with pytest.raises(ValueError, match="rollout r1: a reward must be a finite number"):
+        run_agent(as_agent(lambda task: reward), claim())
+
+
+def test_several_rewards_need_a_final_one_and_two_final_ones_are_refused() -> None:
+    assert run_agent(as_agent(lambda task: {"reward": 1, "style": 0.5}), claim()) == {"reward": 1.0, "style": 0.5}
+    with pytest.raises(ValueError, match="without one named 'reward'"):
+        run_agent(as_agent(lambda task: {"style": 0.5}), claim())
+
+    def two(task: Any) -> float:
+        emit_reward(1.0)
+        return 0.0
+
+    with pytest.raises(ValueError, match="rollout r1 has two final rewards"):
+        run_agent(as_agent(two), claim())
+
+
+def test_agents_of_modules_travel_by_reference_and_local_ones_by_value() -> None:
+    assert pickle.loads(cloudpickle.dumps(doubles)) is doubles
+    factor = 5
+
+    @lrl.rollout
+    def local(task: dict[str, int]) -> float:
+        return float(factor * task["n"])
+
+    assert pickle.loads(cloudpickle.dumps(local))({"n": 2}) == 10.0
+
+
+def test_a_runner_may_await_in_its_own_way() -> None:
+    @lrl.rollout
+    async def agent(task: Any) -> float:
+        return 1.0
+
+    def on_a_loop_of_its_own(awaitable: Awaitable[Any]) -> Any:
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(awaitable)
+        finally:
+            loop.close()
+
+    assert run_agent(agent, claim(), on_a_loop_of_its_own) == {"reward": 1.0}
+
+
+def test_an_llm_points_sdks_at_itself() -> None:
+    llm = lrl.LLM(
+        model="m", base_url="http://x/rollout/r/attempt/a/v1", anthropic_base_url="http://x/rollout/r/attempt/a",
+        api_key="secret",
+    )  # fmt: skip
+    assert llm.env()["OPENAI_BASE_URL"] == llm.base_url
+    assert llm.env()["ANTHROPIC_BASE_URL"] == llm.anthropic_base_url
+    assert llm.for_agent("writer").base_url == "http://x/rollout/r/attempt/a/agent/writer/v1"
+    assert llm.for_agent("writer").for_agent("critic").base_url == "http://x/rollout/r/attempt/a/agent/critic/v1"
+    assert "secret" not in repr(llm)
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    import subprocess
+    import sys
+
+    program = (
+        "import lightning_rl, sys; print([m for m in ('torch', 'transformers', 'sqlalchemy') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there_and_unknown_ones_are_named() -> None:
+    assert all(getattr(lrl, name) is not None for name in lrl.__all__)
+    assert set(lrl.__all__) <= set(dir(lrl))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = lrl.nonsense

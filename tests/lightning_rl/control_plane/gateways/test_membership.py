@@ -1,0 +1,258 @@
+"""A gateway among others: when it notes its calls, when it may answer, and what servers do for each other."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+import urllib3
+
+from lightning_rl.control_plane.gateways.cluster_rpc import ASKED, peer_key
+from lightning_rl.control_plane.gateways.membership import Fleet
+from lightning_rl.store import schema
+from lightning_rl.store.client import HttpStore
+from lightning_rl.store.contract import Finish, GatewayInfo, RolloutRequest
+from lightning_rl.store.errors import Conflict, StoreUnwritable
+from lightning_rl.store.sql import SqlStore
+from lightning_rl_proxy.errors import GatewayError
+from tests.lightning_rl.store.backends import served
+
+ME, OTHER = "me", GatewayInfo(gateway_id="other", url="http://other", notes_calls=True)
+NAME = ("r", "a")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SqlStore]:
+    with closing(SqlStore(f"sqlite:///{tmp_path / 'run.db'}")) as store:
+        claim = store.start(RolloutRequest(task=1, rollout_id="r"), "w")
+        store.gateways.announce(GatewayInfo(gateway_id=ME, url="http://me"), 600)
+        store.gateways.take("r", claim.attempt.attempt_id, ME)
+        yield store
+
+
+def name(store: SqlStore) -> tuple[str, str]:
+    return "r", store.rollout("r").attempts[0].attempt_id
+
+
+def unstored(store: SqlStore) -> bool:
+    """Whether the store says that it may lack calls."""
+    owner = store.gateways.owner(name(store)[1])
+    assert owner is not None
+    return owner.unstored
+
+
+def noted(store: SqlStore) -> list[bool]:
+    return [each.notes_calls for each in store.gateways.live() if each.gateway_id == ME]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+def within(store: SqlStore, work: Callable[[Fleet], Coroutine[Any, Any, None]], **fields: Any) -> None:
+    """Do some work with a gateway that renews its lease often; it holds the attempt, of which nothing is on its way."""
+
+    async def run() -> None:
+        fleet = Fleet(store, gateway_id=ME, url="http://me", every_seconds=0.02, **fields)
+        await fleet.join()
+        renewing = asyncio.create_task(fleet.run(lambda: (1, 2), lambda: [name(store)], lambda _: None))
+        try:
+            await work(fleet)
+        finally:
+            renewing.cancel()
+            await fleet.leave(stored=False)
+
+    asyncio.run(run())
+
+
+def test_alone_nothing_is_noted(store: SqlStore) -> None:
+    async def work(fleet: Fleet) -> None:
+        await fleet.begin(*name(store))
+        assert noted(store) == [False]
+
+    within(store, work)
+
+
+def test_when_another_comes_all_that_is_open_is_noted_and_later_calls_before_their_answers(store: SqlStore) -> None:
+    async def work(fleet: Fleet) -> None:
+        store.gateways.announce(OTHER, 600)
+        await until(lambda: noted(store) == [True])
+        store.gateways.note(ME, {name(store)[1]}, ())
+        assert unstored(store)
+        fleet.settle([name(store)])
+        await until(lambda: not unstored(store))
+        await fleet.begin(*name(store))
+        assert unstored(store)  # at once, when `begin` has returned
+        await fleet.begin(*name(store))
+
+    within(store, work)
+
+
+def test_when_the_others_are_gone_notes_end_after_the_store_has_heard_so(store: SqlStore) -> None:
+    async def work(fleet: Fleet) -> None:
+        store.gateways.announce(OTHER, 600)
+        await until(lambda: noted(store) == [True])
+        store.gateways.leave(OTHER.gateway_id)
+        await until(lambda: noted(store) == [False])
+        await until(lambda: not fleet._noting)
+
+    within(store, work)
+
+
+def test_a_call_of_an_attempt_that_another_has_is_not_answered(store: SqlStore) -> None:
+    async def work(fleet: Fleet) -> None:
+        store.gateways.announce(OTHER, 600)
+        await until(lambda: noted(store) == [True])
+        with pytest.raises(GatewayError) as refused:
+            await fleet.begin("r", "not-mine")
+        assert (refused.value.status, refused.value.retry) == (503, True)
+
+    within(store, work)
+
+
+def refusing(*_: Any) -> None:
+    raise StoreUnwritable("gone")
+
+
+class Hanging:
+    """A store's method that says nothing until `end`; then it fails. Of a test that fails it is the end, too."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self.end = self._over.set
+
+    def __enter__(self) -> "Hanging":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def __call__(self, *_: Any) -> None:
+        self._over.wait()
+        refusing()
+
+
+@pytest.mark.parametrize("how", ["refuses", "hangs"])
+def test_without_its_store_one_of_several_answers_until_its_lease_is_over(
+    store: SqlStore, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async def work(fleet: Fleet) -> None:
+        with Hanging() as hanging:
+            await broken(fleet, hanging)
+
+    async def broken(fleet: Fleet, hanging: Hanging) -> None:
+        store.gateways.announce(OTHER, 600)
+        await until(lambda: noted(store) == [True])
+        fleet.settle([name(store)])
+        await until(lambda: not unstored(store))
+
+        for what in ("announce", "note"):
+            monkeypatch.setattr(store.gateways, what, refusing if how == "refuses" else hanging)
+        fleet.check()
+        with pytest.raises(GatewayError):  # it waits, and no longer than the lease
+            await fleet.begin(*name(store))
+        with pytest.raises(GatewayError) as refused:
+            fleet.check()
+        assert (refused.value.status, refused.value.retry) == (503, True)
+        hanging.end()
+        monkeypatch.undo()
+        await until(lambda: fleet.lapsed)
+        with pytest.raises(GatewayError):  # until it is known what others have taken meanwhile
+            fleet.check()
+        fleet.lapsed = False
+        fleet.check()
+
+    within(store, work, lease_seconds=1.0)
+
+
+Pair = tuple[str, str, SqlStore]
+
+
+@pytest.fixture
+def pair(postgres_url: str, tmp_path: Path) -> Iterator[Pair]:
+    """The URLs of two servers of one store, and the store."""
+    with ExitStack() as opened:
+        urls = []
+        store = opened.enter_context(closing(SqlStore(postgres_url)))
+        for which in ("one", "two"):
+            own = opened.enter_context(closing(SqlStore(postgres_url)))
+            (tmp_path / which).mkdir()
+
+            def fleet(url: str, which: str = which, own: SqlStore = own) -> Fleet:
+                return Fleet(own, gateway_id=which, url=url, every_seconds=0.05)
+
+            urls.append(opened.enter_context(served(own, tmp_path / which, sweep_seconds=0.05, fleet=fleet)))
+        HttpStore(urls[0], "admin").publish({"main_llm": {"type": "proxy_llm", "model": "m"}})
+        yield urls[0], urls[1], store
+
+
+def call(url: str, claim: Any) -> urllib3.BaseHTTPResponse:
+    """A call of the claim's attempt at any gateway."""
+    llm = claim.resources["main_llm"]
+    path = llm["base_url"].partition("/rollout/")[2]
+    headers = {"authorization": f"Bearer {llm['api_key']}"}
+    body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+    return urllib3.request("POST", f"{url}/rollout/{path}/chat/completions", json=body, headers=headers, retries=False)
+
+
+def test_a_claim_names_the_least_busy_gateway_and_only_that_answers(pair: Pair) -> None:
+    one, two, store = pair
+    claims = [HttpStore(one, "admin").start(RolloutRequest(task=i)) for i in range(4)]
+    at = [claim.resources["main_llm"]["base_url"].partition("/rollout")[0] for claim in claims]
+    assert sorted(at) == sorted([one, one, two, two])
+    for claim, url in zip(claims, at, strict=True):
+        other = two if url == one else one
+        refused = call(other, claim)
+        assert (refused.status, refused.headers["x-should-retry"]) == (503, "true")
+        assert f"is at the gateway {url}" in refused.json()["error"]["message"]
+        assert "no engine serves" in call(url, claim).json()["error"]["message"]  # the key is good there
+    listed = HttpStore(two, "admin")._call("GET", "/gateways", None, dict[str, Any])["gateways"]
+    assert {each["url"] for each in listed} == {one, two}
+    assert len(store.gateways.live()) == 2
+
+
+def test_a_finish_at_the_other_server_shuts_the_door_where_the_attempt_is(pair: Pair) -> None:
+    one, two, _ = pair
+    for _ in range(2):
+        claim = HttpStore(one, "admin").start(RolloutRequest(task=1))
+        url = claim.resources["main_llm"]["base_url"].partition("/rollout")[0]
+        call(url, claim)
+        other = HttpStore(two if url == one else one, "admin")
+        other.finish(claim.rollout.rollout_id, claim.attempt.attempt_id, Finish(status="succeeded"))
+        assert call(url, claim).status == 409
+        assert other.rollout(claim.rollout.rollout_id).status == "succeeded"
+
+
+def test_an_attempt_whose_gateway_is_gone_and_may_have_kept_calls_fails_whatever_its_worker_says(pair: Pair) -> None:
+    one, two, store = pair
+    claim = HttpStore(one, "admin").start(RolloutRequest(task=1))
+    attempt_id = claim.attempt.attempt_id
+    asked = two if claim.resources["main_llm"]["base_url"].startswith(one) else one
+    moved = sa.update(schema.placements).where(schema.placements.c.attempt_id == attempt_id)
+    store._database.write(lambda connection: connection.execute(moved.values(gateway_id="gone")))  # whom nobody knows
+    with pytest.raises(Conflict, match="ServerGone"):
+        HttpStore(asked, "admin").finish(claim.rollout.rollout_id, attempt_id, Finish(status="succeeded"))
+    [attempt] = HttpStore(asked, "admin").rollout(claim.rollout.rollout_id).attempts
+    assert (attempt.error.type, attempt.error.infrastructure) == ("ServerGone", True)
+
+
+def test_the_key_of_the_gateways_opens_what_they_ask_each_other_and_nothing_else(pair: Pair) -> None:
+    one, _, store = pair
+    key = {"authorization": f"Bearer {peer_key(store.secret)}"}
+
+    def ask(method: str, path: str, **headers: str) -> int:
+        return urllib3.request(method, f"{one}/api/v1{path}", headers=key | headers, json={}, retries=False).status
+
+    assert ask("POST", "/peers/pauses", **{ASKED: "one"}) == 200
+    assert ask("POST", "/peers/pauses", **{ASKED: "two"}) == 409  # a balancer led to another gateway than was meant
+    assert ask("POST", "/peers/pauses") == 409
+    for method, path in (("GET", "/state"), ("POST", "/rollouts/claim"), ("POST", "/pause"), ("GET", "/gateways")):
+        assert ask(method, path) == 403
+    forged = {"authorization": f"Bearer {peer_key(b'another secret')}", ASKED: "one"}
+    assert urllib3.request("POST", f"{one}/api/v1/peers/pauses", headers=forged, json={}, retries=False).status == 401

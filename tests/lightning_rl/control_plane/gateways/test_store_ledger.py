@@ -1,0 +1,44 @@
+"""The store as the gateway sees it."""
+
+import asyncio
+
+from lightning_rl.control_plane.gateways.store_ledger import StoreLedger
+from lightning_rl.store.contract import Finish, ResourcesRequest, RolloutRequest
+from lightning_rl.store.sql import SqlStore
+from lightning_rl.store.sql_thread import SqlThread
+
+POLICY = {
+    "type": "proxy_llm",
+    "model": "m",
+    "sampling_parameters": {"temperature": 0.7},
+    "val_sampling_parameters": {"temperature": 0},
+}
+
+
+def test_an_attempt_has_the_sampling_and_the_seed_key_of_its_mode() -> None:
+    store, sql = SqlStore("sqlite://"), SqlThread()
+    store.enqueue([RolloutRequest(task=1, rollout_id="bare")])
+    store.publish(ResourcesRequest(resources={"main_llm": POLICY}))
+    numbered = {"task_index": 5}
+    store.enqueue(
+        [
+            RolloutRequest(task=1, rollout_id="train", metadata=numbered),
+            RolloutRequest(task=1, rollout_id="train.run", metadata=numbered | {"seed_key": "train"}),
+            RolloutRequest(task=1, rollout_id="val", mode="val", metadata=numbered),
+            RolloutRequest(task=1, rollout_id="test", mode="test"),
+        ]
+    )
+    attempts = {c.rollout.rollout_id: c.attempt.attempt_id for c in store.claim("w", limit=5)}
+    store.finish("bare", attempts["bare"], Finish(status="succeeded"))
+    ledger = StoreLedger(store, sql)
+    infos = {r: asyncio.run(ledger.attempt(r, a)) for r, a in attempts.items()}
+    assert {r: (i.mode, i.open, i.sampling, i.seed_key) for r, i in infos.items()} == {
+        "bare": ("train", False, {}, "bare"),
+        "train": ("train", True, {"temperature": 0.7}, "train"),
+        "train.run": ("train", True, {"temperature": 0.7}, "train"),
+        "val": ("val", True, {"temperature": 0}, "val/5"),
+        "test": ("test", True, {"temperature": 0}, "test"),
+    }
+    assert asyncio.run(ledger.attempt("train", "nope")) is None
+    sql.close()
+    store.close()

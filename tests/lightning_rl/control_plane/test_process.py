@@ -1,0 +1,225 @@
+"""The server process: it starts, answers, keeps what it answered, and goes when its parent does."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lightning_rl.control_plane.launch import ServerNotStarted, launch
+from lightning_rl.processes.child import ChildDied
+from lightning_rl.store.client import HttpStore
+from lightning_rl.store.contract import Finish, RolloutConfig, RolloutRequest
+from lightning_rl.store.sql import SqlStore
+from lightning_rl_adapters.call import Call, to_span
+from lightning_rl_proxy.recording.recorder import Recorder
+
+TOKENIZER = Path(__file__).parents[3] / "examples/sql_agent/checkpoint"
+
+
+@dataclass
+class Policy:
+    model: str = "policy"
+    tokenizer: str = str(TOKENIZER)
+    renderer: str = "qwen3"
+    history: str = "keep"
+    special_tokens_in_text: str = "text"
+    unknown_model: str = "policy"
+    engines: list = field(default_factory=list)
+    chat_template_kwargs: dict = field(default_factory=dict)
+
+
+POLICY = Policy(engines=[{"model": "policy", "kind": "embedded", "url": "http://127.0.0.1:1"}])
+
+
+def test_a_server_runs_as_long_as_its_block_and_keeps_what_it_answered(tmp_path) -> None:
+    engine = {"model": "policy", "kind": "embedded", "url": "http://127.0.0.1:1", "policy_version": 2}
+    with launch(tmp_path, Policy(engines=[engine]), admin_key="a", runner_key="r") as serving:
+        serving.check()
+        store = HttpStore(serving.url, "a")
+        assert store.state()["models"]["policy"]["policy_version"] == 2
+        store.enqueue([RolloutRequest(task=1, rollout_id="r1")])
+        (claim,) = HttpStore(serving.url, "r").claim("w")
+        assert claim.resources["main_llm"]["model"] == "policy"
+        store.finish("r1", claim.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
+        os.kill(serving.pid, signal.SIGKILL)
+        with pytest.raises(ChildDied, match="the server ended with status -9"):
+            check_for_long(serving)
+    with launch(tmp_path, Policy(), admin_key="a", runner_key="r") as serving:
+        assert HttpStore(serving.url, "a").rollout("r1").reward == 1.0
+
+
+def check_for_long(serving) -> None:
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        serving.check()
+        time.sleep(0.01)
+
+
+def test_a_long_poll_does_not_hold_up_the_stop(tmp_path) -> None:
+    with launch(tmp_path, Policy(), admin_key="a", runner_key="r") as serving:
+        answers = []
+        store = HttpStore(serving.url, "r")
+        poll = threading.Thread(target=lambda: answers.append(store.claim("w", wait_seconds=500)))
+        poll.start()
+        store.claim("other")  # the server is up, and has most likely seen the poll
+    poll.join(20)
+    assert answers in ([[]], [])  # answered empty, or refused when it came too late
+
+
+def refusal(run_dir: Path, **given) -> str:
+    """What the user is told when the server does not start."""
+    port = given.pop("port", 0)
+    with (
+        pytest.raises(ServerNotStarted) as told,
+        launch(run_dir, Policy(**given), admin_key="a", runner_key="r", port=port),
+    ):
+        pass
+    assert "\n" not in str(told.value)
+    return str(told.value)
+
+
+def test_a_server_without_a_tokenizer_or_a_renderer_says_why(tmp_path) -> None:
+    assert refusal(tmp_path, tokenizer=str(tmp_path)) == f"{tmp_path} holds no tokenizer.json"
+    assert "'nope'" in refusal(tmp_path, renderer="nope")
+
+
+def test_a_server_whose_port_is_in_use_says_so(tmp_path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert refusal(tmp_path, port=port) == (
+            f"port {port} of 127.0.0.1 is in use; choose another or stop what listens there"
+        )
+
+
+def test_a_server_on_a_bad_store_says_why(tmp_path) -> None:
+    store = tmp_path / "store.db"
+    store.write_bytes(b"this is no database, but it is long enough to be looked at" * 20)
+    assert refusal(tmp_path) == (
+        f"the store sqlite:///{store} cannot be opened: file is not a database; choose another file"
+    )
+    store.unlink()
+    SqlStore(f"sqlite:///{store}").close()
+    with contextlib.closing(sqlite3.connect(store)) as database, database:
+        database.execute("UPDATE meta SET value = '0' WHERE key = 'schema_version'")
+    assert f"the store sqlite:///{store} has schema version 0" in refusal(tmp_path)
+
+
+def test_a_server_whose_run_folder_cannot_be_written_says_so(tmp_path) -> None:
+    (tmp_path / "gateway.journal").mkdir()
+    assert refusal(tmp_path).startswith(f"the run folder {tmp_path} cannot be written: ")
+    missing = tmp_path / "missing"
+    assert refusal(missing).startswith(f"the run folder {missing} cannot be written: ")
+
+
+def test_what_nobody_foresaw_at_the_start_has_its_log(tmp_path) -> None:
+    broken = tmp_path / "tokenizer"
+    broken.mkdir()
+    (broken / "tokenizer.json").write_text("{")
+    with (
+        pytest.raises(ChildDied, match=r"status 1; the end of .*server\.log:\n(.|\n)*Traceback"),
+        launch(tmp_path, Policy(tokenizer=str(broken)), admin_key="a", runner_key="r"),
+    ):
+        pass
+
+
+def test_received_tokens_are_counted_on_after_a_restart_and_dead_sessions_are_ended(tmp_path) -> None:
+    request = RolloutRequest(task=1, rollout_id="r1", config=RolloutConfig(max_attempts=1))
+    with launch(tmp_path, POLICY, admin_key="a", runner_key="r") as serving:
+        store = HttpStore(serving.url, "a")
+        store.enqueue([request])
+        (first,) = store.claim("w")
+        assert store.state()["models"]["policy"]["tokens_received"] == 0
+        os.kill(serving.pid, signal.SIGKILL)
+    # One call is in the store, another only in the journal of the server that was killed.
+    stored = SqlStore(f"sqlite:///{tmp_path / 'store.db'}")
+    stored.add_spans([span(first.attempt.attempt_id, 0, 5)])
+    stored.close()
+    asyncio.run(journal(tmp_path / "gateway.journal", span(first.attempt.attempt_id, 1, 7)))
+    with launch(tmp_path, POLICY, admin_key="a", runner_key="r") as serving:
+        store = HttpStore(serving.url, "a")
+        assert store.state()["models"]["policy"]["tokens_received"] == 12
+        trace = store.traces(["r1"])["r1"]
+        assert (trace.rollout.status, trace.attempts[0].attempt.status) == ("queued", "lost")
+        assert trace.attempts[0].attempt.error.type == "SessionEnded"
+        assert len(trace.attempts[0].spans) == 2
+        assert store.claim("w") == [], "nobody has asked for it in this session"
+        store.enqueue([request])
+        (second,) = store.claim("w")
+    with launch(tmp_path, POLICY, admin_key="a", runner_key="r", session=False) as serving:
+        store = HttpStore(serving.url, "a")
+        assert store.state()["models"]["policy"]["tokens_received"] == 12
+        store.finish("r1", second.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
+
+
+def span(attempt_id: str, number: int, tokens: int):
+    return to_span(
+        Call(
+            call_id=f"c{number}",
+            rollout_id="r1",
+            attempt_id=attempt_id,
+            number=number,
+            model="policy",
+            prompt_ids=[1],
+            response_ids=[2] * tokens,
+            logprobs=None,
+            versions=[],
+            temperature=1.0,
+            finish_reason="stop",
+        )
+    )
+
+
+async def journal(path: Path, record) -> None:
+    """A journal with one record that reached no store."""
+
+    class Gone:
+        async def add_spans(self, spans) -> None:
+            await asyncio.sleep(1000)
+
+    recorder = Recorder(path, Gone())
+    await recorder.start()
+    recorder.record(record)
+    assert path.stat().st_size > 0
+
+
+@pytest.mark.parametrize("how", ["eof", "sigterm"])
+def test_it_stops_cleanly_on_sigterm_and_at_the_end_of_stdin(tmp_path, how) -> None:
+    settings = {"store": f"sqlite:///{tmp_path / 'run.db'}", "run_dir": str(tmp_path), "admin_key": "a"}
+    settings |= {"runner_key": "r", "model": "m", "tokenizer": str(TOKENIZER), "renderer": "qwen3"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "lightning_rl.control_plane.process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as child:
+        child.stdin.write(msgspec.json.encode(settings) + b"\n")
+        child.stdin.flush()
+        started = msgspec.json.decode(child.stdout.readline())
+        assert started["pid"] == child.pid
+        if how == "eof":
+            child.stdin.close()
+        else:
+            child.send_signal(signal.SIGTERM)
+        assert child.wait(20) == 0
+        log = child.stderr.read().decode()
+    assert "Traceback" not in log, log
+
+
+def test_the_server_loads_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, lightning_rl.control_plane.process\n"
+        "print([m for m in ('torch', 'transformers', 'pydantic_ai', 'litellm') if m in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert answer.stdout.strip() == b"[]"

@@ -1,0 +1,110 @@
+"""The sweeper and a store that cannot be written: all of that time is made up for, and it sweeps on."""
+
+import asyncio
+import itertools
+import time
+
+from lightning_rl.control_plane.gateways.notifications import Signals
+from lightning_rl.control_plane.sweeper import Sweeper
+from lightning_rl.store.errors import StoreUnwritable
+from lightning_rl.store.sql_thread import SqlThread
+
+
+class FullStore:
+    """Can be written again at the fifth try."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.tries: list[float] = []
+        self.swept = asyncio.Event()
+
+    def make_up(self, seconds: float) -> None:
+        self.tries.append(seconds)
+        if len(self.tries) < 5:
+            raise StoreUnwritable("full")
+
+    def overdue(self):
+        self.loop.call_soon_threadsafe(self.swept.set)
+        return []
+
+
+class Noting:
+    """A store with nothing overdue; notes how far leases and deadlines were moved."""
+
+    shared = False
+
+    def __init__(self) -> None:
+        self.moved: list[tuple[float, float]] = []
+        self.due = False
+
+    def postpone(self, seconds: float, *, lease_seconds: float) -> None:
+        self.moved.append((seconds, lease_seconds))
+
+    def overdue(self):
+        return []
+
+    def claimable(self, *, newly_seconds: float | None) -> bool:
+        due, self.due = self.due, False
+        return due
+
+
+class NoPauses:
+    def any_paused(self) -> bool:
+        return False
+
+
+def test_the_whole_time_in_which_nothing_could_be_written_is_made_up_for(caplog) -> None:
+    async def scenario() -> list[float]:
+
+        store, sql = FullStore(asyncio.get_running_loop()), SqlThread()
+        sql.unwritable = True
+        sweeper = Sweeper(store, sql, None, NoPauses(), Signals(), seconds=0.01)
+        task = asyncio.create_task(sweeper.run())
+        await asyncio.wait_for(store.swept.wait(), 20)
+        task.cancel()
+        assert not sql.unwritable
+        sql.close()
+        return store.tries
+
+    tries = asyncio.run(scenario())
+    assert len(tries) == 5
+    assert all(earlier < later for earlier, later in itertools.pairwise(tries))
+    assert [
+        record.getMessage() for record in caplog.records if record.name == "lightning_rl_proxy.recording.alerts"
+    ] == [
+        "trouble with the store: full",
+        "trouble with the store is over",
+    ]
+
+
+def test_time_in_which_the_process_stood_still_counts_against_nobody() -> None:
+    async def scenario() -> list[tuple[float, float]]:
+        store, sql = Noting(), SqlThread()
+        sweeper = Sweeper(store, sql, None, NoPauses(), Signals(), seconds=0.2)
+        task = asyncio.create_task(sweeper.run())
+        await asyncio.sleep(0.1)
+        time.sleep(1.5)
+        while not store.moved:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        sql.close()
+        return store.moved
+
+    (seconds, lease_seconds), *_ = asyncio.run(scenario())
+    assert seconds == lease_seconds
+    assert 1.0 < seconds < 60
+
+
+def test_a_claim_that_waits_is_woken_when_a_pause_before_a_retry_is_over() -> None:
+    async def scenario() -> tuple[bool, bool]:
+        store, sql, signals = Noting(), SqlThread(), Signals()
+        sweeper = Sweeper(store, sql, None, NoPauses(), signals, seconds=1)
+        waiting = signals.next_queued()
+        await sweeper.sweep(1)
+        before = waiting.done()
+        store.due = True
+        await sweeper.sweep(1)
+        sql.close()
+        return before, waiting.done()
+
+    assert asyncio.run(scenario()) == (False, True)

@@ -1,0 +1,58 @@
+"""What doctor knows is a warning while the run happens, once."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_rl.config import compose
+from lightning_rl.inspect.live_findings import Findings
+from tests.lightning_rl.inspect.runs import metrics_of, open_store, rollout_record, step_of, write_run
+
+DEAD = {"critic__score__mean": 0.0, "critic__score__max": 0.0, "critic__score__min": 0.0}
+
+
+def alike(step: int) -> list[object]:
+    return [rollout_record(f"r{step}-{k}", f"g{step}", 0.0) for k in range(2)]
+
+
+def test_steps_of_one_reward_are_warned_of_once_and_the_run_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    findings = Findings(tmp_path, compose({}))
+    history = []
+    for step in range(1, 7):
+        findings.add(step_of(step, *alike(step)))
+        history.append(metrics_of(step, **DEAD))
+        findings.look(history)
+        if step == 2:
+            assert not caplog.messages, "by chance"
+    dead, same = [text for text in caplog.messages if "store" not in text]
+    assert dead.startswith("step 3: stops learning: every reward of all 3 steps is 0: there is nothing to learn from. ")
+    assert dead.endswith(f"more with `lightning-rl doctor {tmp_path}`")
+    assert "100% of 3 groups have rewards that are all the same" in same
+
+
+def test_the_store_is_looked_at_now_and_then(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with open_store(tmp_path):
+        pass
+    history = [metrics_of(step) for step in range(1, 9)]
+    write_run(tmp_path, metrics=[metrics_of(step, **DEAD) for step in range(1, 9)], config={})
+    findings = Findings(tmp_path, compose({}))
+    for steps in (3, 5, 6, 7):
+        findings.look(history[:steps])
+    assert not caplog.messages
+    findings.look(history)
+    assert [text for text in caplog.messages if "every reward of all 8 steps is 0" in text]
+
+
+def test_what_gets_worse_is_told_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    findings = Findings(tmp_path, compose({}))
+    differ = [rollout_record(f"s{k}", "h", float(k), 1.0) for k in range(2)]
+    findings.add(step_of(1, *alike(1), *differ))
+    rows = [metrics_of(step) for step in (1, 2, 3)]
+    findings.look(rows)
+    findings.look(rows)
+    for step in range(2, 21):
+        findings.add(step_of(step, *alike(step)))
+    findings.look(rows)
+    assert [text.split(": ")[1] for text in caplog.messages] == ["slows learning", "stops learning"]

@@ -1,0 +1,330 @@
+"""The models of a run are what the config says: formats, adapter, critic, reference; a saved state brings them back."""
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+
+import lightning_rl as lrl
+from lightning_rl.config import ConfigError, compose
+from lightning_rl.inference.load import AttentionUnknown, load_model
+from lightning_rl.ppo import resolved_config
+from lightning_rl.ppo.models import Models
+from lightning_rl.training.batch import TrainingSequence
+from lightning_rl.training.chat_template import text_of
+from lightning_rl.training.reference import Reference
+from tests.lightning_rl.ppo.test_ppo import CHECKPOINT
+
+LORA = {"model": {"lora_rank": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}}
+
+
+def models(
+    *, with_critic: bool = False, resumed: Path | None = None, critic: dict[str, Any] | None = None, **keys: Any
+) -> Models:
+    model = {"path": str(CHECKPOINT)} | keys.pop("model", {})
+    keys["actor"] = {"optim": {"lr": 1e-3}} | keys.get("actor", {})
+    made = Models(
+        compose({"actor_rollout_ref": {**keys, "model": model}, "critic": critic or {}, "trainer": {"device": "cpu"}}),
+        Path(),
+        with_critic=with_critic,
+        resumed=resumed,
+    )
+    made.train(10)
+    return made
+
+
+def sequences(n: int = 3) -> list[TrainingSequence]:
+    tokens = np.random.default_rng(0).integers(10, 900, size=(n, 9))
+    zeros = np.zeros(4, np.float32)
+    return [
+        TrainingSequence(
+            rollout=i,
+            token_ids=tokens[i],
+            trained=np.arange(5, 9),
+            rollout_log_probs=zeros,
+            advantages=zeros + (-1) ** i,
+            temperature=zeros + 1,
+            old_log_probs=zeros - 3,
+            values=zeros,
+            returns=zeros + 1,
+        )
+        for i in range(n)
+    ]
+
+
+def engine_weights(made: Models) -> dict[str, torch.Tensor]:
+    found: Any = made.policy.engine._policy.model
+    return dict(found.state_dict())
+
+
+def step(made: Models) -> None:
+    rows = sequences()
+    made.actor.update(made.actor.plan(rows, len(rows)))
+
+
+def valued(made: Models) -> list[float]:
+    """The values of one row."""
+    assert made.has_values
+    [row] = sequences(1)
+    made.set_values([row])
+    assert row.values is not None
+    found: list[float] = row.values.tolist()
+    return found
+
+
+def of(parameters: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in parameters}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_is_computed_as_the_keys_say(attention: str) -> None:
+    made = models(
+        with_critic=True, model={"attn_implementation": attention}, critic={"model": {"path": str(CHECKPOINT)}}
+    )
+    of_engine: Any = made.policy.engine._policy.model
+    assert made.critic is not None
+    trunk: Any = made.critic.model.trunk
+    parts: list[Any] = [made.model, of_engine, trunk]
+    assert [part.config._attn_implementation for part in parts] == [attention] * 3
+
+
+def test_where_scores_are_capped_attention_is_eager(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=8, attn_logit_softcapping=0.1, final_logit_softcapping=None,
+    )  # fmt: skip
+    made = Gemma2ForCausalLM(config).eval()
+    made.save_pretrained(tmp_path)
+    read: Any = load_model(tmp_path)
+    assert read.config._attn_implementation == "eager"
+    ids = torch.arange(12)[None]
+    made.set_attn_implementation("eager")
+    with torch.no_grad():
+        assert torch.equal(read(input_ids=ids).logits, made(input_ids=ids).logits)
+    with pytest.raises(AttentionUnknown, match=r"model\.attn_implementation=sdpa .*; leave it null"):
+        load_model(tmp_path, attention="sdpa")
+
+
+def test_a_chat_template_is_given_to_a_model_that_has_none(tmp_path: Path) -> None:
+    """By a file, or by another model; checkpoints have it, and the model's own folder stays as it is."""
+    bare, template = tmp_path / "bare", "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    shutil.copytree(CHECKPOINT, bare)
+    (bare / "tokenizer_config.json").write_text("{}")
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    before = sorted(path.name for path in bare.iterdir())
+    (tmp_path / "mine.jinja").write_text(template)
+    for given in (str(tmp_path / "mine.jinja"), str(tmp_path / "made")):
+        config = compose(
+            {"actor_rollout_ref": {"model": {"path": str(bare), "chat_template": given}}, "trainer": {"device": "cpu"}}
+        )
+        made = Models(config, tmp_path / "run", with_critic=False)
+        assert (made.tokenizer / "chat_template.jinja").read_text() == template
+        assert resolved_config.renderer(config) == "template"
+        made.export(tmp_path / "made")
+        assert (tmp_path / "made" / "chat_template.jinja").read_text() == template
+    assert sorted(path.name for path in bare.iterdir()) == before
+    for wrong, why in ((str(bare), "has no chat template"), ("nowhere", "is no file with a template, and no model")):
+        with pytest.raises(ConfigError, match=why):
+            text_of(wrong)
+    both = {"model": {"chat_template": "x"}, "rollout": {"renderer": "qwen3"}}
+    with pytest.raises(ConfigError, match=r"chat_template has no effect where .*renderer=qwen3"):
+        lrl.PPO({"actor_rollout_ref": both})
+
+
+def test_an_adapter_alone_is_trained() -> None:
+    made = models(**LORA)
+    trained = {name for name, parameter in made.model.named_parameters() if parameter.requires_grad}
+    assert {name.split(".")[-4] for name in trained} == {"q_proj", "v_proj"}
+    layer: Any = made.model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    assert (layer.r["default"], layer.scaling["default"]) == (2, 2.0)
+    before = of(made.model.named_parameters())
+    sampled = of(engine_weights(made).items())
+    step(made)
+    made.send_weights(1)
+    moved = {name for name, value in made.model.named_parameters() if not torch.equal(value, before[name])}
+    assert moved
+    assert moved <= trained
+    sent = {name for name, value in engine_weights(made).items() if not torch.equal(value, sampled[name])}
+    assert sent
+    assert all(name.endswith(("q_proj.weight", "v_proj.weight")) for name in sent)
+    assert made.policy.engine.version == 1
+
+
+def test_an_adapter_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model: .*no_such_module"):
+        models(model={"lora_rank": 2, "target_modules": ["no_such_module"]})
+
+
+def test_an_adapter_goes_on_from_a_folder(tmp_path: Path) -> None:
+    first = models(model=LORA["model"] | {"lora_export": "adapter"})
+    step(first)
+    first.export(tmp_path)
+    second = models(model=LORA["model"] | {"lora_adapter_path": str(tmp_path)})
+    rows = sequences()
+    for ours, theirs in zip(first.actor.log_probs(rows), second.actor.log_probs(rows), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    first.send_weights(1)
+    second.send_weights(0)  # as at the start: what it samples with before anything was trained
+    for name, value in engine_weights(second).items():
+        torch.testing.assert_close(value, engine_weights(first)[name], rtol=0, atol=1e-7)
+
+
+def test_an_adapter_is_exported_merged_or_alone(tmp_path: Path) -> None:
+    rows = sequences()
+    for form in ("merged", "adapter"):
+        made = models(model=LORA["model"] | {"lora_export": form})
+        step(made)
+        made.export(tmp_path / form)
+        folder = tmp_path / form if form == "merged" else CHECKPOINT
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        if form == "adapter":
+            assert not (tmp_path / form / "model.safetensors").exists()
+            loaded = PeftModel.from_pretrained(loaded, str(tmp_path / form))
+        assert (tmp_path / form / "tokenizer.json").exists()
+        own = made.actor.log_probs(rows)
+        for row, expected in zip(rows, own, strict=True):
+            logits = loaded(torch.from_numpy(row.token_ids)[None]).logits[0].log_softmax(-1)
+            found = logits[row.trained - 1, row.token_ids[row.trained]].detach().numpy()
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_number_formats_are_what_the_keys_say() -> None:
+    def formats(made: Models) -> tuple[Any, Any, Any]:
+        engine: Any = made.policy.engine._policy.model
+        return next(made.model.parameters()).dtype, next(engine.parameters()).dtype, made.actor.forward._autocast
+
+    float32, bfloat16 = torch.float32, torch.bfloat16
+    assert formats(models()) == (float32, float32, None)
+    assert formats(models(actor={"fsdp_config": {"model_dtype": "bf16"}})) == (bfloat16, bfloat16, None)
+    assert formats(models(actor={"fsdp_config": {"dtype": "bfloat16"}})) == (float32, float32, bfloat16)
+    assert formats(models(rollout={"dtype": "bfloat16"})) == (float32, bfloat16, None)
+    made = models(with_critic=True, critic={"fsdp_config": {"model_dtype": "bf16", "dtype": "bfloat16"}})
+    assert made.critic is not None
+    assert next(made.critic.model.trunk.parameters()).dtype == bfloat16
+    assert made.critic.forward._autocast == bfloat16
+    tolerances = [
+        resolved_config.sampler_tolerance(each.config) for each in (made, models(rollout={"dtype": "bfloat16"}))
+    ]
+    assert tolerances == [1e-4, 0.5]
+    for each in (made, models(actor={"fsdp_config": {"dtype": "bfloat16"}})):
+        step(each)
+        assert all(np.isfinite(values).all() for values in each.actor.log_probs(sequences()))
+
+
+def test_the_critic_begins_where_the_keys_say(tmp_path: Path) -> None:
+    like = models(with_critic=True, **LORA)
+    assert like.critic is not None
+    theirs: Any = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).base_model
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(value, like.critic.model.trunk.state_dict()[name])
+    assert all(parameter.requires_grad for parameter in like.critic.model.parameters())
+    torch.manual_seed(0)
+    other: Any = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
+    other.model.norm.weight.data.fill_(3.0)
+    other.save_pretrained(tmp_path)
+    named = models(
+        with_critic=True, critic={"model": {"path": str(tmp_path), "enable_gradient_checkpointing": True}}
+    ).critic
+    assert named is not None
+    trunk: Any = named.model.trunk
+    assert trunk.norm.weight[0] == 3.0
+    assert trunk.is_gradient_checkpointing
+    assert [values.tolist() for values in named.values(sequences(1))] == [[0.0] * 4]
+
+
+@pytest.mark.parametrize("keys", [{}, LORA], ids=["whole", "adapter"])
+def test_a_shared_trunk_has_one_model_and_learns_values_in_the_policys_update(keys: dict[str, Any]) -> None:
+    def trained(value_coef: float) -> tuple[Models, list[float]]:
+        made = models(with_critic=True, critic={"shared_trunk": True, "value_coef": value_coef}, **keys)
+        assert made.critic is None
+        assert valued(made) == [0.0] * 4
+        rows = sequences()
+        losses = [made.actor.update(made.actor.plan(rows, 3))["critic/vf_loss"] for _ in range(5)]
+        return made, losses
+
+    made, losses = trained(0.5)
+    other, _ = trained(0.0)
+    assert losses == sorted(losses, reverse=True)
+    theirs = dict(other.model.named_parameters())
+    moved = [name for name, weight in made.model.named_parameters() if not torch.equal(weight, theirs[name])]
+    assert moved  # the value loss reaches the trunk
+    assert np.mean(valued(made)) > 0.01  # its returns are 1
+
+
+def test_a_shared_trunk_stays_while_its_head_warms_up() -> None:
+    made = models(with_critic=True, critic={"shared_trunk": True})
+    before = of(made.model.named_parameters())
+    rows = sequences()
+    metrics = made.actor.update(made.actor.plan(rows, 3), values_alone=True)
+    assert metrics.keys() == {
+        "critic/vf_loss",
+        "critic/vf_clipfrac",
+        "critic/vpred_mean",
+        "critic/grad_norm",
+        "critic/lr",
+    }
+    assert all(torch.equal(weight, before[name]) for name, weight in made.model.named_parameters())
+    assert np.mean(valued(made)) > 0
+
+
+def test_the_reference_is_what_the_keys_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert models().reference is None
+    rows = sequences()
+    for keys in ({}, LORA):
+        made = models(actor={"use_kl_loss": True}, **keys)
+        assert made.reference is not None
+        begun = made.actor.log_probs(rows)
+        for row, values in zip(rows, made.reference.log_probs(rows), strict=True):
+            row.reference_log_probs = values
+        made.actor.update(made.actor.plan(rows, len(rows)))
+        for reference, actor, before in zip(
+            made.reference.log_probs(rows), made.actor.log_probs(rows), begun, strict=True
+        ):
+            np.testing.assert_allclose(reference, before, atol=1e-6)
+            assert not np.allclose(actor, before, atol=1e-6)
+    offloads: list[bool] = []
+    monkeypatch.setattr(
+        "lightning_rl.ppo.local_workers.Reference",
+        lambda *a, offload, **k: offloads.append(offload) or Reference(*a, offload=offload, **k),
+    )
+    ref = {"model_dtype": "bf16", "dtype": "bfloat16", "param_offload": True}
+    made = models(actor={"use_kl_loss": True}, ref={"fsdp_config": ref, "log_prob_micro_batch_size_per_gpu": 2})
+    reference: Any = made.reference
+    assert offloads == [True]
+    assert (reference._rows, reference._tokens) == (2, None)
+    assert reference._forward._autocast == torch.bfloat16
+    assert next(reference._forward.model.parameters()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("keys", [{}, LORA], ids=["whole", "adapter"])
+def test_a_saved_state_and_an_exported_policy_bring_everything_back(keys: dict[str, Any], tmp_path: Path) -> None:
+    first = models(with_critic=True, **keys)
+    step(first)
+    assert first.critic is not None
+    rows = sequences()
+    first.critic.update(first.critic.plan(rows, 3))
+    first.export(tmp_path)
+    second = models(with_critic=True, resumed=tmp_path, **keys)
+    assert first.state_dict()["value head"] is None
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for _ in range(2):
+        for made in (first, second):
+            step(made)
+    assert second.critic is not None
+    for one, other in ((first.model, second.model), (first.critic.model, second.critic.model)):
+        theirs = dict(other.named_parameters())
+        assert all(torch.equal(value, theirs[name]) for name, value in one.named_parameters())
+
+
+def test_a_state_of_other_models_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the checkpoint has no critic, the config says otherwise"):
+        models(with_critic=True).load_state_dict(models().state_dict())
+    with pytest.raises(ConfigError, match="the checkpoint has its adapter, the config"):
+        models().load_state_dict(models(**LORA).state_dict())

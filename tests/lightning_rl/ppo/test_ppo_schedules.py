@@ -1,0 +1,185 @@
+"""PPO under each schedule, through the real parts: versions are bounded, generations outlive updates, tokens add up."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_rl as lrl
+from lightning_rl.rewards import FinishedRollout
+from lightning_rl.store.sql import SqlStore
+from lightning_rl.telemetry.metrics.jsonl import read
+from lightning_rl.training import checkpoint
+from lightning_rl.trajectories import step_record
+from lightning_rl_adapters.call import calls_of
+from tests.lightning_rl.ppo.agents import says_something, straggles
+from tests.lightning_rl.ppo.test_ppo import config
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[3]
+STEPS, N, BATCH = 6, 2, 4
+
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+
+import lightning_rl as lrl
+from tests.lightning_rl.algorithms import test_ppo_schedules as tests
+
+class DiesInStep4(lrl.PPO):
+    def _update(self, *arguments):
+        if self.step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super()._update(*arguments)
+
+tests.fit(DiesInStep4(tests.RESUMED), Path(sys.argv[1]))
+"""
+
+
+def given(schedule: str, *, algorithm: dict[str, Any] | None = None, **trainer: Any) -> dict[str, Any]:
+    found = config(**{"schedule": schedule, "total_training_steps": STEPS, **trainer}) | {"algorithm": algorithm or {}}
+    found["actor_rollout_ref"]["actor"] = {"optim": {"lr": 1e-3}}
+    return found
+
+
+RESUMED = given("async", save_freq=2, resume_mode="auto")
+
+
+def fit(ppo: lrl.PPO, run_dir: Path, **datasets: Any) -> lrl.PPO:
+    lrl.Trainer(straggles, run_dir=run_dir).fit(ppo, list(range(12)), **datasets)
+    return ppo
+
+
+def rows_of(run_dir: Path) -> list[dict[str, float]]:
+    return [row for row in read(run_dir / "metrics.jsonl") if row["step"]]
+
+
+def assert_conserved(rows: list[dict[str, float]]) -> None:
+    for row in rows:
+        excluded = sum(value for name, value in row.items() if name.startswith("tokens/excluded/"))
+        assert row["tokens/received"] == row["tokens/trained"] + excluded + row["tokens/pending"]
+
+
+def assert_trained_once(run_dir: Path) -> None:
+    times = Counter(rollout.rollout_id for record in step_record.read_all(run_dir) for rollout in record.rollouts)
+    assert set(times.values()) == {1}
+    assert len(times) == STEPS * N * BATCH
+
+
+class UpdatesLast(lrl.PPO):
+    """Publishes weights when a rollout in flight has ended with those before, however fast the update was."""
+
+    def _publish_weights(self) -> None:
+        if waiting := self._in_flight.waiting:
+            assert self._of_run.ended(waiting, wait_seconds=60)
+        super()._publish_weights()
+
+
+@pytest.mark.parametrize(("schedule", "bound"), [pytest.param("one_step_off", 1, marks=pytest.mark.long), ("async", 4)])
+def test_off_policy_runs_stay_within_the_bound_and_balance(tmp_path: Path, schedule: str, bound: int) -> None:
+    fit(UpdatesLast(given(schedule, test_freq=2)), tmp_path, val_dataset=[0, 1])
+    rows = rows_of(tmp_path)
+    assert len(rows) == STEPS
+    assert rows[0]["training/staleness/max"] == 0
+    assert 0 < max(row["training/staleness/max"] for row in rows) <= bound
+    assert any(row["schedule/groups_in_flight"] > 0 for row in rows[:-1])  # when the account was checked
+    assert_conserved(rows)
+    assert rows[-1]["tokens/pending"] == 0
+    assert "tokens/excluded/stale" not in rows[-1]
+    assert all("rollout_corr/rollout_is_mean" in row for row in rows)  # corrected by default
+    for record in step_record.read_all(tmp_path):
+        for rollout in record.rollouts:
+            asked_as = int(rollout.rollout_id.split("-")[2])
+            found = step_record.find(tmp_path, rollout.rollout_id, asked_as, ahead=True)
+            assert found is not None
+            assert found[0].step == record.step
+    assert_trained_once(tmp_path)
+
+
+def test_a_run_killed_with_rollouts_in_flight_goes_on_and_trains_none_twice(tmp_path: Path) -> None:
+    """What the killed run had made of steps 3 and 4 went with its weights; the rest is that of an unbroken run."""
+    killed = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    saved = checkpoint.load_state(tmp_path / "checkpoints" / "step-2")
+    assert (saved["step"], saved["in_flight"]["asked"]) == (2, STEPS * BATCH)
+    assert len(saved["in_flight"]["groups"]) == STEPS * BATCH - 2 * BATCH
+    fit(lrl.PPO(RESUMED), tmp_path)
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert_conserved(rows)
+    assert rows[-1]["tokens/pending"] == 0
+    assert "tokens/excluded/stale" not in rows[-1]
+    assert_trained_once(tmp_path)
+
+
+class Impatient(lrl.PPO):
+    """Looks for hangs more often."""
+
+    def ended(self, waiting: Any, watchdog: Any, wait_seconds: float = 0.1) -> Any:
+        return super().ended(waiting, watchdog, min(wait_seconds, 0.1))
+
+
+@pytest.mark.long
+def test_groups_that_say_nothing_are_replaced_and_greedy_ones_compared_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def judge(rollouts: Sequence[FinishedRollout]) -> list[float]:
+        """Of every fourth task both rollouts are alike."""
+        return [float(place * (rollout.task % 4 > 0)) for place, rollout in enumerate(rollouts)]
+
+    rules = {"adv_estimator": "remax", "filter_groups": {"enable": True}}
+    config = given("async", algorithm=rules, max_off_policy_threshold=1, watchdog_seconds=0.05)
+    fit(Impatient(config, reward=judge), tmp_path)
+    rows = rows_of(tmp_path)
+    assert_conserved(rows)
+    assert rows[-1]["tokens/pending"] == 0
+    assert rows[-1]["tokens/excluded/greedy_logprobs"] > 0
+    assert rows[-1]["tokens/excluded/zero_variance"] > 0
+    assert max(row["training/staleness/max"] for row in rows) <= 1
+    assert_trained_once(tmp_path)
+    for record in step_record.read_all(tmp_path):
+        groups = {rollout.rollout_id.rpartition("-")[0] for rollout in record.rollouts}
+        assert len(groups) == BATCH
+    told = [text for text in caplog.messages if text.startswith("no rollout has ended for")]
+    assert any(" is open since " in text and ", claimed by worker " in text for text in told)
+
+
+class UpdatesInMidCall(lrl.PPO):
+    """Publishes weights when the engine samples something, if it does soon."""
+
+    def _publish_weights(self) -> None:
+        for _ in range(300):
+            if self.store.state()["models"][self.policy.name]["in_flight"]:
+                break
+            time.sleep(0.01)
+        super()._publish_weights()
+
+
+def test_generations_in_flight_go_on_over_updates(tmp_path: Path) -> None:
+    """Each token has the version that sampled it, no agent notices, and all of it is trained."""
+    config = given("async", max_off_policy_threshold=4)
+    config["data"]["max_response_length"] = 160
+    config["actor_rollout_ref"]["rollout"] |= {"temperature": 50.0, "max_model_len": 320}  # so hot, answers are long
+    ppo = UpdatesInMidCall(config, reward=lambda group: [float(len(each.answer)) for each in group])
+    tasks = [{"n": n} for n in range(12)]
+    lrl.Trainer(says_something, n_runners=2, run_dir=tmp_path).fit(ppo, tasks)
+    store = SqlStore(f"sqlite:///{tmp_path / 'store.db'}")
+    rollouts = store.page(limit=1000)[0]
+    traces = store.traces([rollout.rollout_id for rollout in rollouts]).values()
+    store.close()
+    calls = [call for trace in traces for attempt in trace.attempts for call in calls_of(attempt.spans)]
+    of_several = [call for call in calls if len(call.versions) > 1]
+    assert of_several
+    assert all(call.policy_versions() == sorted(call.policy_versions()) for call in calls)  # type: ignore[type-var]
+    assert {rollout.status for rollout in rollouts} == {"succeeded"}
+    assert {rollout.attempt_count for rollout in rollouts} == {1}
+    rows = rows_of(tmp_path)
+    assert_conserved(rows)
+    assert rows[-1]["tokens/trained"] == rows[-1]["tokens/received"] == sum(call.sampled_tokens for call in calls)

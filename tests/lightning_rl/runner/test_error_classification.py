@@ -1,0 +1,82 @@
+"""Only a failure of the rollout's own server is infrastructure; everything else is the agent's."""
+
+import httpx
+import openai
+import pytest
+
+from lightning_rl.runner.error_classification import error_info, is_infrastructure
+from lightning_rl.store.contract import RolloutRequest
+from lightning_rl.store.errors import Unreachable
+from lightning_rl.store.sql import SqlStore
+
+OURS = "http://127.0.0.1:7000/rollout/r/attempt/a"
+
+
+@pytest.fixture
+def claim():
+    store = SqlStore("sqlite://")
+    store.enqueue([RolloutRequest(task=1)])
+    (claim,) = store.claim("w")
+    claim.resources["main_llm"] = {"base_url": OURS + "/v1", "anthropic_base_url": OURS}
+    yield claim
+    store.close()
+
+
+def request_to(url: str) -> httpx.Request:
+    return httpx.Request("POST", url + "/v1/chat/completions")
+
+
+def status(code: int, url: str) -> openai.APIStatusError:
+    return openai.APIStatusError("", response=httpx.Response(code, request=request_to(url)), body=None)
+
+
+@pytest.mark.parametrize(
+    ("error", "infrastructure"),
+    [
+        (openai.APIConnectionError(request=request_to(OURS)), True),
+        (openai.APIConnectionError(request=request_to("http://example.com")), False),
+        (openai.APITimeoutError(request=request_to(OURS)), False),
+        (httpx.ConnectError("refused", request=request_to(OURS)), True),
+        (httpx.ConnectError("refused"), False),
+        (status(503, OURS), True),
+        (status(503, "http://example.com"), False),
+        (status(400, OURS), False),
+        (Unreachable("no answer"), True),
+        (ConnectionError("the agent's own socket"), False),
+        (ValueError("x"), False),
+    ],
+)
+def test_whose_fault_it_is(claim, error, infrastructure) -> None:
+    assert is_infrastructure(error, claim) == infrastructure
+
+
+def answered(code: int) -> httpx.HTTPStatusError:
+    request = request_to(OURS)
+    return httpx.HTTPStatusError("", request=request, response=httpx.Response(code, request=request))
+
+
+@pytest.mark.parametrize(("code", "infrastructure"), [(401, False), (400, False), (500, True)])
+def test_the_status_is_found_as_the_sdk_raises_it(claim, code, infrastructure) -> None:
+    """The SDK raises its own error while it handles httpx's, which carries the request too."""
+
+    def ask() -> None:
+        try:
+            raise answered(code)
+        except httpx.HTTPStatusError as error:
+            raise status(error.response.status_code, OURS) from None
+
+    with pytest.raises(openai.APIStatusError) as raised:
+        ask()
+    assert is_infrastructure(raised.value, claim) == infrastructure
+
+
+def test_a_wrapped_failure_is_still_the_servers(claim) -> None:
+    try:
+        try:
+            raise status(502, OURS)
+        except openai.APIStatusError as error:
+            raise RuntimeError("the agent gave up") from error
+    except RuntimeError as error:
+        info = error_info(error, claim)
+    assert (info.type, info.infrastructure) == ("RuntimeError", True)
+    assert "the agent gave up" in info.traceback

@@ -1,0 +1,66 @@
+"""TensorBoard, Weights & Biases (offline), MLflow, each read back by its own library; a run that goes on is one."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rl.config import ConfigError
+from lightning_rl.telemetry import metrics as trackers
+from lightning_rl.telemetry.metrics.about import About, kept_id
+
+ABOUT = About(project="p", name="n", config={"data": {"seed": 3}, "long": "x" * 9000})
+
+
+def log(name: str, run_dir: Path, steps: dict[int, dict[str, float]], began_at: int = 0) -> None:
+    [tracker] = trackers.open_trackers([name], run_dir, 9, began_at, ABOUT)
+    for step, metrics in steps.items():
+        tracker.log(step, metrics)
+    tracker.close()
+
+
+def test_tensorboard_shows_what_was_logged_and_not_what_a_resumed_run_takes_back(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log("tensorboard", tmp_path, {1: {"critic/rewards/mean": 0.5}, 2: {"critic/rewards/mean": 0.75}})
+    log("tensorboard", tmp_path, {2: {"critic/rewards/mean": 1.0}}, began_at=1)
+    found: Any = EventAccumulator(str(tmp_path / "tensorboard"))  # type: ignore[no-untyped-call]
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("critic/rewards/mean")] == [(1, 0.5), (2, 1.0)]
+
+
+def test_mlflow_keeps_one_run_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    log("mlflow", tmp_path, {1: {"tokens/excluded/zero_variance": 2.0}})
+    log("mlflow", tmp_path, {2: {"tokens/excluded/zero_variance": 4.0}}, began_at=1)
+    client: Any = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    [run] = client.search_runs([client.get_experiment_by_name("p").experiment_id])
+    assert (run.info.run_name, run.info.status, run.data.params["data.seed"]) == ("n", "FINISHED", "3")
+    history = client.get_metric_history(run.info.run_id, "tokens/excluded/zero_variance")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 2.0), (2, 4.0)]
+
+
+def test_wandb_writes_offline_where_it_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    log("wandb", tmp_path, {1: {"critic/rewards/mean": 0.5}})
+    [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert file.stem.removeprefix("run-") == (tmp_path / "wandb.id").read_text()
+    last = time.monotonic() + 60
+    while b"critic/rewards/mean" not in file.read_bytes():  # a process of wandb's own writes it
+        assert time.monotonic() < last, file.read_bytes()
+        time.sleep(0.05)
+
+
+def test_a_run_that_goes_on_keeps_its_id(tmp_path: Path) -> None:
+    made = iter(["first", "second"])
+    assert [kept_id(tmp_path / "wandb.id", lambda: next(made)) for _ in range(2)] == ["first", "first"]
+
+
+def test_a_missing_library_is_told_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"'wandb' needs a library: pip install 'lightning-rl\[tracking\]'"):
+        trackers.check_names(["console", "wandb"])

@@ -1,0 +1,81 @@
+"""Where metrics go: lines that are read back, also after a cut; and what a person sees of a step."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lightning_rl.config import ConfigError
+from lightning_rl.telemetry import metrics
+from lightning_rl.telemetry.metrics.console import ConsoleTracker
+from lightning_rl.telemetry.metrics.jsonl import JsonlTracker, keep_until, read
+
+
+def written(path: Path, steps: int) -> bytes:
+    tracker = JsonlTracker(path)
+    for step in range(steps):
+        tracker.log(step, {"reward": step / 2})
+    tracker.close()
+    return path.read_bytes()
+
+
+def test_lines_are_read_back(tmp_path: Path) -> None:
+    written(tmp_path / "m.jsonl", 2)
+    assert read(tmp_path / "m.jsonl") == [{"step": 0, "reward": 0.0}, {"step": 1, "reward": 0.5}]
+
+
+def test_what_came_after_the_checkpoint_is_dropped(tmp_path: Path) -> None:
+    whole = written(tmp_path / "m.jsonl", 5)
+    assert [row["step"] for row in keep_until(tmp_path / "m.jsonl", 2)] == [0, 1, 2]
+    assert (tmp_path / "m.jsonl").read_bytes() == b"".join(whole.splitlines(keepends=True)[:3])
+
+
+def test_a_file_cut_at_any_byte_gives_its_whole_lines(tmp_path: Path) -> None:
+    whole = written(tmp_path / "m.jsonl", 3)
+    for cut in range(len(whole) + 1):
+        (tmp_path / "m.jsonl").write_bytes(whole[:cut])
+        kept = keep_until(tmp_path / "m.jsonl", 9)
+        assert len(kept) == whole[:cut].count(b"\n")
+        assert read(tmp_path / "m.jsonl") == kept
+
+
+def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
+    written(tmp_path / "m.jsonl", 3)
+    assert keep_until(tmp_path / "m.jsonl", None) == []
+    assert not (tmp_path / "m.jsonl").exists()
+
+
+def test_a_step_is_a_line_with_its_failures() -> None:
+    shown = io.StringIO()
+    tracker = ConsoleTracker(4, Console(file=shown, width=120))
+    step = {"critic/score/mean": 0.5, "perf/calls_per_s": 10.0, "timing_s/step": 3.0}
+    tracker.log(0, {"val/reward": 0.25, "tune/reward": 0.5, "tune/best_step": 0.0})
+    tracker.log(1, step)
+    tokens = {
+        "tokens/received": 1200.0,
+        "tokens/trained": 1000.0,
+        "tokens/excluded/overlong": 150.0,
+        "tokens/pending": 50.0,
+    }
+    tracker.log(2, step | {"rollouts/agent_failed": 3.0} | tokens)
+    tracker.close()
+    lines = [" ".join(line.split()) for line in shown.getvalue().strip().splitlines()]
+    assert lines == [
+        "step 0 held-out reward 0.250",
+        "step 0 tuning reward 0.500, best at step 0",
+        "step 1/4 reward 0.500 held-out 0.250 10 calls/s about 9 s left",
+        "step 2/4 reward 0.500 3 failed held-out 0.250 10 calls/s "
+        "1,200 tokens: 1,000 trained, 150 overlong, 50 pending about 6 s left",
+    ]
+
+
+def test_an_unknown_tracker_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'clearml' cannot be written to; there are console, jsonl"):
+        metrics.open_trackers(["jsonl", "clearml"], tmp_path, 1)
+
+
+def test_a_full_disk_is_named_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: make room, then resume the run: .*m\.jsonl"):
+        JsonlTracker(tmp_path / "m.jsonl").log(0, {})

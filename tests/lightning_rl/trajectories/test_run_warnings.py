@@ -1,0 +1,92 @@
+"""What went wrong is told once per kind, with how often, what, and what to do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rl.store.contract import ErrorInfo
+from lightning_rl.trajectories.run_warnings import Problems
+from lightning_rl.trajectories.trajectory import Trajectory
+from lightning_rl_adapters import forest
+from lightning_rl_adapters.credit import Rewards
+from lightning_rl_adapters.rows import Row
+
+
+def trajectory(name: str = "r", **fields: Any) -> Trajectory:
+    given = {
+        "reward": 1.0, "rewards": Rewards(final=1.0), "forest": forest.build([]), "rows": [], "calls": 1,
+        "sampled_tokens": 0, "excluded": {}, "agent_failed": False,
+    }  # fmt: skip
+    return Trajectory(rollout_id=name, group_id="g", **(given | fields))
+
+
+def failed(message: str, *, infrastructure: bool = False) -> Trajectory:
+    error = ErrorInfo(type="ValueError", message=message, infrastructure=infrastructure)
+    return trajectory(agent_failed=not infrastructure, error=error)
+
+
+@pytest.fixture
+def problems() -> Problems:
+    return Problems(Path("/run"), max_tokens=9)
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    texts = [record.getMessage() for record in caplog.records]
+    caplog.clear()
+    return texts
+
+
+def test_nothing_wrong_is_nothing_told(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:
+    problems.report("step 1", [trajectory(), trajectory()])
+    assert told(caplog) == []
+
+
+def test_one_error_of_many_rollouts_is_one_line(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:
+    problems.report("step 1", [failed("rollout train-0-1-3 returned nan"), failed("rollout train-0-1-4 returned nan")])
+    problems.report("step 2", [failed("rollout train-0-2-1 returned nan")])
+    [text] = told(caplog)
+    assert text.startswith("step 1: 2 of 2 rollouts failed in the agent and count as algorithm.agent_failure says: ")
+    assert "ValueError: rollout train-0-1-3 returned nan (tracebacks are in /run/runner-*.log)" in text
+
+
+def test_another_error_is_told_too(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:
+    problems.report("step 1", [failed("a")])
+    problems.report("step 2", [failed("b")])
+    assert len(told(caplog)) == 2
+
+
+def test_infrastructure_is_not_the_agents_fault(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:
+    problems.report("step 1", [failed("gone", infrastructure=True)])
+    assert "left out, since infrastructure failed on every attempt; the last error: ValueError: gone" in told(caplog)[0]
+
+
+def test_rows_that_are_too_long_are_told(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:
+    row = Row(
+        token_ids=[1] * 10,
+        loss_mask=[1] * 10,
+        logprobs=[0.0] * 10,
+        rewards=[0.0] * 10,
+        policy_versions=[0] * 10,
+        call_ids=["c"] * 10,
+        temperature=[1.0] * 10,
+        model="m",
+        excluded="overlong",
+    )
+    problems.report("step 1", [trajectory(rows=[row])])
+    assert "have rows of more than 9 tokens, which are not trained: raise data.max_prompt_length" in told(caplog)[0]
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ({"lost_rewards": 2}, "gave rewards to calls that they did not make"),
+        ({"agent_failed": True}, "ended without a reward: return a number, or call emit_reward"),
+        ({"calls": 0}, "made no call to the model: the agent must use llm.base_url and llm.api_key"),
+    ],
+)
+def test_silent_failures_are_told(
+    what: dict[str, Any], text: str, problems: Problems, caplog: pytest.LogCaptureFixture
+) -> None:
+    problems.report("step 1", [trajectory(**what)])
+    assert text in told(caplog)[0]

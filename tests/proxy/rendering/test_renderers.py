@@ -1,0 +1,134 @@
+"""Which renderer a model gets: by its name, by its folder's word, by its own template, or one clear error."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rl_proxy.rendering.chat_templates import TemplateRenderer
+from lightning_rl_proxy.rendering.renderers import FastTokenizer, LibraryRenderer, load_renderer
+from tests.proxy.conftest import TOKENIZER
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STRIPPING = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
+
+
+def folder(path: Path, **config: Any) -> Path:
+    shutil.copy(TOKENIZER / "tokenizer.json", path)
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_auto_takes_the_models_own_then_the_folders_word_then_the_template(tmp_path: Path) -> None:
+    word = folder(tmp_path, chat_template=CHATML, renderer="qwen3")
+    assert isinstance(load_renderer(word, "auto", "mine"), LibraryRenderer)
+    template = folder(tmp_path, chat_template=CHATML)
+    assert isinstance(load_renderer(template, "auto", "mine"), TemplateRenderer)
+    assert isinstance(load_renderer(template, "auto", "Qwen/Qwen3-8B"), LibraryRenderer)
+
+
+def test_the_template_can_be_asked_for_by_name(tmp_path: Path) -> None:
+    path = folder(tmp_path, chat_template=CHATML, renderer="qwen3")
+    assert isinstance(load_renderer(path, "template", "Qwen/Qwen3-8B"), TemplateRenderer)
+
+
+@pytest.mark.parametrize("name", ["auto", "template"])
+def test_a_folder_without_a_template_says_so_and_what_to_do(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no renderer is known for model 'bare'; name one that fits its chat") as bare:
+        load_renderer(folder(tmp_path), name, "bare")
+    assert f"{tmp_path} has no chat template" in str(bare.value)
+
+
+def test_an_unknown_renderer_is_an_error_that_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="renderer 'quen3' is unknown; did you mean 'qwen3'"):
+        load_renderer(folder(tmp_path), "quen3", "mine")
+    with pytest.raises(ValueError, match="renderer 'templte' is unknown; did you mean 'template'"):
+        load_renderer(folder(tmp_path), "templte", "mine")
+
+
+def test_history_is_kept_unless_the_template_is_to_be_followed(tmp_path: Path) -> None:
+    path = folder(tmp_path, chat_template=STRIPPING)
+    proven = [load_renderer(path, "auto", "mine").append_only["thinking"]]  # type: ignore[union-attr]
+    proven.append(load_renderer(path, "auto", "mine", history="template").append_only["thinking"])  # type: ignore[union-attr]
+    assert proven == [True, False]
+
+
+def test_a_library_format_follows_its_template_when_asked_to() -> None:
+    """Qwen3 drops the reasoning of earlier turns at a new question, so that question cannot be appended."""
+    prompt_and_answer = []
+    for history in ("keep", "template"):
+        renderer = load_renderer(TOKENIZER, "qwen3", "mine", history=history)  # type: ignore[arg-type]
+        prompt = renderer.render([{"role": "user", "content": "one"}], None)
+        answer = FastTokenizer(TOKENIZER).encode("<think>\nso\n</think>\n\nthe answer<|im_end|>")
+        prompt_and_answer.append(renderer.extend(prompt, answer, [{"role": "user", "content": "two"}], None))
+    kept, followed = prompt_and_answer
+    assert kept is not None
+    assert followed is None
+
+
+def test_the_models_tutorial_template_renders_as_its_renderer_does() -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "one"}]
+    rendered = [load_renderer(TOKENIZER, name, "policy").render(messages, None) for name in ("qwen3", "template")]
+    assert rendered[0] == rendered[1]
+
+
+def tool(name: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"of": {"type": "string"}}}
+    return {"type": "function", "function": {"name": name, "description": "a tool", "parameters": parameters}}
+
+
+TWO = [tool("look_up"), tool("count")]
+EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
+HEAD = '<tool_call>\n{"name": "'
+
+
+@pytest.mark.parametrize(
+    ("tools", "name", "forced", "sampled"),
+    [
+        (TWO, "count", HEAD + 'count", "arguments": ', '{"of": "cats"}}\n</tool_call>'),
+        (TWO, None, HEAD, 'count", "arguments": {"of": "cats"}}\n</tool_call>'),
+        (TWO[1:], None, HEAD + 'count", "arguments": ', '{"of": "cats"}}\n</tool_call>'),
+    ],
+)
+def test_a_call_is_forced_by_what_the_format_writes_before_it(
+    tools: list[dict[str, Any]], name: str | None, forced: str, sampled: str, renderer: LibraryRenderer
+) -> None:
+    prompt = renderer.render([{"role": "user", "content": "one"}], tools)
+    ids = renderer.forced(prompt, tools, name)
+    assert ids is not None
+    assert renderer.tokenizer.decode(ids) == EMPTY_THOUGHT + forced
+    answer = renderer.parse("7", prompt, ids + renderer.encode_behind(sampled), None, "stop", tools)
+    assert (answer.content, [call["function"] for call in answer.tool_calls]) == (
+        "",
+        [{"name": "count", "arguments": '{"of": "cats"}'}],
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "thought"),
+    [(EMPTY_THOUGHT, ""), ("<think>\n", "\n</think>\n\n"), ("<think>", "\n\n</think>\n\n"), ("", EMPTY_THOUGHT)],
+)
+def test_before_a_forced_call_thinking_is_closed(written: str, thought: str, renderer: LibraryRenderer) -> None:
+    prompt = renderer.render([{"role": "user", "content": "one"}], TWO) + renderer.encode_behind(written)
+    assert renderer.tokenizer.decode(renderer.forced(prompt, TWO, None) or []) == thought + HEAD
+
+
+def test_calls_are_numbered_by_those_that_are_well_formed(renderer: LibraryRenderer) -> None:
+    calls = '<tool_call>{"name": "a", "arguments": {}}</tool_call>', "<tool_call>oh</tool_call>"
+    response = renderer.encode_behind(calls[0] + calls[1] + calls[0])
+    answer = renderer.parse("7", [], response, None, "stop", TWO)
+    assert [call["id"] for call in answer.tool_calls] == ["call_7_0", "call_7_1"]
+    assert answer.content == "<tool_call>oh</tool_call>"
+
+
+def test_reasoning_that_was_cut_is_stripped_as_closed_reasoning_is(renderer: LibraryRenderer) -> None:
+    answers = [
+        renderer.parse("7", [], renderer.encode_behind(f"<think>\nso it is\n{close}"), None, "length", None).reasoning
+        for close in ("", "</think>")
+    ]
+    assert answers == ["so it is", "so it is"]
