@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from lightning_rl.inference.engine import EmbeddedEngine
-from lightning_rl.inference.sequence import Event, Request, Sampling
+from lightning_rl.inference.sequence import Event, GenerationRequest, GenerationSampling
 from lightning_rl.inference.server import EngineServer
 
 VOCAB = 1024
@@ -77,9 +77,9 @@ def sample_all(engine: EmbeddedEngine, batch: list[list[int]], new_tokens: int) 
         if not left[0]:
             done.set()
 
-    sampling = Sampling(max_tokens=new_tokens)
+    sampling = GenerationSampling(max_tokens=new_tokens)
     engine.post(
-        [Request(request_id=str(next(_numbers)), token_ids=prompt, sampling=sampling) for prompt in batch],
+        [GenerationRequest(request_id=str(next(_numbers)), token_ids=prompt, sampling=sampling) for prompt in batch],
         outbox,
     )
     done.wait()

@@ -29,7 +29,7 @@ FAMILIES = {"qwen2_vl", "qwen2_5_vl"}
 _KEPT_BYTES = 2**28  # of patches
 
 
-class Image(NamedTuple):
+class PlacedImage(NamedTuple):
     """An image as its client sent it, and the tokens [start, start + length) of a sequence that stand for it."""
 
     start: int
@@ -50,7 +50,7 @@ class Patches(NamedTuple):
     grid: tuple[int, int, int]
 
 
-class Shown(NamedTuple):
+class PlacedFeatures(NamedTuple):
     """Features [first, first + length) of an image, which stand in row `row` from `column` on."""
 
     row: int
@@ -59,7 +59,7 @@ class Shown(NamedTuple):
     first: int
     length: int
 
-    def within(self, columns: slice) -> "Shown | None":
+    def within(self, columns: slice) -> "PlacedFeatures | None":
         """What of them stands in these columns, counted from the first of these; None where nothing does."""
         start, end = max(self.column, columns.start), min(self.column + self.length, columns.stop)
         if start >= end:
@@ -67,7 +67,7 @@ class Shown(NamedTuple):
         return self._replace(column=start - columns.start, first=self.first + start - self.column, length=end - start)
 
 
-class Vision:
+class ModelVision:
     """The images of the model in `folder`, whose family is one of `FAMILIES`.
 
     Patches of the latest images are kept, up to a bound. Usable from several threads.
@@ -80,7 +80,7 @@ class Vision:
         self._kept_bytes = 0
         self._lock = threading.Lock()
 
-    def patches(self, image: Image) -> Patches:
+    def patches(self, image: PlacedImage) -> Patches:
         """What the model's tower is given of an image.
 
         Raises ValueError for bytes that are no image, and where its features are not as many as its tokens.
@@ -105,7 +105,7 @@ class Vision:
         """How many features the model has of an image with that grid."""
         return grid[0] * grid[1] * grid[2] // self.merge_size**2
 
-    def positions(self, length: int, images: Sequence[Image]) -> tuple[Ints, int]:
+    def positions(self, length: int, images: Sequence[PlacedImage]) -> tuple[Ints, int]:
         """The places of `length` tokens in time, height and width, int64 [3, length], and how far the token that comes
         next stands before or behind its index: its place in each is `length` + that.
 
@@ -125,12 +125,14 @@ class Vision:
         found[:, at:] = place + np.arange(length - at)
         return found, place - at
 
-    def inputs(self, model: Any, token_ids: Tensor, images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
+    def inputs(self, model: Any, token_ids: Tensor, images: Sequence[Sequence[PlacedImage]]) -> dict[str, Tensor]:
         """What `model` is given for whole rows [B, T], padded to the right, that show these images each."""
         width = token_ids.shape[1]
         places = np.stack([self.positions(width, own)[0] for own in images], axis=1)
         shown = [
-            Shown(row, one.start, self.patches(one), 0, one.length) for row, own in enumerate(images) for one in own
+            PlacedFeatures(row, one.start, self.patches(one), 0, one.length)
+            for row, own in enumerate(images)
+            for one in own
         ]
         return {
             "inputs_embeds": embedded(model, token_ids, shown),
@@ -140,7 +142,7 @@ class Vision:
     def _merge(self, axis: int) -> int:
         return self.merge_size if axis else 1
 
-    def _read(self, image: Image) -> Patches:
+    def _read(self, image: PlacedImage) -> Patches:
         if hashlib.sha256(image.data).hexdigest() != image.sha256:
             raise ValueError(f"the bytes of image {image.sha256} are not those that the digest is of")
         try:
@@ -165,7 +167,7 @@ def _as_shown(image: Pillow.Image) -> Pillow.Image:
     return shown
 
 
-def vision_of(folder: Path, model: nn.Module) -> Vision | None:
+def vision_of(folder: Path, model: nn.Module) -> ModelVision | None:
     """How `model` sees, with the image processor of `folder`; None for a model that reads text alone.
 
     Raises ValueError for a model that sees in a way that is not known here.
@@ -175,10 +177,10 @@ def vision_of(folder: Path, model: nn.Module) -> Vision | None:
         return None
     if config.model_type not in FAMILIES:
         raise ValueError(f"images of {config.model_type!r} models are not known here; known are {sorted(FAMILIES)}")
-    return Vision(folder, config)
+    return ModelVision(folder, config)
 
 
-def embedded(model: Any, token_ids: Tensor, shown: Sequence[Shown]) -> Tensor:
+def embedded(model: Any, token_ids: Tensor, shown: Sequence[PlacedFeatures]) -> Tensor:
     """The embeddings of tokens [B, T, D] with the features of images in their places."""
     embeddings: Tensor = model.get_input_embeddings()(token_ids)
     if not shown:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rl_proxy.http.limits import Limits
+from lightning_rl_proxy.http.limits import RequestLimits
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "security.md").read_text()
@@ -30,7 +30,7 @@ def test_every_table_line_is_judged() -> None:
 
 def test_every_limit_is_on_the_page_with_its_default() -> None:
     told = {name: int(number.replace(",", "")) for name, number in re.findall(r"^\| `(\w+)`, ([\d,]+)", PAGE, re.M)}
-    limits = Limits()
+    limits = RequestLimits()
     assert told == {name: getattr(limits, name) for name in limits.__struct_fields__}
 
 

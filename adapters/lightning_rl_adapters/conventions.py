@@ -26,7 +26,7 @@ _OPERATIONS = ("chat", "text_completion", "generate_content", "completion")
 _LITELLM, _RAW = "litellm_request", "raw_gen_ai_request"  # its span of a call, and within it of what it sent and got
 
 
-class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+class ConventionDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """An LLM call that is told of without its tokens.
 
     `told` names what there is of it, `missing` what a triplet lacks; `advice` says how to get it. `server` is where the
@@ -51,7 +51,7 @@ class Told(msgspec.Struct, frozen=True):
 
     calls: list[Call]
     conventions: list[str]
-    diagnoses: list[Diagnosis]
+    diagnoses: list[ConventionDiagnosis]
 
 
 class OtelTriplet(Triplet, kw_only=True):
@@ -61,18 +61,18 @@ class OtelTriplet(Triplet, kw_only=True):
     verified: bool = False
 
 
-class _Choice(NamedTuple):
+class _ConventionChoice(NamedTuple):
     ids: list[int] | None
     logprobs: list[float] | None
     finish_reason: str
 
 
-class _Answer(NamedTuple):
+class _ConventionAnswer(NamedTuple):
     """What a span says of one request and its answers."""
 
     answer_id: str | None
     prompt_ids: list[int] | None
-    choices: list[_Choice]
+    choices: list[_ConventionChoice]
     has_messages: bool
 
 
@@ -81,14 +81,14 @@ class _Convention(NamedTuple):
 
     name: str
     is_call: Callable[[Span], bool]
-    read: Callable[[Mapping[str, Any]], _Answer]
+    read: Callable[[Mapping[str, Any]], _ConventionAnswer]
     advice: str
 
 
-class _Said(NamedTuple):
+class _ConventionCall(NamedTuple):
     span: Span
     convention: _Convention
-    answer: _Answer
+    answer: _ConventionAnswer
 
     @property
     def name(self) -> str:
@@ -100,7 +100,7 @@ class _Said(NamedTuple):
         return self.answer.prompt_ids is not None and any(choice.ids for choice in self.answer.choices)
 
 
-def read(span: Span) -> list[Call] | Diagnosis | None:
+def read(span: Span) -> list[Call] | ConventionDiagnosis | None:
     """A span's calls, one per choice; what it lacks; None for a span that is no LLM call."""
     said = _said(span)
     if said is None:
@@ -127,31 +127,31 @@ def triplets_of_otel(told: Told, rewards: Mapping[str, float] | None = None) -> 
     ]
 
 
-def _said(span: Span) -> _Said | None:
+def _said(span: Span) -> _ConventionCall | None:
     if span.name.startswith("lightning_rl."):  # the gateway's, or emitted
         return None
     convention = next((each for each in CONVENTIONS if each.is_call(span)), None)
-    return None if convention is None else _Said(span, convention, convention.read(span.attributes))
+    return None if convention is None else _ConventionCall(span, convention, convention.read(span.attributes))
 
 
-def _sorted(spans: Sequence[Span]) -> tuple[list[_Said], list[_Said]]:
+def _sorted(spans: Sequence[Span]) -> tuple[list[_ConventionCall], list[_ConventionCall]]:
     """The answers with token ids and those without, by start time, each answer once."""
     recorded = names_of(spans)
     found = [said for span in spans if (said := _said(span)) is not None and said.answer.answer_id not in recorded]
     found.sort(key=lambda said: (said.span.start_ns, said.span.span_id))
-    with_ids: dict[str, _Said] = {}
+    with_ids: dict[str, _ConventionCall] = {}
     for said in found:
         if said.has_ids:
             with_ids.setdefault(said.name, said)
     around = _around(spans, with_ids.values())
-    without: dict[str, _Said] = {}
+    without: dict[str, _ConventionCall] = {}
     for said in found:
         if not said.has_ids and said.name not in with_ids and said.span.span_id not in around:
             without.setdefault(said.name, said)
     return list(with_ids.values()), list(without.values())
 
 
-def _around(spans: Iterable[Span], found: Iterable[_Said]) -> set[str]:
+def _around(spans: Iterable[Span], found: Iterable[_ConventionCall]) -> set[str]:
     """The ids of the spans that these are within: another layer's of the same calls."""
     parents: dict[str, str | None] = {span.span_id: span.attributes.get(semconv.PARENT_SPAN) for span in spans}
     around: set[str] = set()
@@ -163,13 +163,13 @@ def _around(spans: Iterable[Span], found: Iterable[_Said]) -> set[str]:
     return around
 
 
-def _calls(said: _Said) -> list[Call]:
+def _calls(said: _ConventionCall) -> list[Call]:
     prompt_ids = said.answer.prompt_ids or []
     choices = [choice for choice in said.answer.choices if choice.ids]
     return [_call(said.span, number, prompt_ids, choice) for number, choice in enumerate(choices)]
 
 
-def _call(span: Span, number: int, prompt_ids: list[int], choice: _Choice) -> Call:
+def _call(span: Span, number: int, prompt_ids: list[int], choice: _ConventionChoice) -> Call:
     assert choice.ids is not None
     said = span.attributes
     fits = choice.logprobs is not None and len(choice.logprobs) == len(choice.ids)
@@ -192,7 +192,7 @@ def _call(span: Span, number: int, prompt_ids: list[int], choice: _Choice) -> Ca
     )
 
 
-def _diagnosis(said: _Said) -> Diagnosis:
+def _diagnosis(said: _ConventionCall) -> ConventionDiagnosis:
     span, convention, answer = said
     has = {
         "messages": answer.has_messages,
@@ -200,7 +200,7 @@ def _diagnosis(said: _Said) -> Diagnosis:
         "response token ids": any(choice.ids for choice in answer.choices),
         "logprobs": any(choice.logprobs for choice in answer.choices),
     }
-    return Diagnosis(
+    return ConventionDiagnosis(
         span_id=span.span_id,
         name=span.name,
         convention=convention.name,
@@ -215,19 +215,21 @@ def _diagnosis(said: _Said) -> Diagnosis:
 # The conventions, the most telling first: a span that has several is read by the first.
 
 
-def _agent_lightning(said: Mapping[str, Any]) -> _Answer:
+def _agent_lightning(said: Mapping[str, Any]) -> _ConventionAnswer:
     """Token ids in attributes of their own, as Agent-lightning's instrumentation of AgentOps writes them."""
     logprobs = _logprobs({"content": _json(said.get("logprobs.content"))})
-    choice = _Choice(_ids(said.get("response_token_ids")), logprobs, _finish_reason(said))
-    return _Answer(_text(said.get(semconv.RESPONSE_ID)), _ids(said.get("prompt_token_ids")), [choice], _messages(said))
+    choice = _ConventionChoice(_ids(said.get("response_token_ids")), logprobs, _finish_reason(said))
+    return _ConventionAnswer(
+        _text(said.get(semconv.RESPONSE_ID)), _ids(said.get("prompt_token_ids")), [choice], _messages(said)
+    )
 
 
-def _openinference(said: Mapping[str, Any]) -> _Answer:
+def _openinference(said: Mapping[str, Any]) -> _ConventionAnswer:
     """The answer is there as it came, in JSON: with token ids, where the engine was asked for them."""
     return _of_answer(_parsed(said.get("output.value")), has_messages=_messages(said))
 
 
-def _litellm(said: Mapping[str, Any]) -> _Answer:
+def _litellm(said: Mapping[str, Any]) -> _ConventionAnswer:
     """Each field of the answer is an attribute, as Python writes it."""
     names = ("prompt_token_ids", "choices", "response_token_ids")
     fields = {name: _literal(_first(said, *_ending(said, f".{name}"))) for name in names}
@@ -235,23 +237,23 @@ def _litellm(said: Mapping[str, Any]) -> _Answer:
     return _of_answer(fields, has_messages=_messages(said) or bool(_ending(said, ".messages")))
 
 
-def _messages_alone(said: Mapping[str, Any]) -> _Answer:
+def _messages_alone(said: Mapping[str, Any]) -> _ConventionAnswer:
     """Messages, numbered or as JSON, and no token ids: neither convention has a name for them."""
-    return _Answer(_text(said.get(semconv.RESPONSE_ID)), None, [], _messages(said))
+    return _ConventionAnswer(_text(said.get(semconv.RESPONSE_ID)), None, [], _messages(said))
 
 
-def _of_answer(answer: Mapping[str, Any], *, has_messages: bool) -> _Answer:
+def _of_answer(answer: Mapping[str, Any], *, has_messages: bool) -> _ConventionAnswer:
     """An answer of Chat Completions or Completions in vLLM's words."""
     told = answer.get("choices")
     choices = [choice for choice in told if isinstance(choice, dict)] if isinstance(told, list) else []
     prompt_ids = answer.get("prompt_token_ids") or (choices[0].get("prompt_token_ids") if choices else None)
     older = answer.get("response_token_ids")  # a list per choice, of vLLM as Agent-lightning patched it
     by_choice = older if isinstance(older, list) else []
-    return _Answer(
+    return _ConventionAnswer(
         _text(answer.get("id")),
         _ids(prompt_ids),
         [
-            _Choice(
+            _ConventionChoice(
                 _ids(choice.get("token_ids") or (by_choice[number] if number < len(by_choice) else None)),
                 _logprobs(choice.get("logprobs")),
                 str(choice.get("finish_reason") or "stop"),

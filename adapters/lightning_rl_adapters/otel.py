@@ -46,7 +46,7 @@ class NotOtlp(ValueError):
     """A body that is no OTLP request for traces."""
 
 
-class Place(NamedTuple):
+class SpanPlace(NamedTuple):
     """Whose a span is."""
 
     rollout_id: str
@@ -83,7 +83,7 @@ def from_json(body: bytes) -> ExportTraceServiceRequest:
 
 
 def spans_of(
-    request: ExportTraceServiceRequest, *, emitted: bool, own: Place | None = None
+    request: ExportTraceServiceRequest, *, emitted: bool, own: SpanPlace | None = None
 ) -> tuple[list[Span], list[Rejected]]:
     """The spans of a request, and those that cannot be taken.
 
@@ -124,7 +124,7 @@ def _all(request: ExportTraceServiceRequest) -> Iterator[tuple[dict[str, Any], s
                 yield resource, of_scope.scope.name, wire
 
 
-def _place(attributes: Mapping[str, Any], resource: Mapping[str, Any], own: Place | None) -> Place | str:
+def _place(attributes: Mapping[str, Any], resource: Mapping[str, Any], own: SpanPlace | None) -> SpanPlace | str:
     """Whose the span is, or why that is not known."""
     rollout_id, attempt_id = (
         next((holder[name] for name in names for holder in (attributes, resource) if name in holder), None)
@@ -135,7 +135,7 @@ def _place(attributes: Mapping[str, Any], resource: Mapping[str, Any], own: Plac
             return own
         return "is of another attempt than the one that the key opens"
     if isinstance(rollout_id, str) and isinstance(attempt_id, str):
-        return Place(rollout_id, attempt_id)
+        return SpanPlace(rollout_id, attempt_id)
     return (
         f"has no attempt: set {semconv.ROLLOUT_ID} and {semconv.ATTEMPT_ID}, on it or on its resource, "
         "or send the key of an attempt"
@@ -153,7 +153,7 @@ def _wrong(wire: trace_pb2.Span) -> str | None:
 
 def _span(
     wire: trace_pb2.Span,
-    place: Place,
+    place: SpanPlace,
     attributes: dict[str, Any],
     resource: dict[str, Any],
     scope: str,
@@ -176,7 +176,7 @@ def _span(
     )
 
 
-def _more(wire: trace_pb2.Span, place: Place, resource: dict[str, Any], scope: str) -> dict[str, Any]:
+def _more(wire: trace_pb2.Span, place: SpanPlace, resource: dict[str, Any], scope: str) -> dict[str, Any]:
     """What a span says beside its attributes, as far as it says anything."""
     of_resource = {name: value for name, value in resource.items() if name not in _NO_ATTRIBUTE}
     events = [
@@ -195,7 +195,7 @@ def _more(wire: trace_pb2.Span, place: Place, resource: dict[str, Any], scope: s
     return {name: value for name, value in more.items() if value}
 
 
-def _span_id(place: Place, trace_id: bytes, span_id: bytes) -> str:
+def _span_id(place: SpanPlace, trace_id: bytes, span_id: bytes) -> str:
     """An id that no call has, and that no other attempt can take: `:` stands in neither's."""
     return f"{place.attempt_id}:{trace_id.hex()}:{span_id.hex()}"
 

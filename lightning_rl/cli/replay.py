@@ -9,7 +9,7 @@ import typer
 if TYPE_CHECKING:
     from lightning_rl.agents.agent import Agent
     from lightning_rl.config.schema import TrainConfig
-    from lightning_rl.inspect.replay import Ending, Replay, Setting
+    from lightning_rl.inspect.replay import GatewaySetup, Replay, ReplayEnding
     from lightning_rl.inspect.replay_engine import Divergence
     from lightning_rl.store.contract import RolloutTrace
 
@@ -77,18 +77,18 @@ def _agent(run_dir: Path, config: "TrainConfig | None", named: str | None) -> "A
 
 def _setting(
     run_dir: Path, config: "TrainConfig | None", trace: "RolloutTrace", tokenizer: Path | None, renderer: str | None
-) -> "Setting":
+) -> "GatewaySetup":
     from lightning_rl.inspect import folder
-    from lightning_rl.inspect.replay import Setting, counting, needs_tokenizer
+    from lightning_rl.inspect.replay import GatewaySetup, counting, needs_tokenizer
     from lightning_rl.ppo.resolved_config import chat_template_kwargs
 
     if not needs_tokenizer(counting(trace)):
-        return Setting()
+        return GatewaySetup()
     place = tokenizer or folder.tokenizer_folder(run_dir, config)
     if config is None:
-        return Setting(tokenizer=place, renderer=renderer or "auto")
+        return GatewaySetup(tokenizer=place, renderer=renderer or "auto")
     rollout = config.actor_rollout_ref.rollout
-    return Setting(
+    return GatewaySetup(
         tokenizer=place,
         renderer=renderer or rollout.renderer,
         history=rollout.history,
@@ -129,7 +129,7 @@ def _lines(found: "Replay") -> Iterator[str]:
         yield f"call {number} is asked with other sampling: {other}"
 
 
-def _said(ending: "Ending", name: str) -> str:
+def _said(ending: "ReplayEnding", name: str) -> str:
     value: Any = getattr(ending, name)
     if not value:
         return "none"

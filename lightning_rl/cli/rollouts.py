@@ -17,7 +17,7 @@ from lightning_rl.processes.service_keys import ADMIN_KEY
 
 if TYPE_CHECKING:
     from lightning_rl.inspect.explain import AttemptView
-    from lightning_rl.inspect.rollout_source import PagedStore, Place
+    from lightning_rl.inspect.rollout_source import PagedStore, RolloutSource
     from lightning_rl.store.contract import AttemptTrace, Rollout, RolloutRequest, RolloutTrace
 
 KEY_FILE, URL_FILE = "admin.key", "server.url"  # in the folder of a run
@@ -196,7 +196,7 @@ def _again(rollout: "Rollout") -> "RolloutRequest":
 
 
 @contextlib.contextmanager
-def _place(run_dir: Path | None, url: str | None) -> "Iterator[Place]":
+def _place(run_dir: Path | None, url: str | None) -> "Iterator[RolloutSource]":
     """Where to look. Raises NotRecorded and NoServer."""
     from lightning_rl.inspect import recorded
     from lightning_rl.inspect import rollout_source as places

@@ -18,8 +18,8 @@ from lightning_rl.processes.service_keys import ADMIN_KEY, RUNNER_KEY, SHORTEST,
 
 if TYPE_CHECKING:
     from lightning_rl.control_plane.gateways.engines import EngineRequest
-    from lightning_rl.control_plane.process import Settings
-    from lightning_rl_proxy.http.limits import Limits
+    from lightning_rl.control_plane.process import ServerSettings
+    from lightning_rl_proxy.http.limits import RequestLimits
     from lightning_rl_proxy.rendering.renderers import SpecialTokens
 
 ENGINE_KEY = "OPENAI_API_KEY"  # of engines of kind openai
@@ -30,7 +30,7 @@ _POSTGRESQL = ("postgresql://", "postgresql+psycopg://")
 _OF_A_TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"]
 
 
-class Refused(Explained, ValueError):
+class ServeRefused(Explained, ValueError):
     """What was asked for cannot be served, or not safely."""
 
 
@@ -108,7 +108,7 @@ def run(
     the key of that request; without one it is made, and printed. `LIGHTNING_RL_RUNNER_KEY` is that of runners.
     """
     from lightning_rl.config.otlp_endpoint import traces_url
-    from lightning_rl.control_plane.process import Settings, listen_and_serve
+    from lightning_rl.control_plane.process import ServerSettings, listen_and_serve
     from lightning_rl.files import owned
 
     admin_key, runner_key = _keys(host)
@@ -118,7 +118,7 @@ def run(
     if path is not None:
         words.remove(_EMBEDDED)
         model, tokenizer = _name_of(path), tokenizer or path
-    settings = Settings(
+    settings = ServerSettings(
         store=store,
         run_dir=str(folder),
         admin_key=admin_key or secrets.token_urlsafe(24),
@@ -150,7 +150,9 @@ def _name_of(path: str) -> str:
     return Path(path).resolve().name if Path(path).is_dir() else path
 
 
-def _with_embedded(settings: "Settings", started: contextlib.ExitStack, path: str, folder: Path) -> "Settings":
+def _with_embedded(
+    settings: "ServerSettings", started: contextlib.ExitStack, path: str, folder: Path
+) -> "ServerSettings":
     """The settings with the engine that is started here."""
     import msgspec
 
@@ -177,7 +179,7 @@ def engine_request(word: str, model: str) -> "EngineRequest":
         return msgspec.convert(given, EngineRequest)
     except msgspec.ValidationError as error:
         kinds = "embedded[=URL], vllm=URL, sglang=URL, openai[:MODEL]=URL or litellm:MODEL[=URL]"
-        raise Refused(f"--engine {word}: {error}; give {kinds}") from error
+        raise ServeRefused(f"--engine {word}: {error}; give {kinds}") from error
 
 
 def template_kwargs(text: str) -> dict[str, Any]:
@@ -187,7 +189,7 @@ def template_kwargs(text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeEncodeError) as error:
-        raise Refused(
+        raise ServeRefused(
             f"--chat-template-kwargs {text}: {error}; give a JSON object, '{{\"enable_thinking\": false}}'"
         ) from error
 
@@ -195,21 +197,21 @@ def template_kwargs(text: str) -> dict[str, Any]:
 def special_tokens(word: str) -> "SpecialTokens":
     """What a special token in a message's text is. Raises Refused."""
     if word not in ("text", "control"):
-        raise Refused(f"--special-tokens-in-text {word}: give text or control")
+        raise ServeRefused(f"--special-tokens-in-text {word}: give text or control")
     return "text" if word == "text" else "control"
 
 
-def limits(words: Sequence[str]) -> "Limits":
+def limits(words: Sequence[str]) -> "RequestLimits":
     """The limits that words of the command line set, the others as they are by default. Raises Refused."""
     import msgspec
 
-    from lightning_rl_proxy.http.limits import Limits
+    from lightning_rl_proxy.http.limits import RequestLimits
 
     try:
-        return msgspec.convert(dict(word.split("=", 1) for word in words), Limits, strict=False)
+        return msgspec.convert(dict(word.split("=", 1) for word in words), RequestLimits, strict=False)
     except (msgspec.ValidationError, ValueError) as error:
-        names = ", ".join(Limits.__struct_fields__)
-        raise Refused(f"--limit {' '.join(words)}: {error}; give NAME=NUMBER, of {names}") from error
+        names = ", ".join(RequestLimits.__struct_fields__)
+        raise ServeRefused(f"--limit {' '.join(words)}: {error}; give NAME=NUMBER, of {names}") from error
 
 
 def tokenizer_folder(path: str) -> Path:
@@ -236,14 +238,14 @@ def _keys(host: str) -> tuple[str, str]:
     given = {name: taken_from_environment(name) for name in (ADMIN_KEY, RUNNER_KEY)}
     for name, key in given.items():
         if not (key.isascii() and key.isprintable()) or " " in key:
-            raise Refused(f"{name} holds what no header can: use letters, digits and punctuation")
+            raise ServeRefused(f"{name} holds what no header can: use letters, digits and punctuation")
         if key and len(key) < SHORTEST and not is_loopback(host):
-            raise Refused(f"{name} has {len(key)} characters; on {host} it needs at least {SHORTEST}")
+            raise ServeRefused(f"{name} has {len(key)} characters; on {host} it needs at least {SHORTEST}")
     admin, runner = given.values()
     if not admin and not is_loopback(host):
-        raise Refused(f"on {host}, which others can reach, set a key of your own: {ADMIN_KEY}, in the environment")
+        raise ServeRefused(f"on {host}, which others can reach, set a key of your own: {ADMIN_KEY}, in the environment")
     if admin and admin == runner:
-        raise Refused(f"{ADMIN_KEY} and {RUNNER_KEY} are the same: every runner would be an admin")
+        raise ServeRefused(f"{ADMIN_KEY} and {RUNNER_KEY} are the same: every runner would be an admin")
     return admin, runner
 
 
@@ -253,12 +255,12 @@ def _run_dir(store: str, given: Path | None) -> Path:
         return (given or Path(f"{_database(store)}-server")).resolve()
     database = Path(store.removeprefix(_SQLITE))
     if not store.startswith(_SQLITE) or not database.name or "?" in store:
-        raise Refused(
+        raise ServeRefused(
             f"--store {store} is neither a SQLite file nor a PostgreSQL database; give {_SQLITE}path/to/file.db, or "
             "postgresql+psycopg://user@host/database"
         )
     if not database.parent.is_dir():
-        raise Refused(f"--store {store}: there is no folder {database.parent.resolve()}; make it, or name another")
+        raise ServeRefused(f"--store {store}: there is no folder {database.parent.resolve()}; make it, or name another")
     return (given or database.with_name(f"{database.stem}-server")).resolve()
 
 
@@ -269,9 +271,9 @@ def _database(store: str) -> str:
     try:
         url = sa.make_url(store)
     except (sa.exc.ArgumentError, ValueError) as error:
-        raise Refused("--store is no URL; give postgresql+psycopg://user@host/database") from error
+        raise ServeRefused("--store is no URL; give postgresql+psycopg://user@host/database") from error
     if not url.database:
-        raise Refused(f"--store {url} names no database; give postgresql+psycopg://user@host/database")
+        raise ServeRefused(f"--store {url} names no database; give postgresql+psycopg://user@host/database")
     return url.database
 
 
@@ -279,11 +281,11 @@ def _url(given: str | None, host: str, port: int) -> str | None:
     """Where agents reach the server; None: where it listens."""
     if given is not None:
         if not given.startswith(("http://", "https://")):
-            raise Refused(f"--url {given} is no URL; give http://... or https://...")
+            raise ServeRefused(f"--url {given} is no URL; give http://... or https://...")
         return given.rstrip("/")
     if host in ("0.0.0.0", "::"):  # which is no place to go to
         if port == 0:
-            raise Refused(f"name a --port, or a --url: agents cannot be sent to a free port of {host}")
+            raise ServeRefused(f"name a --port, or a --url: agents cannot be sent to a free port of {host}")
         return f"http://{socket.gethostname()}:{port}"
     return None
 
@@ -300,7 +302,7 @@ def _log_to(path: Path) -> None:
     logs.begin(logging.FileHandler(path))
 
 
-def _tell(settings: "Settings", url: str, *, made_key: bool) -> None:
+def _tell(settings: "ServerSettings", url: str, *, made_key: bool) -> None:
     from lightning_rl.control_plane.process import JOURNAL
     from lightning_rl.store.databases import shown
 

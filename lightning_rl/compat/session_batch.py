@@ -17,7 +17,7 @@ _REASON_LENGTH = 100
 
 
 @dataclass
-class Ended:
+class EndedSession:
     """One session that has ended: `reason` says shortly why it failed, None where it did not. `trajectory` has its
     calls, rows and rewards; None where the session was never created."""
 
@@ -46,7 +46,7 @@ class SessionBatch:
     """The sessions of some prompts, group by group in their order. `left_out` are the groups that have fewer successes
     than they need: their rows say so."""
 
-    sessions: list[Ended]
+    sessions: list[EndedSession]
     left_out: list[str] = field(default_factory=list)
 
     @property
@@ -87,9 +87,9 @@ class SessionBatch:
         return dict(+found)
 
 
-def batch_of(sessions: Sequence[Ended], min_successful_sessions: int) -> SessionBatch:
+def batch_of(sessions: Sequence[EndedSession], min_successful_sessions: int) -> SessionBatch:
     """The batch; groups with fewer successful sessions are left out of training."""
-    groups: defaultdict[str, list[Ended]] = defaultdict(list)
+    groups: defaultdict[str, list[EndedSession]] = defaultdict(list)
     for ended in sessions:
         groups[ended.group_id].append(ended)
     left_out = [

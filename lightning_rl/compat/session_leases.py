@@ -29,7 +29,7 @@ class Leases:
         with self._lock:
             self._held[claim.attempt.attempt_id] = claim.rollout.rollout_id, lost
 
-    def let_go(self, claim: Claim) -> None:
+    def release(self, claim: Claim) -> None:
         """It ends now."""
         with self._lock:
             self._held.pop(claim.attempt.attempt_id, None)

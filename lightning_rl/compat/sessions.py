@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 from lightning_rl.agents.agent import Agent, as_agent, call_agent
 from lightning_rl.agents.emitted import Emitted
 from lightning_rl.agents.task_fields import check_names, name_of
-from lightning_rl.compat.session_batch import Ended, SessionBatch, SessionStats, batch_of, short_reason
+from lightning_rl.compat.session_batch import EndedSession, SessionBatch, SessionStats, batch_of, short_reason
 from lightning_rl.compat.session_leases import Leases
 from lightning_rl.compat.session_sampling import published
 from lightning_rl.runner import outcome
@@ -175,12 +175,12 @@ class AgentFramework:
 
     async def abort_session(self, session: Session) -> None:
         """End the session as cancelled: nothing of it is trained."""
-        self._leases.let_go(session.claim)
+        self._leases.release(session.claim)
         await self._asked(self._store.cancel, session.session_id)
 
-    async def _session(self, request: RolloutRequest, runner: str) -> Ended:
+    async def _session(self, request: RolloutRequest, runner: str) -> EndedSession:
         """Create, run, finalize: one session's whole life."""
-        ended = partial(Ended, str(request.rollout_id), str(request.group_id), request.task, runner)
+        ended = partial(EndedSession, str(request.rollout_id), str(request.group_id), request.task, runner)
         async with self._slots:
             try:
                 session = await self._create(request, runner)
@@ -239,7 +239,7 @@ class AgentFramework:
 
     async def _finalize(self, session: Session, made: Outcome) -> None:
         await self._asked(self._finish, session.claim, made)
-        self._leases.let_go(session.claim)
+        self._leases.release(session.claim)
 
     def _finish(self, claim: Claim, made: Outcome) -> None:
         """Make the outcome durable. One that was lost meanwhile is over already."""

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_rl.config import ConfigError
-from lightning_rl.config.schema import Gateway
+from lightning_rl.config.schema import GatewayConfig
 
 
-def registrations(gateway: Gateway, environment: Mapping[str, str] = os.environ) -> list[dict[str, Any]]:
+def registrations(gateway: GatewayConfig, environment: Mapping[str, str] = os.environ) -> list[dict[str, Any]]:
     """What `gateway.backends` registers with the server, keys included.
 
     Raises ConfigError where the variable that is to hold a key is not set.

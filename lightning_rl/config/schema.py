@@ -171,7 +171,7 @@ class CriticOptim(Optim, frozen=True):
     lr: Annotated[Above0, effect("learning rate")] = 1e-5
 
 
-class PolicyLoss(Section, frozen=True):
+class PolicyLossConfig(Section, frozen=True):
     """The policy's loss (`docs/algorithms.md`)."""
 
     loss_mode: Annotated[
@@ -193,7 +193,7 @@ class PolicyLoss(Section, frozen=True):
     dro_beta: Annotated[Above0 | None, effect("dro: the weight of the squared log ratio; dro needs it")] = None
 
 
-class Actor(Section, frozen=True):
+class ActorSection(Section, frozen=True):
     """The update of the policy."""
 
     ppo_mini_batch_size: Annotated[Positive, effect("tasks per optimizer step (times rollout.n rollouts)")] = 32
@@ -219,7 +219,7 @@ class Actor(Section, frozen=True):
     loss_scale_factor: Annotated[Above0 | None, effect("the divisor of seq-mean-token-sum-norm")] = None
     tau_pos: Annotated[Above0, effect("loss_mode sapo: how steep its gate is where the advantage is positive")] = 1.0
     tau_neg: Annotated[Above0, effect("loss_mode sapo: the same elsewhere")] = 1.05
-    policy_loss: PolicyLoss = field(default_factory=PolicyLoss)
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     entropy_coeff: Annotated[float, effect("weight of the entropy bonus")] = 0.0
     grad_clip: Annotated[Above0, effect("largest norm of a gradient")] = 1.0
     shuffle: Annotated[bool, effect("mini-batches in another order in every pass")] = False
@@ -420,7 +420,7 @@ class EngineKwargs(Section, frozen=True):
     ] = None
 
 
-class Rollout(Section, frozen=True):
+class RolloutSection(Section, frozen=True):
     """Sampling: the engine, and how agents run against it."""
 
     name: Annotated[
@@ -504,8 +504,8 @@ class ActorRolloutRef(Section, frozen=True):
     """The policy: model, update, sampling, reference."""
 
     model: Model = field(default_factory=Model)
-    actor: Actor = field(default_factory=Actor)
-    rollout: Rollout = field(default_factory=Rollout)
+    actor: ActorSection = field(default_factory=ActorSection)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
     ref: Ref = field(default_factory=Ref)
 
 
@@ -518,7 +518,7 @@ class CriticModel(Section, frozen=True):
     enable_gradient_checkpointing: Annotated[bool, effect("as of the policy")] = False
 
 
-class Critic(Section, frozen=True):
+class CriticSection(Section, frozen=True):
     """The model of what is to come, which `adv_estimator: gae` compares rewards with."""
 
     enable: Annotated[bool | None, effect("train one; null: where adv_estimator is gae")] = None
@@ -590,7 +590,7 @@ class RolloutCorrection(Section, frozen=True):
     ] = None
 
 
-class Credit(Section, frozen=True):
+class CreditConfig(Section, frozen=True):
     """Which calls a rollout's rewards reach (`docs/concepts/credit.md`)."""
 
     strategy: Annotated[
@@ -646,7 +646,7 @@ class AlgorithmSection(Section, frozen=True):
         ),
     ] = 1.0
     lam: Annotated[Share, effect("of gae: how far advantages trust rewards (1) rather than the critic (0)")] = 1.0
-    credit: Credit = field(default_factory=Credit)
+    credit: CreditConfig = field(default_factory=CreditConfig)
     groups_of_one: Annotated[
         Literal["zero", "raw", "drop"],
         effect("a rollout without others to compare it with: advantage 0, its credit as it is (as verl), or left out"),
@@ -729,7 +729,7 @@ class Judge(Section, frozen=True):
     concurrency: Annotated[Positive, effect("groups judged at once")] = 8
 
 
-class OverlongBuffer(Section, frozen=True):
+class OverlongBufferConfig(Section, frozen=True):
     """DAPO's soft overlong punishment: the final reward is lowered before an answer reaches its limit."""
 
     enable: Annotated[bool, effect("lower the reward of rollouts that come near to `max_resp_len` sampled tokens")] = (
@@ -748,7 +748,7 @@ class RewardSection(Section, frozen=True):
 
     custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
     judge: Judge = field(default_factory=Judge)
-    overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
 
 
 class EarlyStopping(Section, frozen=True):
@@ -845,7 +845,7 @@ class TrainerSection(Section, frozen=True):
         return self.nnodes * self.per_node
 
 
-class Backend(Section, frozen=True):
+class BackendConfig(Section, frozen=True):
     """A frozen model beside the policy. Without a `url` litellm takes that of the model's maker."""
 
     kind: Literal["openai", "litellm"]
@@ -861,7 +861,7 @@ class BackendRefused(Explained):
     """
 
 
-def _backend(name: str, given: Any) -> Backend:
+def _backend(name: str, given: Any) -> BackendConfig:
     key = f"gateway.backends.{name}"
     if isinstance(given, dict) and "api_key" in given:
         raise BackendRefused(
@@ -869,7 +869,7 @@ def _backend(name: str, given: Any) -> Backend:
             f"environment variable and give the variable's name: {key}.api_key_env=HELPER_API_KEY"
         )
     try:
-        backend = msgspec.convert(given, Backend)
+        backend = msgspec.convert(given, BackendConfig)
     except msgspec.ValidationError as error:
         raise BackendRefused(f"config key {key}: {_advice(str(error))}") from None
     if not name:
@@ -889,7 +889,7 @@ def _advice(error: str) -> str:
     return f"{error}; there are kind (openai, litellm), url, remote_model and api_key_env"
 
 
-class Gateway(Section, frozen=True):
+class GatewayConfig(Section, frozen=True):
     """How the agents' calls are taken."""
 
     sampling: Annotated[
@@ -928,7 +928,7 @@ class Gateway(Section, frozen=True):
         if self.otlp_endpoint is not None:
             traces_url(self.otlp_endpoint, "config key gateway.otlp_endpoint")
 
-    def frozen_models(self) -> dict[str, Backend]:
+    def frozen_models(self) -> dict[str, BackendConfig]:
         """The backends by name. Raises BackendRefused for one that is wrong."""
         return {name: _backend(name, given) for name, given in (self.backends or {}).items()}
 
@@ -938,11 +938,11 @@ class Config(Section, frozen=True):
 
     data: Data = field(default_factory=Data)
     actor_rollout_ref: ActorRolloutRef = field(default_factory=ActorRolloutRef)
-    critic: Critic = field(default_factory=Critic)
+    critic: CriticSection = field(default_factory=CriticSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     reward: RewardSection = field(default_factory=RewardSection)
     trainer: TrainerSection = field(default_factory=TrainerSection)
-    gateway: Gateway = field(default_factory=Gateway)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
 
 
 class TrainConfig(Config, frozen=True):

@@ -20,7 +20,7 @@ from lightning_rl.control_plane.gateways.admission import Admission
 from lightning_rl.control_plane.gateways.cluster_rpc import ASKED, Alone, ModelPause, Sealed
 from lightning_rl.control_plane.gateways.engines import EngineRequest, Engines
 from lightning_rl.control_plane.gateways.gateway_control import GatewayDoor, PauseRequest, Pauses, ResumeRequest
-from lightning_rl.control_plane.gateways.notifications import Signals
+from lightning_rl.control_plane.gateways.notifications import Notifications
 from lightning_rl.control_plane.gateways.resolve import check_resources, resolve
 from lightning_rl.control_plane.gateways.store_ledger import claimed_info
 from lightning_rl.control_plane.limits import try_later
@@ -57,7 +57,7 @@ from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread
 from lightning_rl.trajectories import trace_views
 from lightning_rl_proxy.http.keys import KeyRefused, verify_attempt_key
-from lightning_rl_proxy.http.limits import Limits
+from lightning_rl_proxy.http.limits import RequestLimits
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Any]]
@@ -82,7 +82,7 @@ class ControlPlane:
         *,
         store: SqlStore,
         sql: SqlThread,
-        signals: Signals,
+        signals: Notifications,
         admission: Admission,
         gateway: GatewayDoor,
         pauses: Pauses,
@@ -91,7 +91,7 @@ class ControlPlane:
         keys: Keys,
         gateway_url: str,
         together: Alone,
-        limits: Limits | None = None,
+        limits: RequestLimits | None = None,
     ) -> None:
         self._store = store
         self._sql = sql
@@ -106,7 +106,7 @@ class ControlPlane:
         self._keys = keys
         self._gateway_url = gateway_url.rstrip("/")
         self._together = together
-        self._limits = limits or Limits()
+        self._limits = limits or RequestLimits()
 
     def routes(self) -> list[Route]:
         """Every route, with who may use it."""
@@ -277,7 +277,7 @@ class ControlPlane:
                     await asyncio.wait([turn], timeout=left)
             # A worker that left while it waited must not be given a rollout.
             if await request.is_disconnected():
-                self._admission.eased()  # its turn is another's
+                self._admission.capacity_freed()  # its turn is another's
                 return {"claims": []}
 
     async def _take(self, body: ClaimBody) -> list[Claim]:

@@ -25,13 +25,13 @@ from lightning_rl.control_plane.gateways.admission import Admission
 from lightning_rl.control_plane.gateways.cluster_rpc import Alone, Peers
 from lightning_rl.control_plane.gateways.engines import EngineRequest, Engines
 from lightning_rl.control_plane.gateways.gateway_control import GatewayDoor, Pauses, Receive, Scope, Send
-from lightning_rl.control_plane.gateways.membership import Fleet
-from lightning_rl.control_plane.gateways.notifications import Signals
+from lightning_rl.control_plane.gateways.membership import Membership
+from lightning_rl.control_plane.gateways.notifications import Notifications
 from lightning_rl.control_plane.limits import Bounded
 from lightning_rl.control_plane.sweeper import Sweeper
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread
-from lightning_rl_proxy.http.limits import Limits
+from lightning_rl_proxy.http.limits import RequestLimits
 
 _KINDS = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 429: "rate_limited"}
 _OURS = ("/api/v1/", otlp.PATH, "/healthz", "/readyz", "/metrics")
@@ -43,7 +43,9 @@ class App:
     `release` lets its long polls answer at once, for a quick stop.
     """
 
-    def __init__(self, control_plane: Starlette, gateway: GatewayDoor, signals: Signals, engines: Engines) -> None:
+    def __init__(
+        self, control_plane: Starlette, gateway: GatewayDoor, signals: Notifications, engines: Engines
+    ) -> None:
         self._control_plane = control_plane
         self._gateway = gateway
         self.engines = engines
@@ -68,9 +70,9 @@ def create_app(
     attach_engine: Callable[[EngineRequest], Awaitable[str]],
     sweep_seconds: float = 1.0,
     session: bool = False,
-    limits: Limits | None = None,
+    limits: RequestLimits | None = None,
     collectors: Sequence[Collector] = (),
-    fleet: Fleet | None = None,
+    fleet: Membership | None = None,
 ) -> App:
     """The application.
 
@@ -84,8 +86,8 @@ def create_app(
         collectors: what else counts itself, for /metrics.
         fleet: this gateway's part in a store that several servers share.
     """
-    limits = limits or Limits()
-    signals, pauses = Signals(), Pauses(gateway)
+    limits = limits or RequestLimits()
+    signals, pauses = Notifications(), Pauses(gateway)
     known = Engines(attach_engine, gateway)
     together = Alone(gateway, pauses) if fleet is None else Peers(gateway, pauses, fleet, store.secret)
     sweeper = Sweeper(store, sql, gateway, pauses, signals, seconds=sweep_seconds, fleet=fleet)
@@ -123,7 +125,7 @@ def create_app(
         if fleet is not None:
             await fleet.ready()
         before = await sql.run(store.recorded_calls)
-        gateway.carry_on(before.tokens, before.newest_ns)
+        gateway.restore(before.tokens, before.newest_ns)
         await together.adopt()
         if session:
             await sweeper.end(await sql.run(store.running, why="session"))

@@ -11,7 +11,7 @@ from lightning_rl.errors import Explained
 from lightning_rl.processes.child import Child
 
 
-class Policy(Protocol):
+class ServedPolicy(Protocol):
     """What is served: the model's name, the folder of its tokenizer, its renderer, its engines.
 
     Without a tokenizer every model is a chat backend.
@@ -47,7 +47,7 @@ class Serving:
 @contextmanager
 def launch(
     run_dir: Path,
-    endpoint: Policy,
+    endpoint: ServedPolicy,
     *,
     admin_key: str,
     runner_key: str,

@@ -9,7 +9,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lightning_rl_proxy.http.limits import Limits, announced_bytes, head_bytes
+from lightning_rl_proxy.http.limits import RequestLimits, announced_bytes, head_bytes
 
 
 def try_later(message: str) -> HTTPException:
@@ -20,7 +20,7 @@ def try_later(message: str) -> HTTPException:
 class Bounded:
     """An ASGI application whose requests keep to the limits; what is refused is an HTTPException in `app`."""
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, limits: RequestLimits) -> None:
         self._app = app
         self._limits = limits
 

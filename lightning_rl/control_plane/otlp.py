@@ -24,10 +24,10 @@ from lightning_rl.store.life_cycle import AttemptStatus
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread
 from lightning_rl_adapters import otel
-from lightning_rl_adapters.otel import NotOtlp, Place, Rejected
+from lightning_rl_adapters.otel import NotOtlp, Rejected, SpanPlace
 from lightning_rl_adapters.span import Span
 from lightning_rl_proxy.http.keys import KeyRefused, verify_attempt_key
-from lightning_rl_proxy.http.limits import Limits
+from lightning_rl_proxy.http.limits import RequestLimits
 
 PATH = "/v1/traces"
 _PROTOBUF, _JSON = "application/x-protobuf", "application/json"
@@ -44,7 +44,7 @@ _CODES = {
 _GZIP = 31  # zlib's word for it
 
 
-class _Refused(Exception):
+class _OtlpRefused(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
@@ -53,7 +53,7 @@ class _Refused(Exception):
 class Traces:
     """The route."""
 
-    def __init__(self, *, store: SqlStore, sql: SqlThread, keys: Keys, limits: Limits) -> None:
+    def __init__(self, *, store: SqlStore, sql: SqlThread, keys: Keys, limits: RequestLimits) -> None:
         self._store = store
         self._sql = sql
         self._keys = keys
@@ -67,7 +67,7 @@ class Traces:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         try:
             rejected = await self._take(request, kind)
-        except _Refused as error:
+        except _OtlpRefused as error:
             return _refusal(kind, error.status, str(error))
         except HTTPException as error:  # the body is over the limit
             return _refusal(kind, error.status_code, error.detail, error.headers)
@@ -78,9 +78,9 @@ class Traces:
     async def _take(self, request: Request, kind: str) -> list[Rejected]:
         own = self._own(request.headers.get("authorization", ""))
         if request.method != "POST":
-            raise _Refused(405, "send spans by POST")
+            raise _OtlpRefused(405, "send spans by POST")
         if kind not in (_PROTOBUF, _JSON):
-            raise _Refused(415, f"the content type is {kind!r}; send {_PROTOBUF} or {_JSON}")
+            raise _OtlpRefused(415, f"the content type is {kind!r}; send {_PROTOBUF} or {_JSON}")
         unpack = self._unpacker(request, self._limits.control_body_bytes if own is None else self._limits.body_bytes)
         body = await request.body()
 
@@ -91,10 +91,10 @@ class Traces:
         try:
             spans, rejected = await asyncio.to_thread(read)
         except NotOtlp as error:
-            raise _Refused(400, str(error)) from error
+            raise _OtlpRefused(400, str(error)) from error
         return rejected + await self._sql.run(self._keep, spans, own)
 
-    def _own(self, authorization: str) -> Place | None:
+    def _own(self, authorization: str) -> SpanPlace | None:
         """The attempt whose key was sent; None for an admin's or a runner's. Raises _Refused."""
         if self._keys.role(authorization) is not None:
             return None
@@ -103,32 +103,32 @@ class Traces:
             opened = verify_attempt_key(self._store.secret, key.strip() if scheme.lower() == "bearer" else "")
         except KeyRefused as error:
             message = f"send an admin, a runner or an attempt's key as Authorization: Bearer ({error})"
-            raise _Refused(401, message) from error
-        return Place(opened.rollout_id, opened.attempt_id)
+            raise _OtlpRefused(401, message) from error
+        return SpanPlace(opened.rollout_id, opened.attempt_id)
 
     def _unpacker(self, request: Request, limit: int) -> Callable[[bytes], bytes]:
         encoding = request.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("identity", "gzip"):
-            raise _Refused(415, f"the content encoding is {encoding!r}; send gzip, or the body as it is")
+            raise _OtlpRefused(415, f"the content encoding is {encoding!r}; send gzip, or the body as it is")
         return lambda body: _within(body, limit) if encoding == "identity" else _unzipped(body, limit)
 
-    def _keep(self, spans: list[Span], own: Place | None) -> list[Rejected]:
+    def _keep(self, spans: list[Span], own: SpanPlace | None) -> list[Rejected]:
         """In one piece in the store's thread: an attempt cannot end between the question and the answer."""
-        places = {Place(span.rollout_id, span.attempt_id) for span in spans} | ({own} if own else set())
+        places = {SpanPlace(span.rollout_id, span.attempt_id) for span in spans} | ({own} if own else set())
         statuses = self._store.statuses(sorted(places))
         closed = {place: _closed(place, statuses.get(place)) for place in places if statuses.get(place) != "running"}
         if own in closed:
-            raise _Refused(*closed[own])
+            raise _OtlpRefused(*closed[own])
         why = {place: told for place, (_, told) in closed.items()}
         self._store.add_spans([span for span in spans if (span.rollout_id, span.attempt_id) not in why])
         return [
             Rejected(span.name, f"is of no open attempt: {why[place]}")
             for span in spans
-            if (place := Place(span.rollout_id, span.attempt_id)) in why
+            if (place := SpanPlace(span.rollout_id, span.attempt_id)) in why
         ]
 
 
-def _closed(place: Place, status: AttemptStatus | None) -> tuple[int, str]:
+def _closed(place: SpanPlace, status: AttemptStatus | None) -> tuple[int, str]:
     """The HTTP status and the words for an attempt that takes no more spans."""
     if status is None:
         return 404, f"there is no attempt {place.attempt_id} of rollout {place.rollout_id}"
@@ -137,7 +137,7 @@ def _closed(place: Place, status: AttemptStatus | None) -> tuple[int, str]:
 
 def _within(body: bytes, limit: int) -> bytes:
     if len(body) > limit:
-        raise _Refused(413, f"the request body is over {limit} bytes")
+        raise _OtlpRefused(413, f"the request body is over {limit} bytes")
     return body
 
 
@@ -147,11 +147,11 @@ def _unzipped(body: bytes, limit: int) -> bytes:
     try:
         content = packed.decompress(body, limit + 1)
     except zlib.error as error:
-        raise _Refused(400, f"the body is no gzip: {error}") from error
+        raise _OtlpRefused(400, f"the body is no gzip: {error}") from error
     if len(content) > limit:
-        raise _Refused(413, f"the request body is over {limit} bytes when it is unpacked")
+        raise _OtlpRefused(413, f"the request body is over {limit} bytes when it is unpacked")
     if not packed.eof or packed.unused_data:
-        raise _Refused(400, "the body's gzip is cut short, or something comes after it")
+        raise _OtlpRefused(400, "the body's gzip is cut short, or something comes after it")
     return content
 
 

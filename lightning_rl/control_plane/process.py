@@ -33,7 +33,7 @@ from lightning_rl.control_plane.auth import Keys
 from lightning_rl.control_plane.gateways.cluster_rpc import peer_key
 from lightning_rl.control_plane.gateways.engine_registration import attacher
 from lightning_rl.control_plane.gateways.engines import EngineRequest
-from lightning_rl.control_plane.gateways.membership import LEASE_SECONDS, Fleet
+from lightning_rl.control_plane.gateways.membership import LEASE_SECONDS, Membership
 from lightning_rl.control_plane.gateways.store_ledger import StoreLedger
 from lightning_rl.control_plane.protocol import protocol
 from lightning_rl.errors import Explained
@@ -46,7 +46,7 @@ from lightning_rl.store.errors import NotFound, StoreError
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.http.limits import Limits
+from lightning_rl_proxy.http.limits import RequestLimits
 from lightning_rl_proxy.recording.alerts import ALARMS
 from lightning_rl_proxy.rendering.renderers import SpecialTokens, load_renderer
 from lightning_rl_proxy.routing.router import Router
@@ -60,7 +60,7 @@ _LONG_POLL_GRACE_SECONDS = 5  # for answers under way when the server stops
 _log = logging.getLogger(__name__)
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a server needs to know. `port` 0 takes any free one; `tokenizer` is a folder with tokenizer.json.
 
     `url` is where others reach it; by default where it listens.
@@ -84,7 +84,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lease_seconds: float = LEASE_SECONDS  # of this gateway among several; a new session has so long to take over
     session: bool = False  # see `launch`
     otlp_endpoint: str | None = None  # where spans are sent, too
-    limits: Limits = Limits()
+    limits: RequestLimits = RequestLimits()
 
     def __repr__(self) -> str:
         return f"Settings(store={shown(self.store)!r}, model={self.model!r})"  # never the keys
@@ -104,7 +104,7 @@ class Started(msgspec.Struct, frozen=True):
 def main() -> None:
     """Read the settings, serve until told to stop."""
     logs.begin(logging.StreamHandler())
-    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
+    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerSettings)
     ALARMS.addHandler(TellAlarms())
     try:
         listen_and_serve(settings, _announce)
@@ -114,7 +114,7 @@ def main() -> None:
         sys.exit(1)
 
 
-def listen_and_serve(settings: Settings, announce: Callable[[str], None], *, foreground: bool = False) -> None:
+def listen_and_serve(settings: ServerSettings, announce: Callable[[str], None], *, foreground: bool = False) -> None:
     """Serve until SIGTERM; `announce` is told the URL once the server answers.
 
     A server that is not in the foreground also ends with its stdin. In the foreground a Ctrl-C ends it as cleanly, and
@@ -175,7 +175,7 @@ def _users_to_solve() -> Iterator[None]:
 
 
 async def _serve(
-    settings: Settings, listening: socket.socket, url: str, announce: Callable[[str], None], *, foreground: bool
+    settings: ServerSettings, listening: socket.socket, url: str, announce: Callable[[str], None], *, foreground: bool
 ) -> bool:
     """Serve; whether a Ctrl-C ended it."""
     sql = SqlThread()
@@ -204,7 +204,7 @@ async def _serve(
         sql.close()
 
 
-def _opened(settings: Settings) -> tuple[SqlStore, Sequence[Collector]]:
+def _opened(settings: ServerSettings) -> tuple[SqlStore, Sequence[Collector]]:
     """The store, and what counts the spans that it sends on."""
     if settings.otlp_endpoint is None:
         return SqlStore(settings.store), ()
@@ -214,7 +214,7 @@ def _opened(settings: Settings) -> tuple[SqlStore, Sequence[Collector]]:
     return MirroredStore(settings.store, out), out.collectors
 
 
-def _raise_why(settings: Settings, app: App) -> NoReturn:
+def _raise_why(settings: ServerSettings, app: App) -> NoReturn:
     error = app.start_error
     if isinstance(error, StoreError):
         raise CannotStart(str(error)) from error
@@ -223,7 +223,9 @@ def _raise_why(settings: Settings, app: App) -> NoReturn:
     raise RuntimeError("the application did not start") from error
 
 
-async def _app(settings: Settings, store: SqlStore, sql: SqlThread, url: str, collectors: Sequence[Collector]) -> App:
+async def _app(
+    settings: ServerSettings, store: SqlStore, sql: SqlThread, url: str, collectors: Sequence[Collector]
+) -> App:
     renderer = None
     if settings.tokenizer is not None:
         renderer = load_renderer(
@@ -238,7 +240,7 @@ async def _app(settings: Settings, store: SqlStore, sql: SqlThread, url: str, co
     fleet = None
     if store.shared:
         gateway_id = _gateway_id(Path(settings.run_dir))
-        fleet = Fleet(store, gateway_id=gateway_id, url=url, lease_seconds=settings.lease_seconds)
+        fleet = Membership(store, gateway_id=gateway_id, url=url, lease_seconds=settings.lease_seconds)
     gateway = Gateway(
         ledger=StoreLedger(store, sql, fleet),
         secret=store.secret,
@@ -290,7 +292,7 @@ def _publish_policy(store: SqlStore, model: str) -> None:
 class _Server(uvicorn.Server):
     """uvicorn that says when it answers, and whose stop does not wait for long polls."""
 
-    def __init__(self, app: App, limits: Limits, announce: Callable[[], None]) -> None:
+    def __init__(self, app: App, limits: RequestLimits, announce: Callable[[], None]) -> None:
         config = uvicorn.Config(
             app,
             http=protocol(limits),

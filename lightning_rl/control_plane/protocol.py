@@ -9,12 +9,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from lightning_rl.control_plane.limits import head_refused
 from lightning_rl.control_plane.one_write import OneWrite
 from lightning_rl_proxy.gateway import GONE
-from lightning_rl_proxy.http.limits import Limits
+from lightning_rl_proxy.http.limits import RequestLimits
 
 _LOOK_SECONDS = 0.5  # between two looks at the connections that send
 
 
-def protocol(limits: Limits) -> type[HttpToolsProtocol]:
+def protocol(limits: RequestLimits) -> type[HttpToolsProtocol]:
     """uvicorn's HTTP, with answers in one write, which tells the gateway of clients that leave, and closes a connection
     whose request's head does not end within the limits of bytes and time, or whose body stops coming.
 

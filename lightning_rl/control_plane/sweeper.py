@@ -14,8 +14,8 @@ import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
 from lightning_rl.control_plane.gateways.gateway_control import GatewayDoor, Pauses
-from lightning_rl.control_plane.gateways.membership import Fleet
-from lightning_rl.control_plane.gateways.notifications import Signals
+from lightning_rl.control_plane.gateways.membership import Membership
+from lightning_rl.control_plane.gateways.notifications import Notifications
 from lightning_rl.store.contract import Overdue, Rollout
 from lightning_rl.store.errors import StoreUnwritable
 from lightning_rl.store.life_cycle import ENDED
@@ -44,10 +44,10 @@ class Sweeper:
         sql: SqlThread,
         gateway: GatewayDoor,
         pauses: Pauses,
-        signals: Signals,
+        signals: Notifications,
         *,
         seconds: float,
-        fleet: Fleet | None = None,
+        fleet: Membership | None = None,
     ) -> None:
         self._store = store
         self._sql = sql
@@ -138,16 +138,16 @@ class Sweeper:
         if held := self._gateway.held():
             for rollout_id, attempt_id in await self._sql.run(self._store.closed, held):
                 await self._gateway.seal(rollout_id, attempt_id)
-            await self._let_go()
+            await self._release()
         if waited_for := self._signals.waited_for:
             ended = await self._sql.run(self._store.ended, waited_for)
             self._signals.ended(rollout.rollout_id for rollout in ended)
 
-    async def _let_go(self) -> None:
+    async def _release(self) -> None:
         """Close the doors of attempts that others have taken, while nobody heard of this gateway."""
         if self._fleet is not None and self._fleet.lapsed:
             for rollout_id, attempt_id in await self._fleet.lost(self._gateway.held()):
-                await self._gateway.let_go(rollout_id, attempt_id)
+                await self._gateway.release(rollout_id, attempt_id)
             self._fleet.lapsed = False
 
     async def end(self, overdue: Sequence[Overdue]) -> list[Rollout]:

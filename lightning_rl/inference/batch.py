@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_rl.inference.sampler import Sampled
-from lightning_rl.inference.sequence import FinishReason, Output, Sampling, VersionSpan
-from lightning_rl.vision import Image, Patches
+from lightning_rl.inference.sequence import FinishReason, GenerationSampling, Output, VersionSpan
+from lightning_rl.vision import Patches, PlacedImage
 
 Ints = NDArray[np.int64]
 
@@ -24,7 +24,7 @@ class Picture(NamedTuple):
     their contents are.
     """
 
-    images: tuple[tuple[Image, Patches], ...]
+    images: tuple[tuple[PlacedImage, Patches], ...]
     places: Ints
     offset: int
     content: Ints
@@ -52,7 +52,7 @@ class Sequence:
         self,
         request_id: str,
         prompt: Ints,
-        sampling: Sampling,
+        sampling: GenerationSampling,
         seed_key: np.uint64,
         stop_ids: tuple[int, ...],
         picture: "Picture | None" = None,
@@ -101,7 +101,7 @@ class Sequence:
         )
 
 
-class Ended(NamedTuple):
+class EndedSequence(NamedTuple):
     """A row that is done, and why."""
 
     row: int
@@ -155,7 +155,7 @@ class Batch:
         self.stops[row] = -1
         self.stops[row, : len(sequence.stop_ids)] = sequence.stop_ids
 
-    def extend(self, first: int, sampled: Sampled) -> list[Ended]:
+    def extend(self, first: int, sampled: Sampled) -> list[EndedSequence]:
         """Write one token to each of the rows first .. first + b; returns those that this ends."""
         rows = np.arange(first, first + len(sampled.token_ids))
         ends = slice(first, first + len(rows))
@@ -166,13 +166,13 @@ class Batch:
         self.length[ends] += 1
         stopped = (self.stops[ends] == sampled.token_ids[:, None]).any(axis=1)
         done = np.flatnonzero(stopped | (self.length[ends] >= self.limit[ends]))
-        return [Ended(first + int(i), "stop" if stopped[i] else "length") for i in done]
+        return [EndedSequence(first + int(i), "stop" if stopped[i] else "length") for i in done]
 
     def written(self, row: int) -> Ints:
         """The tokens whose keys and values are in the cache: all but the last one sampled."""
         return self.tokens[row, : max(self.length[row] - 1, self.prompt_length[row])]
 
-    def output(self, ended: Ended) -> Output:
+    def output(self, ended: EndedSequence) -> Output:
         """The answer of a row, as it stands."""
         row, sequence = ended.row, self.sequences[ended.row]
         start, end = int(self.prompt_length[row]), int(self.length[row])

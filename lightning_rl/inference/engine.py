@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightning_rl.inference.batch import Batch, Ended, Picture, Sequence
+from lightning_rl.inference.batch import Batch, EndedSequence, Picture, Sequence
 from lightning_rl.inference.policy import Policy
 from lightning_rl.inference.prefixes import SHORTEST, Prefixes
 from lightning_rl.inference.sampler import Sampled, sample, stream_key, uniforms
-from lightning_rl.inference.sequence import Event, Failure, Output, Request, Token
-from lightning_rl.vision import Image, Shown, Vision
+from lightning_rl.inference.sequence import Event, Failure, GenerationRequest, Output, Token
+from lightning_rl.vision import ModelVision, PlacedFeatures, PlacedImage
 
 Ints = NDArray[np.int64]
 Outbox = Callable[[list[Event]], None]
@@ -80,7 +80,7 @@ class EmbeddedEngine:
         prefix_rows: int | None = None,
         name: str = "policy",
         threads: int | None = None,
-        vision: Vision | None = None,
+        vision: ModelVision | None = None,
     ) -> None:
         self._threads = threads
         self._vision = vision
@@ -154,7 +154,7 @@ class EmbeddedEngine:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def submit(self, request: Request, on_token: Callable[[Token], None] | None = None) -> Future[Output]:
+    def submit(self, request: GenerationRequest, on_token: Callable[[Token], None] | None = None) -> Future[Output]:
         """Ask for one answer.
 
         Args:
@@ -181,7 +181,7 @@ class EmbeddedEngine:
         self.post([request], outbox, stream=on_token is not None)
         return future
 
-    def post(self, requests: Iterable[Request], outbox: Outbox, *, stream: bool = False) -> None:
+    def post(self, requests: Iterable[GenerationRequest], outbox: Outbox, *, stream: bool = False) -> None:
         """Ask for several answers; all or none are taken.
 
         Args:
@@ -258,7 +258,7 @@ class EmbeddedEngine:
     def running(self) -> bool:
         return self._state == "running" and not self._stopping
 
-    def _sequence(self, request: Request) -> Sequence:
+    def _sequence(self, request: GenerationRequest) -> Sequence:
         prompt = np.asarray(request.token_ids, dtype=np.int64)
         if not 1 <= len(prompt) < self.max_model_len:
             raise ValueError(
@@ -276,7 +276,7 @@ class EmbeddedEngine:
         picture = self._picture(prompt, request.images) if request.images else None
         return Sequence(request.request_id, prompt, sampling, stream_key(seed), stops, picture)
 
-    def _picture(self, prompt: Ints, images: tuple[Image, ...]) -> Picture:
+    def _picture(self, prompt: Ints, images: tuple[PlacedImage, ...]) -> Picture:
         """The images of a prompt, ready to be read. Raises ValueError for those that the model cannot read there."""
         if self._vision is None:
             raise ValueError("the prompt shows images, and this model reads text alone")
@@ -420,7 +420,7 @@ class EmbeddedEngine:
             if outbox := self._streams.get(sequence.request_id):
                 self._events.setdefault(outbox, []).append(Token(sequence.request_id, *token))
 
-    def _finish(self, ended: list[Ended]) -> None:
+    def _finish(self, ended: list[EndedSequence]) -> None:
         for one in ended:
             self._emit(self._batch.output(one))
         pure = [one.row for one in ended if self._batch.sequences[one.row].pure]
@@ -452,7 +452,7 @@ class EmbeddedEngine:
             if sequence.row < 0:
                 self._waiting.remove(sequence)
                 self._emit(sequence.unstarted())
-        active = [Ended(sequence.row, "abort") for sequence in found if sequence.row >= 0]
+        active = [EndedSequence(sequence.row, "abort") for sequence in found if sequence.row >= 0]
         if active:
             self._finish(active)
 
@@ -522,15 +522,15 @@ def _places(sequences: list[Sequence], positions: Ints) -> Ints | None:
     return places
 
 
-def _shown(sequences: list[Sequence]) -> list[Shown]:
+def _shown(sequences: list[Sequence]) -> list[PlacedFeatures]:
     """The images of the unread parts, by the columns of `_left_padded`."""
     width = max(sequence.unread for sequence in sequences)
-    found: list[Shown] = []
+    found: list[PlacedFeatures] = []
     for row, sequence in enumerate(sequences):
         pad = width - len(sequence.prompt)  # of its first token's column, were all of it there
         unread = slice(width - sequence.unread, width)
         for image, patches in () if sequence.picture is None else sequence.picture.images:
-            part = Shown(row, pad + image.start, patches, 0, image.length).within(unread)
+            part = PlacedFeatures(row, pad + image.start, patches, 0, image.length).within(unread)
             if part is not None:
                 found.append(part._replace(column=part.column + unread.start))
     return found

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_rl.inference import fused
 from lightning_rl.inference.cache import SlotCache
-from lightning_rl.vision import Shown, embedded
+from lightning_rl.vision import PlacedFeatures, embedded
 
 Ints = NDArray[np.int64]
 
@@ -55,7 +55,7 @@ class Policy:
         positions: Ints,
         first_row: int,
         places: Ints | None = None,
-        shown: Sequence[Shown] = (),
+        shown: Sequence[PlacedFeatures] = (),
     ) -> Tensor:
         """Logits after the last column of `tokens`.
 
@@ -80,7 +80,7 @@ class Policy:
         return logits
 
     def _pass(
-        self, tokens: Ints, positions: Ints, first_row: int, places: Ints | None, shown: Sequence[Shown]
+        self, tokens: Ints, positions: Ints, first_row: int, places: Ints | None, shown: Sequence[PlacedFeatures]
     ) -> Tensor:
         self.cache.place(first_row, positions, self.device)
         # Padding looks at column 0, which is always written: a row that sees nothing would be NaN.

@@ -10,12 +10,12 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from lightning_rl.vision import Image
+from lightning_rl.vision import PlacedImage
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationSampling(msgspec.Struct, frozen=True, kw_only=True):
     """How one answer is sampled.
 
     `max_tokens` None means: up to the engine's `max_model_len`. `temperature` 0 is greedy. `top_p` 1 and
@@ -46,14 +46,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"top_k must be at least 1, or 0 or -1 for no limit, got {self.top_k}")
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to continue once. `request_id` is unique among the requests in flight. `images` are those that the
     prompt shows, in their order."""
 
     request_id: str
     token_ids: Tokens[int]
-    sampling: Sampling = Sampling()
-    images: tuple[Image, ...] = ()
+    sampling: GenerationSampling = GenerationSampling()
+    images: tuple[PlacedImage, ...] = ()
 
 
 class VersionSpan(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ from lightning_rl.inference.sequence import Event, Output, Token
 PAUSE_MODES: dict[str, PauseMode] = {"keep": "keep", "wait": "wait", "abort": "abort"}
 
 
-class _Call:
+class _GenerateCall:
     """One HTTP request in flight: its choices' events in, an answer or a stream out."""
 
     def __init__(self, request_id: str, body: wire.GenerateRequest) -> None:
@@ -35,7 +35,7 @@ class _Call:
         self.open = body.sampling_params.n
         self.done: asyncio.Future[list[Output]] = asyncio.get_running_loop().create_future()
         self.chunks: asyncio.Queue[wire.GenerateResponse | None] = asyncio.Queue()
-        self._held: dict[int, wire.Choice] = {}
+        self._held: dict[int, wire.WireChoice] = {}
 
     def take(self, index: int, event: Event) -> None:
         if isinstance(event, Token):
@@ -43,7 +43,7 @@ class _Call:
             self._held[index] = wire.piece(index, event, logprobs=self.logprobs)
         elif isinstance(event, Output):
             if self.stream:
-                empty = wire.Choice(index, [], None)
+                empty = wire.WireChoice(index, [], None)
                 self._held[index] = wire.finish(self._held.get(index, empty), event)
                 self._release(index)
             self.outputs[index] = event
@@ -77,7 +77,7 @@ class EngineServer:
         self.engine = engine
         self.host = host
         self.port = port
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, _GenerateCall] = {}
         self._loop_lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: uvicorn.Server | None = None
@@ -113,7 +113,7 @@ class EngineServer:
             timeout_graceful_shutdown=5,
         )
         ready: Future[asyncio.AbstractEventLoop] = Future()
-        self._server = _Server(config, ready, self._forget_loop)
+        self._server = _HttpServer(config, ready, self._forget_loop)
         self._thread = threading.Thread(target=self._server.run, args=([listener],), name="engine-server", daemon=True)
         self._thread.start()
         self._loop = ready.result(timeout=60)
@@ -158,7 +158,7 @@ class EngineServer:
         for call in self._calls.values():
             self._abort(call)
 
-    def _abort(self, call: _Call) -> None:
+    def _abort(self, call: _GenerateCall) -> None:
         for index, output in enumerate(call.outputs):
             if output is None:
                 self.engine.abort(wire.engine_id(call.request_id, index))
@@ -184,11 +184,11 @@ class EngineServer:
         answer = wire.GenerateResponse(call.request_id, choices, wire.usage(outputs))
         return _json(answer)
 
-    def _open(self, body: wire.GenerateRequest) -> _Call:
+    def _open(self, body: wire.GenerateRequest) -> _GenerateCall:
         request_id = body.request_id or uuid.uuid4().hex
         if request_id in self._calls:
             raise ValueError(f"request_id {request_id!r} is already in flight")
-        call = _Call(request_id, body)
+        call = _GenerateCall(request_id, body)
         requests = wire.engine_requests(body, request_id)
         self._calls[request_id] = call
         try:
@@ -198,19 +198,19 @@ class EngineServer:
             raise
         return call
 
-    def _close(self, call: _Call, watch: "asyncio.Task[None]") -> None:
+    def _close(self, call: _GenerateCall, watch: "asyncio.Task[None]") -> None:
         watch.cancel()
         self._calls.pop(call.request_id, None)
         if call.open:
             self._abort(call)
 
-    async def _watch(self, request: Request, call: _Call) -> None:
+    async def _watch(self, request: Request, call: _GenerateCall) -> None:
         """Abort the call when its client goes away."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
         self._abort(call)
 
-    async def _chunks(self, call: _Call, watch: "asyncio.Task[None]") -> AsyncIterator[bytes]:
+    async def _chunks(self, call: _GenerateCall, watch: "asyncio.Task[None]") -> AsyncIterator[bytes]:
         try:
             while chunk := await call.chunks.get():
                 yield _sse(chunk)
@@ -261,7 +261,7 @@ class EngineServer:
         return _json({"is_paused": self.engine.paused})
 
 
-class _Server(uvicorn.Server):
+class _HttpServer(uvicorn.Server):
     """A uvicorn server that says when it serves, on which loop, and when it no longer does."""
 
     def __init__(
@@ -297,4 +297,4 @@ def _error(status: int, message: str) -> Response:
 
 def _error_body(status: int, message: str) -> wire.ErrorResponse:
     kind = "BadRequestError" if status == 400 else "ServiceUnavailableError"
-    return wire.ErrorResponse(wire.ErrorInfo(message, kind, status))
+    return wire.ErrorResponse(wire.WireError(message, kind, status))

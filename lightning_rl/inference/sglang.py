@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_rl.errors import Explained
 from lightning_rl.inference.load import device_of, load_model, located
-from lightning_rl.inference.weight_check import Sampled, prove
+from lightning_rl.inference.weight_check import SampledTokens, prove
 
 _PATH = "/update_weights_from_disk"
 _CONNECT_SECONDS = 10.0
@@ -149,7 +149,7 @@ def _is_paused(url: str) -> bool:
     return _ask("GET", url, "/ready", _CONNECT_SECONDS).status == 503
 
 
-def _sample(url: str, prompt: list[int], n: int) -> Sampled:
+def _sample(url: str, prompt: list[int], n: int) -> SampledTokens:
     """Some tokens behind a prompt, whatever they are."""
     parameters = {"max_new_tokens": n, "temperature": 1.0, "ignore_eos": True}
     asked = {"input_ids": prompt, "sampling_params": parameters, "return_logprob": True}
@@ -157,4 +157,4 @@ def _sample(url: str, prompt: list[int], n: int) -> Sampled:
     if answer.status != 200:
         raise WeightsNotUpdated(f"SGLang server {url} does not sample after the update: {answer.data[:500]!r}")
     told = answer.json()
-    return Sampled(told["output_ids"], [entry[0] for entry in told["meta_info"]["output_token_logprobs"]])
+    return SampledTokens(told["output_ids"], [entry[0] for entry in told["meta_info"]["output_token_logprobs"]])

@@ -15,7 +15,7 @@ class EngineMismatch(Explained, RuntimeError):
     """An engine's log probabilities are not those of the weights that it was given."""
 
 
-class Sampled(NamedTuple):
+class SampledTokens(NamedTuple):
     """Token ids and their log probabilities (nats) at temperature 1."""
 
     token_ids: list[int]
@@ -24,7 +24,7 @@ class Sampled(NamedTuple):
 
 @torch.no_grad()
 def prove(
-    model: Any, sample: Callable[[list[int], int], Sampled], *, engine: str, version: int, tolerance: float
+    model: Any, sample: Callable[[list[int], int], SampledTokens], *, engine: str, version: int, tolerance: float
 ) -> None:
     """Compare log probabilities of an engine with those of the causal LM `model`.
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from lightning_rl.inference.sequence import Output, Request, Sampling, Token
-from lightning_rl.vision import Image
+from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling, Output, Token
+from lightning_rl.vision import PlacedImage
 
 DEFAULT_MAX_TOKENS = 16  # vLLM's
 
@@ -54,7 +54,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
     media: list[Media] = []
 
 
-class TokenLogprob(msgspec.Struct):
+class WireLogprob(msgspec.Struct):
     """One token's natural-log probability and rank."""
 
     token_id: int
@@ -66,7 +66,7 @@ class TokenLogprob(msgspec.Struct):
 class Logprobs(msgspec.Struct):
     """One entry per token of its choice."""
 
-    content: list[TokenLogprob]
+    content: list[WireLogprob]
 
 
 class Version(msgspec.Struct):
@@ -77,7 +77,7 @@ class Version(msgspec.Struct):
     end: int
 
 
-class Choice(msgspec.Struct):
+class WireChoice(msgspec.Struct):
     """One answer, or in a stream one piece of it."""
 
     index: int
@@ -100,11 +100,11 @@ class GenerateResponse(msgspec.Struct):
     """The answer; in a stream, one chunk of it."""
 
     request_id: str
-    choices: list[Choice]
+    choices: list[WireChoice]
     usage: Usage | None = None
 
 
-class ErrorInfo(msgspec.Struct):
+class WireError(msgspec.Struct):
     """What went wrong, as vLLM says it."""
 
     message: str
@@ -116,7 +116,7 @@ class ErrorInfo(msgspec.Struct):
 class ErrorResponse(msgspec.Struct):
     """The body of every answer that is not 2xx."""
 
-    error: ErrorInfo
+    error: WireError
 
 
 _request_decoder = msgspec.json.Decoder(GenerateRequest)
@@ -137,7 +137,7 @@ def engine_id(request_id: str, index: int) -> str:
     return f"{request_id}/{index}"
 
 
-def engine_requests(body: GenerateRequest, request_id: str) -> list[Request]:
+def engine_requests(body: GenerateRequest, request_id: str) -> list[GenerationRequest]:
     """One engine request per choice; choice i of a seeded request has seed + i, as in vLLM.
 
     Raises:
@@ -145,11 +145,11 @@ def engine_requests(body: GenerateRequest, request_id: str) -> list[Request]:
     """
     params = body.sampling_params
     return [
-        Request(
+        GenerationRequest(
             request_id=engine_id(request_id, index),
             token_ids=body.token_ids,
-            images=tuple(Image(one.start, one.length, one.sha256, one.data) for one in body.media),
-            sampling=Sampling(
+            images=tuple(PlacedImage(one.start, one.length, one.sha256, one.data) for one in body.media),
+            sampling=GenerationSampling(
                 max_tokens=params.max_tokens,
                 temperature=params.temperature,
                 top_p=params.top_p,
@@ -163,20 +163,20 @@ def engine_requests(body: GenerateRequest, request_id: str) -> list[Request]:
     ]
 
 
-def piece(index: int, token: Token, *, logprobs: bool) -> Choice:
+def piece(index: int, token: Token, *, logprobs: bool) -> WireChoice:
     """One token of a stream."""
-    content = [TokenLogprob(token.token_id, token.logprob, token.rank)]
-    return Choice(index, [token.token_id], Logprobs(content) if logprobs else None)
+    content = [WireLogprob(token.token_id, token.logprob, token.rank)]
+    return WireChoice(index, [token.token_id], Logprobs(content) if logprobs else None)
 
 
-def choice(index: int, output: Output, *, logprobs: bool) -> Choice:
+def choice(index: int, output: Output, *, logprobs: bool) -> WireChoice:
     """A whole answer."""
     rows = zip(output.token_ids, output.logprobs, output.ranks, strict=True)
-    content = Logprobs([TokenLogprob(*row) for row in rows]) if logprobs else None
-    return finish(Choice(index, output.token_ids, content), output)
+    content = Logprobs([WireLogprob(*row) for row in rows]) if logprobs else None
+    return finish(WireChoice(index, output.token_ids, content), output)
 
 
-def finish(last: Choice, output: Output) -> Choice:
+def finish(last: WireChoice, output: Output) -> WireChoice:
     """Add to a choice how its answer ended."""
     last.finish_reason = output.finish_reason
     last.stop_reason = output.stop_reason

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from lightning_rl.inspect.run_stats import RECENT, Beside, Evidence, Tally
+from lightning_rl.inspect.run_stats import RECENT, Evidence, Tally, UnroutedRollouts
 from lightning_rl.trajectories.step_record import RolloutRecord
 from lightning_rl_adapters.conventions import USE_THE_GATEWAY
 from lightning_rl_adapters.semconv import ForkCause
@@ -302,7 +302,7 @@ def _beside_the_gateway(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _as_they_say(beside: Beside) -> str:
+def _as_they_say(beside: UnroutedRollouts) -> str:
     """How agents called, as their own spans tell it, and what of it there is."""
     parts = []
     if (lacks := beside.diagnosis) is not None:

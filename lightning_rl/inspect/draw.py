@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lightning_rl.inspect.call import CallDetail, TokenView
 from lightning_rl.inspect.doctor import SEVERITIES, Diagnosis, Finding
-from lightning_rl.inspect.explain import AttemptView, CallView, Fork, RolloutView, RowView, words_of
+from lightning_rl.inspect.explain import AttemptView, CallView, ExplainedFork, RolloutView, RowView, words_of
 from lightning_rl.inspect.recorded import RunForks
 from lightning_rl.inspect.trained import CallTraining, RolloutTraining
 from lightning_rl.store.contract import Log
@@ -121,7 +121,7 @@ def trees(calls: Sequence[CallView]) -> Iterator[str]:
                 stack += [(branch, f"{lead}├─ ", f"{lead}│  ") for branch in after[-2::-1]]
 
 
-def forks(found: Sequence[Fork]) -> Iterator[str]:
+def forks(found: Sequence[ExplainedFork]) -> Iterator[str]:
     """One line for each fork: which calls, and why."""
     for fork in found:
         if fork.cause is not None:
@@ -371,7 +371,7 @@ def _call(call: CallView) -> str:
     return f"call {call.number}{agent}: {', '.join([*facts, *call.marks])} | {said}"
 
 
-def _at(fork: Fork) -> str:
+def _at(fork: ExplainedFork) -> str:
     if not fork.at:
         return ""
     return ", at " + ", ".join(f"{name} {value}" for name, value in fork.at.items() if value is not None)

@@ -46,7 +46,7 @@ class CallView(msgspec.Struct, frozen=True, kw_only=True):
     images: int = 0
 
 
-class Fork(msgspec.Struct, frozen=True, kw_only=True):
+class ExplainedFork(msgspec.Struct, frozen=True, kw_only=True):
     """A place where an attempt's calls are not one line.
 
     With a `cause` (`semconv.ForkCause`), the one call of `calls` could not continue an earlier one; `at` says where it
@@ -89,7 +89,7 @@ class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
     excluded: str | None
     error: str | None
     calls: list[CallView]
-    forks: list[Fork]
+    forks: list[ExplainedFork]
     rows: list[RowView]
     log: Log = Log()
 
@@ -248,19 +248,19 @@ def marks_of(call: Call) -> list[str]:
     return [mark for mark, holds in marks.items() if holds]
 
 
-def _forks(tree: Forest, numbers: dict[str, int], attributes: dict[str, dict[str, Any]]) -> list[Fork]:
+def _forks(tree: Forest, numbers: dict[str, int], attributes: dict[str, dict[str, Any]]) -> list[ExplainedFork]:
     """The forks in order of the first call that made them one."""
-    found: list[tuple[int, Fork]] = []
+    found: list[tuple[int, ExplainedFork]] = []
     for call_id, node in tree.nodes.items():
         number = numbers[call_id]
         if cause := attributes[call_id].get(semconv.FORK_CAUSE):
-            fork = Fork(calls=[number], cause=cause, at=attributes[call_id].get(semconv.FORK_AT))
+            fork = ExplainedFork(calls=[number], cause=cause, at=attributes[call_id].get(semconv.FORK_AT))
             found.append((number, fork))
         if len(node.children) > 1:
             calls = [numbers[child.call.call_id] for child in node.children]
             prompts = {(tuple(child.call.prompt_ids), tuple(child.call.media)) for child in node.children}
             same = len(prompts) == 1 and all(child.call.exact for child in node.children)
-            found.append((calls[1], Fork(calls=calls, after=number, same_prompt=same)))
+            found.append((calls[1], ExplainedFork(calls=calls, after=number, same_prompt=same)))
     return [fork for _, fork in sorted(found, key=lambda item: item[0])]
 
 

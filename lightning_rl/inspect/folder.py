@@ -32,7 +32,7 @@ def config_of(run_dir: Path) -> TrainConfig | None:
 
 
 @dataclass(frozen=True)
-class Beside:
+class FolderContext:
     """What a run's folder says of one rollout: the run's keys, the `found` record of the step that trained it, or why
     it is `not_recorded` (both None where the run is no training)."""
 
@@ -41,10 +41,10 @@ class Beside:
     not_recorded: str | None
 
 
-def beside(run_dir: Path, rollout: Rollout) -> Beside:
+def beside(run_dir: Path, rollout: Rollout) -> FolderContext:
     """Everything in the folder that explains a rollout."""
     config = config_of(run_dir)
-    return Beside(config, *_record_of(run_dir, config, rollout))
+    return FolderContext(config, *_record_of(run_dir, config, rollout))
 
 
 def as_trained(config: TrainConfig | None) -> dict[str, Any]:

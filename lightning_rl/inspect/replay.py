@@ -56,7 +56,7 @@ class NotReplayable(Explained, ValueError):
     """A rollout that cannot be run again on what was recorded."""
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
+class GatewaySetup(msgspec.Struct, frozen=True, kw_only=True):
     """How the run's gateway was set up. `tokenizer` is a folder, None where every model was a chat service."""
 
     tokenizer: Path | None = None
@@ -67,7 +67,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     unknown_model: Literal["policy", "refuse"] = "policy"
 
 
-class Ending(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayEnding(msgspec.Struct, frozen=True, kw_only=True):
     """How an agent ended: its rewards by name, those of single calls (name and value, sorted), and its error."""
 
     rewards: Rewards
@@ -88,8 +88,8 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     calls_recorded: int
     calls_replayed: int
     undelivered: int
-    recorded: Ending
-    now: Ending | None
+    recorded: ReplayEnding
+    now: ReplayEnding | None
     given_later: bool
     other_sampling: dict[int, dict[str, list[Any]]]
     divergence: Divergence | None
@@ -106,7 +106,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def replay(trace: RolloutTrace, agent: Agent, resources: dict[str, dict[str, Any]], setting: Setting) -> Replay:
+def replay(trace: RolloutTrace, agent: Agent, resources: dict[str, dict[str, Any]], setting: GatewaySetup) -> Replay:
     """Run the agent again on the recorded answers of the rollout's counting attempt.
 
     Raises NotReplayable where there is no such attempt, or its calls cannot be replayed with this setting.
@@ -153,7 +153,7 @@ def needs_tokenizer(attempt: AttemptTrace) -> bool:
     return any(kept.call.trainable for kept in Recording(attempt).calls)
 
 
-def _renderer(attempt: AttemptTrace, policy: str, setting: Setting) -> Renderer | None:
+def _renderer(attempt: AttemptTrace, policy: str, setting: GatewaySetup) -> Renderer | None:
     if setting.tokenizer is None:
         if needs_tokenizer(attempt):
             raise NotReplayable(
@@ -191,9 +191,9 @@ def _claimed(store: HttpStore, trace: RolloutTrace, resources: dict[str, dict[st
     return store.start(request)
 
 
-def _run(agent: Agent, claim: Claim, recording: Recording) -> Ending | None:
+def _run(agent: Agent, claim: Claim, recording: Recording) -> ReplayEnding | None:
     """How the agent ended; None where it goes on although its call was refused."""
-    ended: list[Ending] = []
+    ended: list[ReplayEnding] = []
 
     def run() -> None:
         ended.append(_ending(agent, claim))
@@ -206,7 +206,7 @@ def _run(agent: Agent, claim: Claim, recording: Recording) -> Ending | None:
     return ended[0] if ended else None
 
 
-def _ending(agent: Agent, claim: Claim) -> Ending:
+def _ending(agent: Agent, claim: Claim) -> ReplayEnding:
     emitted = Emitted(claim.rollout.rollout_id, claim.attempt.attempt_id)
     rewards: Rewards | None = None
     error = None
@@ -215,26 +215,26 @@ def _ending(agent: Agent, claim: Claim) -> Ending:
     except (Exception, SystemExit) as raised:  # noqa: BLE001 - whatever an agent raises is data
         error = f"{type(raised).__name__}: {raised}"
     calls = sorted((reward.name, reward.value) for reward in emitted.call_rewards)
-    return Ending(rewards=rewards or {}, call_rewards=calls, error=error)
+    return ReplayEnding(rewards=rewards or {}, call_rewards=calls, error=error)
 
 
-def _recorded(attempt: AttemptTrace) -> Ending:
+def _recorded(attempt: AttemptTrace) -> ReplayEnding:
     error = attempt.attempt.error
     calls = sorted((reward.name, reward.value) for reward in attempt.rewards if reward.call_id is not None)
-    return Ending(
+    return ReplayEnding(
         rewards=attempt.attempt.rewards,
         call_rewards=calls,
         error=None if error is None else f"{error.type}: {error.message}",
     )
 
 
-def _comparable(ending: Ending, given_later: bool) -> tuple[Rewards, list[tuple[str, float]], str | None]:
+def _comparable(ending: ReplayEnding, given_later: bool) -> tuple[Rewards, list[tuple[str, float]], str | None]:
     """What of it a replay can give: of an error the type alone, since messages name ids and times."""
     rewards = {name: value for name, value in ending.rewards.items() if not (given_later and name == FINAL)}
     return rewards, ending.call_rewards, None if ending.error is None else ending.error.partition(":")[0]
 
 
-class _Server(uvicorn.Server):
+class _ReplayServer(uvicorn.Server):
     """uvicorn that says when it answers."""
 
     def __init__(self, config: uvicorn.Config, started: "Future[None]") -> None:
@@ -259,7 +259,7 @@ def _served(
     key = secrets.token_urlsafe(24)
     started: Future[None] = Future()
     config = uvicorn.Config(app="", ws="none", log_config=None, lifespan="on", access_log=False)
-    server = _Server(config, started)
+    server = _ReplayServer(config, started)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
 

@@ -19,12 +19,12 @@ from lightning_rl_adapters.forest import Node
 from lightning_rl_adapters.media import Placed
 from lightning_rl_adapters.triplet import media as media_of_prompt
 from lightning_rl_adapters.triplet import prompt_ids
-from lightning_rl_proxy.engines.base import EngineRefused, Finish, Load, Tokens
+from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, Load
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer
 from lightning_rl_proxy.forest import message_fingerprint
 from lightning_rl_proxy.forest.fork_causes import first_difference
 from lightning_rl_proxy.rendering.images import Shown, Vision
-from lightning_rl_proxy.rendering.renderers import Answer, FastTokenizer, Markup, Renderer
+from lightning_rl_proxy.rendering.renderers import FastTokenizer, Markup, ParsedAnswer, Renderer
 from lightning_rl_proxy.sampling import SPECIFIC, Sampling
 
 Message = dict[str, Any]
@@ -54,7 +54,7 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     new_message: Message | None = None
 
 
-class Kept:
+class KeptAnswer:
     """One recorded call with its whole prompt and conversation; `taken` once it was answered again."""
 
     def __init__(self, number: int, node: Node, said: Mapping[str, Any], before: Sequence[Message]) -> None:
@@ -80,7 +80,7 @@ class Recording:
     def __init__(self, attempt: AttemptTrace, decode: Decode | None = None) -> None:
         said = {span.span_id: span.attributes for span in attempt.spans}
         conversations: dict[str, list[Message]] = {}
-        self.calls: list[Kept] = []
+        self.calls: list[KeptAnswer] = []
         self.undelivered = 0
         self.divergence: Divergence | None = None
         self.other_sampling: dict[int, dict[str, list[Any]]] = {}
@@ -89,7 +89,7 @@ class Recording:
         self._decode = decode
         for number, (call_id, node) in enumerate(forest.build(calls_of(attempt.spans)).nodes.items(), start=1):
             before = [] if node.parent is None else conversations[node.parent.call.call_id]
-            kept = Kept(number, node, said[call_id], before)
+            kept = KeptAnswer(number, node, said[call_id], before)
             conversations[call_id] = [*kept.messages, kept.answer]
             if node.call.delivered:
                 self.calls.append(kept)
@@ -101,7 +101,7 @@ class Recording:
         """How many calls were answered again."""
         return sum(kept.taken for kept in self.calls)
 
-    def by_tokens(self, model: str, prompt: list[int], sampling: Sampling, shown: Sequence[Placed] = ()) -> Kept:
+    def by_tokens(self, model: str, prompt: list[int], sampling: Sampling, shown: Sequence[Placed] = ()) -> KeptAnswer:
         """The oldest call of `model` with this very prompt, and these images in it, that was not answered yet.
 
         Raises EngineRefused.
@@ -120,7 +120,7 @@ class Recording:
             self.other_sampling[found.number] = other
         return found
 
-    def by_messages(self, model: str, messages: Sequence[Message]) -> Kept:
+    def by_messages(self, model: str, messages: Sequence[Message]) -> KeptAnswer:
         """The oldest call of `model` that was asked with the same messages. Raises EngineRefused."""
         heard = _heard(messages)
         found = next((k for k in self._left(model) if _heard(k.messages) == heard), None)
@@ -140,7 +140,7 @@ class Recording:
                 return [*kept.messages, kept.answer]
         return None
 
-    def _left(self, model: str) -> list[Kept]:
+    def _left(self, model: str) -> list[KeptAnswer]:
         return [kept for kept in self.calls if kept.call.model == model and not kept.taken]
 
     def _refused(self, diagnose: Callable[[], Divergence]) -> EngineRefused:
@@ -178,7 +178,9 @@ class Recording:
             **_first_other(nearest.messages, messages),
         )
 
-    def _one_more(self, model: str, messages: Sequence[Message] | None, same: Callable[[Kept], bool]) -> Divergence:
+    def _one_more(
+        self, model: str, messages: Sequence[Message] | None, same: Callable[[KeptAnswer], bool]
+    ) -> Divergence:
         """The agent asks on, although all calls of the model were answered."""
         of_model = [kept for kept in self.calls if kept.call.model == model]
         again = next((kept for kept in of_model if same(kept)), None)
@@ -225,16 +227,16 @@ class RecordedEngine:
         stream: bool = False,
         media: Sequence[Shown] = (),
         encoded: bytes | None = None,
-    ) -> AsyncGenerator[Tokens | Finish]:
+    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
         """See `Engine`."""
         call = self._recording.by_tokens(self.model, prompt, sampling, [one.placed for one in media]).call
         ids, logprobs = call.response_ids, call.logprobs
         at_once = 1 if stream else max(1, len(ids))
         for start in range(0, len(ids), at_once):
             part = slice(start, start + at_once)
-            yield Tokens(ids[part], None if logprobs is None else logprobs[part])
+            yield EngineTokens(ids[part], None if logprobs is None else logprobs[part])
         stopped = call.finish_reason == "stop" and bool(ids) and ids[-1] in self._stops
-        yield Finish(call.finish_reason, ids[-1] if stopped else None, call.versions)
+        yield EngineFinish(call.finish_reason, ids[-1] if stopped else None, call.versions)
 
     async def check(self) -> int | None:
         """See `Engine`."""
@@ -357,7 +359,7 @@ class HearingRenderer:
         logprobs: list[float] | None,
         finish_reason: str,
         tools: Sequence[dict[str, Any]] | None,
-    ) -> Answer:
+    ) -> ParsedAnswer:
         """See `Renderer`."""
         return self._renderer.parse(call_id, prompt_ids, response_ids, logprobs, finish_reason, tools)
 

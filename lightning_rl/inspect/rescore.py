@@ -12,7 +12,7 @@ import torch
 from lightning_rl.errors import Explained
 from lightning_rl.inference.load import load_model
 from lightning_rl.training import checkpoint
-from lightning_rl.vision import Image, vision_of
+from lightning_rl.vision import PlacedImage, vision_of
 from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.forest import check_held
 
@@ -60,12 +60,12 @@ def log_probs(folder: Path, path: Sequence[Call], media: Mapping[str, bytes] = M
     return values
 
 
-def _images(path: Sequence[Call], media: Mapping[str, bytes]) -> list[Image]:
+def _images(path: Sequence[Call], media: Mapping[str, bytes]) -> list[PlacedImage]:
     """The images of the whole path."""
-    found: list[Image] = []
+    found: list[PlacedImage] = []
     length = 0
     for each in path:
         check_held(each.media, media, f"call {each.call_id}")
-        found += [Image(one.start + length, one.length, one.sha256, media[one.sha256]) for one in each.media]
+        found += [PlacedImage(one.start + length, one.length, one.sha256, media[one.sha256]) for one in each.media]
         length += len(each.prompt_ids) + len(each.response_ids)
     return found

@@ -38,7 +38,7 @@ class Which(msgspec.Struct, frozen=True, kw_only=True):
         return all(wanted in (None, getattr(rollout, name)) for name, wanted in msgspec.structs.asdict(self).items())
 
 
-class Place(Protocol):
+class RolloutSource(Protocol):
     """Where rollouts are looked at."""
 
     def newest(self, which: Which, limit: int) -> list[Rollout]:
@@ -58,7 +58,7 @@ class Place(Protocol):
         ...
 
 
-def tail(place: Place, which: Which, *, before: int = 0) -> Iterator[Rollout]:
+def tail(place: RolloutSource, which: Which, *, before: int = 0) -> Iterator[Rollout]:
     """Rollouts as they end, for ever; at first the `before` newest of those that have ended already."""
     waiting: dict[str, Rollout] = {}
     for rollout in _last_ended(place.arrived(), waiting, before, which):
@@ -122,25 +122,25 @@ class Folder:
         self._after = 0
 
     def newest(self, which: Which, limit: int) -> list[Rollout]:
-        """See `Place`."""
+        """See `RolloutSource`."""
         query = _asked(which).order_by(schema.rollouts.c.position.desc()).limit(limit)
         with recorded.opened(self.run_dir) as connection:
             return [rollout_of(row) for row in connection.execute(query)][::-1]
 
     def trace(self, name: str) -> RolloutTrace:
-        """See `Place`; how its id alone begins or ends is enough. Raises NotRecorded."""
+        """See `RolloutSource`; how its id alone begins or ends is enough. Raises NotRecorded."""
         with recorded.opened(self.run_dir) as connection:
             return recorded.trace(connection, recorded.find(connection, name))
 
     def arrived(self) -> Iterator[Rollout]:
-        """See `Place`."""
+        """See `RolloutSource`."""
         with recorded.opened(self.run_dir) as connection:
             for rollouts, last in _positioned(connection, Which(), _PAGE, self._after):
                 self._after = last
                 yield from rollouts
 
     def ended(self, rollout_ids: Sequence[str]) -> list[Rollout]:
-        """See `Place`."""
+        """See `RolloutSource`."""
         time.sleep(_POLL_SECONDS)
         with recorded.opened(self.run_dir) as connection:
             return queries.ended(connection, rollout_ids)
@@ -170,18 +170,18 @@ class Server:
         self._seen: set[str] = set()  # of the last page, which was not full
 
     def newest(self, which: Which, limit: int) -> list[Rollout]:
-        """See `Place`. The server lists from the oldest on, so all that fit are read, a page at a time."""
+        """See `RolloutSource`. The server lists from the oldest on, so all that fit are read, a page at a time."""
         return list(deque(self.store.rollouts(**msgspec.structs.asdict(which), page=_PAGE), maxlen=limit))
 
     def trace(self, name: str) -> RolloutTrace:
-        """See `Place`; by its whole id. Raises NotRecorded."""
+        """See `RolloutSource`; by its whole id. Raises NotRecorded."""
         found = self.store.traces([name]).get(name)
         if found is None:
             raise recorded.NotRecorded(f"the server knows no rollout {name!r}: give its whole id, as `list` shows it")
         return found
 
     def arrived(self) -> Iterator[Rollout]:
-        """See `Place`."""
+        """See `RolloutSource`."""
         while True:
             rollouts, following = self.store.page(self._cursor, _PAGE)
             yield from (rollout for rollout in rollouts if rollout.rollout_id not in self._seen)
@@ -191,7 +191,7 @@ class Server:
             self._cursor = following
 
     def ended(self, rollout_ids: Sequence[str]) -> list[Rollout]:
-        """See `Place`: one long poll for those that run next, and a look at the others."""
+        """See `RolloutSource`: one long poll for those that run next, and a look at the others."""
         ended = self.store.wait(rollout_ids[:_WAITED_FOR], _WAIT_SECONDS)
         for start in range(_WAITED_FOR, len(rollout_ids), _WAITED_FOR):
             ended += self.store.wait(rollout_ids[start : start + _WAITED_FOR], 0)

@@ -18,7 +18,7 @@ from lightning_rl.telemetry.metrics import jsonl
 from lightning_rl.trajectories.step_record import RolloutRecord, StepRecord
 from lightning_rl_adapters import conventions, semconv
 from lightning_rl_adapters.call import calls_of
-from lightning_rl_adapters.conventions import Diagnosis
+from lightning_rl_adapters.conventions import ConventionDiagnosis
 
 RECENT = 20  # steps: a run of some hundred steps changes little within them, and they hold hundreds of groups
 _COMPARED = 64  # rollouts of the newest step whose logprobs are compared one by one
@@ -37,7 +37,7 @@ class Tally(msgspec.Struct):
         self.rollout = rollout_id
 
 
-class Beside(msgspec.Struct):
+class UnroutedRollouts(msgspec.Struct):
     """Rollouts that asked the gateway nothing, and whose agents' own spans, of one convention, tell of LLM calls.
 
     `with_ids` of them have token ids; `diagnosis` is of a call that has none.
@@ -45,10 +45,10 @@ class Beside(msgspec.Struct):
 
     rollouts: Tally = msgspec.field(default_factory=Tally)
     with_ids: int = 0
-    diagnosis: Diagnosis | None = None
+    diagnosis: ConventionDiagnosis | None = None
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The run's keys that decide how bad a finding is."""
 
     weights: Mapping[str, float] = {}
@@ -70,7 +70,7 @@ class Evidence(msgspec.Struct, kw_only=True):
     run_dir: str
     metrics: list[dict[str, float]]
     steps: list[StepRecord]
-    settings: Settings
+    settings: RunSettings
     trains: bool
     rollouts: int = 0
     calls: int = 0
@@ -80,13 +80,13 @@ class Evidence(msgspec.Struct, kw_only=True):
     infrastructure: dict[str, Tally] = {}
     without_reward: Tally = msgspec.field(default_factory=Tally)
     without_calls: Tally = msgspec.field(default_factory=Tally)
-    beside: dict[str, Beside] = {}
+    beside: dict[str, UnroutedRollouts] = {}
     beside_of: int = 0
     reward_names: set[str] = set()
     gaps: dict[str, float] = {}
 
 
-class _Attributes(msgspec.Struct):
+class _SpanAttributes(msgspec.Struct):
     cause: str | None = msgspec.field(name=semconv.FORK_CAUSE, default=None)
     finish_reasons: list[str] = msgspec.field(name=semconv.FINISH_REASONS, default_factory=list)
     logprobs: bytes | None = msgspec.field(name=semconv.LOGPROBS, default=None)
@@ -94,11 +94,11 @@ class _Attributes(msgspec.Struct):
     trainable: bool = msgspec.field(name=semconv.TRAINABLE, default=True)
 
 
-class _Call(recorded.Named):
-    attributes: _Attributes
+class _CallStats(recorded.Named):
+    attributes: _SpanAttributes
 
 
-_CALL = msgspec.msgpack.Decoder(_Call)
+_CALL = msgspec.msgpack.Decoder(_CallStats)
 
 
 def gather(run_dir: Path) -> Evidence:
@@ -106,7 +106,7 @@ def gather(run_dir: Path) -> Evidence:
     config = folder.config_of(run_dir)
     steps = folder.steps(run_dir, RECENT)
     metrics = run_dir / "metrics.jsonl"
-    settings = Settings() if config is None else settings_of(config)
+    settings = RunSettings() if config is None else settings_of(config)
     evidence = Evidence(
         run_dir=str(run_dir.resolve()),
         metrics=[row for row in _rows(metrics) if "critic/score/mean" in row],
@@ -122,9 +122,9 @@ def gather(run_dir: Path) -> Evidence:
     return evidence
 
 
-def settings_of(config: Config) -> Settings:
+def settings_of(config: Config) -> RunSettings:
     """The keys of a run that findings depend on."""
-    return Settings(
+    return RunSettings(
         weights=config.algorithm.credit.weights or {},
         bypass_mode=config.algorithm.rollout_correction.bypass_mode,
         groups_of_one=config.algorithm.groups_of_one,
@@ -163,7 +163,7 @@ def _look_beside(connection: sa.Connection, evidence: Evidence, silent: Sequence
         with_ids = {name for each in told for name in each.conventions}
         without = {each.convention: each for one in told for each in one.diagnoses}
         for name in sorted(with_ids | without.keys()):
-            found = evidence.beside.setdefault(name, Beside())
+            found = evidence.beside.setdefault(name, UnroutedRollouts())
             found.rollouts.add(rollout_id)
             found.with_ids += name in with_ids
             found.diagnosis = without.get(name, found.diagnosis)
@@ -182,7 +182,7 @@ def _look_at_calls(connection: sa.Connection, evidence: Evidence, status: Mappin
     return called
 
 
-def _marks(attributes: _Attributes) -> Iterator[str]:
+def _marks(attributes: _SpanAttributes) -> Iterator[str]:
     if not attributes.exact:
         yield "inexact"
     elif attributes.logprobs is None:

@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 
 from lightning_rl.ppo.token_trees import tree_of
 from lightning_rl.rl.advantages import ESTIMATORS, Estimate, Estimator, OfOutcomes, OfTokens, of_calls
-from lightning_rl.rl.baselines import EstimatorError, Floats, OutcomeEstimator, Settings, mean, standard_deviation
+from lightning_rl.rl.baselines import (
+    BaselineSettings,
+    EstimatorError,
+    Floats,
+    OutcomeEstimator,
+    mean,
+    standard_deviation,
+)
 from lightning_rl.rl.kl import reward_penalty
 from lightning_rl.rl.shaping import OverlongBuffer
 from lightning_rl.rl.token_advantages import whitening
@@ -32,7 +39,7 @@ from lightning_rl_adapters.span import pack_logprobs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class BatchRules:
     """How a batch is built; the config's keys of the same names.
 
     `estimator` is one of `rl.advantages.ESTIMATORS`, or an outcome estimator of one's own (`rl.baselines`). One of
@@ -59,9 +66,9 @@ class Rules:
     need_log_probs: bool = False
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> BaselineSettings:
         """What estimators read of them."""
-        return Settings(
+        return BaselineSettings(
             norm_by_std=self.norm_by_std,
             lone_raw=self.groups_of_one == "raw",
             gamma=self.gamma,
@@ -167,7 +174,7 @@ def _summary(name: str, values: NDArray[Any]) -> dict[str, float]:
     return {f"{name}/mean": mean_of_all, f"{name}/max": largest, f"{name}/min": smallest}
 
 
-def read(trajectories: Sequence[Trajectory], rules: Rules) -> StepBatch:
+def read(trajectories: Sequence[Trajectory], rules: BatchRules) -> StepBatch:
     """The rows of a step, with advantages of 0.
 
     Raises ConservationError naming a rollout whose tokens do not add up.
@@ -183,7 +190,7 @@ def read(trajectories: Sequence[Trajectory], rules: Rules) -> StepBatch:
     return batch
 
 
-def estimate(batch: StepBatch, rules: Rules, greedy: Mapping[str, float] | None = None) -> None:
+def estimate(batch: StepBatch, rules: BatchRules, greedy: Mapping[str, float] | None = None) -> None:
     """Give the rows their advantages, and under an estimator with a critic their returns; take out what `rules` drop.
 
     `greedy` has, by group id, the reward of a greedy rollout of the group's task, for an estimator that asks for it.
@@ -226,7 +233,7 @@ def _shaped(trajectory: Trajectory, buffer: OverlongBuffer | None) -> RolloutPar
     return RolloutPart(trajectory, trajectory.reward + penalty, rewards, penalty)
 
 
-def _lower_by_kl(batch: StepBatch, rules: Rules, *, by_token: bool) -> None:
+def _lower_by_kl(batch: StepBatch, rules: BatchRules, *, by_token: bool) -> None:
     """Lower the rewards of tokens, or the final rewards of rollouts, by the distance from the reference.
 
     Only tokens in a sequence have one. For estimators that compare named rewards it stands among these.
@@ -268,7 +275,7 @@ def _on_answers(part: RolloutPart, of_calls: Mapping[str, tuple[NDArray[np.int64
 
 
 def _estimate_calls(
-    rewarded: Sequence[RolloutPart], estimator: OfOutcomes, rules: Rules, greedy: Mapping[str, float] | None
+    rewarded: Sequence[RolloutPart], estimator: OfOutcomes, rules: BatchRules, greedy: Mapping[str, float] | None
 ) -> None:
     for part in rewarded:
         try:
@@ -295,7 +302,7 @@ def _estimate_calls(
         part.estimates = found
 
 
-def _estimate_tokens(rewarded: Sequence[RolloutPart], estimator: OfTokens, settings: Settings) -> None:
+def _estimate_tokens(rewarded: Sequence[RolloutPart], estimator: OfTokens, settings: BaselineSettings) -> None:
     """Advantages of tokens; the credit and the estimate of a call are the means over its tokens."""
     steps = [_steps(part, estimator.needs_values) for part in rewarded]
     trees = [
@@ -371,7 +378,7 @@ def _check_finite(part: RolloutPart) -> None:
             )
 
 
-def _judge_groups(batch: StepBatch, rewarded: Sequence[RolloutPart], rules: Rules) -> None:
+def _judge_groups(batch: StepBatch, rewarded: Sequence[RolloutPart], rules: BatchRules) -> None:
     """Count the groups that say nothing of their rollouts, and those in which too few agents ended well, and leave
     them out where the rules do."""
     groups: defaultdict[str, list[RolloutPart]] = defaultdict(list)
@@ -397,7 +404,7 @@ def _says_something(part: RolloutPart) -> bool:
     return any(found.advantage for found in part.estimates.values()) or any(map(np.any, part.tokens.values()))
 
 
-def _fill(part: RolloutPart, index: int, rules: Rules) -> None:
+def _fill(part: RolloutPart, index: int, rules: BatchRules) -> None:
     """The rollout's sequences, and where its other tokens went."""
     part.excluded.update(part.trajectory.left_out)
     for row in part.trajectory.rows:

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 
-class Tuning:
+class TuningRecord:
     """The best step so far, and when to stop looking for a better one.
 
     Args:

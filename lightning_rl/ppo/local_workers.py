@@ -18,10 +18,10 @@ from lightning_rl.ppo.estimators import needs_reference
 from lightning_rl.training import lora, shards
 from lightning_rl.training.actor import Actor
 from lightning_rl.training.critic import Critic, ValueModel, value_head
-from lightning_rl.training.distributed.process_group import Team
+from lightning_rl.training.distributed.process_group import ProcessGroup
 from lightning_rl.training.forward import Forward
 from lightning_rl.training.reference import BaseOfAdapter, Reference
-from lightning_rl.vision import Vision
+from lightning_rl.vision import ModelVision
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -38,7 +38,7 @@ def roles_of(config: Config, *, with_critic: bool) -> frozenset[Role]:
     return frozenset(roles)
 
 
-class Learners:
+class LocalWorkers:
     """Those of a run's models that this process has.
 
     Args:
@@ -55,14 +55,14 @@ class Learners:
     critic: Critic | None = None
     reference: Reference | BaseOfAdapter | None = None
 
-    def __init__(self, config: Config, policy: Any, roles: Collection[Role], vision: Vision | None = None) -> None:
+    def __init__(self, config: Config, policy: Any, roles: Collection[Role], vision: ModelVision | None = None) -> None:
         self.config = config
         self._vision = vision
         self.roles = frozenset(roles)
         self._pad_id: int = policy.config.get_text_config().pad_token_id or 0
         self._device = next(policy.parameters()).device
         model = config.actor_rollout_ref.model
-        self._team: Team | None = None
+        self._team: ProcessGroup | None = None
         self._values = self._value_model(policy) if "critic" in roles else None
         if self.roles and "actor" not in self.roles:
             self.model: nn.Module = nn.Identity()  # others train the policy, and the critic has made its copy
@@ -72,7 +72,7 @@ class Learners:
             _checkpoint_activations(self.model)
         self._value_head = value_head(self.model) if "value head" in roles else None
 
-    def train(self, folder: Path, training_steps: int, team: Team | None = None) -> None:
+    def train(self, folder: Path, training_steps: int, team: ProcessGroup | None = None) -> None:
         """Make what the roles ask for, for a run of so many steps.
 
         Args:

@@ -16,8 +16,8 @@ from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.inference.sglang import SGLangPolicy
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.ppo import resolved_config
-from lightning_rl.ppo.local_workers import FORMATS, Learners, put, roles_of
-from lightning_rl.ppo.ray_workers import Crew
+from lightning_rl.ppo.local_workers import FORMATS, LocalWorkers, put, roles_of
+from lightning_rl.ppo.ray_workers import RayWorkers
 from lightning_rl.training import checkpoint, lora
 from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import TrainingSequence
@@ -56,14 +56,14 @@ class Models:
         self.tokenizer = with_template(self.policy.folder, template, run_dir / "tokenizer")
         parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
         self.config = config = resolved_config.with_learning_rate(config, parameters)
-        self._crew: Crew | None = None
+        self._crew: RayWorkers | None = None
         vision = vision_of(self.policy.folder, self.policy.model)
         if vision is not None and config.trainer.workers > 1:
             raise ConfigError(
                 f"{self.policy.folder} is a model that sees, and several workers train models of text alone: set "
                 "trainer.nnodes=1 and trainer.n_gpus_per_node=1"
             )
-        self._own = Learners(config, self.policy.model, () if config.trainer.workers > 1 else self._roles, vision)
+        self._own = LocalWorkers(config, self.policy.model, () if config.trainer.workers > 1 else self._roles, vision)
         self.model: nn.Module = self._own.model
 
     def start(self, version: int = 0) -> None:
@@ -81,7 +81,7 @@ class Models:
         """Make actor, critic and reference, for a run of so many steps. Whoever calls this calls `close`."""
         if self.config.trainer.workers > 1:
             weights = self._resumed or self.policy.folder
-            self._crew = Crew(self.config, self._roles, weights, self.policy.folder, training_steps)
+            self._crew = RayWorkers(self.config, self._roles, weights, self.policy.folder, training_steps)
             self.actor, self.critic, self.reference = self._crew.actor, self._crew.critic, self._crew.reference
         else:
             self._own.train(self.policy.folder, training_steps)

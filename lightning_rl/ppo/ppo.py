@@ -43,12 +43,12 @@ from lightning_rl.ppo import collector, resolved_config, rollout_correction, sum
 from lightning_rl.ppo.async_rollouts import InFlight
 from lightning_rl.ppo.batch import StepBatch
 from lightning_rl.ppo.collector import Tasks
-from lightning_rl.ppo.early_stopping import Tuning
+from lightning_rl.ppo.early_stopping import TuningRecord
 from lightning_rl.ppo.estimators import kl_controller_of, needs_critic, needs_greedy
 from lightning_rl.ppo.metrics import rollout_metrics, timed
 from lightning_rl.ppo.models import Models
 from lightning_rl.ppo.schedules import Schedule
-from lightning_rl.ppo.token_ledger import Books
+from lightning_rl.ppo.token_ledger import TokenLedger
 from lightning_rl.rewards import GroupReward
 from lightning_rl.rewards.training_rewards import Grader
 from lightning_rl.rl.advantages import Estimator
@@ -140,7 +140,7 @@ class PPO(Algorithm):
     def _begin(self) -> None:
         """What training starts with; a run that is opened again forgets what is in no checkpoint."""
         stopping = self.config.trainer.early_stopping
-        self.tuning = Tuning(patience=stopping.patience, min_delta=stopping.min_delta)
+        self.tuning = TuningRecord(patience=stopping.patience, min_delta=stopping.min_delta)
         self._kl_controller = kl_controller_of(self.config)
         self.step = 0
         self.policy_version = 0
@@ -360,7 +360,7 @@ class PPO(Algorithm):
                 metrics |= self._correct(batch)
             metrics |= batch.metrics()
             self._steer_kl(batch)
-            self.books.enter(batch)
+            self.token_ledger.enter(batch)
             plan = models.actor.plan(batch.sequences, len(trajectories))
             self._write_record(step_batch.records(batch, plan))
             metrics |= self._update(batch, plan, timing) if plan else self._skipped(batch)
@@ -372,7 +372,7 @@ class PPO(Algorithm):
         if self._schedule is not None:
             metrics |= self._ahead
         spent = timing["gen" if self._schedule is None else "step"]
-        return metrics | rollout_metrics(rolled_out, spent, version) | self.books.check(rolled_out)
+        return metrics | rollout_metrics(rolled_out, spent, version) | self.token_ledger.check(rolled_out)
 
     def validate(self, val_dataset: Dataset) -> dict[str, float]:
         """Roll out the validation tasks under validation sampling; `val/...` metrics."""
@@ -468,7 +468,7 @@ class PPO(Algorithm):
             rolled_out, trained, why_not = collector.with_variance(batches, self._batch_size, rule.metric)
             for trajectory in rolled_out:
                 if trajectory.group_id in why_not:
-                    self.books.exclude(trajectory, why_not[trajectory.group_id])
+                    self.token_ledger.exclude(trajectory, why_not[trajectory.group_id])
         return rolled_out, trained
 
     def _handed_over(self) -> tuple[list[Trajectory], list[Trajectory]]:
@@ -484,7 +484,7 @@ class PPO(Algorithm):
         rolled_out = list(trained)
         for group, reason in found.left_out:
             for trajectory in self._without_greedy(group):
-                self.books.exclude(trajectory, reason)
+                self.token_ledger.exclude(trajectory, reason)
                 rolled_out.append(trajectory)
         self.batches_taken = -(-in_flight.asked // self._batch_size)
         self._ahead = {
@@ -535,7 +535,7 @@ class PPO(Algorithm):
     def _note_greedy(self, trajectories: Sequence[Trajectory]) -> None:
         """Keep the rewards of greedy rollouts for those that they are compared with."""
         for trajectory in trajectories:
-            self.books.exclude(trajectory, "greedy_logprobs")
+            self.token_ledger.exclude(trajectory, "greedy_logprobs")
             if trajectory.reward is not None:
                 self._greedy[trajectory.group_id.removeprefix(_GREEDY)] = trajectory.reward
 
@@ -699,14 +699,14 @@ class PPO(Algorithm):
             n = self.config.actor_rollout_ref.rollout.val_kwargs.n
             trajectories = self.roll_out("val", list(enumerate(dataset)), n, name=name)
         for trajectory in trajectories:
-            self.books.exclude(trajectory, reason)
+            self.token_ledger.exclude(trajectory, reason)
         rewards = [t.reward for t in trajectories if t.reward is not None]
         reward = float(np.mean(rewards)) if rewards else 0.0
         return {
             f"{name}/reward": reward,
             f"{name}/calls": float(np.mean([t.calls for t in trajectories])),
             "timing_s/testing" if name == "val" else "timing_s/tuning": timing["testing"],
-        } | self.books.check(trajectories), reward
+        } | self.token_ledger.check(trajectories), reward
 
     # Checkpoints.
 
@@ -757,7 +757,7 @@ class PPO(Algorithm):
             self.store.resume(self.policy.name, self.policy_version)
         written = self.run_dir / "metrics.jsonl"
         self.history = jsonl.keep_until(written, self.step if self._resumed else None) if self.resume else []
-        self.books = Books(self.account, self.store)
+        self.token_ledger = TokenLedger(self.account, self.store)
         self._began_version, now = self.policy_version, self.store.state()
         self.run_id = str(now["store_id"])
         self._began_ns = int(now["began_ns"])  # what was sampled before it, earlier runs have sampled
@@ -834,7 +834,7 @@ class _OfRun:
         self.watchdog = Watchdog(ppo.store, ppo.watchdog_seconds)
 
     def ask(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        self._ppo.books.ask(str(request.rollout_id) for request in requests)
+        self._ppo.token_ledger.ask(str(request.rollout_id) for request in requests)
         return self._ppo.ask(requests)
 
     def ended(self, rollout_ids: Sequence[str], wait_seconds: float) -> list[Rollout]:

@@ -14,15 +14,15 @@ from torch import Tensor
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.load import device_of, load_model
 from lightning_rl.ppo import resolved_config
-from lightning_rl.ppo.local_workers import FORMATS, Learners, Role
+from lightning_rl.ppo.local_workers import FORMATS, LocalWorkers, Role
 from lightning_rl.rl.losses import LOSSES, loss_named
 from lightning_rl.training.distributed import cluster
 from lightning_rl.training.distributed.group import WorkerGroup
-from lightning_rl.training.distributed.process_group import Team
+from lightning_rl.training.distributed.process_group import ProcessGroup
 from lightning_rl.training.distributed.remote import RemoteActor, RemoteCritic, RemoteReference
 
 
-class Crew:
+class RayWorkers:
     """Starts the workers that train what `roles` say; whoever makes one calls `close`.
 
     Args:
@@ -65,7 +65,7 @@ class Crew:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """As of `Learners`, of all groups."""
+        """As of `LocalWorkers`, of all groups."""
         found: dict[str, Any] = {}
         for group in self._all:
             own: dict[str, Any] = group.ask(None, "state_dict")
@@ -73,7 +73,7 @@ class Crew:
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As of `Learners`."""
+        """As of `LocalWorkers`."""
         for group in self._all:
             group.ask(None, "load_state_dict", dict(state))
 
@@ -103,14 +103,14 @@ def _built(
     training_steps: int,
     loss_mode: str,
     loss: Any,
-    team: Team,
-) -> Learners:
+    team: ProcessGroup,
+) -> LocalWorkers:
     """The models of one worker, in its process. They come to its device in shards."""
     LOSSES[loss_mode] = loss
     torch.manual_seed(config.data.seed + team.rank)
     held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
     policy = load_model(weights, held, attention=config.actor_rollout_ref.model.attn_implementation)
-    made = Learners(config, policy, roles)
+    made = LocalWorkers(config, policy, roles)
     made.train(folder, training_steps, team)
     return made
 

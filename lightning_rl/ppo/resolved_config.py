@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from lightning_rl.algorithms.base import NEUTRAL, Dataset
 from lightning_rl.config import ConfigError
-from lightning_rl.config.schema import Config, Optim, Rollout, ValKwargs
+from lightning_rl.config.schema import Config, Optim, RolloutSection, ValKwargs
 from lightning_rl.data import load_tasks
 from lightning_rl.inference.load import device_of
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.ppo import rollout_correction
-from lightning_rl.ppo.batch import Rules
+from lightning_rl.ppo.batch import BatchRules
 from lightning_rl.ppo.estimators import (
     estimator_of,
     gdpo_weights,
@@ -30,7 +30,7 @@ from lightning_rl.ppo.estimators import (
 from lightning_rl.ppo.schedules import Async, OneStepOff, Schedule
 from lightning_rl.rl.advantages import Estimator
 from lightning_rl.rl.baselines import OutcomeEstimator
-from lightning_rl.rl.correction import Rules as RatioRules
+from lightning_rl.rl.correction import CorrectionRules
 from lightning_rl.rl.losses import loss_named
 from lightning_rl.training import optimizer
 from lightning_rl.training.actor import ActorConfig
@@ -123,7 +123,7 @@ def _rollout_is(config: Config) -> Literal["token", "sequence", "geometric"] | N
     return section.rollout_is
 
 
-def _check_engine(rollout: Rollout, device: str) -> None:
+def _check_engine(rollout: RolloutSection, device: str) -> None:
     on_gpus = rollout.name == "vllm" and device_of(device).type == "cuda"
     for key, asked in (
         (f"weight_transfer={rollout.weight_transfer}", rollout.weight_transfer != "file"),
@@ -188,7 +188,7 @@ def chat_template_kwargs(config: Config) -> dict[str, Any]:
 
 def rules(
     config: Config, strategy: Strategy | None = None, estimator: Estimator | OutcomeEstimator | None = None
-) -> Rules:
+) -> BatchRules:
     """How a step's batch is built."""
     algorithm, overlong = config.algorithm, config.data.overlong
     bypass = algorithm.rollout_correction.bypass_mode
@@ -197,7 +197,7 @@ def rules(
             "data.overlong=truncate_left needs old log probabilities of the shorter context, which the sampler cannot "
             "give: set algorithm.rollout_correction.bypass_mode=false, or another data.overlong"
         )
-    return Rules(
+    return BatchRules(
         strategy=strategy or strategy_of(algorithm),
         estimator=estimator_of(config, strategy, estimator),
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
@@ -215,7 +215,7 @@ def rules(
     )
 
 
-def ratio_rules(config: Config) -> RatioRules:
+def ratio_rules(config: Config) -> CorrectionRules:
     """How a batch is corrected for its sampler."""
     return rollout_correction.rules_of(
         msgspec.structs.replace(config.algorithm.rollout_correction, rollout_is=_rollout_is(config)),
@@ -379,7 +379,7 @@ def greedy_sampling(config: Config) -> dict[str, float | int]:
     return {**NEUTRAL, "temperature": 0.0, "max_tokens": config.data.max_response_length}
 
 
-def _sampling(section: Rollout | ValKwargs, max_tokens: int) -> dict[str, float | int]:
+def _sampling(section: RolloutSection | ValKwargs, max_tokens: int) -> dict[str, float | int]:
     return {
         **NEUTRAL,
         "temperature": section.temperature,

@@ -13,13 +13,13 @@ from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import RolloutCorrection
 from lightning_rl.ppo.batch import RolloutPart, StepBatch
 from lightning_rl.rl import correction
-from lightning_rl.rl.correction import Rules
+from lightning_rl.rl.correction import CorrectionRules
 from lightning_rl.training.batch import TrainingSequence
 
 _KEY = "algorithm.rollout_correction"
 
 
-def rules_of(section: RolloutCorrection, *, overlong: str = "drop_row", loss_mode: str = "vanilla") -> Rules:
+def rules_of(section: RolloutCorrection, *, overlong: str = "drop_row", loss_mode: str = "vanilla") -> CorrectionRules:
     """What `algorithm.rollout_correction` says. Raises ConfigError where it cannot be honoured.
 
     In bypass mode the loss `reinforce` makes the weights of `rollout_is` itself, so there are none here. `auto` is a
@@ -27,7 +27,7 @@ def rules_of(section: RolloutCorrection, *, overlong: str = "drop_row", loss_mod
     """
     by_the_loss = section.bypass_mode and "reinforce" in (loss_mode, section.loss_type)
     try:
-        rules = Rules(
+        rules = CorrectionRules(
             level=None if by_the_loss or section.rollout_is == "auto" else section.rollout_is,
             bounds=correction.weight_bounds(section.rollout_is_threshold),
             batch_normalize=section.rollout_is_batch_normalize,
@@ -56,7 +56,7 @@ def rules_of(section: RolloutCorrection, *, overlong: str = "drop_row", loss_mod
     return rules
 
 
-def correct(batch: StepBatch, rules: Rules) -> dict[str, float]:
+def correct(batch: StepBatch, rules: CorrectionRules) -> dict[str, float]:
     """Set the weights of a batch whose old log probabilities are the trainer's, and take rejected tokens out of it.
 
     Returns verl's `rollout_corr/...` metrics. Rows whose context was cut are not compared.

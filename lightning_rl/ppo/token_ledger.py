@@ -9,7 +9,7 @@ from lightning_rl.trajectories.token_account import ConservationError, TokenAcco
 from lightning_rl.trajectories.trajectory import Trajectory
 
 
-class Books:
+class TokenLedger:
     """An account with what it is held against: the tokens that the gateway counted, as the store tells them.
 
     Invariant: what was sampled for a rollout, by this process or an earlier one, is pending until it is entered as

@@ -13,11 +13,11 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from lightning_rl.rl import baselines, token_advantages
-from lightning_rl.rl.baselines import EstimatorError, OutcomeEstimator, Outcomes, Settings, mean
+from lightning_rl.rl.baselines import BaselineSettings, EstimatorError, OutcomeEstimator, Outcomes, mean
 from lightning_rl.rl.token_advantages import TokenEstimator
 from lightning_rl_adapters.credit import GROUP, Credit, is_state
 
-_PLAIN = Settings()
+_PLAIN = BaselineSettings()
 Voice = tuple[int, str, str | None]  # a rollout, whom it is compared with, and the call that speaks for itself
 
 
@@ -93,7 +93,7 @@ def of_calls(
     groups: Sequence[Hashable],
     *,
     estimator: OutcomeEstimator = baselines.grpo,
-    settings: Settings = _PLAIN,
+    settings: BaselineSettings = _PLAIN,
     tokens: Sequence[Mapping[str, int]] | None = None,
     named: Sequence[Mapping[str, float]] | None = None,
     greedy: Sequence[float] | None = None,
@@ -173,7 +173,7 @@ def _by_name(rewards: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     return {name: [of_rollout.get(name, 0.0) for of_rollout in rewards] for name in names}
 
 
-def _checked(estimator: OutcomeEstimator, outcomes: Outcomes, settings: Settings) -> list[tuple[float, float]]:
+def _checked(estimator: OutcomeEstimator, outcomes: Outcomes, settings: BaselineSettings) -> list[tuple[float, float]]:
     """What the estimator gives, if calls can be trained on it."""
     found = estimator(outcomes, settings)
     name, voices = getattr(estimator, "__name__", repr(estimator)), (len(outcomes.scores),)

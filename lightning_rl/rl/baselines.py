@@ -24,7 +24,7 @@ class EstimatorError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class BaselineSettings:
     """What estimators read of the configuration.
 
     `norm_by_std`: `algorithm.norm_adv_by_std_in_grpo`; `lone_raw`: `algorithm.groups_of_one: raw`; `gamma` and `lam`:
@@ -89,10 +89,10 @@ class Baselines(NamedTuple):
         return advantages
 
 
-OutcomeEstimator = Callable[[Outcomes, Settings], Baselines]
+OutcomeEstimator = Callable[[Outcomes, BaselineSettings], Baselines]
 
 
-def grpo(outcomes: Outcomes, settings: Settings) -> Baselines:
+def grpo(outcomes: Outcomes, settings: BaselineSettings) -> Baselines:
     """GRPO (arXiv 2402.03300, section 4.1.2): A_i = (s_i - mean_g) / (std_g + epsilon), unbiased std.
 
     Without `norm_adv_by_std_in_grpo` no division: Dr. GRPO (arXiv 2503.20783). Also `grpo_vectorized`.
@@ -100,7 +100,7 @@ def grpo(outcomes: Outcomes, settings: Settings) -> Baselines:
     return _by_group(outcomes, settings, lambda of_group: (mean(of_group.scores), _spread(of_group, settings)))
 
 
-def rloo(outcomes: Outcomes, settings: Settings) -> Baselines:
+def rloo(outcomes: Outcomes, settings: BaselineSettings) -> Baselines:
     """Leave-one-out (arXiv 2402.14740): A_i = s_i - the mean of the others' scores. Also
     `rloo_vectorized`."""
 
@@ -111,19 +111,19 @@ def rloo(outcomes: Outcomes, settings: Settings) -> Baselines:
     return _by_group(outcomes, settings, of_group)
 
 
-def opo(outcomes: Outcomes, settings: Settings) -> Baselines:
+def opo(outcomes: Outcomes, settings: BaselineSettings) -> Baselines:
     """OPO (arXiv 2505.23585): A_i = s_i - sum_j l_j s_j / sum_j l_j, with l the length in sampled tokens."""
     return _by_group(outcomes, settings, lambda of_group: (mean(of_group.scores, of_group.lengths), 1.0))
 
 
-def gpg(outcomes: Outcomes, settings: Settings) -> Baselines:
+def gpg(outcomes: Outcomes, settings: BaselineSettings) -> Baselines:
     """GPG (arXiv 2504.02546): A_i = alpha (s_i - mean_g), alpha = N / number of scores that are not 0."""
     found = _by_group(outcomes, settings, lambda of_group: (mean(of_group.scores), 1.0))
     share = max(1, int(np.count_nonzero(outcomes.scores))) / max(1, len(outcomes.scores))
     return Baselines(found.baseline, found.scale * share)
 
 
-def grpo_passk(outcomes: Outcomes, settings: Settings) -> Baselines:
+def grpo_passk(outcomes: Outcomes, settings: BaselineSettings) -> Baselines:
     """Pass@k (arXiv 2503.19595): the group's best has A = (best - second best) / (std_g + epsilon), all others 0.
 
     `norm_adv_by_std_in_grpo` as in `grpo`.
@@ -140,12 +140,12 @@ def grpo_passk(outcomes: Outcomes, settings: Settings) -> Baselines:
     return _by_group(outcomes, settings, of_group)
 
 
-def reinforce_plus_plus_baseline(outcomes: Outcomes, settings: Settings) -> Baselines:
+def reinforce_plus_plus_baseline(outcomes: Outcomes, settings: BaselineSettings) -> Baselines:
     """REINFORCE++ with a group baseline (arXiv 2501.03262): s_i - mean_g, then whitened over tokens."""
     return _by_group(outcomes, settings, lambda of_group: (mean(of_group.scores), 1.0))
 
 
-def gdpo(outcomes: Outcomes, settings: Settings) -> Baselines:
+def gdpo(outcomes: Outcomes, settings: BaselineSettings) -> Baselines:
     """GDPO (arXiv 2601.05242): A_i = sum_k w_k A_ik with `grpo` of each named reward k, then whitened over tokens.
 
     `algorithm.gdpo_reward_keys` names the rewards, `gdpo_reward_weights` their weights; without names the score is the
@@ -161,7 +161,7 @@ def gdpo(outcomes: Outcomes, settings: Settings) -> Baselines:
     return Baselines(outcomes.scores - total, np.where(says_something, 1.0, math.inf))
 
 
-def remax(outcomes: Outcomes, settings: Settings) -> Baselines:
+def remax(outcomes: Outcomes, settings: BaselineSettings) -> Baselines:
     """ReMax (arXiv 2310.10505): A_i = s_i - the score of a greedy rollout of the same task; 0 where that is NaN.
 
     Raises EstimatorError where there are no greedy rollouts.
@@ -198,7 +198,9 @@ def standard_deviation(values: Floats, weights: Floats | None = None) -> float:
 
 
 def _by_group(
-    outcomes: Outcomes, settings: Settings, of_group: Callable[[Outcomes], tuple[Floats | float, Floats | float]]
+    outcomes: Outcomes,
+    settings: BaselineSettings,
+    of_group: Callable[[Outcomes], tuple[Floats | float, Floats | float]],
 ) -> Baselines:
     """Baseline and scale of each group of two and more by `of_group`, of each group of one by the settings."""
     baseline, scale = np.zeros(len(outcomes.scores)), np.ones(len(outcomes.scores))
@@ -211,7 +213,7 @@ def _by_group(
     return Baselines(baseline, scale)
 
 
-def _spread(group: Outcomes, settings: Settings) -> float:
+def _spread(group: Outcomes, settings: BaselineSettings) -> float:
     """What a group's differences are divided by."""
     low, high = float(group.scores.min()), float(group.scores.max())
     if not settings.norm_by_std or high / 2 - low / 2 <= _ALIKE * max(abs(low), abs(high)):

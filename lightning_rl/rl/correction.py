@@ -42,7 +42,7 @@ _TRUNCATED_AT_2 = Bounds(None, 2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class CorrectionRules:
     """verl's `algorithm.rollout_correction`, read.
 
     `level` and `bounds` are rollout_is and rollout_is_threshold, `criteria` rollout_rs with its thresholds, `veto`
@@ -126,7 +126,7 @@ def importance_weights(
         raise ValueError(f"rollout_is {level!r} is unknown; there are {', '.join(LEVELS)}")
     if not len(log_ratio):
         return np.zeros(0), {}
-    rollouts = _Rollouts.of(rollout)
+    rollouts = _RolloutGroups.of(rollout)
     of_tokens = level == "token"
     exponent = log_ratio if of_tokens else rollouts.sum(log_ratio) if level == "sequence" else rollouts.mean(log_ratio)
     raw = np.exp(exponent.clip(-_LOG_RATIO, _LOG_RATIO))
@@ -164,7 +164,7 @@ def accepted(log_ratio: Floats, rollout: Ints, criteria: Mapping[str, Bounds]) -
     metrics: dict[str, float] = {}
     if not len(log_ratio) or not criteria:
         return keep, metrics
-    rollouts = _Rollouts.of(rollout)
+    rollouts = _RolloutGroups.of(rollout)
     for name, bounds in criteria.items():
         statistic = _statistic(name, log_ratio, rollouts)
         below, above = _outside(name, statistic, bounds)
@@ -196,7 +196,7 @@ def not_vetoed(log_ratio: Floats, rollout: Ints, threshold: float) -> tuple[Bool
     """
     if not len(log_ratio):
         return np.ones(0, dtype=bool), {}
-    rollouts = _Rollouts.of(rollout)
+    rollouts = _RolloutGroups.of(rollout)
     hopeless = log_ratio < math.log(threshold)
     vetoed = rollouts.any(hopeless)
     metrics = {
@@ -219,7 +219,7 @@ def mismatch(trainer: Floats, sampler: Floats, rollout: Ints) -> dict[str, float
     """
     if not len(trainer):
         return {}
-    rollouts = _Rollouts.of(rollout)
+    rollouts = _RolloutGroups.of(rollout)
     log_ratio = trainer - sampler
     clamped = log_ratio.clip(-_LOG_RATIO, _LOG_RATIO)
     of_trainer, of_sampler = -rollouts.mean(trainer), -rollouts.mean(sampler)
@@ -242,7 +242,9 @@ def mismatch(trainer: Floats, sampler: Floats, rollout: Ints) -> dict[str, float
     }
 
 
-def correct(trainer: NDArray[np.floating], sampler: NDArray[np.floating], rollout: Ints, rules: Rules) -> Corrected:
+def correct(
+    trainer: NDArray[np.floating], sampler: NDArray[np.floating], rollout: Ints, rules: CorrectionRules
+) -> Corrected:
     """Weights, rejections and metrics of a batch of K tokens.
 
     A token without the sampler's log probability (NaN) is left out: it is in no statistic, its weight is 0, it is not
@@ -281,14 +283,14 @@ def correct(trainer: NDArray[np.floating], sampler: NDArray[np.floating], rollou
     return Corrected(weights, _spread(keep, known), {f"rollout_corr/{name}": value for name, value in metrics.items()})
 
 
-class _Rollouts(NamedTuple):
+class _RolloutGroups(NamedTuple):
     """Which of the G rollouts each token is of, [K], and how many tokens each has, [G]."""
 
     of_token: Ints
     tokens: Ints
 
     @classmethod
-    def of(cls, rollout: Ints) -> "_Rollouts":
+    def of(cls, rollout: Ints) -> "_RolloutGroups":
         _, of_token, tokens = np.unique(rollout, return_inverse=True, return_counts=True)
         return cls(of_token, tokens)
 
@@ -307,7 +309,7 @@ class _Rollouts(NamedTuple):
         return self.sum(which.astype(np.float64)) > 0
 
 
-def _weight_metrics(weights: Floats, raw: Floats, bounds: Bounds, rollouts: _Rollouts) -> dict[str, float]:
+def _weight_metrics(weights: Floats, raw: Floats, bounds: Bounds, rollouts: _RolloutGroups) -> dict[str, float]:
     """Statistics of the tokens' weights, before and after the bounds; the effective sample size is a share of K."""
     low = 1 / bounds.high if bounds.low is None else bounds.low
     mean, square = float(weights.mean()), float(np.square(weights).mean())
@@ -329,7 +331,7 @@ def _weight_metrics(weights: Floats, raw: Floats, bounds: Bounds, rollouts: _Rol
     return metrics
 
 
-def _statistic(name: str, log_ratio: Floats, rollouts: _Rollouts) -> Floats:
+def _statistic(name: str, log_ratio: Floats, rollouts: _RolloutGroups) -> Floats:
     """What a criterion bounds: [K] for one of tokens, [G] for one of rollouts."""
     scope, _, kind = name.rpartition("_")
     clamped = log_ratio.clip(-_LOG_RATIO, _LOG_RATIO)

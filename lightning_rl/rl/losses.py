@@ -20,7 +20,7 @@ from lightning_rl.rl.correction import importance_weights, weight_bounds
 _TIED = 1e-5  # covariances closer than this are one: rounding must not choose between equal tokens
 
 
-class Tokens(NamedTuple):
+class LossInputs(NamedTuple):
     """K trained tokens; the gradient flows through `log_probs` alone.
 
     Float [K]: `log_probs`, `old_log_probs`, `advantages`, and `constants`, what the loss's `prepare` made of the whole
@@ -33,9 +33,9 @@ class Tokens(NamedTuple):
     sequence: Tensor
     constants: Tensor | None = None
 
-    def take(self, which: Tensor) -> "Tokens":
+    def take(self, which: Tensor) -> "LossInputs":
         """The tokens at `which`, int64 [n]."""
-        return Tokens(*(None if part is None else part[which] for part in self))  # type: ignore[arg-type]
+        return LossInputs(*(None if part is None else part[which] for part in self))  # type: ignore[arg-type]
 
 
 class PolicyLoss(NamedTuple):
@@ -65,7 +65,7 @@ class LossOptions:
     rollout_is_threshold: float | str = 2.0
 
 
-Prepare = Callable[[Tokens, LossOptions, torch.Generator], Tensor]
+Prepare = Callable[[LossInputs, LossOptions, torch.Generator], Tensor]
 
 
 class Loss(NamedTuple):
@@ -75,11 +75,11 @@ class Loss(NamedTuple):
     it costs one forward pass without gradient. Its generator is seeded by the optimizer step.
     """
 
-    token_loss: Callable[[Tokens, LossOptions], PolicyLoss]
+    token_loss: Callable[[LossInputs, LossOptions], PolicyLoss]
     prepare: Prepare | None = None
 
 
-def vanilla(tokens: Tokens, options: LossOptions) -> PolicyLoss:
+def vanilla(tokens: LossInputs, options: LossOptions) -> PolicyLoss:
     """PPO's clipped surrogate (arXiv 1707.06347, equation 7) with dual clip (arXiv 1912.09729); verl's `vanilla`.
 
     L1 = max(-A rho, -A clip(rho, 1 - clip_ratio_low, 1 + clip_ratio_high)); where A < 0: min(-A clip_ratio_c, L1).
@@ -93,7 +93,7 @@ def vanilla(tokens: Tokens, options: LossOptions) -> PolicyLoss:
     return PolicyLoss(loss, clipped, negative & (bound < surrogate))
 
 
-def dppo_tv(tokens: Tokens, options: LossOptions) -> PolicyLoss:
+def dppo_tv(tokens: LossInputs, options: LossOptions) -> PolicyLoss:
     """Divergence PPO by the total variation of {this token, any other} (arXiv 2602.04879); verl's `dppo_tv`.
 
     -A sg(min(rho, clip_ratio_c)) log_prob, for the tokens that have not moved too far in the direction of A: p - p_old
@@ -107,7 +107,7 @@ def dppo_tv(tokens: Tokens, options: LossOptions) -> PolicyLoss:
     return _truncated(tokens, options, near)
 
 
-def dppo_kl(tokens: Tokens, options: LossOptions) -> PolicyLoss:
+def dppo_kl(tokens: LossInputs, options: LossOptions) -> PolicyLoss:
     """As `dppo_tv`, by KL(p_old | p) of {this token, any other} (arXiv 2602.04879); verl's `dppo_kl`.
 
     A token keeps its gradient where the divergence is at most clip_ratio_high (A > 0) or clip_ratio_low, or where the
@@ -125,7 +125,7 @@ def dppo_kl(tokens: Tokens, options: LossOptions) -> PolicyLoss:
     return _truncated(tokens, options, near)
 
 
-def gspo(tokens: Tokens, options: LossOptions) -> PolicyLoss:
+def gspo(tokens: LossInputs, options: LossOptions) -> PolicyLoss:
     """Group sequence policy optimisation in its token form (GSPO-token, arXiv 2507.18071); verl's `gspo`.
 
     With s = exp(mean over the rollout of log_probs - old_log_probs), at most e^10, and s_t = sg(s) exp(log_prob -
@@ -138,12 +138,12 @@ def gspo(tokens: Tokens, options: LossOptions) -> PolicyLoss:
     return _no_lower(*_clip(log_ratio.clamp(max=10.0).exp(), tokens.advantages, options))
 
 
-def mean_log_ratios(tokens: Tokens, options: LossOptions, generator: torch.Generator) -> Tensor:
+def mean_log_ratios(tokens: LossInputs, options: LossOptions, generator: torch.Generator) -> Tensor:
     """`gspo`'s constants: of each token the mean log ratio of its rollout."""
     return _rollout_means(tokens.log_probs - tokens.old_log_probs, tokens.sequence)
 
 
-def sapo(tokens: Tokens, options: LossOptions) -> PolicyLoss:
+def sapo(tokens: LossInputs, options: LossOptions) -> PolicyLoss:
     """Soft adaptive policy optimisation (arXiv 2511.20347): a sigmoid in place of the clip; verl's `sapo`.
 
     -A sigmoid(tau (rho - 1)) 4 / tau, tau = tau_pos where A > 0, tau_neg else. The paper's aggregation is
@@ -157,12 +157,12 @@ def sapo(tokens: Tokens, options: LossOptions) -> PolicyLoss:
     return _unclipped(-tokens.advantages * gate)
 
 
-def gpg(tokens: Tokens, options: LossOptions) -> PolicyLoss:
+def gpg(tokens: LossInputs, options: LossOptions) -> PolicyLoss:
     """Group policy gradient (arXiv 2504.02546): -A log_prob, no ratio and no clip; verl's `gpg`. Keys: none."""
     return _unclipped(-tokens.advantages * tokens.log_probs)
 
 
-def clip_cov(tokens: Tokens, options: LossOptions) -> PolicyLoss:
+def clip_cov(tokens: LossInputs, options: LossOptions) -> PolicyLoss:
     """Clip-Cov (arXiv 2505.22617): PPO's clipped surrogate, without the tokens that drain entropy; verl's `clip_cov`.
 
     Of the tokens with clip_cov_lb < (A - mean A)(log_prob - mean log_prob) < clip_cov_ub, means over the mini-batch,
@@ -175,7 +175,7 @@ def clip_cov(tokens: Tokens, options: LossOptions) -> PolicyLoss:
     return _no_lower(torch.where(dropped, torch.zeros_like(surrogate), surrogate), dropped)
 
 
-def dropped_by_covariance(tokens: Tokens, options: LossOptions, generator: torch.Generator) -> Tensor:
+def dropped_by_covariance(tokens: LossInputs, options: LossOptions, generator: torch.Generator) -> Tensor:
     """`clip_cov`'s constants: 1 for the tokens that lose their loss, 0 for the others."""
     _, clipped = _clipped_surrogate(tokens, options)
     covariance = _covariances(tokens)
@@ -187,7 +187,7 @@ def dropped_by_covariance(tokens: Tokens, options: LossOptions, generator: torch
     return torch.zeros_like(tokens.log_probs).index_fill(0, chosen, 1.0)
 
 
-def kl_cov(tokens: Tokens, options: LossOptions) -> PolicyLoss:
+def kl_cov(tokens: LossInputs, options: LossOptions) -> PolicyLoss:
     """KL-Cov (arXiv 2505.22617): -A rho, and a KL penalty for the tokens of largest covariance; verl's `kl_cov`.
 
     kl_cov_ratio of the mini-batch's tokens, but at least one, those with the largest (A - mean A)(log_prob - mean
@@ -201,7 +201,7 @@ def kl_cov(tokens: Tokens, options: LossOptions) -> PolicyLoss:
     return _no_lower(torch.where(chosen, loss + penalty, loss), chosen)
 
 
-def largest_covariances(tokens: Tokens, options: LossOptions, generator: torch.Generator) -> Tensor:
+def largest_covariances(tokens: LossInputs, options: LossOptions, generator: torch.Generator) -> Tensor:
     """`kl_cov`'s constants: 1 for the tokens that are penalised, 0 for the others."""
     covariance = _covariances(tokens)
     if not len(covariance):
@@ -210,7 +210,7 @@ def largest_covariances(tokens: Tokens, options: LossOptions, generator: torch.G
     return (covariance >= least - _TIED * (1 + least.abs())).to(tokens.log_probs.dtype)
 
 
-def geo_mean(tokens: Tokens, options: LossOptions) -> PolicyLoss:
+def geo_mean(tokens: LossInputs, options: LossOptions) -> PolicyLoss:
     """Geometric-mean policy optimisation (GMPO, arXiv 2507.20673); verl's `geo_mean`.
 
     -A exp(m), m the mean over the rollout of c_t, its log ratios clipped to [-clip_ratio_low, clip_ratio_high] on the
@@ -225,13 +225,13 @@ def geo_mean(tokens: Tokens, options: LossOptions) -> PolicyLoss:
     return PolicyLoss(-advantages * _constants(tokens) * moving, bounded & (advantages > 0), bounded & (advantages < 0))
 
 
-def geometric_means(tokens: Tokens, options: LossOptions, generator: torch.Generator) -> Tensor:
+def geometric_means(tokens: LossInputs, options: LossOptions, generator: torch.Generator) -> Tensor:
     """`geo_mean`'s constants: of each token the geometric mean of its rollout's clipped ratios."""
     log_ratio, _ = _one_sided(tokens, options)
     return _rollout_means(log_ratio, tokens.sequence).exp()
 
 
-def dro(tokens: Tokens, options: LossOptions) -> PolicyLoss:
+def dro(tokens: LossInputs, options: LossOptions) -> PolicyLoss:
     """Direct reward optimisation (arXiv 2405.19107): -(A log_prob - dro_beta / 2 (log_prob - old_log_prob)^2).
 
     The policy's half of the paper's quadratic loss, with the advantage for reward minus value; verl's `dro`. Key:
@@ -243,7 +243,7 @@ def dro(tokens: Tokens, options: LossOptions) -> PolicyLoss:
     return _unclipped(-tokens.advantages * tokens.log_probs + 0.5 * options.dro_beta * log_ratio.square())
 
 
-def cispo(tokens: Tokens, options: LossOptions) -> PolicyLoss:
+def cispo(tokens: LossInputs, options: LossOptions) -> PolicyLoss:
     """Clipped importance weights (CISPO, arXiv 2506.13585): -sg(clip(rho)) A log_prob; verl's `cispo`.
 
     The weight is clipped, the gradient of no token is lost. Keys: clip_ratio_low, clip_ratio_high.
@@ -253,7 +253,7 @@ def cispo(tokens: Tokens, options: LossOptions) -> PolicyLoss:
     return _no_lower(-weight * tokens.advantages * tokens.log_probs, weight != ratio)
 
 
-def reinforce(tokens: Tokens, options: LossOptions) -> PolicyLoss:
+def reinforce(tokens: LossInputs, options: LossOptions) -> PolicyLoss:
     """REINFORCE (Williams 1992) off its policy: -A sg(w) log_prob; verl's `bypass_mode` with loss_type reinforce.
 
     w is the truncated importance weight (`correction.importance_weights`) of the policy as it is now, not as it was
@@ -264,7 +264,7 @@ def reinforce(tokens: Tokens, options: LossOptions) -> PolicyLoss:
     return _unclipped(-tokens.advantages * _constants(tokens) * tokens.log_probs)
 
 
-def truncated_weights(tokens: Tokens, options: LossOptions, generator: torch.Generator) -> Tensor:
+def truncated_weights(tokens: LossInputs, options: LossOptions, generator: torch.Generator) -> Tensor:
     """`reinforce`'s constants: the importance weight of each token."""
     log_ratio = tokens.log_probs.detach() - tokens.old_log_probs
     if options.rollout_is is None:
@@ -328,7 +328,7 @@ def entropy(logits: Tensor) -> Tensor:
     return -(log_probs.exp() * log_probs.clamp(min=torch.finfo(log_probs.dtype).min)).sum(-1)
 
 
-def _ratio(tokens: Tokens) -> Tensor:
+def _ratio(tokens: LossInputs) -> Tensor:
     return (tokens.log_probs - tokens.old_log_probs).clamp(-20.0, 20.0).exp()
 
 
@@ -339,18 +339,18 @@ def _clip(ratio: Tensor, advantages: Tensor, options: LossOptions) -> tuple[Tens
     return torch.maximum(free, bound), bound > free
 
 
-def _clipped_surrogate(tokens: Tokens, options: LossOptions) -> tuple[Tensor, Tensor]:
+def _clipped_surrogate(tokens: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor]:
     return _clip(_ratio(tokens), tokens.advantages, options)
 
 
-def _truncated(tokens: Tokens, options: LossOptions, near: Tensor) -> PolicyLoss:
+def _truncated(tokens: LossInputs, options: LossOptions, near: Tensor) -> PolicyLoss:
     """The losses of dppo: a truncated weight, and no gradient where the token is not `near`."""
     ratio = _ratio(tokens).detach()
     loss = -tokens.advantages * ratio.clamp(max=options.clip_ratio_c) * tokens.log_probs
     return PolicyLoss(torch.where(near, loss, torch.zeros_like(loss)), ~near, near & (ratio > options.clip_ratio_c))
 
 
-def _one_sided(tokens: Tokens, options: LossOptions) -> tuple[Tensor, Tensor]:
+def _one_sided(tokens: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor]:
     """The log ratio, clipped where that lessens the surrogate (0 where A = 0), and where it is outside of the range."""
     log_ratio = (tokens.log_probs - tokens.old_log_probs).clamp(-20.0, 20.0)
     clipped = log_ratio.clamp(-options.clip_ratio_low, options.clip_ratio_high)
@@ -358,7 +358,7 @@ def _one_sided(tokens: Tokens, options: LossOptions) -> tuple[Tensor, Tensor]:
     return sign * torch.minimum(sign * log_ratio, sign * clipped), log_ratio != clipped
 
 
-def _covariances(tokens: Tokens) -> Tensor:
+def _covariances(tokens: LossInputs) -> Tensor:
     """Of each token (A - mean A)(log_prob - mean log_prob), float64 [K]."""
     advantages, log_probs = tokens.advantages.double(), tokens.log_probs.detach().double()
     return (advantages - advantages.mean()) * (log_probs - log_probs.mean())
@@ -377,7 +377,7 @@ def _log_of_others(log_probs: Tensor) -> Tensor:
     return (-log_probs.expm1()).clamp(min=1e-8).log()
 
 
-def _constants(tokens: Tokens) -> Tensor:
+def _constants(tokens: LossInputs) -> Tensor:
     if tokens.constants is None:
         raise ValueError("the loss needs what its `prepare` says of the whole mini-batch; set Tokens.constants")
     return tokens.constants

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_rl.rl.baselines import EstimatorError, Floats, Settings, mean, standard_deviation
+from lightning_rl.rl.baselines import BaselineSettings, EstimatorError, Floats, mean, standard_deviation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,11 @@ class TokenEstimate(NamedTuple):
     baselines: list[Floats]
 
 
-TokenEstimator = Callable[[Sequence[TokenTree], Sequence[Hashable], Settings], list[TokenEstimate]]
+TokenEstimator = Callable[[Sequence[TokenTree], Sequence[Hashable], BaselineSettings], list[TokenEstimate]]
 
 
 def reinforce_plus_plus(
-    trees: Sequence[TokenTree], groups: Sequence[Hashable], settings: Settings
+    trees: Sequence[TokenTree], groups: Sequence[Hashable], settings: BaselineSettings
 ) -> list[TokenEstimate]:
     """REINFORCE++ (arXiv 2501.03262): G_t = r_t + gamma G_(t+1), then whitened over the batch's tokens.
 
@@ -60,7 +60,7 @@ def reinforce_plus_plus(
 
 
 def optimal_token_baseline(
-    trees: Sequence[TokenTree], groups: Sequence[Hashable], settings: Settings
+    trees: Sequence[TokenTree], groups: Sequence[Hashable], settings: BaselineSettings
 ) -> list[TokenEstimate]:
     """The optimal token baseline (Li et al., PMLR 306): B_t = sum_i W_it G_it / sum_i W_it over the group, column by
     column, with G the reward to come and W_t = sum_(j <= t) (1 - 2 pi_j + sum_a pi_j(a)^2) along the branch.
@@ -74,13 +74,15 @@ def optimal_token_baseline(
 
 
 def tir_optimal_token_baseline(
-    trees: Sequence[TokenTree], groups: Sequence[Hashable], settings: Settings
+    trees: Sequence[TokenTree], groups: Sequence[Hashable], settings: BaselineSettings
 ) -> list[TokenEstimate]:
     """`optimal_token_baseline` with column t = the t-th sampled token of a branch, for rollouts with tools."""
     return _token_baseline(trees, groups, settings, [_places(tree, [0] * len(tree.context)) for tree in trees])
 
 
-def gae_of_trees(trees: Sequence[TokenTree], groups: Sequence[Hashable], settings: Settings) -> list[TokenEstimate]:
+def gae_of_trees(
+    trees: Sequence[TokenTree], groups: Sequence[Hashable], settings: BaselineSettings
+) -> list[TokenEstimate]:
     """`gae` of each rollout, then whitened over the batch's tokens; baselines are the critic's values.
 
     Raises EstimatorError where there are none.
@@ -162,7 +164,7 @@ def whiten(values: Sequence[Floats]) -> list[Floats]:
 def _token_baseline(
     trees: Sequence[TokenTree],
     groups: Sequence[Hashable],
-    settings: Settings,
+    settings: BaselineSettings,
     columns: Sequence[Sequence[NDArray[np.int64]]],
 ) -> list[TokenEstimate]:
     returns = [discounted_returns(tree.parents, tree.rewards) for tree in trees]

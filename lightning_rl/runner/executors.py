@@ -45,7 +45,7 @@ class Run(Protocol):
         ...
 
 
-class Runs(Protocol):
+class Executor(Protocol):
     """Makes the runs of one process."""
 
     def run(self, claim: Claim, printed: Printed, done: Done) -> Run:
@@ -62,7 +62,7 @@ class InProcess:
         self.async_agents = AsyncAgents()
 
     def run(self, claim: Claim, printed: Printed, done: Done) -> Run:
-        """See `Runs`."""
+        """See `Executor`."""
         return _InProcess(self, claim, printed, done)
 
 

@@ -32,7 +32,7 @@ from lightning_rl.processes.event_loop import AsyncAgents
 from lightning_rl.runner import outcome
 from lightning_rl.runner.executors import Done, Run, Spawn
 from lightning_rl.runner.outcome import Outcome
-from lightning_rl.runner.output_capture import LOG, Kept, Printed
+from lightning_rl.runner.output_capture import LOG, CapturedOutput, Printed
 from lightning_rl.runner.payload import LENGTH
 from lightning_rl.store.contract import Claim, ErrorInfo, Finish
 
@@ -169,7 +169,7 @@ def _passing_on(pipes: list[int], printed: Printed) -> Iterator[None]:
     """Inside the block, what comes through the pipes is kept and goes on to the log; what is in them at its end too."""
     loop, kept = asyncio.get_running_loop(), [printed.stdout, printed.stderr]
 
-    def read(pipe: int, into: Kept) -> None:
+    def read(pipe: int, into: CapturedOutput) -> None:
         with contextlib.suppress(BlockingIOError):
             data = os.read(pipe, _READ)
             into.add(data)
@@ -202,7 +202,7 @@ def fork(agent: Agent, *, close: int) -> ForkServer:
         try:
             os.close(close)
             ours.close()
-            _Server(agent, theirs).serve()
+            _ForkServer(agent, theirs).serve()
         except BaseException:  # noqa: BLE001 - it is told, and ends the runner process, which is started anew
             _log.exception("the fork server failed")
         finally:
@@ -221,7 +221,7 @@ def _load_what_rollouts_need() -> None:
     asyncio.new_event_loop().close()
 
 
-class _Server:
+class _ForkServer:
     """Forks and reaps. One thread; it runs no code of the agent."""
 
     def __init__(self, agent: Agent, control: socket.socket) -> None:

@@ -80,7 +80,7 @@ class Working:
             runner.check()
 
 
-class _Process:
+class _RunnerChild:
     """One process of a runner, with the slots that it was given. Not yet started when made."""
 
     def __init__(self, name: str, payload: Payload, log: Path, changed: Callable[[], None]) -> None:
@@ -123,7 +123,7 @@ class _Runner:
         self._in_vain = 0
         self._lock = threading.RLock()
         self._stopped = False
-        self._retiring: list[_Process] = []
+        self._retiring: list[_RunnerChild] = []
         self._changed = threading.Event()
         self._present = self._made(payload["slots"])
 
@@ -197,9 +197,9 @@ class _Runner:
             self._lose_claims(self._present)
             self._next()
 
-    def _made(self, slots: int) -> _Process:
+    def _made(self, slots: int) -> _RunnerChild:
         payload = Payload(**(self._payload | {"slots": slots, "most": self._left}))
-        return _Process(self._name, payload, self._log, self._changed.set)
+        return _RunnerChild(self._name, payload, self._log, self._changed.set)
 
     def _start(self) -> None:
         self.child.start()
@@ -244,7 +244,7 @@ class _Runner:
             self._name,
         )
 
-    def _lose_claims(self, process: _Process) -> None:
+    def _lose_claims(self, process: _RunnerChild) -> None:
         try:
             self._store.workers_died([process.worker_id])
         except StoreError as error:

@@ -20,7 +20,7 @@ _KEY = context.create_key("lightning_rl.printed")
 _NAME = context.create_key("lightning_rl.rollout")
 
 
-class Kept:
+class CapturedOutput:
     """The beginning and the end of a stream of bytes; safe to share between threads."""
 
     def __init__(self) -> None:
@@ -56,8 +56,8 @@ class Printed:
 
     def __init__(self, name: str = "") -> None:
         self.name = name
-        self.stdout = Kept()
-        self.stderr = Kept()
+        self.stdout = CapturedOutput()
+        self.stderr = CapturedOutput()
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -80,7 +80,7 @@ def named(rollout_id: str) -> Iterator[None]:
         context.detach(token)
 
 
-class Log:
+class RunnerLog:
     """The runner's log, a file descriptor that many rollouts write to at once; safe to share between threads.
 
     Each line begins with the rollout that wrote it, and is written when it is whole; one that is very long in pieces.
@@ -118,7 +118,7 @@ class Log:
 class _Routed(io.RawIOBase):
     """Writes to the log, and to what the attempt that writes keeps of this stream."""
 
-    def __init__(self, log: Log, name: Literal["stdout", "stderr"]) -> None:
+    def __init__(self, log: RunnerLog, name: Literal["stdout", "stderr"]) -> None:
         self._log = log
         self._name = name
 
@@ -144,7 +144,7 @@ def write_all(fd: int, data: bytes) -> None:
         left = left[os.write(fd, left) :]
 
 
-LOG = Log(2)  # a runner's stderr
+LOG = RunnerLog(2)  # a runner's stderr
 
 
 def route() -> None:

@@ -22,7 +22,7 @@ from functools import cache
 from lightning_rl.processes.child import TellAlarms, tell
 from lightning_rl.runner import isolated, output_capture
 from lightning_rl.runner.delivery import Delivery
-from lightning_rl.runner.executors import InProcess, Runs
+from lightning_rl.runner.executors import Executor, InProcess
 from lightning_rl.runner.isolated import ForkServer
 from lightning_rl.runner.leases import ActiveClaims
 from lightning_rl.runner.payload import LENGTH, Payload
@@ -89,7 +89,7 @@ class _Process:
         self._failed.set()
         self._stop.set()
 
-    def run(self, runs: Runs | ForkServer) -> None:
+    def run(self, runs: Executor | ForkServer) -> None:
         """Take rollouts until stopped, or until all slots are freed; does not return."""
         url, key = self._payload["url"], self._payload["key"]
         signal.signal(signal.SIGTERM, lambda *_: self._stop.set())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from lightning_rl.runner import output_capture
 from lightning_rl.runner.error_classification import error_info
-from lightning_rl.runner.executors import Run, Runs
+from lightning_rl.runner.executors import Executor, Run
 from lightning_rl.runner.leases import ActiveClaims
 from lightning_rl.runner.outcome import Outcome, SpanBatch
 from lightning_rl.runner.output_capture import Printed
@@ -59,7 +59,7 @@ class Worker:
         worker_id: str,
         slots: Slots,
         active: ActiveClaims,
-        runs: Runs,
+        runs: Executor,
         deliver: Callable[[str, Sequence[SpanBatch]], None],
         stop: threading.Event,
         finished: Callable[[], None],

@@ -131,7 +131,7 @@ class PackedRolloutTrace(msgspec.Struct, frozen=True, kw_only=True):
     attempts: list[PackedAttemptTrace]
 
 
-class Opening(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptOpening(msgspec.Struct, frozen=True, kw_only=True):
     """A running attempt's rollout, the gateway that has it, if any, and whether anything was recorded of it."""
 
     rollout: Rollout
@@ -139,7 +139,7 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     recorded: bool
 
 
-def opening(connection: sa.Connection, rollout_id: str, attempt_id: str) -> Opening | None:
+def opening(connection: sa.Connection, rollout_id: str, attempt_id: str) -> AttemptOpening | None:
     """What a gateway needs to know of a running attempt; None where it does not run. Raises NotFound."""
     row = connection.execute(_OPENING, {"rollout_id": rollout_id}).one_or_none()
     if row is None or row.attempt_id != attempt_id:
@@ -147,7 +147,7 @@ def opening(connection: sa.Connection, rollout_id: str, attempt_id: str) -> Open
         return None
     if row.attempt_status != "running":
         return None
-    return Opening(rollout=rollout_of(row), gateway_id=row.gateway_id, recorded=row.recorded)
+    return AttemptOpening(rollout=rollout_of(row), gateway_id=row.gateway_id, recorded=row.recorded)
 
 
 def rollout(connection: sa.Connection, rollout_id: str) -> Rollout:

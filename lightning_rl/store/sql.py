@@ -356,7 +356,7 @@ class SqlStore:
         return queries.rollout(connection, rollout_id), attempt
 
     @_read
-    def opening(self, connection: sa.Connection, rollout_id: str, attempt_id: str) -> queries.Opening | None:
+    def opening(self, connection: sa.Connection, rollout_id: str, attempt_id: str) -> queries.AttemptOpening | None:
         """What a gateway needs to know of a running attempt; None where it has ended.
 
         Raises:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from lightning_rl.store.errors import StoreUnwritable
-from lightning_rl_proxy.recording.alerts import Trouble
+from lightning_rl_proxy.recording.alerts import Alert
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -21,7 +21,7 @@ class SqlThread:
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sql")
-        self._trouble = Trouble("the store")
+        self._trouble = Alert("the store")
         self.unwritable = False
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

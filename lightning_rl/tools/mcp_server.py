@@ -44,7 +44,7 @@ class McpServer:
         self.spec = dict(spec)
         self.rate_limit = rate_limit
         self._opening = threading.Lock()
-        self._connection: _Connection | None = None
+        self._connection: _McpConnection | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:  # another process opens its own connection
         return McpServer, (self.name, self.spec, self.rate_limit)
@@ -82,18 +82,18 @@ class McpServer:
         if connection is not None:
             connection.close()
 
-    def _opened(self) -> "_Connection":
+    def _opened(self) -> "_McpConnection":
         with self._opening:
             if self._connection is not None and not self._connection.usable:
                 self._connection.close()
                 self._connection = None
             if self._connection is None:
-                self._connection = _Connection(self.name, self.spec, self.rate_limit)
+                self._connection = _McpConnection(self.name, self.spec, self.rate_limit)
                 weakref.finalize(self, self._connection.close)  # also at the end of the process
             return self._connection
 
 
-class _Connection:
+class _McpConnection:
     """An open client, in a thread with its event loop."""
 
     def __init__(self, name: str, spec: Mapping[str, Any], rate_limit: float | None) -> None:

@@ -55,7 +55,7 @@ class ToolResult:
     error: str | None
 
 
-class _Refused(Exception):
+class _CallRefused(Exception):
     """A call that is answered with this message; `reason` is the result's `error`."""
 
     def __init__(self, reason: str, message: str) -> None:
@@ -133,7 +133,7 @@ class TrajectoryTools:
             try:
                 response, reward, metrics = await self._executed(call)
                 content, cut = await self._content(call, response)
-            except _Refused as refused:
+            except _CallRefused as refused:
                 error = refused.reason
                 content, cut = self._limits.cut(_sendable(f"Error: {refused}"))
         if cut:
@@ -213,9 +213,9 @@ def _arguments(call: ToolCall) -> dict[str, Any]:
 _JSON_NAMES = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
-def _refused(call: ToolCall, reason: str, told: str) -> _Refused:
+def _refused(call: ToolCall, reason: str, told: str) -> _CallRefused:
     _log.info("call of tool %r failed (%s): %s", call.name, reason, _sendable(told))
-    return _Refused(reason, f"{call.name}: {told}")
+    return _CallRefused(reason, f"{call.name}: {told}")
 
 
 def _said(error: BaseException) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rl.rl.kl import kl_penalty
-from lightning_rl.rl.losses import LossOptions, Tokens, loss_named
+from lightning_rl.rl.losses import LossInputs, LossOptions, loss_named
 from lightning_rl.training.batch import MiniBatch, TrainingSequence, by_sequence, canonical_order
 from lightning_rl.training.critic import values_of, weighted_value_loss
 from lightning_rl.training.forward import Forward, Sizes
@@ -236,8 +236,8 @@ class Actor(Learner):
 
     def _tokens(
         self, sequences: Sequence[TrainingSequence], log_probs: Tensor, constants: Mapping[int, Tensor] | None = None
-    ) -> Tokens:
-        return Tokens(
+    ) -> LossInputs:
+        return LossInputs(
             log_probs=log_probs,
             old_log_probs=self._gather(_known(s, "old_log_probs") for s in sequences),
             advantages=self._gather(s.advantages for s in sequences),

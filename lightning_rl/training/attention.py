@@ -48,7 +48,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _AttentionCall:
     """What one call computes: `queries` int64 [N, Q], `keys` int64 [N, K], `mask` [N or 1, 1, Q, K]; None: causal."""
 
     queries: Tensor
@@ -64,7 +64,7 @@ class TreeMask(Tensor):
     """
 
     used: int
-    _calls: list[_Call]
+    _calls: list[_AttentionCall]
     _where: Tensor
     _groups: int
     _whole: Callable[[], Tensor]
@@ -195,7 +195,7 @@ def _per_call(device: str) -> float:
     return PER_CALL.get(device, PER_CALL["cuda"])
 
 
-def _call(segments: Sequence[Segment], dtype: torch.dtype, device: torch.device) -> _Call:
+def _call(segments: Sequence[Segment], dtype: torch.dtype, device: torch.device) -> _AttentionCall:
     width = max(sum(segment.size) for segment in segments)
     tokens = max(segment.tokens for segment in segments)
     queries = np.zeros((len(segments), tokens), dtype=np.int64)
@@ -207,12 +207,12 @@ def _call(segments: Sequence[Segment], dtype: torch.dtype, device: torch.device)
     before = np.array([len(segment.before) for segment in segments])
     if not before.any():
         at = torch.from_numpy(queries).to(device)
-        return _Call(at, at, None)
+        return _AttentionCall(at, at, None)
     if (before == before[0]).all():
         before = before[:1]
     hidden = torch.from_numpy(np.arange(width) > (before[:, None] + np.arange(tokens))[:, :, None]).to(device)
     mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)
-    return _Call(torch.from_numpy(queries).to(device), torch.from_numpy(keys).to(device), mask[:, None])
+    return _AttentionCall(torch.from_numpy(queries).to(device), torch.from_numpy(keys).to(device), mask[:, None])
 
 
 def _attention(

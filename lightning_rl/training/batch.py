@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_rl.rl.aggregation import token_weights
-from lightning_rl.vision import Image
+from lightning_rl.vision import PlacedImage
 from lightning_rl_adapters.forest import check_held
 from lightning_rl_adapters.rows import Row
 
@@ -49,7 +49,7 @@ class TrainingSequence:
     returns: NDArray[np.float32] | None = None
     calls: dict[str, int] = field(default_factory=dict)
     cut_context: bool = False
-    images: tuple[Image, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -156,7 +156,7 @@ def sequence_of(
         advantages=np.zeros(len(trained), np.float32),
         temperature=_at(row.temperature, trained),
         calls=_starts(row.call_ids),
-        images=tuple(Image(one.start, one.length, one.sha256, media[one.sha256]) for one in row.media),
+        images=tuple(PlacedImage(one.start, one.length, one.sha256, media[one.sha256]) for one in row.media),
     )
     if advantages is not None:
         sequence.advantages = sequence.spread(advantages)

@@ -22,7 +22,7 @@ from lightning_rl.rl.logits import token_log_probs
 from lightning_rl.training.attention import TreeMask, pairs
 from lightning_rl.training.batch import TrainingSequence, micro_batches
 from lightning_rl.training.packing import Layout, Line, alone, cost, cut, lay_out, shared_lines, sizes, stacked
-from lightning_rl.vision import Vision
+from lightning_rl.vision import ModelVision
 
 GAIN: Final = 0.95  # rows are packed where that costs at most so much of the plain way: building a mask costs a little
 _FAILURES: Final = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)  # of a model asked too much
@@ -74,7 +74,7 @@ class Forward:
         *,
         packed: bool = False,
         autocast: torch.dtype | None = None,
-        vision: Vision | None = None,
+        vision: ModelVision | None = None,
     ) -> None:
         self.model: Any = model
         self._vision = vision

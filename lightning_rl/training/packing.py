@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lightning_rl.training.attention import Segment, Size
 from lightning_rl.training.batch import TrainingSequence
-from lightning_rl.vision import Image
+from lightning_rl.vision import PlacedImage
 
 Ints = NDArray[np.int64]
 
@@ -51,7 +51,7 @@ class Layout:
     distinct: int
     masked: bool
     segments: list[Segment]
-    images: list[tuple[Image, ...]]
+    images: list[tuple[PlacedImage, ...]]
 
 
 def alone(sequences: Sequence[TrainingSequence]) -> list[Line]:

@@ -25,14 +25,14 @@ from lightning_rl_proxy.dialects import chat_completions, completions, messages,
 from lightning_rl_proxy.dialects.base import Dialect, decode
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
 from lightning_rl_proxy.errors import GatewayError, closed
-from lightning_rl_proxy.forest.incremental_decode import Said
+from lightning_rl_proxy.forest.incremental_decode import DecodedBody
 from lightning_rl_proxy.http import baggage, openapi
-from lightning_rl_proxy.http.attempt import Attempt
-from lightning_rl_proxy.http.call_handler import Answerer
+from lightning_rl_proxy.http.attempt import LiveAttempt
+from lightning_rl_proxy.http.call_handler import CallHandler
 from lightning_rl_proxy.http.compressed import unpacked
-from lightning_rl_proxy.http.inflight_request import Exchange
+from lightning_rl_proxy.http.inflight_request import InflightRequest
 from lightning_rl_proxy.http.keys import KeyRefused, sent_key, verify_attempt_key
-from lightning_rl_proxy.http.limits import Limits, announced_bytes
+from lightning_rl_proxy.http.limits import RequestLimits, announced_bytes
 from lightning_rl_proxy.recording.clock import Clock
 from lightning_rl_proxy.recording.ledger import AttemptInfo, Ledger, NoNotes, Notes
 from lightning_rl_proxy.recording.recorder import Recorder
@@ -95,11 +95,11 @@ class Gateway:
         grace_seconds: float = 10.0,
         ping_seconds: float = 10.0,
         parked_seconds: float = 20.0,
-        limits: Limits | None = None,
+        limits: RequestLimits | None = None,
         notes: Notes | None = None,
     ) -> None:
         self.router = router
-        self.limits = limits or Limits()
+        self.limits = limits or RequestLimits()
         self.counters: Counter[str] = Counter()
         self._seconds = Histogram(
             "lightning_rl_call_seconds",
@@ -117,11 +117,11 @@ class Gateway:
         self._notes = notes or NoNotes()
         self._noted = notes is not None
         self._recorder = Recorder(journal, ledger, counters=self.counters, taken=self.settle)
-        self._answerer = Answerer(router, renderer, self.counters, self._recorder.record, self._clock)
+        self._answerer = CallHandler(router, renderer, self.counters, self._recorder.record, self._clock)
         self._grace_seconds = grace_seconds
         self._ping_seconds = ping_seconds
         self._parked_seconds = parked_seconds
-        self._attempts: dict[tuple[str, str], Attempt] = {}
+        self._attempts: dict[tuple[str, str], LiveAttempt] = {}
         self._asking: dict[tuple[str, str], asyncio.Task[AttemptInfo | None]] = {}  # of which the ledger is asked now
         self._earlier: dict[str, int] = {}  # tokens received by earlier processes, by model
         self._starting: dict[tuple[str, str], float] = {}  # since when, the oldest first
@@ -152,7 +152,7 @@ class Gateway:
         address, now = Address(info.rollout_id, info.attempt_id), time.monotonic()
         name = (info.rollout_id, info.attempt_id)
         if name not in self._attempts:
-            self._attempts[name] = Attempt(address, info, now)
+            self._attempts[name] = LiveAttempt(address, info, now)
             self._starting[name] = now
 
     def held(self) -> list[tuple[str, str]]:
@@ -196,7 +196,7 @@ class Gateway:
         self._has_begun(name)
         await self._recorder.stored()
 
-    async def let_go(self, rollout_id: str, attempt_id: str) -> None:
+    async def release(self, rollout_id: str, attempt_id: str) -> None:
         """The attempt is another gateway's now: abort what is in flight, and ask the ledger at its next call."""
         attempt = self._attempts.pop((rollout_id, attempt_id), None)
         if attempt is not None:
@@ -256,10 +256,10 @@ class Gateway:
                 sealed[name[0]] += tokens - lost.get(name, 0)
         return dict(sealed)
 
-    def carry_on(self, received: dict[str, int], newest_ns: int = 0) -> None:
+    def restore(self, received: dict[str, int], newest_ns: int = 0) -> None:
         """Begin the counts of received tokens, and the times of calls, where an earlier gateway's records end."""
         self._earlier = dict(received)
-        self.router.carry_on(received)
+        self.router.restore(received)
         self._clock.begin_after(newest_ns)
 
     async def pause(self, model: str | None = None, drain_seconds: float = 0) -> None:
@@ -277,9 +277,9 @@ class Gateway:
         """Send an engine no call more; `engine` is its name in `state`. Those in flight end. Raises KeyError."""
         await self.router.detach(engine)
 
-    async def vouch(self, engine: str, policy_version: int) -> None:
-        """Believe that an engine has the model's current weights. Raises as `Router.vouch`."""
-        await self.router.vouch(engine, policy_version)
+    async def confirm_weights(self, engine: str, policy_version: int) -> None:
+        """Believe that an engine has the model's current weights. Raises as `Router.confirm_weights`."""
+        await self.router.confirm_weights(engine, policy_version)
 
     def state(self) -> dict[str, Any]:
         """Calls and tokens per model, each engine, open attempts, and counts of what went another way than straight.
@@ -311,9 +311,9 @@ class Gateway:
             del self._starting[first]
         return GatewayLoad(self.router.policy, self.router.loads(), len(self._starting), len(self._attempts))
 
-    def when_eased(self, tell: Callable[[], None]) -> None:
+    def when_capacity_freed(self, tell: Callable[[], None]) -> None:
         """Call `tell` whenever `load` may have become less, and now and then."""
-        self.router.eased = tell
+        self.router.capacity_freed = tell
 
     async def check(self) -> tuple[str | None, dict[str, str | None]]:
         """What is wrong with recording, and with each engine; None where nothing is."""
@@ -388,7 +388,7 @@ class Gateway:
                     return body
                 return await asyncio.to_thread(unpacked, body, encoding, limits.body_bytes, limits.check_body)
 
-    def _limits_now(self) -> Limits:
+    def _limits_now(self) -> RequestLimits:
         """The limits, with that of a body no larger than what the models' contexts may need: images are bounded by the
         limit alone, and so is what goes on to a chat backend."""
         context = self.router.longest_context()
@@ -396,9 +396,9 @@ class Gateway:
             return self.limits
         return self.limits.for_context(context)
 
-    def _said(self, attempt: Attempt, dialect: Dialect, body: bytes) -> Said:
+    def _said(self, attempt: LiveAttempt, dialect: Dialect, body: bytes) -> DecodedBody:
         if dialect is not chat_completions:
-            return Said(body, self._fields(body))
+            return DecodedBody(body, self._fields(body))
         said = attempt.history.read(body)
         self.limits.check_messages(said.fields, before=len(said.read))
         return said
@@ -417,7 +417,7 @@ class Gateway:
             raise GatewayError(400, f"model {model!r} is a chat service: its tokens cannot be counted here")
         return messages.count(await self._answerer.count_tokens(request, self._renderer, len(body)))
 
-    async def _embed(self, attempt: Attempt, body: bytes) -> bytes:
+    async def _embed(self, attempt: LiveAttempt, body: bytes) -> bytes:
         fields, body_key = self._fields(body), _body_key("embeddings", None, body)
         model = fields.get("model")
         if not isinstance(model, str) or not self.router.is_backend(model):
@@ -443,7 +443,7 @@ class Gateway:
             raise GatewayError(403, "this key opens another attempt than the URL names", kind="permission_error")
         return asked
 
-    async def _open_attempt(self, address: Address) -> Attempt:
+    async def _open_attempt(self, address: Address) -> LiveAttempt:
         name = (address.rollout_id, address.attempt_id)
         self._notes.check()
         if name in self._sealed:
@@ -466,7 +466,7 @@ class Gateway:
             if name in self._sealed:
                 raise await self._closed(name)
             if attempt is None:
-                attempt = self._attempts[name] = Attempt(address, info, now, self._renderer)
+                attempt = self._attempts[name] = LiveAttempt(address, info, now, self._renderer)
                 if any(span.name == semconv.CALL_SPAN for span in info.spans):
                     self.interrupted(*name, "the gateway that had the attempt went away while it ran")
             attempt.checked_at = now
@@ -498,7 +498,7 @@ class Gateway:
 
     async def _call(
         self,
-        attempt: Attempt,
+        attempt: LiveAttempt,
         agent: str | None,
         dialect: Dialect,
         body: bytes,
@@ -511,28 +511,28 @@ class Gateway:
         if attempt.sealed:  # while the body came
             raise closed(attempt.address.attempt_id)
         body_key = _body_key(dialect.NAME, agent, body)
-        exchange = attempt.joined(body_key, marked_as_retry=retry)
-        if exchange is None:
+        inflight = attempt.joined(body_key, marked_as_retry=retry)
+        if inflight is None:
             self.limits.check_calls(attempt.in_flight, attempt.address.attempt_id)
-            exchange = Exchange(body_key)
-            exchange.earlier = attempt.recorded.get(body_key, []) if retry else []
+            inflight = InflightRequest(body_key)
+            inflight.earlier = attempt.recorded.get(body_key, []) if retry else []
             try:
-                work = self._answerer.work(attempt, agent, dialect, self._said(attempt, dialect, body), exchange)
+                work = self._answerer.work(attempt, agent, dialect, self._said(attempt, dialect, body), inflight)
             except EngineUnavailable as error:
                 failure = _as_gateway_error(error)
                 self._note_if_ours(attempt, body_key, failure)
                 raise failure from error
-            attempt.begin(exchange, asyncio.create_task(self._noting(work, attempt.address) if self._noted else work))
+            attempt.begin(inflight, asyncio.create_task(self._noting(work, attempt.address) if self._noted else work))
             self._has_begun(attempt.name)
         else:
             self.counters["joined_retries"] += 1
         told = scope.get("extensions", {}).get(GONE)
         gone = told or asyncio.create_task(_disconnected(receive))
-        gone.add_done_callback(exchange.wake)
+        gone.add_done_callback(inflight.wake)
         try:
-            await self._deliver(attempt, dialect, exchange, gone, send)
+            await self._deliver(attempt, dialect, inflight, gone, send)
         finally:
-            gone.remove_done_callback(exchange.wake)
+            gone.remove_done_callback(inflight.wake)
             if gone is not told:
                 gone.cancel()
 
@@ -548,115 +548,120 @@ class Gateway:
         return last
 
     async def _deliver(
-        self, attempt: Attempt, dialect: Dialect, exchange: Exchange, gone: "asyncio.Future[None]", send: Send
+        self,
+        attempt: LiveAttempt,
+        dialect: Dialect,
+        inflight: InflightRequest,
+        gone: "asyncio.Future[None]",
+        send: Send,
     ) -> None:
         """Hand the answer on as it comes, until the client is gone; before its last bytes, record it."""
-        assert exchange.task is not None
+        assert inflight.task is not None
         began = time.monotonic()
-        self._follow(exchange)
-        reply = _Reply(send, exchange)
+        self._follow(inflight)
+        reply = _Reply(send, inflight)
         try:
             parked = 0.0
-            while not exchange.task.done() and not gone.done():
-                changed = await exchange.changed(self._ping_seconds)
-                parked = parked + self._ping_seconds if self.router.is_paused(exchange.model) else 0.0
-                if exchange.stream:
+            while not inflight.task.done() and not gone.done():
+                changed = await inflight.changed(self._ping_seconds)
+                parked = parked + self._ping_seconds if self.router.is_paused(inflight.model) else 0.0
+                if inflight.stream:
                     await reply.send(*([] if changed else [dialect.PING]))
                 elif not changed and (reply.begun or parked >= self._parked_seconds):
                     await reply.send(b" ")
             if gone.done():
                 return
         finally:
-            self._leave(attempt, exchange, before_its_end=gone.done())
+            self._leave(attempt, inflight, before_its_end=gone.done())
         try:
-            last = self._ended(attempt, exchange)
+            last = self._ended(attempt, inflight)
         except GatewayError as error:
             if not reply.begun:
                 raise
             self.counters[f"status_{error.status}"] += 1
             # White space cannot be taken back: an answer that ends without being whole is one that SDKs ask for again.
-            if exchange.stream:
+            if inflight.stream:
                 await reply.end(dialect.error_event(error))
         else:
             await reply.end(last)
             seconds = time.monotonic() - began
-            self._observe(dialect.NAME, exchange.stream)(seconds)
+            self._observe(dialect.NAME, inflight.stream)(seconds)
             if _log.isEnabledFor(logging.DEBUG):
-                _tell_of_answer(attempt.address, dialect, exchange, seconds)
+                _tell_of_answer(attempt.address, dialect, inflight, seconds)
 
-    def _ended(self, attempt: Attempt, exchange: Exchange) -> bytes:
+    def _ended(self, attempt: LiveAttempt, inflight: InflightRequest) -> bytes:
         """The last bytes of an answer whose work is done; from here on it counts as delivered."""
-        assert exchange.task is not None
-        if exchange.task.cancelled() or attempt.sealed:
+        assert inflight.task is not None
+        if inflight.task.cancelled() or attempt.sealed:
             raise closed(attempt.address.attempt_id)
-        if (failure := exchange.task.exception()) is not None:
-            self._record(attempt, exchange, delivered=False)  # of n answers, those that came
-            attempt.forget(exchange)
+        if (failure := inflight.task.exception()) is not None:
+            self._record(attempt, inflight, delivered=False)  # of n answers, those that came
+            attempt.forget(inflight)
             error = _as_gateway_error(failure)
-            self._note_if_ours(attempt, exchange.body_key, error)
+            self._note_if_ours(attempt, inflight.body_key, error)
             raise error from failure
-        last = exchange.task.result()
-        self._end_failure(attempt.name, exchange.body_key)
-        self._record(attempt, exchange, delivered=True)
-        attempt.commit(exchange)
+        last = inflight.task.result()
+        self._end_failure(attempt.name, inflight.body_key)
+        self._record(attempt, inflight, delivered=True)
+        attempt.commit(inflight)
         return last
 
-    def _note_if_ours(self, attempt: Attempt, body_key: bytes, error: BaseException) -> None:
+    def _note_if_ours(self, attempt: LiveAttempt, body_key: bytes, error: BaseException) -> None:
         """Remember an answer of 5xx, and for whom it was."""
         if not isinstance(error, GatewayError) or error.status >= 500:
             attempt.failed[body_key] += 1
             self._note_failure(attempt.name, body_key, str(error))
 
-    def _record(self, attempt: Attempt, exchange: Exchange, *, delivered: bool) -> None:
-        if exchange.recorded:
+    def _record(self, attempt: LiveAttempt, inflight: InflightRequest, *, delivered: bool) -> None:
+        if inflight.recorded:
             return
-        exchange.recorded = True
-        attempt.unrecorded.discard(exchange)
-        for call, more in exchange.calls:
+        inflight.recorded = True
+        attempt.unrecorded.discard(inflight)
+        for call, more in inflight.calls:
             kept = call if delivered else msgspec.structs.replace(call, delivered=False)
             self._recorder.record(to_span(kept, **more))
             self.counters["calls" if delivered else "undelivered"] += 1
 
-    def _follow(self, exchange: Exchange) -> None:
-        exchange.followers += 1
-        exchange.client_gone = False
-        _end_grace(exchange)
+    def _follow(self, inflight: InflightRequest) -> None:
+        inflight.followers += 1
+        inflight.client_gone = False
+        _end_grace(inflight)
 
-    def _leave(self, attempt: Attempt, exchange: Exchange, *, before_its_end: bool) -> None:
+    def _leave(self, attempt: LiveAttempt, inflight: InflightRequest, *, before_its_end: bool) -> None:
         """One client waits no longer. What its last one did not wait for has the grace time from now on."""
-        exchange.followers -= 1
-        if before_its_end and not exchange.followers and not exchange.recorded:
-            exchange.client_gone = True
-            exchange.grace = self._later(self._abandon(attempt, exchange))
+        inflight.followers -= 1
+        if before_its_end and not inflight.followers and not inflight.recorded:
+            inflight.client_gone = True
+            inflight.grace = self._later(self._abandon(attempt, inflight))
 
-    async def _abandon(self, attempt: Attempt, exchange: Exchange) -> None:
+    async def _abandon(self, attempt: LiveAttempt, inflight: InflightRequest) -> None:
         """The clients left: give a retry some time to join, then abort and record what was sampled as undelivered."""
-        assert exchange.task is not None
+        assert inflight.task is not None
         await asyncio.sleep(self._grace_seconds)
-        exchange.grace = None  # from here on nothing joins it
-        if exchange.task.cancel():
-            await asyncio.gather(exchange.task, return_exceptions=True)
-        elif not exchange.task.cancelled():
-            exchange.task.exception()  # which nobody else asks for
-        self._record(attempt, exchange, delivered=False)
-        attempt.forget(exchange)
+        inflight.grace = None  # from here on nothing joins it
+        if inflight.task.cancel():
+            await asyncio.gather(inflight.task, return_exceptions=True)
+        elif not inflight.task.cancelled():
+            inflight.task.exception()  # which nobody else asks for
+        self._record(attempt, inflight, delivered=False)
+        attempt.forget(inflight)
 
-    def _close(self, attempt: Attempt) -> list[asyncio.Task[bytes]]:
+    def _close(self, attempt: LiveAttempt) -> list[asyncio.Task[bytes]]:
         """Seal: abort what is in flight, and record what was sampled but never delivered. Gives what it aborted."""
         attempt.sealed = True
         aborted = []
-        for exchange in (exchange for equal in attempt.exchanges.values() for exchange in equal):
-            if exchange.task is not None and exchange.task.cancel():
-                aborted.append(exchange.task)
-            _end_grace(exchange)
-            self._record(attempt, exchange, delivered=False)
-        attempt.exchanges.clear()
+        for inflight in (inflight for equal in attempt.inflight.values() for inflight in equal):
+            if inflight.task is not None and inflight.task.cancel():
+                aborted.append(inflight.task)
+            _end_grace(inflight)
+            self._record(attempt, inflight, delivered=False)
+        attempt.inflight.clear()
         return aborted
 
     def _has_begun(self, name: tuple[str, str]) -> None:
         """An attempt has called, or is over: no call is expected of it any more."""
         if self._starting.pop(name, None) is not None:
-            self.router.eased()
+            self.router.capacity_freed()
 
     def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -703,10 +708,10 @@ def _body_key(api: str, agent: str | None, body: bytes) -> bytes:
     return digest.digest()
 
 
-def _end_grace(exchange: Exchange) -> None:
-    if exchange.grace is not None:
-        exchange.grace.cancel()
-        exchange.grace = None
+def _end_grace(inflight: InflightRequest) -> None:
+    if inflight.grace is not None:
+        inflight.grace.cancel()
+        inflight.grace = None
 
 
 def _tell_of_refusal(error: GatewayError, scope: Scope, address: Address | None) -> None:
@@ -724,8 +729,8 @@ def _tell_of_refusal(error: GatewayError, scope: Scope, address: Address | None)
     )
 
 
-def _tell_of_answer(address: Address, dialect: Dialect, exchange: Exchange, seconds: float) -> None:
-    for call, _ in exchange.calls:
+def _tell_of_answer(address: Address, dialect: Dialect, inflight: InflightRequest, seconds: float) -> None:
+    for call, _ in inflight.calls:
         _log.debug(
             "answered",
             extra={
@@ -733,7 +738,7 @@ def _tell_of_answer(address: Address, dialect: Dialect, exchange: Exchange, seco
                     "rollout_id": address.rollout_id,
                     "attempt_id": address.attempt_id,
                     "call_id": call.call_id,
-                    "request_id": exchange.request_id,
+                    "request_id": inflight.request_id,
                     "dialect": dialect.NAME,
                     "model": call.model,
                     "finish_reason": call.finish_reason,
@@ -771,10 +776,10 @@ async def _respond(send: Send, status: int, body: bytes, headers: list[tuple[byt
 class _Reply:
     """One client's copy of an exchange's answer: whole, or as a stream that begins with the first piece."""
 
-    def __init__(self, send: Send, exchange: Exchange) -> None:
+    def __init__(self, send: Send, inflight: InflightRequest) -> None:
         self.begun = False
         self._send = send
-        self._exchange = exchange
+        self._exchange = inflight
         self._sent = 0
 
     async def send(self, *more: bytes) -> None:

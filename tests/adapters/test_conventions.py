@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from lightning_rl_adapters import conventions, forest, otel, rows, semconv
 from lightning_rl_adapters.call import Call, to_span
-from lightning_rl_adapters.conventions import Diagnosis, Told, told_of, triplets_of_otel
-from lightning_rl_adapters.otel import Place
+from lightning_rl_adapters.conventions import ConventionDiagnosis, Told, told_of, triplets_of_otel
+from lightning_rl_adapters.otel import SpanPlace
 from lightning_rl_adapters.span import Span
 from tests.adapters.otel.record import ANSWER, LOGPROBS, PROMPT
 
 FIXTURES = Path(__file__).parent / "otel"
-OWN = Place("r", "a")
+OWN = SpanPlace("r", "a")
 RECORDED = sorted(file.stem for file in FIXTURES.glob("*.json"))
 
 
-def recorded(name: str, place: Place = OWN) -> list[Span]:
+def recorded(name: str, place: SpanPlace = OWN) -> list[Span]:
     """What a real instrumentation exported, as it came in by OTLP."""
     told = json.loads((FIXTURES / f"{name}.json").read_text())
     spans, rejected = otel.spans_of(otel.from_json(json.dumps(told["request"]).encode()), emitted=False, own=place)
@@ -40,7 +40,7 @@ def span(number: int = 0, parent: int | None = None, name: str = "llm", **attrib
     )  # fmt: skip
 
 
-def only(told: Told) -> Diagnosis:
+def only(told: Told) -> ConventionDiagnosis:
     assert told.calls == []
     [diagnosis] = told.diagnoses
     return diagnosis
@@ -215,7 +215,7 @@ def test_whatever_spans_say_nothing_is_raised_and_all_can_be_told(said: list[tup
     for each in spans:
         found, told = conventions.read(each), told_of([each])
         assert told.calls == (found if isinstance(found, list) else [])
-        assert told.diagnoses == ([found] if isinstance(found, conventions.Diagnosis) else [])
+        assert told.diagnoses == ([found] if isinstance(found, conventions.ConventionDiagnosis) else [])
         for call in told.calls:
             assert call.response_ids
             assert call.logprobs is None or len(call.logprobs) == len(call.response_ids)

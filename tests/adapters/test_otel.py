@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from lightning_rl_adapters import otel, semconv
 from lightning_rl_adapters.call import calls_of
 from lightning_rl_adapters.call_names import names_of
-from lightning_rl_adapters.otel import NotOtlp, Place
+from lightning_rl_adapters.otel import NotOtlp, SpanPlace
 from lightning_rl_adapters.span import Span, pack, to_json, unpack
 
 TRACE, SPAN, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", "00f067aa0ba902b7"
@@ -81,7 +81,7 @@ def test_both_forms_say_the_same() -> None:
 def test_whose_a_span_is_stands_on_it_or_on_its_resource_or_in_the_key() -> None:
     [of_resource] = read(wire({}))
     [of_span] = read(wire({"attributes": key_values({semconv.ATTEMPT_ID: "a2"})}))
-    [of_key] = read(wire({}, resource={}), own=Place("r3", "a3"))
+    [of_key] = read(wire({}, resource={}), own=SpanPlace("r3", "a3"))
     assert [(s.rollout_id, s.attempt_id) for s in (of_resource, of_span, of_key)] == [
         ("r", "a"), ("r", "a2"), ("r3", "a3"),
     ]  # fmt: skip
@@ -110,8 +110,8 @@ def test_agent_lightnings_names_say_whose_a_span_is_too_and_ours_count_first() -
     [
         ({}, {}, None, "has no attempt: set lightning_rl.rollout_id"),
         ({}, {semconv.ROLLOUT_ID: "r"}, None, "has no attempt"),
-        ({}, WHOSE, Place("r", "b"), "is of another attempt than the one that the key opens"),
-        ({}, WHOSE, Place("q", "a"), "is of another attempt"),
+        ({}, WHOSE, SpanPlace("r", "b"), "is of another attempt than the one that the key opens"),
+        ({}, WHOSE, SpanPlace("q", "a"), "is of another attempt"),
         ({"traceId": "00" * 16}, WHOSE, None, "has the trace id '0000"),
         ({"traceId": ""}, WHOSE, None, "has the trace id ''"),
         ({"spanId": "ab"}, WHOSE, None, "has the span id 'ab': it must be 8 bytes"),
@@ -119,7 +119,7 @@ def test_agent_lightnings_names_say_whose_a_span_is_too_and_ours_count_first() -
         ({"endTimeUnixNano": str(2**64 - 1)}, WHOSE, None, "has a time"),
     ],
 )
-def test_what_cannot_be_taken_is_named(span: dict[str, Any], resource: Any, own: Place | None, why: str) -> None:
+def test_what_cannot_be_taken_is_named(span: dict[str, Any], resource: Any, own: SpanPlace | None, why: str) -> None:
     spans, rejected = otel.spans_of(otel.from_json(wire(span, resource=resource)), emitted=True, own=own)
     assert spans == []
     answer = otel.response(rejected)
@@ -150,7 +150,7 @@ VALUES = st.one_of(
 @given(name=NAMES, attributes=st.lists(st.tuples(NAMES, VALUES)), emitted=st.booleans())
 def test_whatever_it_says_it_passes_for_no_call(name: str, attributes: list[Any], emitted: bool) -> None:
     span = {"name": name, "attributes": [{"key": key, "value": value} for key, value in attributes]}
-    [found] = read(wire(span), own=Place("r", "a"), emitted=emitted) if not _places(attributes) else [None]
+    [found] = read(wire(span), own=SpanPlace("r", "a"), emitted=emitted) if not _places(attributes) else [None]
     if found is None:
         return
     assert calls_of([found]) == []
@@ -176,7 +176,7 @@ def otel_says() -> list[str]:
 
 def test_what_agents_emit_keeps_its_names_when_a_runner_sends_it_alone() -> None:
     body = wire({"name": "lightning_rl.reward", "attributes": key_values({semconv.REWARD_NAME: "style"})})
-    [runners], [others] = read(body, emitted=True), read(body, own=Place("r", "a"))
+    [runners], [others] = read(body, emitted=True), read(body, own=SpanPlace("r", "a"))
     assert (runners.name, runners.attributes[semconv.REWARD_NAME]) == ("lightning_rl.reward", "style")
     assert (others.name, others.attributes["foreign.lightning_rl.reward.name"]) == (
         "foreign.lightning_rl.reward",

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
 from lightning_rl_adapters import otel, semconv
-from lightning_rl_adapters.otel import Place
+from lightning_rl_adapters.otel import SpanPlace
 from lightning_rl_adapters.otel_out import readable, trace_id_of
 from lightning_rl_adapters.span import Span
 from tests.adapters.test_conventions import RECORDED, recorded
 from tests.adapters.test_otel import OUR_NAMES, VALUES, read, wire
 from tests.adapters.words import attempt_of, say
 
-OWN = Place("r", "a")
+OWN = SpanPlace("r", "a")
 
 
 def again(spans: list[Span]) -> list[Span]:

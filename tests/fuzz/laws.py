@@ -22,7 +22,7 @@ import urllib3
 from hypothesis import HealthCheck, settings
 
 from lightning_rl_adapters.call import VersionRange
-from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Load, Tokens
+from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, EngineUnavailable, Load
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer
 from lightning_rl_proxy.http import openapi
 from lightning_rl_proxy.rendering.images import Shown
@@ -92,7 +92,7 @@ class PlannedEngine:
         stream: bool = False,
         media: Sequence[Shown] = (),
         encoded: bytes | None = None,
-    ) -> AsyncGenerator[Tokens | Finish]:
+    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
         plan = self.plans.popleft() if self.plans else Plan([])
         if plan.end in ("fail", "break", "silent", "abort"):
             self.failures += 1
@@ -106,12 +106,12 @@ class PlannedEngine:
             if plan.slow:
                 await asyncio.sleep(0.001)
             some = ids[start : start + size]
-            yield Tokens(some, [-0.5] * len(some) if plan.logprobs else None)
+            yield EngineTokens(some, [-0.5] * len(some) if plan.logprobs else None)
         if plan.end == "break":
             raise EngineUnavailable("planned")
         if plan.end != "silent":
             stop = self._end_id if plan.end == "stop" else None
-            yield Finish(plan.end, stop, [VersionRange(7, 0, len(ids))] if ids else [])
+            yield EngineFinish(plan.end, stop, [VersionRange(7, 0, len(ids))] if ids else [])
 
     def logprob_kind(self, sampling: Sampling) -> str:
         return "sampled"

@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_rl.rl import baselines, token_advantages
-from lightning_rl.rl.baselines import OutcomeEstimator, Outcomes, Settings
+from lightning_rl.rl.baselines import BaselineSettings, OutcomeEstimator, Outcomes
 from lightning_rl.rl.token_advantages import TokenEstimator, whiten, whitening
 from tests.oracle.batches import SEEDS, Batch, batch, tensor
 
@@ -21,7 +21,7 @@ core: Any = pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportEr
 
 pytestmark = pytest.mark.oracle
 
-RAW = Settings(lone_raw=True)
+RAW = BaselineSettings(lone_raw=True)
 ALIKE = 0.1  # of a smaller spread what verl adds to its means (1e-8) is more than the sixth decimal
 
 
@@ -36,7 +36,9 @@ def verls(given: Batch, name: str, **more: Any) -> list[list[float]]:
     return (advantages * tensor(given.mask)).tolist()  # type: ignore[no-any-return]
 
 
-def of_scores(given: Batch, estimator: OutcomeEstimator, settings: Settings = RAW, **more: Any) -> np.ndarray[Any, Any]:
+def of_scores(
+    given: Batch, estimator: OutcomeEstimator, settings: BaselineSettings = RAW, **more: Any
+) -> np.ndarray[Any, Any]:
     outcomes = Outcomes.of(given.scores.tolist(), given.groups.tolist(), lengths=given.lengths, **more)
     return estimator(outcomes, settings).advantages(outcomes.scores)
 
@@ -53,7 +55,7 @@ def assert_same(
 def test_grpo(seed: int, by_std: bool) -> None:
     """To 2e-6, since verl divides the bare reward of a group of one by 1 + 1e-6."""
     random = batch(seed)
-    found = of_scores(random, baselines.grpo, Settings(lone_raw=True, norm_by_std=by_std))
+    found = of_scores(random, baselines.grpo, BaselineSettings(lone_raw=True, norm_by_std=by_std))
     assert_same(random, found, verls(random, "grpo", norm_adv_by_std_in_grpo=by_std), within=2e-6)
 
 
@@ -62,7 +64,7 @@ def test_grpo_vectorized(seed: int, by_std: bool) -> None:
     """verl's is in float32, so for scores that are not close together, and to 1e-5."""
     random = batch(seed)
     random = replace(random, scores=np.round(2 * random.scores) / 2)
-    found = of_scores(random, baselines.grpo, Settings(lone_raw=True, norm_by_std=by_std))
+    found = of_scores(random, baselines.grpo, BaselineSettings(lone_raw=True, norm_by_std=by_std))
     assert_same(random, found, verls(random, "grpo_vectorized", norm_adv_by_std_in_grpo=by_std), within=1e-5)
 
 
@@ -76,13 +78,13 @@ def test_outcome_estimators(name: str, seed: int) -> None:
 @given(SEEDS)
 def test_rloo_vectorized_gives_a_group_of_one_nothing(seed: int) -> None:
     random = batch(seed)
-    assert_same(random, of_scores(random, baselines.rloo, Settings()), verls(random, "rloo_vectorized"))
+    assert_same(random, of_scores(random, baselines.rloo, BaselineSettings()), verls(random, "rloo_vectorized"))
 
 
 @given(SEEDS, st.booleans())
 def test_grpo_passk(seed: int, by_std: bool) -> None:
     random = batch(seed, least=2)  # verl raises for a group of one
-    found = of_scores(random, baselines.grpo_passk, Settings(norm_by_std=by_std))
+    found = of_scores(random, baselines.grpo_passk, BaselineSettings(norm_by_std=by_std))
     assert_same(random, found, verls(random, "grpo_passk", config={"norm_adv_by_std_in_grpo": by_std}))
 
 
@@ -123,7 +125,7 @@ def test_gae(seed: int, gamma: float, lam: float) -> None:
 @given(SEEDS, st.sampled_from([1.0, 0.5]))
 def test_reinforce_plus_plus(seed: int, gamma: float) -> None:
     random = batch(seed)
-    settings = Settings(gamma=gamma)
+    settings = BaselineSettings(gamma=gamma)
     found = token_advantages.reinforce_plus_plus(random.trees(), random.groups.tolist(), settings)
     returns = [of_call for estimate in found for of_call in estimate.returns]
     assume(whitening(np.concatenate(returns))[1] > ALIKE)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lightning_rl.rl.correction import CRITERIA, Corrected, Rules, correct, criteria, weight_bounds
+from lightning_rl.rl.correction import CRITERIA, Corrected, CorrectionRules, correct, criteria, weight_bounds
 from tests.oracle.batches import SEEDS, Batch, batch, tensor
 
 helper: Any = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper", exc_type=ImportError)
@@ -23,7 +23,7 @@ LEFT_OUT = ("_std", "_seq_mean", "_seq_std", "_seq_max", "_seq_min", "_seq_max_d
             "_seq_fraction_low")  # fmt: skip
 
 
-def ours(given: Batch, rules: Rules) -> Corrected:
+def ours(given: Batch, rules: CorrectionRules) -> Corrected:
     return correct(given.old[given.which], given.new[given.which], given.rollout, rules)
 
 
@@ -49,13 +49,13 @@ def assert_same_metrics(found: dict[str, float], expected: dict[str, float]) -> 
 @given(SEEDS)
 def test_the_distance_of_sampler_and_trainer(seed: int) -> None:
     random = batch(seed)
-    assert_same_metrics(ours(random, Rules()).metrics, verls(random)[2])
+    assert_same_metrics(ours(random, CorrectionRules()).metrics, verls(random)[2])
 
 
 @given(SEEDS, st.sampled_from(["token", "sequence"]), st.sampled_from([1.3, 2.0, "0.61_1.7"]), st.booleans())
 def test_weights(seed: int, level: str, threshold: float | str, normalize: bool) -> None:
     random = batch(seed)
-    found = ours(random, Rules(level=level, bounds=weight_bounds(threshold), batch_normalize=normalize))
+    found = ours(random, CorrectionRules(level=level, bounds=weight_bounds(threshold), batch_normalize=normalize))
     assert found.weights is not None
     assume(found.weights.any())  # where all are 0 verl divides by zero
     weights, _, metrics = verls(
@@ -70,7 +70,7 @@ def test_weights(seed: int, level: str, threshold: float | str, normalize: bool)
 @given(SEEDS, st.sampled_from([0.011, 0.11, 1.1]))
 def test_rejection_by_a_divergence(name: str, seed: int, threshold: float) -> None:
     random = batch(seed)
-    found = ours(random, Rules(criteria=criteria(name, threshold)))
+    found = ours(random, CorrectionRules(criteria=criteria(name, threshold)))
     _, keep, metrics = verls(random, rollout_rs=name, rollout_rs_threshold=threshold)
     assert found.keep.tolist() == keep
     assert_same_metrics(found.metrics, metrics)
@@ -80,7 +80,7 @@ def test_rejection_by_a_divergence(name: str, seed: int, threshold: float) -> No
 @given(SEEDS, st.sampled_from([(0.51, 1.3), (0.81, 3.1)]))
 def test_rejection_by_the_ratio_is_verls_by_its_inverse(name: str, seed: int, bounds: tuple[float, float]) -> None:
     random = batch(seed)
-    found = ours(random, Rules(criteria=criteria(name, f"{bounds[0]}_{bounds[1]}")))
+    found = ours(random, CorrectionRules(criteria=criteria(name, f"{bounds[0]}_{bounds[1]}")))
     _, keep, metrics = verls(random, rollout_rs=name, rollout_rs_threshold=f"{1 / bounds[1]!r}_{1 / bounds[0]!r}")
     assert found.keep.tolist() == keep
     ratio_of = {
@@ -97,7 +97,7 @@ def test_rejection_by_the_ratio_is_verls_by_its_inverse(name: str, seed: int, bo
 @given(SEEDS)
 def test_symmetric_bounds_need_no_inverse(seed: int) -> None:
     random = batch(seed)
-    found = ours(random, Rules(criteria=criteria("token_k1,seq_mean_k3", "1.7,0.13")))
+    found = ours(random, CorrectionRules(criteria=criteria("token_k1,seq_mean_k3", "1.7,0.13")))
     _, keep, _ = verls(random, rollout_rs="token_k1,seq_mean_k3", rollout_rs_threshold="1.7,0.13")
     assert found.keep.tolist() == keep
 

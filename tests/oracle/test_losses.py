@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_rl.rl.correction import importance_weights, weight_bounds
 from lightning_rl.rl.kl import KINDS, AdaptiveKL, kl_penalty
-from lightning_rl.rl.losses import LossOptions, Tokens, entropy, loss_named, value_loss
+from lightning_rl.rl.losses import LossInputs, LossOptions, entropy, loss_named, value_loss
 from tests.oracle.batches import AGGREGATIONS, SEEDS, Batch, batch, tensor
 
 core: Any = pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
@@ -53,7 +53,7 @@ def config(correction: dict[str, Any] | None = None) -> Any:
 def ours(given: Batch, name: str, mode: str, weights: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
     """Loss, and its gradient at the trained tokens."""
     new = tensor(given.new[given.which], grad=True)
-    tokens = Tokens(
+    tokens = LossInputs(
         new, tensor(given.old[given.which]), tensor(given.advantages[given.which]), torch.from_numpy(given.rollout)
     )
     loss = loss_named(name)

@@ -19,7 +19,7 @@ from lightning_rl.control_plane.protocol import protocol
 from lightning_rl_adapters.call import Call, VersionRange, calls_of
 from lightning_rl_adapters.span import Packed, Span, unpack
 from lightning_rl_proxy.address import Address, base_url
-from lightning_rl_proxy.engines.base import EngineUnavailable, Finish, Load, Tokens
+from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, EngineUnavailable, Load
 from lightning_rl_proxy.forest import incremental_decode, nodes
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.http.keys import sign_attempt_key
@@ -105,13 +105,15 @@ class ScriptedSampler:
 
     async def sample(
         self, script: Script, prompt: list[int], sampling: Sampling, *, request_id: str, stream: bool
-    ) -> AsyncGenerator[Tokens | Finish]:
+    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
         ids, cut = script
         logprobs = [-0.25 * (i + 1) for i in range(len(ids))]
         size = 1 if stream else len(ids)
         for i in range(0, len(ids), size):
-            yield Tokens(ids[i : i + size], logprobs[i : i + size])
-        yield Finish("length" if cut else "stop", None if cut else self._end, [VersionRange(VERSION, 0, len(ids))])
+            yield EngineTokens(ids[i : i + size], logprobs[i : i + size])
+        yield EngineFinish(
+            "length" if cut else "stop", None if cut else self._end, [VersionRange(VERSION, 0, len(ids))]
+        )
 
     def logprob_kind(self, sampling: Sampling) -> str:
         return "greedy" if sampling.temperature == 0 else "sampled"
@@ -194,7 +196,7 @@ class ScriptedEngine:
         stream: bool = False,
         media: Sequence[Shown] = (),
         encoded: bytes | None = None,
-    ) -> AsyncGenerator[Tokens | Finish]:
+    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
         assert encoded is None or msgspec.json.decode(encoded) == prompt
         self.prompts.append(prompt.copy())  # once it is answered, the list goes on
         self.media.append(media)
@@ -203,7 +205,7 @@ class ScriptedEngine:
         if self.fail:
             self.fail -= 1
             raise EngineUnavailable("scripted failure")
-        finish: Finish | None = None
+        finish: EngineFinish | None = None
         sampled = self._sampler.sample(script, prompt, sampling, request_id=request_id, stream=stream)
         given: list[float] = []
         self.logprobs.append(given)
@@ -212,7 +214,7 @@ class ScriptedEngine:
                 async for part in parts:
                     if hold is not None:
                         await hold.wait()
-                    if isinstance(part, Finish):
+                    if isinstance(part, EngineFinish):
                         finish = part
                         break
                     for piece in _pieces(part) if self.steps is not None and stream else [part]:
@@ -239,10 +241,10 @@ class ScriptedEngine:
         return Script(ids if cut else [*ids, self._end], cut)
 
 
-def _pieces(part: Tokens) -> Iterator[Tokens]:
+def _pieces(part: EngineTokens) -> Iterator[EngineTokens]:
     """A part token by token: an engine gives more at once where its client is slow."""
     for i, token in enumerate(part.token_ids):
-        yield Tokens([token], None if part.logprobs is None else part.logprobs[i : i + 1])
+        yield EngineTokens([token], None if part.logprobs is None else part.logprobs[i : i + 1])
 
 
 class Served:

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from lightning_rl_adapters import semconv
-from lightning_rl_proxy.http.limits import Limits
+from lightning_rl_proxy.http.limits import RequestLimits
 from tests.proxy.conftest import MODEL, Served
 
 PARAMETERS = {"type": "object", "properties": {}}
@@ -157,7 +157,7 @@ def test_a_packed_body_is_read(served: Served, encoding: str, pack: Any) -> None
 def test_a_body_that_is_not_what_it_says_or_unfolds_to_too_much_is_refused(
     served: Served, body: bytes, encoding: str, status: int
 ) -> None:
-    served.gateway.limits = Limits(body_bytes=1_000_000)
+    served.gateway.limits = RequestLimits(body_bytes=1_000_000)
     assert post(served, body, encoding).status_code == status
 
 

@@ -309,7 +309,7 @@ class Agent:
             return "responses", body
         return "messages", {"model": MODEL, "max_tokens": 50, "messages": [{"role": "user", "content": word}]}
 
-    def hear(self, door: str, body: dict[str, Any], answer: dict[str, Any]) -> None:
+    def fingerprint_of(self, door: str, body: dict[str, Any], answer: dict[str, Any]) -> None:
         """Keep what an answer lets the agent go on with."""
         if door == "responses":
             self.responses.append(answer["id"])
@@ -339,7 +339,7 @@ def test_by_every_dialect_an_attempt_goes_on_as_it_would_have_and_retries_hear_w
         pair.say(*data.draw(st.lists(st.sampled_from(["ok", "done", CALL, "<think>\nhm\n</think>\n\nok"]), max_size=2)))
         door, body = agent.request()
         answer = pair.ask(door, body)
-        agent.hear(door, body, answer)
+        agent.fingerprint_of(door, body, answer)
         asked.append((door, body, answer))
     pair.hand_over()
     sampled, judged = len(pair.two.engine.prompts), len(pair.judges[1].asked)

@@ -29,8 +29,8 @@ def say(served: Served, attempt_id: str) -> None:
 
 
 def test_an_attempt_that_was_handed_out_is_expected_to_call_until_it_has_or_is_over(served: Served) -> None:
-    eased: list[int] = []
-    served.gateway.when_eased(lambda: eased.append(served.gateway.load().starting))
+    capacity_freed: list[int] = []
+    served.gateway.when_capacity_freed(lambda: capacity_freed.append(served.gateway.load().starting))
     opened(served, "a1")
     opened(served, "a2")
     assert served.gateway.load().starting == 2
@@ -40,8 +40,8 @@ def test_an_attempt_that_was_handed_out_is_expected_to_call_until_it_has_or_is_o
     served.seal(attempt_id="a2")
     now = served.gateway.load()
     assert (now.policy, now.starting, now.open_attempts, now.models["policy"].calls) == ("policy", 0, 1, 0)
-    assert 1 in eased
-    assert eased[-1] == 0
+    assert 1 in capacity_freed
+    assert capacity_freed[-1] == 0
 
 
 def test_an_attempt_that_does_not_call_for_long_is_busy_with_something_else(

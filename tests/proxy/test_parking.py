@@ -30,7 +30,7 @@ def ask(served: Served) -> str | None:
 
 
 def waiting(served: Served) -> None:
-    served.eventually(lambda: any(a.exchanges for a in served.gateway._attempts.values()))
+    served.eventually(lambda: any(a.inflight for a in served.gateway._attempts.values()))
 
 
 def raw(served: Served, **more: Any) -> httpx.Response:
@@ -144,7 +144,7 @@ def test_a_parked_answer_begins_with_white_space_that_no_client_minds(served: Se
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(raw, served), pool.submit(ask, served)]
         served.eventually(lambda: sum(len(e) for a in served.gateway._attempts.values()
-                                      for e in a.exchanges.values()) == 2)  # fmt: skip
+                                      for e in a.inflight.values()) == 2)  # fmt: skip
         time.sleep(0.1)
         served.run(lambda: served.gateway.resume("policy", None))
         text = calls[0].result(20).text

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from lightning_rl_adapters import forest
 from lightning_rl_adapters.call import Call
-from lightning_rl_proxy.engines.base import EngineUnavailable, Finish, Tokens
+from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, EngineUnavailable
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.rendering.images import Shown
 from lightning_rl_proxy.rendering.renderers import FastTokenizer, LibraryRenderer
@@ -58,7 +58,7 @@ class CountingEngine(ScriptedEngine):
         stream: bool = False,
         media: Sequence[Shown] = (),
         encoded: bytes | None = None,
-    ) -> AsyncGenerator[Tokens | Finish]:
+    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
         self.script.append(f"sample number {len(self.prompts)} of all")
         self.hold = asyncio.Event() if self.slow else None
         self.slow = max(0, self.slow - 1)
@@ -445,7 +445,7 @@ def post(line: Line, seconds: float, *, retry: bool = False) -> bytes | None:
 def followers(line: Line) -> list[int]:
     """How many clients wait for each answer."""
     attempts = line.served.gateway._attempts.values()
-    return [one.followers for attempt in attempts for equal in attempt.exchanges.values() for one in equal]
+    return [one.followers for attempt in attempts for equal in attempt.inflight.values() for one in equal]
 
 
 def test_the_grace_time_counts_from_the_last_client_that_left(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:

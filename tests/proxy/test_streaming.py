@@ -105,7 +105,7 @@ def test_a_retry_joins_a_stream_and_reads_it_from_the_start(served: Served) -> N
     with streaming(served) as response:
         next(response.iter_lines())
     served.eventually(lambda: any(e.client_gone for a in served.gateway._attempts.values()
-                                  for es in a.exchanges.values() for e in es))  # fmt: skip
+                                  for es in a.inflight.values() for e in es))  # fmt: skip
     threading.Timer(0.05, lambda: permit(served, 100)).start()
     with streaming(served) as response:
         assert text_of(events(response)) == "one two three four"
@@ -144,8 +144,8 @@ def test_how_a_stream_ended_is_said_only_when_its_call_is_recorded(
     """Many clients stop reading there, and have had the whole answer."""
     with streaming(served, path, **body) as response:
         assert end in response.read()
-    [exchange] = [e for a in served.gateway._attempts.values() for es in a.exchanges.values() for e in es]
-    assert end not in b"".join(exchange.pieces)
+    [inflight] = [e for a in served.gateway._attempts.values() for es in a.inflight.values() for e in es]
+    assert end not in b"".join(inflight.pieces)
 
 
 def test_stop_strings_end_an_answer_and_its_generation(served: Served, tokenizer: FastTokenizer) -> None:

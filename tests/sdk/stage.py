@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import calls_of
-from lightning_rl_proxy.engines.base import Finish, Tokens
+from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens
 from lightning_rl_proxy.errors import PromptTooLong
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.rendering.images import Shown
@@ -43,7 +43,7 @@ class StagedEngine(ScriptedEngine):
         stream: bool = False,
         media: Sequence[Shown] = (),
         encoded: bytes | None = None,
-    ) -> AsyncGenerator[Tokens | Finish]:
+    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
         if self.too_long:
             raise PromptTooLong(len(prompt), 8)
         parts = super().generate(prompt, sampling, request_id=request_id, priority=priority, stream=stream)

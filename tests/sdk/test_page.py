@@ -12,7 +12,7 @@ import pytest
 from lightning_rl.agents.resources import LLM
 from lightning_rl_adapters import semconv
 from lightning_rl_proxy import errors
-from lightning_rl_proxy.http.limits import Limits
+from lightning_rl_proxy.http.limits import RequestLimits
 from tests.sdk.matrix import PAGE
 from tests.sdk.players import litellm
 from tests.sdk.stage import Stage, StagedEngine
@@ -100,7 +100,7 @@ def test_an_error_is_what_the_page_says(
     monkeypatch.setattr(served.engine, "too_long", "too_long" in how)
     monkeypatch.setattr(served.engine, "fail", how.get("fail", 0))
     if "max_body" in how:
-        monkeypatch.setattr(served.gateway, "limits", Limits(body_bytes=how["max_body"]))
+        monkeypatch.setattr(served.gateway, "limits", RequestLimits(body_bytes=how["max_body"]))
     if "closed" in how:
         served.ledger.closed.add(attempt)
     if "elsewhere" in how:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lightning_rl_proxy.engines.base import Finish, Tokens
+from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens
 from lightning_rl_proxy.engines.vllm import TokenEngine
 from lightning_rl_proxy.sampling import Sampling
 from tests.vllm.server import END, MODEL, Server
@@ -27,10 +27,10 @@ class Sampled:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] | None = field(default_factory=list)
     parts: list[int] = field(default_factory=list)
-    finish: Finish | None = None
+    finish: EngineFinish | None = None
 
-    def add(self, part: Tokens | Finish) -> None:
-        if isinstance(part, Finish):
+    def add(self, part: EngineTokens | EngineFinish) -> None:
+        if isinstance(part, EngineFinish):
             self.finish = part
             return
         self.parts.append(len(part.token_ids))

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lightning_rl_proxy.engines.base import Finish, Tokens
+from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens
 from lightning_rl_proxy.engines.vllm import TokenEngine
 from lightning_rl_proxy.sampling import Sampling
 from tests.proxy.conftest import MODEL, VERSION, Script, ScriptedEngine, ScriptedSampler
@@ -56,7 +56,7 @@ class ForcedVllm(TokenEngine):
 
     async def sample(
         self, script: Script, prompt: list[int], sampling: Sampling, *, request_id: str, stream: bool
-    ) -> AsyncGenerator[Tokens | Finish]:
+    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
         """See `ScriptedSampler`."""
         self._asked["generations"] += 1
         told = _Told(**msgspec.structs.asdict(sampling) | {"max_tokens": _limit(script, sampling)}, script=script.ids)

@@ -10,7 +10,7 @@ import torch
 
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.policy import VllmPolicy
-from lightning_rl.vision import Image, vision_of
+from lightning_rl.vision import PlacedImage, vision_of
 from tests import seeing
 from tests.vllm.server import PYTHON
 
@@ -44,7 +44,7 @@ def policy_of(folder: Path, run_dir: Path) -> Iterator[VllmPolicy]:
 
 
 @torch.no_grad()
-def trainers_log_probs(policy: VllmPolicy, token_ids: Sequence[int], images: Sequence[Image]) -> torch.Tensor:
+def trainers_log_probs(policy: VllmPolicy, token_ids: Sequence[int], images: Sequence[PlacedImage]) -> torch.Tensor:
     """Of each token but the first its log probability, as the trainer computes it. [T - 1]"""
     model = policy.model
     vision = vision_of(policy.folder, model)

@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 from tokenizers import Tokenizer
 
-from lightning_rl_proxy.engines.base import EngineRefused, Tokens
+from lightning_rl_proxy.engines.base import EngineRefused, EngineTokens
 from lightning_rl_proxy.engines.probe import probe
 from lightning_rl_proxy.engines.vllm import TokenEngine
 from lightning_rl_proxy.errors import PromptTooLong
@@ -159,7 +159,7 @@ def test_a_generation_that_is_left_after_its_first_tokens_is_aborted(raw: Server
         asked = Sampling(temperature=1.0, **ENDLESS)
         async with aclosing(engine.generate(PROMPT, asked, request_id="r", stream=True)) as parts:
             async for part in parts:
-                assert isinstance(part, Tokens)
+                assert isinstance(part, EngineTokens)
                 return len(part.token_ids)
         return 0
 

@@ -10,7 +10,7 @@ import torch
 
 from lightning_rl.inference.vllm.control import Control
 from lightning_rl.inference.vllm.policy import VllmPolicy
-from lightning_rl.vision import Image
+from lightning_rl.vision import PlacedImage
 from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.media import Placed, media_of
 from tests import seeing
@@ -70,7 +70,7 @@ def check_recorded(policy: VllmPolicy, calls: list[Call], held: dict[str, bytes]
 def trainers(policy: VllmPolicy, calls: list[Call], call: Call, held: dict[str, bytes]) -> list[float]:
     """What the trainer computes for a call's tokens, whose images are all in its first prompt."""
     prompt = full_prompt(calls, call)
-    images = [Image(one.start, one.length, one.sha256, held[one.sha256]) for one in calls[0].media]
+    images = [PlacedImage(one.start, one.length, one.sha256, held[one.sha256]) for one in calls[0].media]
     own = trainers_log_probs(policy, [*prompt, *call.response_ids], images)
     found: list[float] = own[len(prompt) - 1 :].tolist()
     return found

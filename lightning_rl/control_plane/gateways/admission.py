@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from lightning_rl.control_plane.gateways.notifications import Signals
+from lightning_rl.control_plane.gateways.notifications import Notifications
 from lightning_rl_proxy.gateway import GatewayLoad
 
 
@@ -26,7 +26,7 @@ class LoadDoor(Protocol):
         """How busy the engines are, and what is about to call them."""
         ...
 
-    def when_eased(self, tell: Callable[[], None]) -> None:
+    def when_capacity_freed(self, tell: Callable[[], None]) -> None:
         """Call `tell` whenever `load` may have become less, and now and then."""
         ...
 
@@ -51,11 +51,11 @@ def room(load: GatewayLoad, handing_out: int = 0) -> float:
 class Admission:
     """Lets the claims of one server through, and wakes those that wait when there is room."""
 
-    def __init__(self, door: LoadDoor, signals: Signals) -> None:
+    def __init__(self, door: LoadDoor, signals: Notifications) -> None:
         self._door = door
         self._signals = signals
         self._handing_out = 0
-        door.when_eased(self.eased)
+        door.when_capacity_freed(self.capacity_freed)
 
     def has_room(self) -> bool:
         """Whether a rollout may begin now."""
@@ -69,9 +69,9 @@ class Admission:
             yield
         finally:
             self._handing_out -= rollouts
-            self.eased()
+            self.capacity_freed()
 
-    def eased(self) -> None:
+    def capacity_freed(self) -> None:
         """There may be room: as many claims as there is room for take their turn."""
         if self._signals.held_back:
             self._signals.room(room(self._door.load(), self._handing_out))

@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from lightning_rl.control_plane.gateways.gateway_control import GatewayDoor, PauseRequest, Pauses, ResumeRequest
-from lightning_rl.control_plane.gateways.membership import Fleet
+from lightning_rl.control_plane.gateways.membership import Membership
 from lightning_rl.store.contract import ErrorInfo, Finish, GatewayInfo, Owner
 from lightning_rl.store.errors import Conflict, StoreUnwritable
 
@@ -130,7 +130,7 @@ class Alone:
 class Peers(Alone):
     """One of several servers of a store."""
 
-    def __init__(self, gateway: GatewayDoor, pauses: Pauses, fleet: Fleet, secret: bytes) -> None:
+    def __init__(self, gateway: GatewayDoor, pauses: Pauses, fleet: Membership, secret: bytes) -> None:
         super().__init__(gateway, pauses)
         self._fleet = fleet
         self.placed_as = fleet.url

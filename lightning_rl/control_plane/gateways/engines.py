@@ -67,7 +67,7 @@ class EngineDoor(Protocol):
         """Send it no call more; those in flight end."""
         ...
 
-    async def vouch(self, engine: str, policy_version: int) -> None:
+    async def confirm_weights(self, engine: str, policy_version: int) -> None:
         """Believe that it has the model's weights of that version.
 
         Raises ValueError where the model's version is another, and EngineUnavailable where it cannot be believed.
@@ -116,12 +116,12 @@ class Engines:
                 "there; register the other one under a name of its own"
             )
         elif not request.is_backend:
-            await self._vouch(request, known)
+            await self._confirm_weights(request, known)
         return info
 
-    async def _vouch(self, request: EngineRequest, known: EngineInfo) -> None:
+    async def _confirm_weights(self, request: EngineRequest, known: EngineInfo) -> None:
         try:
-            await self._door.vouch(self._names[known.engine_id], request.policy_version)
+            await self._door.confirm_weights(self._names[known.engine_id], request.policy_version)
         except ValueError as error:
             if request.policy_version != known.policy_version:  # else it is the first registration again, come twice
                 raise Conflict(f"engine {request.url}: {error}; POST /resume tells of new weights") from error

@@ -53,7 +53,7 @@ class GatewayDoor(EngineDoor, LoadDoor, Protocol):
         """Look which of these attempts the store has all calls of, and note it."""
         ...
 
-    async def let_go(self, rollout_id: str, attempt_id: str) -> None:
+    async def release(self, rollout_id: str, attempt_id: str) -> None:
         """The attempt is another gateway's now."""
         ...
 
@@ -86,7 +86,7 @@ class GatewayDoor(EngineDoor, LoadDoor, Protocol):
         """What engines handed over for the sealed attempts of these rollouts, and was not given up."""
         ...
 
-    def carry_on(self, received: dict[str, int], newest_ns: int = 0) -> None:
+    def restore(self, received: dict[str, int], newest_ns: int = 0) -> None:
         """Tokens that earlier processes received, per model, and when their last call ended."""
         ...
 

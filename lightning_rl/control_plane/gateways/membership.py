@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 Name = tuple[str, str]  # of an attempt: rollout and attempt id
 
 
-class Fleet:
+class Membership:
     """One gateway, `gateway_id`, that others reach at `url`. It is the gateway's `Notes`."""
 
     def __init__(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 _Ended = asyncio.Future[set[str]]
 
 
-class Signals:
+class Notifications:
     """The long polls of one server."""
 
     def __init__(self) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from lightning_rl.control_plane.gateways.membership import Fleet
+from lightning_rl.control_plane.gateways.membership import Membership
 from lightning_rl.control_plane.gateways.resolve import proxy_llm
 from lightning_rl.store.contract import SEED_KEY, Attempt, Claim, Rollout
 from lightning_rl.store.errors import NotFound, StoreUnwritable
-from lightning_rl.store.queries import Opening
+from lightning_rl.store.queries import AttemptOpening
 from lightning_rl.store.records import ending_of
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread
@@ -28,7 +28,7 @@ class StoreLedger:
     # seals within its next round, so that no call waits for the store.
     tells_closings = True
 
-    def __init__(self, store: SqlStore, sql: SqlThread, fleet: Fleet | None = None) -> None:
+    def __init__(self, store: SqlStore, sql: SqlThread, fleet: Membership | None = None) -> None:
         self._store = store
         self._sql = sql
         self._fleet = fleet
@@ -55,7 +55,7 @@ class StoreLedger:
             return _closed(ended)
         return await self._sql.run(self._info, opening, attempt_id)
 
-    async def _taken(self, fleet: Fleet, rollout_id: str, attempt_id: str) -> Opening | None:
+    async def _taken(self, fleet: Membership, rollout_id: str, attempt_id: str) -> AttemptOpening | None:
         """A running attempt that was not this gateway's, and is now. Raises GatewayError where it cannot be."""
         owner = await fleet.take(rollout_id, attempt_id)
         if owner is not None and owner.gateway_id != fleet.gateway_id:
@@ -66,7 +66,7 @@ class StoreLedger:
         """See `Ledger`."""
         await self._sql.run(self._store.add_packed, spans)
 
-    def _info(self, opening: Opening, attempt_id: str) -> AttemptInfo:
+    def _info(self, opening: AttemptOpening, attempt_id: str) -> AttemptInfo:
         rollout = opening.rollout
         resources = {} if rollout.resources_id is None else self._store.resources(rollout.resources_id).resources
         spans = self._store.trace(rollout.rollout_id, attempt_id).spans if opening.recorded else ()

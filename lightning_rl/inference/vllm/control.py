@@ -7,7 +7,7 @@ import msgspec
 import urllib3
 
 from lightning_rl.errors import Explained
-from lightning_rl.inference.weight_check import Sampled
+from lightning_rl.inference.weight_check import SampledTokens
 
 _SECONDS = 600.0  # a large file is read from a slow disk
 # After an error vLLM cuts the connection: each question has its own.
@@ -18,7 +18,7 @@ class WeightsRefused(Explained, RuntimeError):
     """A vLLM server did not take weights; the message says which and why."""
 
 
-class Refused(Explained, RuntimeError):
+class VllmRefused(Explained, RuntimeError):
     """A vLLM server answered with an error, of HTTP `status`."""
 
     def __init__(self, what: str, response: urllib3.BaseHTTPResponse) -> None:
@@ -79,12 +79,12 @@ class Control:
         """Whether it samples nothing until it is resumed."""
         return bool(self._ask("GET", "/is_paused")["is_paused"])
 
-    def sample(self, prompt: list[int], n: int, seed: int) -> Sampled:
+    def sample(self, prompt: list[int], n: int, seed: int) -> SampledTokens:
         """`n` tokens behind a prompt at temperature 1, whatever they are."""
         parameters = {"max_tokens": n, "temperature": 1.0, "seed": seed, "logprobs": 0, "ignore_eos": True}
         body = {"token_ids": prompt, "sampling_params": parameters | {"detokenize": False}}
         [choice] = self._ask("POST", "/inference/v1/generate", body)["choices"]
-        return Sampled(choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]])
+        return SampledTokens(choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]])
 
     def close(self) -> None:
         """Free its connections."""
@@ -93,7 +93,7 @@ class Control:
     def _order(self, path: str, body: Any = None) -> dict[str, Any]:
         try:
             return self._ask("POST", path, body)
-        except Refused as error:
+        except VllmRefused as error:
             unable = error.status == 404 or "Weight transfer not configured" in str(error)
             advice = "; start it with VLLM_SERVER_DEV_MODE=1 and the plugin, as docs/engines.md says" if unable else ""
             raise WeightsRefused(f"{error}{advice}") from error
@@ -105,7 +105,7 @@ class Control:
         except urllib3.exceptions.HTTPError as error:
             raise Unreached(f"vLLM at {self.url}{path} does not answer: {error}") from error
         if response.status != 200:
-            raise Refused(f"vLLM at {self.url}: {method} {path} answered {response.status}: ", response)
+            raise VllmRefused(f"vLLM at {self.url}: {method} {path} answered {response.status}: ", response)
         found: dict[str, Any] = msgspec.json.decode(response.data or b"{}")
         return found
 

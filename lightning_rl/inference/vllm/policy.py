@@ -22,7 +22,7 @@ from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.control import Control, Unreached
 from lightning_rl.inference.vllm.server import VllmNotStarted, VllmServer
 from lightning_rl.inference.vllm.transfer import transfer_of
-from lightning_rl.inference.weight_check import Sampled, prove
+from lightning_rl.inference.weight_check import SampledTokens, prove
 from lightning_rl.vision import vision_of
 
 _RESTARTS = 3  # of one server; what ends it more often will not go away by itself
@@ -193,7 +193,7 @@ class VllmPolicy:
     def _prove(self, member: _Member, version: int) -> None:
         """Compare a server's log probabilities with the model's, unless it is paused. One of ours may have ended."""
 
-        def sample(prompt: list[int], n: int) -> Sampled:
+        def sample(prompt: list[int], n: int) -> SampledTokens:
             return member.control.sample(prompt, n, seed=version)
 
         url = member.control.url

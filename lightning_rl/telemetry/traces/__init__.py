@@ -12,8 +12,8 @@ from lightning_rl.config.otlp_endpoint import traces_url
 from lightning_rl.config.schema import Config, Trace
 from lightning_rl.telemetry.metrics.about import PROJECT
 from lightning_rl.telemetry.traces.trace_builder import Story
-from lightning_rl.telemetry.traces.trace_sampling import Choice
-from lightning_rl.telemetry.traces.writer import Backend, Writer
+from lightning_rl.telemetry.traces.trace_sampling import TraceSampling
+from lightning_rl.telemetry.traces.writer import TraceBackend, Writer
 
 
 def check(trace: Trace) -> None:
@@ -41,11 +41,11 @@ def open_writer(config: Config, run_dir: Path, tokenizer: Path) -> Writer | None
     return Writer(
         _backend(trace, run_dir, config.trainer.project_name or PROJECT),
         Story(tokenizer if trace.token2text else None),
-        Choice(trace.max_samples_per_step_per_worker, config.data.seed),
+        TraceSampling(trace.max_samples_per_step_per_worker, config.data.seed),
     )
 
 
-def _backend(trace: Trace, run_dir: Path, project: str) -> Backend:
+def _backend(trace: Trace, run_dir: Path, project: str) -> TraceBackend:
     if trace.backend == "mlflow":
         from lightning_rl.telemetry.traces.mlflow import MlflowTraces
 

@@ -21,7 +21,7 @@ from lightning_rl.store.sql import SqlStore
 from lightning_rl.telemetry.traces.root import root_span
 from lightning_rl_adapters.otel_out import readable
 from lightning_rl_adapters.span import Packed, pack, unpack
-from lightning_rl_proxy.recording.alerts import Trouble
+from lightning_rl_proxy.recording.alerts import Alert
 
 _WAITING_BYTES = 64 * 2**20
 _BATCH, _BATCH_BYTES = 512, 4 * 2**20
@@ -57,7 +57,7 @@ class SpansOut:
         waiting = Gauge("lightning_rl_otlp_waiting", "Spans on their way to the OTLP endpoint.", registry=None)
         waiting.set_function(lambda: len(self._waiting))
         self.collectors: Sequence[Collector] = (self._sent, self._dropped, waiting)
-        self._trouble = Trouble(f"the OTLP endpoint {url}")
+        self._trouble = Alert(f"the OTLP endpoint {url}")
         self._thread = threading.Thread(target=self._run, name="spans out", daemon=True)
         self._thread.start()
 

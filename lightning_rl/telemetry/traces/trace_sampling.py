@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 
 
-class Choice:
+class TraceSampling:
     """`most` tasks of a step, or of a validation, at most; None: all."""
 
     def __init__(self, most: int | None, seed: int) -> None:

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from lightning_rl.store.contract import RolloutTrace
 from lightning_rl.telemetry.traces.trace_builder import Story
-from lightning_rl.telemetry.traces.trace_sampling import Choice
+from lightning_rl.telemetry.traces.trace_sampling import TraceSampling
 from lightning_rl_adapters.span import Span
-from lightning_rl_proxy.recording.alerts import Trouble
+from lightning_rl_proxy.recording.alerts import Alert
 
 _MOST_WAITING = 1024  # rollouts
 _LAST_SECONDS = 30.0  # for what waits when a run ends
@@ -26,7 +26,7 @@ class NotTaken(RuntimeError):
     """The backend did not take a trace."""
 
 
-class Backend(Protocol):
+class TraceBackend(Protocol):
     """Where traces go."""
 
     name: str  # as a person knows it
@@ -43,7 +43,9 @@ class Backend(Protocol):
 class Writer:
     """Chooses among the rollouts that it is given and writes them. At most `most_waiting` rollouts wait."""
 
-    def __init__(self, backend: Backend, story: Story, choice: Choice, *, most_waiting: int = _MOST_WAITING) -> None:
+    def __init__(
+        self, backend: TraceBackend, story: Story, choice: TraceSampling, *, most_waiting: int = _MOST_WAITING
+    ) -> None:
         self._backend = backend
         self._story = story
         self._choice = choice
@@ -53,7 +55,7 @@ class Writer:
         self._closing = False
         self._written = self._left_out = 0
         self._changed = threading.Condition()
-        self._trouble = Trouble(f"the rollout traces to {backend.name}")
+        self._trouble = Alert(f"the rollout traces to {backend.name}")
         self._thread = threading.Thread(target=self._run, name="rollout traces", daemon=True)
         self._thread.start()
 

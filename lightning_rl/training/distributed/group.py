@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_rl.errors import Explained, WorkerDied
-from lightning_rl.training.distributed.process_group import Team
-from lightning_rl.training.distributed.worker import Worker
+from lightning_rl.training.distributed.process_group import ProcessGroup
+from lightning_rl.training.distributed.worker import TrainingWorker
 
 _PLACING_SECONDS = 60.0
 _LAST_WORDS_SECONDS = 5.0  # within which Ray says that a worker is gone, after another one has missed it
@@ -32,7 +32,7 @@ class WorkerGroup:
     Whoever makes one calls `close`. Raises NoPlace where the cluster has no room.
     """
 
-    def __init__(self, name: str, nodes: int, per_node: int, device: str, build: Callable[[Team], Any]) -> None:
+    def __init__(self, name: str, nodes: int, per_node: int, device: str, build: Callable[[ProcessGroup], Any]) -> None:
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -53,7 +53,7 @@ class WorkerGroup:
                 )
             for rank in range(self.size):
                 place = PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=rank // per_node)
-                made = ray.remote(Worker).options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place)
+                made = ray.remote(TrainingWorker).options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place)
                 self._workers.append(made.remote(rank, self.size, device))
             host, port = self._answers([self._workers[0].listen.remote()])[0]
             self.pids = self._answers([worker.join.remote(host, port, build) for worker in self._workers])

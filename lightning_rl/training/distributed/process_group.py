@@ -19,7 +19,7 @@ from lightning_rl.training.distributed.forward import ShardedForward
 _PATIENCE = timedelta(minutes=30)  # of a collective: a worker may compute long before it comes to it
 
 
-class Team:
+class ProcessGroup:
     """The workers that train together; gloo carries weights and gradients on a CPU, NCCL on GPUs.
 
     Args:

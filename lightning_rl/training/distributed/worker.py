@@ -11,12 +11,12 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from lightning_rl.training.distributed.process_group import Team
+from lightning_rl.training.distributed.process_group import ProcessGroup
 
 _JOINING = timedelta(minutes=10)  # models are read from disk before the last worker is there
 
 
-class Worker:
+class TrainingWorker:
     """A Ray actor; `rank` 0 of `size` is the one that answers."""
 
     def __init__(self, rank: int, size: int, device: str) -> None:
@@ -32,13 +32,13 @@ class Worker:
         self._door = socket.create_server((host, 0))
         return host, self._door.getsockname()[1]
 
-    def join(self, host: str, port: int, build: Callable[[Team], Any]) -> int:
+    def join(self, host: str, port: int, build: Callable[[ProcessGroup], Any]) -> int:
         """Meet the others, and build the models of this process; its id."""
         if host == "127.0.0.1":  # then they are all on this machine, and listen to nobody else
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
         door = None if self._door is None else self._door.detach()  # the store closes it
         store = TCPStore(host, port, self._size, is_master=door is not None, timeout=_JOINING, master_listen_fd=door)
-        self._models = build(Team(store, self._rank, self._size, self._device))
+        self._models = build(ProcessGroup(store, self._rank, self._size, self._device))
         return os.getpid()
 
     def ask(self, part: str | None, method: str, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.rendering.renderers import Answer, Delta
+from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer
 from lightning_rl_proxy.sampling import Sampling
 
 _AT = re.compile(r"at `\$\.?(.+?)`")  # how msgspec names the place of an error
@@ -277,9 +277,9 @@ class Events(Protocol):
 
     def delta(self, index: int, delta: Delta) -> bytes: ...
 
-    def stop(self, index: int, answer: Answer) -> bytes: ...
+    def stop(self, index: int, answer: ParsedAnswer) -> bytes: ...
 
-    def end(self, answers: Sequence[Answer]) -> bytes: ...
+    def end(self, answers: Sequence[ParsedAnswer]) -> bytes: ...
 
 
 class Dialect(Protocol):
@@ -292,7 +292,7 @@ class Dialect(Protocol):
         """The request in internal form. Raises GatewayError(400) naming the field that is wrong or not honoured."""
         ...
 
-    def serialize(self, request: Request, opening: Opening, answers: Sequence[Answer]) -> bytes:
+    def serialize(self, request: Request, opening: Opening, answers: Sequence[ParsedAnswer]) -> bytes:
         """The whole answer."""
         ...
 

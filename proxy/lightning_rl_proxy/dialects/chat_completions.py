@@ -26,7 +26,7 @@ from lightning_rl_proxy.dialects.base import (
     unsupported,
 )
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.rendering.renderers import Answer, Delta, TokenLogprob
+from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer, TokenLogprob
 
 NAME = "chat_completions"
 PING = b": ping\n\n"
@@ -187,7 +187,7 @@ def merge(answers: Sequence[dict[str, Any]]) -> bytes:
     return msgspec.json.encode(merged)
 
 
-def serialize(request: Request, opening: Opening, answers: Sequence[Answer]) -> bytes:
+def serialize(request: Request, opening: Opening, answers: Sequence[ParsedAnswer]) -> bytes:
     """See `Dialect`."""
     choices = [
         {
@@ -233,10 +233,10 @@ class ChunkEvents:
         name = "content" if delta.kind == "content" else "reasoning_content"
         return self._choice(index, {name: delta.text}, logprobs)
 
-    def stop(self, index: int, answer: Answer) -> bytes:
+    def stop(self, index: int, answer: ParsedAnswer) -> bytes:
         return self._choice(index, {}, finish_reason=_finish_reason(answer, legacy=self._legacy))
 
-    def end(self, answers: Sequence[Answer]) -> bytes:
+    def end(self, answers: Sequence[ParsedAnswer]) -> bytes:
         counts = sse(self._chunk | {"choices": [], "usage": usage(self._opening, answers)}) if self._usage else b""
         return counts + b"data: [DONE]\n\n"
 
@@ -434,7 +434,7 @@ def _is_legacy(request: Request) -> bool:
     return bool(request.fields.get("functions"))
 
 
-def _said(answer: Answer, *, legacy: bool) -> dict[str, Any]:
+def _said(answer: ParsedAnswer, *, legacy: bool) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning
@@ -444,7 +444,7 @@ def _said(answer: Answer, *, legacy: bool) -> dict[str, Any]:
     return message
 
 
-def _finish_reason(answer: Answer, *, legacy: bool) -> str:
+def _finish_reason(answer: ParsedAnswer, *, legacy: bool) -> str:
     called = answer.tool_calls and answer.finish_reason == "stop"
     return answer.finish_reason if not called else "function_call" if legacy else "tool_calls"
 
@@ -462,7 +462,7 @@ def token_logprob(token: TokenLogprob, *, top: bool) -> dict[str, Any]:
     return told | {"top_logprobs": [told] if top else []}
 
 
-def usage(opening: Opening, answers: Sequence[Answer]) -> dict[str, int]:
+def usage(opening: Opening, answers: Sequence[ParsedAnswer]) -> dict[str, int]:
     """The prompt once, and all that was sampled."""
     sampled = sum(answer.output_tokens for answer in answers)
     return {

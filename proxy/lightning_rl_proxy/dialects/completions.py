@@ -30,7 +30,7 @@ from lightning_rl_proxy.dialects.chat_completions import (
     usage,
 )
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.rendering.renderers import Answer, Delta, TokenLogprob
+from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer, TokenLogprob
 
 __all__ = ["NAME", "PING", "TABLES", "error_event", "events", "parse", "serialize", "serialize_error"]
 
@@ -103,7 +103,7 @@ def parse(fields: dict[str, Any]) -> Request:
     )
 
 
-def serialize(request: Request, opening: Opening, answers: Sequence[Answer]) -> bytes:
+def serialize(request: Request, opening: Opening, answers: Sequence[ParsedAnswer]) -> bytes:
     """See `Dialect`."""
     choices = []
     for index, answer in enumerate(answers):
@@ -138,10 +138,10 @@ class TextEvents:
         self._offsets[index] += sum(len(token.text) for token in delta.logprobs or ())
         return self._piece(_choice(index, delta.text, logprobs, None))
 
-    def stop(self, index: int, answer: Answer) -> bytes:
+    def stop(self, index: int, answer: ParsedAnswer) -> bytes:
         return self._piece(_choice(index, "", None, answer.finish_reason))
 
-    def end(self, answers: Sequence[Answer]) -> bytes:
+    def end(self, answers: Sequence[ParsedAnswer]) -> bytes:
         counts = sse(self._chunk | {"choices": [], "usage": usage(self._opening, answers)}) if self._usage else b""
         return counts + b"data: [DONE]\n\n"
 

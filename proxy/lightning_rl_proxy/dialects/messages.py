@@ -34,7 +34,7 @@ from lightning_rl_proxy.dialects.base import (
     sse,
 )
 from lightning_rl_proxy.errors import GatewayError, PromptTooLong
-from lightning_rl_proxy.rendering.renderers import Answer, Delta, tool_call
+from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer, tool_call
 
 NAME = "messages"
 PING = sse({"type": "ping"}, "ping")
@@ -240,7 +240,7 @@ def parse_count(fields: dict[str, Any]) -> Request:
     return _request(fields, _converted(fields, CountWire), None)
 
 
-def serialize(request: Request, opening: Opening, answers: Sequence[Answer]) -> bytes:
+def serialize(request: Request, opening: Opening, answers: Sequence[ParsedAnswer]) -> bytes:
     """See `Dialect`."""
     (answer,) = answers
     message = _message(opening, _blocks(answer), answer)
@@ -282,7 +282,7 @@ class BlockEvents:
         self._held[delta.kind] = "" if text.strip() else text
         return self._close() + self._begin(delta.kind) + self._add(text) if text.strip() else b""
 
-    def stop(self, index: int, answer: Answer) -> bytes:
+    def stop(self, index: int, answer: ParsedAnswer) -> bytes:
         written = self._close()
         if not self._answers:
             written += self._begin("content") + self._add(self._held["content"]) + self._close()
@@ -291,7 +291,7 @@ class BlockEvents:
         usage = _usage(self._opening, answer)
         return written + sse({"type": "message_delta", "delta": delta, "usage": usage}, "message_delta")
 
-    def end(self, answers: Sequence[Answer]) -> bytes:
+    def end(self, answers: Sequence[ParsedAnswer]) -> bytes:
         return sse({"type": "message_stop"}, "message_stop")
 
     def _begin(self, kind: str) -> bytes:
@@ -529,7 +529,7 @@ def _tool_choice(choice: _ToolChoice | None, tools: list[dict[str, Any]] | None)
     return NamedTool(choice.name)
 
 
-def _message(opening: Opening, content: list[dict[str, Any]], answer: Answer | None) -> dict[str, Any]:
+def _message(opening: Opening, content: list[dict[str, Any]], answer: ParsedAnswer | None) -> dict[str, Any]:
     reason, sequence = (None, None) if answer is None else _stop(answer)
     return {
         "id": f"msg_{opening.call_id}",
@@ -544,7 +544,7 @@ def _message(opening: Opening, content: list[dict[str, Any]], answer: Answer | N
     }
 
 
-def _usage(opening: Opening, answer: Answer | None) -> dict[str, int]:
+def _usage(opening: Opening, answer: ParsedAnswer | None) -> dict[str, int]:
     """The whole prompt counts as input: what an engine kept of it from earlier calls is not told."""
     return {
         "input_tokens": opening.prompt_tokens,
@@ -554,7 +554,7 @@ def _usage(opening: Opening, answer: Answer | None) -> dict[str, int]:
     }
 
 
-def _stop(answer: Answer) -> tuple[str, str | None]:
+def _stop(answer: ParsedAnswer) -> tuple[str, str | None]:
     """`stop_reason` and `stop_sequence`."""
     if answer.stop_match is not None:
         return "stop_sequence", answer.stop_match
@@ -563,7 +563,7 @@ def _stop(answer: Answer) -> tuple[str, str | None]:
     return _STOP_REASONS.get(answer.finish_reason, answer.finish_reason), None
 
 
-def _blocks(answer: Answer) -> list[dict[str, Any]]:
+def _blocks(answer: ParsedAnswer) -> list[dict[str, Any]]:
     """An answer's blocks. There is always a text or a tool call, so that what clients look for first is there."""
     blocks = []
     if answer.reasoning and answer.reasoning.strip():

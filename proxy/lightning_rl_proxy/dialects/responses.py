@@ -33,7 +33,7 @@ from lightning_rl_proxy.dialects.base import (
 )
 from lightning_rl_proxy.dialects.chat_completions import PING, stops, token_logprob
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.rendering.renderers import Answer, Delta, TokenLogprob
+from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer, TokenLogprob
 
 __all__ = [
     "NAME", "PING", "TABLES", "ResponseEvents", "continued", "error_event", "events", "instructed", "kept", "parse",
@@ -252,13 +252,13 @@ def continued(request: Request, earlier: Sequence[dict[str, Any]]) -> Request:
     return msgspec.structs.replace(request, messages=messages)
 
 
-def kept(request: Request, answer: Answer) -> list[dict[str, Any]]:
+def kept(request: Request, answer: ParsedAnswer) -> list[dict[str, Any]]:
     """The messages that a later request continues: all that was asked but the instructions, and the answer."""
     reasoned = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
     return [*request.messages[instructed(request) :], answer.message() | reasoned]
 
 
-def serialize(request: Request, opening: Opening, answers: Sequence[Answer]) -> bytes:
+def serialize(request: Request, opening: Opening, answers: Sequence[ParsedAnswer]) -> bytes:
     """See `Dialect`."""
     return msgspec.json.encode(_response(request, opening, answers[0]))
 
@@ -294,7 +294,7 @@ class ResponseEvents:
             return b""
         return self._think(delta.text) if delta.kind == "reasoning" else self._write(delta.text)
 
-    def stop(self, index: int, answer: Answer) -> bytes:
+    def stop(self, index: int, answer: ParsedAnswer) -> bytes:
         told = []
         for item in _output(self._request, self._opening, answer):
             if item["type"] == "message":
@@ -308,7 +308,7 @@ class ResponseEvents:
                 told.append(self._end_reasoning() + begun + self._done(item))
         return b"".join(told)
 
-    def end(self, answers: Sequence[Answer]) -> bytes:
+    def end(self, answers: Sequence[ParsedAnswer]) -> bytes:
         response = _response(self._request, self._opening, answers[0])
         return self._event(response["status"], response=response)
 
@@ -667,7 +667,7 @@ def _included(include: Sequence[Any] | None) -> Sequence[Any]:
     return include or ()
 
 
-def _response(request: Request, opening: Opening, answer: Answer | None) -> dict[str, Any]:
+def _response(request: Request, opening: Opening, answer: ParsedAnswer | None) -> dict[str, Any]:
     """The response; before its answer it is in progress and empty."""
     status, reason = ("in_progress", None) if answer is None else _status(answer)
     return {name: _repeated(default, request.fields.get(name)) for name, default in _REPEATED.items()} | {
@@ -689,7 +689,7 @@ def _repeated(default: Any, given: Any) -> Any:
     return default | given if isinstance(default, dict) else given
 
 
-def _status(answer: Answer) -> tuple[Literal["completed", "incomplete"], str | None]:
+def _status(answer: ParsedAnswer) -> tuple[Literal["completed", "incomplete"], str | None]:
     if answer.finish_reason == "length":
         return "incomplete", "max_output_tokens"
     if answer.finish_reason == "content_filter":
@@ -697,7 +697,7 @@ def _status(answer: Answer) -> tuple[Literal["completed", "incomplete"], str | N
     return "completed", None
 
 
-def _output(request: Request, opening: Opening, answer: Answer) -> list[dict[str, Any]]:
+def _output(request: Request, opening: Opening, answer: ParsedAnswer) -> list[dict[str, Any]]:
     items = [_reasoning(opening, answer.reasoning)] if answer.reasoning else []
     if answer.content or not answer.tool_calls:
         # As in Chat Completions they are those of all tokens: which of them are the text's is not known.
@@ -767,7 +767,7 @@ def _logprobs(tokens: Sequence[TokenLogprob], request: Request) -> list[dict[str
     return [token_logprob(token, top=wants_top) for token in tokens]
 
 
-def _usage(opening: Opening, answer: Answer) -> dict[str, Any]:
+def _usage(opening: Opening, answer: ParsedAnswer) -> dict[str, Any]:
     """The tokens; those of reasoning are not counted apart, nor is what an engine cached."""
     return {
         "input_tokens": opening.prompt_tokens,

@@ -8,14 +8,14 @@ from lightning_rl_proxy.rendering.images import Shown
 from lightning_rl_proxy.sampling import Sampling
 
 
-class Tokens(NamedTuple):
+class EngineTokens(NamedTuple):
     """Some sampled tokens with their logprobs (nats), or None where the engine gives none."""
 
     token_ids: list[int]
     logprobs: list[float] | None
 
 
-class Finish(NamedTuple):
+class EngineFinish(NamedTuple):
     """How a generation ended: `stop | length | abort`, the stop token that matched, and who sampled which tokens."""
 
     reason: str
@@ -73,9 +73,9 @@ class Engine(Protocol):
         stream: bool = False,
         media: Sequence[Shown] = (),
         encoded: bytes | None = None,
-    ) -> AsyncGenerator[Tokens | Finish]:
-        """Sample: yields `Tokens` one or more times and at last one `Finish`, with which it ends; with `stream`, as
-        they are sampled.
+    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
+        """Sample: yields `EngineTokens` one or more times and at last one `EngineFinish`, with which it ends; with
+        `stream`, as they are sampled.
 
         `prompt` is to be read, not kept: it may grow once the answer is committed. `encoded` is the same as a JSON
         list, where it is at hand. `media` are the images that the prompt shows, and where; an engine without the

@@ -214,12 +214,12 @@ def _litellm() -> Any:
     return litellm
 
 
-class _Logprob(msgspec.Struct):
+class _ServiceLogprob(msgspec.Struct):
     logprob: float
 
 
-class _Logprobs(msgspec.Struct):
-    content: list[_Logprob]
+class _ServiceLogprobs(msgspec.Struct):
+    content: list[_ServiceLogprob]
 
 
 def _told(body: dict[str, Any], asked: Mapping[str, Any]) -> ChatAnswer:
@@ -247,7 +247,7 @@ def _ids(value: Any) -> list[int] | None:
 
 def _logprobs(value: Any, n: int) -> list[float] | None:
     try:
-        found = [entry.logprob for entry in msgspec.convert(value, _Logprobs).content]
+        found = [entry.logprob for entry in msgspec.convert(value, _ServiceLogprobs).content]
     except msgspec.ValidationError:
         return None
     return found if len(found) == n else None

@@ -41,7 +41,7 @@ class _Refused(msgspec.Struct):
     message: str | None = None
 
 
-class EngineServer:
+class EngineConnection:
     """The connections to the server at `url`."""
 
     def __init__(self, url: str, *, connections: int = 1024) -> None:

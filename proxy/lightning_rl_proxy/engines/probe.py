@@ -36,31 +36,31 @@ class _Position(msgspec.Struct):
     top_logprobs: list[_Entry]
 
 
-class _Logprobs(msgspec.Struct):
+class _ProbeLogprobs(msgspec.Struct):
     content: list[_Position]
 
 
-class _Choice(msgspec.Struct):
-    logprobs: _Logprobs
+class _ProbeChoice(msgspec.Struct):
+    logprobs: _ProbeLogprobs
 
 
-class _Answer(msgspec.Struct):
-    choices: list[_Choice]
+class _ProbeAnswer(msgspec.Struct):
+    choices: list[_ProbeChoice]
 
 
 class _Paused(msgspec.Struct):
     is_paused: bool
 
 
-class _Model(msgspec.Struct):
+class _ProbeModel(msgspec.Struct):
     max_model_len: int | None = None
 
 
-class _Models(msgspec.Struct):
-    data: list[_Model]
+class _ProbeModels(msgspec.Struct):
+    data: list[_ProbeModel]
 
 
-class Asked:
+class ProbedServer:
     """The server at `url`, which is asked over `session`; `name` is what it should be."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, name: str) -> None:
@@ -95,12 +95,12 @@ class Asked:
             raise EngineRefused(f"engine {self.url}{path} answered {status}: {said[:500]!r}")
 
 
-async def asked(url: str, name: str, questions: Callable[[Asked], Awaitable[T]]) -> T:
+async def asked(url: str, name: str, questions: Callable[[ProbedServer], Awaitable[T]]) -> T:
     """What the `questions` find out about the server at `url`; they have a bounded time."""
     url = url.rstrip("/")
     try:
         async with asyncio.timeout(_SECONDS), aiohttp.ClientSession() as session:
-            return await questions(Asked(url, session, name))
+            return await questions(ProbedServer(url, session, name))
     except TimeoutError as error:
         raise EngineUnavailable(
             f"engine {url} did not answer within {_SECONDS:g} s; try again when it is less busy"
@@ -139,15 +139,15 @@ async def probe_context(url: str) -> int | None:
         return None
 
 
-async def context_of(server: Asked) -> int | None:
+async def context_of(server: ProbedServer) -> int | None:
     """What `/v1/models` says of it. Raises EngineUnavailable or EngineRefused."""
     status, said = await server.ask("GET", MODELS)
     server.check(status, said, MODELS)
-    models = server.decoded(said, _Models, MODELS).data
+    models = server.decoded(said, _ProbeModels, MODELS).data
     return models[0].max_model_len if models else None
 
 
-async def _questions(server: Asked) -> LogprobsMode:
+async def _questions(server: ProbedServer) -> LogprobsMode:
     lacking = [*await _lacks_dev_mode(server), *await _lacks_token_endpoint(server)]
     if lacking:
         raise EngineRefused(f"engine {server.url} lacks {' and '.join(lacking)}; {_HOW}")
@@ -160,7 +160,7 @@ async def _questions(server: Asked) -> LogprobsMode:
     return mode
 
 
-async def _lacks_dev_mode(server: Asked) -> list[str]:
+async def _lacks_dev_mode(server: ProbedServer) -> list[str]:
     status, said = await server.ask("GET", "/is_paused")
     if status == 404:
         return ["pause, resume and weight updates (VLLM_SERVER_DEV_MODE=1 in its environment)"]
@@ -170,7 +170,7 @@ async def _lacks_dev_mode(server: Asked) -> list[str]:
     return []
 
 
-async def _lacks_token_endpoint(server: Asked) -> list[str]:
+async def _lacks_token_endpoint(server: ProbedServer) -> list[str]:
     # Without any field: it is refused as such where the endpoint is there, and nothing is sampled.
     status, said = await server.ask("POST", GENERATE, {})
     if status == 403:
@@ -182,7 +182,7 @@ async def _lacks_token_endpoint(server: Asked) -> list[str]:
     return []
 
 
-async def _top_logprobs(server: Asked, temperature: float) -> dict[int, float]:
+async def _top_logprobs(server: ProbedServer, temperature: float) -> dict[int, float]:
     """The likeliest tokens at the place behind one fixed token, and the logprobs that are told of them; none where the
     server refuses to."""
     parameters = {"max_tokens": 1, "temperature": temperature, "logprobs": TOP}
@@ -190,6 +190,6 @@ async def _top_logprobs(server: Asked, temperature: float) -> dict[int, float]:
     if status == 400:
         return {}
     server.check(status, said, GENERATE)
-    [choice] = server.decoded(said, _Answer, GENERATE).choices
+    [choice] = server.decoded(said, _ProbeAnswer, GENERATE).choices
     [position] = choice.logprobs.content
     return {entry.token_id: entry.logprob for entry in position.top_logprobs}

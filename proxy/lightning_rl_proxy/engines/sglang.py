@@ -27,9 +27,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Load, Tokens
+from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, EngineUnavailable, Load
 from lightning_rl_proxy.engines.client import Response
-from lightning_rl_proxy.engines.http import EngineServer, Problem, events, refusal
+from lightning_rl_proxy.engines.http import EngineConnection, Problem, events, refusal
 from lightning_rl_proxy.engines.sglang_probe import GENERATE, NAME, READY, Abilities
 from lightning_rl_proxy.engines.token_labels import Labelled, Labels, is_biased, known
 from lightning_rl_proxy.rendering.images import Shown
@@ -64,7 +64,7 @@ class _Meta(msgspec.Struct):
     weight_versions: list[Labelled] | None = None
 
 
-class _Generated(msgspec.Struct):
+class _SglangGenerated(msgspec.Struct):
     """A whole answer, or an event of a stream."""
 
     output_ids: list[int] = []
@@ -85,7 +85,7 @@ class _Loads(msgspec.Struct):
     loads: list[_Rank]
 
 
-_generated = msgspec.json.Decoder(_Generated)
+_generated = msgspec.json.Decoder(_SglangGenerated)
 _weights = msgspec.json.Decoder(_Weights)
 _loads = msgspec.json.Decoder(_Loads)
 
@@ -114,7 +114,7 @@ class SGLangEngine:
         self._able = able
         self._stop_token_ids = stop_token_ids
         self._labels = Labels(policy_version)
-        self._server = EngineServer(url, connections=connections)
+        self._server = EngineConnection(url, connections=connections)
         self.url = self._server.url
         self._paused = False
 
@@ -128,7 +128,7 @@ class SGLangEngine:
         stream: bool = False,
         media: Sequence[Shown] = (),
         encoded: bytes | None = None,
-    ) -> AsyncGenerator[Tokens | Finish]:
+    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
         """See `Engine`. Leaving the iterator early closes the connection and orders an abort."""
         rid = f"{request_id}-{secrets.token_hex(8)}"  # no other request's id begins like this
         body: dict[str, Any] = {
@@ -145,7 +145,7 @@ class SGLangEngine:
         try:
             async with aclosing(self._sample(body)) as parts:
                 async for part in parts:
-                    ended = isinstance(part, Finish)
+                    ended = isinstance(part, EngineFinish)
                     yield part
         except (GeneratorExit, asyncio.CancelledError):
             if not ended:
@@ -160,7 +160,7 @@ class SGLangEngine:
         status, said = await self._server.get(_MODEL)
         if status != 200:
             raise EngineUnavailable(f"{self.url}{_MODEL} answered {status}")
-        return self._labels.hear(_decoded(self.url + _MODEL, said, _weights).weight_version)
+        return self._labels.fingerprint_of(_decoded(self.url + _MODEL, said, _weights).weight_version)
 
     async def load(self) -> Load | None:
         """See `Engine`."""
@@ -232,7 +232,7 @@ class SGLangEngine:
             return max_tokens
         return max(1, min(max_tokens, self._able.room - prompt_tokens))
 
-    async def _sample(self, body: dict[str, Any]) -> AsyncGenerator[Tokens | Finish]:
+    async def _sample(self, body: dict[str, Any]) -> AsyncGenerator[EngineTokens | EngineFinish]:
         async with self._server.post(GENERATE, body) as response:
             sampled = 0
             async for answer, meta in self._answers(response, stream=body["stream"]):
@@ -249,7 +249,7 @@ class SGLangEngine:
                     yield self._finish(meta.finish_reason, answer.output_ids, meta, sampled)
                     return
 
-    async def _answers(self, response: Response, *, stream: bool) -> AsyncIterator[tuple[_Generated, _Meta]]:
+    async def _answers(self, response: Response, *, stream: bool) -> AsyncIterator[tuple[_SglangGenerated, _Meta]]:
         """The answers in a response: those of a stream's events, or the one that it is. Raises what they refuse."""
         async for data in events(response) if stream else _whole(response):
             answer = _decoded(response.url, data, _generated)
@@ -269,11 +269,11 @@ class SGLangEngine:
         if reason.type == "stop" and isinstance(reason.matched, str):  # no stop strings are ever asked for
             raise EngineUnavailable(f"engine {self.url} sampled no token of the vocabulary: {reason.matched}")
 
-    def _finish(self, reason: _Reason, output_ids: list[int], meta: _Meta, sampled: int) -> Finish:
+    def _finish(self, reason: _Reason, output_ids: list[int], meta: _Meta, sampled: int) -> EngineFinish:
         stop = None
         if reason.type == "stop":
             stop = reason.matched if isinstance(reason.matched, int) else output_ids[-1]
-        return Finish(reason.type, stop, self._labels.ranges(meta.weight_versions, self.policy_version, sampled))
+        return EngineFinish(reason.type, stop, self._labels.ranges(meta.weight_versions, self.policy_version, sampled))
 
     async def _tell_version(self) -> None:
         """Let the server label what it samples from now on, where the version is another than it was told."""
@@ -302,9 +302,9 @@ async def _whole(response: Response) -> AsyncIterator[bytes]:
     yield await response.read()
 
 
-def _tokens(token_ids: list[int], meta: _Meta) -> Tokens:
+def _tokens(token_ids: list[int], meta: _Meta) -> EngineTokens:
     """The tokens with their logprobs, which are those of the same tokens or none."""
     told = (meta.output_token_logprobs or [])[-len(token_ids) :]
     if [token for _, token, _ in told] != token_ids:
-        return Tokens(token_ids, None)
-    return Tokens(token_ids, known([logprob for logprob, _, _ in told]))
+        return EngineTokens(token_ids, None)
+    return EngineTokens(token_ids, known([logprob for logprob, _, _ in told]))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
-from lightning_rl_proxy.engines.probe import TOP, Asked, asked, context_of, logprobs_mode
+from lightning_rl_proxy.engines.probe import TOP, ProbedServer, asked, context_of, logprobs_mode
 
 GENERATE = "/generate"
 READY = "/ready"
@@ -70,12 +70,12 @@ class _Info(msgspec.Struct):
         return max(steps, self.speculative_num_draft_tokens or 0)
 
 
-class _Meta(msgspec.Struct):
+class _SglangInfo(msgspec.Struct):
     output_top_logprobs: list[list[tuple[float | None, int, str | None]]]
 
 
-class _Answer(msgspec.Struct):
-    meta_info: _Meta
+class _SglangAnswer(msgspec.Struct):
+    meta_info: _SglangInfo
 
 
 async def probe_sglang(url: str) -> Abilities:
@@ -86,7 +86,7 @@ async def probe_sglang(url: str) -> Abilities:
     return await asked(url, NAME, _questions)
 
 
-async def _questions(server: Asked) -> Abilities:
+async def _questions(server: ProbedServer) -> Abilities:
     status, said = await server.ask("GET", _INFO)
     if status == 404:
         raise EngineRefused(f"{server.url}{_INFO} is not there: this is no SGLang server, or one older than {NAME}")
@@ -108,7 +108,7 @@ async def _questions(server: Asked) -> Abilities:
     )
 
 
-async def _check_ready(server: Asked) -> None:
+async def _check_ready(server: ProbedServer) -> None:
     status, said = await server.ask("GET", READY)
     if status == 503:
         raise EngineUnavailable(
@@ -118,7 +118,7 @@ async def _check_ready(server: Asked) -> None:
     server.check(status, said, READY)
 
 
-async def _top_logprobs(server: Asked, temperature: float) -> dict[int, float]:
+async def _top_logprobs(server: ProbedServer, temperature: float) -> dict[int, float]:
     """As with vLLM: the likeliest tokens behind one fixed token; none where the server refuses to tell them."""
     parameters = {"max_new_tokens": 1, "temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
     body = {"input_ids": [0], "sampling_params": parameters, "return_logprob": True, "top_logprobs_num": TOP}
@@ -126,7 +126,7 @@ async def _top_logprobs(server: Asked, temperature: float) -> dict[int, float]:
     if status == 400:
         return {}
     server.check(status, said, GENERATE)
-    positions = server.decoded(said, _Answer, GENERATE).meta_info.output_top_logprobs
+    positions = server.decoded(said, _SglangAnswer, GENERATE).meta_info.output_top_logprobs
     return {token: logprob for logprob, token, _ in positions[0] if logprob is not None} if positions else {}
 
 

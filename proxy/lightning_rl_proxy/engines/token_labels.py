@@ -37,7 +37,7 @@ class Labels:
             return [VersionRange(self._number(v.version), v.start, v.end) for v in labelled if v.end > v.start]
         return [VersionRange(version, 0, sampled)] if sampled else []
 
-    def hear(self, label: str | int | None) -> int:
+    def fingerprint_of(self, label: str | int | None) -> int:
         """The version behind the label that the server says it has: not the one told, if it was started anew."""
         self.told = self._number(label)
         return self.told

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Load, Tokens
+from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, EngineUnavailable, Load
 from lightning_rl_proxy.engines.client import Response
-from lightning_rl_proxy.engines.http import EngineServer, Problem, events, refusal
+from lightning_rl_proxy.engines.http import EngineConnection, Problem, events, refusal
 from lightning_rl_proxy.engines.probe import GENERATE, LogprobsMode
 from lightning_rl_proxy.engines.token_labels import Labelled, Labels, is_biased, known
 from lightning_rl_proxy.rendering.images import Shown
@@ -49,24 +49,24 @@ _CONFIG = "/server_info?config_format=json"
 _ASK_AGAIN_SECONDS = 30.0  # a server looks around its machine before it answers this for the first time
 
 
-class _Logprob(msgspec.Struct):
+class _VllmLogprob(msgspec.Struct):
     logprob: float
 
 
-class _Logprobs(msgspec.Struct):
-    content: list[_Logprob]
+class _VllmLogprobs(msgspec.Struct):
+    content: list[_VllmLogprob]
 
 
-class _Choice(msgspec.Struct):
+class _VllmChoice(msgspec.Struct):
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: _VllmLogprobs | None = None
     weight_versions: list[Labelled] | None = None
 
 
-class _Generated(msgspec.Struct):
-    choices: list[_Choice] = []
+class _VllmGenerated(msgspec.Struct):
+    choices: list[_VllmChoice] = []
     prompt_token_ids: list[int] | None = None
     error: Problem | None = None
 
@@ -102,7 +102,7 @@ class _ServerInfo(msgspec.Struct):
     vllm_config: _Config
 
 
-_decoder = msgspec.json.Decoder(_Generated)
+_decoder = msgspec.json.Decoder(_VllmGenerated)
 
 
 class TokenEngine:
@@ -134,7 +134,7 @@ class TokenEngine:
         self._labels = Labels(policy_version)
         self._capacity: int | None = None
         self._ask_capacity_at = 0.0
-        self._server = EngineServer(url, connections=connections)
+        self._server = EngineConnection(url, connections=connections)
         self.url = self._server.url
 
     async def generate(
@@ -147,7 +147,7 @@ class TokenEngine:
         stream: bool = False,
         media: Sequence[Shown] = (),
         encoded: bytes | None = None,
-    ) -> AsyncGenerator[Tokens | Finish]:
+    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
         """See `Engine`. Leaving the iterator early closes the connection, which aborts the generation."""
         body: dict[str, Any] = {
             "token_ids": prompt if encoded is None else msgspec.Raw(encoded),
@@ -192,7 +192,7 @@ class TokenEngine:
             return None
         if self.kind == "embedded":
             return self._decoded(said, _Models).data[0].policy_version
-        return self._labels.hear(self._decoded(said, _WeightInfo).weight_version)
+        return self._labels.fingerprint_of(self._decoded(said, _WeightInfo).weight_version)
 
     async def load(self) -> Load | None:
         """See `Engine`. A vLLM server with --disable-log-stats does not say."""
@@ -291,16 +291,16 @@ class TokenEngine:
                 status=502,
             )
 
-    def _finish(self, choice: _Choice, sampled: int) -> Finish:
+    def _finish(self, choice: _VllmChoice, sampled: int) -> EngineFinish:
         stop = choice.stop_reason
         if stop is None and choice.finish_reason == "stop" and choice.token_ids:
             stop = choice.token_ids[-1]  # the model's own end of text, which vLLM does not name
         stop = stop if isinstance(stop, int) else None
         versions = self._labels.ranges(choice.weight_versions, self.policy_version, sampled)
-        return Finish(choice.finish_reason or "abort", stop, versions)
+        return EngineFinish(choice.finish_reason or "abort", stop, versions)
 
 
-async def _choices(response: Response) -> AsyncIterator[tuple[_Generated, _Choice]]:
+async def _choices(response: Response) -> AsyncIterator[tuple[_VllmGenerated, _VllmChoice]]:
     """The choices of a stream's events, each with its event."""
     async for data in events(response):
         event = _decoder.decode(data)
@@ -347,9 +347,9 @@ def _content_parts(prompt: list[int], media: Sequence[Shown]) -> dict[str, Any]:
     return {"token_ids": ids, "content_parts": parts, "return_token_ids": True}
 
 
-def _tokens(choice: _Choice) -> Tokens:
+def _tokens(choice: _VllmChoice) -> EngineTokens:
     logprobs = None if choice.logprobs is None else known([entry.logprob for entry in choice.logprobs.content])
-    return Tokens(choice.token_ids, logprobs)
+    return EngineTokens(choice.token_ids, logprobs)
 
 
 def _reshaped(sampling: Sampling) -> bool:

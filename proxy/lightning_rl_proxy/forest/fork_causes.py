@@ -10,7 +10,7 @@ import msgspec
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.semconv import ForkCause
-from lightning_rl_proxy.forest.message_fingerprint import Conversation, Echo
+from lightning_rl_proxy.forest.message_fingerprint import ConversationFingerprint, MessageFingerprint
 
 
 class Fork(msgspec.Struct, frozen=True):
@@ -28,18 +28,20 @@ class Fork(msgspec.Struct, frozen=True):
         return {semconv.FORK_CAUSE: self.cause.value} | ({semconv.FORK_AT: known} if known else {})
 
 
-def find(asked: Conversation, known: Conversation, shared: int, *, echoes_answer: bool) -> Fork | None:
+def find(
+    asked: ConversationFingerprint, known: ConversationFingerprint, shared: int, *, holds_answer: bool
+) -> Fork | None:
     """The fork of `asked` from `known`, whose first `shared` messages are equal; None for another sample of a prompt.
 
-    `echoes_answer`: whether a message of `asked` is an answer of the attempt.
+    `holds_answer`: whether a message of `asked` is an answer of the attempt.
     """
     whole = shared == len(asked.body)
     if asked.head != known.head and (whole or any(echo.role == "assistant" for echo in asked.body[:shared])):
-        cause = _other_head(asked, known) if echoes_answer else ForkCause.NEW_CONVERSATION
+        cause = _other_head(asked, known) if holds_answer else ForkCause.NEW_CONVERSATION
     elif whole:
         return None
     else:
-        cause = _cause(asked.body, known.body, shared, echoes_answer=echoes_answer)
+        cause = _cause(asked.body, known.body, shared, holds_answer=holds_answer)
     return Fork(cause, *_first_message(asked, known, shared))
 
 
@@ -51,11 +53,13 @@ def first_difference(ids: list[int], others: list[int]) -> int:
     return next(i for i in range(n) if ids[i] != others[i])
 
 
-def _other_head(asked: Conversation, known: Conversation) -> ForkCause:
+def _other_head(asked: ConversationFingerprint, known: ConversationFingerprint) -> ForkCause:
     return ForkCause.TOOLS_CHANGED if asked.head.tools != known.head.tools else ForkCause.SYSTEM_CHANGED
 
 
-def _first_message(asked: Conversation, known: Conversation, shared: int) -> tuple[int, str] | tuple[None, None]:
+def _first_message(
+    asked: ConversationFingerprint, known: ConversationFingerprint, shared: int
+) -> tuple[int, str] | tuple[None, None]:
     """The index and role of the first message of `asked` that differs, if one does."""
     mine, theirs = asked.head.systems, known.head.systems
     roles = ["system"] * len(mine) + [echo.role for echo in asked.body]
@@ -66,12 +70,14 @@ def _first_message(asked: Conversation, known: Conversation, shared: int) -> tup
     return (at, roles[at]) if at < len(roles) else (None, None)
 
 
-def _cause(asked: list[Echo], known: list[Echo], at: int, *, echoes_answer: bool) -> ForkCause:
+def _cause(
+    asked: list[MessageFingerprint], known: list[MessageFingerprint], at: int, *, holds_answer: bool
+) -> ForkCause:
     """The cause where `asked[at]` is the first message that differs."""
     if at == len(known):
         return ForkCause.NOT_APPEND_ONLY  # it goes on behind the whole of `known`, with an answer that nobody sampled
     answer_differs = at > 0 and known[at].role == "assistant"
-    if not echoes_answer and not answer_differs:
+    if not holds_answer and not answer_differs:
         return ForkCause.NEW_CONVERSATION
     if _messages_are_gone(asked, known, at):
         return ForkCause.TRUNCATED_BY_CLIENT
@@ -83,9 +89,9 @@ def _cause(asked: list[Echo], known: list[Echo], at: int, *, echoes_answer: bool
     return ForkCause.TOOL_CALL_CHANGED if mine.calls != theirs.calls else ForkCause.EDITED_TEXT
 
 
-def _messages_are_gone(asked: list[Echo], known: list[Echo], at: int) -> bool:
+def _messages_are_gone(asked: list[MessageFingerprint], known: list[MessageFingerprint], at: int) -> bool:
     """Whether the first message that both hold behind `at` stands earlier in `asked`, or an answer was left out."""
-    places: dict[Echo, int] = {}
+    places: dict[MessageFingerprint, int] = {}
     for index in range(len(known) - 1, at, -1):
         places[known[index]._replace(ids=())] = index
     for index in range(at, len(asked)):

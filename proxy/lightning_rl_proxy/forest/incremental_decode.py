@@ -25,7 +25,7 @@ _values = msgspec.json.Decoder(dict[str, Any])
 _messages = msgspec.json.Decoder(list[Any])
 
 
-class Said(NamedTuple):
+class DecodedBody(NamedTuple):
     """A request's fields. Its messages are `read`, as they were read before, and then those in the fields."""
 
     body: bytes
@@ -49,26 +49,26 @@ class _Beginning:
     messages: Sequence[dict[str, Any]]
 
 
-class History:
+class IncrementalDecode:
     """The long requests of one attempt."""
 
     def __init__(self) -> None:
         self._known: list[_Beginning] = []  # the last used one at the end
 
-    def read(self, body: bytes) -> Said:
+    def read(self, body: bytes) -> DecodedBody:
         """A request. Raises GatewayError(400) for a body that is no JSON object."""
         if len(body) < _LONG or (head := _HEAD.match(body)) is None:
-            return Said(body, decode(body))
-        return self._behind(body) or _opened(body, body, head.end(), 0) or Said(body, decode(body))
+            return DecodedBody(body, decode(body))
+        return self._behind(body) or _opened(body, body, head.end(), 0) or DecodedBody(body, decode(body))
 
-    def keep(self, said: Said, messages: Sequence[dict[str, Any]]) -> None:
+    def keep(self, said: DecodedBody, messages: Sequence[dict[str, Any]]) -> None:
         """Remember what all the messages of a request were read as."""
         if said.opens:
             digest = xxhash.xxh3_128_digest(memoryview(said.body)[: said.ends])
             self._known = [known for known in self._known if known.digest != digest][1 - _KEPT :]
             self._known.append(_Beginning(said.opens, said.ends, digest, messages))
 
-    def _behind(self, body: bytes) -> Said | None:
+    def _behind(self, body: bytes) -> DecodedBody | None:
         """The request, read behind the longest beginning that it shares with an earlier one and goes on from."""
         # No secret: who makes two beginnings collide confuses an attempt of its own.
         digest, at, found = xxhash.xxh3_128(), 0, None
@@ -91,7 +91,7 @@ class History:
         return said._replace(read=found.messages)
 
 
-def _opened(body: bytes, rest: bytes, opens: int, left_out: int) -> Said | None:
+def _opened(body: bytes, rest: bytes, opens: int, left_out: int) -> DecodedBody | None:
     """The fields of `rest`, which is the body without the first `left_out` bytes of the messages that open at `opens`.
 
     None where that is no such object, where it holds none of them, or where it holds them twice.
@@ -105,4 +105,4 @@ def _opened(body: bytes, rest: bytes, opens: int, left_out: int) -> Said | None:
     if fields["messages"] != 0 or not messages:  # others come later, and every reader takes the last ones
         return None
     fields["messages"] = messages
-    return Said(body, fields, (), opens, opens + len(written[:-1].rstrip()) + left_out)
+    return DecodedBody(body, fields, (), opens, opens + len(written[:-1].rstrip()) + left_out)

@@ -25,13 +25,13 @@ from lightning_rl_adapters.media import referred, url_of
 from lightning_rl_adapters.semconv import ForkCause
 from lightning_rl_proxy.forest import fork_causes, message_fingerprint, raw_prompts
 from lightning_rl_proxy.forest.fork_causes import Fork
-from lightning_rl_proxy.forest.message_fingerprint import Conversation, Echo, Head, Numbering
+from lightning_rl_proxy.forest.message_fingerprint import ConversationFingerprint, Head, MessageFingerprint, Numbering
 from lightning_rl_proxy.forest.nodes import (
     Answered,
-    Asked,
     LiveCall,
     Place,
     Prompt,
+    RequestKey,
     Thought,
     Trail,
     refused,
@@ -41,7 +41,7 @@ from lightning_rl_proxy.rendering import images
 from lightning_rl_proxy.rendering.images import Image, Shown
 from lightning_rl_proxy.rendering.renderers import Renderer
 
-_End = tuple[bytes, int, tuple[str, ...], Echo]
+_End = tuple[bytes, int, tuple[str, ...], MessageFingerprint]
 _AT_HAND = 4  # requests; those answered or continued last keep their whole prompts
 
 
@@ -61,7 +61,7 @@ class LiveForest:
         self._live: list[LiveCall] = []
         self._answered: dict[tuple[Head, bytes], list[LiveCall]] = {}
         self._ends: dict[_End, LiveCall] = {}
-        self._said: dict[tuple[bytes, Echo], LiveCall] = {}
+        self._said: dict[tuple[bytes, MessageFingerprint], LiveCall] = {}
         self._issued: dict[tuple[Head, bytes, tuple[str, ...]], LiveCall] = {}
         self._asked: set[tuple[Head, bytes]] = set()
         self._begun: set[tuple[Head | None, bytes]] = set()
@@ -127,7 +127,7 @@ class LiveForest:
         told: Mapping[str, Any] | None = None,
     ) -> Place:
         """The place by messages alone of a request that nobody here renders: without prompt ids."""
-        asked = Asked(message_fingerprint.seed(model), messages, message_fingerprint.digest_tools(tools, told))
+        asked = RequestKey(message_fingerprint.seed(model), messages, message_fingerprint.digest_tools(tools, told))
         trail = self.follow(asked)
         if trail is None:
             return Place(None, [], [], messages, None, asked, None)
@@ -166,10 +166,10 @@ class LiveForest:
         place, message = answered.place, answered.message
         seen, skipped = trail.seen(), trail.skipped()
         numbering = Numbering(trail.numbering.called, trail.numbering.answered)
-        answer = numbering.numbered(message_fingerprint.hear(message))
+        answer = numbering.numbered(message_fingerprint.fingerprint_of(message))
         added = trail.asked.messages[trail.continued.length if trail.continued else 0 :]
         thoughts: dict[int, Thought] = {}
-        depth = skipped + len(trail.echoes) + 1
+        depth = skipped + len(trail.fingerprints) + 1
         if answered.thought is not None:
             for at, one in enumerate(added, start=depth - len(added)):
                 if one.get("role") == "assistant":
@@ -179,7 +179,7 @@ class LiveForest:
             call=answered.call,
             parent=place.parent,
             before=trail.continued,
-            conversation=Conversation(trail.head, [*trail.echoes[seen - skipped :], answer]),
+            conversation=ConversationFingerprint(trail.head, [*trail.fingerprints[seen - skipped :], answer]),
             depth=depth,
             keys=[*trail.keys[seen - skipped :], message_fingerprint.chain(trail.keys[-1], answer)],
             numbering=(numbering.called, numbering.answered),
@@ -203,7 +203,7 @@ class LiveForest:
             self._issued[trail.head, live.key, live.answer.ids] = live
         self._ends[_end(trail.asked, live.answer)] = live
 
-    def follow(self, asked: Asked) -> Trail | None:
+    def follow(self, asked: RequestKey) -> Trail | None:
         """The trail of a request, to the deepest call that it continues; None while nothing is answered."""
         while self._unread:
             self.remember(self._unread.pop(0))
@@ -211,7 +211,7 @@ class LiveForest:
             return None
         trail = self._read(asked)
         head = trail.head
-        for depth, message in enumerate(trail.echoes, start=trail.skipped() + 1):
+        for depth, message in enumerate(trail.fingerprints, start=trail.skipped() + 1):
             trail.keys.append(message_fingerprint.chain(trail.keys[-1], message))
             if message.ids and (issued := self._issued.get((head, trail.keys[-1], message.ids))) is not None:
                 trail.identified[depth] = issued
@@ -223,23 +223,25 @@ class LiveForest:
         trail.repeats = (head, trail.keys[-1]) in self._asked
         return trail
 
-    def _read(self, asked: Asked) -> Trail:
+    def _read(self, asked: RequestKey) -> Trail:
         """A request's trail before it is followed: read from the start, or from a call whose messages it repeats."""
         start = self._start(asked)
         if start is not None and start.conversation.head.tools == asked.tools:
             numbering = Numbering(*start.numbering, start.number_of)
-            echoes = message_fingerprint.read(asked.messages[start.length :], numbering)
-            return Trail(asked, start.conversation.head, start, echoes, [start.key], numbering)
+            fingerprints = message_fingerprint.read(asked.messages[start.length :], numbering)
+            return Trail(asked, start.conversation.head, start, fingerprints, [start.key], numbering)
         return _read_whole(asked)
 
-    def _start(self, asked: Asked) -> LiveCall | None:
+    def _start(self, asked: RequestKey) -> LiveCall | None:
         """The call that ends with the last answer in the messages, if they repeat all of it."""
         messages = asked.messages
         roles = (at for at in range(len(messages) - 1, -1, -1) if messages[at].get("role") == "assistant")
         last = next(roles, None)
         if last is None:
             return None
-        live = self._ends.get(_end(asked._replace(messages=messages[:last]), message_fingerprint.hear(messages[last])))
+        live = self._ends.get(
+            _end(asked._replace(messages=messages[:last]), message_fingerprint.fingerprint_of(messages[last]))
+        )
         return live if live is not None and live.begins(messages) else None
 
     def _anew(self, turn: Place, ids: list[int], messages: list[dict[str, Any]]) -> Place:
@@ -274,8 +276,8 @@ class LiveForest:
         if nearest.conversation.head == trail.head and (altered := trail.altered(nearest, shared)) is not None:
             at = len(trail.head.systems) + altered - 1
             return Fork(ForkCause.EDITED_TEXT, at, "assistant"), nearest
-        echoes = bool(heard) or trail.continued is not None
-        return fork_causes.find(asked, nearest.whole(), shared, echoes_answer=echoes), nearest
+        fingerprints = bool(heard) or trail.continued is not None
+        return fork_causes.find(asked, nearest.whole(), shared, holds_answer=fingerprints), nearest
 
     def _nearest(self, trail: Trail, shared: int) -> LiveCall | None:
         """The last call that begins with the trail's first messages: with the same head and reasoning, else with the
@@ -293,7 +295,7 @@ class LiveForest:
 
     def _prompt_of(self, live: LiveCall) -> Prompt:
         """A call's whole prompt, which stays at hand: what went on once may do so again."""
-        kept = next((exchange for exchange in self._at_hand if live in exchange), None)
+        kept = next((inflight for inflight in self._at_hand if live in inflight), None)
         if kept is not None:
             self._at_hand.remove(kept)
         prompt = live.prompt = live.prompt or Prompt(live.prompt_ids(), own=True)
@@ -308,19 +310,19 @@ class LiveForest:
                 live.prompt = None
 
 
-def _opened(asked: Asked) -> Trail:
+def _opened(asked: RequestKey) -> Trail:
     """The trail of a request before which nothing was answered."""
     trail = _read_whole(asked)
-    for message in trail.echoes:
+    for message in trail.fingerprints:
         trail.keys.append(message_fingerprint.chain(trail.keys[-1], message))
     return trail
 
 
-def _read_whole(asked: Asked) -> Trail:
+def _read_whole(asked: RequestKey) -> Trail:
     """A request's trail before it is followed, read from the start."""
     numbering = Numbering()
-    head, echoes = message_fingerprint.split(message_fingerprint.read(asked.messages, numbering), asked.tools)
-    return Trail(asked, head, None, echoes, [asked.seed], numbering)
+    head, fingerprints = message_fingerprint.split(message_fingerprint.read(asked.messages, numbering), asked.tools)
+    return Trail(asked, head, None, fingerprints, [asked.seed], numbering)
 
 
 def _lengthened(before: LiveCall | None, forms: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
@@ -333,7 +335,7 @@ def _lengthened(before: LiveCall | None, forms: list[dict[str, Any] | None]) -> 
     return before.forms
 
 
-def _end(asked: Asked, answer: Echo) -> _End:
+def _end(asked: RequestKey, answer: MessageFingerprint) -> _End:
     """What a call that answers messages is looked up by: their number, the texts that differ most, the answer."""
     messages = asked.messages
     texts = [message.get("content") for message in (*messages[:2], *messages[-1:])]
@@ -356,5 +358,5 @@ def _same(thought: bytes) -> bytes:
     return thought
 
 
-def _bare(message: Echo) -> Echo:
+def _bare(message: MessageFingerprint) -> MessageFingerprint:
     return message._replace(ids=()) if message.ids else message

@@ -25,7 +25,7 @@ _EXACT = 2**53  # whole floats below are whole numbers
 _REPR = 10_000  # characters; longer arguments are not tried as Python's
 
 
-class Echo(NamedTuple):
+class MessageFingerprint(NamedTuple):
     """A message as its client keeps it: role, digests of its text and of its calls, and the ids of those calls.
 
     `calls` is empty where there are none; of a tool message it is the call that the message answers, and `ids` the id
@@ -37,7 +37,7 @@ class Echo(NamedTuple):
     calls: bytes
     ids: tuple[str, ...]
 
-    def same(self, other: "Echo") -> bool:
+    def same(self, other: "MessageFingerprint") -> bool:
         """Whether the model would see the same."""
         return self[:3] == other[:3]
 
@@ -49,11 +49,11 @@ class Head(NamedTuple):
     systems: tuple[bytes, ...]
 
 
-class Conversation(NamedTuple):
+class ConversationFingerprint(NamedTuple):
     """A head, and the messages behind it."""
 
     head: Head
-    body: list[Echo]
+    body: list[MessageFingerprint]
 
 
 class Numbering:
@@ -69,7 +69,7 @@ class Numbering:
         self._earlier = earlier
         self._numbers: dict[str, int] = {}  # by their latest id
 
-    def numbered(self, echo: Echo) -> Echo:
+    def numbered(self, echo: MessageFingerprint) -> MessageFingerprint:
         """The conversation's next message, with the call that it answers if it is a tool's."""
         if echo.role == "tool":
             number = self._number(echo.ids[0])
@@ -89,15 +89,15 @@ class Numbering:
         return self._earlier(call_id) if number is None else number
 
 
-def read(messages: Sequence[dict[str, Any]], numbering: Numbering) -> list[Echo]:
+def read(messages: Sequence[dict[str, Any]], numbering: Numbering) -> list[MessageFingerprint]:
     """The messages that come next in the conversation that `numbering` has counted so far."""
-    return [numbering.numbered(hear(message)) for message in messages]
+    return [numbering.numbered(fingerprint_of(message)) for message in messages]
 
 
-def split(echoes: list[Echo], tools: bytes) -> Conversation:
+def split(fingerprints: list[MessageFingerprint], tools: bytes) -> ConversationFingerprint:
     """A whole conversation's messages as its head, with the digest of its tools, and what follows."""
-    first = next((i for i, echo in enumerate(echoes) if echo.role != "system"), len(echoes))
-    return Conversation(Head(tools, tuple(echo.text for echo in echoes[:first])), echoes[first:])
+    first = next((i for i, echo in enumerate(fingerprints) if echo.role != "system"), len(fingerprints))
+    return ConversationFingerprint(Head(tools, tuple(echo.text for echo in fingerprints[:first])), fingerprints[first:])
 
 
 def digest_tools(tools: Any, told: Any = None) -> bytes:
@@ -113,7 +113,7 @@ def comparable(message: dict[str, Any]) -> dict[str, Any] | None:
     return message if plain or not _holds_number(message) else None
 
 
-def hear(message: dict[str, Any]) -> Echo:
+def fingerprint_of(message: dict[str, Any]) -> MessageFingerprint:
     """One message, alone."""
     role = str(message.get("role"))
     content = message.get("content")
@@ -124,7 +124,7 @@ def hear(message: dict[str, Any]) -> Echo:
         calls, ids = _calls(message)
     if role == "tool":
         ids = (str(message.get("tool_call_id") or ""),)
-    return Echo("system" if role == "developer" else role, _digest(text), calls, ids)
+    return MessageFingerprint("system" if role == "developer" else role, _digest(text), calls, ids)
 
 
 def thought(message: dict[str, Any]) -> bytes:
@@ -145,7 +145,7 @@ def seed(model: str) -> bytes:
     return _digest(model.encode())
 
 
-def chain(key: bytes, echo: Echo) -> bytes:
+def chain(key: bytes, echo: MessageFingerprint) -> bytes:
     """The key of the conversation `key` with one message more."""
     return _digest(b"%b %b %b %b" % (key, echo.text, echo.calls, echo.role.encode()))
 

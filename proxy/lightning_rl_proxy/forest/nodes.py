@@ -16,7 +16,7 @@ from lightning_rl_adapters.semconv import ForkCause
 from lightning_rl_proxy.engines.base import Engine
 from lightning_rl_proxy.forest import fork_causes, message_fingerprint
 from lightning_rl_proxy.forest.fork_causes import Fork
-from lightning_rl_proxy.forest.message_fingerprint import Conversation, Echo, Head, Numbering
+from lightning_rl_proxy.forest.message_fingerprint import ConversationFingerprint, Head, MessageFingerprint, Numbering
 from lightning_rl_proxy.rendering.images import Shown
 
 _OPENING = 4  # tokens; so long may a format's opening of the reasoning be, which ends the prompt of some
@@ -77,7 +77,7 @@ class LiveCall(msgspec.Struct, eq=False):
     call: Call
     parent: "LiveCall | None"
     before: "LiveCall | None"
-    conversation: Conversation
+    conversation: ConversationFingerprint
     depth: int
     keys: list[bytes]
     numbering: tuple[int, int]
@@ -98,7 +98,7 @@ class LiveCall(msgspec.Struct, eq=False):
         return len(self.conversation.head.systems) + self.depth
 
     @property
-    def answer(self) -> Echo:
+    def answer(self) -> MessageFingerprint:
         """Its answer, as a message."""
         return self.conversation.body[-1]
 
@@ -141,10 +141,12 @@ class LiveCall(msgspec.Struct, eq=False):
             yield node
             node = node.before
 
-    def whole(self) -> Conversation:
+    def whole(self) -> ConversationFingerprint:
         """The call's conversation from its first message to its answer."""
         parts = [node.conversation.body for node in self.lineage()]
-        return Conversation(self.conversation.head, [message for part in reversed(parts) for message in part])
+        return ConversationFingerprint(
+            self.conversation.head, [message for part in reversed(parts) for message in part]
+        )
 
     def at_depth(self, depth: int) -> "LiveCall | None":
         """The call of this conversation whose answer is its message number `depth`, from 1."""
@@ -206,10 +208,12 @@ class LiveCall(msgspec.Struct, eq=False):
             return True
         if len(there) < len(forms):
             return False
-        echoes = [Echo("system", text, b"", ()) for text in self.conversation.head.systems] + self.whole().body
+        fingerprints = [
+            MessageFingerprint("system", text, b"", ()) for text in self.conversation.head.systems
+        ] + self.whole().body
         for index, (message, form) in enumerate(zip(there, forms, strict=True)):
             if message != form:
-                heard, known = message_fingerprint.hear(message), echoes[index]
+                heard, known = message_fingerprint.fingerprint_of(message), fingerprints[index]
                 calls = known.calls if known.role == "tool" else heard.calls  # `ids` tell which it answers
                 if heard._replace(calls=calls) != known:
                     return False
@@ -227,14 +231,14 @@ class LiveCall(msgspec.Struct, eq=False):
         return chain[::-1]
 
 
-class Recorded(NamedTuple):
+class RecordedAnswer(NamedTuple):
     """An answer that another gateway gave, or this one before a restart; and the attributes of its span."""
 
     live: LiveCall
     said: dict[str, Any]
 
 
-class Asked(NamedTuple):
+class RequestKey(NamedTuple):
     """What identifies a request: the key of its model's conversations, its messages, and the digest of its tools."""
 
     seed: bytes
@@ -245,15 +249,16 @@ class Asked(NamedTuple):
 class Trail(msgspec.Struct, eq=False):
     """A request's way through what the attempt knows.
 
-    `start` is a call whose conversation the messages begin with; `echoes` are those behind it, and `keys[i]` stands for
+    `start` is a call whose conversation the messages begin with; `fingerprints` are those behind it, and `keys[i]`
+    stands for
     the conversation with the first i of them. `identified` are the answers among them that the tool-call ids name,
     by depth; `continued` is the call that it continues in messages; `repeats`: all of it was asked before.
     """
 
-    asked: Asked
+    asked: RequestKey
     head: Head
     start: LiveCall | None
-    echoes: list[Echo]
+    fingerprints: list[MessageFingerprint]
     keys: list[bytes]
     numbering: Numbering
     identified: dict[int, LiveCall] = {}
@@ -268,10 +273,10 @@ class Trail(msgspec.Struct, eq=False):
         """How many messages behind the head the continued call has seen, its answer included."""
         return 0 if self.continued is None else self.continued.depth
 
-    def conversation(self) -> Conversation:
+    def conversation(self) -> ConversationFingerprint:
         """All of the request."""
         known = [] if self.start is None else self.start.whole().body
-        return Conversation(self.head, known + self.echoes)
+        return ConversationFingerprint(self.head, known + self.fingerprints)
 
     def key_at(self, depth: int) -> bytes | None:
         """What stands for the first `depth` messages behind the head."""
@@ -312,7 +317,7 @@ class Place(msgspec.Struct, frozen=True, eq=False):
     prompt_ids: list[int]
     new_messages: Sequence[dict[str, Any]]
     fork: Fork | None
-    asked: Asked
+    asked: RequestKey
     trail: Trail | None
     nearest: LiveCall | None = None
     prompt: Prompt | None = None

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from lightning_rl_adapters.semconv import ForkCause
 from lightning_rl_proxy.forest.fork_causes import Fork, first_difference
 from lightning_rl_proxy.forest.nodes import LiveCall, Place
-from lightning_rl_proxy.rendering.renderers import Answer, Markup, Renderer
+from lightning_rl_proxy.rendering.renderers import Markup, ParsedAnswer, Renderer
 
 Prompt = str | list[int]
 
@@ -34,9 +34,9 @@ class PlainText:
         logprobs: list[float] | None,
         finish_reason: str,
         tools: Sequence[dict[str, Any]] | None,
-    ) -> Answer:
+    ) -> ParsedAnswer:
         """See `Renderer`."""
-        return Answer(
+        return ParsedAnswer(
             content=self.tokenizer.decode([token for token in response_ids if token not in self._unseen]),
             reasoning=None,
             tool_calls=[],

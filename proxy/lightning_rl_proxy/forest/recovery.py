@@ -17,7 +17,7 @@ from lightning_rl_adapters.span import Span
 from lightning_rl_proxy.dialects import completions, responses
 from lightning_rl_proxy.forest import message_fingerprint
 from lightning_rl_proxy.forest.live_forest import LiveForest
-from lightning_rl_proxy.forest.nodes import Answered, Asked, LiveCall, Place, Recorded
+from lightning_rl_proxy.forest.nodes import Answered, LiveCall, Place, RecordedAnswer, RequestKey
 from lightning_rl_proxy.forest.raw_prompts import PlainText
 from lightning_rl_proxy.rendering import images
 from lightning_rl_proxy.rendering.images import Image
@@ -44,7 +44,7 @@ class Recovery:
 
     def __init__(self, renderer: Renderer | None) -> None:
         self.forest = LiveForest()
-        self.recorded: dict[bytes, list[Recorded]] = {}
+        self.recorded: dict[bytes, list[RecordedAnswer]] = {}
         self.responses: dict[str, list[dict[str, Any]]] = {}
         self.next_number = 0
         self._renderer = renderer
@@ -84,7 +84,7 @@ class Recovery:
         told = attributes.get(semconv.TOOLS)
         tools = _NO_TOOLS if told is None else bytes.fromhex(told)
         tools = tools if parent is None else self._tools[parent.call.call_id]
-        asked = Asked(message_fingerprint.seed(call.model), messages, tools)
+        asked = RequestKey(message_fingerprint.seed(call.model), messages, tools)
         trail = self.forest.follow(asked)
         if trail is not None and parent is not None:
             trail.continued = parent  # which of equal ones it was is recorded
@@ -117,7 +117,7 @@ class Recovery:
             before = "" if parent is None else self._prompts[parent.call.call_id]
             answered = "" if parent is None else reader.tokenizer.decode(parent.call.response_ids)
             prompt = self._prompts[call.call_id] = f"{before}{answered}{written['content']}"
-        asked = Asked(message_fingerprint.seed(f"{call.model}\n{completions.NAME}"), [written], _NO_TOOLS)
+        asked = RequestKey(message_fingerprint.seed(f"{call.model}\n{completions.NAME}"), [written], _NO_TOOLS)
         place = Place(parent, call.prompt_ids, [], [written], None, asked, self.forest.follow(asked))
         said = attributes[semconv.OUTPUT_MESSAGES][0]
         [live] = self.forest.remember([Answered(place, call, said, reasoned=False, text=(call.model, prompt))])
@@ -129,7 +129,7 @@ class Recovery:
     def _remember(self, call: Call, live: LiveCall, attributes: dict[str, Any]) -> None:
         self._lives[call.call_id] = live
         if (request := attributes.get(semconv.REQUEST)) is not None:
-            self.recorded.setdefault(bytes.fromhex(request), []).append(Recorded(live, attributes))
+            self.recorded.setdefault(bytes.fromhex(request), []).append(RecordedAnswer(live, attributes))
 
 
 def _thought(renderer: Renderer | None, call: Call, said: dict[str, Any]) -> bytes | None:

@@ -16,7 +16,7 @@ from lightning_rl_proxy.address import Address
 from lightning_rl_proxy.dialects.base import NamedTool, Request
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer
 from lightning_rl_proxy.forest.nodes import Place
-from lightning_rl_proxy.rendering.renderers import Answer, Delta
+from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer
 from lightning_rl_proxy.sampling import REPLACED
 
 _SAMPLING = (
@@ -69,14 +69,14 @@ def body_of(fields: Mapping[str, Any], algorithm: Mapping[str, float | int], ind
     return body
 
 
-def answer_of(answer: ChatAnswer) -> Answer:
+def answer_of(answer: ChatAnswer) -> ParsedAnswer:
     """A service's answer in internal form."""
     choice = answer.body["choices"][0]
     message = choice["message"]
     usage = answer.body.get("usage")
     counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
     finish_reason = str(choice.get("finish_reason") or "stop")
-    return Answer(
+    return ParsedAnswer(
         content=message.get("content") or "",
         reasoning=message.get("reasoning_content") or message.get("reasoning") or None,
         tool_calls=message.get("tool_calls") or [],
@@ -94,7 +94,7 @@ def prompt_tokens(answer: ChatAnswer) -> int:
     return (usage.get("prompt_tokens") or 0) if isinstance(usage, dict) else len(answer.prompt_ids or ())
 
 
-def deltas(answer: Answer) -> Iterator[Delta]:
+def deltas(answer: ParsedAnswer) -> Iterator[Delta]:
     """An answer that is there already, as the parts of a stream."""
     if answer.reasoning:
         yield Delta(kind="reasoning", text=answer.reasoning)

@@ -7,16 +7,16 @@ from functools import partial
 from typing import Any
 
 from lightning_rl_proxy.address import Address
-from lightning_rl_proxy.forest.incremental_decode import History
+from lightning_rl_proxy.forest.incremental_decode import IncrementalDecode
 from lightning_rl_proxy.forest.live_forest import LiveForest
-from lightning_rl_proxy.forest.nodes import Recorded
+from lightning_rl_proxy.forest.nodes import RecordedAnswer
 from lightning_rl_proxy.forest.recovery import recovered
-from lightning_rl_proxy.http.inflight_request import Exchange
+from lightning_rl_proxy.http.inflight_request import InflightRequest
 from lightning_rl_proxy.recording.ledger import AttemptInfo
 from lightning_rl_proxy.rendering.renderers import Renderer
 
 
-class Attempt:
+class LiveAttempt:
     """What a gateway holds of an attempt while it is open. `checked_at`: when the ledger was last asked for `info`."""
 
     def __init__(
@@ -28,8 +28,8 @@ class Attempt:
         self.info = info
         self.checked_at = checked_at
         self.sealed = not info.open
-        self.exchanges: dict[bytes, list[Exchange]] = {}
-        self.unrecorded: set[Exchange] = set()  # of them, those whose calls are not recorded yet
+        self.inflight: dict[bytes, list[InflightRequest]] = {}
+        self.unrecorded: set[InflightRequest] = set()  # of them, those whose calls are not recorded yet
         self.tokens_received = 0
         self.called_at: float | None = None  # when a call last began or ended, by the monotonic clock
         self.in_flight = 0  # answers that are being worked on
@@ -38,11 +38,11 @@ class Attempt:
         self.placing = asyncio.Lock()  # held while another thread looks for a place
         self.unplaced = 0  # requests that look for one there, or wait until they may look
         self.ways: set[str] = set()  # how its prompts were to be rendered, other than all are
-        self.history = History()
+        self.history = IncrementalDecode()
         earlier = recovered(info.spans, renderer)
         self.forest: LiveForest = earlier.forest
         # By their requests, what was answered before the attempt came here.
-        self.recorded: dict[bytes, list[Recorded]] = earlier.recorded
+        self.recorded: dict[bytes, list[RecordedAnswer]] = earlier.recorded
         # The conversations that a client may continue by a response's id.
         self.responses: dict[str, list[dict[str, Any]]] = earlier.responses
         self._next_number = earlier.next_number
@@ -53,57 +53,57 @@ class Attempt:
         self._next_number += n
         return first
 
-    def begin(self, exchange: Exchange, task: asyncio.Task[bytes]) -> None:
+    def begin(self, inflight: InflightRequest, task: asyncio.Task[bytes]) -> None:
         """An answer is worked on from now on, by `task`."""
-        exchange.task = task
+        inflight.task = task
         self.in_flight += 1
         self.called_at = time.monotonic()
-        task.add_done_callback(partial(self._worked, exchange))
-        self.exchanges.setdefault(exchange.body_key, []).append(exchange)
-        self.unrecorded.add(exchange)
+        task.add_done_callback(partial(self._worked, inflight))
+        self.inflight.setdefault(inflight.body_key, []).append(inflight)
+        self.unrecorded.add(inflight)
 
-    def forget(self, exchange: Exchange) -> None:
+    def forget(self, inflight: InflightRequest) -> None:
         """No retry joins the request any more."""
-        kept = [other for other in self.exchanges.get(exchange.body_key, []) if other is not exchange]
+        kept = [other for other in self.inflight.get(inflight.body_key, []) if other is not inflight]
         if kept:
-            self.exchanges[exchange.body_key] = kept
+            self.inflight[inflight.body_key] = kept
         else:
-            self.exchanges.pop(exchange.body_key, None)
+            self.inflight.pop(inflight.body_key, None)
 
-    def commit(self, exchange: Exchange) -> None:
+    def commit(self, inflight: InflightRequest) -> None:
         """Make the answers of a delivered request continuable; of equal conversations the last answered wins."""
-        if exchange.commits:
-            self.forest.commit(exchange.commits)
-            exchange.commits = []
-        self.responses |= exchange.responses
+        if inflight.commits:
+            self.forest.commit(inflight.commits)
+            inflight.commits = []
+        self.responses |= inflight.responses
 
-    def joined(self, body_key: bytes, *, marked_as_retry: bool) -> Exchange | None:
+    def joined(self, body_key: bytes, *, marked_as_retry: bool) -> InflightRequest | None:
         """The earlier request that an equal one joins; None where it is to be sampled, as after an answer of 5xx."""
         anew = marked_as_retry and self.failed[body_key] > 0
         if anew:
             self.failed[body_key] -= 1
-        exchange = self._joinable(body_key, marked_as_retry=marked_as_retry and not anew)
-        return None if exchange is None or exchange.task is None or _has_failed(exchange.task) else exchange
+        inflight = self._joinable(body_key, marked_as_retry=marked_as_retry and not anew)
+        return None if inflight is None or inflight.task is None or _has_failed(inflight.task) else inflight
 
-    def _joinable(self, body_key: bytes, *, marked_as_retry: bool) -> Exchange | None:
+    def _joinable(self, body_key: bytes, *, marked_as_retry: bool) -> InflightRequest | None:
         """The earlier request that an equal one joins instead of sampling anew.
 
         Equal bodies alone are separate samples; it takes a retry mark, or an earlier client that left before its whole
         answer was written. The oldest whose client is gone comes first, then the oldest undelivered.
         """
-        earlier = self.exchanges.get(body_key, [])
-        for exchange in earlier:
-            if exchange.client_gone:
-                return exchange
+        earlier = self.inflight.get(body_key, [])
+        for inflight in earlier:
+            if inflight.client_gone:
+                return inflight
         if not marked_as_retry or not earlier:
             return None
-        return next((exchange for exchange in earlier if not exchange.recorded), earlier[-1])
+        return next((inflight for inflight in earlier if not inflight.recorded), earlier[-1])
 
-    def _worked(self, exchange: Exchange, _work: asyncio.Task[bytes]) -> None:
+    def _worked(self, inflight: InflightRequest, _work: asyncio.Task[bytes]) -> None:
         """An answer is no longer worked on."""
         self.in_flight -= 1
         self.called_at = time.monotonic()
-        exchange.wake()
+        inflight.wake()
 
 
 def _has_failed(task: asyncio.Task[bytes]) -> bool:

@@ -25,19 +25,19 @@ from lightning_rl_adapters.media import media_span
 from lightning_rl_adapters.span import Span
 from lightning_rl_proxy.dialects import chat_completions, responses
 from lightning_rl_proxy.dialects.base import Dialect, Events, NamedTool, Opening, Request
-from lightning_rl_proxy.engines.base import Engine, Tokens
+from lightning_rl_proxy.engines.base import Engine, EngineTokens
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.forest import message_fingerprint, relayed_calls
-from lightning_rl_proxy.forest.incremental_decode import Said
-from lightning_rl_proxy.forest.nodes import Answered, Place, Recorded
+from lightning_rl_proxy.forest.incremental_decode import DecodedBody
+from lightning_rl_proxy.forest.nodes import Answered, Place, RecordedAnswer
 from lightning_rl_proxy.forest.raw_prompts import PlainText
-from lightning_rl_proxy.http.attempt import Attempt
-from lightning_rl_proxy.http.inflight_request import Exchange
+from lightning_rl_proxy.http.attempt import LiveAttempt
+from lightning_rl_proxy.http.inflight_request import InflightRequest
 from lightning_rl_proxy.recording.clock import Clock
 from lightning_rl_proxy.rendering import images
 from lightning_rl_proxy.rendering.parsing import AnswerParser, Reader
-from lightning_rl_proxy.rendering.renderers import Answer, Delta, Renderer, written
+from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer, Renderer, written
 from lightning_rl_proxy.routing.router import Generation, Router, no_engine
 from lightning_rl_proxy.sampling import effective
 
@@ -63,18 +63,18 @@ _ASKED_BY = {
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class CallContext:
     """One request, whose it is, and where its answer goes."""
 
-    attempt: Attempt
+    attempt: LiveAttempt
     agent: str | None
     dialect: Dialect
     request: Request
-    exchange: Exchange
+    inflight: InflightRequest
     model: str
 
 
-class Answerer:
+class CallHandler:
     """Works requests of any dialect. `record` takes what was sampled for an answer that never came."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Answerer:
         self._threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="tokenizing")
 
     def work(
-        self, attempt: Attempt, agent: str | None, dialect: Dialect, said: Said, exchange: Exchange
+        self, attempt: LiveAttempt, agent: str | None, dialect: Dialect, said: DecodedBody, inflight: InflightRequest
     ) -> Coroutine[Any, Any, bytes]:
         """What answers a request; it gives the answer's last bytes. Raises GatewayError for what cannot be answered."""
         requested = said.fields.get("model")
@@ -103,8 +103,8 @@ class Answerer:
             request = chat_completions.parse_relayed(said.whole())
         else:
             request = _parsed(dialect, said, attempt)
-        exchange.model, exchange.stream = model, request.stream
-        asked = Asked(attempt, agent, dialect, request, exchange, model)
+        inflight.model, inflight.stream = model, request.stream
+        asked = CallContext(attempt, agent, dialect, request, inflight, model)
         if backend:
             if request.prompt is not None:
                 raise GatewayError(400, f"model {model!r} is a chat service: it completes no prompts", param="model")
@@ -122,7 +122,7 @@ class Answerer:
         render = partial(renderer.render, request.messages, request.tools)
         return len(await self._elsewhere(render) if size > _LONG_REQUEST else render())
 
-    async def _placed(self, asked: Asked, renderer: Renderer, *, long: bool) -> tuple[Renderer, Place]:
+    async def _placed(self, asked: CallContext, renderer: Renderer, *, long: bool) -> tuple[Renderer, Place]:
         """What renders a request, and its place. A format that is told something new is made in another thread, and a
         long request tokenised there; what else the attempt asks meanwhile finds its place after it, so that nobody
         looks while the attempt changes."""
@@ -160,7 +160,7 @@ class Answerer:
             await asyncio.wait([working])
             raise
 
-    async def _sample_all(self, asked: Asked, renderer: Renderer, *, long: bool) -> bytes:
+    async def _sample_all(self, asked: CallContext, renderer: Renderer, *, long: bool) -> bytes:
         """Sample every choice of a request."""
         attempt, request, model = asked.attempt, asked.request, asked.model
         earlier = [one.live for one in _earlier(asked)]
@@ -176,7 +176,9 @@ class Answerer:
         room = _room(request, len(place.prompt_ids) + len(forced))
         reader: Reader = renderer if request.prompt is None else PlainText(renderer)
         choices = [
-            _Choice(asked, place, forced, reader, self._clock, room, index=index, number=first + index, call_id=call_id)
+            _SampledChoice(
+                asked, place, forced, reader, self._clock, room, index=index, number=first + index, call_id=call_id
+            )
             for index, call_id in enumerate(
                 [e.call.call_id for e in earlier] or [new_call_id() for _ in range(request.n)]
             )
@@ -188,16 +190,16 @@ class Answerer:
             created=choices[0].start_ns // 10**9,
             prompt_tokens=len(place.prompt_ids) + len(forced),
         )
-        stream = _Stream(asked, opening)
+        stream = _AnswerStream(asked, opening)
         if earlier:
             answers = [_tell_again(choice, live.call, stream) for choice, live in zip(choices, earlier, strict=True)]
         else:
             answers = await _each(self._sample(choice, stream) for choice in choices)
         if asked.dialect is responses:
-            asked.exchange.responses[responses.response_id(choices[0].call_id)] = responses.kept(request, answers[0])
+            asked.inflight.responses[responses.response_id(choices[0].call_id)] = responses.kept(request, answers[0])
         return stream.end(answers)
 
-    def _record_images(self, attempt: Attempt, place: Place) -> None:
+    def _record_images(self, attempt: LiveAttempt, place: Place) -> None:
         """Each image once, before the first call that shows it."""
         for image in (one.image for one in place.media if one.image.sha256 not in attempt.forest.images_recorded):
             attempt.forest.images_recorded.add(image.sha256)
@@ -213,10 +215,10 @@ class Answerer:
                 )
             )
 
-    async def _sample(self, choice: "_Choice", stream: "_Stream") -> Answer:
+    async def _sample(self, choice: "_SampledChoice", stream: "_AnswerStream") -> ParsedAnswer:
         asked, generation = choice.asked, choice.generation
 
-        def take(tokens: Tokens) -> bool:
+        def take(tokens: EngineTokens) -> bool:
             asked.attempt.tokens_received += len(tokens.token_ids)
             stream.add(choice.index, choice.push(tokens))
             return not choice.ended
@@ -245,16 +247,16 @@ class Answerer:
         told = choice.end(stream, answer, deltas)
         self._count_ignored(asked.request.ignored_fields)
         call = choice.call()
-        asked.exchange.calls.append((call, choice.told() | {semconv.OUTPUT_MESSAGES: [answer.message()]}))
+        asked.inflight.calls.append((call, choice.told() | {semconv.OUTPUT_MESSAGES: [answer.message()]}))
         prompt = asked.request.prompt
         text = None if prompt is None else (asked.model, prompt)
         thought = partial(message_fingerprint.thought_of, answer.reasoning)
-        asked.exchange.commits.append(
+        asked.inflight.commits.append(
             Answered(choice.place, call, answer.message(), bool(answer.reasoning), generation.served_by, text, thought)
         )
         return told
 
-    async def _relay(self, asked: Asked) -> bytes:
+    async def _relay(self, asked: CallContext) -> bytes:
         """Ask a chat backend for each choice. Its answers come whole, and are streamed as such."""
         attempt, request, model = asked.attempt, asked.request, asked.model
         place = attempt.forest.find_turn(model, request.messages, request.tools)
@@ -272,20 +274,20 @@ class Answerer:
             return chat_completions.merge([answer.body for answer in told])
         answers = [relayed_calls.answer_of(answer) for answer in told]
         if asked.dialect is responses:
-            asked.exchange.responses[responses.response_id(call_ids[0])] = responses.kept(request, answers[0])
+            asked.inflight.responses[responses.response_id(call_ids[0])] = responses.kept(request, answers[0])
         opening = Opening(
             call_id=call_ids[0],
             model=model,
             created=int(time.time()),
             prompt_tokens=relayed_calls.prompt_tokens(told[0]),
         )
-        stream = _Stream(asked, opening)
+        stream = _AnswerStream(asked, opening)
         for index, answer in enumerate(answers):
             stream.add(index, relayed_calls.deltas(answer))
             stream.stop(index, answer)
         return stream.end(answers)
 
-    async def _ask(self, asked: Asked, by_messages: Place, number: int, index: int, call_id: str) -> ChatAnswer:
+    async def _ask(self, asked: CallContext, by_messages: Place, number: int, index: int, call_id: str) -> ChatAnswer:
         attempt, request, model = asked.attempt, asked.request, asked.model
         fields = request.fields if asked.dialect is chat_completions else relayed_calls.fields_of(request)
         # What an attempt publishes is about its policy: a judge beside it keeps the temperature that it was given.
@@ -312,13 +314,13 @@ class Answerer:
         )
         self._count_ignored([*request.ignored_fields, *answer.ignored_fields])
         more = relayed_calls.attributes(answer, place, request, asked.dialect.NAME, sent) | told_for_others(asked)
-        asked.exchange.calls.append((call, more))
-        asked.exchange.commits.append(
+        asked.inflight.calls.append((call, more))
+        asked.inflight.commits.append(
             Answered(place, call, relayed_calls.message_of(answer), relayed_calls.reasoned(answer))
         )
         return answer
 
-    def _check_abilities(self, request: Request, model: str, choice: "_Choice") -> None:
+    def _check_abilities(self, request: Request, model: str, choice: "_SampledChoice") -> None:
         for name in self._router.lacking(model, choice.sampling, choice.place.media):
             field = next((field for field in _ASKED_BY.get(name, ()) if field in request.fields), name)
             raise GatewayError(
@@ -337,12 +339,12 @@ class Answerer:
             self._counters["ignored_fields"] += len(fields)
 
 
-class _Choice:
+class _SampledChoice:
     """One answer while it is sampled. It begins with the tokens `forced`, which nobody samples."""
 
     def __init__(
         self,
-        asked: Asked,
+        asked: CallContext,
         place: Place,
         forced: list[int],
         reader: Reader,
@@ -392,7 +394,7 @@ class _Choice:
         self._clock = clock
         self.start_ns = clock()
 
-    def push(self, tokens: Tokens) -> list[Delta]:
+    def push(self, tokens: EngineTokens) -> list[Delta]:
         """What some more tokens add; one by one, so that the recorded tokens give the same events again."""
         deltas: list[Delta] = []
         if self.watched and self._parser is not None:
@@ -417,7 +419,7 @@ class _Choice:
         """How many tokens were sampled past that."""
         return 0 if self._parser is None else self._parser.overshoot
 
-    def finish(self) -> tuple[Answer, list[Delta]]:
+    def finish(self) -> tuple[ParsedAnswer, list[Delta]]:
         """The answer, now that all is sampled, and what of it was not streamed yet."""
         generation, parser = self.generation, self._parser
         finish_reason = generation.finish_reason or "stop"
@@ -438,7 +440,7 @@ class _Choice:
         generation.finish_reason = answer.finish_reason
         return answer, deltas
 
-    def end(self, stream: "_Stream", answer: Answer, deltas: list[Delta]) -> Answer:
+    def end(self, stream: "_AnswerStream", answer: ParsedAnswer, deltas: list[Delta]) -> ParsedAnswer:
         """Tell the end of the answer, and give what of it the client hears: all but what it has begun itself."""
         stream.add(self.index, self._new(deltas))
         told = replace(answer, content=answer.content[self._begun_in(answer.content) :])
@@ -512,14 +514,14 @@ class _Choice:
         return to_span(self.call(delivered=False), **self.told())
 
 
-class _Stream:
+class _AnswerStream:
     """An answer on its way out: event by event into the exchange where the client streams, else whole at its end.
 
     The first token that comes brings the answer's beginning, so that what is refused before is an error of its own. How
     the choices ended is said in the last bytes, after the calls were recorded: many clients read no further than that.
     """
 
-    def __init__(self, asked: Asked, opening: Opening) -> None:
+    def __init__(self, asked: CallContext, opening: Opening) -> None:
         self._asked = asked
         self._opening = opening
         self._events = asked.dialect.events(asked.request, opening) if asked.request.stream else None
@@ -531,15 +533,15 @@ class _Stream:
         if self._events is not None:
             self._begin(self._events)
             for delta in deltas:
-                self._asked.exchange.write(self._events.delta(index, delta))
+                self._asked.inflight.write(self._events.delta(index, delta))
 
-    def stop(self, index: int, answer: Answer) -> None:
+    def stop(self, index: int, answer: ParsedAnswer) -> None:
         """Choice `index` is complete."""
         if self._events is not None:
             self._begin(self._events)
             self._stops.append(self._events.stop(index, answer))
 
-    def end(self, answers: list[Answer]) -> bytes:
+    def end(self, answers: list[ParsedAnswer]) -> bytes:
         """The last bytes of the answer."""
         if self._events is None:
             return self._asked.dialect.serialize(self._asked.request, self._opening, answers)
@@ -548,7 +550,7 @@ class _Stream:
     def _begin(self, events: Events) -> None:
         if not self._begun:
             self._begun = True
-            self._asked.exchange.write(events.start())
+            self._asked.inflight.write(events.start())
 
 
 def _new_text(request: Request) -> int:
@@ -574,10 +576,10 @@ def _room(request: Request, prompt_tokens: int) -> int | None:
     return None if limit is None else limit - prompt_tokens
 
 
-def told_for_others(asked: Asked) -> dict[str, Any]:
+def told_for_others(asked: CallContext) -> dict[str, Any]:
     """What a span says so that another gateway, or this one started again, can go on behind its call, and answer a
     retry of it."""
-    more: dict[str, Any] = {semconv.REQUEST: asked.exchange.body_key.hex()}
+    more: dict[str, Any] = {semconv.REQUEST: asked.inflight.body_key.hex()}
     if isinstance(asked.request.prompt, list):
         more[semconv.PROMPT_AS_IDS] = True
     if asked.dialect is responses and (instructed := responses.instructed(asked.request)):
@@ -585,7 +587,7 @@ def told_for_others(asked: Asked) -> dict[str, Any]:
     return more
 
 
-def _parsed(dialect: Dialect, said: Said, attempt: Attempt) -> Request:
+def _parsed(dialect: Dialect, said: DecodedBody, attempt: LiveAttempt) -> Request:
     """The request, with the conversation that it goes on with by an earlier response's id."""
     if said.read:
         with suppress(GatewayError):  # which names places among the new messages
@@ -617,7 +619,7 @@ def _check_images(request: Request, renderer: Renderer) -> None:
             )
 
 
-def _find(asked: Asked, renderer: Renderer, told: dict[str, Any]) -> tuple[Renderer, Place]:
+def _find(asked: CallContext, renderer: Renderer, told: dict[str, Any]) -> tuple[Renderer, Place]:
     """What renders a request, which was `told` so much for it alone, and the request's place."""
     attempt, request, model = asked.attempt, asked.request, asked.model
     if request.prompt is None:
@@ -644,7 +646,7 @@ def _is_known(request: Request, renderer: Renderer) -> bool:
     return not other or renderer.knows(other)
 
 
-def _check_told(request: Request, attempt: Attempt, renderer: Renderer) -> None:
+def _check_told(request: Request, attempt: LiveAttempt, renderer: Renderer) -> None:
     """Raises GatewayError(400) for a request whose attempt has its prompts rendered in too many ways."""
     other, field = _other_kwargs(request, renderer)
     if not other:
@@ -710,18 +712,18 @@ def _forced(request: Request, place: Place, renderer: Renderer) -> list[int]:
     return forced
 
 
-def _earlier(asked: Asked) -> list[Recorded]:
+def _earlier(asked: CallContext) -> list[RecordedAnswer]:
     """What was answered to a retried request before its attempt came here, choice by choice; empty if nothing was."""
-    earlier = asked.exchange.earlier[-asked.request.n :]
+    earlier = asked.inflight.earlier[-asked.request.n :]
     return earlier if len(earlier) == asked.request.n else []
 
 
-def _tell_again(choice: _Choice, call: Call, stream: _Stream) -> Answer:
+def _tell_again(choice: _SampledChoice, call: Call, stream: _AnswerStream) -> ParsedAnswer:
     """An answer that was recorded already, for a retry of its request: nothing is sampled, nothing recorded twice."""
     generation = choice.generation
     generation.token_ids, generation.logprobs = list(call.response_ids), call.logprobs
     generation.finish_reason = call.finish_reason
-    stream.add(choice.index, choice.push(Tokens(call.response_ids, call.logprobs)))
+    stream.add(choice.index, choice.push(EngineTokens(call.response_ids, call.logprobs)))
     answer, deltas = choice.finish()
     return choice.end(stream, answer, deltas)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.ids import new_call_id
-from lightning_rl_proxy.forest.nodes import Answered, Recorded
+from lightning_rl_proxy.forest.nodes import Answered, RecordedAnswer
 
 
-class Exchange:
+class InflightRequest:
     """`pieces` are the bytes of a streamed answer so far; `stream` says whether the client asked for such.
 
     `calls` are what is to be recorded; `commits` what can be continued once it is delivered, and `responses` the
@@ -31,7 +31,7 @@ class Exchange:
         self.calls: list[tuple[Call, dict[str, Any]]] = []
         self.commits: list[Answered] = []
         self.responses: dict[str, list[dict[str, Any]]] = {}
-        self.earlier: list[Recorded] = []
+        self.earlier: list[RecordedAnswer] = []
         self.followers = 0  # clients that wait for the answer
         self.grace: asyncio.Task[None] | None = None  # runs while nobody waits for it
         self.client_gone = False

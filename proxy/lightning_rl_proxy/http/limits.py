@@ -16,7 +16,7 @@ _TOKEN_BYTES = 64
 _LISTS = ("messages", "input")  # of a request, by its dialect
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RequestLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The limits of one server.
 
     `body_bytes` are those of a request at a model door, fewer where no prompt can need as many (`for_context`);
@@ -35,7 +35,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     head_seconds: _Limit = 30
     body_seconds: _Limit = 60
 
-    def for_context(self, tokens: int) -> "Limits":
+    def for_context(self, tokens: int) -> "RequestLimits":
         """The limits of a server whose prompts have so many tokens at most.
 
         A token is some 4 bytes of text, and JSON writes one byte as 6 at worst. What is left is for tools, and for what

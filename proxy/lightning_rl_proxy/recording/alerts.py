@@ -1,6 +1,6 @@
 """What a person must hear of while it lasts: a disk that is full, a pause that nobody ended.
 
-Whoever sees such a condition keeps one `Trouble` and tells of its beginning and its end; everything is logged to
+Whoever sees such a condition keeps one `Alert` and tells of its beginning and its end; everything is logged to
 `ALARMS`, and the process decides who reads that.
 """
 
@@ -9,7 +9,7 @@ import logging
 ALARMS = logging.getLogger(__name__)
 
 
-class Trouble:
+class Alert:
     """One condition; `about` names the thing in trouble. It is told once when it begins, and once when it is over."""
 
     def __init__(self, about: str) -> None:

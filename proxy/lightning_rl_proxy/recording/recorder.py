@@ -30,7 +30,7 @@ import msgspec
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import from_span
 from lightning_rl_adapters.span import Packed, Span, pack, packed, storable, unpack
-from lightning_rl_proxy.recording.alerts import ALARMS, Trouble
+from lightning_rl_proxy.recording.alerts import ALARMS, Alert
 from lightning_rl_proxy.recording.ledger import Ledger
 
 _HEADER = struct.Struct("<II")  # length, crc32
@@ -96,8 +96,8 @@ class Recorder:
         self._torn = False  # whether more than that may be in the file
         self._unwritten: deque[tuple[_Name, bytes]] = deque()  # what the journal lacks
         self._counters = Counter[str]() if counters is None else counters
-        self._trouble = Trouble(f"the journal {journal}")
-        self._behind = Trouble("the recording of calls")
+        self._trouble = Alert(f"the journal {journal}")
+        self._behind = Alert("the recording of calls")
         self._failures = 0  # of the ledger, in a row
         self._failure: Exception | None = None
         self.damaged = False  # whether the journal that an earlier gateway left lacks a record that it once held

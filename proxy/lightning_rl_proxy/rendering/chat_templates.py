@@ -28,10 +28,10 @@ from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering.images import Vision
 from lightning_rl_proxy.rendering.renderers import (
     OPENING,
-    Answer,
     FastTokenizer,
     Forcing,
     Markup,
+    ParsedAnswer,
     Variants,
     arguments_parsed,
     begun,
@@ -193,11 +193,11 @@ class TemplateRenderer:
         logprobs: list[float] | None,
         finish_reason: str,
         tools: Tools,
-    ) -> Answer:
+    ) -> ParsedAnswer:
         """See `Renderer`. A malformed tool call stays visible as text."""
         reasoning, text = self._split_reasoning(prompt_ids, self._visible(response_ids))
         content, calls = _split_tool_calls(call_id, text) if tools else (text, [])
-        return Answer(
+        return ParsedAnswer(
             content=content,
             reasoning=reasoning,
             tool_calls=calls,

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from lightning_rl_proxy.rendering.renderers import Answer, Delta, FastTokenizer, Markup, TokenLogprob
+from lightning_rl_proxy.rendering.renderers import Delta, FastTokenizer, Markup, ParsedAnswer, TokenLogprob
 
 Channel = Literal["content", "reasoning"]
 State = Literal["start", "reasoning", "content", "calls", "held", "over"]
@@ -40,7 +40,7 @@ class Reader(Protocol):
         logprobs: list[float] | None,
         finish_reason: str,
         tools: Sequence[dict[str, Any]] | None,
-    ) -> Answer:
+    ) -> ParsedAnswer:
         """The answer that the sampled ids mean. Without tools there is nothing to call: markup of calls is content."""
         ...
 
@@ -112,7 +112,7 @@ class AnswerParser:
         self.overshoot += len(token_ids) - place
         return deltas
 
-    def finish(self, finish_reason: str) -> tuple[Answer, list[Delta]]:
+    def finish(self, finish_reason: str) -> tuple[ParsedAnswer, list[Delta]]:
         """The whole answer, and the deltas that were held back."""
         meant = self._prefix_ids + self._kept
         if self._match is not None:
@@ -196,7 +196,7 @@ class AnswerParser:
     def _calls_so_far(self) -> list[dict[str, Any]]:
         return self._parse(self._prefix_ids + self._kept[: self._followed], "stop").tool_calls
 
-    def _parse(self, ids: list[int], finish_reason: str) -> Answer:
+    def _parse(self, ids: list[int], finish_reason: str) -> ParsedAnswer:
         return self._reader.parse(self._call_id, self._prompt_ids, ids, None, finish_reason, self._tools)
 
     def _tell(self, channel: Channel, text: str) -> list[Delta]:
@@ -242,7 +242,7 @@ class _Course:
         self._textual = set(self._marks).difference(markup.tokens.values())
         self._open, self._close = markup.reasoning or ("", "")
         self._call, self._call_end = markup.calls or ("", "")
-        self._text = _Text(decode)
+        self._text = _TextPiece(decode)
         self._buffer = ""  # text that may be the beginning of a mark, or what stands before one
         self._space = ""  # white space that goes if nothing follows it
         self._bare = True  # of the state's text nothing but white space has come
@@ -331,7 +331,7 @@ class _Match(NamedTuple):
     partial: str
 
 
-class _Piece(NamedTuple):
+class _AnswerPiece(NamedTuple):
     """Tokens that give whole characters only together, their text, and its place in the answer's visible text."""
 
     tokens: list[int]
@@ -346,12 +346,12 @@ class _StopStrings:
         self._stops = stops
         self._longest = max(map(len, stops))
         self._unseen = reader.tokenizer.special_ids.union(reader.stop_token_ids)
-        self._text = _Text(reader.tokenizer.decode)
+        self._text = _TextPiece(reader.tokenizer.decode)
         self._tail = ""
         self._length = 0  # of the visible text
         self._tokens: list[int] = []  # the piece that is to come
         self._piece = ""
-        self._queue: deque[_Piece] = deque()
+        self._queue: deque[_AnswerPiece] = deque()
 
     def push(self, token: int) -> tuple[list[int], _Match | None]:
         """The tokens that are now known to stand before any stop string, and the match that this token completes."""
@@ -360,7 +360,7 @@ class _StopStrings:
             self._piece += self._text.push([token])
         if self._text.waiting:
             return [], None
-        piece = _Piece(self._tokens, self._length, self._piece)
+        piece = _AnswerPiece(self._tokens, self._length, self._piece)
         self._tokens, self._piece = [], ""
         self._queue.append(piece)
         window = self._tail + piece.text
@@ -384,7 +384,7 @@ class _StopStrings:
         return tokens
 
 
-class _Text:
+class _TextPiece:
     """Token ids -> text, as soon as its characters are whole."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
@@ -425,7 +425,7 @@ class _Text:
         """All but the last character, whose tokens alone may still change."""
         settled, last = self._pending[:-_CHARACTER], self._pending[-_CHARACTER:]
         told = self._decode(self._context + settled)[len(self._before) :]
-        ahead = _Text(self._decode)
+        ahead = _TextPiece(self._decode)
         ahead.after(settled)
         if told + ahead._decode(ahead._context + last)[len(ahead._before) :] != text:
             return ""

@@ -44,7 +44,7 @@ class TokenLogprob(NamedTuple):
     logprob: float
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class ParsedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One answer, parsed: text, reasoning, tool calls in OpenAI's form, and the tokens that it came from.
 
     `finish_reason` is `stop`, `length`, or what a service said; `stop_match` is the stop string that ended it, which
@@ -171,7 +171,7 @@ class Renderer(Protocol):
         logprobs: list[float] | None,
         finish_reason: str,
         tools: Sequence[dict[str, Any]] | None,
-    ) -> Answer:
+    ) -> ParsedAnswer:
         """The answer that the sampled ids mean. Without tools there is nothing to call: markup of calls is content."""
         ...
 
@@ -382,7 +382,7 @@ class LibraryRenderer:
         logprobs: list[float] | None,
         finish_reason: str,
         tools: Sequence[dict[str, Any]] | None,
-    ) -> Answer:
+    ) -> ParsedAnswer:
         """See `Renderer`. A malformed tool call stays visible as text.
 
         Of formats that are followed token by token, text and reasoning are stripped whatever comes behind them.
@@ -412,8 +412,8 @@ class LibraryRenderer:
         finish_reason: str,
         response_ids: list[int],
         logprobs: list[float] | None,
-    ) -> Answer:
-        return Answer(
+    ) -> ParsedAnswer:
+        return ParsedAnswer(
             content=content,
             reasoning=reasoning,
             tool_calls=tool_calls,

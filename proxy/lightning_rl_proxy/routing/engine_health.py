@@ -23,7 +23,7 @@ EngineReplica = Replica[Engine]
 Engines = EnginePool[Engine]
 
 
-class Watch:
+class EngineHealth:
     """Looks after all `pools`; calls `heard` whenever it has looked."""
 
     def __init__(self, pools: Collection[Engines], heard: Callable[[], None] = lambda: None) -> None:
@@ -63,14 +63,14 @@ class Watch:
     def sampled_with(self, pool: Engines, replica: EngineReplica, version: int, expected: int | None) -> None:
         """A call that began when an engine was known by `expected` was sampled with weights that it calls `version`."""
         if expected is not None and version < expected == replica.said:
-            self._note(pool, replica, lambda: pool.hear(replica, version))
+            self._note(pool, replica, lambda: pool.fingerprint_of(replica, version))
 
-    async def vouch(self, pool: Engines, replica: EngineReplica) -> None:
+    async def confirm_weights(self, pool: Engines, replica: EngineReplica) -> None:
         """Believe that an engine has the current weights.
 
         Raises EngineUnavailable where it does not answer, or says otherwise itself.
         """
-        pool.hear(replica, await replica.engine.check())
+        pool.fingerprint_of(replica, await replica.engine.check())
         await self._go_on(pool, replica, pool.version)
         if (why := pool.away(replica)) is not None:
             raise EngineUnavailable(why)
@@ -112,7 +112,7 @@ class Watch:
                 if pool.outdated(replica):
                     ALARMS.error("%s", pool.away(replica))
 
-    async def let_go(self, replica: EngineReplica) -> None:
+    async def release(self, replica: EngineReplica) -> None:
         """Let an engine that was taken out go on with what is frozen there."""
         if replica.frozen:
             with contextlib.suppress(EngineUnavailable, EngineRefused):
@@ -123,7 +123,7 @@ class Watch:
         replica.frozen = False
         said = None if version is None else await self._said(replica)
         if pool.restarted(replica, said):  # so whatever it was given is gone
-            self._note(pool, replica, lambda: pool.hear(replica, said))
+            self._note(pool, replica, lambda: pool.fingerprint_of(replica, said))
             version, before = None, engine.policy_version
         try:
             async with asyncio.timeout(_ORDER_SECONDS):
@@ -137,7 +137,7 @@ class Watch:
             ALARMS.error("engine %s did not go on after the pause: %s", replica.name, why)
         else:
             if version is not None:
-                pool.vouch(replica, version, await self._said(replica))
+                pool.confirm_weights(replica, version, await self._said(replica))
 
     async def _said(self, replica: EngineReplica) -> int | None:
         try:
@@ -172,7 +172,7 @@ class Watch:
             self._note(pool, replica, lambda: replica.strike(why))
             return why
         # What it said before somebody spoke for its weights may no longer be so.
-        self._note(pool, replica, lambda: pool.hear(replica, said if epoch == replica.epoch else None))
+        self._note(pool, replica, lambda: pool.fingerprint_of(replica, said if epoch == replica.epoch else None))
         return pool.away(replica)
 
     def _note(self, pool: Engines, replica: EngineReplica, change: Callable[[], None]) -> None:

@@ -179,7 +179,7 @@ class EnginePool(Pool[V]):
         """Whether it says older weights than it should have, and others than it was known by."""
         return said is not None and replica.said not in (None, said) and said < self.version
 
-    def hear(self, replica: Replica[V], said: int | None) -> None:
+    def fingerprint_of(self, replica: Replica[V], said: int | None) -> None:
         """It answered a check, with what it says of its weights."""
         replica.answer()
         if said is None:
@@ -188,7 +188,7 @@ class EnginePool(Pool[V]):
             replica.engine.policy_version = min(said, self.version)
         replica.said = said
 
-    def vouch(self, replica: Replica[V], version: int, said: int | None) -> None:
+    def confirm_weights(self, replica: Replica[V], version: int, said: int | None) -> None:
         """Somebody says that it has the weights of `version`; what it says itself, being told so, may contradict."""
         replica.epoch += 1
         replica.said = said

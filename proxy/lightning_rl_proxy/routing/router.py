@@ -15,11 +15,11 @@ from contextlib import aclosing
 from typing import Any, Literal
 
 from lightning_rl_adapters.call import VersionRange
-from lightning_rl_proxy.engines.base import Engine, EngineUnavailable, Finish, Tokens
+from lightning_rl_proxy.engines.base import Engine, EngineFinish, EngineTokens, EngineUnavailable
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer, ChatBackend
 from lightning_rl_proxy.errors import UnknownModel
 from lightning_rl_proxy.rendering.images import Shown
-from lightning_rl_proxy.routing.engine_health import Watch
+from lightning_rl_proxy.routing.engine_health import EngineHealth
 from lightning_rl_proxy.routing.load_balancer import EnginePool, ModelLoad, Pool, Replica
 from lightning_rl_proxy.sampling import SPECIFIC, Sampling
 
@@ -45,7 +45,7 @@ class Generation:
         self.finish_reason = None
         self.versions = []
 
-    def add(self, tokens: Tokens, version: int) -> None:
+    def add(self, tokens: EngineTokens, version: int) -> None:
         """Take some tokens more, sampled under `version` as far as is known now."""
         start = len(self.token_ids)
         self.token_ids += tokens.token_ids
@@ -59,7 +59,7 @@ class Generation:
         if self.token_ids:
             self.versions.append(VersionRange(version, start, len(self.token_ids)))
 
-    def end(self, finish: Finish) -> None:
+    def end(self, finish: EngineFinish) -> None:
         """Take the engine's word on how it ended, and on who sampled which token."""
         self.finish_reason = finish.reason
         self.versions = finish.version_spans
@@ -89,8 +89,8 @@ class Router:
         self._paused: dict[str, asyncio.Event] = {}
         self._paused_at: dict[str, float] = {}  # by the monotonic clock
         self._asked: Counter[str] = Counter()  # calls of token engines, also those that wait here
-        self.eased: Callable[[], None] = lambda: None  # called where the engines may bear more than before
-        self._watch = Watch(self._engines.values(), lambda: self.eased())
+        self.capacity_freed: Callable[[], None] = lambda: None  # called where the engines may bear more than before
+        self._watch = EngineHealth(self._engines.values(), lambda: self.capacity_freed())
         self._leaving: set[asyncio.Task[None]] = set()
 
     def register(self, engine: Engine) -> str:
@@ -118,11 +118,11 @@ class Router:
         pool = self._pool(name.rpartition(" ")[0])
         replica = pool.find(name)
         pool.replicas.remove(replica)
-        task = asyncio.create_task(self._let_go(replica))
+        task = asyncio.create_task(self._release(replica))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
-    async def vouch(self, name: str, policy_version: int) -> None:
+    async def confirm_weights(self, name: str, policy_version: int) -> None:
         """Believe that an engine has the model's current weights, as somebody says who knows.
 
         Raises KeyError, ValueError where `policy_version` is not the model's, and EngineUnavailable where the model is
@@ -136,7 +136,7 @@ class Router:
             return
         if self.is_paused(pool.model):
             raise EngineUnavailable(f"model {pool.model!r} is paused; register engine {name} again when it goes on")
-        await self._watch.vouch(pool, replica)
+        await self._watch.confirm_weights(pool, replica)
 
     def resolve(self, requested: str) -> str:
         """The model that a requested name means. Raises UnknownModel where unknown ones are refused."""
@@ -179,7 +179,7 @@ class Router:
         home: Engine | None = None,
         media: Sequence[Shown] = (),
         encoded: bytes | None = None,
-        take: Callable[[Tokens], bool] = lambda _: True,
+        take: Callable[[EngineTokens], bool] = lambda _: True,
     ) -> None:
         """Sample one answer into `generation`; with `stream`, as it is sampled.
 
@@ -204,7 +204,7 @@ class Router:
                     )
                     async with aclosing(parts):
                         async for part in parts:
-                            if isinstance(part, Finish):
+                            if isinstance(part, EngineFinish):
                                 generation.end(part)
                                 continue
                             self.received[model] += len(part.token_ids)
@@ -226,7 +226,7 @@ class Router:
                 _log.warning("request %s goes on to another engine than %s: %s", request_id, replica.name, failure)
         finally:
             self._asked[model] -= 1
-            self.eased()
+            self.capacity_freed()
 
     async def complete(self, model: str, body: dict[str, Any]) -> ChatAnswer:
         """One choice of a chat backend. Waits while the model is paused. Raises as `generate` does."""
@@ -246,7 +246,7 @@ class Router:
             raise no_engine(model)
         return await self._backends[model].replicas[0].engine.embed(body)
 
-    def carry_on(self, received: dict[str, int]) -> None:
+    def restore(self, received: dict[str, int]) -> None:
         """Count received tokens on from these, per model: those of earlier processes."""
         self.received.update(received)
 
@@ -360,8 +360,8 @@ class Router:
             raise EngineUnavailable("; ".join(filter(None, map(pool.away, pool.replicas))) or str(no_engine(model)))
         return pool, pool.take(able, home)
 
-    async def _let_go(self, replica: Replica[Any]) -> None:
-        await self._watch.let_go(replica)
+    async def _release(self, replica: Replica[Any]) -> None:
+        await self._watch.release(replica)
         while replica.in_flight:
             await self._until_one_ends()
         await replica.engine.close()

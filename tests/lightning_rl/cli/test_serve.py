@@ -19,7 +19,7 @@ import urllib3
 
 from lightning_rl.cli import serve
 from lightning_rl.cli.serve import ADMIN_KEY, ENGINE_KEY, RUNNER_KEY
-from lightning_rl_proxy.http.limits import Limits
+from lightning_rl_proxy.http.limits import RequestLimits
 from lightning_rl_proxy.rendering.renderers import load_renderer
 from tests.proxy.engines.service import Service, running
 
@@ -367,8 +367,8 @@ def test_the_loopback_is_told_from_the_world(host: str, alone: bool) -> None:
 
 
 def test_limits_that_are_not_named_are_the_defaults() -> None:
-    assert serve.limits([]) == Limits()
-    assert serve.limits(["messages=5"]) == Limits(messages=5)
+    assert serve.limits([]) == RequestLimits()
+    assert serve.limits(["messages=5"]) == RequestLimits(messages=5)
 
 
 def test_a_tokenizer_comes_from_the_hub_without_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

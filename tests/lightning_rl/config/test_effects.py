@@ -19,7 +19,7 @@ from lightning_rl.inference.load import load_model
 from lightning_rl.loading import NotLoadable
 from lightning_rl.ppo import ppo as ppo_module
 from lightning_rl.ppo import resolved_config
-from lightning_rl.ppo.local_workers import Learners
+from lightning_rl.ppo.local_workers import LocalWorkers
 from lightning_rl.ppo.ppo import PPO
 from lightning_rl.ppo.resolved_config import tasks_of
 from lightning_rl.ppo.schedules import Async, OneStepOff
@@ -528,7 +528,7 @@ def test_the_learning_rate_follows_from_the_model_unless_it_is_given() -> None:
 @pytest.mark.parametrize("packed", [True, False])
 def test_rows_are_packed_unless_the_keys_say_otherwise(packed: bool) -> None:
     config = compose({"actor_rollout_ref": {"model": {"use_remove_padding": packed}}})
-    learners = Learners(config, load_model(CHECKPOINT), {"actor"})
+    learners = LocalWorkers(config, load_model(CHECKPOINT), {"actor"})
     learners.train(CHECKPOINT, 1)
     assert learners.actor is not None
     assert learners.actor.forward.packed is packed

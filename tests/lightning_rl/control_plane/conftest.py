@@ -42,7 +42,7 @@ class FakeGateway:
         self.model = ModelLoad(engines=1, calls=0, waiting=0, capacity=None)
         self.starting = 0
         self.open_attempts = 2
-        self.eased = lambda: None
+        self.capacity_freed = lambda: None
 
     async def __call__(self, scope, receive, send) -> None:
         await send({"type": "http.response.start", "status": 299, "headers": []})
@@ -77,7 +77,7 @@ class FakeGateway:
     def tokens_received(self, rollout_ids) -> dict[str, int]:
         return {}
 
-    def carry_on(self, received, newest_ns=0) -> None:
+    def restore(self, received, newest_ns=0) -> None:
         self.asked.append(("carry_on", received))
 
     async def pause(self, model=None, drain_seconds=0) -> None:
@@ -93,7 +93,7 @@ class FakeGateway:
     async def detach(self, engine: str) -> None:
         self.asked.append(("detach", engine))
 
-    async def vouch(self, engine: str, policy_version: int) -> None:
+    async def confirm_weights(self, engine: str, policy_version: int) -> None:
         self.asked.append(("vouch", engine, policy_version))
         if policy_version != 3:
             raise ValueError(f"model 'm' is at policy version 3, not {policy_version}")
@@ -103,11 +103,11 @@ class FakeGateway:
     def load(self) -> GatewayLoad:
         return GatewayLoad("m", {"m": self.model}, self.starting, self.open_attempts)
 
-    def when_eased(self, tell) -> None:
-        self.eased = tell
+    def when_capacity_freed(self, tell) -> None:
+        self.capacity_freed = tell
 
     def eased_in_its_loop(self) -> None:
-        self.loop.call_soon_threadsafe(self.eased)
+        self.loop.call_soon_threadsafe(self.capacity_freed)
 
     def tokens_sealed(self, rollout_ids) -> dict[str, int]:
         return {}

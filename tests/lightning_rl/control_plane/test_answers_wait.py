@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_rl.control_plane.gateways.membership import Fleet
+from lightning_rl.control_plane.gateways.membership import Membership
 from lightning_rl.control_plane.gateways.store_ledger import StoreLedger, claimed_info
 from lightning_rl.store.contract import Claim, RolloutRequest
 from lightning_rl.store.sql import SqlStore
@@ -88,7 +88,9 @@ def test_alone_no_answer_waits_for_a_store_that_hangs_or_is_refused_because_of_i
     """The only gateway of a store, be it one that several could share or not; also when its lease is long over."""
 
     async def work(hanging: Hanging) -> None:
-        fleet = Fleet(store, gateway_id="g", url="http://g", lease_seconds=0.2, every_seconds=0.05) if shared else None
+        fleet = (
+            Membership(store, gateway_id="g", url="http://g", lease_seconds=0.2, every_seconds=0.05) if shared else None
+        )
         sql = SqlThread()
         gateway = gateway_of(store, sql, renderer, tmp_path, notes=fleet)
         if fleet is not None:

@@ -21,7 +21,7 @@ from lightning_rl.control_plane.api import ControlPlane
 from lightning_rl.control_plane.auth import Keys
 from lightning_rl.control_plane.gateways.engines import EngineRequest
 from lightning_rl.control_plane.launch import launch
-from lightning_rl.control_plane.process import Settings
+from lightning_rl.control_plane.process import ServerSettings
 from lightning_rl.runner import launch as runners
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutRequest
@@ -230,7 +230,7 @@ def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_holds_a_key_does_not_show_it() -> None:
     engine = EngineRequest(model="m", kind="openai", url="http://x", api_key="sk-secret")
-    settings = Settings(
+    settings = ServerSettings(
         store="sqlite:///x", run_dir="x", admin_key="sk-secret", runner_key="sk-secret", model="m", engines=(engine,)
     )
     shown = [settings, engine, Keys(admin="sk-secret", runner="sk-secret")]

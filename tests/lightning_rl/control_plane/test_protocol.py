@@ -13,7 +13,7 @@ import uvicorn
 
 from lightning_rl.control_plane.protocol import protocol
 from lightning_rl_proxy.gateway import GONE
-from lightning_rl_proxy.http.limits import Limits
+from lightning_rl_proxy.http.limits import RequestLimits
 
 
 class App:
@@ -41,9 +41,9 @@ class App:
 
 
 @contextmanager
-def serving(app: App, limits: Limits | None = None) -> Iterator[tuple[str, int]]:
+def serving(app: App, limits: RequestLimits | None = None) -> Iterator[tuple[str, int]]:
     """The address of a server that speaks our HTTP."""
-    http = protocol(limits or Limits())
+    http = protocol(limits or RequestLimits())
     config = uvicorn.Config(app, http=http, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     listening = socket.create_server(("127.0.0.1", 0))
@@ -90,7 +90,10 @@ HEAD = b"POST /now HTTP/1.1\r\nhost: x\r\ncontent-length: 8\r\n"
     ids=["nothing", "half a head", "a head that never ends", "half a body"],
 )
 def test_who_sends_nothing_more_holds_no_connection(said: bytes, trickle: bytes) -> None:
-    with serving(App(), Limits(head_seconds=1, body_seconds=1)) as address, socket.create_connection(address) as client:
+    with (
+        serving(App(), RequestLimits(head_seconds=1, body_seconds=1)) as address,
+        socket.create_connection(address) as client,
+    ):
         client.sendall(said)
         client.settimeout(0.1)
         for _ in range(300):
@@ -105,7 +108,10 @@ def test_who_sends_nothing_more_holds_no_connection(said: bytes, trickle: bytes)
 
 
 def test_a_request_that_comes_slowly_is_answered() -> None:
-    with serving(App(), Limits(head_seconds=1, body_seconds=1)) as address, socket.create_connection(address) as client:
+    with (
+        serving(App(), RequestLimits(head_seconds=1, body_seconds=1)) as address,
+        socket.create_connection(address) as client,
+    ):
         for _ in range(2):  # also behind another one on the same connection
             client.sendall(HEAD + b"\r\n")
             for byte in b"a body..":

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 
-from lightning_rl.control_plane.gateways.notifications import Signals
+from lightning_rl.control_plane.gateways.notifications import Notifications
 from lightning_rl.control_plane.sweeper import Sweeper
 from lightning_rl.store.errors import StoreUnwritable
 from lightning_rl.store.sql_thread import SqlThread
@@ -58,7 +58,7 @@ def test_the_whole_time_in_which_nothing_could_be_written_is_made_up_for(caplog)
 
         store, sql = FullStore(asyncio.get_running_loop()), SqlThread()
         sql.unwritable = True
-        sweeper = Sweeper(store, sql, None, NoPauses(), Signals(), seconds=0.01)
+        sweeper = Sweeper(store, sql, None, NoPauses(), Notifications(), seconds=0.01)
         task = asyncio.create_task(sweeper.run())
         await asyncio.wait_for(store.swept.wait(), 20)
         task.cancel()
@@ -80,7 +80,7 @@ def test_the_whole_time_in_which_nothing_could_be_written_is_made_up_for(caplog)
 def test_time_in_which_the_process_stood_still_counts_against_nobody() -> None:
     async def scenario() -> list[tuple[float, float]]:
         store, sql = Noting(), SqlThread()
-        sweeper = Sweeper(store, sql, None, NoPauses(), Signals(), seconds=0.2)
+        sweeper = Sweeper(store, sql, None, NoPauses(), Notifications(), seconds=0.2)
         task = asyncio.create_task(sweeper.run())
         await asyncio.sleep(0.1)
         time.sleep(1.5)
@@ -97,7 +97,7 @@ def test_time_in_which_the_process_stood_still_counts_against_nobody() -> None:
 
 def test_a_claim_that_waits_is_woken_when_a_pause_before_a_retry_is_over() -> None:
     async def scenario() -> tuple[bool, bool]:
-        store, sql, signals = Noting(), SqlThread(), Signals()
+        store, sql, signals = Noting(), SqlThread(), Notifications()
         sweeper = Sweeper(store, sql, None, NoPauses(), signals, seconds=1)
         waiting = signals.next_queued()
         await sweeper.sweep(1)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from lightning_rl.inference import fused
 from lightning_rl.inference.engine import EmbeddedEngine, EngineStopped
-from lightning_rl.inference.sequence import Request, Sampling
+from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling
 
 from .models import CONFIGS, FUSED, SIZE, VOCAB, make, reference, true_logprobs
 
@@ -17,7 +17,7 @@ TIMEOUT = 60
 
 
 def ask(engine, prompt, request_id="r", on_token=None, **sampling):
-    request = Request(request_id=request_id, token_ids=prompt, sampling=Sampling(**sampling))
+    request = GenerationRequest(request_id=request_id, token_ids=prompt, sampling=GenerationSampling(**sampling))
     return engine.submit(request, on_token)
 
 
@@ -342,7 +342,7 @@ def test_bad_requests_are_refused_with_numbers(engine):
         ask(engine, [1, VOCAB])
     for bad in ({"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -2}, {"max_tokens": 0}):
         with pytest.raises(ValueError, match=next(iter(bad))):
-            Sampling(**bad)
+            GenerationSampling(**bad)
     engine.pause("keep")
     first = ask(engine, [1], "twice", max_tokens=1)
     with pytest.raises(ValueError, match="'twice' is already in flight"):

@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image as Pillow
+from PIL import PlacedImage as Pillow
 
 from lightning_rl.inference import policy as policies
 from lightning_rl.inference.embedded import EmbeddedPolicy
-from lightning_rl.inference.sequence import Output, Request, Sampling
-from lightning_rl.vision import Image, vision_of
+from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling, Output
+from lightning_rl.vision import PlacedImage, vision_of
 from tests import seeing
 from tests.seeing import PAD
 
@@ -40,25 +40,25 @@ def policy(folder: Path) -> Iterator[EmbeddedPolicy]:
     policy.close()
 
 
-def prompt(*parts: str | bytes) -> tuple[list[int], tuple[Image, ...]]:
+def prompt(*parts: str | bytes) -> tuple[list[int], tuple[PlacedImage, ...]]:
     """Token ids and images; a text has a token for each letter."""
     ids: list[int] = []
     images = []
     for part in parts:
         if isinstance(part, bytes):
-            images.append(Image(len(ids), FEATURES[part], sha256(part).hexdigest(), part))
+            images.append(PlacedImage(len(ids), FEATURES[part], sha256(part).hexdigest(), part))
             ids += [PAD] * FEATURES[part]
         else:
             ids += [ord(letter) for letter in part]
     return ids, tuple(images)
 
 
-def request(name: str, ids: list[int], images: Sequence[Image], **sampling: Any) -> Request:
-    asked = Sampling(**{"max_tokens": 12, "seed": 1, "ignore_eos": True} | sampling)
-    return Request(request_id=name, token_ids=ids, images=tuple(images), sampling=asked)
+def request(name: str, ids: list[int], images: Sequence[PlacedImage], **sampling: Any) -> GenerationRequest:
+    asked = GenerationSampling(**{"max_tokens": 12, "seed": 1, "ignore_eos": True} | sampling)
+    return GenerationRequest(request_id=name, token_ids=ids, images=tuple(images), sampling=asked)
 
 
-def sampled(policy: EmbeddedPolicy, requests: Sequence[Request]) -> list[Output]:
+def sampled(policy: EmbeddedPolicy, requests: Sequence[GenerationRequest]) -> list[Output]:
     return [future.result() for future in [policy.engine.submit(one) for one in requests]]
 
 
@@ -161,7 +161,7 @@ def test_positions_are_those_of_transformers(policy: EmbeddedPolicy, parts: list
     model, vision = policy.model, policy.vision
     assert vision is not None
     ids: list[int] = []
-    images: list[Image] = []
+    images: list[PlacedImage] = []
     for part in [1, *parts, 1]:
         if isinstance(part, int):
             ids += [5] * part
@@ -170,7 +170,7 @@ def test_positions_are_those_of_transformers(policy: EmbeddedPolicy, parts: list
             picture = seeing.picture(0, 8 * columns, 8 * rows)
             ids.append(5)
             if rows * columns <= 16:
-                images.append(Image(len(ids), rows * columns, sha256(picture).hexdigest(), picture))
+                images.append(PlacedImage(len(ids), rows * columns, sha256(picture).hexdigest(), picture))
                 ids += [PAD] * (rows * columns)
     found, offset = vision.positions(len(ids), images)
     whole = torch.tensor([ids])
@@ -189,7 +189,7 @@ def post(policy: EmbeddedPolicy, ids: list[int], media: list[dict[str, Any]]) ->
     return httpx.post(f"{policy.url}/inference/v1/generate", json=body, timeout=30)
 
 
-def wire(image: Image, **other: Any) -> dict[str, Any]:
+def wire(image: PlacedImage, **other: Any) -> dict[str, Any]:
     data = base64.b64encode(image.data).decode()
     return {"start": image.start, "length": image.length, "sha256": image.sha256, "data": data} | other
 
@@ -212,7 +212,7 @@ def test_what_is_transparent_lies_on_white(policy: EmbeddedPolicy, mode: str) ->
 def patches(policy: EmbeddedPolicy, data: bytes) -> torch.Tensor:
     vision = vision_of(policy.folder, policy.model)
     assert vision is not None
-    return vision.patches(Image(0, 6, sha256(data).hexdigest(), data)).pixels
+    return vision.patches(PlacedImage(0, 6, sha256(data).hexdigest(), data)).pixels
 
 
 def png(image: Pillow.Image) -> bytes:
@@ -228,7 +228,7 @@ def test_images_that_do_not_fit_are_refused_over_the_wire(policy: EmbeddedPolicy
         "6 features, and 5 tokens": wire(image, length=5),
         "outside of the prompt": wire(image, start=99),
         "not those that the digest is of": wire(image, sha256="0" * 64),
-        "cannot be read": wire(Image(4, 6, sha256(b"x").hexdigest(), b"x")),
+        "cannot be read": wire(PlacedImage(4, 6, sha256(b"x").hexdigest(), b"x")),
     }
     for why, media in cases.items():
         refused = post(policy, ids, [media])

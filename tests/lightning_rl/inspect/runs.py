@@ -15,7 +15,7 @@ from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.step_record import CallRecord, RolloutRecord, StepRecord
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call
-from lightning_rl_adapters.otel import Place
+from lightning_rl_adapters.otel import SpanPlace
 from lightning_rl_adapters.span import pack_logprobs
 from tests.adapters.test_conventions import recorded
 from tests.adapters.words import attempt_of, say
@@ -54,7 +54,7 @@ def record(
                 span.attributes[semconv.PARENT] = f"{before}-{span.attributes[semconv.PARENT]}"
         store.add_spans(spans)
         if seen is not None:
-            store.add_spans(recorded(seen, Place(rollout_id, attempt_id)))
+            store.add_spans(recorded(seen, SpanPlace(rollout_id, attempt_id)))
         store.add_rewards(rollout_id, attempt_id, list(call_rewards))
         status: Any = "succeeded" if error is None else "failed"
         store.finish(rollout_id, attempt_id, Finish(status=status, reward=None if error else reward, error=error))

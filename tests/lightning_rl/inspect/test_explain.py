@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from lightning_rl.inspect import draw
-from lightning_rl.inspect.explain import Fork, RowCall, explain, words_of
+from lightning_rl.inspect.explain import ExplainedFork, RowCall, explain, words_of
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call, VersionRange
 from lightning_rl_adapters.forest import ForestError
@@ -70,9 +70,9 @@ def test_forks_have_their_cause_and_place_and_branches_their_prompts() -> None:
     recorded = attempt_of(calls, forks={4: {semconv.FORK_CAUSE: "edited_text", semconv.FORK_AT: at}})
     [attempt] = explain(rollout_of(recorded)).attempts
     assert attempt.forks == [
-        Fork(calls=[2, 3], after=1, same_prompt=True),
-        Fork(calls=[4], cause="edited_text", at=at),
-        Fork(calls=[5, 6], after=4, same_prompt=False),
+        ExplainedFork(calls=[2, 3], after=1, same_prompt=True),
+        ExplainedFork(calls=[4], cause="edited_text", at=at),
+        ExplainedFork(calls=[5, 6], after=4, same_prompt=False),
     ]
     assert list(draw.forks(attempt.forks)) == [
         "calls 2 and 3 continue call 1: 2 samples of one prompt",

@@ -187,7 +187,7 @@ def test_what_was_sent_by_otlp_goes_out_as_it_came() -> None:
             }]}],
         }]
     }  # fmt: skip
-    own = otel.Place("r", "a1")
+    own = otel.SpanPlace("r", "a1")
     [came], _ = otel.spans_of(otel.from_json(json.dumps(line).encode()), emitted=False, own=own)
     call = to_span(say(1, "a", "b"))
     [out] = otlp.requests([call, came])

@@ -14,7 +14,7 @@ from lightning_rl.agents.agent import as_agent
 from lightning_rl.cli import app
 from lightning_rl.errors import Explained
 from lightning_rl.inspect import recorded
-from lightning_rl.inspect.replay import NotReplayable, Replay, Setting, replay
+from lightning_rl.inspect.replay import GatewaySetup, NotReplayable, Replay, replay
 from lightning_rl.inspect.rollout_source import resources_of
 from lightning_rl.store.contract import RolloutTrace
 from tests.lightning_rl.inspect import replayed
@@ -23,7 +23,7 @@ from tests.proxy.engines.service import Service, running
 
 ROOT = Path(__file__).parents[3]
 CHECKPOINT = ROOT / "examples" / "sql_agent" / "checkpoint"
-TOKENS = Setting(tokenizer=CHECKPOINT, renderer="qwen3")
+TOKENS = GatewaySetup(tokenizer=CHECKPOINT, renderer="qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def again(run_dir: Path, kind: str, agent: Any = every_way, setting: Setting = TOKENS) -> Replay:
+def again(run_dir: Path, kind: str, agent: Any = every_way, setting: GatewaySetup = TOKENS) -> Replay:
     trace, resources = read(run_dir, kind)
     return replay(trace, as_agent(agent), resources, setting)
 
@@ -160,7 +160,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, service: Service) -> Path:
 @pytest.mark.parametrize("kind", ["chat", "stream", "parallel", "responses", "messages", "fails"])
 def test_a_services_answers_are_replayed_by_equal_messages(served: Path, service: Service, kind: str) -> None:
     asked = len(service.requests)
-    found = again(served, kind, setting=Setting())
+    found = again(served, kind, setting=GatewaySetup())
     assert found.agrees, found
     assert found.calls_replayed == {"chat": 2, "parallel": 5, "responses": 2}.get(kind, 1)
     assert len(service.requests) == asked
@@ -168,7 +168,7 @@ def test_a_services_answers_are_replayed_by_equal_messages(served: Path, service
 
 @pytest.mark.e2e
 def test_other_messages_to_a_service_stop_it_too(served: Path) -> None:
-    found = again(served, "chat", replayed.changed, Setting())
+    found = again(served, "chat", replayed.changed, GatewaySetup())
     assert found.divergence is not None
     assert (found.divergence.call, found.divergence.message) == (2, 2)
     assert found.divergence.recorded_message == {"role": "user", "content": "and"}
@@ -177,6 +177,6 @@ def test_other_messages_to_a_service_stop_it_too(served: Path) -> None:
 @pytest.mark.e2e
 def test_what_cannot_be_replayed_is_refused_in_words(run_dir: Path) -> None:
     with pytest.raises(NotReplayable, match="name its folder with --tokenizer"):
-        again(run_dir, "chat", setting=Setting())
+        again(run_dir, "chat", setting=GatewaySetup())
     with pytest.raises(NotReplayable, match=r"holds no tokenizer\.json"):
-        again(run_dir, "chat", setting=Setting(tokenizer=run_dir))
+        again(run_dir, "chat", setting=GatewaySetup(tokenizer=run_dir))

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from lightning_rl.ppo.batch import Rules, StepBatch, estimate, read, records
+from lightning_rl.ppo.batch import BatchRules, StepBatch, estimate, read, records
 from lightning_rl.rl.advantages import ESTIMATORS
-from lightning_rl.rl.baselines import Baselines, EstimatorError, Outcomes, Settings
+from lightning_rl.rl.baselines import Baselines, BaselineSettings, EstimatorError, Outcomes
 from lightning_rl.rl.shaping import OverlongBuffer
 from lightning_rl.store.contract import Reward
 from lightning_rl.training.batch import mini_batches
@@ -40,7 +40,7 @@ def rollout(
     return trajectory_of(replace(recorded, rollout=asked), **({"agent_failure": 0.0} | how))
 
 
-def build(trajectories: Sequence[Trajectory], rules: Rules) -> StepBatch:
+def build(trajectories: Sequence[Trajectory], rules: BatchRules) -> StepBatch:
     """The batch of a step, with what `rules` need: values and log probabilities that the tokens before each decide."""
     batch = read(trajectories, rules)
     for sequence in batch.sequences:
@@ -61,7 +61,7 @@ def excluded(batch: StepBatch) -> Counter[str]:
     return sum((part.excluded for part in batch.parts), Counter[str]())
 
 
-PLAIN = Rules(norm_by_std=False)
+PLAIN = BatchRules(norm_by_std=False)
 
 
 def test_every_token_of_a_rollout_has_its_advantage() -> None:
@@ -91,7 +91,7 @@ def test_a_rollout_goes_as_a_whole_where_the_rule_says_so() -> None:
 def test_a_row_is_cut_at_its_end() -> None:
     # c0: 2 prompt + 2 sampled, c1 adds 2 + 4: ten tokens, of which eight are kept.
     long = rollout("a", make_call(0, None), make_call(1, 0, response=4))
-    batch = build([long], Rules(overlong="truncate_response", max_tokens=8))
+    batch = build([long], BatchRules(overlong="truncate_response", max_tokens=8))
     [sequence] = batch.sequences
     assert sequence.token_ids.tolist() == [0, 1, 50, 51, 100, 101, 150, 151]
     assert sequence.trained.tolist() == [2, 3, 6, 7]
@@ -101,7 +101,7 @@ def test_a_row_is_cut_at_its_end() -> None:
 
 def test_a_row_is_cut_at_its_beginning_and_its_first_token_is_not_trained() -> None:
     long = rollout("a", make_call(0, None), make_call(1, 0, response=4))
-    batch = build([long], Rules(overlong="truncate_left", max_tokens=8))
+    batch = build([long], BatchRules(overlong="truncate_left", max_tokens=8))
     [sequence] = batch.sequences
     assert sequence.token_ids.tolist() == [50, 51, 100, 101, 150, 151, 152, 153]
     assert sequence.trained.tolist() == [1, 4, 5, 6, 7]  # 51 has a distribution, given 50
@@ -116,7 +116,7 @@ def test_a_row_is_cut_at_its_beginning_and_its_first_token_is_not_trained() -> N
     [("zero", [{0.0}], {}), ("raw", [{3.0}], {}), ("drop", [set()], {"group_of_one": 2})],
 )
 def test_a_group_of_one(policy: str, expected: list[set[float]], left_out: dict[str, int]) -> None:
-    batch = build([rollout("a", make_call(0, None), reward=3.0)], Rules(groups_of_one=policy))
+    batch = build([rollout("a", make_call(0, None), reward=3.0)], BatchRules(groups_of_one=policy))
     assert (advantages(batch), excluded(batch), batch.groups_of_one) == (expected, left_out, 1)
 
 
@@ -125,7 +125,9 @@ def test_a_group_in_which_too_few_agents_ended_well_is_left_out(least: int, left
     def group(name: str, *rewards: float | None) -> list[Trajectory]:
         return [rollout(f"{name}{i}", make_call(0, None), reward=r, group=name) for i, r in enumerate(rewards)]
 
-    batch = build(group("few", 1.0, None, None) + group("enough", 1.0, 0.0, None), Rules(min_successful_rollouts=least))
+    batch = build(
+        group("few", 1.0, None, None) + group("enough", 1.0, 0.0, None), BatchRules(min_successful_rollouts=least)
+    )
     assert (excluded(batch), batch.groups_of_few_successes) == (left_out, int(bool(left_out)))
     assert batch.metrics()["rollouts/groups_of_few_successes"] == float(bool(left_out))
     assert [part.trained > 0 for part in batch.parts] == [not left_out] * 3 + [True] * 3
@@ -135,7 +137,7 @@ def test_a_group_in_which_too_few_agents_ended_well_is_left_out(least: int, left
 def test_a_group_without_variance(policy: str, left_out: dict[str, int]) -> None:
     same = [rollout(name, make_call(0, None), reward=0.1) for name in "ab"]
     differ = [rollout(name, make_call(0, None), reward=float(name == "c"), group="h") for name in "cd"]
-    batch = build([*same, *differ], Rules(groups_without_variance=policy))
+    batch = build([*same, *differ], BatchRules(groups_without_variance=policy))
     assert excluded(batch) == left_out
     assert (batch.groups_without_variance, batch.groups_of_one) == (1, 0)
     assert batch.metrics()["rollouts/groups_without_variance"] == 1.0
@@ -151,8 +153,8 @@ def test_infrastructure_takes_no_part_in_the_group() -> None:
 
 def test_tokens_without_a_logprob_are_left_out_only_where_they_are_needed() -> None:
     call = replace(make_call(0, None), logprobs=None)
-    assert excluded(build([rollout("a", call)], Rules())) == {}
-    needed = build([rollout("a", call)], Rules(need_log_probs=True))
+    assert excluded(build([rollout("a", call)], BatchRules())) == {}
+    needed = build([rollout("a", call)], BatchRules(need_log_probs=True))
     assert excluded(needed) == {"no_logprob": 2}
     [record] = records(needed, [])
     assert record.calls["c0"].left_out == "no_logprob"
@@ -166,7 +168,7 @@ def test_late_rewards_reach_their_call_by_its_id() -> None:
     assert found.rewards.of_calls == {"c0": {"tool": 1.5}}
     assert (found.reward, found.agent_failed, found.lost_rewards) == (1.5, False, 1)
     batch = build(
-        [found, rollout("b", make_call(0, None), reward=0.0)], Rules(strategy=credit.per_step, norm_by_std=False)
+        [found, rollout("b", make_call(0, None), reward=0.0)], BatchRules(strategy=credit.per_step, norm_by_std=False)
     )
     assert batch.parts[0].credits == {"c0": credit.Credit(1.5)}
     assert advantages(batch) == [{0.0, 0.75}, {-0.75}]
@@ -183,7 +185,7 @@ def test_weights_make_the_final_reward() -> None:
 
 def test_a_strategy_that_fails_names_the_rollout() -> None:
     with pytest.raises(CreditError, match=r"rollout a: credit was given to call 'x'"):
-        build([rollout("a", make_call(0, None))], Rules(strategy=lambda *_: {"x": 1.0}))
+        build([rollout("a", make_call(0, None))], BatchRules(strategy=lambda *_: {"x": 1.0}))
 
 
 def test_a_strategy_that_raises_is_raised_with_the_rollout_it_was_asked_about() -> None:
@@ -191,7 +193,7 @@ def test_a_strategy_that_raises_is_raised_with_the_rollout_it_was_asked_about() 
         raise KeyError("a bug of the user's")
 
     with pytest.raises(KeyError) as raised:
-        build([rollout("a", make_call(0, None))], Rules(strategy=broken))
+        build([rollout("a", make_call(0, None))], BatchRules(strategy=broken))
     assert raised.value.__notes__ == ["while the credit strategy was asked about rollout a"]
 
 
@@ -201,7 +203,7 @@ def test_tokens_that_do_not_add_up_name_the_rollout() -> None:
     with pytest.raises(ConservationError, match="rollout a: its calls hold 2 sampled tokens, but its rows train 1"):
         damaged.check()
     with pytest.raises(ConservationError, match="rollout a: of 2 sampled tokens 1 are in the batch"):
-        build([rollout("b", make_call(0, None)), damaged], Rules())
+        build([rollout("b", make_call(0, None)), damaged], BatchRules())
 
 
 def test_a_record_tells_of_each_call_what_the_step_made_of_it() -> None:
@@ -220,8 +222,8 @@ def test_a_record_tells_of_each_call_what_the_step_made_of_it() -> None:
     assert (second.calls["c0"].mini_batch, second.calls["c0"].weight) == (1, 1 / 2)
 
 
-def with_estimator(name: str, **more: Any) -> Rules:
-    return Rules(estimator=ESTIMATORS[name], groups_of_one="raw", **more)
+def with_estimator(name: str, **more: Any) -> BatchRules:
+    return BatchRules(estimator=ESTIMATORS[name], groups_of_one="raw", **more)
 
 
 def five(name: str = "") -> list[Trajectory]:
@@ -290,7 +292,7 @@ def test_calls_without_credit_stay_at_zero_when_the_others_are_whitened() -> Non
         rollout("b", make_call(0, None), make_call(1, 0), reward=0.0),
         rollout("alone", make_call(0, None), reward=7.0, group="h"),
     ]
-    rules = Rules(strategy=credit.last_call, estimator=ESTIMATORS["reinforce_plus_plus_baseline"])
+    rules = BatchRules(strategy=credit.last_call, estimator=ESTIMATORS["reinforce_plus_plus_baseline"])
     batch = build(step, rules)
     first, second, alone = (np.concatenate([s.advantages for s in part.sequences]) for part in batch.parts)
     assert first[:2].tolist() == second[:2].tolist() == alone.tolist() == [0.0, 0.0]
@@ -303,7 +305,7 @@ def test_every_branch_ends_with_the_final_reward_and_the_trunk_has_it_once() -> 
         rollout("a", make_call(0, None), make_call(1, 0), make_call(2, 0), make_call(3, 0, response=0)),
         rollout("b", make_call(0, None), reward=0.0),
     ]
-    batch = build(step, Rules(estimator=ESTIMATORS["tir_optimal_token_baseline"]))
+    batch = build(step, BatchRules(estimator=ESTIMATORS["tir_optimal_token_baseline"]))
     assert {call_id: given.reward for call_id, given in batch.parts[0].credits.items()} == {
         "c0": pytest.approx(1.0), "c1": 1.0, "c2": 1.0,
     }  # fmt: skip
@@ -321,7 +323,7 @@ def test_a_reward_of_a_call_stands_on_its_last_token_and_passes_over_calls_witho
 def test_probabilities_that_were_not_those_of_sampling_weigh_no_baseline() -> None:
     """The logprobs of a greedy call are not those that its tokens were drawn with: they count as unknown."""
     calls = [replace(make_call(0, None), logprob_kind="greedy"), replace(make_call(0, None), logprobs=None)]
-    rules = Rules(estimator=ESTIMATORS["optimal_token_baseline"])
+    rules = BatchRules(estimator=ESTIMATORS["optimal_token_baseline"])
 
     def found(call: Call) -> Any:
         part = build([rollout("a", call), rollout("b", make_call(0, None), reward=0.0)], rules).parts[0]
@@ -333,7 +335,7 @@ def test_probabilities_that_were_not_those_of_sampling_weigh_no_baseline() -> No
 def test_a_reward_that_belongs_to_no_call_moves_no_advantage() -> None:
     """verl adds up rewards whether or not their token is the policy's: 5.0 on a tool's token turns group a around."""
     leak = Reward(value=5.0, name="tool", call_id="nobody", reward_id="w1")
-    rules = Rules(strategy=credit.per_step)
+    rules = BatchRules(strategy=credit.per_step)
     other = rollout("a", make_call(0, None))
     plain, leaked = (rollout("b", make_call(0, None), reward=0.0, rewards=given) for given in ((), (leak,)))
     assert advantages(build([other, leaked], rules)) == advantages(build([other, plain], rules))
@@ -343,7 +345,7 @@ def test_a_reward_that_belongs_to_no_call_moves_no_advantage() -> None:
 def test_a_last_call_without_tokens_takes_nothing_from_the_rollout() -> None:
     """verl reads a rollout's advantage off its last row: where that has no trained token the whole rollout has 0."""
     step = [rollout("a", make_call(0, None), make_call(1, 0, response=0)), rollout("b", make_call(0, None), reward=0.0)]
-    [first], [second] = advantages(build(step, Rules()))
+    [first], [second] = advantages(build(step, BatchRules()))
     assert [first, second] == pytest.approx([0.707106, -0.707106], abs=1e-6)
 
 
@@ -354,7 +356,7 @@ def test_steps_from_the_same_prompt_are_compared_across_rollouts_and_within_one(
         return rollout(name, make_call(0, None), *(last or (make_call(1, 0),)), reward=reward)
 
     step = [two("a", 1.0), two("b", 0.0), two("c", 0.5, replace(make_call(1, 0), prompt_ids=[7]))]
-    rules = Rules(strategy=credit.step_groups(0.5, 2.0), norm_by_std=False)
+    rules = BatchRules(strategy=credit.step_groups(0.5, 2.0), norm_by_std=False)
     first, second, third = records(build(step, rules), [])
     # All three answered [0, 1]: returns .5, 0, .25 there, mean .25. At the second prompt 1 and 0 meet.
     assert [record.calls["c0"].advantage for record in (first, second, third)] == [0.5 + 0.5, -0.5 - 0.5, 0.0]
@@ -369,7 +371,8 @@ def test_steps_from_the_same_prompt_are_compared_across_rollouts_and_within_one(
     same = [replace(call, prompt_ids=[7]) for call in samples[1:]]
     one = Reward(value=4.0, name="tool", call_id="c1", reward_id="w")
     within = build(
-        [rollout("a", samples[0], *same, rewards=(one,))], Rules(strategy=credit.step_groups(0.0), norm_by_std=False)
+        [rollout("a", samples[0], *same, rewards=(one,))],
+        BatchRules(strategy=credit.step_groups(0.0), norm_by_std=False),
     )
     assert [within.parts[0].estimates[c].advantage for c in ("c0", "c1", "c2")] == [0.0, 1.5, -1.5]
 
@@ -377,37 +380,37 @@ def test_steps_from_the_same_prompt_are_compared_across_rollouts_and_within_one(
 def test_long_answers_cost_and_the_record_says_how_much() -> None:
     buffer = OverlongBuffer(max_length=10, length=4, factor=0.5)
     step = [rollout("a", make_call(0, None, response=8)), rollout("b", make_call(0, None, response=2))]
-    batch = build(step, Rules(overlong_buffer=buffer, norm_by_std=False))
+    batch = build(step, BatchRules(overlong_buffer=buffer, norm_by_std=False))
     assert advantages(batch) == [{-0.125}, {0.125}]
     assert batch.metrics()["rollouts/overlong_penalty"] == -0.125
     first, second = records(batch, [])
     assert (first.reward, first.overlong_penalty, first.calls["c0"].credit) == (0.75, -0.25, 0.75)
     assert (second.reward, second.overlong_penalty) == (1.0, 0.0)
     assert step[0].reward == 1.0  # what the metrics of rewards tell is what was given
-    assert "rollouts/overlong_penalty" not in build(step, Rules()).metrics()
+    assert "rollouts/overlong_penalty" not in build(step, BatchRules()).metrics()
 
 
 def test_the_penalty_can_be_compared_as_a_reward_of_its_own() -> None:
     buffer = OverlongBuffer(max_length=10, length=4)
     step = [rollout("a", make_call(0, None, response=8)), rollout("b", make_call(0, None, response=2))]
-    rules = Rules(estimator=ESTIMATORS["gdpo"], overlong_buffer=buffer, reward_weights={"overlong_penalty": 1.0})
+    rules = BatchRules(estimator=ESTIMATORS["gdpo"], overlong_buffer=buffer, reward_weights={"overlong_penalty": 1.0})
     [first], [second] = advantages(build(step, rules))
     assert first < 0 < second
 
 
 def test_rewards_that_no_advantage_can_hold_name_the_rollout() -> None:
     step = [rollout("a", make_call(0, None), reward=1e300), rollout("b", make_call(0, None))]
-    assert advantages(build(step, Rules()))
+    assert advantages(build(step, BatchRules()))
     with pytest.raises(CreditError, match=r"rollout a: with a reward of 1e\+300 its advantages are too large"):
         build(step, PLAIN)
 
 
 def test_a_function_of_the_users_is_an_estimator() -> None:
-    def best(outcomes: Outcomes, settings: Settings) -> Baselines:
+    def best(outcomes: Outcomes, settings: BaselineSettings) -> Baselines:
         return Baselines(np.full(len(outcomes.scores), outcomes.scores.max()), np.ones(len(outcomes.scores)))
 
     batch = build(
-        [rollout("a", make_call(0, None)), rollout("b", make_call(0, None), reward=-1.0)], Rules(estimator=best)
+        [rollout("a", make_call(0, None)), rollout("b", make_call(0, None), reward=-1.0)], BatchRules(estimator=best)
     )
     assert advantages(batch) == [{0.0}, {-2.0}]
 
@@ -429,7 +432,7 @@ VALUES = [[0.1, 0.2, 0.3], [0, 0.1, 0.2], [0.5, 0.4], [0.1, 0.1, 0.1, 0.1], [0.3
 GAE = with_estimator("gae", lam=0.95)
 
 
-def valued(trajectories: list[Trajectory], values: list[list[float]], rules: Rules = GAE) -> StepBatch:
+def valued(trajectories: list[Trajectory], values: list[list[float]], rules: BatchRules = GAE) -> StepBatch:
     """The batch of rollouts of one row each, with a critic's values of its trained tokens."""
     batch = read(trajectories, rules)
     for sequence, own in zip(batch.sequences, values, strict=True):
@@ -469,8 +472,8 @@ def test_with_a_critic_advantages_and_returns_are_verls() -> None:
 
 
 def batch_without_values() -> StepBatch:
-    batch = read(five(), Rules())
-    estimate(batch, Rules())
+    batch = read(five(), BatchRules())
+    estimate(batch, BatchRules())
     return batch
 
 
@@ -517,7 +520,7 @@ def test_without_values_the_estimator_says_what_it_lacks() -> None:
 # The distance from the reference in rewards
 
 
-def judged(trajectories: list[Trajectory], rules: Rules, seed: int = 0) -> tuple[StepBatch, list[Any]]:
+def judged(trajectories: list[Trajectory], rules: BatchRules, seed: int = 0) -> tuple[StepBatch, list[Any]]:
     """The batch, with log probabilities of some policies; and of each row [K] distance, score and values as verl's."""
     random_numbers = np.random.default_rng(seed)
     batch = read(trajectories, rules)
@@ -584,7 +587,7 @@ def test_the_critic_learns_rewards_that_are_lowered_token_by_token() -> None:
 
 def test_tokens_that_no_row_trains_are_not_far_from_the_reference_and_groups_are_of_lowered_rewards() -> None:
     long = rollout("a", make_call(0, None, prompt=9), max_tokens=6)
-    rules = Rules(norm_by_std=False, kl_coef=0.5)
+    rules = BatchRules(norm_by_std=False, kl_coef=0.5)
     batch, [(distance, rewards, _)] = judged([long, rollout("b", make_call(0, None), reward=0.0)], rules)
     assert batch.parts[0].reward == 1.0
     assert batch.parts[1].reward == pytest.approx(rewards.sum())
@@ -597,16 +600,16 @@ def test_tokens_that_no_row_trains_are_not_far_from_the_reference_and_groups_are
 
 def test_a_trunk_is_far_from_the_reference_once() -> None:
     calls = [make_call(0, None), make_call(1, 0), make_call(2, 0)]
-    batch = read([rollout("a", *calls, reward=0.0)], Rules(kl_coef=1.0))
+    batch = read([rollout("a", *calls, reward=0.0)], BatchRules(kl_coef=1.0))
     for sequence in batch.sequences:
         sequence.old_log_probs = np.zeros(len(sequence.trained), np.float32)
         sequence.reference_log_probs = sequence.old_log_probs - 1
-    estimate(batch, Rules(kl_coef=1.0))
+    estimate(batch, BatchRules(kl_coef=1.0))
     assert (batch.parts[0].kl_penalty, batch.kl) == (-6.0, 1.0)
 
 
 def test_the_distance_can_be_compared_as_a_reward_of_its_own() -> None:
-    rules = Rules(estimator=ESTIMATORS["gdpo"], kl_coef=0.3, reward_weights={"kl_penalty": 1.0})
+    rules = BatchRules(estimator=ESTIMATORS["gdpo"], kl_coef=0.3, reward_weights={"kl_penalty": 1.0})
     step = [rollout(name, make_call(0, None)) for name in "ab"]
     batch, rows = judged(step, rules)
     [first], [second] = advantages(batch)
@@ -616,7 +619,7 @@ def test_the_distance_can_be_compared_as_a_reward_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["old_log_probs", "reference_log_probs"])
 def test_a_distance_needs_both_policies(name: str) -> None:
-    rules = Rules(kl_coef=0.3)
+    rules = BatchRules(kl_coef=0.3)
     batch = read(five(), rules)
     for sequence in batch.sequences:
         sequence.old_log_probs = sequence.reference_log_probs = sequence.rollout_log_probs
@@ -630,7 +633,7 @@ def test_a_distance_needs_both_policies(name: str) -> None:
 
 def read_again(batch: StepBatch) -> StepBatch:
     """The same rows, not estimated yet."""
-    again = read([part.trajectory for part in batch.parts], Rules())
+    again = read([part.trajectory for part in batch.parts], BatchRules())
     for part, before in zip(again.parts, batch.parts, strict=True):
         part.sequences = before.sequences
     return again
@@ -638,7 +641,7 @@ def read_again(batch: StepBatch) -> StepBatch:
 
 def test_rows_are_there_before_their_advantages_and_dropped_groups_go_with_them() -> None:
     same = [rollout(name, make_call(0, None), reward=0.1) for name in "ab"]
-    rules = Rules(groups_without_variance="drop")
+    rules = BatchRules(groups_without_variance="drop")
     batch = read(same, rules)
     assert [part.trained for part in batch.parts] == [2, 2]
     assert not excluded(batch)
@@ -667,7 +670,7 @@ def test_the_order_of_rollouts_and_of_their_rows_changes_no_advantage(
     trajectories = [rollout(str(i), *calls, reward=r, group=group) for i, (calls, r, group) in enumerate(drawn)]
 
     def found(step: list[Trajectory]) -> dict[tuple[str, str], list[float]]:
-        batch = build(step, Rules(estimator=ESTIMATORS[name], gamma=0.9, kl_coef=kl_coef))
+        batch = build(step, BatchRules(estimator=ESTIMATORS[name], gamma=0.9, kl_coef=kl_coef))
         return {
             (part.trajectory.rollout_id, call_id): sequence.advantages[where].tolist()
             for part in batch.parts
@@ -703,7 +706,7 @@ def test_whatever_the_rules_every_token_is_trained_once_or_excluded_by_name(
         )
         for i, (calls, reward, group) in enumerate(drawn)
     ]  # fmt: skip
-    rules = Rules(
+    rules = BatchRules(
         strategy=strategy,
         estimator=estimator,
         overlong=overlong,

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rl.ppo.early_stopping import Tuning
+from lightning_rl.ppo.early_stopping import TuningRecord
 
 rewards = st.lists(st.floats(-2, 2) | st.sampled_from([0.0, 1.0, math.nan]), max_size=12)
 rules = st.tuples(st.none() | st.integers(1, 4), st.floats(0, 1) | st.just(0.0))
 
 
-def after(values: list[float], patience: int | None = None, min_delta: float = 0.0) -> Tuning:
-    tuning = Tuning(patience, min_delta)
+def after(values: list[float], patience: int | None = None, min_delta: float = 0.0) -> TuningRecord:
+    tuning = TuningRecord(patience, min_delta)
     for step, reward in enumerate(values, 1):
         tuning.measured(step, reward)
     return tuning
@@ -22,7 +22,7 @@ def after(values: list[float], patience: int | None = None, min_delta: float = 0
 
 @given(rewards)
 def test_the_best_is_the_first_of_the_highest(values: list[float]) -> None:
-    tuning = Tuning()
+    tuning = TuningRecord()
     best = [tuning.measured(step, reward) for step, reward in enumerate(values)]
     numbers = [(reward, -step) for step, reward in enumerate(values) if not math.isnan(reward)]
     assert tuning.best_step == (-max(numbers)[1] if numbers else None)
@@ -33,8 +33,8 @@ def test_the_best_is_the_first_of_the_highest(values: list[float]) -> None:
 
 
 def test_nothing_measured_says_nothing() -> None:
-    assert Tuning(patience=1).best_step is None
-    assert Tuning(patience=1).stop is None
+    assert TuningRecord(patience=1).best_step is None
+    assert TuningRecord(patience=1).stop is None
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_why_a_run_ends_is_a_sentence() -> None:
 def test_a_resumed_run_goes_on_the_same_way(
     before: list[float], later: list[float], rule: tuple[int | None, float]
 ) -> None:
-    whole, resumed = after(before, *rule), Tuning(*rule)
+    whole, resumed = after(before, *rule), TuningRecord(*rule)
     resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
     for step, reward in enumerate(later, len(before) + 1):
         assert whole.measured(step, reward) == resumed.measured(step, reward)
@@ -85,7 +85,7 @@ def test_a_resumed_run_goes_on_the_same_way(
 
 def test_more_patience_goes_on_with_a_run_that_had_ended() -> None:
     ended = after([0.5, 0.4], patience=1)
-    patient = Tuning(patience=2)
+    patient = TuningRecord(patience=2)
     patient.load_state_dict(ended.state_dict())
     assert ended.stop is not None
     assert patient.stop is None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_rl.config.schema import RolloutCorrection
-from lightning_rl.ppo.batch import Rules, StepBatch, records
+from lightning_rl.ppo.batch import BatchRules, StepBatch, records
 from lightning_rl.ppo.rollout_correction import correct, rules_of
 from lightning_rl.training.batch import mini_batches
 from tests.adapters.forests import make_call
@@ -20,7 +20,7 @@ def step(ratios: Sequence[Sequence[float]]) -> StepBatch:
         rollout(name, make_call(0, None), make_call(1, 0), reward=float(name == "a"))
         for name, _ in zip("abcd", ratios, strict=False)
     ]
-    batch = build(found, Rules(norm_by_std=False, need_log_probs=True))
+    batch = build(found, BatchRules(norm_by_std=False, need_log_probs=True))
     for sequence, of_tokens in zip(batch.sequences, ratios, strict=True):
         sequence.old_log_probs = sequence.rollout_log_probs + np.log(of_tokens).astype(np.float32)
     return batch
@@ -88,7 +88,7 @@ def test_a_batch_of_which_everything_is_rejected_trains_nothing() -> None:
 
 
 def test_a_batch_without_tokens_is_no_error() -> None:
-    batch = build([rollout("a")], Rules())
+    batch = build([rollout("a")], BatchRules())
     assert correct(batch, REJECT_ROLLOUTS) == {"rollout_corr/tokens_without_log_prob": 0.0}
     assert batch.parts[0].left_out is None
 
@@ -101,4 +101,4 @@ def test_rows_whose_context_was_cut_are_not_compared() -> None:
 
 def test_old_log_probs_must_be_there() -> None:
     with pytest.raises(ValueError, match="compute them before the correction"):
-        correct(build([rollout("a", make_call(0, None))], Rules()), REJECT_TOKENS)
+        correct(build([rollout("a", make_call(0, None))], BatchRules()), REJECT_TOKENS)

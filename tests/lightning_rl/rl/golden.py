@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_rl.rl import baselines
 from lightning_rl.rl.aggregation import token_weights
-from lightning_rl.rl.baselines import Outcomes, Settings
-from lightning_rl.rl.losses import LossOptions, Tokens
+from lightning_rl.rl.baselines import BaselineSettings, Outcomes
+from lightning_rl.rl.losses import LossInputs, LossOptions
 
 MASK = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0], [1, 0, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)
 OLD = torch.tensor(
@@ -26,10 +26,10 @@ ROLLOUTS = torch.arange(5)[:, None].expand(5, 4)
 OPTIONS = LossOptions(clip_ratio_low=0.2, clip_ratio_high=0.28, kl_cov_ratio=0.2, dro_beta=0.1)
 
 
-def golden_tokens(dtype: torch.dtype = torch.float32) -> Tokens:
+def golden_tokens(dtype: torch.dtype = torch.float32) -> LossInputs:
     """Its 14 trained tokens; the log probabilities are a leaf that takes a gradient."""
     new, old, advantages = (part[MASK].to(dtype) for part in (NEW, OLD, ADVANTAGES))
-    return Tokens(new.requires_grad_(), old, advantages, ROLLOUTS[MASK])
+    return LossInputs(new.requires_grad_(), old, advantages, ROLLOUTS[MASK])
 
 
 def weights_of(sequence: Tensor, mode: str) -> Tensor:
@@ -41,4 +41,4 @@ def weights_of(sequence: Tensor, mode: str) -> Tensor:
 def grpo(rewards: Sequence[float], groups: Sequence[Hashable], *, norm_by_std: bool = True) -> NDArray[np.float64]:
     """GRPO's advantages of rollouts whose calls all have their reward, float64 [N]."""
     outcomes = Outcomes.of(rewards, groups)
-    return baselines.grpo(outcomes, Settings(norm_by_std=norm_by_std)).advantages(outcomes.scores)
+    return baselines.grpo(outcomes, BaselineSettings(norm_by_std=norm_by_std)).advantages(outcomes.scores)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_rl.rl import baselines
 from lightning_rl.rl.advantages import ESTIMATORS, Estimate, OfOutcomes, of_calls
-from lightning_rl.rl.baselines import Baselines, EstimatorError, OutcomeEstimator, Outcomes, Settings
+from lightning_rl.rl.baselines import Baselines, BaselineSettings, EstimatorError, OutcomeEstimator, Outcomes
 from lightning_rl_adapters.credit import GROUP, Credit
 from tests.lightning_rl.rl.golden import grpo
 
@@ -18,7 +18,7 @@ from tests.lightning_rl.rl.golden import grpo
 def of_group(
     *rollouts: dict[str, Credit], rewards: list[float] | None = None, **options: bool
 ) -> list[dict[str, float]]:
-    settings = Settings(norm_by_std=False, **options)
+    settings = BaselineSettings(norm_by_std=False, **options)
     estimates = of_calls(list(rollouts), rewards or [0.0] * len(rollouts), ["g"] * len(rollouts), settings=settings)
     return [{call_id: found.advantage for call_id, found in of_rollout.items()} for of_rollout in estimates]
 
@@ -76,7 +76,7 @@ def test_one_reward_for_all_calls_is_plain_grpo_however_many_calls_there_are(
     rewards, groups = [r for r, _, _ in rollouts], [g for _, g, _ in rollouts]
     credits = [{f"c{i}": Credit(reward, GROUP) for i in range(n)} for reward, _, n in rollouts]
     plain = grpo(rewards, groups, norm_by_std=norm_by_std)
-    found_by_rollout = of_calls(credits, rewards, groups, settings=Settings(norm_by_std=norm_by_std))
+    found_by_rollout = of_calls(credits, rewards, groups, settings=BaselineSettings(norm_by_std=norm_by_std))
     for estimates, expected in zip(found_by_rollout, plain, strict=True):
         assert all(found.advantage == expected for found in estimates.values())
 
@@ -112,7 +112,7 @@ def test_cutting_a_rollout_into_calls_changes_nothing(
         rewards,
         groups,
         estimator=estimator,
-        settings=Settings(lone_raw=lone_raw),
+        settings=BaselineSettings(lone_raw=lone_raw),
         tokens=[{"c": 6}] * len(rewards),
     )
     in_calls = of_calls(
@@ -120,7 +120,7 @@ def test_cutting_a_rollout_into_calls_changes_nothing(
         rewards,
         groups,
         estimator=estimator,
-        settings=Settings(lone_raw=lone_raw),
+        settings=BaselineSettings(lone_raw=lone_raw),
         tokens=[{f"c{i}": 6 if i == 0 else 0 for i in range(n + 1)} for _, _, n in rollouts],
     )
     for one, many in zip(whole, in_calls, strict=True):
@@ -147,7 +147,7 @@ def test_at_a_state_each_call_speaks_for_itself() -> None:
         [{"a0": Credit(1.0, at), "a1": Credit(0.0, at)}, {"b0": Credit(5.0, at), "b1": Credit(9.0, "state:y")}],
         [0.0, 0.0],
         ["g", "g"],
-        settings=Settings(norm_by_std=False, lone_raw=True),
+        settings=BaselineSettings(norm_by_std=False, lone_raw=True),
     )
     assert [found[0]["a0"].advantage, found[0]["a1"].advantage, found[1]["b0"].advantage] == [-1.0, -2.0, 3.0]
     assert found[1]["b1"].advantage == 0.0  # nobody else was there, so it says nothing, also where lone rollouts do
@@ -201,7 +201,7 @@ def test_nobody_to_compare_with_stays_silent_when_others_are_whitened() -> None:
 def test_an_estimator_of_ones_own_that_gives_nonsense_is_named(
     baseline: list[float], scale: list[float], message: str
 ) -> None:
-    def mine(outcomes: Outcomes, settings: Settings) -> Baselines:
+    def mine(outcomes: Outcomes, settings: BaselineSettings) -> Baselines:
         return Baselines(np.array(baseline), np.array(scale))
 
     with pytest.raises(EstimatorError, match=message):
@@ -211,7 +211,7 @@ def test_an_estimator_of_ones_own_that_gives_nonsense_is_named(
 def test_lengths_and_named_rewards_reach_the_estimator() -> None:
     seen: list[Outcomes] = []
 
-    def looks(outcomes: Outcomes, settings: Settings) -> Baselines:
+    def looks(outcomes: Outcomes, settings: BaselineSettings) -> Baselines:
         seen.append(outcomes)
         return baselines.grpo(outcomes, settings)
 

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from lightning_rl.rl import baselines
 from lightning_rl.rl.advantages import ESTIMATORS, OfOutcomes
-from lightning_rl.rl.baselines import EstimatorError, OutcomeEstimator, Outcomes, Settings
+from lightning_rl.rl.baselines import BaselineSettings, EstimatorError, OutcomeEstimator, Outcomes
 from lightning_rl.rl.token_advantages import whitening
 
 GROUPS = list("aabbc")
 OUTCOMES = Outcomes.of([1.0, 0.0, 2.0, 0.5, 1.0], GROUPS, lengths=[3, 3, 2, 4, 2], greedy=[0.5] * 5)
-RAW = Settings(lone_raw=True)
+RAW = BaselineSettings(lone_raw=True)
 NAMES = [name for name, found in ESTIMATORS.items() if isinstance(found, OfOutcomes)]
 COMPARING = [name for name in NAMES if name != "remax"]
 
 
-def advantages(name: str, outcomes: Outcomes = OUTCOMES, settings: Settings = RAW) -> list[float]:
+def advantages(name: str, outcomes: Outcomes = OUTCOMES, settings: BaselineSettings = RAW) -> list[float]:
     """With the whitening, where there is one, over the tokens of rollouts that have somebody to compare with."""
     estimator = ESTIMATORS[name]
     assert isinstance(estimator, OfOutcomes)
@@ -54,33 +54,35 @@ def test_with_raw_groups_of_one_it_equals_verl(name: str) -> None:
 )
 def test_a_group_of_one_says_nothing_and_moves_no_other(name: str) -> None:
     """verl's estimators disagree: rloo gives its reward, rloo_vectorized 0, grpo_passk raises."""
-    assert advantages(name, settings=Settings()) == pytest.approx([*VERL[name][:4], 0.0], abs=1e-6)
+    assert advantages(name, settings=BaselineSettings()) == pytest.approx([*VERL[name][:4], 0.0], abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["gdpo", "reinforce_plus_plus_baseline"])
 def test_a_group_of_one_takes_no_part_in_whitening(name: str) -> None:
     without = Outcomes.of([1.0, 0.0, 2.0, 0.5], GROUPS[:4], lengths=[3, 3, 2, 4])
-    assert advantages(name, settings=Settings()) == pytest.approx([*advantages(name, without), 0.0])
+    assert advantages(name, settings=BaselineSettings()) == pytest.approx([*advantages(name, without), 0.0])
 
 
 def test_the_vectorized_estimators_are_the_same_ones() -> None:
     """In verl `rloo` and `rloo_vectorized` differ for a group of one: 1.0 and 0.0."""
-    for settings in (RAW, Settings()):
+    for settings in (RAW, BaselineSettings()):
         assert advantages("rloo_vectorized", settings=settings) == advantages("rloo", settings=settings)
-    assert advantages("rloo_vectorized", settings=Settings()) == [1.0, -1.0, 1.5, -1.5, 0.0]
+    assert advantages("rloo_vectorized", settings=BaselineSettings()) == [1.0, -1.0, 1.5, -1.5, 0.0]
 
 
 def test_pass_at_k_rewards_only_the_best_of_a_group() -> None:
     four = Outcomes.of([1.0, 0.0, 2.0, 0.5], GROUPS[:4])
     assert advantages("grpo_passk", four) == pytest.approx([1.414212, 0, 1.414212, 0], abs=1e-6)
-    plain = Settings(norm_by_std=False)
+    plain = BaselineSettings(norm_by_std=False)
     assert advantages("grpo_passk", four, plain) == [1.0, 0.0, 1.5, 0.0]
     assert advantages("grpo_passk", Outcomes.of([1.0, 1.0, 0.0], "ggg"), plain) == [0.0, 0.0, 0.0]
-    assert advantages("grpo_passk", settings=Settings())[4] == 0.0  # verl raises
+    assert advantages("grpo_passk", settings=BaselineSettings())[4] == 0.0  # verl raises
 
 
 def test_dr_grpo_leaves_the_spread_in() -> None:
-    assert advantages("grpo", settings=Settings(norm_by_std=False)) == pytest.approx([0.5, -0.5, 0.75, -0.75, 0.0])
+    assert advantages("grpo", settings=BaselineSettings(norm_by_std=False)) == pytest.approx(
+        [0.5, -0.5, 0.75, -0.75, 0.0]
+    )
 
 
 def test_eight_rollouts_three_right() -> None:
@@ -93,9 +95,9 @@ def test_gdpo_compares_each_reward_for_itself() -> None:
     """A reward a hundred times larger does not drown the other; one that was not given counts as 0."""
     named = {"right": [1.0, 0.0, 1.0, 0.0], "short": [0.0, 100.0, 0.0, 100.0]}
     outcomes = Outcomes.of([0.0] * 4, "gggg", named=named)
-    both = Settings(reward_weights={"right": 1.0, "short": 1.0})
+    both = BaselineSettings(reward_weights={"right": 1.0, "short": 1.0})
     assert advantages("gdpo", outcomes, both) == pytest.approx([0.0] * 4, abs=0.02)  # but for epsilon
-    one = Settings(reward_weights={"right": 1.0, "short": 0.5, "absent": 7.0})
+    one = BaselineSettings(reward_weights={"right": 1.0, "short": 0.5, "absent": 7.0})
     found = advantages("gdpo", outcomes, one)
     assert found[0] > 0
     assert found == pytest.approx([found[0], -found[0]] * 2)
@@ -127,7 +129,7 @@ def test_a_reward_that_all_have_more_changes_nothing(rollouts: list[tuple[float,
     def shifted(by: float) -> list[float]:
         # Sixteenths add up without rounding, which would part ties.
         scores = [round(16 * s) / 16 + by for s, _, _ in rollouts]
-        return advantages(name, Outcomes.of(scores, groups, lengths=lengths), Settings())
+        return advantages(name, Outcomes.of(scores, groups, lengths=lengths), BaselineSettings())
 
     if name != "gpg":
         assert shifted(4.0) == pytest.approx(shifted(0.0), abs=1e-6)
@@ -136,7 +138,7 @@ def test_a_reward_that_all_have_more_changes_nothing(rollouts: list[tuple[float,
 @given(SCORES, st.sampled_from(["grpo", "rloo", "gpg"]))
 def test_advantages_of_a_group_sum_to_zero(rollouts: list[tuple[float, str, int]], name: str) -> None:
     groups = [g for _, g, _ in rollouts]
-    found = advantages(name, Outcomes.of([s for s, _, _ in rollouts], groups), Settings())
+    found = advantages(name, Outcomes.of([s for s, _, _ in rollouts], groups), BaselineSettings())
     for group in set(groups):
         assert sum(a for a, g in zip(found, groups, strict=True) if g == group) == pytest.approx(0, abs=1e-5)
 
@@ -144,7 +146,7 @@ def test_advantages_of_a_group_sum_to_zero(rollouts: list[tuple[float, str, int]
 @given(st.lists(st.tuples(st.floats(-1e300, 1e300), st.sampled_from("ab")), max_size=6), FUNCTIONS, st.booleans())
 def test_extreme_rewards_stay_finite(rollouts: list[tuple[float, str]], name: str, lone_raw: bool) -> None:
     outcomes = Outcomes.of([s for s, _ in rollouts], [g for _, g in rollouts], lengths=[7.0] * len(rollouts))
-    assert np.isfinite(advantages(name, outcomes, Settings(lone_raw=lone_raw))).all()
+    assert np.isfinite(advantages(name, outcomes, BaselineSettings(lone_raw=lone_raw))).all()
 
 
 @given(st.floats(-1e6, 1e6), st.integers(2, 9), FUNCTIONS)
@@ -167,7 +169,7 @@ def test_the_mean_and_spread_of_large_numbers() -> None:
 
 
 def test_one_of_ones_own_is_a_function() -> None:
-    def best_of_all(outcomes: Outcomes, settings: Settings) -> baselines.Baselines:
+    def best_of_all(outcomes: Outcomes, settings: BaselineSettings) -> baselines.Baselines:
         return baselines.Baselines(np.full(len(outcomes.scores), outcomes.scores.max()), np.ones(len(outcomes.scores)))
 
     mine: OutcomeEstimator = best_of_all

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rl.rl.correction import CRITERIA, LEVELS, Bounds, Corrected, Rules, correct, criteria, weight_bounds
+from lightning_rl.rl.correction import (
+    CRITERIA,
+    LEVELS,
+    Bounds,
+    Corrected,
+    CorrectionRules,
+    correct,
+    criteria,
+    weight_bounds,
+)
 
 MASK = np.array([[1, 1, 0, 1], [1, 1, 1, 0], [1, 0, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]], dtype=bool)
 OLD = [[0.5, 0.4, 0.3, 0.6], [0.9, 0.2, 0.5, 0.5], [0.3, 0.5, 0.8, 0.5], [0.25, 0.5, 0.75, 0.9], [0.6, 0.7, 0.5, 0.5]]
@@ -26,7 +35,7 @@ def corrected(
     veto: float | None = None,
 ) -> Corrected:
     """The small batch, corrected by verl's keys."""
-    rules = Rules(
+    rules = CorrectionRules(
         level=level,
         bounds=weight_bounds(threshold),
         batch_normalize=batch_normalize,
@@ -129,7 +138,7 @@ def test_the_distance_of_sampler_and_trainer_equals_verl() -> None:
 def test_tokens_without_the_samplers_log_prob_are_left_out_and_counted() -> None:
     sampler = SAMPLER.copy()
     sampler[[0, 5]] = np.nan
-    rules = Rules(level="sequence", criteria=criteria("seq_mean_k1", 100.0))
+    rules = CorrectionRules(level="sequence", criteria=criteria("seq_mean_k1", 100.0))
     found = correct(TRAINER, sampler, ROLLOUT, rules)
     known = ~np.isnan(sampler)
     without = correct(TRAINER[known], sampler[known], ROLLOUT[known], rules)
@@ -145,7 +154,10 @@ def test_tokens_without_the_samplers_log_prob_are_left_out_and_counted() -> None
 def test_no_tokens_are_no_error(level: str) -> None:
     nothing = np.zeros(0)
     found = correct(
-        nothing, nothing, np.zeros(0, np.int64), Rules(level=level, criteria=criteria("token_k1", 2), veto=0.1)
+        nothing,
+        nothing,
+        np.zeros(0, np.int64),
+        CorrectionRules(level=level, criteria=criteria("token_k1", 2), veto=0.1),
     )
     assert found.weights is not None
     assert (len(found.weights), len(found.keep)) == (0, 0)
@@ -153,7 +165,7 @@ def test_no_tokens_are_no_error(level: str) -> None:
 
 
 def test_weights_that_are_all_zero_are_finite_and_not_normalized() -> None:
-    rules = Rules(level="token", bounds=Bounds(0.9, 1.1), batch_normalize=True)
+    rules = CorrectionRules(level="token", bounds=Bounds(0.9, 1.1), batch_normalize=True)
     found = correct(np.full(3, -9.0), np.full(3, -1.0), np.arange(3), rules)
     assert found.weights is not None
     assert found.weights.tolist() == [0, 0, 0]
@@ -164,13 +176,13 @@ def test_weights_that_are_all_zero_are_finite_and_not_normalized() -> None:
 @pytest.mark.parametrize(("trainer", "sampler", "whose"), [(np.nan, -1.0, "trainer"), (-1.0, -np.inf, "sampler")])
 def test_log_probs_that_are_not_finite_are_named(trainer: float, sampler: float, whose: str) -> None:
     with pytest.raises(ValueError, match=f"1 of 1 log probabilities of the {whose} are not finite"):
-        correct(np.array([trainer]), np.array([sampler]), np.zeros(1, np.int64), Rules())
+        correct(np.array([trainer]), np.array([sampler]), np.zeros(1, np.int64), CorrectionRules())
 
 
 LOG_PROBS = st.one_of(st.floats(-5, 0), st.floats(-1e4, 0))
 BATCHES = st.lists(st.tuples(LOG_PROBS, LOG_PROBS, st.integers(0, 4)), min_size=1, max_size=30)
 RULES = st.builds(
-    Rules,
+    CorrectionRules,
     level=st.sampled_from([None, *LEVELS]),
     bounds=st.sampled_from([Bounds(None, 2.0), Bounds(0.5, 2.0), Bounds(None, float("inf"))]),
     batch_normalize=st.booleans(),
@@ -186,7 +198,9 @@ def arrays(batch: list[tuple[float, float, int]]) -> tuple[Any, Any, Any]:
 
 
 @given(BATCHES, RULES)
-def test_whatever_the_ratios_all_numbers_are_finite_and_weights_are_within_bounds(batch: Any, rules: Rules) -> None:
+def test_whatever_the_ratios_all_numbers_are_finite_and_weights_are_within_bounds(
+    batch: Any, rules: CorrectionRules
+) -> None:
     found = correct(*arrays(batch), rules)
     assert np.isfinite(list(found.metrics.values())).all()
     assert (found.weights is None) == (rules.level is None)
@@ -203,7 +217,7 @@ EXACT = st.integers(-100, 0).map(lambda eighths: eighths / 8)  # their sums are 
 
 
 @given(st.lists(st.tuples(EXACT, EXACT, st.integers(0, 4)), min_size=1, max_size=30), RULES, st.randoms())
-def test_neither_order_nor_numbering_of_rollouts_matters(batch: Any, rules: Rules, random: Any) -> None:
+def test_neither_order_nor_numbering_of_rollouts_matters(batch: Any, rules: CorrectionRules, random: Any) -> None:
     trainer, sampler, rollout = arrays(batch)
     order = list(range(len(batch)))
     random.shuffle(order)
@@ -216,7 +230,7 @@ def test_neither_order_nor_numbering_of_rollouts_matters(batch: Any, rules: Rule
 
 
 @given(BATCHES, RULES)
-def test_criteria_of_rollouts_keep_or_reject_them_whole(batch: Any, rules: Rules) -> None:
+def test_criteria_of_rollouts_keep_or_reject_them_whole(batch: Any, rules: CorrectionRules) -> None:
     if any(name.startswith("token") for name in rules.criteria):
         return
     trainer, sampler, rollout = arrays(batch)
@@ -225,7 +239,7 @@ def test_criteria_of_rollouts_keep_or_reject_them_whole(batch: Any, rules: Rules
 
 
 @given(st.lists(st.tuples(LOG_PROBS, st.integers(0, 4)), min_size=1, max_size=30), RULES)
-def test_where_sampler_and_trainer_agree_nothing_is_changed(batch: Any, rules: Rules) -> None:
+def test_where_sampler_and_trainer_agree_nothing_is_changed(batch: Any, rules: CorrectionRules) -> None:
     trainer, sampler, rollout = arrays([(value, value, whose) for value, whose in batch])
     found = correct(trainer, sampler, rollout, rules)
     assert found.keep.all()
@@ -281,4 +295,4 @@ def test_criteria_that_cannot_be_read_are_named(names: str, thresholds: Any, mes
 
 def test_an_unknown_level_is_named() -> None:
     with pytest.raises(ValueError, match="rollout_is 'row' is unknown; there are token, sequence, geometric"):
-        correct(TRAINER, SAMPLER, ROLLOUT, Rules(level="row"))
+        correct(TRAINER, SAMPLER, ROLLOUT, CorrectionRules(level="row"))

@@ -12,9 +12,9 @@ from torch import Tensor
 from lightning_rl.rl.losses import (
     LOSSES,
     Loss,
+    LossInputs,
     LossOptions,
     PolicyLoss,
-    Tokens,
     clip_cov,
     entropy,
     loss_named,
@@ -23,7 +23,7 @@ from lightning_rl.rl.losses import (
 from tests.lightning_rl.rl.golden import ADVANTAGES, MASK, NEW, OPTIONS, golden_tokens, weights_of
 
 
-def computed(name: str, tokens: Tokens, options: LossOptions = OPTIONS, seed: int = 0) -> PolicyLoss:
+def computed(name: str, tokens: LossInputs, options: LossOptions = OPTIONS, seed: int = 0) -> PolicyLoss:
     """The token losses, with what the loss wants to know of the whole mini-batch."""
     loss = loss_named(name)
     if loss.prepare is not None:
@@ -32,7 +32,7 @@ def computed(name: str, tokens: Tokens, options: LossOptions = OPTIONS, seed: in
     return loss.token_loss(tokens, options)
 
 
-def gradient(loss: Tensor, tokens: Tokens) -> Tensor:
+def gradient(loss: Tensor, tokens: LossInputs) -> Tensor:
     [found] = torch.autograd.grad(loss.sum(), tokens.log_probs)
     return found
 
@@ -87,7 +87,7 @@ def test_the_gradient_of_gspo_equals_verl() -> None:
 
 def test_dual_clip_equals_verl() -> None:
     old, new = torch.tensor([0.1, 0.1, 0.5]).log(), torch.tensor([0.5, 0.5, 0.1]).log().requires_grad_()
-    tokens = Tokens(new, old, torch.tensor([-1.0, 1.0, -1.0]), torch.zeros(3, dtype=torch.int64))
+    tokens = LossInputs(new, old, torch.tensor([-1.0, 1.0, -1.0]), torch.zeros(3, dtype=torch.int64))
     policy = computed("vanilla", tokens)
     assert policy.loss.sum().item() == pytest.approx(2.52, abs=1e-5)
     assert gradient(policy.loss, tokens).tolist() == [0, 0, 0]
@@ -118,14 +118,14 @@ WITH_CONSTANTS = OPTIONS.__class__(
 )
 
 
-def random_tokens(seed: int, spread: float = 0.4) -> Tokens:
+def random_tokens(seed: int, spread: float = 0.4) -> LossInputs:
     """Twelve tokens of four rollouts in mixed order, one advantage per rollout, in float64."""
     made = torch.Generator().manual_seed(seed)
     sequence = torch.randint(0, 4, (12,), generator=made)
     old = -0.05 - torch.rand(12, generator=made, dtype=torch.float64)
     new = (old + spread * torch.randn(12, generator=made, dtype=torch.float64)).clamp(max=-0.01)
     advantages = torch.randn(4, generator=made, dtype=torch.float64)[sequence]
-    return Tokens(new.requires_grad_(), old, advantages, sequence)
+    return LossInputs(new.requires_grad_(), old, advantages, sequence)
 
 
 def numerical(objective: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-6) -> Tensor:
@@ -149,7 +149,7 @@ def test_the_gradient_is_that_of_the_value(name: str, seed: int) -> None:
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-6)
 
 
-def per_rollout(name: str, log_probs: Tensor, tokens: Tokens, weights: Tensor) -> Tensor:
+def per_rollout(name: str, log_probs: Tensor, tokens: LossInputs, weights: Tensor) -> Tensor:
     """The papers' losses of whole rollouts: GSPO's equations and GMPO's, a rollout at a time."""
     total = torch.zeros((), dtype=torch.float64)
     low, high = WITH_CONSTANTS.clip_ratio_low, WITH_CONSTANTS.clip_ratio_high
@@ -179,7 +179,7 @@ def test_value_and_gradient_are_those_of_whole_rollouts(name: str, mode: str, se
     torch.testing.assert_close(gradient(loss, tokens), expected, atol=1e-7, rtol=1e-6)
 
 
-def coefficient(name: str, tokens: Tokens) -> Tensor:
+def coefficient(name: str, tokens: LossInputs) -> Tensor:
     """What -A log_prob is multiplied with, by the papers' formulas, of each token on its own."""
     found = []
     for new, old, advantage, rollout in zip(
@@ -231,7 +231,7 @@ def test_gmpo_keeps_the_credit_of_single_calls() -> None:
     """verl takes a row's mean advantage: two calls with opposite credit teach nothing."""
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
     new = torch.full((4,), -1.0, requires_grad=True)
-    tokens = Tokens(new, torch.full((4,), -1.0), advantages, torch.zeros(4, dtype=torch.int64))
+    tokens = LossInputs(new, torch.full((4,), -1.0), advantages, torch.zeros(4, dtype=torch.int64))
     assert gradient(computed("geo_mean", tokens).loss, tokens).tolist() == (-advantages).tolist()
 
 
@@ -249,7 +249,7 @@ def test_gspo_and_sapo_follow_the_aggregation_mode(name: str) -> None:
 def test_a_ratio_far_out_is_clamped_in_every_loss_that_has_one() -> None:
     """verl's clip_cov and kl_cov exponentiate without a bound: infinite from a difference of 89 nats on."""
     for name in LOSSES:
-        tokens = Tokens(
+        tokens = LossInputs(
             torch.tensor([-0.1, -0.2, -200.0], requires_grad=True), torch.tensor([-150.0, -0.2, -0.1]),
             torch.tensor([-1.0, 1.0, 2.0]), torch.tensor([0, 1, 1]),
         )  # fmt: skip
@@ -294,7 +294,7 @@ def test_kl_cov_changes_the_chosen_tokens_alone() -> None:
 
 def test_kl_cov_does_not_choose_among_equals() -> None:
     """verl takes one of them: rounding and the order of rows decide what is learned."""
-    tokens = Tokens(
+    tokens = LossInputs(
         torch.tensor([-0.1] * 6 + [-3.0, -3.000001, -2.999999, -3.0], requires_grad=True), torch.full((10,), -0.5),
         torch.tensor([2.0] * 6 + [1.0] * 4), torch.arange(10),
     )  # fmt: skip
@@ -310,7 +310,7 @@ ALL = LossOptions(dro_beta=0.1, clip_cov_ratio=0.3, clip_cov_lb=-9, kl_cov_ratio
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_tokens_make_no_loss(name: str) -> None:
     none = torch.zeros(0, requires_grad=True)
-    tokens = Tokens(none, torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+    tokens = LossInputs(none, torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
     policy = computed(name, tokens, ALL)
     assert [len(part) for part in policy] == [0, 0, 0]
     assert gradient(policy.loss, tokens).tolist() == []
@@ -324,7 +324,7 @@ def test_no_tokens_make_no_loss(name: str) -> None:
 )
 def test_extremes_stay_finite(name: str, dtype: torch.dtype, drawn: list[tuple[float, float, float, int]]) -> None:
     new, old, advantages = (torch.tensor([row[i] for row in drawn], dtype=dtype) for i in range(3))
-    tokens = Tokens(new.requires_grad_(), old, advantages, torch.tensor([row[3] for row in drawn]))
+    tokens = LossInputs(new.requires_grad_(), old, advantages, torch.tensor([row[3] for row in drawn]))
     loss = computed(name, tokens, ALL).loss
     assert torch.isfinite(loss).all()
     assert torch.isfinite(gradient(loss, tokens)).all()
@@ -344,7 +344,7 @@ def test_a_token_does_not_care_who_it_is_computed_with(name: str, order: list[in
 
 
 def test_one_of_your_own_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def squared(tokens: Tokens, options: LossOptions) -> PolicyLoss:
+    def squared(tokens: LossInputs, options: LossOptions) -> PolicyLoss:
         never = torch.zeros_like(tokens.sequence, dtype=torch.bool)
         return PolicyLoss(-tokens.advantages * tokens.log_probs.square(), never, never)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rl.rl.advantages import ESTIMATORS, OfTokens
-from lightning_rl.rl.baselines import EstimatorError, Floats, Settings
+from lightning_rl.rl.baselines import BaselineSettings, EstimatorError, Floats
 from lightning_rl.rl.token_advantages import (
     TokenTree,
     discounted_returns,
@@ -20,7 +20,7 @@ from lightning_rl.rl.token_advantages import (
     whiten,
 )
 
-RAW = Settings(lone_raw=True)
+RAW = BaselineSettings(lone_raw=True)
 TOKENS = [name for name, found in ESTIMATORS.items() if isinstance(found, OfTokens) and name != "gae"]
 
 
@@ -121,7 +121,9 @@ def row(mask: list[int], score: float, p_old: list[float], values: list[float]) 
 ROWS = [row(*given_row) for given_row in zip(MASK, SCORES, P_OLD, VALUES, strict=True)]
 
 
-def advantages(name: str, trees: list[TokenTree], groups: list[str], settings: Settings = RAW) -> list[list[float]]:
+def advantages(
+    name: str, trees: list[TokenTree], groups: list[str], settings: BaselineSettings = RAW
+) -> list[list[float]]:
     """Of each rollout its tokens' advantages, one call after the other."""
     estimator = ESTIMATORS[name]
     assert isinstance(estimator, OfTokens)
@@ -146,11 +148,11 @@ def test_gae_whitened_equals_verl() -> None:
         [-0.389082, -0.353953, -0.316976, -0.278053],
         [0.266876, -0.278053],
     ]
-    close(advantages("gae", ROWS, GROUPS, Settings(gamma=1.0, lam=0.95)), expected)
+    close(advantages("gae", ROWS, GROUPS, BaselineSettings(gamma=1.0, lam=0.95)), expected)
 
 
 def test_reinforce_plus_plus_equals_verl() -> None:
-    settings = Settings(gamma=0.5)
+    settings = BaselineSettings(gamma=0.5)
     returns = [np.concatenate(found.returns).tolist() for found in reinforce_plus_plus(ROWS, GROUPS, settings)]
     close(returns, [[0.25, 0.5, 1], [0, 0, 0], [1, 2], [0.0625, 0.125, 0.25, 0.5], [0.5, 1]])
     expected = [
@@ -164,7 +166,7 @@ def test_reinforce_plus_plus_equals_verl() -> None:
 
 
 def test_tool_tokens_are_no_steps_of_time() -> None:
-    [found] = reinforce_plus_plus([row([1, 1, 0, 0, 1], 2.0, [0.5] * 5, [0.0] * 5)], ["g"], Settings(gamma=0.5))
+    [found] = reinforce_plus_plus([row([1, 1, 0, 0, 1], 2.0, [0.5] * 5, [0.0] * 5)], ["g"], BaselineSettings(gamma=0.5))
     assert np.concatenate(found.returns).tolist() == [0.5, 1, 2]
 
 
@@ -198,7 +200,7 @@ def test_the_token_baseline_equals_verl_but_where_a_column_has_one_row() -> None
 
 def test_a_group_of_one_has_no_token_baseline() -> None:
     for name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
-        assert advantages(name, ROWS, GROUPS, Settings())[4] == [0.0, 0.0]
+        assert advantages(name, ROWS, GROUPS, BaselineSettings())[4] == [0.0, 0.0]
         assert advantages(name, ROWS, GROUPS, RAW)[4] == [1.0, 1.0]
 
 
@@ -225,7 +227,7 @@ def test_a_token_of_unknown_probability_counts_as_an_unlikely_one() -> None:
 def test_gae_says_what_it_lacks() -> None:
     tree = TokenTree(parents=[None], context=[1], rewards=[floats(1)], log_probs=[floats(0)])
     with pytest.raises(EstimatorError, match="gae needs a critic's value"):
-        gae_of_trees([tree], ["g"], Settings())
+        gae_of_trees([tree], ["g"], BaselineSettings())
 
 
 @pytest.mark.parametrize("values", [[], [floats()], [floats(3.0)], [floats(2.0), floats(2.0, 2.0)]])
@@ -257,7 +259,7 @@ STEPS = st.lists(st.tuples(trees(), st.sampled_from("ab")), max_size=5)
 def test_the_order_of_rollouts_changes_nothing(
     step: list[tuple[TokenTree, str]], name: str, order: random.Random, lone_raw: bool
 ) -> None:
-    settings = Settings(gamma=0.9, lone_raw=lone_raw)
+    settings = BaselineSettings(gamma=0.9, lone_raw=lone_raw)
     places = list(range(len(step)))
     order.shuffle(places)
     shuffled = [step[place] for place in places]
@@ -286,8 +288,8 @@ def test_cutting_a_call_in_two_changes_nothing(step: list[tuple[TokenTree, str]]
 
     groups = [group for _, group in step]
     close(
-        advantages(name, [halved(tree) for tree, _ in step], groups, Settings(gamma=0.9)),
-        advantages(name, [tree for tree, _ in step], groups, Settings(gamma=0.9)),
+        advantages(name, [halved(tree) for tree, _ in step], groups, BaselineSettings(gamma=0.9)),
+        advantages(name, [tree for tree, _ in step], groups, BaselineSettings(gamma=0.9)),
     )
 
 
@@ -304,7 +306,7 @@ def test_the_order_of_siblings_and_how_often_one_stands_there_change_nothing(
             log_probs=[-abs(c) for c in calls],
         )
         rival = TokenTree(parents=[None], context=[1], rewards=[floats(other, other)], log_probs=[floats(-1, -1)])
-        [mine, _] = tir_optimal_token_baseline([tree, rival], ["g", "g"], Settings())
+        [mine, _] = tir_optimal_token_baseline([tree, rival], ["g", "g"], BaselineSettings())
         return (mine.returns[0] - mine.baselines[0]).tolist() + mine.returns[0].tolist()
 
     shuffled = list(branches)
@@ -317,7 +319,7 @@ def test_a_fork_has_one_voice_in_a_column() -> None:
     """Three equal samples beside one of another rollout: the baseline is between the two, not three to one."""
     fork = TokenTree(parents=[None] * 3, context=[1] * 3, rewards=[floats(1)] * 3, log_probs=[floats(-1)] * 3)
     line = TokenTree(parents=[None], context=[1], rewards=[floats(0)], log_probs=[floats(-1)])
-    found = optimal_token_baseline([fork, line], ["g", "g"], Settings())
+    found = optimal_token_baseline([fork, line], ["g", "g"], BaselineSettings())
     assert found[1].baselines[0].tolist() == pytest.approx([0.5])
 
 

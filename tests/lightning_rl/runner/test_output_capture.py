@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 
 from lightning_rl.runner import output_capture
-from lightning_rl.runner.output_capture import Kept, Printed
+from lightning_rl.runner.output_capture import CapturedOutput, Printed
 from lightning_rl.store.contract import Log
 from lightning_rl.store.errors import NotAllowed, NotFound
 from tests.lightning_rl.runner.runs import asked
@@ -84,7 +84,7 @@ def test_each_attempt_has_its_own_output_and_traceback(server, tmp_path, monkeyp
 
 
 def test_what_is_kept_is_the_beginning_and_the_end() -> None:
-    kept = Kept()
+    kept = CapturedOutput()
     for number in range(100_000):
         kept.add(b"%06d\n" % number)
     text = kept.text()
@@ -92,7 +92,7 @@ def test_what_is_kept_is_the_beginning_and_the_end() -> None:
     assert text.endswith("099998\n099999\n")
     assert "634464 bytes left out" in text
     assert len(text) < 66_000
-    short = Kept()
+    short = CapturedOutput()
     short.add("größer".encode())
     assert short.text() == "größer"
 
@@ -123,7 +123,7 @@ def test_threads_that_print_at_once_are_never_mixed_up(monkeypatch, capfd) -> No
 
 def test_a_line_of_the_log_is_one_rollouts_and_is_written_when_it_is_whole() -> None:
     read, write = os.pipe()
-    log = output_capture.Log(write)
+    log = output_capture.RunnerLog(write)
     for data, name in [
         (b"half", "r1"), (b"whole\nand", "r2"), (b" more\n", "r2"), (b"nobody\n", ""), (b"\n\n", "r1"), (b"open", "r1"),
         (b"", "r3"), (b"x" * 9000, "r3"),

@@ -16,7 +16,7 @@ from lightning_rl.control_plane.app import create_app
 from lightning_rl.control_plane.auth import Keys
 from lightning_rl.control_plane.gateways.cluster_rpc import peer_key
 from lightning_rl.control_plane.gateways.engine_registration import attacher
-from lightning_rl.control_plane.gateways.membership import Fleet
+from lightning_rl.control_plane.gateways.membership import Membership
 from lightning_rl.control_plane.gateways.store_ledger import StoreLedger
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import (
@@ -36,7 +36,7 @@ from lightning_rl.store.errors import NotFound
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.http.limits import Limits
+from lightning_rl_proxy.http.limits import RequestLimits
 from lightning_rl_proxy.routing.router import Router
 
 BACKENDS = ("sqlite", "postgres", "http-sqlite", "http-postgres")
@@ -168,7 +168,7 @@ def served(
     folder: Path,
     *,
     sweep_seconds: float = 3600,
-    fleet: Callable[[str], Fleet] | None = None,
+    fleet: Callable[[str], Membership] | None = None,
     engines: Sequence[Any] = (),
 ) -> Iterator[str]:
     """The URL of a server before `store`, with a gateway that has these engines; tests sweep by themselves. `fleet`
@@ -184,7 +184,7 @@ def served(
             router.register(engine)
         gateway = Gateway(
             ledger=StoreLedger(store, sql, one), secret=store.secret, journal=folder / "journal", renderer=None,
-            router=router, limits=Limits(), notes=one,
+            router=router, limits=RequestLimits(), notes=one,
         )  # fmt: skip
         keys = Keys(admin="admin", runner="runner", peer=peer_key(store.secret))
         app = create_app(

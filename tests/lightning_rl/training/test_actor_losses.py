@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_rl.rl.aggregation import MODES, token_weights
 from lightning_rl.rl.kl import kl_penalty
-from lightning_rl.rl.losses import LOSSES, Loss, LossOptions, PolicyLoss, Tokens, gpg
+from lightning_rl.rl.losses import LOSSES, Loss, LossInputs, LossOptions, PolicyLoss, gpg
 from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import MiniBatch, TrainingSequence, canonical_order
 from lightning_rl_adapters import forest
@@ -205,7 +205,7 @@ def test_a_loss_that_is_no_number_names_its_rollouts() -> None:
 
 
 def test_a_loss_of_your_own_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(tokens: Tokens, options: LossOptions) -> PolicyLoss:
+    def half(tokens: LossInputs, options: LossOptions) -> PolicyLoss:
         own = gpg(tokens, options)
         return own._replace(loss=own.loss / 2)
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_rl.ppo.batch import Rules, StepBatch
+from lightning_rl.ppo.batch import BatchRules, StepBatch
 from lightning_rl.rl.aggregation import MODES
 from lightning_rl.store.contract import (
     Attempt,
@@ -103,7 +103,7 @@ def trace_of(number: int, played: Played, superseded: Sequence[Sequence[Call]] =
 
 
 def batch_of(traces: Sequence[RolloutTrace], *, max_tokens: int | None = None) -> StepBatch:
-    return build([trajectory_of(trace, agent_failure=0.0, max_tokens=max_tokens) for trace in traces], Rules())
+    return build([trajectory_of(trace, agent_failure=0.0, max_tokens=max_tokens) for trace in traces], BatchRules())
 
 
 def sequences_of(traces: Sequence[RolloutTrace]) -> list[TrainingSequence]:

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from lightning_rl.inference.embedded import EmbeddedPolicy
-from lightning_rl.inference.sequence import Request, Sampling
+from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling
 from lightning_rl.training import lora
 from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import TrainingSequence, sequence_of
 from lightning_rl.training.critic import ValueModel, values_of
 from lightning_rl.training.forward import Forward
-from lightning_rl.vision import Image
+from lightning_rl.vision import PlacedImage
 from lightning_rl_adapters import forest, rows
 from lightning_rl_adapters.call import Call, VersionRange
 from lightning_rl_adapters.forest import ForestError
@@ -63,10 +63,10 @@ def call(policy: EmbeddedPolicy, number: int, parent: Call | None, *parts: str |
         else:
             ids += map(ord, part)
     placed = [*shown, *(one.moved(len(before)) for one in media)]
-    images = tuple(Image(one.start, one.length, one.sha256, MEDIA[one.sha256]) for one in placed)
-    sampling = Sampling(max_tokens=9, seed=number, temperature=temperature, ignore_eos=True)
+    images = tuple(PlacedImage(one.start, one.length, one.sha256, MEDIA[one.sha256]) for one in placed)
+    sampling = GenerationSampling(max_tokens=9, seed=number, temperature=temperature, ignore_eos=True)
     name = f"call{number}"
-    asked = Request(request_id=name, token_ids=before + ids, sampling=sampling, images=images)
+    asked = GenerationRequest(request_id=name, token_ids=before + ids, sampling=sampling, images=images)
     output = policy.engine.submit(asked).result()
     return Call(
         call_id=name,

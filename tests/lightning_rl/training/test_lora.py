@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from lightning_rl import tutorial
 from lightning_rl.inference.engine import EmbeddedEngine
 from lightning_rl.inference.load import load_model
-from lightning_rl.inference.sequence import Request, Sampling
+from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling
 from lightning_rl.training import lora
 from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import TrainingSequence
@@ -231,7 +231,9 @@ def test_the_engine_samples_what_the_adapter_says_after_an_update_of_the_changed
     prompt = list(range(20, 60))
 
     def answer(engine: EmbeddedEngine) -> tuple[list[int], list[float]]:
-        request = Request(request_id="r", token_ids=prompt, sampling=Sampling(max_tokens=20, ignore_eos=True, seed=1))
+        request = GenerationRequest(
+            request_id="r", token_ids=prompt, sampling=GenerationSampling(max_tokens=20, ignore_eos=True, seed=1)
+        )
         output = engine.submit(request).result(60)
         return list(output.token_ids), list(output.logprobs)
 

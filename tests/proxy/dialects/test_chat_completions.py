@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_rl_proxy.dialects import chat_completions
 from lightning_rl_proxy.dialects.base import NamedTool, Opening
 from lightning_rl_proxy.errors import GatewayError, PromptTooLong
-from lightning_rl_proxy.rendering.renderers import Answer, Delta, tool_call
+from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer, tool_call
 
 USER = {"role": "user", "content": "hi"}
 LOOK_UP = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
@@ -24,9 +24,9 @@ def asked(**fields: Any) -> dict[str, Any]:
     return {"model": "policy", "messages": [USER], **fields}
 
 
-def answer(content: str = "", **more: Any) -> Answer:
+def answer(content: str = "", **more: Any) -> ParsedAnswer:
     given = {"reasoning": None, "tool_calls": [], "finish_reason": "stop", "token_ids": [1, 2, 3], "logprobs": None}
-    return Answer(content=content, decode=lambda ids: f"<{ids[0]}>", output_tokens=3, **(given | more))
+    return ParsedAnswer(content=content, decode=lambda ids: f"<{ids[0]}>", output_tokens=3, **(given | more))
 
 
 def client(body: bytes, *, stream: bool = False, status: int = 200) -> openai.OpenAI:
@@ -133,7 +133,7 @@ def test_an_answer_is_what_the_sdk_expects() -> None:
     assert (read.usage.prompt_tokens, read.usage.completion_tokens, read.usage.total_tokens) == (7, 3, 10)
 
 
-def parts_of(said: Answer, sizes: Sequence[int]) -> list[Delta]:
+def parts_of(said: ParsedAnswer, sizes: Sequence[int]) -> list[Delta]:
     """The deltas of an answer whose text comes in parts of these sizes."""
     deltas = []
     for kind, text in (("reasoning", said.reasoning or ""), ("content", said.content)):
@@ -145,7 +145,7 @@ def parts_of(said: Answer, sizes: Sequence[int]) -> list[Delta]:
     return deltas + [Delta(kind="tool_call", tool_call=call, tool_index=i) for i, call in enumerate(said.tool_calls)]
 
 
-def streamed(fields: dict[str, Any], answers: Sequence[Answer], sizes: Sequence[int]) -> bytes:
+def streamed(fields: dict[str, Any], answers: Sequence[ParsedAnswer], sizes: Sequence[int]) -> bytes:
     events = chat_completions.events(chat_completions.parse(fields), OPENING)
     out = [events.start()]
     for index, said in enumerate(answers):
@@ -169,7 +169,7 @@ def streamed(fields: dict[str, Any], answers: Sequence[Answer], sizes: Sequence[
     ),
     st.lists(st.integers(1, 5), max_size=4),
 )
-def test_a_stream_adds_up_to_the_whole_answer(answers: list[Answer], sizes: list[int]) -> None:
+def test_a_stream_adds_up_to_the_whole_answer(answers: list[ParsedAnswer], sizes: list[int]) -> None:
     fields = asked(n=len(answers), stream_options={"include_usage": True})
     whole = msgspec.json.decode(chat_completions.serialize(chat_completions.parse(fields), OPENING, answers))
     with client(streamed(fields, answers, sizes), stream=True).chat.completions.stream(**fields) as stream:

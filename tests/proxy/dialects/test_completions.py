@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_rl_proxy.dialects import completions
 from lightning_rl_proxy.dialects.base import Opening
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.rendering.renderers import Answer, Delta, TokenLogprob
+from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer, TokenLogprob
 
 OPENING = Opening(call_id="c1", model="policy", created=1_700_000_000, prompt_tokens=7)
 
@@ -20,7 +20,7 @@ def asked(**fields: Any) -> dict[str, Any]:
     return {"model": "policy", "prompt": "Once", **fields}
 
 
-def answer(content: str, **more: Any) -> Answer:
+def answer(content: str, **more: Any) -> ParsedAnswer:
     given = {
         "reasoning": None,
         "tool_calls": [],
@@ -28,7 +28,7 @@ def answer(content: str, **more: Any) -> Answer:
         "token_ids": [1, 2],
         "logprobs": [-1.0, -2.0],
     }
-    return Answer(content=content, decode=lambda ids: f"<{ids[0]}>", output_tokens=2, **(given | more))
+    return ParsedAnswer(content=content, decode=lambda ids: f"<{ids[0]}>", output_tokens=2, **(given | more))
 
 
 def client(body: bytes, kind: str = "application/json") -> openai.OpenAI:

@@ -17,7 +17,7 @@ from lightning_rl_proxy.dialects import messages
 from lightning_rl_proxy.dialects.base import NamedTool, Opening, Request, decode
 from lightning_rl_proxy.errors import GatewayError, PromptTooLong
 from lightning_rl_proxy.forest import message_fingerprint
-from lightning_rl_proxy.rendering.renderers import Answer, Delta, tool_call
+from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer, tool_call
 
 OPENING = Opening(call_id="c7", model="policy", created=1_700_000_000, prompt_tokens=25)
 USER = {"role": "user", "content": "hi"}
@@ -56,8 +56,8 @@ def use(call_id: str, given: Any, name: str = "weather") -> dict[str, Any]:
     return {"type": "tool_use", "id": call_id, "name": name, "input": given}
 
 
-def answer(content: str = "", reasoning: str | None = None, calls: Sequence[str] = (), **more: Any) -> Answer:
-    return Answer(
+def answer(content: str = "", reasoning: str | None = None, calls: Sequence[str] = (), **more: Any) -> ParsedAnswer:
+    return ParsedAnswer(
         **{
             "content": content,
             "reasoning": reasoning,
@@ -72,14 +72,14 @@ def answer(content: str = "", reasoning: str | None = None, calls: Sequence[str]
     )
 
 
-def streamed(deltas: Sequence[Delta], said: Answer) -> bytes:
+def streamed(deltas: Sequence[Delta], said: ParsedAnswer) -> bytes:
     events = messages.events(parsed(stream=True), OPENING)
     return b"".join(
         [events.start(), *(events.delta(0, delta) for delta in deltas), events.stop(0, said), events.end([said])]
     )
 
 
-def whole(said: Answer) -> bytes:
+def whole(said: ParsedAnswer) -> bytes:
     return messages.serialize(parsed(), OPENING, [said])
 
 
@@ -105,17 +105,17 @@ class Service:
         return anthropic.AsyncAnthropic(api_key="k", base_url="http://gateway", http_client=http, max_retries=0)
 
 
-def created(said: Answer) -> anthropic.types.Message:
+def created(said: ParsedAnswer) -> anthropic.types.Message:
     return Service(whole(said)).client().messages.create(model="m", max_tokens=64, messages=[USER])
 
 
-def accumulated(deltas: Sequence[Delta], said: Answer) -> anthropic.types.Message:
+def accumulated(deltas: Sequence[Delta], said: ParsedAnswer) -> anthropic.types.Message:
     client = Service(streamed(deltas, said)).client()
     with client.messages.stream(model="m", max_tokens=64, messages=[USER]) as stream:
         return stream.get_final_message()
 
 
-def deltas_of(said: Answer, size: int = 3) -> list[Delta]:
+def deltas_of(said: ParsedAnswer, size: int = 3) -> list[Delta]:
     """An answer's deltas in the usual order."""
     cut = [
         Delta(kind=kind, text=whole_text[i : i + size])
@@ -644,7 +644,7 @@ def test_an_answer_that_is_sent_back_is_heard_as_itself(said, with_thinking, in_
         model="m", max_tokens=64, messages=[USER, {"role": message.role, "content": content}, USER]
     )
     back = messages.parse(service.asked[0]).messages[1]
-    heard, sent = message_fingerprint.hear(back), message_fingerprint.hear(said.message())
+    heard, sent = message_fingerprint.fingerprint_of(back), message_fingerprint.fingerprint_of(said.message())
     assert heard.same(sent)
     assert heard.ids == sent.ids
     thought = said.reasoning if with_thinking and (said.reasoning or "").strip() else None
@@ -656,7 +656,9 @@ def test_a_stream_in_any_order_that_is_sent_back_is_heard_as_the_answer(deltas):
     calls = [delta.tool_call for delta in deltas if delta.tool_call]
     said = answer("".join(delta.text for delta in deltas if delta.kind == "content"), tool_calls=calls)
     back = blocks(*accumulated(deltas, said).to_dict()["content"], role="assistant")
-    assert message_fingerprint.hear(parsed(USER, back, USER).messages[1]).same(message_fingerprint.hear(said.message()))
+    assert message_fingerprint.fingerprint_of(parsed(USER, back, USER).messages[1]).same(
+        message_fingerprint.fingerprint_of(said.message())
+    )
 
 
 # Errors

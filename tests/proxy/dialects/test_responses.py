@@ -18,7 +18,7 @@ from lightning_rl_proxy.dialects import responses
 from lightning_rl_proxy.dialects.base import NamedTool, Opening, Request
 from lightning_rl_proxy.errors import GatewayError, PromptTooLong
 from lightning_rl_proxy.forest import message_fingerprint
-from lightning_rl_proxy.rendering.renderers import Answer, Delta, TokenLogprob, tool_call
+from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer, TokenLogprob, tool_call
 
 httpx: Any = importlib.import_module("httpx" if openai.VERSION.startswith("2.") else "httpx2")  # what the SDK takes
 
@@ -53,9 +53,9 @@ def messages(*items: Any, **fields: Any) -> list[dict[str, Any]]:
     return responses.parse(asked(input=list(items), **fields)).messages
 
 
-def answer(content: str = "", **more: Any) -> Answer:
+def answer(content: str = "", **more: Any) -> ParsedAnswer:
     given = {"reasoning": None, "tool_calls": [], "finish_reason": "stop", "token_ids": [1, 2, 3], "logprobs": None}
-    return Answer(content=content, decode=lambda ids: f"<{ids[0]}>", output_tokens=3, **(given | more))
+    return ParsedAnswer(content=content, decode=lambda ids: f"<{ids[0]}>", output_tokens=3, **(given | more))
 
 
 def called(number: int = 0, call_id: str = CALL_ID, name: str = "look_up", **arguments: Any) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def async_client(body: bytes, *, stream: bool = False) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(api_key="k", base_url="http://x/v1", http_client=http)
 
 
-def whole(given: Answer, **fields: Any) -> dict[str, Any]:
+def whole(given: ParsedAnswer, **fields: Any) -> dict[str, Any]:
     told: dict[str, Any] = msgspec.json.decode(responses.serialize(request(**fields), OPENING, [given]))
     return told
 
@@ -89,14 +89,14 @@ def request(**fields: Any) -> Request:
     return responses.parse(asked(**fields))
 
 
-def deltas_of(given: Answer) -> list[Delta]:
+def deltas_of(given: ParsedAnswer) -> list[Delta]:
     """An answer in deltas of one character, in the usual order."""
     told = [Delta(kind="reasoning", text=c) for c in given.reasoning or ""]
     told += [Delta(kind="content", text=c) for c in given.content]
     return told + [Delta(kind="tool_call", tool_call=c, tool_index=i) for i, c in enumerate(given.tool_calls)]
 
 
-def streamed(given: Answer, deltas: Sequence[Delta] | None = None, **fields: Any) -> bytes:
+def streamed(given: ParsedAnswer, deltas: Sequence[Delta] | None = None, **fields: Any) -> bytes:
     events = responses.events(request(stream=True, **fields), OPENING)
     begun = events.start()
     told = b"".join(events.delta(0, delta) for delta in (deltas_of(given) if deltas is None else deltas))
@@ -502,7 +502,7 @@ def test_the_sdk_reads_an_answer() -> None:
 
 
 @pytest.mark.parametrize("given", [answer("hi"), answer(), FULL, answer(tool_calls=[called()]), answer(reasoning="r")])
-def test_an_answer_is_what_the_sdks_types_say(given: Answer) -> None:
+def test_an_answer_is_what_the_sdks_types_say(given: ParsedAnswer) -> None:
     fields = {"tools": [LOOK_UP], "tool_choice": {"type": "function", "name": "look_up"}, "text": {"format": SCHEMA}}
     Response.model_validate(whole(given, **fields), strict=True)
 
@@ -612,7 +612,7 @@ tokens = st.lists(st.builds(TokenLogprob, st.sampled_from("xy"), st.floats(-9, 0
 
 
 @st.composite
-def told(draw: st.DrawFn, *, thinks_first: bool) -> tuple[Answer, list[Delta], bool]:
+def told(draw: st.DrawFn, *, thinks_first: bool) -> tuple[ParsedAnswer, list[Delta], bool]:
     """An answer, the deltas that add up to it, and whether logprobs are asked for."""
     wants = draw(st.booleans())
     kinds: list[Any] = draw(st.lists(st.sampled_from(["reasoning", "content", "tool_call"]), max_size=8))
@@ -630,7 +630,7 @@ def told(draw: st.DrawFn, *, thinks_first: bool) -> tuple[Answer, list[Delta], b
         else:
             deltas.append(Delta(kind=kind, text=draw(texts), logprobs=new))
     said = {kind: "".join(d.text for d in deltas if d.kind == kind) for kind in ("reasoning", "content")}
-    given = Answer(
+    given = ParsedAnswer(
         content=said["content"],
         reasoning=said["reasoning"] or None,
         tool_calls=calls,
@@ -644,7 +644,7 @@ def told(draw: st.DrawFn, *, thinks_first: bool) -> tuple[Answer, list[Delta], b
 
 
 @given(told(thinks_first=True))
-def test_a_stream_adds_up_to_the_whole_answer(case: tuple[Answer, list[Delta], bool]) -> None:
+def test_a_stream_adds_up_to_the_whole_answer(case: tuple[ParsedAnswer, list[Delta], bool]) -> None:
     given, deltas, wants = case
     fields = (LOGPROBS if wants else {}) | {"tools": [LOOK_UP]}
     events = events_of(streamed(given, deltas, **fields))
@@ -655,7 +655,9 @@ def test_a_stream_adds_up_to_the_whole_answer(case: tuple[Answer, list[Delta], b
 
 
 @given(told(thinks_first=False))
-def test_the_last_event_is_the_whole_answer_in_whatever_order_it_came(case: tuple[Answer, list[Delta], bool]) -> None:
+def test_the_last_event_is_the_whole_answer_in_whatever_order_it_came(
+    case: tuple[ParsedAnswer, list[Delta], bool],
+) -> None:
     given, deltas, wants = case
     fields = LOGPROBS if wants else {}
     events = events_of(streamed(given, deltas, **fields))
@@ -774,7 +776,7 @@ answers = st.builds(
     st.randoms(use_true_random=False),
 )
 def test_an_answer_that_is_sent_back_is_the_same_message(
-    given: Answer, ids: bool, reasoning: bool, dumped: dict[str, Any], shuffled: bool, dice: Any
+    given: ParsedAnswer, ids: bool, reasoning: bool, dumped: dict[str, Any], shuffled: bool, dice: Any
 ) -> None:
     output = Response.model_validate(whole(given)).output
     items = sent_back(output, ids=ids, reasoning=reasoning, **dumped)
@@ -787,18 +789,18 @@ def test_an_answer_that_is_sent_back_is_the_same_message(
     results = [{"type": "function_call_output", "call_id": call["id"], "output": "x"} for call in given.tool_calls]
     read = messages(USER, *items, *results, USER)
     assert [m["role"] for m in read] == ["user", "assistant", *["tool"] * len(results), "user"]
-    assert message_fingerprint.hear(read[1]) == message_fingerprint.hear(given.message())
+    assert message_fingerprint.fingerprint_of(read[1]) == message_fingerprint.fingerprint_of(given.message())
     thought = given.reasoning if reasoning else None
     assert read[1].get("reasoning_content") == (thought or None)
 
 
 @given(answers, answers.filter(lambda a: not a.tool_calls))
-def test_answers_that_are_sent_back_behind_each_other_stay_two(first: Answer, second: Answer) -> None:
+def test_answers_that_are_sent_back_behind_each_other_stay_two(first: ParsedAnswer, second: ParsedAnswer) -> None:
     opening = msgspec.structs.replace(OPENING, call_id=OTHER_ID)
     later = msgspec.json.decode(responses.serialize(request(), opening, [second]))["output"]
     read = messages(USER, *whole(first)["output"], *later)
-    assert [message_fingerprint.hear(m) for m in read[1:]] == [
-        message_fingerprint.hear(a.message()) for a in (first, second)
+    assert [message_fingerprint.fingerprint_of(m) for m in read[1:]] == [
+        message_fingerprint.fingerprint_of(a.message()) for a in (first, second)
     ]
 
 
@@ -820,4 +822,7 @@ def test_the_sdk_sends_its_output_back() -> None:
     sdk.responses.create(model="policy", input=history)
     read = responses.parse(sent[-1]).messages
     assert [m["role"] for m in read] == ["user", *["assistant", "tool", "tool"] * 2]
-    assert all(message_fingerprint.hear(read[i]) == message_fingerprint.hear(FULL.message()) for i in (1, 4))
+    assert all(
+        message_fingerprint.fingerprint_of(read[i]) == message_fingerprint.fingerprint_of(FULL.message())
+        for i in (1, 4)
+    )

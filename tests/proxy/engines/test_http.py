@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
 from lightning_rl_proxy.engines.client import Response
-from lightning_rl_proxy.engines.http import EngineServer, events, refusal
+from lightning_rl_proxy.engines.http import EngineConnection, events, refusal
 from lightning_rl_proxy.errors import PromptTooLong
 
 
@@ -89,7 +89,7 @@ def test_an_order_is_given_again_where_its_connection_was_cut_once(cut: int, hel
     async def order() -> None:
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
             port = listening.sockets[0].getsockname()[1]
-            server = EngineServer(f"http://127.0.0.1:{port}")
+            server = EngineConnection(f"http://127.0.0.1:{port}")
             try:
                 await server.order("/resume", needs="nothing")
             finally:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Load, Tokens
-from lightning_rl_proxy.engines.http import EngineServer
+from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, EngineUnavailable, Load
+from lightning_rl_proxy.engines.http import EngineConnection
 from lightning_rl_proxy.engines.sglang import SGLangEngine
 from lightning_rl_proxy.engines.sglang_probe import Abilities
 from lightning_rl_proxy.errors import PromptTooLong
@@ -37,17 +37,17 @@ def with_client(server: StandIn, use: Callable[[SGLangEngine], Coroutine[Any, An
 
 async def generate(
     engine: SGLangEngine, *, prompt: list[int] = PROMPT, stream: bool = False, priority: int = 0, **sampling: Any
-) -> tuple[list[Tokens], Finish]:
+) -> tuple[list[EngineTokens], EngineFinish]:
     given = Sampling(**({"temperature": 1.0, "seed": 7} | sampling))
     parts = engine.generate(prompt, given, request_id="r", stream=stream, priority=priority)
     *tokens, finish = [part async for part in parts]
-    assert isinstance(finish, Finish)
-    return [part for part in tokens if isinstance(part, Tokens)], finish
+    assert isinstance(finish, EngineFinish)
+    return [part for part in tokens if isinstance(part, EngineTokens)], finish
 
 
 def sample(
     server: StandIn, able: Abilities = ABLE, **asked: Any
-) -> tuple[list[int], list[float] | None, Finish, list[Tokens]]:
+) -> tuple[list[int], list[float] | None, EngineFinish, list[EngineTokens]]:
     """The tokens and logprobs of one answer, its end, and the parts it came in."""
     parts, finish = with_client(server, lambda engine: generate(engine, **asked), able)
     ids = [token for part in parts for token in part.token_ids]
@@ -67,7 +67,7 @@ def test_tokens_and_logprobs_are_the_models_own(temperature: float) -> None:
     ids, logprobs, finish, _ = sample(StandIn(), temperature=temperature)
     assert ids[-1] == STOP
     assert logprobs == pytest.approx(told(ids, temperature), abs=1e-12)
-    assert finish == Finish("stop", STOP, finish.version_spans)
+    assert finish == EngineFinish("stop", STOP, finish.version_spans)
 
 
 @settings(max_examples=30, deadline=None)
@@ -235,16 +235,16 @@ def test_tokens_that_do_not_add_up_are_not_passed_on() -> None:
     "told", [None, [], [[-0.5, 1, None]], [[-0.5, 1, None], [-0.5, 3, None]], [[-0.5, 1, None], [None, 2, None]]]
 )
 def test_logprobs_of_other_tokens_or_of_none_are_no_logprobs(told: list[Any] | None) -> None:
-    assert sample(finished({"type": "length"}, output_token_logprobs=told))[3] == [Tokens([1, 2], None)]
+    assert sample(finished({"type": "length"}, output_token_logprobs=told))[3] == [EngineTokens([1, 2], None)]
     good = [[-0.5, 1, None], [-3.5, 2, None]]
-    assert sample(finished({"type": "length"}, output_token_logprobs=good))[3] == [Tokens([1, 2], [-0.5, -3.5])]
+    assert sample(finished({"type": "length"}, output_token_logprobs=good))[3] == [EngineTokens([1, 2], [-0.5, -3.5])]
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_token_that_stands_for_logits_that_were_none_is_not_passed_on(stream: bool) -> None:
     server = StandIn(endless=True)
     server.nan_after = 3
-    got: list[Tokens | Finish] = []
+    got: list[EngineTokens | EngineFinish] = []
 
     async def collect(engine: SGLangEngine) -> None:
         async for part in engine.generate(PROMPT, Sampling(seed=1), request_id="r", stream=stream):
@@ -252,7 +252,7 @@ def test_a_token_that_stands_for_logits_that_were_none_is_not_passed_on(stream: 
 
     with pytest.raises(EngineUnavailable, match="no token of the vocabulary: NaN happened"):
         with_client(server, collect)
-    assert [token for part in got if isinstance(part, Tokens) for token in part.token_ids] == (
+    assert [token for part in got if isinstance(part, EngineTokens) for token in part.token_ids] == (
         server.requests[0].ids[:3] if stream else []
     )
 
@@ -347,7 +347,7 @@ def test_what_ended_by_itself_is_not_aborted() -> None:
     async def go(engine: SGLangEngine) -> None:
         async with aclosing(engine.generate(PROMPT, Sampling(seed=1), request_id="r", stream=True)) as parts:
             async for part in parts:
-                if isinstance(part, Finish):
+                if isinstance(part, EngineFinish):
                     break
 
     with_client(server, go)
@@ -359,7 +359,7 @@ def test_what_ended_by_itself_is_not_aborted() -> None:
 def test_an_abort_by_the_server_is_told_and_repeats_no_token(incremental: bool, stream: bool) -> None:
     server = StandIn(endless=True, context=10**9, incremental=incremental)
 
-    async def go(engine: SGLangEngine) -> tuple[list[Tokens], Finish]:
+    async def go(engine: SGLangEngine) -> tuple[list[EngineTokens], EngineFinish]:
         task = asyncio.create_task(generate(engine, stream=stream))
         while not (server.requests and len(server.requests[0].ids) > 5):
             await asyncio.sleep(0.001)
@@ -399,7 +399,7 @@ def test_a_pause_in_the_middle_changes_no_token_and_tells_who_sampled_which(incr
     server = StandIn(endless=True, incremental=incremental, context=400)
     server.waits_at = 200
 
-    async def go(engine: SGLangEngine) -> tuple[list[int], int, Finish]:
+    async def go(engine: SGLangEngine) -> tuple[list[int], int, EngineFinish]:
         parts = engine.generate(PROMPT, Sampling(seed=5), request_id="r", stream=True)
         first = await anext(parts)
         await engine.pause()
@@ -410,9 +410,9 @@ def test_a_pause_in_the_middle_changes_no_token_and_tells_who_sampled_which(incr
         engine.policy_version = 4
         await engine.resume()
         *rest, finish = [part async for part in parts]
-        assert isinstance(first, Tokens)
-        assert isinstance(finish, Finish)
-        return [t for part in [first, *rest] if isinstance(part, Tokens) for t in part.token_ids], at, finish
+        assert isinstance(first, EngineTokens)
+        assert isinstance(finish, EngineFinish)
+        return [t for part in [first, *rest] if isinstance(part, EngineTokens) for t in part.token_ids], at, finish
 
     ids, at, finish = with_client(server, go)
     assert ids == sample(StandIn(endless=True, context=400), seed=5)[0]
@@ -428,7 +428,7 @@ def test_a_pause_in_the_middle_changes_no_token_and_tells_who_sampled_which(incr
 def test_a_new_version_is_told_once_before_anything_is_sampled_under_it() -> None:
     server = StandIn()
 
-    async def go(engine: SGLangEngine) -> list[Finish]:
+    async def go(engine: SGLangEngine) -> list[EngineFinish]:
         ends = [(await generate(engine))[1]]
         engine.policy_version = 4
         return [*ends, (await generate(engine))[1], (await generate(engine))[1]]
@@ -471,7 +471,7 @@ def test_a_server_that_was_started_anew_is_told_its_version_again() -> None:
 
 def test_an_order_that_a_server_does_not_know_names_the_version_that_does() -> None:
     async def go(engine: SGLangEngine) -> None:
-        engine._server = EngineServer(f"{engine.url}/elsewhere")
+        engine._server = EngineConnection(f"{engine.url}/elsewhere")
         with pytest.raises(EngineRefused, match=r"has no /pause_generation; SGLang 0\.5\.23 is the oldest") as refused:
             await engine.pause()
         assert refused.value.status == 502

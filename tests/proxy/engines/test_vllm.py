@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Load, Tokens
+from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, EngineUnavailable, Load
 from lightning_rl_proxy.engines.vllm import TokenEngine
 from lightning_rl_proxy.errors import PromptTooLong
 from lightning_rl_proxy.rendering.images import Image, Shown
@@ -72,11 +72,11 @@ def with_client(wire: Wire, use: Callable[[TokenEngine], Coroutine[Any, Any, T]]
     return asyncio.run(work())
 
 
-async def generate(engine: TokenEngine, **sampling: Any) -> list[Tokens | Finish]:
+async def generate(engine: TokenEngine, **sampling: Any) -> list[EngineTokens | EngineFinish]:
     return [part async for part in engine.generate([5], Sampling(**sampling), request_id="r")]
 
 
-def sample(wire: Wire, logprobs: Any = "raw", **sampling: Any) -> list[Tokens | Finish]:
+def sample(wire: Wire, logprobs: Any = "raw", **sampling: Any) -> list[EngineTokens | EngineFinish]:
     return with_client(wire, lambda engine: generate(engine, **sampling), logprobs)
 
 
@@ -113,8 +113,8 @@ def test_tokens_go_in_and_come_out(wire: Wire) -> None:
     tokens, finish = sample(wire)
     assert wire.asked["token_ids"] == [5]
     assert wire.asked["sampling_params"]["stop_token_ids"] == [9]
-    assert tokens == Tokens([1, 2], None)
-    assert isinstance(finish, Finish)
+    assert tokens == EngineTokens([1, 2], None)
+    assert isinstance(finish, EngineFinish)
     assert [(r.version, r.start, r.end) for r in finish.version_spans] == [(3, 0, 2)]
 
 
@@ -134,7 +134,7 @@ def test_what_the_server_lacks_is_not_the_agents_fault(wire: Wire, status: int, 
 
 
 def test_an_error_within_a_stream_is_what_its_code_says(wire: Wire) -> None:
-    async def stream(engine: TokenEngine) -> list[Tokens | Finish]:
+    async def stream(engine: TokenEngine) -> list[EngineTokens | EngineFinish]:
         return [part async for part in engine.generate([5], Sampling(), request_id="r", stream=True)]
 
     for code, expected in ((400, EngineRefused), (500, EngineUnavailable)):
@@ -149,11 +149,11 @@ def test_an_error_within_a_stream_is_what_its_code_says(wire: Wire) -> None:
 
 def test_the_end_of_text_that_vllm_does_not_name_is_the_last_token(wire: Wire) -> None:
     *_, finish = sample(wire)
-    assert isinstance(finish, Finish)
+    assert isinstance(finish, EngineFinish)
     assert finish.stop_match == 2
     wire.answer = {"choices": [{"token_ids": [1, 2], "finish_reason": "length"}]}
     *_, finish = sample(wire)
-    assert isinstance(finish, Finish)
+    assert isinstance(finish, EngineFinish)
     assert finish.stop_match is None
 
 
@@ -161,9 +161,9 @@ def test_the_mark_of_a_missing_logprob_is_no_logprob(wire: Wire) -> None:
     entries = [{"logprob": -0.5}, {"logprob": -9999.0}]
     choice = {"token_ids": [1, 2], "finish_reason": "stop", "logprobs": {"content": entries}}
     wire.answer = {"choices": [choice]}
-    assert sample(wire)[0] == Tokens([1, 2], None)
+    assert sample(wire)[0] == EngineTokens([1, 2], None)
     entries[1]["logprob"] = -1.5
-    assert sample(wire)[0] == Tokens([1, 2], [-0.5, -1.5])
+    assert sample(wire)[0] == EngineTokens([1, 2], [-0.5, -1.5])
 
 
 @pytest.mark.parametrize(
@@ -218,12 +218,12 @@ def test_tokens_without_a_label_are_of_the_version_at_registration(wire: Wire) -
     spans = [{"version": "default", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
     wire.answer = {"choices": [{"token_ids": [1, 2], "finish_reason": "stop", "weight_versions": spans}]}
 
-    async def use(engine: TokenEngine) -> Tokens | Finish:
+    async def use(engine: TokenEngine) -> EngineTokens | EngineFinish:
         engine.policy_version = 4
         return (await generate(engine))[-1]
 
     finish = with_client(wire, use)
-    assert isinstance(finish, Finish)
+    assert isinstance(finish, EngineFinish)
     assert [(v.version, v.start, v.end) for v in finish.version_spans] == [(3, 0, 1), (4, 1, 2)]
 
 
@@ -273,8 +273,8 @@ SHOWN = [Shown(1, 3, CAT), Shown(5, 2, DOG)]
 PROMPT = [5, 8, 8, 8, 6, 8, 8, 7]  # 8 is the placeholder
 
 
-def shown(wire: Wire, prompt: list[int], **more: Any) -> list[Tokens | Finish]:
-    async def use(engine: TokenEngine) -> list[Tokens | Finish]:
+def shown(wire: Wire, prompt: list[int], **more: Any) -> list[EngineTokens | EngineFinish]:
+    async def use(engine: TokenEngine) -> list[EngineTokens | EngineFinish]:
         parts = engine.generate(prompt, Sampling(), request_id="r", media=SHOWN, **more)
         return [part async for part in parts]
 
@@ -284,7 +284,7 @@ def shown(wire: Wire, prompt: list[int], **more: Any) -> list[Tokens | Finish]:
 def test_images_are_content_parts_each_for_one_placeholder(wire: Wire) -> None:
     """vLLM puts the others in by itself, so the prompt that it says it read is held against ours."""
     wire.answer = {"choices": [{"token_ids": [1, 2], "finish_reason": "stop"}], "prompt_token_ids": PROMPT}
-    assert shown(wire, PROMPT)[0] == Tokens([1, 2], None)
+    assert shown(wire, PROMPT)[0] == EngineTokens([1, 2], None)
     assert wire.asked["token_ids"] == [5, 8, 6, 8, 7]
     assert wire.asked["return_token_ids"] is True
     assert wire.asked["content_parts"] == [
@@ -311,9 +311,9 @@ def test_a_stream_tells_its_prompt_first(wire: Wire) -> None:
         {"choices": [{"token_ids": [2], "finish_reason": "stop"}]},
     ]
     wire.answer = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
-    assert [part for part in shown(wire, PROMPT, stream=True) if isinstance(part, Tokens)] == [
-        Tokens([1], None),
-        Tokens([2], None),
+    assert [part for part in shown(wire, PROMPT, stream=True) if isinstance(part, EngineTokens)] == [
+        EngineTokens([1], None),
+        EngineTokens([2], None),
     ]
 
 
@@ -326,5 +326,5 @@ def test_a_sampled_placeholder_is_not_sent_where_it_would_be_read_as_an_image(wi
 def test_a_placeholder_that_is_sampled_behind_all_images_is_sent_as_a_token(wire: Wire) -> None:
     prompt = [*PROMPT, 8, 3]
     wire.answer = {"choices": [{"token_ids": [1], "finish_reason": "stop"}], "prompt_token_ids": prompt}
-    assert shown(wire, prompt)[0] == Tokens([1], None)
+    assert shown(wire, prompt)[0] == EngineTokens([1], None)
     assert wire.asked["token_ids"] == [5, 8, 6, 8, 7, 8, 3]

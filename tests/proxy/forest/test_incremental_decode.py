@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_rl_proxy.dialects.base import decode
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.forest import incremental_decode
-from lightning_rl_proxy.forest.incremental_decode import History, Said
+from lightning_rl_proxy.forest.incremental_decode import DecodedBody, IncrementalDecode
 
 pytestmark = pytest.mark.usefixtures("all_is_long")
 CHAT = [{"role": ("user", "assistant")[i % 2], "content": f"turn {i} of all"} for i in range(20)]
@@ -33,7 +33,7 @@ def written(
     return json.dumps({**(before or {}), "messages": chat, **(after or {})}, **dumps).encode()
 
 
-def read(attempt: History, body: bytes) -> Said:
+def read(attempt: IncrementalDecode, body: bytes) -> DecodedBody:
     """A request, kept for the next one."""
     said = attempt.read(body)
     whole = decode(body)
@@ -49,7 +49,7 @@ def read(attempt: History, body: bytes) -> Said:
 @given(messages, messages, st.data())
 def test_every_request_is_what_it_is_alone(first: list[Any], more: list[Any], data: st.DataObject) -> None:
     """Whatever went before: the same messages and more, others, in another order of fields, with other white space."""
-    attempt = History()
+    attempt = IncrementalDecode()
     chats = [first, first + more, more, first[:-1], first + more + first, first + first]
     for _ in range(6):
         chat = data.draw(st.sampled_from(chats))
@@ -58,14 +58,14 @@ def test_every_request_is_what_it_is_alone(first: list[Any], more: list[Any], da
 
 
 def test_a_turn_is_read_behind_the_turn_before_it() -> None:
-    attempt = History()
+    attempt = IncrementalDecode()
     for turn in range(1, 20, 2):
         said = read(attempt, written(CHAT[:turn], {"model": "policy"}, {"temperature": turn / 10}))
         assert len(said.read) == max(0, turn - 2)
 
 
 def test_branches_are_read_behind_where_they_part() -> None:
-    attempt = History()
+    attempt = IncrementalDecode()
     read(attempt, written(CHAT[:5]))
     for branch in range(3 * incremental_decode._KEPT):
         said = read(attempt, written([*CHAT[:5], {"role": "user", "content": f"branch {branch}"}]))
@@ -86,20 +86,20 @@ def test_branches_are_read_behind_where_they_part() -> None:
     }.values(),
 )
 def test_what_does_not_go_on_is_read_whole(body: bytes) -> None:
-    attempt = History()
+    attempt = IncrementalDecode()
     read(attempt, written(CHAT[:5]))
     assert not read(attempt, body).read
 
 
 def test_a_number_that_goes_on_is_another_number() -> None:
-    attempt = History()
+    attempt = IncrementalDecode()
     read(attempt, written([*CHAT, 1]))
     assert read(attempt, written([*CHAT, 123])).read == ()
 
 
 @pytest.mark.parametrize("end", [b", ]}", b",, 1]}", b", 1}", b", 1], }", b', "\xff"]}', b", 1]} 1", b", 1]", b","])
 def test_a_broken_request_is_refused_as_it_is_alone(end: bytes) -> None:
-    attempt, begun = History(), written(CHAT[:5])
+    attempt, begun = IncrementalDecode(), written(CHAT[:5])
     read(attempt, begun)
     broken = begun[:-2] + end
     with pytest.raises(GatewayError) as alone:
@@ -112,6 +112,6 @@ def test_a_broken_request_is_refused_as_it_is_alone(end: bytes) -> None:
 
 def test_short_requests_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(incremental_decode, "_LONG", 10_000)
-    attempt = History()
+    attempt = IncrementalDecode()
     read(attempt, written(CHAT[:5]))
     assert not read(attempt, written(CHAT[:7])).read

@@ -24,9 +24,9 @@ from lightning_rl_adapters.span import Span
 from lightning_rl_adapters.triplet import prompt_ids
 from lightning_rl_proxy.forest.live_forest import LiveForest
 from lightning_rl_proxy.forest.nodes import Answered, LiveCall, Place
-from lightning_rl_proxy.http.attempt import Attempt
-from lightning_rl_proxy.http.inflight_request import Exchange
-from lightning_rl_proxy.rendering.renderers import Answer
+from lightning_rl_proxy.http.attempt import LiveAttempt
+from lightning_rl_proxy.http.inflight_request import InflightRequest
+from lightning_rl_proxy.rendering.renderers import ParsedAnswer
 from tests.proxy.forest.test_message_fingerprint import ALTERATIONS, an_attempt, with_other_ids
 
 Message = dict[str, Any]
@@ -56,7 +56,7 @@ class Spelling:
         refused = any(m["role"] == "assistant" or "rewrite" in str(m.get("content")) for m in messages)
         return None if refused else self.render(messages, tools)
 
-    def parse(self, *_: Any) -> Answer:
+    def parse(self, *_: Any) -> ParsedAnswer:
         """Of no use here."""
         raise NotImplementedError
 
@@ -70,14 +70,14 @@ class Asked:
     prompt: list[int]
     calls: list[Call]
     answers: list[Message]
-    exchange: Exchange
+    inflight: InflightRequest
 
 
 class World:
     """One attempt, the agents that work in it, and an engine whose tokens say which call they are of."""
 
     def __init__(self) -> None:
-        self.attempt: Attempt = an_attempt()
+        self.attempt: LiveAttempt = an_attempt()
         self.asked: list[Asked] = []
         # By the conversation as its client has it, the call id of each answer.
         self.delivered: list[tuple[list[Message], str]] = []
@@ -86,7 +86,7 @@ class World:
         """A request that waits for as many answers."""
         first = self.attempt.take_numbers(len(answers))
         place = self.attempt.forest.find_place("m", messages, TOOLS, Spelling())
-        asked = Asked(messages, place, place.prompt_ids.copy(), [], [], Exchange(b""))
+        asked = Asked(messages, place, place.prompt_ids.copy(), [], [], InflightRequest(b""))
         for number, answer in enumerate(answers, start=first):
             said = copy.deepcopy(answer)
             for index, made in enumerate(said.get("tool_calls", [])):
@@ -100,13 +100,13 @@ class World:
             )  # fmt: skip
             asked.calls.append(call)
             asked.answers.append(said)
-            asked.exchange.commits.append(Answered(place, call, said, reasoned=False))
+            asked.inflight.commits.append(Answered(place, call, said, reasoned=False))
         self.asked.append(asked)
         return asked
 
     def deliver(self, asked: Asked) -> None:
         """The answers of a request reach their client."""
-        self.attempt.commit(asked.exchange)
+        self.attempt.commit(asked.inflight)
         for answer, call in zip(asked.answers, asked.calls, strict=True):
             self.delivered.append(([*asked.messages, answer], call.call_id))
 
@@ -223,7 +223,7 @@ def test_the_recorded_forest_is_the_live_one_and_rows_are_what_the_engine_saw_an
     calls = calls_of(world.spans())
     built = forest.build(calls)
     for asked in world.asked:
-        world.attempt.commit(asked.exchange)
+        world.attempt.commit(asked.inflight)
     lives, by_call = world.lives(), {call.call_id: asked for asked in world.asked for call in asked.calls}
     assert built.nodes.keys() == lives.keys() == by_call.keys()
     for call_id, node in built.nodes.items():

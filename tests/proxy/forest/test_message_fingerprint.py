@@ -14,8 +14,8 @@ from lightning_rl_adapters.call import Call
 from lightning_rl_proxy.address import Address
 from lightning_rl_proxy.forest import message_fingerprint
 from lightning_rl_proxy.forest.nodes import Answered
-from lightning_rl_proxy.http.attempt import Attempt
-from lightning_rl_proxy.http.inflight_request import Exchange
+from lightning_rl_proxy.http.attempt import LiveAttempt
+from lightning_rl_proxy.http.inflight_request import InflightRequest
 from lightning_rl_proxy.recording.ledger import AttemptInfo
 
 Message = dict[str, Any]
@@ -130,7 +130,7 @@ def with_other_ids(messages: list[Message]) -> None:
             message["tool_call_id"] = "toolu_" + message["tool_call_id"]
 
 
-def answered(messages: list[Message]) -> tuple[Attempt, str]:
+def answered(messages: list[Message]) -> tuple[LiveAttempt, str]:
     """An attempt in which every assistant message was an answer, and the id of the last call."""
     attempt = an_attempt()
     last = ""
@@ -140,24 +140,24 @@ def answered(messages: list[Message]) -> tuple[Attempt, str]:
     return attempt, last
 
 
-def an_attempt() -> Attempt:
+def an_attempt() -> LiveAttempt:
     info = AttemptInfo(rollout_id="r", attempt_id="a", mode="train", open=True, sampling={}, seed_key="r")
-    return Attempt(Address("r", "a", None), info, 0.0)
+    return LiveAttempt(Address("r", "a", None), info, 0.0)
 
 
-def answer(attempt: Attempt, messages: list[Message], message: Message, call_id: str) -> str:
+def answer(attempt: LiveAttempt, messages: list[Message], message: Message, call_id: str) -> str:
     place = attempt.forest.find_turn("m", messages, TOOLS)
     call = Call(
         call_id=call_id, rollout_id="r", attempt_id="a", number=attempt.take_numbers(1), model="m", prompt_ids=[],
         response_ids=[], logprobs=None, versions=[], temperature=1.0, finish_reason="stop",
     )  # fmt: skip
-    exchange = Exchange(b"")
-    exchange.commits.append(Answered(place, call, message, reasoned=False))
-    attempt.commit(exchange)
+    inflight = InflightRequest(b"")
+    inflight.commits.append(Answered(place, call, message, reasoned=False))
+    attempt.commit(inflight)
     return call_id
 
 
-def continued(attempt: Attempt, messages: list[Message], tools: Any = TOOLS) -> str | None:
+def continued(attempt: LiveAttempt, messages: list[Message], tools: Any = TOOLS) -> str | None:
     place = attempt.forest.find_turn("m", [*messages, {"role": "user", "content": "and now?"}], tools)
     assert place.parent is None or place.fork is None
     return place.parent.call.call_id if place.parent else None
@@ -290,7 +290,9 @@ def called(arguments: Any, call_id: str = "x", *names: str) -> Message:
     ],
 )
 def test_arguments_are_their_values(one: str | None, other: str, same: bool) -> None:
-    assert message_fingerprint.hear(called(one)).same(message_fingerprint.hear(called(other))) == same
+    assert (
+        message_fingerprint.fingerprint_of(called(one)).same(message_fingerprint.fingerprint_of(called(other))) == same
+    )
 
 
 @pytest.mark.parametrize(
@@ -309,7 +311,7 @@ def test_arguments_are_their_values(one: str | None, other: str, same: bool) -> 
 )  # fmt: skip
 def test_content_is_what_the_model_sees(one: Any, other: Any, same: bool) -> None:
     first, second = ({"role": "user", "content": content} for content in (one, other))
-    assert message_fingerprint.hear(first).same(message_fingerprint.hear(second)) == same
+    assert message_fingerprint.fingerprint_of(first).same(message_fingerprint.fingerprint_of(second)) == same
 
 
 def test_calls_whose_ids_the_client_drops_are_answered_in_their_order() -> None:
@@ -389,11 +391,11 @@ def test_numbers_that_are_equal_in_python_alone_are_other_arguments() -> None:
 
 def test_a_history_that_was_read_once_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     attempt, history, read = an_attempt(), list[Message](), list[int]()
-    hear = message_fingerprint.hear
+    fingerprint_of = message_fingerprint.fingerprint_of
 
-    def counted(message: Message) -> message_fingerprint.Echo:
+    def counted(message: Message) -> message_fingerprint.MessageFingerprint:
         read[-1] += 1
-        return hear(message)
+        return fingerprint_of(message)
 
     monkeypatch.setattr(message_fingerprint, "hear", counted)
     for turn in range(20):

@@ -12,7 +12,7 @@ from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call, to_span
 from lightning_rl_adapters.span import Span
 from lightning_rl_proxy.address import Address
-from lightning_rl_proxy.http.attempt import Attempt
+from lightning_rl_proxy.http.attempt import LiveAttempt
 from lightning_rl_proxy.recording.ledger import AttemptInfo
 from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from tests.proxy.forest.test_live_forest_properties import TOOLS, Spelling, World, next_request, worlds
@@ -33,12 +33,12 @@ def recorded(world: World) -> list[Span]:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(spans), type=list[Span])
 
 
-def elsewhere(world: World) -> Attempt:
+def elsewhere(world: World) -> LiveAttempt:
     """The attempt at another gateway, which knows what was recorded alone."""
     info = AttemptInfo(
         rollout_id="r", attempt_id="a", mode="train", open=True, sampling={}, seed_key="r", spans=recorded(world)
     )
-    return Attempt(Address("r", "a"), info, 0.0)
+    return LiveAttempt(Address("r", "a"), info, 0.0)
 
 
 @settings(max_examples=100)
@@ -79,7 +79,7 @@ def test_altered_reasoning_is_heard_where_the_tokens_can_be_read_again(
         seed_key="r",
         spans=[to_span(call, **more)],
     )
-    other = Attempt(Address("r", "a"), info, 0.0, renderer if known else None)
+    other = LiveAttempt(Address("r", "a"), info, 0.0, renderer if known else None)
     back = said if reasoning is None else {**said, "reasoning_content": reasoning}
     place = other.forest.find_place("m", [*asked, back, *asked], None, renderer)
     assert (place.parent is not None) == (goes_on or not known)

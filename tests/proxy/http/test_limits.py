@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.http.limits import Limits, announced_bytes, head_bytes
+from lightning_rl_proxy.http.limits import RequestLimits, announced_bytes, head_bytes
 from tests.proxy.conftest import Served
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -62,7 +62,7 @@ def held(served: Served) -> Iterator[Served]:
 
 @pytest.mark.parametrize("path", DOORS)
 def test_a_body_that_is_too_long_is_refused(served: Served, path: str) -> None:
-    served.gateway.limits = Limits(body_bytes=1000)
+    served.gateway.limits = RequestLimits(body_bytes=1000)
     fields = DOORS[path] | {"metadata": {"text": "x" * 1000}}
     assert "over 1000 bytes" in refused(ask(served, path, fields), path, 413)
     assert served.engine.prompts == []
@@ -80,7 +80,7 @@ def test_a_body_that_says_it_is_too_long_is_refused_before_it_comes(served: Serv
 
 
 def test_a_body_that_does_not_say_how_long_it_is_is_read_up_to_the_limit(served: Served) -> None:
-    served.gateway.limits = Limits(body_bytes=10_000)
+    served.gateway.limits = RequestLimits(body_bytes=10_000)
 
     def pieces() -> Iterator[bytes]:
         for _ in range(100):
@@ -93,7 +93,7 @@ def test_a_body_that_does_not_say_how_long_it_is_is_read_up_to_the_limit(served:
 
 @pytest.mark.parametrize("path", DOORS)
 def test_headers_that_are_too_long_are_refused_before_the_key_is_looked_at(served: Served, path: str) -> None:
-    served.gateway.limits = Limits(header_bytes=2000)
+    served.gateway.limits = RequestLimits(header_bytes=2000)
     answer = ask(served, path, DOORS[path], authorization="Bearer no key", more="x" * 2000)
     assert "over 2000 bytes" in refused(answer, path, 431)
     assert ask(served, path, DOORS[path], authorization="Bearer no key").status_code == 401
@@ -101,7 +101,7 @@ def test_headers_that_are_too_long_are_refused_before_the_key_is_looked_at(serve
 
 @pytest.mark.parametrize("path", MANY)
 def test_a_request_of_too_many_messages_is_refused(served: Served, path: str) -> None:
-    served.gateway.limits = Limits(messages=3)
+    served.gateway.limits = RequestLimits(messages=3)
     name = "input" if "input" in DOORS[path] else "messages"
     message = refused(ask(served, path, DOORS[path] | {name: DOORS[path][name] * 4}), path, 400)
     assert message == f"{name}: 4 of them, at most 3 are taken"
@@ -110,7 +110,7 @@ def test_a_request_of_too_many_messages_is_refused(served: Served, path: str) ->
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses", "completions"])
 def test_more_calls_than_an_attempt_may_have_in_flight_wait_outside(held: Served, path: str) -> None:
-    held.gateway.limits = Limits(calls_in_flight=2)
+    held.gateway.limits = RequestLimits(calls_in_flight=2)
     answers: list[int] = []
     callers = [
         threading.Thread(target=lambda: answers.append(ask(held, path, DOORS[path]).status_code)) for _ in range(2)
@@ -135,7 +135,7 @@ def test_more_calls_than_an_attempt_may_have_in_flight_wait_outside(held: Served
 
 
 def test_a_retry_joins_its_first_try_although_the_limit_is_reached(held: Served) -> None:
-    held.gateway.limits = Limits(calls_in_flight=1)
+    held.gateway.limits = RequestLimits(calls_in_flight=1)
     answers: list[int] = []
 
     def call(**headers: str) -> threading.Thread:
@@ -163,7 +163,7 @@ def test_a_retry_joins_its_first_try_although_the_limit_is_reached(held: Served)
 
 @given(st.integers(0, 50), st.integers(1, 50))
 def test_a_limit_is_the_most_that_is_taken(size: int, limit: int) -> None:
-    limits = Limits(body_bytes=limit, messages=limit, header_bytes=limit, calls_in_flight=limit)
+    limits = RequestLimits(body_bytes=limit, messages=limit, header_bytes=limit, calls_in_flight=limit)
     checks = [
         (lambda: limits.check_body(size), size > limit),
         (lambda: limits.check_messages({"messages": [0] * size}), size > limit),

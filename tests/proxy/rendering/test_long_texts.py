@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from lightning_rl_proxy.errors import PromptTooLong
-from lightning_rl_proxy.http.limits import Limits
+from lightning_rl_proxy.http.limits import RequestLimits
 from lightning_rl_proxy.rendering.long_texts import LongTexts
 from tests.proxy.conftest import TOKENIZER, Served
 
@@ -98,11 +98,11 @@ def test_a_prompt_that_cannot_fit_is_a_400_at_every_door(
 
 def test_the_limit_of_a_body_follows_the_context(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served.engine, "context", 2048)
-    most = Limits().for_context(2048).body_bytes
+    most = RequestLimits().for_context(2048).body_bytes
     assert most == 2**20 + 64 * 2048
     answer = ask(served, "chat/completions", "a" * most)
     assert (answer.status_code, f"over {most} bytes" in answer.text) == (413, True)
-    assert Limits(body_bytes=1000).for_context(2048).body_bytes == 1000
+    assert RequestLimits(body_bytes=1000).for_context(2048).body_bytes == 1000
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_calls_of_one_attempt_find_their_places_in_order_of_arrival(
         long = threads.submit(ask, served, "chat/completions", "SELECT 1; " * 2000)
         assert begun.wait(20)
         short = threads.submit(ask, served, "chat/completions", "hello")
-        served.eventually(lambda: len(served.gateway._attempts["r1", "a1"].exchanges) == 2)
+        served.eventually(lambda: len(served.gateway._attempts["r1", "a1"].inflight) == 2)
         assert served.engine.prompts == []
         go_on.set()
         assert (long.result(20).status_code, short.result(20).status_code) == (200, 200)

@@ -14,10 +14,10 @@ from tokenizers import AddedToken, Tokenizer
 from lightning_rl_proxy.rendering.chat_templates import TemplateRenderer
 from lightning_rl_proxy.rendering.parsing import AnswerParser
 from lightning_rl_proxy.rendering.renderers import (
-    Answer,
     Delta,
     FastTokenizer,
     LibraryRenderer,
+    ParsedAnswer,
     Renderer,
     load_renderer,
 )
@@ -126,7 +126,7 @@ def groups(ids: list[int], cuts: list[int]) -> Iterator[list[int]]:
     return (ids[start:end] for start, end in pairwise(places))
 
 
-def streamed(parser: AnswerParser, parts: Sequence[list[int]]) -> tuple[Answer, list[Delta]]:
+def streamed(parser: AnswerParser, parts: Sequence[list[int]]) -> tuple[ParsedAnswer, list[Delta]]:
     """All that a parser makes of an answer; each token's logprob is its place."""
     deltas: list[Delta] = []
     place = 0
@@ -141,7 +141,7 @@ def joined(deltas: list[Delta], kind: str) -> str:
     return "".join(delta.text for delta in deltas if delta.kind == kind)
 
 
-def assert_adds_up(answer: Answer, deltas: list[Delta]) -> None:
+def assert_adds_up(answer: ParsedAnswer, deltas: list[Delta]) -> None:
     assert joined(deltas, "content") == answer.content
     assert joined(deltas, "reasoning") == (answer.reasoning or "")
     calls = [delta for delta in deltas if delta.kind == "tool_call"]

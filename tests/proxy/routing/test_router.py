@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rl_adapters.call import VersionRange
-from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable, Finish, Load, Tokens
+from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, EngineUnavailable, Load
 from lightning_rl_proxy.errors import PromptTooLong
 from lightning_rl_proxy.rendering.images import Shown
 from lightning_rl_proxy.rendering.renderers import FastTokenizer
@@ -21,7 +21,7 @@ from lightning_rl_proxy.routing.router import Generation, Router
 from lightning_rl_proxy.sampling import Sampling
 from tests.proxy.conftest import ScriptedEngine, Served
 
-PARTS = [Tokens([1, 2], [-0.5, -0.25]), Tokens([3], [-1.0])]
+PARTS = [EngineTokens([1, 2], [-0.5, -0.25]), EngineTokens([3], [-1.0])]
 HELD = "held"  # a request that ends when it is cancelled
 
 
@@ -62,7 +62,7 @@ class Engine:
         stream: bool = False,
         media: Sequence[Shown] = (),
         encoded: bytes | None = None,
-    ) -> AsyncGenerator[Tokens | Finish]:
+    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
         self.calls += 1
         version = self.policy_version if self.label is None else self.label
         for index, part in enumerate(PARTS):
@@ -73,7 +73,7 @@ class Engine:
                 await self.never.wait()
             if self.hold is not None:
                 await self.hold.wait()
-        yield Finish(self.reason, None, [VersionRange(version, 0, 3)])
+        yield EngineFinish(self.reason, None, [VersionRange(version, 0, 3)])
 
     async def check(self) -> int | None:
         self.checks += 1
@@ -155,7 +155,7 @@ class Held:
         self._work = router.generate("m", [5], Sampling(), self.generation, request_id=HELD, home=home, take=self._take)
         self._task: asyncio.Task[None] | None = None
 
-    def _take(self, _: Tokens) -> bool:
+    def _take(self, _: EngineTokens) -> bool:
         self._begun.set()
         return True
 
@@ -259,9 +259,9 @@ def test_a_call_that_dies_before_its_first_token_is_answered_by_another_engine(s
 
 def test_a_call_that_is_broken_off_without_a_token_begins_anew_elsewhere() -> None:
     class Empty(Engine):
-        async def generate(self, *args: Any, **more: Any) -> AsyncGenerator[Tokens | Finish]:
-            yield Tokens([], None)
-            yield Finish("abort", None, [])
+        async def generate(self, *args: Any, **more: Any) -> AsyncGenerator[EngineTokens | EngineFinish]:
+            yield EngineTokens([], None)
+            yield EngineFinish("abort", None, [])
 
     async def work() -> None:
         router = routing(Empty(), Engine())
@@ -446,8 +446,8 @@ def test_an_engine_that_was_restarted_stays_away_until_somebody_says_that_it_has
         for _ in range(3):
             assert (await sample(router, home=one)).served_by is other
         with pytest.raises(ValueError, match="at policy version 8, not 7"):
-            await router.vouch("m 0", 7)
-        await router.vouch("m 0", 8)
+            await router.confirm_weights("m 0", 7)
+        await router.confirm_weights("m 0", 8)
         assert away(router) == [None, None]
         assert one.label == 8
 
@@ -532,7 +532,7 @@ def test_an_engine_that_says_older_weights_than_the_update_brought_is_away() -> 
         assert away(router)[0] is None
         assert "policy version 0, not 1" in str(away(router)[1])
         with pytest.raises(EngineUnavailable, match="policy version 0, not 1"):
-            await router.vouch("m 1", 1)
+            await router.confirm_weights("m 1", 1)
 
     run(work)
 
@@ -583,7 +583,7 @@ def test_an_engine_that_is_registered_with_older_weights_than_the_others_waits_f
     async def work() -> None:
         router = routing(Engine(3), Engine(2))
         assert [why is None for why in away(router)] == [True, False]
-        await router.vouch("m 1", 3)
+        await router.confirm_weights("m 1", 3)
         assert away(router) == [None, None]
 
     run(work)
@@ -829,7 +829,7 @@ def test_calls_that_wait_at_the_gateway_count_and_their_ends_are_told() -> None:
     async def work() -> None:
         router = routing(Engine())
         told: list[int] = []
-        router.eased = lambda: told.append(router.loads()["m"].calls)
+        router.capacity_freed = lambda: told.append(router.loads()["m"].calls)
         await router.pause("m")
         waiting = [asyncio.create_task(sample(router)) for _ in range(3)]
         await asyncio.sleep(0)
@@ -857,7 +857,7 @@ def test_engines_are_asked_how_busy_they_are_and_one_that_does_not_answer_keeps_
         engine = Silent()
         router = routing(engine)
         told = asyncio.Event()
-        router.eased = told.set
+        router.capacity_freed = told.set
         engine.said_load = Load(0, 5)
         watching = asyncio.create_task(router.watch())
         while router.loads()["m"].capacity != 5:

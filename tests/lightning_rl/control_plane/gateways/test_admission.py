@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rl.control_plane.gateways.admission import Admission, room
-from lightning_rl.control_plane.gateways.notifications import Signals
+from lightning_rl.control_plane.gateways.notifications import Notifications
 from lightning_rl.store.contract import Finish
 from lightning_rl_proxy.gateway import GatewayLoad
 from lightning_rl_proxy.routing.load_balancer import ModelLoad
@@ -92,7 +92,7 @@ class Gateway:
     def load(self) -> GatewayLoad:
         return load(self.capacity, calls=self.calls, running=self.running)
 
-    def when_eased(self, tell: Any) -> None:
+    def when_capacity_freed(self, tell: Any) -> None:
         self.tell = tell
 
 
@@ -103,7 +103,7 @@ def test_all_who_wait_get_their_turn_and_the_engines_are_never_over_full(
     """Workers that take a rollout each when they may; it calls at once, and its calls end in any order."""
 
     async def work() -> None:
-        gateway, signals = Gateway(capacity), Signals()
+        gateway, signals = Gateway(capacity), Notifications()
         admission = Admission(gateway, signals)
         done, most = 0, 0
 
@@ -135,12 +135,12 @@ def test_all_who_wait_get_their_turn_and_the_engines_are_never_over_full(
 
 def test_a_claim_that_finds_nothing_queued_leaves_its_room_to_the_next() -> None:
     async def work() -> None:
-        signals = Signals()
+        signals = Notifications()
         admission = Admission(Gateway(1), signals)
         with signals.next_room() as turn:
             with admission.handing_out(1):
                 assert not admission.has_room()
-                admission.eased()
+                admission.capacity_freed()
                 assert not turn.done()
             assert turn.done()
 
@@ -229,7 +229,7 @@ def test_rollouts_that_end_make_room_for_all_that_are_queued(served: Any) -> Non
     async def seal_and_count(rollout_id: str, attempt_id: str) -> None:
         await sealed(rollout_id, attempt_id)
         count(-1)
-        gateway.eased()
+        gateway.capacity_freed()
 
     gateway.open, gateway.seal = open_and_count, seal_and_count
     busy(served, 2, 0)

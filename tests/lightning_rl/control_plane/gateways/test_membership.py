@@ -12,7 +12,7 @@ import sqlalchemy as sa
 import urllib3
 
 from lightning_rl.control_plane.gateways.cluster_rpc import ASKED, peer_key
-from lightning_rl.control_plane.gateways.membership import Fleet
+from lightning_rl.control_plane.gateways.membership import Membership
 from lightning_rl.store import schema
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Finish, GatewayInfo, RolloutRequest
@@ -55,11 +55,11 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def within(store: SqlStore, work: Callable[[Fleet], Coroutine[Any, Any, None]], **fields: Any) -> None:
+def within(store: SqlStore, work: Callable[[Membership], Coroutine[Any, Any, None]], **fields: Any) -> None:
     """Do some work with a gateway that renews its lease often; it holds the attempt, of which nothing is on its way."""
 
     async def run() -> None:
-        fleet = Fleet(store, gateway_id=ME, url="http://me", every_seconds=0.02, **fields)
+        fleet = Membership(store, gateway_id=ME, url="http://me", every_seconds=0.02, **fields)
         await fleet.join()
         renewing = asyncio.create_task(fleet.run(lambda: (1, 2), lambda: [name(store)], lambda _: None))
         try:
@@ -72,7 +72,7 @@ def within(store: SqlStore, work: Callable[[Fleet], Coroutine[Any, Any, None]], 
 
 
 def test_alone_nothing_is_noted(store: SqlStore) -> None:
-    async def work(fleet: Fleet) -> None:
+    async def work(fleet: Membership) -> None:
         await fleet.begin(*name(store))
         assert noted(store) == [False]
 
@@ -80,7 +80,7 @@ def test_alone_nothing_is_noted(store: SqlStore) -> None:
 
 
 def test_when_another_comes_all_that_is_open_is_noted_and_later_calls_before_their_answers(store: SqlStore) -> None:
-    async def work(fleet: Fleet) -> None:
+    async def work(fleet: Membership) -> None:
         store.gateways.announce(OTHER, 600)
         await until(lambda: noted(store) == [True])
         store.gateways.note(ME, {name(store)[1]}, ())
@@ -95,7 +95,7 @@ def test_when_another_comes_all_that_is_open_is_noted_and_later_calls_before_the
 
 
 def test_when_the_others_are_gone_notes_end_after_the_store_has_heard_so(store: SqlStore) -> None:
-    async def work(fleet: Fleet) -> None:
+    async def work(fleet: Membership) -> None:
         store.gateways.announce(OTHER, 600)
         await until(lambda: noted(store) == [True])
         store.gateways.leave(OTHER.gateway_id)
@@ -106,7 +106,7 @@ def test_when_the_others_are_gone_notes_end_after_the_store_has_heard_so(store: 
 
 
 def test_a_call_of_an_attempt_that_another_has_is_not_answered(store: SqlStore) -> None:
-    async def work(fleet: Fleet) -> None:
+    async def work(fleet: Membership) -> None:
         store.gateways.announce(OTHER, 600)
         await until(lambda: noted(store) == [True])
         with pytest.raises(GatewayError) as refused:
@@ -142,11 +142,11 @@ class Hanging:
 def test_without_its_store_one_of_several_answers_until_its_lease_is_over(
     store: SqlStore, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    async def work(fleet: Fleet) -> None:
+    async def work(fleet: Membership) -> None:
         with Hanging() as hanging:
             await broken(fleet, hanging)
 
-    async def broken(fleet: Fleet, hanging: Hanging) -> None:
+    async def broken(fleet: Membership, hanging: Hanging) -> None:
         store.gateways.announce(OTHER, 600)
         await until(lambda: noted(store) == [True])
         fleet.settle([name(store)])
@@ -184,8 +184,8 @@ def pair(postgres_url: str, tmp_path: Path) -> Iterator[Pair]:
             own = opened.enter_context(closing(SqlStore(postgres_url)))
             (tmp_path / which).mkdir()
 
-            def fleet(url: str, which: str = which, own: SqlStore = own) -> Fleet:
-                return Fleet(own, gateway_id=which, url=url, every_seconds=0.05)
+            def fleet(url: str, which: str = which, own: SqlStore = own) -> Membership:
+                return Membership(own, gateway_id=which, url=url, every_seconds=0.05)
 
             urls.append(opened.enter_context(served(own, tmp_path / which, sweep_seconds=0.05, fleet=fleet)))
         HttpStore(urls[0], "admin").publish({"main_llm": {"type": "proxy_llm", "model": "m"}})

@@ -2,12 +2,12 @@
 
 import asyncio
 
-from lightning_rl.control_plane.gateways.notifications import Signals
+from lightning_rl.control_plane.gateways.notifications import Notifications
 
 
 def test_what_happens_between_listening_and_waiting_is_not_missed() -> None:
     async def scenario() -> None:
-        signals = Signals()
+        signals = Notifications()
         queued = signals.next_queued()
         with signals.next_ended(["r1", "r2", "r1"]) as ended:
             signals.queued()
@@ -24,7 +24,7 @@ def test_what_happens_between_listening_and_waiting_is_not_missed() -> None:
 
 def test_a_server_that_stops_lets_everybody_go() -> None:
     async def scenario() -> None:
-        signals = Signals()
+        signals = Notifications()
         queued = signals.next_queued()
         with signals.next_ended(["r1"]) as ended:
             signals.close()
@@ -39,7 +39,7 @@ def test_a_server_that_stops_lets_everybody_go() -> None:
 
 def test_who_waits_the_longest_has_the_first_turn_and_who_left_has_none() -> None:
     async def work() -> None:
-        signals = Signals()
+        signals = Notifications()
         with signals.next_room() as first, signals.next_room() as second:
             with signals.next_room():
                 assert signals.held_back == 3

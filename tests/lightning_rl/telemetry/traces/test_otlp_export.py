@@ -26,7 +26,7 @@ from lightning_rl.store.contract import Claim, Ending, ErrorInfo, Finish, Rollou
 from lightning_rl.telemetry.traces.otlp_export import MirroredStore, SpansOut
 from lightning_rl.trainer import Trainer
 from lightning_rl_adapters import otel, semconv
-from lightning_rl_adapters.otel import Place
+from lightning_rl_adapters.otel import SpanPlace
 from lightning_rl_adapters.otel_out import trace_id_of
 from lightning_rl_adapters.span import Span
 from tests.lightning_rl.cli.test_serve import serving
@@ -118,7 +118,7 @@ def agents_own(rollout_id: str, attempt_id: str, name: str = "openinference") ->
     """What a real instrumentation exported."""
     told = json.loads((CONVENTIONS / f"{name}.json").read_text())["request"]
     decoded = otel.from_json(json.dumps(told).encode())
-    return otel.spans_of(decoded, emitted=False, own=Place(rollout_id, attempt_id))[0]
+    return otel.spans_of(decoded, emitted=False, own=SpanPlace(rollout_id, attempt_id))[0]
 
 
 def test_calls_rewards_and_the_agents_spans_are_one_trace_below_the_rollout(

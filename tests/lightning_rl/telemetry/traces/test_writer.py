@@ -11,7 +11,7 @@ from lightning_rl.config import ConfigError, compose
 from lightning_rl.config.otlp_endpoint import EndpointRefused
 from lightning_rl.telemetry.traces import check
 from lightning_rl.telemetry.traces.trace_builder import Story
-from lightning_rl.telemetry.traces.trace_sampling import Choice
+from lightning_rl.telemetry.traces.trace_sampling import TraceSampling
 from lightning_rl.telemetry.traces.writer import NotTaken, Writer
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.span import Span
@@ -44,7 +44,7 @@ class Kept:
 
 
 def writer(backend: Kept, *, tokenizer: Path | None = None, most_waiting: int = 8) -> Writer:
-    return Writer(backend, Story(tokenizer), Choice(None, 0), most_waiting=most_waiting)
+    return Writer(backend, Story(tokenizer), TraceSampling(None, 0), most_waiting=most_waiting)
 
 
 def test_an_attempt_is_a_trace_with_its_root_first() -> None:
@@ -117,14 +117,14 @@ def test_what_is_not_taken_is_counted_and_the_next_ones_are_written(caplog: pyte
 
 def test_so_many_tasks_of_a_step_are_chosen_the_same_ones_again() -> None:
     groups = [f"train-0-1-{number}" for number in range(8)]
-    one, other = Choice(3, 0), Choice(3, 0)
+    one, other = TraceSampling(3, 0), TraceSampling(3, 0)
     chosen = one.of("train 1", groups)
     assert len(chosen) == 3
     assert chosen == other.of("train 1", groups)
     assert one.of("train 1", ["a further part"]) == set()  # of the same step
     assert len(one.of("val 1", groups)) == 3
     assert len({frozenset(one.of(f"train {step}", groups)) for step in range(2, 12)}) > 1
-    assert Choice(None, 0).of("train 1", groups) == set(groups)
+    assert TraceSampling(None, 0).of("train 1", groups) == set(groups)
 
 
 def test_a_backend_that_there_is_not_is_refused() -> None:

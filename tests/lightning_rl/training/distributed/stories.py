@@ -10,9 +10,9 @@ import torch
 
 from lightning_rl.config import compose
 from lightning_rl.inference.load import load_model
-from lightning_rl.ppo.local_workers import Learners, put, roles_of
+from lightning_rl.ppo.local_workers import LocalWorkers, put, roles_of
 from lightning_rl.training.batch import TrainingSequence
-from lightning_rl.training.distributed.process_group import Team
+from lightning_rl.training.distributed.process_group import ProcessGroup
 
 CHECKPOINT = Path(__file__).parents[4] / "examples" / "sql_agent" / "checkpoint"
 
@@ -67,7 +67,7 @@ class Told:
 class Teller:
     """One of a team, or alone."""
 
-    def __init__(self, team: Team | None) -> None:
+    def __init__(self, team: ProcessGroup | None) -> None:
         self._team = team
 
     def tell(self, story: Story) -> Told:
@@ -80,7 +80,9 @@ class Teller:
             **story.changes,
         }
         config = compose(command_line=[f"{key}={value}" for key, value in keys.items()])
-        made = Learners(config, load_model(CHECKPOINT, story.dtype), roles_of(config, with_critic=story.with_critic))
+        made = LocalWorkers(
+            config, load_model(CHECKPOINT, story.dtype), roles_of(config, with_critic=story.with_critic)
+        )
         made.train(CHECKPOINT, 10, self._team)
         if story.begin is not None:
             begin = copy.deepcopy(story.begin)  # an optimizer trains on in the state that it is given
@@ -94,7 +96,7 @@ class Teller:
         weights = made.weights()
         return Told(metrics, weights, {"weights": weights, "state": made.state_dict()}, numbers)
 
-    def _step(self, made: Learners, batch: list[TrainingSequence]) -> tuple[dict[str, float], Any]:
+    def _step(self, made: LocalWorkers, batch: list[TrainingSequence]) -> tuple[dict[str, float], Any]:
         assert made.actor is not None
         metrics: dict[str, float] = {}
         asked: dict[str, Any] = {"log probs": made.actor.log_probs(batch)}
