@@ -37,7 +37,8 @@ from lightning_rl.algorithms.base import Endpoint
 from lightning_rl.control_plane import launch as server
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Finish, RolloutConfig, RolloutRequest
-from lightning_rl_proxy.rendering.renderers import FastTokenizer, load_renderer
+from lightning_rl_proxy.rendering.load import load_renderer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 
 TOKENIZER = Path(__file__).parents[1] / "examples" / "sql_agent" / "checkpoint"
 MODEL = "policy"

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, Qwen2ForCausalLM
 
-from lightning_rl_proxy.rendering.renderers import Renderer, load_renderer
+from lightning_rl_proxy.rendering.base import Renderer
+from lightning_rl_proxy.rendering.load import load_renderer
 
 from .agent import TOOLS, calculate
 from .data import questions

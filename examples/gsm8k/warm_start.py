@@ -27,7 +27,8 @@ from lightning_rl.config import compose
 from lightning_rl.config.schema import Config
 from lightning_rl.tools.base_tool import schema_of
 from lightning_rl.tools.config import load_tools
-from lightning_rl_proxy.rendering.renderers import Renderer, load_renderer
+from lightning_rl_proxy.rendering.base import Renderer
+from lightning_rl_proxy.rendering.load import load_renderer
 
 from .problems import problem
 

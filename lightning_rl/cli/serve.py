@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_rl.control_plane.gateways.engines import EngineRequest
     from lightning_rl.control_plane.process import ServerSettings
     from lightning_rl_proxy.http.limits import RequestLimits
-    from lightning_rl_proxy.rendering.renderers import SpecialTokens
+    from lightning_rl_proxy.rendering.tokenizer import SpecialTokens
 
 ENGINE_KEY = "OPENAI_API_KEY"  # of engines of kind openai
 LOG, ENGINE_LOG = "server.log", "engine.log"

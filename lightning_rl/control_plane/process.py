@@ -48,7 +48,8 @@ from lightning_rl.store.sql_thread import SqlThread
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.http.limits import RequestLimits
 from lightning_rl_proxy.recording.alerts import ALARMS
-from lightning_rl_proxy.rendering.renderers import SpecialTokens, load_renderer
+from lightning_rl_proxy.rendering.load import load_renderer
+from lightning_rl_proxy.rendering.tokenizer import SpecialTokens
 from lightning_rl_proxy.routing.router import Router
 
 JOURNAL = "gateway.journal"  # in the run folder

@@ -18,7 +18,7 @@ from lightning_rl.trajectories.trajectory import Trajectory, trajectory_of
 from lightning_rl_adapters import credit, forest, semconv, triplet
 from lightning_rl_adapters.call import calls_of
 from lightning_rl_adapters.forest import Forest
-from lightning_rl_proxy.rendering.renderers import FastTokenizer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 
 _SHOWN = 200  # characters of one message or row
 

@@ -20,7 +20,7 @@ from lightning_rl.store.contract import Rollout
 from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.call_filter import selection
 from lightning_rl.trajectories.step_record import StepRecord
-from lightning_rl_proxy.rendering.renderers import FastTokenizer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 
 CONFIG = "config.yaml"
 _TOKENIZER = "tokenizer.json"

@@ -41,7 +41,9 @@ from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread
 from lightning_rl_adapters.credit import FINAL
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.rendering.renderers import Renderer, SpecialTokens, load_renderer
+from lightning_rl_proxy.rendering.base import Renderer
+from lightning_rl_proxy.rendering.load import load_renderer
+from lightning_rl_proxy.rendering.tokenizer import SpecialTokens
 from lightning_rl_proxy.routing.router import Router
 
 _POLICY = "main_llm"

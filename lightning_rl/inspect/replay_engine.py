@@ -23,8 +23,9 @@ from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineT
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer
 from lightning_rl_proxy.forest import message_fingerprint
 from lightning_rl_proxy.forest.fork_causes import first_difference
+from lightning_rl_proxy.rendering.base import Markup, ParsedAnswer, Renderer
 from lightning_rl_proxy.rendering.images import Shown, Vision
-from lightning_rl_proxy.rendering.renderers import FastTokenizer, Markup, ParsedAnswer, Renderer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.sampling import SPECIFIC, Sampling
 
 Message = dict[str, Any]

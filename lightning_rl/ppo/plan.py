@@ -20,7 +20,7 @@ from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.estimators import needs_critic, needs_reference
 from lightning_rl.ppo.local_workers import FORMATS
 from lightning_rl.training.chat_template import with_template
-from lightning_rl_proxy.rendering.renderers import load_renderer
+from lightning_rl_proxy.rendering.load import load_renderer
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _VERSION = "import importlib.metadata as m; print(m.version('vllm'))"

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 from uuid import uuid4
 
 from lightning_rl.tools.errors import ToolError, WrongArguments
-from lightning_rl.tools.returned import Returned
-from lightning_rl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse, tool_schema
+from lightning_rl.tools.schemas import OpenAIFunctionToolSchema, Returned, ToolResponse, tool_schema
 
 
 class BaseTool:
@@ -30,6 +29,8 @@ class BaseTool:
 
     timeout_seconds: float | None = None
     tool_schema: OpenAIFunctionToolSchema | None = None
+    # A tool of a plain function: `coerce.as_tool`, which knows every kind of tool and puts itself here.
+    from_callable: ClassVar[Callable[..., "BaseTool"]]
     takes_any_arguments: ClassVar[bool] = False  # True: the tool checks what is required itself
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
@@ -40,23 +41,6 @@ class BaseTool:
         limit = (config or {}).get("timeout_seconds")
         if limit is not None:
             self.timeout_seconds = float(limit)
-
-    @staticmethod
-    def from_callable(
-        function: Callable[..., Any],
-        *,
-        name: str | None = None,
-        schema: Mapping[str, Any] | OpenAIFunctionToolSchema | None = None,
-        timeout: float | None = None,
-    ) -> "BaseTool":
-        """A tool of a plain function, sync or async; also of a partial, a callable object, or a LangChain tool.
-
-        Raises:
-            ToolError: as `function_tool` does.
-        """
-        from lightning_rl.tools.coerce import as_tool
-
-        return as_tool(function, name=name, schema=schema, timeout=timeout)
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """What the model sees; override it where no YAML file gives a schema."""

@@ -34,6 +34,9 @@ def as_tool(
     )
 
 
+BaseTool.from_callable = staticmethod(as_tool)
+
+
 def is_marked(thing: Any) -> bool:
     """Whether a module that holds `thing` means it as a tool."""
     return isinstance(thing, BaseTool) or is_langchain_tool(thing) or mark_of(thing) is not None

@@ -11,8 +11,7 @@ from typing import Any, TypeVar, overload
 
 from lightning_rl.tools.base_tool import BaseTool
 from lightning_rl.tools.errors import ToolError
-from lightning_rl.tools.returned import Returned, returned
-from lightning_rl.tools.schemas import OpenAIFunctionToolSchema, tool_schema
+from lightning_rl.tools.schemas import OpenAIFunctionToolSchema, Returned, returned, tool_schema
 from lightning_rl.tools.signature import AsWritten, Signature, is_async, place_of
 from lightning_rl.tools.threads import in_thread
 

@@ -3,8 +3,13 @@
 Invariant: it says the same as before. A type that contains itself cannot be written out: it stays under `$defs`.
 """
 
+import sys
+import types
+import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import typing_extensions
 
 _REF = "#/$defs/"
 _MAPS = ("properties", "$defs", "patternProperties", "dependentSchemas")  # of schemas by names, which are no keywords
@@ -68,3 +73,33 @@ def _names(node: Any) -> set[str]:
     name = _name(node)
     inner = {found for key, value in node.items() if key not in _VALUES for found in _names(value)}
     return inner | ({name} if name is not None else set())
+
+
+def with_known_typed_dicts(hint: Any, open_: tuple[Any, ...] = ()) -> Any:
+    """The hint with each `typing.TypedDict` in it replaced by its like."""
+    if sys.version_info >= (3, 12):
+        return hint
+    if typing.is_typeddict(hint):
+        return hint if hint in open_ or type(hint).__module__ != "typing" else _alike(hint, (*open_, hint))
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return Annotated[(with_known_typed_dicts(args[0], open_), *hint.__metadata__)]
+    inner = tuple(with_known_typed_dicts(one, open_) for one in args)
+    if not args or all(new is old for new, old in zip(inner, args, strict=True)):
+        return hint
+    if origin in (Union, types.UnionType):
+        return Union[inner]  # noqa: UP007 - made of a tuple
+    return origin[inner]
+
+
+def _alike(hint: Any, open_: tuple[Any, ...]) -> Any:
+    fields = typing.get_type_hints(hint, include_extras=True)
+    marked = {
+        name: typing_extensions.Required[with_known_typed_dicts(one, open_)]
+        if name in hint.__required_keys__
+        else typing_extensions.NotRequired[with_known_typed_dicts(one, open_)]
+        for name, one in fields.items()
+    }
+    made: Any = typing_extensions.TypedDict(hint.__name__, marked)  # type: ignore[misc]
+    made.__doc__ = hint.__doc__
+    return made

@@ -10,8 +10,7 @@ from pydantic import ValidationError
 
 from lightning_rl.tools.base_tool import BaseTool
 from lightning_rl.tools.errors import WrongArguments
-from lightning_rl.tools.returned import Returned, returned
-from lightning_rl.tools.schemas import ToolResponse, tool_schema
+from lightning_rl.tools.schemas import Returned, ToolResponse, returned, tool_schema
 from lightning_rl.tools.threads import in_thread
 
 

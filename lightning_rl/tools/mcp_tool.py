@@ -10,8 +10,7 @@ from typing import Any
 from lightning_rl.tools.base_tool import BaseTool
 from lightning_rl.tools.errors import ToolFailed
 from lightning_rl.tools.mcp_server import McpServer
-from lightning_rl.tools.returned import Returned
-from lightning_rl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from lightning_rl.tools.schemas import OpenAIFunctionToolSchema, Returned, ToolResponse
 
 
 class McpTool(BaseTool):

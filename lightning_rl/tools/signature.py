@@ -20,9 +20,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticSerializationError
 
 from lightning_rl.tools.errors import ToolError, WrongArguments
-from lightning_rl.tools.json_schema import inlined
+from lightning_rl.tools.json_schema import inlined, with_known_typed_dicts
 from lightning_rl.tools.schemas import OpenAIFunctionToolSchema
-from lightning_rl.tools.typed_dicts import with_known_typed_dicts
 
 _NO_TYPE = (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema, PydanticUndefinedAnnotation, PydanticUserError)
 

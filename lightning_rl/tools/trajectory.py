@@ -21,8 +21,7 @@ from lightning_rl.tools.errors import ToolError, ToolFailed, WrongArguments
 from lightning_rl.tools.instance import Instance
 from lightning_rl.tools.limits import ResultLimits
 from lightning_rl.tools.media import Content, content_of
-from lightning_rl.tools.returned import Returned, returned
-from lightning_rl.tools.schemas import ToolResponse
+from lightning_rl.tools.schemas import Returned, ToolResponse, returned
 from lightning_rl.tools.threads import in_thread
 
 _log = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from lightning_rl_proxy.http.limits import RequestLimits, announced_bytes
 from lightning_rl_proxy.recording.clock import Clock
 from lightning_rl_proxy.recording.ledger import AttemptInfo, Ledger, NoNotes, Notes
 from lightning_rl_proxy.recording.recorder import Recorder
-from lightning_rl_proxy.rendering.renderers import Renderer
+from lightning_rl_proxy.rendering.base import Renderer
 from lightning_rl_proxy.routing.load_balancer import ModelLoad
 from lightning_rl_proxy.routing.router import Router
 

@@ -10,7 +10,7 @@ import pytest
 
 import lightning_rl as agl
 from lightning_rl_adapters import credit, forest, rows
-from lightning_rl_proxy.rendering.renderers import FastTokenizer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.e2e.test_agent_lightning_shapes import TASKS, trained
 from tests.lightning_rl.langgraph.conftest import llm_of
 from tests.proxy.conftest import TOKENIZER, Served, renderer, served, tokenizer

@@ -39,7 +39,7 @@ from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.trajectory import trajectory_of
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call, calls_of
-from lightning_rl_proxy.rendering.renderers import load_renderer
+from lightning_rl_proxy.rendering.load import load_renderer
 from tests.proxy.engines.service import running
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from lightning_rl.telemetry.metrics import jsonl
 from lightning_rl_adapters import forest, rows, semconv
 from lightning_rl_adapters.call import calls_of
 from lightning_rl_adapters.media import media_of
-from lightning_rl_proxy.rendering.renderers import load_renderer
+from lightning_rl_proxy.rendering.load import load_renderer
 from tests import seeing
 
 pytestmark = pytest.mark.e2e

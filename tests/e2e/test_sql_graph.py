@@ -27,7 +27,7 @@ from examples.sql_agent.graph_teacher import Teacher, missing
 from examples.sql_agent.report import Habits, Turn
 from examples.sql_agent.train_graph import Setting, reward, small, train
 from lightning_rl_adapters import semconv
-from lightning_rl_proxy.rendering.renderers import load_renderer
+from lightning_rl_proxy.rendering.load import load_renderer
 from tests.e2e.test_examples import recorded
 from tests.proxy.engines.service import running
 

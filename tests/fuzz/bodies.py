@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from lightning_rl_proxy.rendering.renderers import FastTokenizer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.fuzz.laws import SERVICE, Answer, Plan
 from tests.proxy.conftest import TOKENIZER as TOKENIZER_FOLDER
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.rendering.renderers import FastTokenizer, load_renderer
+from lightning_rl_proxy.rendering.load import load_renderer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
 from tests.fuzz.laws import Fuzzed, PlannedEngine, PlannedService
 from tests.proxy.conftest import MODEL, SECRET, TOKENIZER, MemoryLedger, Served, listening

@@ -25,7 +25,9 @@ from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.http.keys import sign_attempt_key
 from lightning_rl_proxy.recording.ledger import AttemptInfo
 from lightning_rl_proxy.rendering.images import Shown
-from lightning_rl_proxy.rendering.renderers import FastTokenizer, LibraryRenderer, load_renderer
+from lightning_rl_proxy.rendering.load import load_renderer
+from lightning_rl_proxy.rendering.renderers import LibraryRenderer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
 from lightning_rl_proxy.sampling import Sampling
 

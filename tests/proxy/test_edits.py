@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import calls_of
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.rendering.renderers import FastTokenizer, LibraryRenderer
+from lightning_rl_proxy.rendering.renderers import LibraryRenderer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
 from tests.proxy.conftest import MODEL, SECRET, MemoryLedger, ScriptedEngine, Served, listening
 

@@ -17,7 +17,8 @@ from renderers.base import MODEL_RENDERER_MAP
 from renderers.configs import config_from_name
 from tokenizers import AddedToken
 
-from lightning_rl_proxy.rendering.renderers import FastTokenizer, LibraryRenderer
+from lightning_rl_proxy.rendering.renderers import LibraryRenderer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.proxy.conftest import TOKENIZER
 
 Message = dict[str, Any]

@@ -11,7 +11,8 @@ import pytest
 import urllib3
 
 from lightning_rl_adapters import credit, forest, rows, semconv
-from lightning_rl_proxy.rendering.renderers import FastTokenizer, LibraryRenderer
+from lightning_rl_proxy.rendering.renderers import LibraryRenderer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.proxy.conftest import EITHER_SERVER, MODEL, Served
 
 Message = dict[str, Any]

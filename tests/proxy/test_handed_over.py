@@ -26,7 +26,10 @@ from lightning_rl_adapters.span import Packed, Span, unpack
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.recording.ledger import AttemptInfo
-from lightning_rl_proxy.rendering.renderers import FastTokenizer, LibraryRenderer, Renderer, load_renderer
+from lightning_rl_proxy.rendering.base import Renderer
+from lightning_rl_proxy.rendering.load import load_renderer
+from lightning_rl_proxy.rendering.renderers import LibraryRenderer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
 from tests import seeing
 from tests.proxy.conftest import MODEL, SECRET, TOKENIZER, MemoryLedger, ScriptedEngine, Served, listening

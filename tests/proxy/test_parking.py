@@ -13,7 +13,7 @@ import pytest
 
 from lightning_rl_adapters.call import VersionRange
 from lightning_rl_proxy.engines.base import EngineUnavailable
-from lightning_rl_proxy.rendering.renderers import FastTokenizer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.proxy.conftest import ScriptedEngine, Served
 from tests.proxy.test_streaming import permit
 

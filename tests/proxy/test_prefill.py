@@ -9,7 +9,8 @@ import openai
 import pytest
 
 from lightning_rl_proxy.rendering.chat_templates import TemplateRenderer
-from lightning_rl_proxy.rendering.renderers import FastTokenizer, load_renderer
+from lightning_rl_proxy.rendering.load import load_renderer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.proxy.conftest import MODEL, TOKENIZER, Served
 from tests.proxy.rendering.test_chat_templates import CHATML, OPENS
 

@@ -31,7 +31,8 @@ from lightning_rl_adapters.call import Call
 from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, EngineUnavailable
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.rendering.images import Shown
-from lightning_rl_proxy.rendering.renderers import FastTokenizer, LibraryRenderer
+from lightning_rl_proxy.rendering.renderers import LibraryRenderer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
 from lightning_rl_proxy.sampling import Sampling
 from tests.proxy.conftest import MODEL, SECRET, MemoryLedger, ScriptedEngine, Served, listening

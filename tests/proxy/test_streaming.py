@@ -19,7 +19,8 @@ from lightning_rl_proxy.dialects import chat_completions, completions, messages,
 from lightning_rl_proxy.dialects.base import Dialect, Opening
 from lightning_rl_proxy.forest.raw_prompts import PlainText
 from lightning_rl_proxy.rendering.parsing import AnswerParser
-from lightning_rl_proxy.rendering.renderers import FastTokenizer, LibraryRenderer
+from lightning_rl_proxy.rendering.renderers import LibraryRenderer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.proxy.conftest import EITHER_SERVER, Served
 
 USER = {"role": "user", "content": "how many?"}

@@ -14,7 +14,9 @@ import transformers
 
 from lightning_rl_adapters import credit, forest, rows
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.rendering.renderers import FastTokenizer, Variants, load_renderer
+from lightning_rl_proxy.rendering.base import Variants
+from lightning_rl_proxy.rendering.load import load_renderer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
 from tests.proxy.conftest import MODEL, SECRET, TOKENIZER, MemoryLedger, ScriptedEngine, Served, listening
 from tests.proxy.rendering.test_chat_templates import CHATML

@@ -16,7 +16,8 @@ from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens
 from lightning_rl_proxy.errors import PromptTooLong
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.rendering.images import Shown
-from lightning_rl_proxy.rendering.renderers import FastTokenizer, load_renderer
+from lightning_rl_proxy.rendering.load import load_renderer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
 from lightning_rl_proxy.sampling import Sampling
 from tests.proxy.conftest import MODEL, SECRET, TOKENIZER, MemoryLedger, ScriptedEngine, Served, listening

@@ -6,7 +6,7 @@ from types import GeneratorType
 
 import pytest
 
-from lightning_rl_proxy.rendering.renderers import FastTokenizer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.proxy.conftest import TOKENIZER
 from tests.sdk.matrix import COLUMNS, HERE, PAGE, Cell, Plays, features, fields, reference, section, verdict, written
 from tests.sdk.players import CONVERSATIONS, MODES, PLAYERS, Mode

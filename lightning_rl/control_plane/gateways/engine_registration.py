@@ -11,7 +11,7 @@ from lightning_rl_proxy.engines.probe import probe, probe_context
 from lightning_rl_proxy.engines.sglang import SGLangEngine
 from lightning_rl_proxy.engines.sglang_probe import probe_sglang
 from lightning_rl_proxy.engines.vllm import TokenEngine
-from lightning_rl_proxy.rendering.renderers import Renderer
+from lightning_rl_proxy.rendering.base import Renderer
 from lightning_rl_proxy.routing.router import Router
 
 _log = logging.getLogger(__name__)

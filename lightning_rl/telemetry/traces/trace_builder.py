@@ -20,7 +20,7 @@ from lightning_rl_adapters.call import calls_of
 from lightning_rl_adapters.forest import Node
 from lightning_rl_adapters.span import Span
 from lightning_rl_adapters.triplet import prompt_ids
-from lightning_rl_proxy.rendering.renderers import FastTokenizer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 
 
 class Story:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer
+from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer
 from lightning_rl_proxy.sampling import Sampling
 
 _AT = re.compile(r"at `\$\.?(.+?)`")  # how msgspec names the place of an error

@@ -26,7 +26,7 @@ from lightning_rl_proxy.dialects.base import (
     unsupported,
 )
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer, TokenLogprob
+from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, TokenLogprob
 
 NAME = "chat_completions"
 PING = b": ping\n\n"

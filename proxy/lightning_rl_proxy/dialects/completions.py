@@ -30,7 +30,7 @@ from lightning_rl_proxy.dialects.chat_completions import (
     usage,
 )
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer, TokenLogprob
+from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, TokenLogprob
 
 __all__ = ["NAME", "PING", "TABLES", "error_event", "events", "parse", "serialize", "serialize_error"]
 

@@ -34,7 +34,7 @@ from lightning_rl_proxy.dialects.base import (
     sse,
 )
 from lightning_rl_proxy.errors import GatewayError, PromptTooLong
-from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer, tool_call
+from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, tool_call
 
 NAME = "messages"
 PING = sse({"type": "ping"}, "ping")

@@ -33,7 +33,7 @@ from lightning_rl_proxy.dialects.base import (
 )
 from lightning_rl_proxy.dialects.chat_completions import PING, stops, token_logprob
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer, TokenLogprob
+from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, TokenLogprob
 
 __all__ = [
     "NAME", "PING", "TABLES", "ResponseEvents", "continued", "error_event", "events", "instructed", "kept", "parse",

@@ -38,8 +38,8 @@ from lightning_rl_proxy.forest.nodes import (
     with_token,
 )
 from lightning_rl_proxy.rendering import images
+from lightning_rl_proxy.rendering.base import Renderer
 from lightning_rl_proxy.rendering.images import Image, Shown
-from lightning_rl_proxy.rendering.renderers import Renderer
 
 _End = tuple[bytes, int, tuple[str, ...], MessageFingerprint]
 _AT_HAND = 4  # requests; those answered or continued last keep their whole prompts

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from lightning_rl_adapters.semconv import ForkCause
 from lightning_rl_proxy.forest.fork_causes import Fork, first_difference
 from lightning_rl_proxy.forest.nodes import LiveCall, Place
-from lightning_rl_proxy.rendering.renderers import Markup, ParsedAnswer, Renderer
+from lightning_rl_proxy.rendering.base import Markup, ParsedAnswer, Renderer
 
 Prompt = str | list[int]
 

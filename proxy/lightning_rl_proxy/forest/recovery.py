@@ -20,8 +20,8 @@ from lightning_rl_proxy.forest.live_forest import LiveForest
 from lightning_rl_proxy.forest.nodes import Answered, LiveCall, Place, RecordedAnswer, RequestKey
 from lightning_rl_proxy.forest.raw_prompts import PlainText
 from lightning_rl_proxy.rendering import images
+from lightning_rl_proxy.rendering.base import Renderer
 from lightning_rl_proxy.rendering.images import Image
-from lightning_rl_proxy.rendering.renderers import Renderer
 
 _NO_TOOLS = message_fingerprint.digest_tools(None)
 _ANYTHING = {"type": "object", "properties": {}}

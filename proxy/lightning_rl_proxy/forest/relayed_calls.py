@@ -16,7 +16,7 @@ from lightning_rl_proxy.address import Address
 from lightning_rl_proxy.dialects.base import NamedTool, Request
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer
 from lightning_rl_proxy.forest.nodes import Place
-from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer
+from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer
 from lightning_rl_proxy.sampling import REPLACED
 
 _SAMPLING = (

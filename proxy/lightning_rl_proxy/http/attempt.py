@@ -13,7 +13,7 @@ from lightning_rl_proxy.forest.nodes import RecordedAnswer
 from lightning_rl_proxy.forest.recovery import recovered
 from lightning_rl_proxy.http.inflight_request import InflightRequest
 from lightning_rl_proxy.recording.ledger import AttemptInfo
-from lightning_rl_proxy.rendering.renderers import Renderer
+from lightning_rl_proxy.rendering.base import Renderer
 
 
 class LiveAttempt:

@@ -36,8 +36,13 @@ from lightning_rl_proxy.http.attempt import LiveAttempt
 from lightning_rl_proxy.http.inflight_request import InflightRequest
 from lightning_rl_proxy.recording.clock import Clock
 from lightning_rl_proxy.rendering import images
+from lightning_rl_proxy.rendering.base import (
+    Delta,
+    ParsedAnswer,
+    Renderer,
+    written,
+)
 from lightning_rl_proxy.rendering.parsing import AnswerParser, Reader
-from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer, Renderer, written
 from lightning_rl_proxy.routing.router import Generation, Router, no_engine
 from lightning_rl_proxy.sampling import effective
 

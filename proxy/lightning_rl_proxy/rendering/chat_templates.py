@@ -25,23 +25,25 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.rendering.images import Vision
-from lightning_rl_proxy.rendering.renderers import (
-    OPENING,
-    FastTokenizer,
-    Forcing,
+from lightning_rl_proxy.rendering.base import (
     Markup,
     ParsedAnswer,
     Variants,
     arguments_parsed,
-    begun,
     check_kwargs,
-    probe_forcing,
-    probe_lead,
     tokens_of,
     tool_call,
     tool_call_id,
 )
+from lightning_rl_proxy.rendering.forcing import (
+    OPENING,
+    Forcing,
+    begun,
+    probe_forcing,
+    probe_lead,
+)
+from lightning_rl_proxy.rendering.images import Vision
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 
 Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]] | None

@@ -11,7 +11,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from lightning_rl_proxy.rendering.renderers import Delta, FastTokenizer, Markup, ParsedAnswer, TokenLogprob
+from lightning_rl_proxy.rendering.base import (
+    Delta,
+    Markup,
+    ParsedAnswer,
+    TokenLogprob,
+)
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 
 Channel = Literal["content", "reasoning"]
 State = Literal["start", "reasoning", "content", "calls", "held", "over"]

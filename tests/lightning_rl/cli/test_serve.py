@@ -20,7 +20,7 @@ import urllib3
 from lightning_rl.cli import serve
 from lightning_rl.cli.serve import ADMIN_KEY, ENGINE_KEY, RUNNER_KEY
 from lightning_rl_proxy.http.limits import RequestLimits
-from lightning_rl_proxy.rendering.renderers import load_renderer
+from lightning_rl_proxy.rendering.load import load_renderer
 from tests.proxy.engines.service import Service, running
 
 TOKENIZER = str(Path(__file__).parents[3] / "examples/sql_agent/checkpoint")

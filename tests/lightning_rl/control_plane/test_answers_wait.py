@@ -19,7 +19,9 @@ from lightning_rl.store.sql_thread import SqlThread
 from lightning_rl_adapters.call import Call, calls_of
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.http.keys import sign_attempt_key
-from lightning_rl_proxy.rendering.renderers import FastTokenizer, LibraryRenderer, load_renderer
+from lightning_rl_proxy.rendering.load import load_renderer
+from lightning_rl_proxy.rendering.renderers import LibraryRenderer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
 from tests.lightning_rl.control_plane.gateways.test_membership import Hanging, until
 from tests.proxy.conftest import MODEL, TOKENIZER, ScriptedEngine

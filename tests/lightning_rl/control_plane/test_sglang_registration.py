@@ -19,7 +19,7 @@ from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Claim, Finish, RolloutRequest
 from lightning_rl.store.errors import Conflict, Invalid
 from lightning_rl_adapters.call import Call, calls_of
-from lightning_rl_proxy.rendering.renderers import FastTokenizer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
 from tests.lightning_rl.control_plane.test_process import TOKENIZER, Policy
 from tests.proxy.engines.sglang_stand_in import StandIn, log_softmax, logits

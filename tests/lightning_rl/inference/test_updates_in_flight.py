@@ -14,7 +14,7 @@ from lightning_rl import tutorial
 from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl_proxy.engines.vllm import TokenEngine
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.rendering.renderers import load_renderer
+from lightning_rl_proxy.rendering.load import load_renderer
 from lightning_rl_proxy.routing.router import Router
 from tests.proxy.conftest import SECRET, MemoryLedger, Served, listening
 

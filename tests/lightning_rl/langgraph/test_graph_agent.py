@@ -24,7 +24,7 @@ from lightning_rl.loops.configured import configured_agents
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters.call import Call, calls_of
 from lightning_rl_adapters.rows import Row
-from lightning_rl_proxy.rendering.renderers import FastTokenizer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.lightning_rl.langgraph import graphs
 from tests.lightning_rl.langgraph.conftest import Recorded, calls_tool, llm_of
 from tests.proxy.conftest import MODEL, TOKENIZER, Served

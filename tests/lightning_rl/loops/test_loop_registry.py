@@ -15,7 +15,7 @@ from lightning_rl.config.schema import Config, TrainConfig
 from lightning_rl.loops.configured import configured_agents
 from lightning_rl.loops.loop_registry import LoopsAgent, NotALoop, loops_of, makers
 from lightning_rl.loops.user import ModelUser, user_of
-from lightning_rl_proxy.rendering.renderers import FastTokenizer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.lightning_rl.loops.conftest import Recorded, Run
 from tests.proxy.conftest import Served
 

@@ -9,7 +9,7 @@ from lightning_rl.loops import AgentLoop, Limits, Setting, SingleTurnAgent, Tool
 from lightning_rl.loops.user import FunctionUser
 from lightning_rl.tools.trajectory import ToolCall, ToolResult
 from lightning_rl_proxy.errors import PromptTooLong
-from lightning_rl_proxy.rendering.renderers import FastTokenizer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.lightning_rl.langgraph.test_graph_agent import check_masks, trained
 from tests.lightning_rl.loops.conftest import Recorded, Run, Tools, calls_tool
 from tests.proxy.conftest import Served

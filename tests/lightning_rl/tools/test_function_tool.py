@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from lightning_rl.tools import BaseTool, ResultLimits, ToolCall, ToolError, ToolResponse, TrajectoryTools, function_tool
-from lightning_rl.tools.returned import returned
+from lightning_rl.tools.schemas import returned
 
 
 class Color(enum.Enum):

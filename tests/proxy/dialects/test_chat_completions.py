@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_rl_proxy.dialects import chat_completions
 from lightning_rl_proxy.dialects.base import NamedTool, Opening
 from lightning_rl_proxy.errors import GatewayError, PromptTooLong
-from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer, tool_call
+from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, tool_call
 
 USER = {"role": "user", "content": "hi"}
 LOOK_UP = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}

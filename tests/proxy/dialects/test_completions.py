@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_rl_proxy.dialects import completions
 from lightning_rl_proxy.dialects.base import Opening
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer, TokenLogprob
+from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, TokenLogprob
 
 OPENING = Opening(call_id="c1", model="policy", created=1_700_000_000, prompt_tokens=7)
 

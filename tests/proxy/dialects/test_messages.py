@@ -17,7 +17,7 @@ from lightning_rl_proxy.dialects import messages
 from lightning_rl_proxy.dialects.base import NamedTool, Opening, Request, decode
 from lightning_rl_proxy.errors import GatewayError, PromptTooLong
 from lightning_rl_proxy.forest import message_fingerprint
-from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer, tool_call
+from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, tool_call
 
 OPENING = Opening(call_id="c7", model="policy", created=1_700_000_000, prompt_tokens=25)
 USER = {"role": "user", "content": "hi"}

@@ -18,7 +18,12 @@ from lightning_rl_proxy.dialects import responses
 from lightning_rl_proxy.dialects.base import NamedTool, Opening, Request
 from lightning_rl_proxy.errors import GatewayError, PromptTooLong
 from lightning_rl_proxy.forest import message_fingerprint
-from lightning_rl_proxy.rendering.renderers import Delta, ParsedAnswer, TokenLogprob, tool_call
+from lightning_rl_proxy.rendering.base import (
+    Delta,
+    ParsedAnswer,
+    TokenLogprob,
+    tool_call,
+)
 
 httpx: Any = importlib.import_module("httpx" if openai.VERSION.startswith("2.") else "httpx2")  # what the SDK takes
 

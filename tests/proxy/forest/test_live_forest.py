@@ -18,7 +18,8 @@ from lightning_rl_adapters import credit, forest, rows, semconv
 from lightning_rl_adapters.semconv import ForkCause
 from lightning_rl_adapters.span import Span
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.rendering.renderers import FastTokenizer, LibraryRenderer
+from lightning_rl_proxy.rendering.renderers import LibraryRenderer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
 from tests.proxy.conftest import MODEL, SECRET, MemoryLedger, ScriptedEngine, Served, listening
 

@@ -26,7 +26,7 @@ from lightning_rl_proxy.forest.live_forest import LiveForest
 from lightning_rl_proxy.forest.nodes import Answered, LiveCall, Place
 from lightning_rl_proxy.http.attempt import LiveAttempt
 from lightning_rl_proxy.http.inflight_request import InflightRequest
-from lightning_rl_proxy.rendering.renderers import ParsedAnswer
+from lightning_rl_proxy.rendering.base import ParsedAnswer
 from tests.proxy.forest.test_message_fingerprint import ALTERATIONS, an_attempt, with_other_ids
 
 Message = dict[str, Any]

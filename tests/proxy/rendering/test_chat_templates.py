@@ -15,7 +15,7 @@ from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.rendering import chat_templates
 from lightning_rl_proxy.rendering.chat_templates import TemplateRenderer, read_template
-from lightning_rl_proxy.rendering.renderers import FastTokenizer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
 from tests.proxy.conftest import SECRET, TOKENIZER, MemoryLedger, ScriptedEngine, Served, listening
 

@@ -20,8 +20,10 @@ from lightning_rl_adapters.media import Placed, media_of
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.rendering import images
+from lightning_rl_proxy.rendering.base import Renderer
 from lightning_rl_proxy.rendering.images import Image, Vision
-from lightning_rl_proxy.rendering.renderers import FastTokenizer, Renderer, load_renderer
+from lightning_rl_proxy.rendering.load import load_renderer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
 from tests import seeing
 from tests.proxy.conftest import MODEL, SECRET, MemoryLedger, ScriptedEngine, Served, listening

@@ -11,16 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
+from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, Renderer
 from lightning_rl_proxy.rendering.chat_templates import TemplateRenderer
+from lightning_rl_proxy.rendering.load import load_renderer
 from lightning_rl_proxy.rendering.parsing import AnswerParser
-from lightning_rl_proxy.rendering.renderers import (
-    Delta,
-    FastTokenizer,
-    LibraryRenderer,
-    ParsedAnswer,
-    Renderer,
-    load_renderer,
-)
+from lightning_rl_proxy.rendering.renderers import LibraryRenderer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.proxy.conftest import TOKENIZER
 from tests.proxy.rendering.test_chat_templates import CHATML, HEADERS, HERMES, OPENS, STRIPS_THINKING
 

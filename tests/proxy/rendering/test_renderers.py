@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from lightning_rl_proxy.rendering.chat_templates import TemplateRenderer
-from lightning_rl_proxy.rendering.renderers import FastTokenizer, LibraryRenderer, load_renderer
+from lightning_rl_proxy.rendering.load import load_renderer
+from lightning_rl_proxy.rendering.renderers import LibraryRenderer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.proxy.conftest import TOKENIZER
 
 CHATML = (

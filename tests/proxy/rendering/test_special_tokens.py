@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from lightning_rl_proxy.rendering.base import Renderer
 from lightning_rl_proxy.rendering.chat_templates import TemplateRenderer
+from lightning_rl_proxy.rendering.load import load_renderer
 from lightning_rl_proxy.rendering.long_texts import LongTexts
-from lightning_rl_proxy.rendering.renderers import FastTokenizer, Renderer, load_renderer
 from lightning_rl_proxy.rendering.special_tokens import Controls
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.proxy.conftest import MODEL, TOKENIZER, Served
 from tests.proxy.rendering.test_chat_templates import CHATML, HERMES
 

@@ -14,7 +14,7 @@ from lightning_rl_adapters.call import VersionRange
 from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, EngineUnavailable, Load
 from lightning_rl_proxy.errors import PromptTooLong
 from lightning_rl_proxy.rendering.images import Shown
-from lightning_rl_proxy.rendering.renderers import FastTokenizer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing import engine_health
 from lightning_rl_proxy.routing.load_balancer import ModelLoad, Replica, choose
 from lightning_rl_proxy.routing.router import Generation, Router
