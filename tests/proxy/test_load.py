@@ -5,7 +5,7 @@ from typing import Any
 import openai
 import pytest
 
-from lightning_rl_proxy import gateway
+from lightning_rl_proxy.http import open_attempts
 from lightning_rl_proxy.recording.ledger import AttemptInfo
 from tests.proxy.conftest import Served
 
@@ -49,6 +49,6 @@ def test_an_attempt_that_does_not_call_for_long_is_busy_with_something_else(
 ) -> None:
     opened(served, "a1")
     assert served.gateway.load().starting == 1
-    monkeypatch.setattr(gateway, "_STARTING_SECONDS", -1.0)
+    monkeypatch.setattr(open_attempts, "_STARTING_SECONDS", -1.0)
     assert served.gateway.load().starting == 0
     assert served.gateway.load().open_attempts == 1

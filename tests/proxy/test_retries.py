@@ -460,7 +460,7 @@ def test_the_grace_time_counts_from_the_last_client_that_left(line: Line, monkey
         await ends[-1].wait()
         return None
 
-    monkeypatch.setattr("lightning_rl_proxy.gateway.asyncio.sleep", until_told)
+    monkeypatch.setattr("lightning_rl_proxy.http.delivery.asyncio.sleep", until_told)
 
     async def end_first() -> None:
         ends[0].set()

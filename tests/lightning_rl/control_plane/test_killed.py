@@ -34,7 +34,7 @@ import sqlalchemy
 from lightning_rl.control_plane import process
 from lightning_rl.control_plane.gateways.store_ledger import StoreLedger
 from lightning_rl.store.sql import SqlStore
-from lightning_rl_proxy.gateway import _Reply
+from lightning_rl_proxy.http.delivery import _Reply
 from lightning_rl_proxy.recording.recorder import Recorder
 
 step, left = sys.argv[1], int(sys.argv[2])
