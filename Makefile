@@ -15,15 +15,20 @@ PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # One thread each: several processes on the same cores stand in each other's way with more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: quickstart test test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents docs lint types check bench clean
+.PHONY: quickstart test test-all test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents docs lint types check bench clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/lightning-rl quickstart $(ARGS)
 
 test: $(VENV)/.dev
-	$(PYTEST) tests $(SERVICES:%=--ignore %) --ignore tests/oracle -m "$(FAST)" -n 3 --dist loadscope $(ARGS)
+	$(PYTEST) tests $(SERVICES:%=--ignore %) --ignore tests/oracle -m "$(FAST) and not long" -n 3 --dist loadscope $(ARGS)
 
-# Those of them that start processes and databases by the hundred: servers, runners, and the store over each database.
+# Everything, which a release needs and CI takes slices of: the targets below, and what is `long` above.
+test-all: test test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle \
+  test-agents test-vllm test-vllm-training test-vllm-gateway
+	$(PYTEST) tests $(SERVICES:%=--ignore %) --ignore tests/oracle -m "$(FAST) and long" -n 3 --dist loadscope
+
+# Those that start processes and databases by the hundred: servers, runners, and the store over each database.
 # They wait more than they work, so there are more of them at once than cores; as there are of test-chaos.
 test-services: $(VENV)/.dev
 	$(PYTEST) $(SERVICES) -m "$(FAST)" -n 4 --dist loadscope $(ARGS)
@@ -51,8 +56,9 @@ test-chaos: $(VENV)/.dev
 	CHAOS_SEEDS=$(CHAOS_SEEDS) CHAOS_AWAY_SECONDS=$(CHAOS_AWAY_SECONDS) CHAOS_INTERRUPTS=$(CHAOS_INTERRUPTS) \
 	  $(PYTEST) tests/chaos -m chaos -n 3 $(ARGS)
 
+FUZZ_REQUESTS ?= 10000
 test-fuzz: $(VENV)/.dev
-	FUZZ_REQUESTS=10000 $(PYTEST) tests/fuzz -m fuzz -n 2 $(ARGS)
+	FUZZ_REQUESTS=$(FUZZ_REQUESTS) $(PYTEST) tests/fuzz -m fuzz -n 2 $(ARGS)
 
 test-package: $(VENV)/.dev
 	$(PYTEST) tests/e2e -m package $(ARGS)

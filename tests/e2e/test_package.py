@@ -80,6 +80,7 @@ def other_pythons() -> list[str]:
     return [path for path in found if path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("python", other_pythons() or [pytest.param(None, marks=NO_OTHER)])
 def test_other_pythons_install_it_where_they_are_present(wheel: Path, tmp_path: Path, python: str) -> None:
     """Without what it requires, which not every index has for every Python; importing needs none of it."""

@@ -30,6 +30,7 @@ def test_it_holds_three_packages_and_the_tutorial(wheel: Path) -> None:
     assert wheel.stat().st_size < 4_000_000
 
 
+@pytest.mark.long
 @pytest.mark.package
 def test_the_quickstart_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     installed = tmp_path / "installed"

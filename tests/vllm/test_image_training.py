@@ -14,6 +14,7 @@ from tests.vllm.server import PYTHON
 STEPS = 3
 
 
+@pytest.mark.long
 def test_what_was_sampled_of_images_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([PATH, os.environ.get("PYTHONPATH", "")]))
     config = {

@@ -116,6 +116,7 @@ def test_a_server_that_is_killed_comes_back_with_the_present_weights(policy: Vll
     assert outages == []
 
 
+@pytest.mark.long
 def test_servers_that_run_already_are_attached(policy: VllmPolicy, checkpoint: Path, tmp_path: Path) -> None:
     urls = [registration["url"] for registration in policy.registrations()]
     options = Options(python="", dtype="float32", device="cpu", context=CONTEXT, processed_logprobs=False)

@@ -17,6 +17,9 @@ from tests.vllm.gateway import QUESTION, Attempt, attempt
 from tests.vllm.server import MODEL, Server
 
 
+pytestmark = pytest.mark.long  # a server of their own
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
 def test_logprobs_of_the_effective_temperature_are_told_as_sampled(processed: Server, temperature: float) -> None:
     assert asyncio.run(probe(processed.url)) == "processed"

@@ -59,6 +59,7 @@ def test_sampler_and_trainer_agree(trained: lrl.PPO) -> None:
     assert all(row["training/mismatch_kl"] < 1e-6 for row in steps)
 
 
+@pytest.mark.long
 def test_a_trainer_killed_between_two_checkpoints_goes_on_at_the_first_resume(tmp_path: Path) -> None:
     kills = (("asked", 4), ("sent", 4))
     test_resumed.survives(tmp_path, "sync", 2, kills, str(PYTHON))
