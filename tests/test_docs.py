@@ -93,6 +93,12 @@ def test_links_lead_to_files(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_the_index_leads_to_every_page() -> None:
+    docs = ROOT / "docs"
+    linked = {(docs / target).resolve() for target in re.findall(r"\]\(([^)#]+)\)", (docs / "index.md").read_text())}
+    assert not {page for page in docs.glob("**/*.md") if page.name != "index.md"} - linked
+
+
 def test_each_line_of_the_troubleshooting_page_has_its_test() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     named = re.findall(r"\| `(tests/\S+?)::(\w+)` \|$", page, re.MULTILINE)
