@@ -34,68 +34,81 @@ class ServeRefused(Explained, ValueError):
     """What was asked for cannot be served, or not safely."""
 
 
+Model = Annotated[
+    str,
+    typer.Option(help="The name that agents ask for; for `--engine embedded` the model itself, a folder or hub id."),
+]
+EngineWords = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KIND[:MODEL][=URL]",
+        help="What answers: embedded, vllm or sglang (token engines of --model), openai or litellm (frozen chat "
+        "models, of a MODEL name of their own or of --model). May repeat. embedded without a URL is started here "
+        "and samples --model. The key of openai is OPENAI_API_KEY's, litellm's that of its provider's variable "
+        "(ANTHROPIC_API_KEY, ...).",
+    ),
+]
+TokenizerPath = Annotated[
+    str | None, typer.Option(help="A folder with tokenizer.json, or an id of the hub; token engines need it.")
+]
+RendererName = Annotated[str, typer.Option(help="How the model's chats are written: qwen3, llama-3, ...")]
+TemplateKwargs = Annotated[
+    str,
+    typer.Option(metavar="JSON", help='What that format is told besides the messages: {"enable_thinking": false}'),
+]
+SpecialTokensWord = Annotated[
+    str,
+    typer.Option(
+        metavar="text|control",
+        help="What a special token (<|im_end|>) is where a message spells it: its letters, or the token itself.",
+    ),
+]
+StoreUrl = Annotated[
+    str,
+    typer.Option(help="What keeps everything: sqlite:///FILE, or postgresql+psycopg://USER@HOST/DATABASE."),
+]
+RunDir = Annotated[
+    Path | None,
+    typer.Option(help="Where journal and log are; by default NAME-server beside the file, or here for a database."),
+]
+Host = Annotated[str, typer.Option(help="Where to listen; beyond the loopback with your own keys.")]
+Port = Annotated[int, typer.Option(help="0 takes a free one.")]
+PublicUrl = Annotated[
+    str | None, typer.Option(help="Where agents reach it, behind a proxy or on another name; by default HOST:PORT.")
+]
+OtlpEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="An OTLP/HTTP endpoint, http://127.0.0.1:4318, that gets every recorded span, too; its key comes from "
+        "OTEL_EXPORTER_OTLP_HEADERS.",
+    ),
+]
+LimitWords = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=NUMBER",
+        help="What is over a limit is refused: body_bytes, control_body_bytes, header_bytes, messages (of a "
+        "request), calls_in_flight (of an attempt), open_attempts, head_seconds, body_seconds (of a request that "
+        "comes slowly). May repeat.",
+    ),
+]
+
+
 def run(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="The name that agents ask for; for `--engine embedded` the model itself, a folder or hub id."
-        ),
-    ],
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KIND[:MODEL][=URL]",
-            help="What answers: embedded, vllm or sglang (token engines of --model), openai or litellm (frozen chat "
-            "models, of a MODEL name of their own or of --model). May repeat. embedded without a URL is started here "
-            "and samples --model. The key of openai is OPENAI_API_KEY's, litellm's that of its provider's variable "
-            "(ANTHROPIC_API_KEY, ...).",
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="A folder with tokenizer.json, or an id of the hub; token engines need it.")
-    ] = None,
-    renderer: Annotated[str, typer.Option(help="How the model's chats are written: qwen3, llama-3, ...")] = "auto",
-    chat_template_kwargs: Annotated[
-        str,
-        typer.Option(metavar="JSON", help='What that format is told besides the messages: {"enable_thinking": false}'),
-    ] = "{}",
-    special_tokens_in_text: Annotated[
-        str,
-        typer.Option(
-            metavar="text|control",
-            help="What a special token (<|im_end|>) is where a message spells it: its letters, or the token itself.",
-        ),
-    ] = "text",
-    store: Annotated[
-        str,
-        typer.Option(help="What keeps everything: sqlite:///FILE, or postgresql+psycopg://USER@HOST/DATABASE."),
-    ] = "sqlite:///run.db",
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(help="Where journal and log are; by default NAME-server beside the file, or here for a database."),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Where to listen; beyond the loopback with your own keys.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8080,
-    url: Annotated[
-        str | None, typer.Option(help="Where agents reach it, behind a proxy or on another name; by default HOST:PORT.")
-    ] = None,
-    otlp_endpoint: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="An OTLP/HTTP endpoint, http://127.0.0.1:4318, that gets every recorded span, too; its key comes from "
-            "OTEL_EXPORTER_OTLP_HEADERS.",
-        ),
-    ] = None,
-    limit: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=NUMBER",
-            help="What is over a limit is refused: body_bytes, control_body_bytes, header_bytes, messages (of a "
-            "request), calls_in_flight (of an attempt), open_attempts, head_seconds, body_seconds (of a request that "
-            "comes slowly). May repeat.",
-        ),
-    ] = None,
+    model: Model,
+    engine: EngineWords = None,
+    tokenizer: TokenizerPath = None,
+    renderer: RendererName = "auto",
+    chat_template_kwargs: TemplateKwargs = "{}",
+    special_tokens_in_text: SpecialTokensWord = "text",
+    store: StoreUrl = "sqlite:///run.db",
+    run_dir: RunDir = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8080,
+    url: PublicUrl = None,
+    otlp_endpoint: OtlpEndpoint = None,
+    limit: LimitWords = None,
 ) -> None:
     """Serve a model to agents anywhere, and record their calls token by token. Ctrl-C ends it.
 

@@ -16,7 +16,6 @@ from tests.vllm.asking import ENDLESS, PROMPT, sample, whole, with_client
 from tests.vllm.gateway import QUESTION, Attempt, attempt
 from tests.vllm.server import MODEL, Server
 
-
 pytestmark = pytest.mark.long  # a server of their own
 
 

@@ -30,6 +30,7 @@ from lightning_rl.rl.shaping import OverlongBuffer
 from lightning_rl.runner import on_ray
 from lightning_rl.store.contract import RolloutRequest
 from lightning_rl.tools.config import limits_of
+from lightning_rl.trajectories.reader import agent_failure
 from lightning_rl.trajectories.trajectory import Trajectory
 from lightning_rl_adapters import credit, forest
 from lightning_rl_adapters.credit import Credit, Rewards
@@ -103,7 +104,7 @@ def story(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a run of 8 tasks would do and ask for."""
     monkeypatch.setattr(ppo_module.checkpoint, "final_model", lambda *_: None)
     monkeypatch.setattr(ppo_module.summary, "note_end", lambda *_: None)
-    monkeypatch.setattr(ppo_module.tracking, "open_trackers", lambda *_, **__: [])
+    monkeypatch.setattr(ppo_module.metrics, "open_trackers", lambda *_, **__: [])
     told = Story(config)
     told.run(list(range(8)), list(range(2)))
     return told.said, told.asked
@@ -146,7 +147,7 @@ def sampling(config: Config, _: pytest.MonkeyPatch) -> Any:
 def limits(config: Config, _: pytest.MonkeyPatch) -> Any:
     return (
         config.data.max_tokens,
-        resolved_config.agent_failure(config),
+        agent_failure(config),
         PPO(config).n_runners,
         PPO(config).isolation,
         PPO(config).ray,
@@ -389,7 +390,7 @@ ELSEWHERE = {
     "gateway.unknown_model": "test_the_engine_is_what_the_keys_say",
     "gateway.special_tokens_in_text": "test_the_engine_is_what_the_keys_say",
     "gateway.otlp_endpoint": (
-        "test_the_engine_is_what_the_keys_say, telemetry/traces/test_otlp_export.py::test_a_run_sends_its_spans"
+        "test_the_engine_is_what_the_keys_say, control_plane/test_otlp_export.py::test_a_run_sends_its_spans"
     ),
     ROLLOUT + "trace.backend": "telemetry/traces/test_training.py::test_mlflow_shows_the_rollouts_and_changes_nothing",
     ROLLOUT

@@ -246,6 +246,7 @@ def _moved(spans: list[Span], attempt_id: str) -> list[Span]:
     return spans
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exports, "_GROUP_RECORDS", 64)
 

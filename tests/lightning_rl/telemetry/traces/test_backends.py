@@ -13,8 +13,8 @@ from lightning_rl.telemetry.traces.otlp import OtlpTraces
 from lightning_rl.telemetry.traces.trace_builder import Story
 from lightning_rl.telemetry.traces.writer import NotTaken
 from lightning_rl_adapters import otel, semconv
+from tests.lightning_rl.control_plane.test_otlp_export import Receiver, receiver  # noqa: F401 - a fixture
 from tests.lightning_rl.telemetry.traces.recorded import COUNTED, FAILED, looked_up
-from tests.lightning_rl.telemetry.traces.test_otlp_export import Receiver, receiver  # noqa: F401 - a fixture
 
 CHECKPOINT = Path(__file__).parents[4] / "examples" / "sql_agent" / "checkpoint"
 TREE = {

@@ -9,9 +9,9 @@ import pytest
 import lightning_rl as lrl
 from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl.training import checkpoint
+from tests.lightning_rl.control_plane.test_otlp_export import Receiver, receiver  # noqa: F401 - a fixture
 from tests.lightning_rl.ppo.agents import looks_up
 from tests.lightning_rl.ppo.test_ppo_resume import assert_same, stored
-from tests.lightning_rl.telemetry.traces.test_otlp_export import Receiver, receiver  # noqa: F401 - a fixture
 
 CHECKPOINT = Path(__file__).parents[4] / "examples" / "sql_agent" / "checkpoint"
 TASKS, STEPS = [0, 1, 2, 3], 2

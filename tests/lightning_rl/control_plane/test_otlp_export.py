@@ -32,7 +32,7 @@ from lightning_rl_adapters.span import Span
 from tests.lightning_rl.cli.test_serve import serving
 from tests.proxy.engines.service import running
 
-CONVENTIONS = Path(__file__).parents[3] / "adapters" / "otel"
+CONVENTIONS = Path(__file__).parents[2] / "adapters" / "otel"
 
 
 class Receiver:
