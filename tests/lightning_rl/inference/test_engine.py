@@ -13,7 +13,7 @@ from lightning_rl.inference.sequence import GenerationRequest, GenerationSamplin
 
 from .models import CONFIGS, FUSED, SIZE, VOCAB, make, reference, true_logprobs
 
-TIMEOUT = 60
+TIMEOUT = 250  # seconds; of a machine that is busy
 
 
 def ask(engine, prompt, request_id="r", on_token=None, **sampling):

@@ -1,0 +1,84 @@
+"""Resources: published once under an id of their own, and never changed."""
+
+import msgspec
+import sqlalchemy as sa
+
+from lightning_rl.store import schema
+from lightning_rl.store.contract import (
+    Resources,
+    ResourcesRequest,
+)
+from lightning_rl.store.errors import Conflict, Invalid, NotFound
+from lightning_rl.store.idempotency import body_of, same_body
+from lightning_rl.store.sql.transactions import Transactions, reads, writes
+from lightning_rl_adapters.ids import new_id
+
+LATEST = "latest"  # the name of the newest resources
+
+
+class ResourceOperations(Transactions):
+    """Publishing resources, and reading them."""
+
+    @writes
+    def publish(self, connection: sa.Connection, request: ResourcesRequest) -> Resources:
+        """Keep resources under their id (one is made where they name none).
+
+        Raises:
+            Conflict: the id is there with other resources.
+            Invalid: the id is `latest`, or a resource is not JSON-able.
+        """
+        resources_id = request.resources_id or new_id("s")
+        if resources_id == LATEST:
+            raise Invalid(f"resources cannot be named {LATEST!r}: that is the newest ones' name")
+        body = body_of(request.resources)
+        table = schema.resources
+        known = self._resources(connection, resources_id)
+        if known is not None:
+            if not same_body(body_of(known.resources), body):
+                raise Conflict(f"resources {resources_id} are there already with another body")
+            return known
+        newest = connection.execute(sa.select(sa.func.max(table.c.version))).scalar_one_or_none()
+        # Not into `_published`: it is published when the transaction has ended well.
+        made = Resources(
+            resources_id=resources_id,
+            version=(newest or 0) + 1,
+            created_at=self._clock(),
+            resources=msgspec.json.decode(body),
+        )
+        connection.execute(sa.insert(table), msgspec.structs.asdict(made) | {"resources": body})
+        return made
+
+    @reads
+    def resources(self, connection: sa.Connection, resources_id: str) -> Resources:
+        """The resources of this id, or the newest ones for `latest`.
+
+        Raises:
+            NotFound: there are none.
+        """
+        found: str | None = resources_id
+        if resources_id == LATEST:
+            found = self._latest_resources_id(connection)
+        resources = self._resources(connection, found) if found is not None else None
+        if resources is None:
+            raise NotFound(f"there are no resources {resources_id!r}; publish some first")
+        return resources
+
+    def _resources(self, connection: sa.Connection, resources_id: str) -> Resources | None:
+        if resources_id not in self._published:
+            table = schema.resources
+            query = sa.select(table).where(table.c.resources_id == resources_id)
+            row = connection.execute(query).one_or_none()
+            if row is None:
+                return None
+            self._published[resources_id] = Resources(
+                resources_id=resources_id,
+                version=row.version,
+                created_at=row.created_at,
+                resources=msgspec.json.decode(row.resources),
+            )
+        return self._published[resources_id]
+
+    def _latest_resources_id(self, connection: sa.Connection) -> str | None:
+        table = schema.resources
+        query = sa.select(table.c.resources_id).order_by(table.c.version.desc()).limit(1)
+        return connection.execute(query).scalar_one_or_none()

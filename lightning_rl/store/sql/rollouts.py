@@ -1,0 +1,167 @@
+"""Rollouts: asked for, looked at, counted."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from lightning_rl.store import queries, schema
+from lightning_rl.store.contract import (
+    Rollout,
+    RolloutDetail,
+    RolloutRequest,
+)
+from lightning_rl.store.errors import Conflict, Invalid
+from lightning_rl.store.idempotency import body_of, same_body
+from lightning_rl.store.records import attempt_of, detailed, rollout_of
+from lightning_rl.store.sql.resources import ResourceOperations
+from lightning_rl.store.sql.transactions import reads, writes
+from lightning_rl_adapters.ids import new_id
+
+_TAKE_UP = (
+    sa.update(schema.rollouts)
+    .where(schema.rollouts.c.rollout_id == sa.bindparam("taken_up"), schema.rollouts.c.status == "queued")
+    .values(claimable_at=None)
+)
+_UNTIL_ASKED_FOR = float("inf")  # `claimable_at` of what a session that is over has left queued
+_SHELVE = sa.update(schema.rollouts).where(schema.rollouts.c.status == "queued").values(claimable_at=_UNTIL_ASKED_FOR)
+_LONGEST_POSITION = 18  # digits, so that any database holds it
+
+
+class RolloutOperations(ResourceOperations):
+    """What is done with rollouts before and after somebody works on them."""
+
+    @writes
+    def enqueue(self, connection: sa.Connection, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """The rollouts asked for, in that order; those whose id is there already stay as they are, but that they may
+        be claimed where a session that is over had left them queued.
+
+        Raises:
+            Conflict: an id is there with another body.
+            Invalid: a task is not JSON-able, or resources are named that are not published.
+        """
+        return self._enqueue(connection, requests)
+
+    @reads
+    def rollout(self, connection: sa.Connection, rollout_id: str) -> RolloutDetail:
+        """The rollout with its attempts.
+
+        Raises:
+            NotFound: there is no such rollout.
+        """
+        rollout = queries.rollout(connection, rollout_id)
+        rows = connection.execute(
+            sa.select(schema.attempts)
+            .where(schema.attempts.c.rollout_id == rollout_id)
+            .order_by(schema.attempts.c.sequence)
+        )
+        return detailed(rollout, [attempt_of(row) for row in rows], queries.rewards(connection, [rollout_id]))
+
+    @reads
+    def rollouts(self, connection: sa.Connection, rollout_ids: Sequence[str]) -> list[Rollout]:
+        """The rollouts of these ids, in that order; unknown ids are left out."""
+        return queries.rollouts(connection, rollout_ids)
+
+    @reads
+    def ended(self, connection: sa.Connection, rollout_ids: Sequence[str]) -> list[Rollout]:
+        """Those of the rollouts that have ended."""
+        return queries.ended(connection, rollout_ids)
+
+    @reads
+    def page(
+        self,
+        connection: sa.Connection,
+        *,
+        status: str | None = None,
+        mode: str | None = None,
+        group_id: str | None = None,
+        cursor: str | None = None,
+        limit: int = 100,
+    ) -> tuple[list[Rollout], str | None]:
+        """A page of rollouts in the order they were enqueued, and the cursor of the next page.
+
+        Raises:
+            Invalid: the cursor is not one of ours.
+        """
+        query = queries.ROLLOUTS.order_by(schema.rollouts.c.position).limit(limit + 1)
+        for column, wanted in (
+            (schema.rollouts.c.status, status),
+            (schema.rollouts.c.mode, mode),
+            (schema.rollouts.c.group_id, group_id),
+        ):
+            if wanted is not None:
+                query = query.where(column == wanted)
+        if cursor is not None:
+            if not cursor.isdecimal() or len(cursor) > _LONGEST_POSITION:
+                raise Invalid(f"cursor {cursor!r} is none that a list of rollouts has given")
+            query = query.where(schema.rollouts.c.position > int(cursor))
+        rows = connection.execute(query).all()
+        following = str(rows[limit - 1].position) if len(rows) > limit else None
+        return [rollout_of(row) for row in rows[:limit]], following
+
+    @reads
+    def counts(self, connection: sa.Connection) -> dict[str, int]:
+        """How many rollouts there are, by status."""
+        if self.shared:
+            return queries.counts(connection)
+        # What has ended stays so: all before the first open one are counted once.
+        first_open = queries.first_open(connection)
+        self._ended.update(queries.counts(connection, self._counted, first_open))
+        self._counted = first_open
+        return dict(self._ended + Counter(queries.counts(connection, first_open)))
+
+    @writes
+    def shelve(self, connection: sa.Connection) -> None:
+        """Nobody claims what is queued now until it is asked for again: a session is over that has asked for it."""
+        connection.execute(_SHELVE)
+
+    def _enqueue(self, connection: sa.Connection, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        latest = self._latest_resources_id(connection)
+        named = [request.rollout_id for request in requests if request.rollout_id is not None]
+        bodies = queries.requests(connection, named)
+        rows, ids = [], []
+        for request in requests:
+            body = body_of(request)
+            rollout_id = request.rollout_id or new_id("r")
+            ids.append(rollout_id)
+            if rollout_id in bodies:
+                if not same_body(bodies[rollout_id], body):
+                    raise Conflict(f"rollout {rollout_id} is there already with another body")
+                continue
+            bodies[rollout_id] = body
+            rows.append(self._new_row(connection, rollout_id, request, body, latest))
+        if rows:
+            connection.execute(sa.insert(schema.rollouts), rows)
+        if len(rows) < len(requests):
+            self._take_up(connection, ids)
+        return queries.rollouts(connection, ids)
+
+    def _take_up(self, connection: sa.Connection, ids: Sequence[str]) -> None:
+        """Let those of the rollouts that were shelved be claimed."""
+        shelved = queries.shelved(connection, ids, _UNTIL_ASKED_FOR)
+        if shelved:
+            connection.execute(_TAKE_UP, [{"taken_up": rollout_id} for rollout_id in shelved])
+
+    def _new_row(
+        self,
+        connection: sa.Connection,
+        rollout_id: str,
+        request: RolloutRequest,
+        body: bytes,
+        latest: str | None,
+    ) -> dict[str, Any]:
+        wanted = request.resources_id
+        if wanted is not None and self._resources(connection, wanted) is None:
+            raise Invalid(f"rollout {rollout_id}: there are no resources {wanted}; publish them")
+        return {
+            "rollout_id": rollout_id,
+            "status": "queued",
+            "mode": request.mode,
+            "group_id": request.group_id,
+            "agent": request.agent,
+            "resources_id": wanted or latest,
+            "request": body,
+            "attempt_count": 0,
+            "created_at": self._clock(),
+        }
