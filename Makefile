@@ -10,7 +10,9 @@ AGENTS := .venv-agents
 SERVICES := tests/lightning_rl/control_plane tests/lightning_rl/runner tests/lightning_rl/store
 CLUSTER := tests/cluster tests/lightning_rl/training/distributed
 FAST := not e2e and not chaos and not package and not sdk and not vllm and not agents and not cluster
-ASKING := attempt call_names gateway limits logs openapi parking recorder retries router streaming templates texts
+ASKING := forest/test_live_forest test_call_names test_gateway http/test_limits test_logs http/test_openapi test_parking \
+  recording/test_recorder test_retries routing/test_router test_streaming rendering/test_chat_templates \
+  forest/test_raw_prompts
 PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # One thread each: several processes on the same cores stand in each other's way with more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -79,7 +81,7 @@ test-vllm-training: $(VENV)/.dev $(VLLM)/.made
 # The gateway's tests with a real vLLM in the place of their engine: those that ask one and, of the SDKs, all but
 # litellm, for time. `pytest tests/proxy tests/sdk/test_matrix.py --engine vllm` runs all.
 test-vllm-gateway: $(VENV)/.dev $(VLLM)/.made
-	$(PYTEST) --engine vllm $(ASKING:%=tests/proxy/test_%.py) tests/sdk/test_matrix.py -k "not litellm" \
+	$(PYTEST) --engine vllm $(ASKING:%=tests/proxy/%.py) tests/sdk/test_matrix.py -k "not litellm" \
 	  --deselect tests/sdk/test_matrix.py::test_the_page_says_what_was_played $(ARGS)
 
 # The examples, each trained for some steps; one of them makes its model first, which takes minutes. And what needs SDKs
