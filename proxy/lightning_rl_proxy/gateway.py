@@ -116,13 +116,13 @@ class Gateway:
         self._notes = notes or NoNotes()
         self._noted = notes is not None
         self._recorder = Recorder(journal, ledger, counters=self.counters, taken=self.settle)
-        self._answerer = CallHandler(router, renderer, self.counters, self._recorder.record, self._clock)
+        self._call_handler = CallHandler(router, renderer, self.counters, self._recorder.record, self._clock)
         self._failures = CallFailures()
-        patience = Patience(grace_seconds, ping_seconds, parked_seconds)
+        self.patience = Patience(grace_seconds, ping_seconds, parked_seconds)
         self._delivery = Delivery(
-            self._recorder, self._failures, self.counters, patience, router.is_paused, self._observe
+            self._recorder, self._failures, self.counters, self.patience, router.is_paused, self._observe
         )
-        self._attempts = OpenAttempts(
+        self.attempts = OpenAttempts(
             ledger, self._recorder, self._delivery, self._failures, renderer, lambda: router.capacity_freed()
         )
         self._earlier: dict[str, int] = {}  # tokens received by earlier processes, by model
@@ -137,34 +137,34 @@ class Gateway:
         """Hand every record over, as far as the ledger takes them in time, and free the connections."""
         if self._watching is not None:
             self._watching.cancel()
-        for attempt in self._attempts:
+        for attempt in self.attempts:
             self._delivery.close(attempt)
         await self._recorder.stop()
         await self.router.close()
 
     def open(self, info: AttemptInfo) -> None:
         """Tell of an attempt that was opened just now, so that its first call need not ask the ledger."""
-        self._attempts.open(info)
+        self.attempts.open(info)
 
     def held(self) -> list[tuple[str, str]]:
         """The open attempts, by rollout and attempt id."""
-        return self._attempts.names()
+        return self.attempts.names()
 
     def holds(self, rollout_id: str, attempt_id: str) -> bool:
         """Whether that attempt is open here."""
-        return (rollout_id, attempt_id) in self._attempts
+        return (rollout_id, attempt_id) in self.attempts
 
     def idle_seconds(self, rollout_id: str, attempt_id: str) -> float | None:
         """How long ago the attempt's last call ended; 0 while one is in flight, None where none came in here."""
-        return self._attempts.idle_seconds(rollout_id, attempt_id)
+        return self.attempts.idle_seconds(rollout_id, attempt_id)
 
     async def seal(self, rollout_id: str, attempt_id: str) -> None:
         """End an attempt: later calls get 409, calls in flight are aborted, and on return its records are durable."""
-        await self._attempts.seal(rollout_id, attempt_id)
+        await self.attempts.seal(rollout_id, attempt_id)
 
     async def release(self, rollout_id: str, attempt_id: str) -> None:
         """The attempt is another gateway's now: abort what is in flight, and ask the ledger at its next call."""
-        await self._attempts.release(rollout_id, attempt_id)
+        await self.attempts.release(rollout_id, attempt_id)
 
     def failure_of(self, rollout_id: str, attempt_id: str) -> str | None:
         """What went wrong here with a call of this attempt, which got no answer when it was tried again, or was not
@@ -177,17 +177,17 @@ class Gateway:
 
     def tokens_received(self, rollout_ids: Sequence[str]) -> dict[str, int]:
         """What engines handed over for these rollouts, as far as this process remembers their attempts."""
-        return self._attempts.tokens_received(rollout_ids)
+        return self.attempts.tokens_received(rollout_ids)
 
     def tokens_sealed(self, rollout_ids: Sequence[str]) -> dict[str, int]:
         """What engines handed over for the sealed attempts of these rollouts, and was not given up, as far as this
         process remembers. Together with `tokens_pending` of a state it is what no reader of the store may know yet."""
-        return self._attempts.tokens_sealed(rollout_ids)
+        return self.attempts.tokens_sealed(rollout_ids)
 
     def settle(self, attempts: Iterable[tuple[str, str]]) -> None:
         """Note of those of the attempts of which nothing is on its way that the store has all their calls."""
         if self._noted:
-            self._notes.settle([name for name in attempts if not self._attempts.is_under_way(name)])
+            self._notes.settle([name for name in attempts if not self.attempts.is_under_way(name)])
 
     @property
     def journal_damaged(self) -> bool:
@@ -234,9 +234,9 @@ class Gateway:
         return {
             "models": self.router.state(),
             "engines": self.router.engines(),
-            "open_attempts": len(self._attempts),
+            "open_attempts": len(self.attempts),
             "began_ns": self._clock.began_ns,
-            "tokens_pending": self._attempts.tokens_pending(),
+            "tokens_pending": self.attempts.tokens_pending(),
             "tokens_lost": self._recorder.tokens_lost.total(),
             "tokens_earlier": self._earlier,
             "counters": dict(self.counters),
@@ -245,7 +245,7 @@ class Gateway:
 
     def load(self) -> GatewayLoad:
         """How busy the engines are, and what is about to call them."""
-        return GatewayLoad(self.router.policy, self.router.loads(), self._attempts.starting(), len(self._attempts))
+        return GatewayLoad(self.router.policy, self.router.loads(), self.attempts.starting(), len(self.attempts))
 
     def when_capacity_freed(self, tell: Callable[[], None]) -> None:
         """Call `tell` whenever `load` may have become less, and now and then."""
@@ -279,7 +279,7 @@ class Gateway:
         address = self._authorised(door.address, headers)
         try:
             self._notes.check()
-            attempt = await self._attempts.find(address)
+            attempt = await self.attempts.find(address)
         except GatewayError as error:
             if error.status >= 500:
                 self.interrupted(address.rollout_id, address.attempt_id, error.message)
@@ -297,7 +297,8 @@ class Gateway:
             body = await self._read(headers, receive)
             agent = address.agent or (baggage.agent_of(scope["headers"]) if b"baggage" in headers else None)
             retry = headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
-            await self._call(attempt, agent, dialect, body, scope, receive, send, retry=retry)
+            inflight = self._begun(attempt, agent, dialect, body, retry=retry)
+            await self._hand_over(attempt, dialect, inflight, scope, receive, send)
         else:
             raise GatewayError(
                 404,
@@ -352,7 +353,7 @@ class Gateway:
         model = self.router.resolve(request.model)
         if self._renderer is None or self.router.is_backend(model):
             raise GatewayError(400, f"model {model!r} is a chat service: its tokens cannot be counted here")
-        return messages.count(await self._answerer.count_tokens(request, self._renderer, len(body)))
+        return messages.count(await self._call_handler.count_tokens(request, self._renderer, len(body)))
 
     async def _embed(self, attempt: LiveAttempt, body: bytes) -> bytes:
         fields, body_key = self._fields(body), _body_key("embeddings", None, body)
@@ -380,36 +381,40 @@ class Gateway:
             raise GatewayError(403, "this key opens another attempt than the URL names", kind="permission_error")
         return asked
 
-    async def _call(
-        self,
-        attempt: LiveAttempt,
-        agent: str | None,
-        dialect: Dialect,
-        body: bytes,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        *,
-        retry: bool,
-    ) -> None:
+    def _begun(
+        self, attempt: LiveAttempt, agent: str | None, dialect: Dialect, body: bytes, *, retry: bool
+    ) -> InflightRequest:
+        """The request that is worked on from now on, or that a retry joins. Raises GatewayError."""
         if attempt.sealed:  # while the body came
             raise closed(attempt.address.attempt_id)
         body_key = _body_key(dialect.NAME, agent, body)
         inflight = attempt.joined(body_key, marked_as_retry=retry)
-        if inflight is None:
-            self.limits.check_calls(attempt.in_flight, attempt.address.attempt_id)
-            inflight = InflightRequest(body_key)
-            inflight.earlier = attempt.recorded.get(body_key, []) if retry else []
-            try:
-                work = self._answerer.work(attempt, agent, dialect, self._said(attempt, dialect, body), inflight)
-            except EngineUnavailable as error:
-                failure = as_gateway_error(error)
-                self._delivery.note_if_ours(attempt, body_key, failure)
-                raise failure from error
-            attempt.begin(inflight, asyncio.create_task(self._noting(work, attempt.address) if self._noted else work))
-            self._attempts.has_begun(attempt.name)
-        else:
+        if inflight is not None:
             self.counters["joined_retries"] += 1
+            return inflight
+        self.limits.check_calls(attempt.in_flight, attempt.address.attempt_id)
+        inflight = InflightRequest(body_key)
+        inflight.earlier = attempt.recorded.get(body_key, []) if retry else []
+        try:
+            work = self._call_handler.work(attempt, agent, dialect, self._said(attempt, dialect, body), inflight)
+        except EngineUnavailable as error:
+            failure = as_gateway_error(error)
+            self._delivery.note_if_ours(attempt, body_key, failure)
+            raise failure from error
+        attempt.begin(inflight, asyncio.create_task(self._noting(work, attempt.address) if self._noted else work))
+        self.attempts.has_begun(attempt.name)
+        return inflight
+
+    async def _hand_over(
+        self,
+        attempt: LiveAttempt,
+        dialect: Dialect,
+        inflight: InflightRequest,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Deliver the answer to one client, until it leaves."""
         told = scope.get("extensions", {}).get(GONE)
         gone = told or asyncio.create_task(_disconnected(receive))
         gone.add_done_callback(inflight.wake)

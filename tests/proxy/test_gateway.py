@@ -335,7 +335,7 @@ def test_sealing_aborts_what_is_in_flight(served: Served) -> None:
 def test_what_a_client_did_not_wait_for_is_undelivered(served: Served) -> None:
     import asyncio
 
-    served.gateway._ping_seconds = 3600  # what does not write hears of it all the same
+    served.gateway.patience.ping_seconds = 3600  # what does not write hears of it all the same
     served.engine.hold = asyncio.Event()
     with pytest.raises(openai.APITimeoutError):
         say(client(served), [user("one")], timeout=0.3)
@@ -362,7 +362,7 @@ def test_an_answer_whose_client_left_is_recorded_as_undelivered(served: Served) 
 def test_a_marked_retry_joins_the_call_in_flight(served: Served) -> None:
     import asyncio
 
-    served.gateway._grace_seconds = 30
+    served.gateway.patience.grace_seconds = 30
     served.engine.hold = asyncio.Event()
     with pytest.raises(openai.APITimeoutError):
         say(client(served), [user("one")], timeout=0.3)

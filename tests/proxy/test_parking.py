@@ -30,7 +30,7 @@ def ask(served: Served) -> str | None:
 
 
 def waiting(served: Served) -> None:
-    served.eventually(lambda: any(a.inflight for a in served.gateway._attempts.values()))
+    served.eventually(lambda: any(a.inflight for a in served.gateway.attempts))
 
 
 def raw(served: Served, **more: Any) -> httpx.Response:
@@ -126,7 +126,7 @@ def test_an_engine_that_does_not_go_on_is_an_alarm_and_holds_up_no_other_call(
 
 
 def test_a_parked_stream_gets_pings(served: Served) -> None:
-    served.gateway._ping_seconds = 0.02
+    served.gateway.patience.ping_seconds = 0.02
     served.run(lambda: served.gateway.pause("policy"))
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(raw, served, stream=True)
@@ -139,11 +139,11 @@ def test_a_parked_stream_gets_pings(served: Served) -> None:
 
 
 def test_a_parked_answer_begins_with_white_space_that_no_client_minds(served: Served) -> None:
-    served.gateway._ping_seconds = served.gateway._parked_seconds = 0.02
+    served.gateway.patience.ping_seconds = served.gateway.patience.parked_seconds = 0.02
     served.run(lambda: served.gateway.pause("policy"))
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(raw, served), pool.submit(ask, served)]
-        served.eventually(lambda: sum(len(e) for a in served.gateway._attempts.values()
+        served.eventually(lambda: sum(len(e) for a in served.gateway.attempts
                                       for e in a.inflight.values()) == 2)  # fmt: skip
         time.sleep(0.1)
         served.run(lambda: served.gateway.resume("policy", None))
@@ -163,7 +163,7 @@ def test_a_short_pause_adds_nothing_to_an_answer(served: Served) -> None:
 
 
 def test_a_failure_behind_white_space_is_one_that_the_sdk_tries_again(served: Served) -> None:
-    served.gateway._ping_seconds = served.gateway._parked_seconds = 0.02
+    served.gateway.patience.ping_seconds = served.gateway.patience.parked_seconds = 0.02
     served.run(lambda: served.gateway.pause("policy"))
     served.engine.fail = 1
     with ThreadPoolExecutor(1) as pool:

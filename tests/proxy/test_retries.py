@@ -445,7 +445,7 @@ def post(line: Line, seconds: float, *, retry: bool = False) -> bytes | None:
 
 def followers(line: Line) -> list[int]:
     """How many clients wait for each answer."""
-    attempts = line.served.gateway._attempts.values()
+    attempts = line.served.gateway.attempts
     return [one.followers for attempt in attempts for equal in attempt.inflight.values() for one in equal]
 
 
@@ -454,7 +454,7 @@ def test_the_grace_time_counts_from_the_last_client_that_left(line: Line, monkey
     sleep = asyncio.sleep
 
     async def until_told(seconds: float) -> None:
-        if seconds != line.served.gateway._grace_seconds:
+        if seconds != line.served.gateway.patience.grace_seconds:
             return await sleep(seconds)
         ends.append(asyncio.Event())
         await ends[-1].wait()
@@ -481,7 +481,7 @@ def test_the_grace_time_counts_from_the_last_client_that_left(line: Line, monkey
 
 
 def test_a_first_client_that_leaves_takes_nothing_from_a_retry_that_joined_before(line: Line) -> None:
-    line.served.gateway._grace_seconds = 0.05
+    line.served.gateway.patience.grace_seconds = 0.05
     line.engine.slow = 1
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(post, line, 1.0)
@@ -499,7 +499,7 @@ def test_a_first_client_that_leaves_takes_nothing_from_a_retry_that_joined_befor
 
 
 def test_what_is_aborted_is_not_joined_and_a_seal_still_waits_for_its_record(line: Line) -> None:
-    line.served.gateway._grace_seconds = 0
+    line.served.gateway.patience.grace_seconds = 0
     line.engine.slow = 1
     assert post(line, 0.2) is None
     line.served.eventually(lambda: line.engine.aborted == 1)

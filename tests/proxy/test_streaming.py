@@ -70,7 +70,7 @@ def test_the_first_bytes_leave_with_the_first_tokens(served: Served) -> None:
 
 
 def test_a_silent_stream_gets_pings(served: Served) -> None:
-    served.gateway._ping_seconds = 0.02
+    served.gateway.patience.ping_seconds = 0.02
     served.engine.steps = asyncio.Semaphore(0)
     with streaming(served) as response:
         lines = response.iter_lines()
@@ -86,7 +86,7 @@ def test_a_silent_stream_gets_pings(served: Served) -> None:
 
 @EITHER_SERVER
 def test_a_client_that_leaves_a_stream_gets_nothing_trained(served: Served) -> None:
-    served.gateway._ping_seconds = 3600  # what does not write hears of it all the same
+    served.gateway.patience.ping_seconds = 3600  # what does not write hears of it all the same
     served.engine.steps = asyncio.Semaphore(1)
     served.engine.script.append("one two three four")
     with streaming(served) as response:
@@ -100,12 +100,12 @@ def test_a_client_that_leaves_a_stream_gets_nothing_trained(served: Served) -> N
 
 
 def test_a_retry_joins_a_stream_and_reads_it_from_the_start(served: Served) -> None:
-    served.gateway._grace_seconds = 30
+    served.gateway.patience.grace_seconds = 30
     served.engine.steps = asyncio.Semaphore(1)
     served.engine.script.append("one two three four")
     with streaming(served) as response:
         next(response.iter_lines())
-    served.eventually(lambda: any(e.client_gone for a in served.gateway._attempts.values()
+    served.eventually(lambda: any(e.client_gone for a in served.gateway.attempts
                                   for es in a.inflight.values() for e in es))  # fmt: skip
     threading.Timer(0.05, lambda: permit(served, 100)).start()
     with streaming(served) as response:
@@ -145,7 +145,7 @@ def test_how_a_stream_ended_is_said_only_when_its_call_is_recorded(
     """Many clients stop reading there, and have had the whole answer."""
     with streaming(served, path, **body) as response:
         assert end in response.read()
-    [inflight] = [e for a in served.gateway._attempts.values() for es in a.inflight.values() for e in es]
+    [inflight] = [e for a in served.gateway.attempts for es in a.inflight.values() for e in es]
     assert end not in b"".join(inflight.pieces)
 
 

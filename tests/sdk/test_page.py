@@ -139,7 +139,7 @@ def test_a_group_of_an_agent_with_a_fixed_seed_is_diverse(stage: Stage) -> None:
 
 
 def test_the_pings_are_as_often_as_the_page_says(stage: Stage) -> None:
-    assert f"{stage.served.gateway._ping_seconds:.0f} s gets a ping" in TEXT.replace("\n", " ")
+    assert f"{stage.served.gateway.patience.ping_seconds:.0f} s gets a ping" in TEXT.replace("\n", " ")
 
 
 def test_what_is_no_call_leaves_nothing(stage: Stage) -> None:

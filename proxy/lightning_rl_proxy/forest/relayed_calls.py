@@ -6,7 +6,7 @@ others are translated.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -109,29 +109,34 @@ def placed(place: Place, answer: ChatAnswer, request: Request) -> Place:
     return place if answer.prompt_ids is None else place.with_prompt(answer.prompt_ids, request.messages)
 
 
+class CallIdentity(NamedTuple):
+    """Whose call it is, what it asks for, and which one it is."""
+
+    address: Address
+    agent: str | None
+    model: str
+    number: int
+    call_id: str
+
+
 def call_of(
     answer: ChatAnswer,
     place: Place,
-    address: Address,
     sent: dict[str, Any],
-    *,
-    call_id: str,
-    number: int,
-    agent: str | None,
-    model: str,
+    identity: CallIdentity,
     start_ns: int,
     end_ns: int,
 ) -> Call:
     """The call of an answer to the body `sent`."""
     response_ids = answer.response_ids or []
     return Call(
-        call_id=call_id,
-        rollout_id=address.rollout_id,
-        attempt_id=address.attempt_id,
-        number=number,
+        call_id=identity.call_id,
+        rollout_id=identity.address.rollout_id,
+        attempt_id=identity.address.attempt_id,
+        number=identity.number,
         parent_id=None if place.parent is None else place.parent.call.call_id,
-        agent=agent,
-        model=model,
+        agent=identity.agent,
+        model=identity.model,
         prompt_ids=place.added_ids,
         response_ids=response_ids,
         logprobs=answer.logprobs,

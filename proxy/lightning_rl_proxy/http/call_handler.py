@@ -305,18 +305,8 @@ class CallHandler:
         place = relayed_calls.placed(by_messages, answer, request)
         if by_messages.fork is None:
             self._count_fork(place)
-        call = relayed_calls.call_of(
-            answer,
-            place,
-            attempt.address,
-            sent,
-            call_id=call_id,
-            number=number,
-            agent=asked.agent,
-            model=model,
-            start_ns=start_ns,
-            end_ns=self._clock(),
-        )
+        identity = relayed_calls.CallIdentity(attempt.address, asked.agent, model, number, call_id)
+        call = relayed_calls.call_of(answer, place, sent, identity, start_ns, self._clock())
         self._count_ignored([*request.ignored_fields, *answer.ignored_fields])
         more = relayed_calls.attributes(answer, place, request, asked.dialect.NAME, sent) | told_for_others(asked)
         asked.inflight.calls.append((call, more))
