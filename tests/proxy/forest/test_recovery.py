@@ -25,7 +25,8 @@ def recorded(world: World) -> list[Span]:
     for asked in world.asked:
         for call, answer in zip(asked.calls, asked.answers, strict=True):
             order = delivered.get(call.call_id)
-            kept = msgspec.structs.replace(call, delivered=order is not None, end_ns=order or 0)
+            # The world's answers are as a service's: reasoning tells none of them apart.
+            kept = msgspec.structs.replace(call, delivered=order is not None, end_ns=order or 0, trainable=False)
             more: dict[str, Any] = {semconv.DIALECT: "chat_completions", semconv.OUTPUT_MESSAGES: [answer]}
             more |= {semconv.INPUT_MESSAGES: list(asked.place.new_messages)} | asked.place.attributes()
             spans.append(to_span(kept, **more))
