@@ -173,6 +173,7 @@ def test_a_baseline_of_a_service(service: str, tmp_path: Path, monkeypatch: pyte
     assert b"right" not in b"".join(file.read_bytes() for file in tmp_path.iterdir() if file.is_file())
 
 
+@pytest.mark.long
 def test_a_baseline_by_litellm(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "right")
     monkeypatch.setenv("OPENAI_BASE_URL", service)

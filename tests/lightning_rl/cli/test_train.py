@@ -121,6 +121,7 @@ def test_a_run_ends_with_what_came_of_it_and_a_finished_one_says_so_at_once(plac
     assert (run / "store.db").stat().st_mtime_ns == before
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_an_agent_that_fails_in_all_rollouts_of_a_step_ends_the_run_with_its_traceback(place: Path) -> None:
     words = ["agent=my_agent.py:fails", "data.train_files=tasks.jsonl", *SMALL, "trainer.total_training_steps=1"]
@@ -246,14 +247,18 @@ def test_what_is_wrong_is_one_line(words: list[str], message: str, place: Path) 
             "no folder here, and could not be taken from the hub",
             marks=pytest.mark.long,
         ),
-        ("actor_rollout_ref.model.path=./nowhere", "is neither a folder nor a model id"),
+        pytest.param(
+            "actor_rollout_ref.model.path=./nowhere", "is neither a folder nor a model id", marks=pytest.mark.long
+        ),
         pytest.param(
             "actor_rollout_ref.model.path=./bare",
             "no renderer is known for model 'bare'; name one that fits its chat",
             marks=pytest.mark.long,
         ),
         ("actor_rollout_ref.rollout.renderer=quen3", "renderer 'quen3' is unknown; did you mean 'qwen3'?"),
-        ("actor_rollout_ref.rollout.name=vllm", "there is no vLLM in that environment"),
+        pytest.param(
+            "actor_rollout_ref.rollout.name=vllm", "there is no vLLM in that environment", marks=pytest.mark.long
+        ),
     ],
 )
 def test_what_cannot_start_is_one_line(override: str, message: str, place: Path) -> None:

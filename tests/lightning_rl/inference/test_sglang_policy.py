@@ -73,6 +73,7 @@ def test_a_server_that_computes_something_else_is_found_out(tmp_path: Path) -> N
         made.update_weights(made.model, 1)
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_a_run_trains_with_it(tmp_path: Path) -> None:
     server = Server()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import PlacedImage as Pillow
+from PIL import Image as Pillow
 
 from lightning_rl.inference import policy as policies
 from lightning_rl.inference.embedded import EmbeddedPolicy

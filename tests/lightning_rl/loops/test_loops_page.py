@@ -41,6 +41,7 @@ def run_in(place: Path, script: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_a_run_without_an_agent(place: Path) -> None:
     assert re.search(r"^step 1/1  reward \d", run_in(place, "train.py"), re.MULTILINE)

@@ -71,6 +71,7 @@ def test_tools_that_cannot_be_are_refused_before_the_run(tmp_path: Path) -> None
         agent_of_run(None, configured_agents(compose(given)))
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_a_run_without_an_agent_trains_the_loops_of_its_config(tmp_path: Path) -> None:
     (tmp_path / "scores.py").write_text(

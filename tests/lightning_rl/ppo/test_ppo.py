@@ -165,6 +165,7 @@ def test_failures_are_told_once_with_what_to_do(tmp_path: Path, caplog: pytest.L
     assert any("made no call to the model: the agent must use llm.base_url" in text for text in told)
 
 
+@pytest.mark.long
 def test_the_documented_dict_of_agent_lightning_runs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     documented = json.loads((ROOT / "tests" / "data" / "agent_lightning_verl_config.json").read_text())

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tests.lightning_rl.algorithms import test_ppo_resume
+from tests.lightning_rl.ppo import test_ppo_resume
 
 left = 11
 

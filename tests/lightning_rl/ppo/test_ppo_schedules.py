@@ -31,7 +31,7 @@ import os, signal, sys
 from pathlib import Path
 
 import lightning_rl as lrl
-from tests.lightning_rl.algorithms import test_ppo_schedules as tests
+from tests.lightning_rl.ppo import test_ppo_schedules as tests
 
 class DiesInStep4(lrl.PPO):
     def _update(self, *arguments):
@@ -162,6 +162,7 @@ class UpdatesInMidCall(lrl.PPO):
         super()._publish_weights()
 
 
+@pytest.mark.long
 def test_generations_in_flight_go_on_over_updates(tmp_path: Path) -> None:
     """Each token has the version that sampled it, no agent notices, and all of it is trained."""
     config = given("async", max_off_policy_threshold=4)
