@@ -1,7 +1,7 @@
 """Names of calls: every id under which a client may know one, from the answer that it was given.
 
 Invariant: a name leads to one call. A tool call's id that several calls gave (services may count theirs from 0) is
-nobody's.
+dropped.
 """
 
 from collections.abc import Iterable, Iterator

@@ -64,7 +64,7 @@ def emit_object(value: Any) -> None:
 
 
 def emit_exception(error: BaseException) -> None:
-    """Record an exception that the agent lives on with. Raises TypeError for what is none."""
+    """Record an exception that the agent has handled. Raises TypeError for another value."""
     if not isinstance(error, BaseException):
         raise TypeError(f"emit_exception: an exception is recorded, got {error!r}")
     emitted = _running()
@@ -84,7 +84,7 @@ def operation(name: Any = None, *, inputs: Any = None) -> Any:
         with operation("search", inputs={"query": query}) as step:
             step.output = search(query)
 
-    What is no JSON is recorded as Python shows it, cut short.
+    What JSON cannot hold is recorded as its `repr`, shortened.
     """
     return Operation(name, inputs) if name is None or isinstance(name, str) else Operation(None)(name)
 
@@ -175,7 +175,7 @@ def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _told(value: Any) -> str:
-    """A value as JSON, which everybody may read; what is none of its own accord as Python shows it."""
+    """A value as JSON. Parts that JSON cannot hold are written as their `repr`, shortened."""
     try:
         return json.dumps(value, default=_REPR.repr)
     except (TypeError, ValueError, RecursionError):

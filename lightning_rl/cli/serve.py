@@ -178,7 +178,7 @@ def _with_embedded(
 
 
 def engine_request(word: str, model: str) -> "EngineRequest":
-    """The engine that a word of the command line names. Raises Refused."""
+    """The engine that a word of the command line names. Raises ServeRefused."""
     import msgspec
 
     from lightning_rl.control_plane.gateways.engines import EngineRequest
@@ -196,7 +196,7 @@ def engine_request(word: str, model: str) -> "EngineRequest":
 
 
 def template_kwargs(text: str) -> dict[str, Any]:
-    """The chat template's kwargs that a JSON text of the command line gives. Raises Refused."""
+    """The chat template's kwargs that a JSON text of the command line gives. Raises ServeRefused."""
     import msgspec
 
     try:
@@ -208,14 +208,14 @@ def template_kwargs(text: str) -> dict[str, Any]:
 
 
 def special_tokens(word: str) -> "SpecialTokens":
-    """What a special token in a message's text is. Raises Refused."""
+    """What a special token in a message's text is. Raises ServeRefused."""
     if word not in ("text", "control"):
         raise ServeRefused(f"--special-tokens-in-text {word}: give text or control")
     return "text" if word == "text" else "control"
 
 
 def limits(words: Sequence[str]) -> "RequestLimits":
-    """The limits that words of the command line set, the others as they are by default. Raises Refused."""
+    """The limits that words of the command line set, the others as they are by default. Raises ServeRefused."""
     import msgspec
 
     from lightning_rl_proxy.http.limits import RequestLimits
@@ -247,7 +247,8 @@ def tokenizer_folder(path: str) -> Path:
 
 
 def _keys(host: str) -> tuple[str, str]:
-    """The admin's and the runners' key, "" where none is set. Raises Refused for such as cannot be used at `host`."""
+    """The admin's and the runners' key, "" where none is set. Raises ServeRefused for such as cannot be used at
+    `host`."""
     given = {name: taken_from_environment(name) for name in (ADMIN_KEY, RUNNER_KEY)}
     for name, key in given.items():
         if not (key.isascii() and key.isprintable()) or " " in key:
@@ -278,7 +279,7 @@ def _run_dir(store: str, given: Path | None) -> Path:
 
 
 def _database(store: str) -> str:
-    """The name of a PostgreSQL database. Raises Refused where the URL names none, or is none."""
+    """The name of a PostgreSQL database. Raises ServeRefused where the URL is invalid or names no database."""
     import sqlalchemy as sa
 
     try:

@@ -35,7 +35,7 @@ class Leases:
             self._held.pop(claim.attempt.attempt_id, None)
 
     def close(self) -> None:
-        """Keep none any more."""
+        """Stop: no lease is renewed after this."""
         self._over.set()
         self._thread.join()
 

@@ -23,7 +23,7 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
         return "Keys(...)"  # never the keys
 
     def role(self, authorization: str) -> Role | None:
-        """Whose key an `Authorization` header holds; None: nobody's."""
+        """Whose key an `Authorization` header holds; None: of no role."""
         scheme, _, key = authorization.partition(" ")
         given = key.strip().encode()
         # All are always compared, so that the time tells nothing.

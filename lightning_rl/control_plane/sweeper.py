@@ -94,7 +94,7 @@ class Sweeper:
             self._signals.queued()
 
     async def _make_up(self, elapsed: float, stood_still: float) -> None:
-        """Time in which calls waited, or this process took no heartbeat, is nobody's fault."""
+        """Time in which calls waited, or this process took no heartbeats, does not count against a lease."""
         parked = elapsed - stood_still if self._pauses.any_paused() else 0
         if stood_still:
             await self._sql.run(self._store.postpone, stood_still, lease_seconds=stood_still)

@@ -30,7 +30,7 @@ _BUILT_IN: dict[str, Callable[[], Agent]] = {SingleTurnAgent.name: SingleTurnAge
 
 
 class NotALoop(NotLoadable):
-    """What a config names as a loop is none, or is not there."""
+    """A config names something that is not an agent loop, or does not exist."""
 
 
 class NamedLoops(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """How many more rollouts a process may begin.
 
-Invariant: a slot is free, taken, or freed for good: a process that retires takes none any more, and tells its parent of
+Invariant: a slot is free, taken, or freed for good: a process that retires takes no more rollouts, and tells its
+parent of
 each that it will not use again, so that the next process may. It retires by itself once it has begun as many rollouts
 as it may.
 """

@@ -138,7 +138,7 @@ class Worker:
         if failed is not None:
             with output_capture.named(rollout_id):
                 _log.info("rollout %s failed\n%s", rollout_id, failed.traceback or failed.message)
-        # The lease is kept until the answer is there; a lost claim's result is nobody's.
+        # The lease is renewed until the server has answered; the result of a lost claim is dropped.
         if not self._active.finishing(claim):
             _log.warning("dropped the result of rollout %s: it was lost before", rollout_id)
             return
@@ -177,7 +177,7 @@ class Worker:
             self._store.add_log(*running.place, log)
 
     def _lose(self, running: _Running, run: Run) -> None:
-        """The claim is another's, or nobody's: its slot is free, whatever the agent does."""
+        """The claim was lost, to another worker or altogether. Its slot is free, even if the agent still runs."""
         threading.Thread(target=self._look_after, args=(running, run), name="lost rollout", daemon=True).start()
 
     def _look_after(self, running: _Running, run: Run) -> None:

@@ -20,7 +20,7 @@ def as_tool(
     """The tool that `thing` is; name, schema and timeout are those of a function that is not marked.
 
     Raises:
-        ToolError: it is none, or cannot be made one.
+        ToolError: it is not a tool, and cannot be made one.
     """
     if isinstance(thing, BaseTool):
         return thing

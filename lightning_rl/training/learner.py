@@ -64,7 +64,7 @@ class Learner(Planner):
 def add_up(
     sums: dict[str, float], found: Mapping[str, Tensor], micro: Sequence[TrainingSequence], *, advice: str
 ) -> None:
-    """Add a micro-batch's share. Raises FloatingPointError where a number is none: names the rollouts, and `advice`."""
+    """Add a micro-batch's share. Raises FloatingPointError for NaN or infinity, with the rollouts and `advice`."""
     for name, value in found.items():
         number = value.item()
         if not math.isfinite(number):

@@ -36,7 +36,7 @@ _NAMES = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib",
 def write(folder: Path, state: Mapping[str, Any]) -> None:
     """Write `state` to a new folder: dicts, lists and tuples of tensors, numbers, strings and None.
 
-    Raises TypeError naming the place of what is none of them.
+    Raises TypeError, with its place, for a value of any other type.
     """
     tensors: dict[str, Tensor] = {}
     values = json.dumps(_encoded(state, "state", tensors))
@@ -122,7 +122,7 @@ class _Reader(FileSystemReader):
 class _Descriptions(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module in (*_DESCRIPTIONS, "torch") or (module, name) in _NAMES:
-            found = getattr(importlib.import_module(module), name, None)  # a dotted name is none of a module's
+            found = getattr(importlib.import_module(module), name, None)
             is_data = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum))
             if (module, name) in _NAMES or (is_data if module in _DESCRIPTIONS else isinstance(found, torch.dtype)):
                 return found

@@ -13,7 +13,7 @@ from lightning_rl_adapters.call import Call
 def selection(agents: str | None, function: Callable[[Call], bool] | None) -> Callable[[Call], bool] | None:
     """What a call must fulfil: its agent's whole name matches the regex `agents`, and `function` says yes.
 
-    None where all calls are trained. Raises ConfigError for a regex that is none.
+    None where all calls are trained. Raises ConfigError for an invalid regular expression.
     """
     if agents is None:
         return function

@@ -97,7 +97,8 @@ class Membership:
     async def _renew(self, open_attempts: int, calls_in_flight: int) -> None:
         loop = asyncio.get_running_loop()
         asked = loop.time()
-        # It is true once all that was open when others came is noted; and untrue a round before notes end.
+        # True once the notes cover every attempt that was open when other gateways joined. False again one round
+        # before notes are no longer written.
         notes = self._noting and bool(self.others) and all(known.done() for known in self._first)
         info = GatewayInfo(
             gateway_id=self.gateway_id,

@@ -28,7 +28,7 @@ class JsonlTracker:
 
 
 def read(path: Path) -> list[dict[str, float]]:
-    """The lines of a metrics file, in order; half a line, as a run that was killed may leave it, is none."""
+    """The lines of a metrics file, in order; half a line, as a killed run may leave it, is skipped."""
     return [msgspec.json.decode(line, type=dict[str, float]) for line in _whole_lines(path) if line]
 
 

@@ -126,7 +126,7 @@ def _messages(said: Mapping[str, Any], messages: str, text: str) -> dict[str, An
 
 
 def _answer(call: Span) -> str:
-    """The text of the answer, or the whole of it where it is none."""
+    """The text of the answer; an answer without text as it is."""
     for message in call.attributes.get(semconv.OUTPUT_MESSAGES) or ():
         content = message.get("content")
         return content if isinstance(content, str) and content else msgspec.json.encode(message).decode()

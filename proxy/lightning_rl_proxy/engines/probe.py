@@ -77,7 +77,7 @@ class ProbedServer:
             raise EngineUnavailable(f"engine {self.url} cannot be reached: {error}; start it first") from error
 
     def decoded(self, said: bytes, expected: type[T], path: str) -> T:
-        """The answer's record. Raises EngineRefused for one that is none."""
+        """The answer's record. Raises EngineRefused for an answer that does not parse."""
         try:
             return msgspec.json.decode(said, type=expected)
         except msgspec.DecodeError as error:

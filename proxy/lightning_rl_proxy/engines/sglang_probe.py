@@ -81,7 +81,8 @@ class _SglangAnswer(msgspec.Struct):
 async def probe_sglang(url: str) -> Abilities:
     """What the SGLang server at `url` is able to do.
 
-    Raises EngineUnavailable where it does not answer, or is paused, and EngineRefused where it is none, or too old.
+    Raises EngineUnavailable where it does not answer, or is paused, and EngineRefused where it is not SGLang, or too
+    old.
     """
     return await asked(url, NAME, _questions)
 

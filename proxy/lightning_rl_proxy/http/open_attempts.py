@@ -91,7 +91,7 @@ class OpenAttempts:
         return len(self._starting)
 
     async def find(self, address: Address) -> LiveAttempt:
-        """The open attempt at that address. Raises GatewayError(404, 409 or 503) where there is none."""
+        """The open attempt at that address. Raises GatewayError (404, 409 or 503) where no such attempt is open."""
         name = (address.rollout_id, address.attempt_id)
         if name in self._sealed:
             raise await self._closed(name)
