@@ -89,7 +89,7 @@ def _improved(run_dir: Path, algorithm: "PPO", last: int, most: int = 3) -> list
     """Held-out questions that were wrong at first and right at last, as (index, transcript before, and after)."""
     from lightning_rl.store.sql import SqlStore
 
-    seed, run = algorithm.config.data.seed, algorithm.run_id
+    seed, run = algorithm.config.data.seed, algorithm.state.run_id
     found: list[tuple[int, str, str]] = []
     with contextlib.closing(SqlStore(f"sqlite:///{run_dir / 'store.db'}")) as store:
         for index in itertools.count():

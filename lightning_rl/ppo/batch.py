@@ -15,7 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from lightning_rl.ppo.token_trees import tree_of
+from lightning_rl.ppo.estimators import tree_of
 from lightning_rl.rl.advantages import ESTIMATORS, Estimate, Estimator, OfOutcomes, OfTokens, of_calls
 from lightning_rl.rl.baselines import (
     BaselineSettings,
@@ -139,6 +139,12 @@ class StepBatch:
     def rewarded(self) -> list[RolloutPart]:
         """Those that take part in their groups."""
         return [part for part in self.parts if part.reward is not None]
+
+    def put(self, **of_tokens: Sequence[NDArray[np.float32] | None]) -> None:
+        """Give the sequences numbers of their trained tokens, by field: one array [K] per sequence, in their order."""
+        for name, arrays in of_tokens.items():
+            for sequence, values in zip(self.sequences, arrays, strict=True):
+                setattr(sequence, name, values)
 
     def metrics(self) -> dict[str, float]:
         """Rewards before and after the distance from the reference, advantages and values, how many groups say nothing,

@@ -1,46 +1,326 @@
-"""The rollouts of a step: what is asked for, how what came back is read, and which groups are worth training."""
+"""The rollouts of a step: what is requested, how finished rollouts are read, and which groups are worth training.
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+Under `sync` a step requests its rollouts and waits for them. Under the other schedules groups are in flight ahead of
+the trainer (`async_rollouts.py`), and a step takes those whose turn it is.
 
-from lightning_rl.config.schema import Config
-from lightning_rl.store.contract import SEED_KEY, RolloutConfig, RolloutRequest
+Invariant: every rollout that is read here and not handed to training is entered in the token ledger with a reason.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from lightning_rl.algorithms.base import Algorithm, Dataset
+from lightning_rl.algorithms.watchdog import Watchdog
+from lightning_rl.config.schema import Config, FilterGroups
+from lightning_rl.ppo import resolved_config
+from lightning_rl.ppo.async_rollouts import InFlight
+from lightning_rl.ppo.estimators import needs_greedy
+from lightning_rl.ppo.reporting import Reporter, timed
+from lightning_rl.ppo.resolved_config import StepRules
+from lightning_rl.ppo.run_state import RunState
+from lightning_rl.ppo.schedules import Schedule
+from lightning_rl.ppo.token_ledger import TokenLedger
+from lightning_rl.rl.advantages import Estimator
+from lightning_rl.rl.baselines import OutcomeEstimator
+from lightning_rl.store.client import HttpStore
+from lightning_rl.store.contract import SEED_KEY, Mode, Rollout, RolloutConfig, RolloutRequest, RolloutTrace
+from lightning_rl.store.errors import NotFound
+from lightning_rl.trajectories.reader import reader
 from lightning_rl.trajectories.trajectory import Trajectory, informative
 
 Tasks = Sequence[tuple[int, Any]]  # (index in the dataset, task)
 
+_WAIT_SECONDS = 2.0  # between two looks at the processes of a run
+_GREEDY = "greedy-"  # prefix of the groups of greedy rollouts
 
-def requests(
-    config: Config,
-    name: str,
-    mode: str,
-    tasks: Tasks,
-    n: int,
-    step: int,
-    *,
-    run: str,
-    resources_id: str | None = None,
-    ahead: bool = False,
-) -> list[RolloutRequest]:
-    """`n` rollouts of each task, group by group, in the order of `tasks`. Their ids begin with `name` and end with
-    `run`: a run that is resumed asks for the same ones, and no other run has them. What they are sampled with does not
-    hang on `run`. Without `resources_id` they get the latest resources. `ahead`: another step
-    than `step` may come to train them."""
-    agent = config.actor_rollout_ref.rollout.agent
+
+@dataclass(frozen=True, kw_only=True)
+class Purpose:
+    """What the rollouts of one request have in common.
+
+    Their ids begin with `name` and end with `run`: a run that is resumed requests the same ones, and no other run has
+    them. What they are sampled with does not depend on `run`. Without `resources_id` they get the latest resources.
+    `ahead`: another step than `step` may train them.
+    """
+
+    name: str
+    mode: Mode
+    step: int
+    run: str
+    resources_id: str | None = None
+    ahead: bool = False
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The rollouts of a step: all of them, those to be trained, and the metrics of an off-policy schedule."""
+
+    rolled_out: list[Trajectory]
+    trained: list[Trajectory]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Collector:
+    """Requests a run's rollouts and reads them as they end. It is the `Rollouts` of the groups in flight.
+
+    Args:
+        algorithm: requests rollouts of its store and waits for them (`ask`, `finished`, `ended`).
+        config: the run's.
+        rules: who grades rollouts, which calls are trained, and the schedule.
+        state: the run's counters.
+        ledger: where rollouts that are not trained are entered.
+        reporter: warns of what went wrong in rollouts, and writes their traces.
+        dataset: the tasks of training.
+
+    Publishes the policy's resources, and requests again what a resumed run had in flight. `greedy` has the rewards of
+    the step's greedy rollouts, by the group that they are compared with.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        config: Config,
+        rules: StepRules,
+        state: RunState,
+        ledger: TokenLedger,
+        reporter: Reporter,
+        dataset: Dataset,
+    ) -> None:
+        self._algorithm = algorithm
+        self._config = config
+        self._rules = rules
+        self._state = state
+        self.ledger = ledger
+        self._reporter = reporter
+        self._watchdog = Watchdog(algorithm.store, algorithm.watchdog_seconds)
+        self._read_one = reader(config, state.account.model, rules.select, state.began_ns)
+        self._greedy_resources = publish_resources(algorithm.store, config, state.account.model, rules.batch.estimator)
+        self.greedy: dict[str, float] = {}
+        batches = shuffled_batches(config, dataset)
+        self._supply = islice(batches, state.batches_taken if rules.schedule is None else 0, None)
+        self.in_flight = None if rules.schedule is None else self._first_in_flight(rules.schedule, batches)
+
+    def collect(self, steps_left: int) -> Collected:
+        """The rollouts of the step that begins, which is one of `steps_left`."""
+        self.greedy.clear()
+        return self._of_this_step() if self.in_flight is None else self._of_those_in_flight(self.in_flight, steps_left)
+
+    def next_batch(self) -> Tasks:
+        """The tasks of the next training batch of a `sync` run."""
+        self._state.batches_taken += 1
+        return next(self._supply)
+
+    def measure(self, name: Literal["val", "tune"], dataset: Dataset) -> tuple[dict[str, float], float]:
+        """Roll out the tasks under validation sampling; metrics, and the mean reward. Nothing of it is trained."""
+        timing: dict[str, float] = {}
+        with timed(timing, "testing"):
+            n = self._config.actor_rollout_ref.rollout.val_kwargs.n
+            trajectories = self.roll_out(name, list(enumerate(dataset)), n)
+        for trajectory in trajectories:
+            self.ledger.exclude(trajectory, "validation" if name == "val" else "tuning")
+        rewards = [t.reward for t in trajectories if t.reward is not None]
+        reward = float(np.mean(rewards)) if rewards else 0.0
+        return {
+            f"{name}/reward": reward,
+            f"{name}/calls": float(np.mean([t.calls for t in trajectories])),
+            "timing_s/testing" if name == "val" else "timing_s/tuning": timing["testing"],
+        } | self.ledger.check(trajectories), reward
+
+    def roll_out(
+        self, name: Literal["train", "val", "tune"], tasks: Tasks, n: int, *, generation: int = 0
+    ) -> list[Trajectory]:
+        """Request `n` rollouts of each task, and read them as they end. Groups are in the order of `tasks`. Where the
+        estimator compares with greedy rollouts, one of each task is requested beside them.
+
+        `generation` distinguishes batches of one step, which may have a task in common.
+        """
+        step = self._state.step
+        prefix = f"{name}-{self._config.data.seed}-{step}" + (f".{generation}" if generation else "")
+        mode: Mode = "train" if name == "train" else "val"
+        sampled, greedy = self._requests(Purpose(name=prefix, mode=mode, step=step, run=self._state.run_id), tasks, n)
+        trajectories = self._read(
+            partial(self._algorithm.finished, sampled + greedy),
+            traced=(f"{name} {step}", [str(request.group_id) for request in sampled]),
+            when={"val": "validation", "tune": "tuning"}.get(name, f"step {step}"),
+        )
+        self._note_greedy(trajectories[len(sampled) :])
+        return trajectories[: len(sampled)]
+
+    # What the groups in flight ask of it.
+
+    def ask(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """See `async_rollouts.Rollouts`."""
+        self.ledger.ask(str(request.rollout_id) for request in requests)
+        return self._algorithm.ask(requests)
+
+    def ended(self, rollout_ids: Sequence[str], wait_seconds: float) -> list[Rollout]:
+        """See `async_rollouts.Rollouts`."""
+        return self._algorithm.ended(rollout_ids, self._watchdog, wait_seconds)
+
+    def read(self, rollout_ids: Sequence[str]) -> list[Trajectory]:
+        """See `async_rollouts.Rollouts`."""
+        step, found = self._state.step, self._algorithm.store.traces(rollout_ids)
+        traces = [found[rollout_id] for rollout_id in rollout_ids]
+        groups = [str(trace.rollout.group_id) for trace in traces]
+        sampled = [group for group in groups if not group.startswith(_GREEDY)]
+        return self._read(
+            lambda read: [read(trace) for trace in traces], traced=(f"train {step}", sampled), when=f"step {step}"
+        )
+
+    def cancel(self, rollout_ids: Sequence[str]) -> None:
+        """See `async_rollouts.Rollouts`."""
+        for rollout_id in rollout_ids:
+            self._algorithm.store.cancel(rollout_id)
+
+    def is_there(self, rollout_id: str) -> bool:
+        """See `async_rollouts.Rollouts`."""
+        try:
+            self._algorithm.store.rollout(rollout_id)
+        except NotFound:
+            return False
+        return True
+
+    def _read(
+        self,
+        traces: Callable[[Callable[[RolloutTrace], Any]], list[Any]],
+        *,
+        traced: tuple[str, Sequence[str]],
+        when: str,
+    ) -> list[Trajectory]:
+        """Read finished rollouts, with the rewards that training gives.
+
+        `traces` calls a function on each trace, in order. `traced` names the batch and its groups, some of which have
+        their traces written. Warns of what went wrong in rollouts of `when`.
+        """
+        read, grader = self._reporter.traced(*traced, self._read_one), self._rules.grader
+        if grader is None:
+            trajectories = traces(read)
+        else:
+            graded = grader.graded(traces(lambda trace: trace), self._algorithm.store, self._state.account.model)
+            trajectories = [read(trace) for trace in graded]
+        self._reporter.warnings.report(when, trajectories)
+        return trajectories
+
+    def _of_this_step(self) -> Collected:
+        """`sync`: a batch of tasks is rolled out; with `filter_groups` further ones, until enough groups differ in
+        their rewards."""
+        tasks = self.next_batch()
+        n, rule = self._config.actor_rollout_ref.rollout.n, self._config.algorithm.filter_groups
+        if not rule.enable:
+            rolled_out = self.roll_out("train", tasks, n)
+            return Collected(rolled_out, rolled_out)
+        batches = (
+            self.roll_out("train", self.next_batch() if number else tasks, n, generation=number)
+            for number in range(rule.max_num_gen_batches)
+        )
+        rolled_out, trained, reasons = with_variance(batches, self._config.data.train_batch_size, rule.metric)
+        for trajectory in rolled_out:
+            if trajectory.group_id in reasons:
+                self.ledger.exclude(trajectory, reasons[trajectory.group_id])
+        return Collected(rolled_out, trained)
+
+    def _of_those_in_flight(self, in_flight: InFlight, steps_left: int) -> Collected:
+        """Off-policy: the groups whose turn it is."""
+        batch_size = self._config.data.train_batch_size
+        groups_left = steps_left * batch_size
+        in_flight.idle_seconds = 0.0
+        self._watchdog.begin()
+        found = in_flight.hand_over(self._state.policy_version, groups_left, _WAIT_SECONDS)
+        stale = sum(reason == "stale" for _, reason in found.left_out)
+        if groups_left <= batch_size:
+            found.left_out += [(group, "surplus") for group in in_flight.cancel(_WAIT_SECONDS)]
+        trained = [trajectory for group in found.taken for trajectory in self._without_greedy(group)]
+        rolled_out = list(trained)
+        for group, reason in found.left_out:
+            for trajectory in self._without_greedy(group):
+                self.ledger.exclude(trajectory, reason)
+                rolled_out.append(trajectory)
+        self._state.batches_taken = -(-in_flight.asked // batch_size)
+        ahead = {
+            "schedule/groups_in_flight": float(len(in_flight)),
+            "schedule/groups_queued": float(found.queued),
+            "schedule/groups_stale": float(stale),
+            "timing_s/sampling_idle": in_flight.idle_seconds,
+        }
+        return Collected(rolled_out, trained, ahead)
+
+    def _first_in_flight(self, schedule: Schedule, batches: Iterable[Tasks]) -> InFlight:
+        """The groups in flight as training begins: none, or those that a resumed run left there."""
+        rule, batch_size = self._config.algorithm.filter_groups, self._config.data.train_batch_size
+        left = self._state.in_flight or {"asked": self._state.batches_taken * batch_size, "groups": []}
+        return InFlight(
+            schedule,
+            batches,
+            self._requests_of_group,
+            self,
+            why_not=partial(why_not, rule, schedule),
+            most=rule.max_num_gen_batches * batch_size if rule.enable else None,
+            **left,
+        )
+
+    def _requests_of_group(self, batch: int, task: tuple[int, Any]) -> list[RolloutRequest]:
+        """The rollouts of a group: what `sync` would request in step `batch`."""
+        name = f"train-{self._config.data.seed}-{batch}"
+        purpose = Purpose(name=name, mode="train", step=batch, run=self._state.run_id, ahead=True)
+        sampled, greedy = self._requests(purpose, [task], self._config.actor_rollout_ref.rollout.n)
+        return sampled + greedy
+
+    def _requests(self, purpose: Purpose, tasks: Tasks, n: int) -> tuple[list[RolloutRequest], list[RolloutRequest]]:
+        """`n` rollouts of each task, and the greedy ones that they are compared with."""
+        sampled = requests(self._config, purpose, tasks, n)
+        if purpose.mode != "train" or self._greedy_resources is None:
+            return sampled, []
+        greedy = replace(purpose, name=f"{_GREEDY}{purpose.name}", resources_id=self._greedy_resources)
+        return sampled, requests(self._config, greedy, tasks, 1)
+
+    def _without_greedy(self, group: list[Trajectory]) -> list[Trajectory]:
+        self._note_greedy([trajectory for trajectory in group if _is_greedy(trajectory)])
+        return [trajectory for trajectory in group if not _is_greedy(trajectory)]
+
+    def _note_greedy(self, trajectories: Sequence[Trajectory]) -> None:
+        """Keep the rewards of greedy rollouts for those that are compared with them."""
+        for trajectory in trajectories:
+            self.ledger.exclude(trajectory, "greedy_logprobs")
+            if trajectory.reward is not None:
+                self.greedy[trajectory.group_id.removeprefix(_GREEDY)] = trajectory.reward
+
+
+def requests(config: Config, purpose: Purpose, tasks: Tasks, n: int) -> list[RolloutRequest]:
+    """`n` rollouts of each task, group by group, in the order of `tasks`."""
+    agent, name, step = config.actor_rollout_ref.rollout.agent, purpose.name, purpose.step
     return [
         RolloutRequest(
             task=task,
-            mode=mode,  # type: ignore[arg-type]
-            rollout_id=f"{name}-{index}-{k}.{run}",
+            mode=purpose.mode,
+            rollout_id=f"{name}-{index}-{k}.{purpose.run}",
             group_id=f"{name}-{index}",
-            resources_id=resources_id,
+            resources_id=purpose.resources_id,
             config=RolloutConfig(max_attempts=agent.max_attempts, timeout_seconds=agent.timeout_seconds),
             metadata={"task_index": f"{index}-{k}", "step": step, SEED_KEY: f"{name}-{index}-{k}"}
-            | ({"ahead": True} if ahead else {}),
+            | ({"ahead": True} if purpose.ahead else {}),
         )
         for index, task in tasks
         for k in range(n)
     ]
+
+
+def shuffled_batches(config: Config, dataset: Dataset) -> Iterator[Tasks]:
+    """(index, task) pairs, `train_batch_size` at a time; every epoch in another order, the remainder is dropped."""
+    order, size = list(range(len(dataset))), config.data.train_batch_size
+    shuffle = random.Random(config.data.seed)
+    while True:
+        if config.data.shuffle:
+            shuffle.shuffle(order)
+        for start in range(0, len(order) - size + 1, size):
+            yield [(i, dataset[i]) for i in order[start : start + size]]
 
 
 def with_variance(
@@ -59,6 +339,37 @@ def with_variance(
             break
     trained = chosen[:groups]
     taken = {group[0].group_id for group in trained}
-    why_not = {t.group_id: "zero_variance" for t in rolled_out if t.group_id not in taken}
-    why_not |= {group[0].group_id: "surplus" for group in chosen[groups:]}
-    return rolled_out, [trajectory for group in trained for trajectory in group], why_not
+    reasons = {t.group_id: "zero_variance" for t in rolled_out if t.group_id not in taken}
+    reasons |= {group[0].group_id: "surplus" for group in chosen[groups:]}
+    return rolled_out, [trajectory for group in trained for trajectory in group], reasons
+
+
+def why_not(rule: FilterGroups, schedule: Schedule, group: list[Trajectory], version: int) -> str | None:
+    """Why a group that has ended is not trained on weights of this version; None: it is."""
+    sampled = [trajectory for trajectory in group if not _is_greedy(trajectory)]
+    versions = [part.version for t in sampled for node in t.forest.nodes.values() for part in node.call.versions]
+    if version - min(versions, default=version) > schedule.threshold:
+        return "stale"
+    return "zero_variance" if rule.enable and not informative(sampled, rule.metric) else None
+
+
+def publish_resources(
+    store: HttpStore, config: Config, policy: str, estimator: Estimator | OutcomeEstimator
+) -> str | None:
+    """Publish the policy as `main_llm`, with its sampling in training and in validation.
+
+    Before it, where the estimator needs greedy rollouts, a greedy one, whose id is the same when the run is resumed:
+    returns that id.
+    """
+    main_llm = {"type": "proxy_llm", "model": policy, **resolved_config.sampling_parameters(config)}
+    greedy_id = None
+    if needs_greedy(estimator):
+        greedy = {"main_llm": {**main_llm, "sampling_parameters": resolved_config.greedy_sampling(config)}}
+        digest = hashlib.blake2b(msgspec.json.encode(greedy), digest_size=8).hexdigest()
+        greedy_id = store.publish(greedy, f"greedy-{digest}").resources_id
+    store.publish({"main_llm": main_llm})
+    return greedy_id
+
+
+def _is_greedy(trajectory: Trajectory) -> bool:
+    return trajectory.group_id.startswith(_GREEDY)

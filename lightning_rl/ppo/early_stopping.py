@@ -60,7 +60,7 @@ class TuningRecord:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         self.best_step, self.best_reward = state["best_step"], state["best_reward"]
         self._reference, self._without_rise = state["reference"], state["without_rise"]
         self._last = state["last"]

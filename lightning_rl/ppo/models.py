@@ -23,7 +23,7 @@ from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.chat_template import with_template
 from lightning_rl.training.critic import Critic
-from lightning_rl.training.distributed.remote import RemoteActor, RemoteCritic, RemoteReference
+from lightning_rl.training.distributed.remote import OfTokens, RemoteActor, RemoteCritic, RemoteReference
 from lightning_rl.training.reference import BaseOfAdapter, Reference
 from lightning_rl.vision import vision_of
 
@@ -37,11 +37,11 @@ class Models:
         with_critic: whether a critic is trained.
         resumed: the checkpoint that it goes on from; None: it begins.
 
-    `config` has the learning rate that goes with the policy; `tokenizer` is the folder of its tokenizer and chat
-    format. `policy` is there at once, `actor`, `critic` and `reference` (None where nothing needs them) after `train`.
-    With a shared trunk the actor has the critic's head, and there is no `critic`. Where several processes train, these
-    three stand for what the processes hold, and `model` is a copy of the policy that is renewed when it is sent.
-    Raises ConfigError for an adapter that cannot be made.
+    `config` has the learning rate that goes with the policy (`learning_rate_by_size`: the config gave none);
+    `tokenizer` is the folder of its tokenizer and chat format. `policy` is there at once, `actor`, `critic` and
+    `reference` (None where nothing needs them) after `train`. With a shared trunk the actor has the critic's head, and
+    there is no `critic`. Where several processes train, these three stand for what the processes hold, and `model` is a
+    copy of the policy that is renewed when it is sent. Raises ConfigError for an adapter that cannot be made.
     """
 
     actor: Actor | RemoteActor
@@ -55,6 +55,7 @@ class Models:
         template = config.actor_rollout_ref.model.chat_template
         self.tokenizer = with_template(self.policy.folder, template, run_dir / "tokenizer")
         parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
+        self.learning_rate_by_size = config.actor_rollout_ref.actor.optim.lr is None
         self.config = config = resolved_config.with_learning_rate(config, parameters)
         self._crew: RayWorkers | None = None
         vision = vision_of(self.policy.folder, self.policy.model)
@@ -93,22 +94,14 @@ class Models:
         if self._crew is not None:
             self._crew.close()
 
-    def set_reference_log_probs(self, sequences: list[TrainingSequence]) -> None:
-        """Ask the reference, which must be there."""
-        assert self.reference is not None
-        for sequence, values in zip(sequences, self.reference.log_probs(sequences), strict=True):
-            sequence.reference_log_probs = values
-
     @property
     def has_values(self) -> bool:
         """Whether there is a critic, or a head on the policy that stands for one."""
         return bool(self._roles & {"critic", "value head"})
 
-    def set_values(self, sequences: list[TrainingSequence]) -> None:
-        """Ask the critic, or the policy's head of values; one must be there."""
-        source = self.actor if self.critic is None else self.critic
-        for sequence, values in zip(sequences, source.values(sequences), strict=True):
-            sequence.values = values
+    def values(self, sequences: list[TrainingSequence]) -> OfTokens:
+        """Values of the critic, or of the policy's value head; one must be there."""
+        return (self.actor if self.critic is None else self.critic).values(sequences)
 
     def send_weights(self, version: int) -> None:
         """Give the engine what was trained, as policy version `version`; returns when it samples with it."""

@@ -6,18 +6,21 @@ Raises ConfigError, before a model is loaded, for what does not go together.
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
-from lightning_rl.algorithms.base import NEUTRAL, Dataset
+from lightning_rl.algorithms.base import NEUTRAL, Dataset, Endpoint
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, Optim, RolloutSection, ValKwargs
 from lightning_rl.data import load_tasks
 from lightning_rl.inference.load import device_of
 from lightning_rl.inference.vllm.command import Options
+from lightning_rl.loops.loop_registry import loops_of
 from lightning_rl.ppo import rollout_correction
 from lightning_rl.ppo.batch import BatchRules
 from lightning_rl.ppo.estimators import (
@@ -28,6 +31,8 @@ from lightning_rl.ppo.estimators import (
     strategy_of,
 )
 from lightning_rl.ppo.schedules import Async, OneStepOff, Schedule
+from lightning_rl.rewards import GroupReward
+from lightning_rl.rewards.training_rewards import Grader
 from lightning_rl.rl.advantages import Estimator
 from lightning_rl.rl.baselines import OutcomeEstimator
 from lightning_rl.rl.correction import CorrectionRules
@@ -36,6 +41,8 @@ from lightning_rl.training import optimizer
 from lightning_rl.training.actor import ActorConfig
 from lightning_rl.training.critic import CriticConfig
 from lightning_rl.training.optimizer import OptimizerConfig
+from lightning_rl.trajectories.call_filter import selection
+from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.credit import Strategy
 
 C = TypeVar("C", bound=Config)
@@ -45,8 +52,50 @@ _THRESHOLD = 4  # of `trainer.max_off_policy_threshold`
 _ELEMENTWISE: Final = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "Adagrad", "RMSprop", "ASGD", "SGD")
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepRules:
+    """How the steps of a run are made, as the config and the arguments of `PPO` say together.
+
+    `select` says which calls are trained (None: all), `grader` gives rewards (None: the agents' own count), `schedule`
+    says when rollouts are requested (None: by each step when it begins). `credit` and `estimator` are names, for the
+    records.
+    """
+
+    batch: BatchRules
+    correction: CorrectionRules
+    schedule: Schedule | None
+    select: Callable[[Call], bool] | None
+    grader: Grader | None
+    credit: str
+    estimator: str
+
+
+def step_rules(
+    config: Config,
+    *,
+    select: Callable[[Call], bool] | None = None,
+    credit: Strategy | None = None,
+    estimator: Estimator | OutcomeEstimator | None = None,
+    reward: GroupReward | None = None,
+) -> StepRules:
+    """Resolve and check them; the arguments are those of `PPO`. Raises ConfigError."""
+    algorithm = config.algorithm
+    chosen = selection(algorithm.train_agents, select)
+    of_batch, correction = rules(config, credit, estimator), ratio_rules(config)
+    check(config, of_batch.estimator)
+    return StepRules(
+        batch=of_batch,
+        correction=correction,
+        schedule=schedule(config),
+        select=chosen,
+        grader=Grader.of(config.reward, reward),
+        credit=name_of(credit) if credit else algorithm.credit.function or algorithm.credit.strategy,
+        estimator=name_of(estimator) if estimator else algorithm.adv_estimator,
+    )
+
+
 def check(config: Config, estimator: Estimator | OutcomeEstimator) -> None:
-    """Raises ConfigError for names that there are not, and for keys that do not go together."""
+    """Raises ConfigError for names that do not exist, and for keys that do not go together."""
     actor, critic, trainer = config.actor_rollout_ref.actor, config.critic, config.trainer
     checks: dict[str, Callable[[], object]] = {
         "actor_rollout_ref.actor.policy_loss": lambda: loss_named(actor_config(config, 1).loss_mode),
@@ -387,6 +436,60 @@ def _sampling(section: RolloutSection | ValKwargs, max_tokens: int) -> dict[str,
         "top_k": section.top_k,
         "max_tokens": max_tokens,
     }
+
+
+def endpoint(config: Config, policy: str, tokenizer: Path, engines: list[dict[str, Any]]) -> Endpoint:
+    """The policy as the server needs to know it; `tokenizer` is its folder."""
+    return Endpoint(
+        model=policy,
+        tokenizer=str(tokenizer),
+        renderer=renderer(config),
+        history=config.actor_rollout_ref.rollout.history,
+        chat_template_kwargs=chat_template_kwargs(config),
+        special_tokens_in_text=config.gateway.special_tokens_in_text,
+        unknown_model=config.gateway.unknown_model,
+        otlp_endpoint=config.gateway.otlp_endpoint,
+        engines=engines,
+    )
+
+
+def training_steps(config: Config, tasks: int) -> int:
+    """How many steps a run makes of so many tasks. Raises ConfigError where it is not one."""
+    trainer, batch = config.trainer, config.data.train_batch_size
+    if trainer.val_only:
+        return 0
+    if not tasks:
+        raise ConfigError("train_dataset is empty; PPO needs tasks to learn from")
+    if tasks < batch:
+        raise ConfigError(
+            f"{tasks} tasks are fewer than data.train_batch_size={batch}: not one step; "
+            f"give more tasks, or set data.train_batch_size={tasks} or less"
+        )
+    return trainer.total_training_steps or trainer.total_epochs * (tasks // batch)
+
+
+def datasets(
+    config: Config, train: Dataset | None, val: Dataset | None, tune: Dataset | None
+) -> tuple[Dataset, Dataset, Dataset]:
+    """The datasets that were given, or those of the files that the config names: training, validation, tuning.
+
+    Raises ConfigError where one that the config needs is missing, or its agent loop refuses a task.
+    """
+    data, trainer = config.data, config.trainer
+    tasks = tasks_of("train", train, data.train_files)
+    held_out = tasks_of("val", val, data.val_files)
+    tuning = tasks_of("tune", tune, data.tune_files)
+    if (loops := loops_of(config)) is not None:
+        for dataset in (tasks, held_out, tuning):
+            loops.check(dataset)
+    if trainer.val_only and not held_out:
+        raise ConfigError("trainer.val_only needs validation tasks: a val_dataset, or data.val_files")
+    if trainer.early_stopping.patience is not None and not tuning:
+        raise ConfigError(
+            "trainer.early_stopping goes by a tuning set, for the validation set is only reported: give PPO a "
+            "tune_dataset, or set data.tune_files"
+        )
+    return tasks, held_out, tuning
 
 
 def tasks_of(name: str, dataset: Dataset | None, files: str | list[str] | None) -> Dataset:

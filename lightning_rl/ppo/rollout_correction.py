@@ -1,22 +1,96 @@
-"""A step's batch against its sampler: importance weights on tokens, and tokens that are rejected.
+"""A step's batch against its sampler: the comparison of log probabilities, importance weights, rejected tokens.
 
-It comes after advantages and old log probabilities, and before the weights of the loss: a rejected token is excluded
-like any other that is not trained, changes no group's statistics, and leaves the means of the loss.
+The comparison gives the batch its old log probabilities. The correction comes after the advantages and before the
+weights of the loss: a rejected token is excluded like any other that is not trained, changes no group's statistics, and
+does not count in the means of the loss.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import RolloutCorrection
+from lightning_rl.errors import Explained
 from lightning_rl.ppo.batch import RolloutPart, StepBatch
 from lightning_rl.rl import correction
 from lightning_rl.rl.correction import CorrectionRules
 from lightning_rl.training.batch import TrainingSequence
 
 _KEY = "algorithm.rollout_correction"
+
+
+class SamplerMismatch(Explained, RuntimeError):
+    """The engine's log probabilities are not the trainer's: training on them would be wrong in silence."""
+
+
+class SamplerCheck:
+    """Sets old log probabilities, and compares the sampler's with the trainer's.
+
+    Args:
+        bypass: take the sampler's as the old ones; then only the first batch is compared.
+        off_policy: the schedule trains tokens of older weights, too.
+        tolerance: how far the two may be apart on the first batch that the current weights sampled, in nats.
+        began_ns: when this session began, since the epoch.
+        began_version: the policy version that this session began with.
+    """
+
+    def __init__(self, *, bypass: bool, off_policy: bool, tolerance: float, began_ns: int, began_version: int) -> None:
+        self._bypass = bypass
+        self._off_policy = off_policy
+        self._tolerance = tolerance
+        self._began_ns = began_ns
+        self._began_version = began_version
+        self._compared = False
+
+    def set_old_log_probs(
+        self, batch: StepBatch, trainers: Callable[[list[TrainingSequence]], list[NDArray[np.float32]]], version: int
+    ) -> dict[str, float]:
+        """Set them for a step on the weights `version`; returns how far sampler and trainer are apart.
+
+        `trainers` computes the trainer's own log probabilities. Raises SamplerMismatch.
+        """
+        sequences, first = batch.sequences, not self._compared
+        if self._bypass:
+            batch.put(old_log_probs=[sequence.rollout_log_probs for sequence in sequences])
+            if not first:
+                return {}
+        own = trainers(sequences)
+        if not self._bypass:
+            batch.put(old_log_probs=own)
+        gaps, of_these_weights = [np.zeros(1, np.float32)], [np.zeros(1, np.float32)]
+        for sequence, log_probs in zip(sequences, own, strict=True):
+            if not sequence.cut_context:
+                gaps.append(np.abs(log_probs - sequence.rollout_log_probs))
+                of_these_weights.append(gaps[-1][self._sampled_by(version, batch, sequence)])
+        gap = np.concatenate(gaps)
+        largest = float(np.nanmax(gap))
+        self._compared = self._compared or sum(map(len, of_these_weights)) > 1
+        if first and np.nanmax(np.concatenate(of_these_weights)) > self._tolerance:
+            raise SamplerMismatch(
+                f"on the first batch sampler and trainer log probabilities differ by up to {largest:.3g} "
+                f"(trainer.sampler_tolerance is {self._tolerance:g}): the engine does not run the model that is "
+                "trained; check its weights, dtype, chat format and cache"
+            )
+        return {"training/rollout_probs_diff_max": largest, "training/rollout_probs_diff_mean": float(np.nanmean(gap))}
+
+    def _sampled_by(self, version: int, batch: StepBatch, sequence: TrainingSequence) -> NDArray[np.bool_]:
+        """Which trained tokens of a sequence the weights `version` sampled, [K].
+
+        Under `sync` these are all that this session has sampled. A version that an earlier session made after the
+        checkpoint has the same number as another one that this session makes.
+        """
+        same = np.ones(len(sequence.trained), dtype=bool)
+        nodes = batch.parts[sequence.rollout].trajectory.forest.nodes
+        for call_id, where, places in sequence.trained_by_call():
+            call = nodes[call_id].call
+            if call.end_ns < self._began_ns and version != self._began_version:
+                same[where] = False
+            elif self._off_policy:
+                versions = call.policy_versions()
+                same[where] = [versions[place] == version for place in places]
+        return same
 
 
 def rules_of(section: RolloutCorrection, *, overlong: str = "drop_row", loss_mode: str = "vanilla") -> CorrectionRules:
@@ -73,8 +147,9 @@ def correct(batch: StepBatch, rules: CorrectionRules) -> dict[str, float]:
         ends = np.cumsum(tokens)[:-1]
         weights = None if found.weights is None else np.split(found.weights.astype(np.float32), ends)
         keep = dict(zip(map(id, compared), np.split(found.keep, ends), strict=True)) if compared else {}
-        for place, sequence in enumerate(compared):
-            sequence.weights = None if weights is None else weights[place]
+        if weights is not None:
+            by_sequence = dict(zip(map(id, compared), weights, strict=True)) if compared else {}
+            batch.put(weights=[by_sequence.get(id(sequence)) for sequence in batch.sequences])
         for part in batch.parts:
             _reject(part, keep)
     return found.metrics

@@ -17,11 +17,11 @@ from lightning_rl.config import ConfigError, compose, keys
 from lightning_rl.config.schema import Config, TrainConfig
 from lightning_rl.inference.load import load_model
 from lightning_rl.loading import NotLoadable
-from lightning_rl.ppo import ppo as ppo_module
-from lightning_rl.ppo import resolved_config
+from lightning_rl.ppo import collector, reporting, resolved_config
 from lightning_rl.ppo.local_workers import LocalWorkers
 from lightning_rl.ppo.ppo import PPO
 from lightning_rl.ppo.resolved_config import tasks_of
+from lightning_rl.ppo.run_state import RunState
 from lightning_rl.ppo.schedules import Async, OneStepOff
 from lightning_rl.rewards import FinishedRollout
 from lightning_rl.rl.advantages import ESTIMATORS
@@ -48,33 +48,26 @@ class Story(PPO):
         super().__init__(config)
         self.said: list[str] = []
         self.asked: list[RolloutRequest] = []
-        self.run_dir = Path()
-        self.models: Any = _Models()
-        self.policy: Any = self.models
-        self.books: Any = _Models()
-        self._problems: Any = _Models()
-        self._began_ns = 0
+        models: Any = _Models()
+        store: Any = _Store()
+        self._models, self.store = models, store
         self._tune_dataset = ["tune"]
-
-    def _go_on(self) -> None: ...
-
-    def _publish_resources(self) -> None: ...
-
-    def _log(self, metrics: dict[str, float]) -> None: ...
 
     def finished(self, requests: Sequence[RolloutRequest], read: Callable[[Any], Any]) -> list[Any]:
         self.asked += requests
         return []
 
     def train_step(self) -> dict[str, float]:
-        tasks = self._next_batch()
+        rollouts = self.parts.rollouts
+        tasks = rollouts.next_batch()
         self.said.append(f"train {[index for index, _ in tasks]}")
-        self.roll_out("train", tasks, self.config.actor_rollout_ref.rollout.n)
+        rollouts.roll_out("train", tasks, self.config.actor_rollout_ref.rollout.n)
         return {}
 
     def validate(self, val_dataset: Sequence[Any]) -> dict[str, float]:
         self.said.append("validate")
-        self.roll_out("val", list(enumerate(val_dataset)), self.config.actor_rollout_ref.rollout.val_kwargs.n)
+        n = self.config.actor_rollout_ref.rollout.val_kwargs.n
+        self.parts.rollouts.roll_out("val", list(enumerate(val_dataset)), n)
         return {}
 
     def tune(self) -> dict[str, float]:
@@ -88,11 +81,20 @@ class Story(PPO):
 
 
 class _Models:
-    name, folder, tokenizer = "policy", Path(), Path()
+    tokenizer, learning_rate_by_size = Path(), False
 
     def train(self, total: int) -> None: ...
 
-    def report(self, when: str, trajectories: Any) -> None: ...
+    @property
+    def policy(self) -> Any:
+        return self
+
+
+class _Store:
+    def state(self) -> dict[str, Any]:
+        return {"store_id": "s", "began_ns": 0, "tokens_earlier": {}}
+
+    def publish(self, resources: Any, resources_id: str | None = None) -> None: ...
 
 
 def vllm(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -102,9 +104,9 @@ def vllm(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def story(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a run of 8 tasks would do and ask for."""
-    monkeypatch.setattr(ppo_module.checkpoint, "final_model", lambda *_: None)
-    monkeypatch.setattr(ppo_module.summary, "note_end", lambda *_: None)
-    monkeypatch.setattr(ppo_module.metrics, "open_trackers", lambda *_, **__: [])
+    monkeypatch.setattr(RunState, "export_final_model", lambda _: None)
+    monkeypatch.setattr(reporting, "note_end", lambda *_: None)
+    monkeypatch.setattr(reporting.trackers, "open_trackers", lambda *_, **__: [])
     told = Story(config)
     told.run(list(range(8)), list(range(2)))
     return told.said, told.asked
@@ -123,7 +125,7 @@ def penalty(config: Config, _: pytest.MonkeyPatch) -> Any:
     with_it = msgspec.structs.replace(
         config, algorithm=msgspec.structs.replace(config.algorithm, use_kl_in_reward=True)
     )
-    control = PPO(with_it)._kl_controller
+    control = PPO(with_it).state.kl_controller
     assert control is not None
     before = control.value
     control.update(1.0, 100)
@@ -154,7 +156,7 @@ def limits(config: Config, _: pytest.MonkeyPatch) -> Any:
         PPO(config).resume,
         PPO(config).watchdog_seconds,
         PPO(config).max_restarts,
-        bool(PPO(config)._select),
+        bool(PPO(config).rules.select),
     )
 
 
@@ -165,7 +167,7 @@ def actors(config: Config, _: pytest.MonkeyPatch) -> Any:
 
 
 def batch(config: Config, _: pytest.MonkeyPatch) -> Any:
-    rules = PPO(config)._rules
+    rules = PPO(config).rules.batch
     credits = credit.assign(rules.strategy, TWO_CALLS, Rewards(final=1.0))
     decided = rules.groups_of_one, rules.groups_without_variance, rules.overlong
     decided += (rules.min_successful_rollouts,)
@@ -537,7 +539,7 @@ def test_rows_are_packed_unless_the_keys_say_otherwise(packed: bool) -> None:
 
 def test_groups_are_filtered_by_the_metric_that_the_keys_name() -> None:
     def why_not(metric: str) -> str | None:
-        ppo = PPO({"algorithm": {"filter_groups": {"enable": True, "metric": metric}}})
+        rule = PPO({"algorithm": {"filter_groups": {"enable": True, "metric": metric}}}).config.algorithm.filter_groups
         group = [
             Trajectory(
                 rollout_id=f"g-{tone}", group_id="g", reward=1.0, rewards=Rewards(final=1.0, named={"tone": tone}),
@@ -545,7 +547,7 @@ def test_groups_are_filtered_by_the_metric_that_the_keys_name() -> None:
             )
             for tone in (0.0, 1.0)
         ]  # fmt: skip
-        return ppo._why_not(group, 0)
+        return collector.why_not(rule, OneStepOff(1), group, 0)
 
     assert why_not("reward") == "zero_variance"
     assert why_not("tone") is None
@@ -588,11 +590,11 @@ def test_two_names_of_the_template_kwargs_agree_or_are_an_error() -> None:
 
 def test_credit_is_what_the_keys_say(tmp_path: Path) -> None:
     (tmp_path / "mine_of_effects.py").write_text("def twice(forest, rewards): return {'c0': 2 * rewards.final}\n")
-    own = PPO({"algorithm": {"credit": {"function": f"{tmp_path}/mine_of_effects.py:twice"}}})._rules.strategy
+    own = PPO({"algorithm": {"credit": {"function": f"{tmp_path}/mine_of_effects.py:twice"}}}).rules.batch.strategy
     assert credit.assign(own, TWO_CALLS, Rewards(final=1.0)) == {"c0": Credit(2.0)}
-    halved = PPO({"algorithm": {"gamma": 0.5, "credit": {"strategy": "discounted"}}})._rules.strategy
+    halved = PPO({"algorithm": {"gamma": 0.5, "credit": {"strategy": "discounted"}}}).rules.batch.strategy
     assert credit.assign(halved, TWO_CALLS, Rewards(final=1.0)) == {"c0": Credit(0.5), "c1": Credit(1.0)}
-    steps = PPO({"algorithm": {"credit": {"strategy": "step_groups", "step_weight": 0.25}}})._rules.strategy
+    steps = PPO({"algorithm": {"credit": {"strategy": "step_groups", "step_weight": 0.25}}}).rules.batch.strategy
     assert {
         given.plus.weight for given in credit.assign(steps, TWO_CALLS, Rewards(final=1.0)).values() if given.plus
     } == {0.25}
@@ -609,8 +611,8 @@ def test_the_correction_is_what_the_keys_say() -> None:
         """Two rollouts of two tokens; the trainer's probability of the first's second token is four times as high."""
         algorithm = PPO({"algorithm": {"rollout_correction": keys}})
         sampler, rollout = np.array([-3.0, -3.0, -2.0, -2.0]), np.array([0, 0, 1, 1])
-        found = correct(sampler + np.log([1, 4, 1, 1]), sampler, rollout, algorithm._ratio_rules)
-        assert algorithm._rules.need_log_probs == bool(keys)
+        found = correct(sampler + np.log([1, 4, 1, 1]), sampler, rollout, algorithm.rules.correction)
+        assert algorithm.rules.batch.need_log_probs == bool(keys)
         return None if found.weights is None else found.weights.round(6).tolist(), found.keep.tolist()
 
     whole = [True] * 4
@@ -650,7 +652,7 @@ def test_a_correction_that_cannot_be_honoured_is_refused(keys: dict[str, Any], m
 def test_the_schedule_is_what_the_keys_say() -> None:
     def planned(**trainer: Any) -> Any:
         ppo = PPO({"data": {"train_batch_size": 4}, "actor_rollout_ref": {"rollout": {"n": 2}}, "trainer": trainer})
-        schedule = ppo._schedule
+        schedule = ppo.rules.schedule
         return None if schedule is None else (type(schedule), schedule.threshold, schedule.before, ppo.n_runners)
 
     assert planned() is None
@@ -691,7 +693,7 @@ def test_what_older_weights_sampled_is_corrected_unless_the_config_says_otherwis
         """The weights, whether old log probabilities are recomputed, and whether a warning is given."""
         ppo = PPO({"trainer": {"schedule": schedule}, "algorithm": {"rollout_correction": keys}})
         bypass = ppo.config.algorithm.rollout_correction.bypass_mode
-        return ppo._ratio_rules.level, not bypass, resolved_config.uncorrected(ppo.config) is not None
+        return ppo.rules.correction.level, not bypass, resolved_config.uncorrected(ppo.config) is not None
 
     assert corrected() == ("token", True, False)
     assert corrected(rollout_is="sequence") == ("sequence", True, False)
@@ -704,7 +706,7 @@ def test_in_bypass_mode_the_loss_is_what_the_keys_say() -> None:
     def loss(loss_mode: str = "vanilla", **keys: Any) -> tuple[str, str | None]:
         actor = {"policy_loss": {"loss_mode": loss_mode}}
         algorithm = PPO({"actor_rollout_ref": {"actor": actor}, "algorithm": {"rollout_correction": keys}})
-        assert not algorithm._ratio_rules.active  # the loss itself has the weights
+        assert not algorithm.rules.correction.active  # the loss itself has the weights
         made = resolved_config.actor_config(algorithm.config, 10)
         return made.loss_mode, made.rollout_is
 
@@ -724,12 +726,12 @@ def test_the_estimator_is_what_the_keys_say() -> None:
     [literal] = [get_args(key.type.__origin__) for key in keys() if key.name == "algorithm.adv_estimator"]
     assert set(literal) == ESTIMATORS.keys()
     for name in ESTIMATORS.keys() - {"gdpo"}:
-        rules = PPO({"algorithm": {"adv_estimator": name, "gamma": 0.5, "norm_adv_by_std_in_grpo": False}})._rules
+        rules = PPO({"algorithm": {"adv_estimator": name, "gamma": 0.5, "norm_adv_by_std_in_grpo": False}}).rules.batch
         assert rules.estimator is ESTIMATORS[name]
         assert (rules.settings.gamma, rules.settings.norm_by_std, rules.settings.reward_weights) == (0.5, False, {})
     gdpo: dict[str, Any] = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"]}
-    assert PPO({"algorithm": gdpo})._rules.settings.reward_weights == {"a": 1.0, "b": 1.0}
-    weighed = PPO({"algorithm": gdpo | {"gdpo_reward_weights": [0.5, 2.0]}})._rules
+    assert PPO({"algorithm": gdpo}).rules.batch.settings.reward_weights == {"a": 1.0, "b": 1.0}
+    weighed = PPO({"algorithm": gdpo | {"gdpo_reward_weights": [0.5, 2.0]}}).rules.batch
     assert (weighed.estimator, weighed.settings.reward_weights) == (ESTIMATORS["gdpo"], {"a": 0.5, "b": 2.0})
 
 
@@ -757,12 +759,12 @@ def test_an_estimator_that_cannot_do_what_is_asked_is_refused(algorithm: dict[st
 
 
 def test_the_overlong_buffer_is_what_the_keys_say() -> None:
-    assert PPO()._rules.overlong_buffer is None
+    assert PPO().rules.batch.overlong_buffer is None
     data = {"max_response_length": 300}
-    on = PPO({"data": data, "reward": {"overlong_buffer": {"enable": True}}})._rules.overlong_buffer
+    on = PPO({"data": data, "reward": {"overlong_buffer": {"enable": True}}}).rules.batch.overlong_buffer
     assert on == OverlongBuffer(max_length=300, length=128, factor=1.0)
     said = {"enable": True, "len": 7, "penalty_factor": 0.5, "max_resp_len": 9}
-    rules = PPO({"data": data, "reward": {"overlong_buffer": said}})._rules
+    rules = PPO({"data": data, "reward": {"overlong_buffer": said}}).rules.batch
     assert rules.overlong_buffer == OverlongBuffer(max_length=9, length=7, factor=0.5)
     with pytest.raises(ConfigError, match=r"overlong_buffer\.len=301 is more than the 300 tokens"):
         PPO({"data": data, "reward": {"overlong_buffer": {"enable": True, "len": 301}}})
@@ -779,12 +781,12 @@ def test_a_loss_that_is_not_there_is_refused_before_a_model_is_loaded() -> None:
 def test_the_penalty_steers_as_the_keys_say() -> None:
     def after(**control: float) -> float:
         steering = {"type": "adaptive", "kl_coef": 0.1, **control}
-        made = PPO({"algorithm": {"use_kl_in_reward": True, "kl_ctrl": steering}})._kl_controller
+        made = PPO({"algorithm": {"use_kl_in_reward": True, "kl_ctrl": steering}}).state.kl_controller
         assert made is not None
         made.update(0.2, 100)
         return made.value
 
-    assert PPO()._kl_controller is None
+    assert PPO().state.kl_controller is None
     assert after(horizon=1000, target_kl=0.1) == pytest.approx(0.1 * (1 + 0.2 * 100 / 1000))
     assert after(horizon=500, target_kl=0.1) == pytest.approx(0.1 * (1 + 0.2 * 100 / 500))
     assert after(horizon=1000, target_kl=0.4) == pytest.approx(0.1 * (1 - 0.2 * 100 / 1000))
@@ -854,19 +856,19 @@ def test_early_stopping_needs_tasks_to_go_by() -> None:
 
 
 def test_rewards_are_what_the_keys_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert PPO()._grader is None
+    assert PPO().rules.grader is None
     file = tmp_path / "scores.py"
     file.write_text("def long(data_source, solution_str, ground_truth, extra_info, times): return times\n")
     named = {"path": str(file), "name": "long", "reward_kwargs": {"times": 3}}
     task = {"reward_model": {"ground_truth": "x"}}
     finished = FinishedRollout(rollout_id="r", group_id="g", task=task, answer="a", messages=[])
-    grader = PPO({"reward": {"custom_reward_function": named}})._grader
+    grader = PPO({"reward": {"custom_reward_function": named}}).rules.grader
     assert grader is not None
     assert grader._reward([finished]) == [{"reward": 3.0}]
     monkeypatch.setenv("MY_KEY", "secret")
     judge = {"model": "m", "base_url": "http://127.0.0.1:1/v1", "api_key_env": "MY_KEY", "rubric": "short ones",
              "timeout_seconds": 7.0, "concurrency": 2}  # fmt: skip
-    grader = PPO({"reward": {"judge": judge}})._grader
+    grader = PPO({"reward": {"judge": judge}}).rules.grader
     assert grader is not None
     found: Any = grader._reward
     assert (found.model, found.base_url, found._api_key, found.rubric) == (

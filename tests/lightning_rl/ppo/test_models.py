@@ -72,7 +72,7 @@ def valued(made: Models) -> list[float]:
     """The values of one row."""
     assert made.has_values
     [row] = sequences(1)
-    made.set_values([row])
+    [row.values] = made.values([row])
     assert row.values is not None
     found: list[float] = row.values.tolist()
     return found

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 import lightning_rl as lrl
 from lightning_rl.config import ConfigError
 from lightning_rl.files import RunFolderBusy
-from lightning_rl.ppo.ppo import SamplerMismatch
+from lightning_rl.ppo.rollout_correction import SamplerMismatch
+from lightning_rl.ppo.weight_sync import WeightSync
 from lightning_rl.processes.child import ChildDied
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.telemetry.metrics.jsonl import read
@@ -90,10 +91,9 @@ def test_a_server_that_dies_ends_the_run_by_name_and_leaves_no_process(tmp_path:
         return [int(pid) for pid in subprocess.run(command, capture_output=True, text=True).stdout.split()]
 
     class ServerDies(lrl.PPO):
-        def roll_out(self, *arguments: Any) -> Any:
+        def on_sample_begin(self) -> None:
             [server] = children("lightning_rl.control_plane.process")
             os.kill(server, signal.SIGKILL)
-            return super().roll_out(*arguments)
 
     with pytest.raises(ChildDied, match=r"the server ended with status -9; the end of .*server\.log"):
         lrl.Trainer(some_fail, n_runners=2, run_dir=tmp_path).fit(ServerDies(config()), [0, 1, 2, 3])
@@ -280,15 +280,18 @@ def test_weights_are_published_under_a_pause_that_ends_without_the_trainer(tmp_p
         def resume(self, model: str, policy_version: int) -> None:
             said.append(("resume", model, policy_version))
 
-    class Models:
+    class Policy:
         name = "policy"
+
+    class Models:
+        policy = Policy()
 
         def send_weights(self, version: int) -> None:
             said.append(("update", version))
 
-    algorithm: Any = lrl.PPO(config())
-    algorithm.store, algorithm.policy, algorithm.models = Store(), Models(), Models()
-    algorithm._publish_weights()
+    store: Any = Store()
+    models: Any = Models()
+    WeightSync(lrl.PPO(config()).config, store, models).publish(1)
     [pause, update, resume] = said
     assert pause[:2] == ("pause", "policy")
     assert 0 < pause[2]["lease_seconds"] <= 600

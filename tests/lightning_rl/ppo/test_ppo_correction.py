@@ -22,15 +22,12 @@ class Drifted(lrl.PPO):
     accounted: StepBatch
 
     def _set_old_log_probs(self, batch: StepBatch) -> dict[str, float]:
+        self.accounted = batch
         metrics = super()._set_old_log_probs(batch)
         for sequence in batch.sequences:
             if sequence.rollout % 2 and sequence.old_log_probs is not None:
                 sequence.old_log_probs = sequence.old_log_probs + np.float32(np.log(1.5))
         return metrics
-
-    def _correct(self, batch: StepBatch) -> dict[str, float]:
-        self.accounted = batch
-        return super()._correct(batch)
 
 
 def trained(tmp_path: Path, **keys: Any) -> tuple[Drifted, dict[str, Any], step_record.StepRecord]:

@@ -88,11 +88,11 @@ def test_greedy_rollouts_are_compared_with_and_not_trained(tmp_path: Path) -> No
     made, rows = fitted(tmp_path, keys)
     [_, record] = step_record.read_all(tmp_path)
     assert len(record.rollouts) == 8
-    assert len(made._greedy) == 4
+    assert len(made.parts.rollouts.greedy) == 4
     for rollout in record.rollouts:
         assert rollout.reward is not None
         for call in rollout.calls.values():
-            assert call.baseline == made._greedy[rollout.group_id]
+            assert call.baseline == made.parts.rollouts.greedy[rollout.group_id]
             assert call.advantage == pytest.approx(rollout.reward - call.baseline)
     assert rows[1]["tokens/excluded/greedy_logprobs"] > 0
     store = SqlStore(f"sqlite:///{tmp_path / 'store.db'}")

@@ -154,7 +154,7 @@ def test_dynamic_sampling_rolls_out_until_enough_groups_say_something(tmp_path: 
     algorithm = lrl.PPO(given, reward=judge)
     record = trained(tmp_path, says_something, algorithm, tasks)
     assert [int(rollout.group_id.split("-")[-1]) for rollout in record.rollouts] == [1, 1, 2, 2, 3, 3, 5, 5]
-    assert algorithm.batches_taken == 2
+    assert algorithm.state.batches_taken == 2
     [row] = read(tmp_path / "metrics.jsonl")
     assert row["rollouts/groups_without_variance"] == 0.0
     assert row["critic/score/mean"] == 6 / 16  # of all

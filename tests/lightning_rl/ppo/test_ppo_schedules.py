@@ -77,8 +77,9 @@ class UpdatesLast(lrl.PPO):
     """Publishes weights when a rollout in flight has ended with those before, however fast the update was."""
 
     def _publish_weights(self) -> None:
-        if waiting := self._in_flight.waiting:
-            assert self._of_run.ended(waiting, wait_seconds=60)
+        rollouts = self.parts.rollouts
+        if rollouts.in_flight is not None and (waiting := rollouts.in_flight.waiting):
+            assert rollouts.ended(waiting, wait_seconds=60)
         super()._publish_weights()
 
 

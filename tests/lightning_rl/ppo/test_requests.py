@@ -1,17 +1,15 @@
 """What a step asks for: ids that no other run has, and samples that do not hang on the run."""
 
-from typing import Any
-
 from lightning_rl.config import compose
 from lightning_rl.control_plane.api import store_id
 from lightning_rl.control_plane.gateways.store_ledger import seed_key
-from lightning_rl.ppo import collector
+from lightning_rl.ppo.collector import Purpose, requests
 from lightning_rl.store.contract import RolloutRequest
 from lightning_rl.store.sql import SqlStore
 
 
-def asked(run: str, **more: Any) -> list[RolloutRequest]:
-    return collector.requests(compose({}), "train-0-3", "train", [(7, "task")], 2, 3, run=run, **more)
+def asked(run: str) -> list[RolloutRequest]:
+    return requests(compose({}), Purpose(name="train-0-3", mode="train", step=3, run=run), [(7, "task")], 2)
 
 
 def test_ids_end_with_the_run_and_seeds_know_nothing_of_it() -> None:

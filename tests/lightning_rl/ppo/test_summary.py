@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from lightning_rl.ppo import summary
-from lightning_rl.ppo.summary import Finished
+from lightning_rl.ppo import reporting
+from lightning_rl.ppo.reporting import Finished
 
 
 def test_rewards_before_and_after_the_folder_and_the_next_commands(tmp_path: Path) -> None:
@@ -13,7 +13,7 @@ def test_rewards_before_and_after_the_folder_and_the_next_commands(tmp_path: Pat
         {"step": float(step), "critic/score/mean": step / 10} for step in range(1, 9)
     ]
     history[-1] |= {"val/reward": 0.75, "tune/reward": 0.5}
-    assert summary.lines(run_dir, history, "train-0-8-1-0.4f2a1c") == [
+    assert reporting.summary_lines(run_dir, history, "train-0-8-1-0.4f2a1c") == [
         "reward      0.150 -> 0.750 (step 1 to 8)",  # means of a quarter of the steps
         "held-out    0.250 -> 0.750 (step 0 to 8)",
         "tuning      0.500 (step 8)",
@@ -25,17 +25,17 @@ def test_rewards_before_and_after_the_folder_and_the_next_commands(tmp_path: Pat
 
 
 def test_a_run_without_steps_says_where_it_is(tmp_path: Path) -> None:
-    assert summary.lines(tmp_path, [], None) == [
+    assert reporting.summary_lines(tmp_path, [], None) == [
         f"run         {tmp_path}",
         f"next        lightning-rl doctor {tmp_path}",
     ]
 
 
 def test_an_end_is_one_with_its_model(tmp_path: Path) -> None:
-    assert summary.end_of(tmp_path) is None
-    summary.note_end(tmp_path, Finished(asked=4, made=3))
-    assert summary.end_of(tmp_path) is None
+    assert reporting.end_of(tmp_path) is None
+    reporting.note_end(tmp_path, Finished(asked=4, made=3))
+    assert reporting.end_of(tmp_path) is None
     (tmp_path / "model").mkdir()
-    assert summary.end_of(tmp_path) == Finished(asked=4, made=3)
-    summary.note_end(tmp_path, None)
-    assert summary.end_of(tmp_path) is None
+    assert reporting.end_of(tmp_path) == Finished(asked=4, made=3)
+    reporting.note_end(tmp_path, None)
+    assert reporting.end_of(tmp_path) is None

@@ -44,7 +44,8 @@ def step(made: Models, seed: int) -> dict[str, float]:
     batch = rows(seed)
     for sequence, own in zip(batch, made.actor.log_probs(batch), strict=True):
         sequence.old_log_probs = own
-    made.set_values(batch)
+    for sequence, values in zip(batch, made.values(batch), strict=True):
+        sequence.values = values
     assert made.critic is not None
     metrics = made.critic.update(made.critic.plan(batch, 4))
     return metrics | made.actor.update(made.actor.plan(batch, 4))

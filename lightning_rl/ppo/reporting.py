@@ -1,0 +1,261 @@
+"""What a run says of itself: metrics to the trackers, the step records, and warnings of what keeps it from learning.
+
+At its end it says what became of the reward, where everything is, and what to type next. Metrics have verl's names
+where verl has them.
+"""
+
+import logging
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+
+import msgspec
+import numpy as np
+import torch
+
+from lightning_rl.config.schema import Config
+from lightning_rl.files import write_whole
+from lightning_rl.inspect.live_findings import Findings
+from lightning_rl.inspect.run_stats import RECENT
+from lightning_rl.ppo.batch import StepBatch
+from lightning_rl.ppo.models import Models
+from lightning_rl.ppo.resolved_config import StepRules
+from lightning_rl.ppo.run_state import RunState
+from lightning_rl.store.contract import RolloutTrace
+from lightning_rl.telemetry import metrics as trackers
+from lightning_rl.telemetry import traces
+from lightning_rl.telemetry.metrics.about import About
+from lightning_rl.trajectories import step_record
+from lightning_rl.trajectories.run_warnings import Problems
+from lightning_rl.trajectories.step_record import RolloutRecord, StepRecord
+from lightning_rl.trajectories.trajectory import Trajectory
+
+_FINISHED = "finished.json"  # in the run's folder
+_EDGE = 4  # the first and the last quarter of the steps are a run's beginning and end
+_log = logging.getLogger(__name__)
+
+
+class Reporter:
+    """Where the numbers, records and traces of one run go; whoever makes one calls `close`.
+
+    Args:
+        config: the run's.
+        rules: they name credit and estimator in the records.
+        state: it says the run folder, and where a resumed run continues.
+        models: their tokenizer writes the traces.
+        total_steps: how many steps the run makes.
+        console: whether a person reads along.
+    """
+
+    def __init__(
+        self, config: Config, rules: StepRules, state: RunState, models: Models, total_steps: int, *, console: bool
+    ) -> None:
+        self._run_dir = state.run_dir
+        self._rules = rules
+        self._loss_agg_mode = config.actor_rollout_ref.actor.loss_agg_mode
+        earlier = step_record.read_all(state.run_dir, newest=RECENT, until=state.step) if state.resumed else ()
+        self._findings = Findings(state.run_dir, config, earlier)
+        self.warnings = Problems(state.run_dir, max_tokens=config.data.max_tokens)
+        if console:
+            _print_defaults(config, models)
+        trainer = config.trainer
+        names = [name for name in trainer.logger if name != "console" or console]
+        about = {"name": trainer.experiment_name or state.run_dir.name, "config": msgspec.to_builtins(config)}
+        about |= {"project": trainer.project_name} if trainer.project_name else {}
+        self._trackers = trackers.open_trackers(
+            names, state.run_dir, total_steps, began_at=state.step, about=About(**about)
+        )
+        self._traces = traces.open_writer(config, state.run_dir, models.tokenizer)
+
+    def close(self) -> None:
+        """Write what waits, and close trackers and traces."""
+        if self._traces is not None:
+            self._traces.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def log(self, step: int, metrics: dict[str, float], history: list[dict[str, float]]) -> None:
+        """Append the step's metrics to `history`, give them to the trackers, and warn of what they show."""
+        if self._traces is not None:
+            metrics |= self._traces.metrics()
+        history.append({"step": float(step), **metrics})
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+        if "critic/score/mean" in metrics:
+            self._findings.look(history)
+
+    def write_record(self, state: RunState, of_rollouts: list[RolloutRecord]) -> None:
+        """Write down what the current step makes of its rollouts."""
+        record = StepRecord(
+            step=state.step,
+            policy_version=state.policy_version,
+            rule=self._rules.credit,
+            loss_agg_mode=self._loss_agg_mode,
+            rollouts=of_rollouts,
+            estimator=self._rules.estimator,
+        )
+        step_record.write(self._run_dir, record)
+        self._findings.add(record)
+
+    def traced(
+        self, batch: str, groups: Sequence[str], read: Callable[[RolloutTrace], Trajectory]
+    ) -> Callable[[RolloutTrace], Trajectory]:
+        """`read`, which also gives rollouts of chosen groups to the trace writer; what is read is the same."""
+        if self._traces is None:
+            return read
+        writer, chosen = self._traces, self._traces.chosen(batch, groups)
+
+        def read_and_trace(trace: RolloutTrace) -> Trajectory:
+            if trace.rollout.group_id in chosen:
+                writer.put(trace)
+            return read(trace)
+
+        return read_and_trace
+
+
+def _print_defaults(config: Config, models: Models) -> None:
+    """Name the model and the learning rate where the config left them open."""
+    if config.actor_rollout_ref.model.path is None:
+        print("model: the tutorial's small one, to try things out; name yours with actor_rollout_ref.model.path")
+    if models.learning_rate_by_size:
+        rate = config.actor_rollout_ref.actor.optim.lr
+        print(f"learning rate: {rate:g}, by the model's size; choose another with actor_rollout_ref.actor.optim.lr")
+
+
+def skipped(batch: StepBatch, step: int) -> dict[str, float]:
+    """Say why a step updates nothing."""
+    reasons: Counter[str] = Counter()
+    for part in batch.parts:
+        reasons.update(part.trajectory.excluded, **part.excluded)
+    tokens = ", ".join(f"{n} tokens excluded as {reason}" for reason, n in sorted(reasons.items()))
+    without_calls = sum(part.trajectory.calls == 0 for part in batch.parts)
+    why = [f"{without_calls} of {len(batch.parts)} rollouts made no call"] * bool(without_calls)
+    why += [tokens] * bool(tokens)
+    _log.warning("step %d updates nothing: %s", step, "; ".join(why) or "there are no rollouts")
+    return {"training/skipped": 1.0}
+
+
+@contextmanager
+def memory_advice(config: Config, step: int, *, of_critic: bool = False) -> Iterator[None]:
+    """Add to an update that runs out of memory which keys to change."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            actor, critic = config.actor_rollout_ref.actor, config.critic
+            tokens = critic.ppo_max_token_len_per_gpu if of_critic else actor.ppo_max_token_len_per_gpu
+            updated, model = ("critic",) * 2 if of_critic else ("actor_rollout_ref.actor", "actor_rollout_ref")
+            error.add_note(
+                f"the update of step {step} ran out of memory: lower "
+                f"{updated}.ppo_max_token_len_per_gpu (now {tokens}), or set "
+                f"{model}.model.enable_gradient_checkpointing=true, and resume the run"
+            )
+        raise
+
+
+def rollout_metrics(trajectories: list[Trajectory], seconds: float, policy_version: int) -> dict[str, float]:
+    """Rewards, lengths, failures and speeds of the rollouts that `seconds` were spent on.
+
+    `policy_version` is that of the weights which they are to update.
+    """
+    rewards = [t.reward for t in trajectories if t.reward is not None] or [0.0]
+    rows = [row for t in trajectories for row in t.rows]
+    calls = sum(t.calls for t in trajectories)
+    made = [node.call for t in trajectories for node in t.forest.nodes.values()]
+    ages = [(policy_version - part.version, part.end - part.start) for call in made for part in call.versions]
+    ended = Counter(t.ended_by for t in trajectories if t.ended_by is not None)
+    return {f"rollouts/ended_by/{why}": float(count) for why, count in ended.items()} | {
+        "critic/score/mean": float(np.mean(rewards)),
+        "critic/score/max": float(np.max(rewards)),
+        "critic/score/min": float(np.min(rewards)),
+        "num_turns/mean": calls / max(len(trajectories), 1),
+        "response_length/mean": float(np.mean([t.sampled_tokens for t in trajectories])),
+        "row_length/mean": float(np.mean([len(row.token_ids) for row in rows] or [0])),
+        "rollouts/rows": float(len(rows)),
+        "rollouts/agent_failed": float(sum(t.agent_failed for t in trajectories)),
+        "rollouts/without_reward": float(sum(t.reward is None for t in trajectories)),
+        "rollouts/without_calls": float(sum(t.calls == 0 for t in trajectories)),
+        "rollouts/calls_of_other_models": float(sum(t.other_calls for t in trajectories)),
+        "rollouts/lost_rewards": float(sum(t.lost_rewards for t in trajectories)),
+        "rollouts/cut_by_length": sum(call.finish_reason == "length" for call in made) / max(calls, 1),
+        "training/staleness/mean": sum(age * n for age, n in ages) / max(sum(n for _, n in ages), 1),
+        "training/staleness/max": float(max((age for age, _ in ages), default=0)),
+        "perf/calls_per_s": calls / seconds,
+        "perf/tokens_per_s": sum(t.sampled_tokens for t in trajectories) / seconds,
+    }
+
+
+@contextmanager
+def timed(timing: dict[str, float], name: str) -> Iterator[None]:
+    """Enter the seconds that the block took into `timing`."""
+    start = perf_counter()
+    yield
+    timing[name] = perf_counter() - start
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """A run that has come to its end: the steps that it was to make, and those that it made (fewer where it stopped
+    early)."""
+
+    asked: int
+    made: int
+
+
+def note_end(run_dir: Path, finished: Finished | None) -> None:
+    """Note that the run has come to its end; None: that it goes on."""
+    if finished is None:
+        (run_dir / _FINISHED).unlink(missing_ok=True)
+    else:
+        write_whole(run_dir / _FINISHED, msgspec.json.encode(finished))
+
+
+def end_of(run_dir: Path) -> Finished | None:
+    """How the run came to its end; None where it has not, or its model is not there."""
+    file = run_dir / _FINISHED
+    if not file.is_file() or not (run_dir / "model").is_dir():
+        return None
+    return msgspec.json.decode(file.read_bytes(), type=Finished)
+
+
+def summary_lines(run_dir: Path, history: Sequence[Mapping[str, float]], rollout: str | None) -> list[str]:
+    """What became of a run. `history` are the metrics of all steps, `rollout` is one that the last step trained."""
+    text = []
+    for what, name in (("reward", "critic/score/mean"), ("held-out", "val/reward"), ("tuning", "tune/reward")):
+        values = [(int(row["step"]), row[name]) for row in history if name in row]
+        if name == "critic/score/mean":
+            values = _edges(values)
+        if values:
+            text.append(f"{what:<12}{_change(values)}")
+    folder = shlex.quote(str(run_dir))
+    text.append(f"{'run':<12}{run_dir}")
+    if (run_dir / "model").is_dir():
+        text.append(f"{'model':<12}{run_dir / 'model'}")
+    text.append(f"{'next':<12}lightning-rl doctor {folder}")
+    if rollout is not None:
+        text.append(f"{'':<12}lightning-rl explain {rollout} --run-dir {folder}")
+    return text
+
+
+def trained_last(run_dir: Path) -> str | None:
+    """The first rollout of the last step's record that made a call."""
+    records = step_record.read_all(run_dir, newest=1)
+    return next((one.rollout_id for record in records for one in record.rollouts if one.calls), None)
+
+
+def _change(values: Sequence[tuple[int, float]]) -> str:
+    (first, before), (last, after) = values[0], values[-1]
+    if first == last:
+        return f"{after:.3f} (step {last})"
+    return f"{before:.3f} -> {after:.3f} (step {first} to {last})"
+
+
+def _edges(values: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The first and the last value, each the mean of a quarter of the steps: a step alone is noise."""
+    edge = len(values) // _EDGE
+    if edge < 2:
+        return [*values]
+    before, after = (sum(value for _, value in part) / edge for part in (values[:edge], values[-edge:]))
+    return [(values[0][0], before), (values[-1][0], after)]

@@ -1,0 +1,129 @@
+"""What a run's checkpoint holds beside the weights: counters, token account, tuning record, random numbers.
+
+Invariant: a run that resumes from a checkpoint continues as if it had never stopped. What is in no checkpoint (the
+session's id, its first version) is read anew when a run is opened.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.config import ConfigError
+from lightning_rl.config.schema import Config
+from lightning_rl.ppo.early_stopping import TuningRecord
+from lightning_rl.ppo.estimators import kl_controller_of
+from lightning_rl.ppo.models import Models
+from lightning_rl.ppo.weight_sync import WeightSync
+from lightning_rl.training import checkpoint
+from lightning_rl.trajectories.token_account import TokenAccount
+
+
+class RunState:
+    """The state of one run, from the moment it is opened.
+
+    Args:
+        config: the run's.
+        run_dir: its folder.
+        policy: the policy's name.
+        resumed_from: the checkpoint that the run continues from; None: it starts fresh.
+
+    `step` is the current step, `policy_version` the number of weight updates, `batches_taken` the number of training
+    batches whose tasks were used. `in_flight` has the groups that the resumed run had in flight. `run_id` ends the ids
+    of the run's rollouts; `began_ns` and `began_version` say when this session began, and with which policy version.
+    """
+
+    def __init__(
+        self, config: Config, run_dir: Path = Path(), policy: str = "", resumed_from: Path | None = None
+    ) -> None:
+        stopping = config.trainer.early_stopping
+        self.run_dir = run_dir
+        self.tuning = TuningRecord(patience=stopping.patience, min_delta=stopping.min_delta)
+        self.kl_controller = kl_controller_of(config)
+        self.account = TokenAccount(policy)
+        self.step = 0
+        self.policy_version = 0
+        self.batches_taken = 0
+        self.in_flight: dict[str, Any] | None = None
+        self.run_id = ""
+        self.began_ns = 0
+        self.began_version = 0
+        self.resumed = resumed_from is not None
+        self._keep = config.trainer.max_actor_ckpt_to_keep
+        self._saved = None if resumed_from is None else checkpoint.load_state(resumed_from)
+
+    @property
+    def saved_version(self) -> int:
+        """The policy version of the checkpoint that the run continues from; 0 for a fresh run."""
+        return 0 if self._saved is None else int(self._saved["policy_version"])
+
+    @property
+    def kl_coef(self) -> float:
+        """How much of the distance from the reference is taken off the rewards."""
+        return 0.0 if self.kl_controller is None else self.kl_controller.value
+
+    def update_kl_coef(self, kl: float | None, rollouts: int) -> None:
+        """Adapt `kl_coef` to the distance `kl` of a step with so many rollouts; None: it was not measured."""
+        if self.kl_controller is not None and kl is not None:
+            self.kl_controller.update(kl, rollouts)
+
+    def restore(self, models: Models, weights: WeightSync, *, synchronous: bool) -> None:
+        """Load the checkpoint into this state, `models` and the engine; a fresh run has none.
+
+        Raises ConfigError where a `synchronous` schedule would drop rollouts in flight, or the models differ.
+        """
+        if (saved := self._saved) is None:
+            return
+        self._saved = None
+        self.step, self.policy_version = saved["step"], saved["policy_version"]
+        self.batches_taken = saved["batches_taken"]
+        self.in_flight = saved.get("in_flight")
+        if synchronous and self.in_flight is not None and self.in_flight["groups"]:
+            raise ConfigError(
+                "the checkpoint has rollouts in flight, and trainer.schedule=sync would drop them: resume with the "
+                "config.yaml of the run's folder"
+            )
+        models.load_state_dict(saved["models"])
+        self.account.load_state_dict(saved["account"])
+        self.tuning.load_state_dict(saved["tuning"])
+        if self.kl_controller is not None:
+            self.kl_controller.value = saved["kl_coef"]
+        checkpoint.set_rng_state(saved["rng"])
+        weights.restore(self.policy_version)
+
+    def begin_session(self, store_state: Mapping[str, Any]) -> None:
+        """Note when this session began and under which id, as the store says it."""
+        self.began_version = self.policy_version
+        self.run_id = str(store_state["store_id"])
+        self.began_ns = int(store_state["began_ns"])  # calls before it are of earlier sessions
+
+    def save(self, models: Models, in_flight: dict[str, Any] | None) -> Path:
+        """Write a checkpoint that `transformers` loads and that a run resumes from; returns its folder.
+
+        Prunes older ones, but never the best step's.
+        """
+        folder = self.folder(self.step)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        state = {
+            "step": self.step,
+            "policy_version": self.policy_version,
+            "batches_taken": self.batches_taken,
+            "in_flight": in_flight,
+            "account": self.account.state_dict(),
+            "tuning": self.tuning.state_dict(),
+            "kl_coef": self.kl_coef,
+            "models": models.state_dict(),
+            "rng": checkpoint.rng_state(),
+        }
+        saved = checkpoint.save(folder, export=models.export, state=state)
+        best = () if self.tuning.best_step is None else (self.folder(self.tuning.best_step),)
+        checkpoint.prune(folder.parent, self._keep, protect=best)
+        return saved
+
+    def export_final_model(self) -> None:
+        """Make the run folder's `model` from the best step's checkpoint, else from the last one."""
+        best = self.tuning.best_step
+        checkpoint.final_model(self.run_dir, self.folder(self.step if best is None else best))
+
+    def folder(self, step: int) -> Path:
+        """The folder of a step's checkpoint."""
+        return self.run_dir / "checkpoints" / f"step-{step}"

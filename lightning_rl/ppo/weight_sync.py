@@ -1,0 +1,66 @@
+"""New weights for the engine, and the engine's rests: calls wait at the gateway while it cannot answer them.
+
+Invariant: every pause has a lease, so a trainer that dies in the middle does not block its agents for ever.
+"""
+
+import logging
+
+from lightning_rl.config.schema import Config
+from lightning_rl.inference.vllm.policy import VllmPolicy
+from lightning_rl.ppo.models import Models
+from lightning_rl.store.client import HttpStore
+from lightning_rl.store.errors import StoreError
+
+_PAUSE_LEASE_SECONDS = 120.0  # of a weight update
+_OUTAGE_LEASE_SECONDS = 1800.0  # of an engine that starts again
+_log = logging.getLogger(__name__)
+
+
+class WeightSync:
+    """Sends the weights of `models` to the policy's engine, and lets the engine sleep where the config says so."""
+
+    def __init__(self, config: Config, store: HttpStore, models: Models) -> None:
+        self._store = store
+        self._models = models
+        # Rollouts in flight continue over the update: to drain them would be what `sync` does.
+        self._mode = "drain" if config.trainer.schedule == "sync" else "keep"
+        self._sleeps = config.actor_rollout_ref.rollout.free_cache_engine
+
+    def publish(self, version: int) -> None:
+        """Give the engine the trained weights as policy version `version`, while calls wait at the gateway."""
+        self._store.pause(self._models.policy.name, mode=self._mode, lease_seconds=_PAUSE_LEASE_SECONDS)
+        self.restore(version)
+
+    def restore(self, version: int) -> None:
+        """Give the engine the weights while no call is running, and let calls through again."""
+        self._models.send_weights(version)
+        self._store.resume(self._models.policy.name, version)
+
+    def sleep(self) -> None:
+        """Free the memory of an engine on the trainer's GPU for the update."""
+        policy = self._models.policy
+        if isinstance(policy, VllmPolicy) and self._sleeps:
+            self._store.pause(policy.name, lease_seconds=_OUTAGE_LEASE_SECONDS)
+            policy.sleep()
+
+    def wake(self) -> None:
+        """Wake the engine, where no update of its weights has done so."""
+        policy = self._models.policy
+        if isinstance(policy, VllmPolicy) and self._sleeps:
+            policy.wake()
+            self._store.resume(policy.name)
+
+    def watch_outages(self) -> None:
+        """Let calls wait at the gateway while the run's own engine restarts, rather than fail."""
+        if isinstance(self._models.policy, VllmPolicy):
+            self._models.policy.on_outage = self._on_outage
+
+    def _on_outage(self, outage: bool) -> None:
+        name = self._models.policy.name
+        try:
+            if outage:
+                self._store.pause(name, deadline_seconds=0, lease_seconds=_OUTAGE_LEASE_SECONDS)
+            else:
+                self._store.resume(name)
+        except StoreError as error:  # calls fail, and agents are told to retry
+            _log.warning("calls do not wait for the engine that starts again: %s", error)
