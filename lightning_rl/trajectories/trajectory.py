@@ -5,10 +5,11 @@ Only the counting attempt of a rollout has rows; the tokens of its other attempt
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
-from lightning_rl.store.contract import AttemptTrace, ErrorInfo, RolloutTrace
+from lightning_rl.store.contract import AttemptTrace, ErrorInfo, Rollout, RolloutTrace
 from lightning_rl.store.rewards import added_up, rewards_by_call
 from lightning_rl.trajectories.termination import ended_by
 from lightning_rl.trajectories.token_account import ConservationError
@@ -87,71 +88,125 @@ def trajectory_of(
 
     Raises ForestError and ConservationError where the records do not fit together.
     """
+    records = _read(trace, model, began_ns)
+    rewards = records.rewards if weights is None else credit.weighed(records.rewards, weights)
+    judged = _judge(records, rewards, agent_failure, select)
+    cut = _cut(records, judged, max_tokens, whole=whole)
+    rollout, calls = trace.rollout, records.calls
+    trajectory = Trajectory(
+        rollout_id=rollout.rollout_id,
+        group_id=rollout.group_id or rollout.rollout_id,
+        reward=judged.reward,
+        rewards=judged.rewards,
+        forest=records.forest,
+        rows=cut,
+        calls=len(calls),
+        sampled_tokens=sum(call.sampled_tokens for call in calls),
+        excluded=dict(records.excluded),
+        agent_failed=judged.agent_failed,
+        left_out=judged.left_out,
+        why_left_out=judged.why_left_out,
+        other_calls=records.other_calls,
+        lost_rewards=records.lost_rewards,
+        error=rollout.error,
+        earlier_tokens=records.earlier_tokens,
+        ended_by=records.ended_by,
+        media=records.media,
+    )
+    trajectory.check()
+    return trajectory
+
+
+@dataclass
+class _Records:
+    """What the spans of a rollout say: of its counting attempt, and of the tokens of its other attempts."""
+
+    rollout: Rollout
+    forest: Forest
+    rewards: Rewards = field(default_factory=Rewards)
+    excluded: Counter[str] = field(default_factory=Counter)
+    other_calls: int = 0
+    lost_rewards: int = 0
+    earlier_tokens: int = 0
+    ended_by: str | None = None
+    media: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def calls(self) -> list[Call]:
+        return [node.call for node in self.forest.nodes.values()]
+
+
+@dataclass(frozen=True)
+class _Judgement:
+    """What a rollout counts with, and which of its calls are not trained; `context` are those that were chosen out."""
+
+    reward: float | None
+    rewards: Rewards
+    agent_failed: bool
+    context: dict[str, str]
+    why_left_out: dict[str, str]
+    left_out: dict[str, int]
+
+
+def _read(trace: RolloutTrace, model: str | None, began_ns: int) -> _Records:
+    """The calls, rewards and forest of the counting attempt, and the tokens of the others, by reason."""
     rollout = trace.rollout
-    excluded: Counter[str] = Counter()
-    counting = forest.build([])
-    rewards, lost_rewards = Rewards(), 0
-    earlier = others = 0
-    ended: str | None = None
-    media: dict[str, bytes] = {}
+    records = _Records(rollout, forest.build([]))
     for attempt in trace.attempts:
         recorded = calls_of(attempt.spans)
         calls = [call for call in recorded if model is None or call.model == model]
-        others += len(recorded) - len(calls)
-        earlier += sum(call.sampled_tokens for call in calls if call.end_ns < began_ns)
+        records.other_calls += len(recorded) - len(calls)
+        records.earlier_tokens += sum(call.sampled_tokens for call in calls if call.end_ns < began_ns)
         if attempt.attempt.attempt_id == rollout.counting_attempt_id:
-            media = media_of(attempt.spans)
-            counting = forest.build(calls if rollout.mode != "train" else map(_with_known_logprobs, calls))
-            ended = ended_by(attempt.spans)
-            rewards, lost_rewards = _rewards(attempt, rollout.rewards, rollout.reward, {c.call_id for c in recorded})
+            records.media = media_of(attempt.spans)
+            records.forest = forest.build(calls if rollout.mode != "train" else map(_with_known_logprobs, calls))
+            records.ended_by = ended_by(attempt.spans)
+            ids = {call.call_id for call in recorded}
+            records.rewards, records.lost_rewards = _rewards(attempt, rollout.rewards, rollout.reward, ids)
         elif reason := why_excluded(rollout, attempt.attempt):
-            excluded[reason] += sum(call.sampled_tokens for call in calls)
-    if weights is not None:
-        rewards = credit.weighed(rewards, weights)
+            records.excluded[reason] += sum(call.sampled_tokens for call in calls)
+    return records
+
+
+def _judge(
+    records: _Records, rewards: Rewards, agent_failure: float | None, select: Callable[[Call], bool] | None
+) -> _Judgement:
+    """What the rollout counts with, and which calls are left out for which reason."""
+    rollout, calls = records.rollout, records.calls
     infrastructure = rollout.counting_attempt_id is None
     given = _given(rewards)
     agent_failed = not infrastructure and (rollout.status == "failed" or given is None)
     if agent_failed:
         rewards = msgspec.structs.replace(rewards, final=agent_failure)
-    calls = [node.call for node in counting.nodes.values()]
-    left_out = {call.call_id: "not_selected" for call in calls if select is not None and not select(call)}
+    context = {call.call_id: "not_selected" for call in calls if select is not None and not select(call)}
     if rollout.mode == "train":
         # A greedy answer is no sample of the policy, whatever its logprobs.
-        left_out |= {c.call_id: "greedy_logprobs" for c in calls if c.logprob_kind == "greedy" and c.trainable}
-    why = {call.call_id: reason for call in calls if (reason := rows.why_left_out(call, left_out))}
+        context |= {c.call_id: "greedy_logprobs" for c in calls if c.logprob_kind == "greedy" and c.trainable}
+    why = {call.call_id: reason for call in calls if (reason := rows.why_left_out(call, context))}
     tokens: Counter[str] = Counter({"overshoot": sum(call.overshoot for call in calls)})
     for call in calls:
         if call.call_id in why:
             tokens[why[call.call_id]] += len(call.response_ids)
-    reward = None if infrastructure else agent_failure if agent_failed else given
-    cut = rows.cut(counting, credit.final_values(counting, reward), max_tokens=max_tokens, left_out=left_out)
+    return _Judgement(
+        reward=None if infrastructure else agent_failure if agent_failed else given,
+        rewards=rewards,
+        agent_failed=agent_failed,
+        context=context,
+        why_left_out=why,
+        left_out={reason: count for reason, count in tokens.items() if count},
+    )
+
+
+def _cut(records: _Records, judged: _Judgement, max_tokens: int | None, *, whole: bool) -> list[Row]:
+    """The rows of the rollout; those that are too long are excluded, with `whole` all others too."""
+    values = credit.final_values(records.forest, judged.reward)
+    cut = rows.cut(records.forest, values, max_tokens=max_tokens, left_out=judged.context)
     if whole and any(row.excluded == "overlong" for row in cut):
         for row in cut:
             row.excluded = row.excluded or "overlong"
-    trajectory = Trajectory(
-        rollout_id=rollout.rollout_id,
-        group_id=rollout.group_id or rollout.rollout_id,
-        reward=reward,
-        rewards=rewards,
-        forest=counting,
-        rows=cut,
-        calls=len(calls),
-        sampled_tokens=sum(call.sampled_tokens for call in calls),
-        excluded=dict(excluded),
-        agent_failed=agent_failed,
-        left_out={reason: count for reason, count in tokens.items() if count},
-        why_left_out=why,
-        other_calls=others,
-        lost_rewards=lost_rewards,
-        error=rollout.error,
-        earlier_tokens=earlier,
-        ended_by=ended,
-        media=media,
-    )
     for row in cut:
-        forest.check_held(row.media, media, f"rollout {rollout.rollout_id}")
-    trajectory.check()
-    return trajectory
+        forest.check_held(row.media, records.media, f"rollout {records.rollout.rollout_id}")
+    return cut
 
 
 def informative(trajectories: Sequence[Trajectory], metric: str) -> list[list[Trajectory]]:
