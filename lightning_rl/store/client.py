@@ -14,6 +14,17 @@ from urllib.parse import urlencode
 import msgspec
 import urllib3
 
+from lightning_rl.store.answers import (
+    AttemptsAnswer,
+    ClaimsAnswer,
+    LeaseAnswer,
+    LeasesAnswer,
+    PageAnswer,
+    RewardsAnswer,
+    RolloutsAnswer,
+    TracesAnswer,
+    WorkersAnswer,
+)
 from lightning_rl.store.contract import (
     Attempt,
     Claim,
@@ -27,6 +38,7 @@ from lightning_rl.store.contract import (
     RolloutDetail,
     RolloutRequest,
     RolloutTrace,
+    WorkerInfo,
 )
 from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, StoreUnwritable, Unreachable
 from lightning_rl.store.idempotency import body_of
@@ -60,35 +72,6 @@ _PATIENCE_SECONDS = 60.0  # with a store that cannot be written
 _MAX_PAUSE_SECONDS = 2.0  # between two tries of that
 
 
-class _Rollouts(msgspec.Struct):
-    rollouts: list[Rollout]
-    cursor: str | None = None
-
-
-class _Claims(msgspec.Struct):
-    claims: list[Claim]
-
-
-class _Lease(msgspec.Struct):
-    lease_expires_at: float
-
-
-class _Leases(msgspec.Struct):
-    leases: dict[str, float]
-
-
-class _Attempts(msgspec.Struct):
-    attempts: list[Attempt]
-
-
-class _Rewards(msgspec.Struct):
-    rewards: list[Reward]
-
-
-class _Traces(msgspec.Struct):
-    rollouts: dict[str, RolloutTrace]
-
-
 class HttpStore:
     """The control plane at `base_url` (without `/api/v1`), opened by an admin or a runner key.
 
@@ -117,7 +100,7 @@ class HttpStore:
         made: list[Rollout] = []
         for start in range(0, len(named), _ENQUEUE_BATCH):
             body = {"rollouts": named[start : start + _ENQUEUE_BATCH]}
-            made += self._call("POST", "/rollouts", body, _Rollouts).rollouts
+            made += self._call("POST", "/rollouts", body, RolloutsAnswer).rollouts
         return made
 
     def start(self, request: RolloutRequest) -> Claim:
@@ -142,7 +125,7 @@ class HttpStore:
         wanted = {"status": status, "mode": mode, "group_id": group_id, "limit": str(page)}
         query = {name: value for name, value in wanted.items() if value is not None}
         while True:
-            answer = self._call("GET", f"/rollouts?{urlencode(query)}", None, _Rollouts)
+            answer = self._call("GET", f"/rollouts?{urlencode(query)}", None, PageAnswer)
             yield from answer.rollouts
             if answer.cursor is None:
                 return
@@ -155,7 +138,7 @@ class HttpStore:
     def wait(self, rollout_ids: Sequence[str], wait_seconds: float) -> list[Rollout]:
         """Those that have ended, as soon as any has; [] when the time is up."""
         body = {"rollout_ids": rollout_ids, "wait_seconds": wait_seconds}
-        return self._call("POST", "/rollouts/wait", body, _Rollouts, wait_seconds).rollouts
+        return self._call("POST", "/rollouts/wait", body, RolloutsAnswer, wait_seconds).rollouts
 
     # A worker's calls
 
@@ -179,21 +162,25 @@ class HttpStore:
             "limit": limit,
             "wait_seconds": wait_seconds,
         }
-        return self._call("POST", "/rollouts/claim", body, _Claims, wait_seconds).claims
+        return self._call("POST", "/rollouts/claim", body, ClaimsAnswer, wait_seconds).claims
 
     def heartbeat(self, rollout_id: str, attempt_id: str) -> float:
         """When the renewed lease expires, in seconds since the epoch."""
         path = _attempt_path(rollout_id, attempt_id)
-        return self._call("POST", f"{path}/heartbeat", {}, _Lease).lease_expires_at
+        return self._call("POST", f"{path}/heartbeat", {}, LeaseAnswer).lease_expires_at
 
     def heartbeats(self, places: Sequence[tuple[str, str]]) -> dict[str, float]:
         """`heartbeat` of many attempts, by (rollout id, attempt id): the leases by attempt id; those that are no
         longer the caller's are left out."""
-        return self._call("POST", "/attempts/heartbeat", {"attempts": places}, _Leases).leases
+        return self._call("POST", "/attempts/heartbeat", {"attempts": places}, LeasesAnswer).leases
 
     def workers_died(self, worker_ids: Sequence[str]) -> list[Rollout]:
         """These workers' process is gone: their attempts are lost now; the rollouts that this moved."""
-        return self._call("POST", "/workers/died", {"worker_ids": worker_ids}, _Rollouts).rollouts
+        return self._call("POST", "/workers/died", {"worker_ids": worker_ids}, RolloutsAnswer).rollouts
+
+    def workers(self) -> list[WorkerInfo]:
+        """The workers that run attempts, by id."""
+        return self._call("GET", "/workers", None, WorkersAnswer).workers
 
     def add_rewards(self, rollout_id: str, attempt_id: str, rewards: Sequence[Reward]) -> list[Reward]:
         """Give an attempt rewards; the answer has their ids.
@@ -201,7 +188,7 @@ class HttpStore:
         With the admin key also one that has ended and counts: they win over those that it has.
         """
         path = _attempt_path(rollout_id, attempt_id)
-        return self._call("POST", f"{path}/rewards", {"rewards": _named(rewards)}, _Rewards).rewards
+        return self._call("POST", f"{path}/rewards", {"rewards": _named(rewards)}, RewardsAnswer).rewards
 
     def add_late_rewards(self, given: Mapping[tuple[str, str], Sequence[Reward]]) -> None:
         """`add_rewards` for many attempts, several at once; by (rollout id, attempt id).
@@ -225,7 +212,7 @@ class HttpStore:
         more.
         """
         named = [msgspec.structs.replace(ending, rewards=_named(ending.rewards)) for ending in endings]
-        return self._call("POST", "/attempts/finish", {"attempts": named}, _Attempts).attempts
+        return self._call("POST", "/attempts/finish", {"attempts": named}, AttemptsAnswer).attempts
 
     def add_log(self, rollout_id: str, attempt_id: str, log: Log) -> None:
         """Keep what an attempt printed, which may have ended; the first log of an attempt stays."""
@@ -240,7 +227,7 @@ class HttpStore:
     def traces(self, rollout_ids: Sequence[str]) -> dict[str, RolloutTrace]:
         """Everything recorded in these rollouts, all attempts; unknown ids are left out."""
         body = {"rollout_ids": rollout_ids}
-        return self._call("POST", "/rollouts/spans", body, _Traces).rollouts
+        return self._call("POST", "/rollouts/spans", body, TracesAnswer).rollouts
 
     def publish(self, resources: Mapping[str, Mapping[str, Any]], resources_id: str | None = None) -> Resources:
         """Publish resources by name; they are the latest from now on."""

@@ -210,6 +210,22 @@ class RolloutTrace(msgspec.Struct, frozen=True, kw_only=True):
     attempts: list[AttemptTrace]
 
 
+class WorkerAttempt(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt that a worker runs. Its lease is renewed by heartbeats and by calls."""
+
+    rollout_id: str
+    attempt_id: str
+    started_at: float
+    lease_expires_at: float
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker with the attempts that it runs now, oldest first."""
+
+    worker_id: str
+    attempts: list[WorkerAttempt]
+
+
 class Overdue(msgspec.Struct, frozen=True, kw_only=True):
     """A running attempt that nobody will end: its lease or deadline is over, its worker's process died (`worker`), the
     session that it belonged to (`session`), or the server that its calls went to (`server`); or the journal with its

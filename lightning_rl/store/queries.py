@@ -11,7 +11,7 @@ import msgspec
 import sqlalchemy as sa
 
 from lightning_rl.store import schema
-from lightning_rl.store.contract import NOT_COUNTED, ErrorInfo, Reward, Rollout
+from lightning_rl.store.contract import NOT_COUNTED, ErrorInfo, Reward, Rollout, WorkerAttempt, WorkerInfo
 from lightning_rl.store.errors import Conflict, Invalid, NotFound
 from lightning_rl.store.life_cycle import ENDED, ROLLOUT_TRANSITIONS
 from lightning_rl.store.records import attempt_of, ending_of, rollout_of
@@ -266,6 +266,21 @@ def attempt_rows(connection: sa.Connection, places: Sequence[tuple[str, str]]) -
         if times > 1:
             raise Invalid(f"attempt {attempt_id} of rollout {rollout_id} is there {times} times: name it once")
     return [found[place] for place in places]
+
+
+def workers(connection: sa.Connection) -> list[WorkerInfo]:
+    """The workers that run attempts, by id, each with its attempts from the oldest on."""
+    attempts: dict[str, list[WorkerAttempt]] = defaultdict(list)
+    for row in connection.execute(sa.select(schema.attempts).where(RUNNING).order_by(schema.attempts.c.started_at)):
+        attempts[row.worker_id].append(
+            WorkerAttempt(
+                rollout_id=row.rollout_id,
+                attempt_id=row.attempt_id,
+                started_at=row.started_at,
+                lease_expires_at=row.lease_expires_at,
+            )
+        )
+    return [WorkerInfo(worker_id=worker_id, attempts=attempts[worker_id]) for worker_id in sorted(attempts)]
 
 
 def counted_attempts(connection: sa.Connection, rollout_id: str) -> int:

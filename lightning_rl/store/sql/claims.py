@@ -13,6 +13,7 @@ from lightning_rl.store.contract import (
     Overdue,
     Rollout,
     RolloutRequest,
+    WorkerInfo,
 )
 from lightning_rl.store.errors import Conflict
 from lightning_rl.store.idempotency import body_of, same_body
@@ -172,6 +173,11 @@ class ClaimOperations(RolloutOperations):
         """Those of the attempts, by rollout and attempt id, that do not run any more."""
         ended = queries.ended_attempts(connection, [attempt_id for _, attempt_id in places])
         return [place for place in places if place[1] in ended]
+
+    @reads
+    def workers(self, connection: sa.Connection) -> list[WorkerInfo]:
+        """The workers that run attempts, by id."""
+        return queries.workers(connection)
 
     @reads
     def running(

@@ -31,6 +31,7 @@ from lightning_rl.store.contract import (
     Rollout,
     RolloutRequest,
     RolloutTrace,
+    WorkerInfo,
 )
 from lightning_rl.store.errors import NotFound
 from lightning_rl.store.sql import SqlStore
@@ -115,6 +116,9 @@ class OverHttp:
 
     def heartbeats(self, places: Sequence[tuple[str, str]]) -> dict[str, float]:
         return self._runner.heartbeats(places)
+
+    def workers(self) -> list[WorkerInfo]:
+        return self._admin.workers()
 
     def add_rewards(
         self, rollout_id: str, attempt_id: str, rewards: Sequence[Reward], *, late: bool = False
