@@ -1,7 +1,7 @@
 """Control plane and gateway as one ASGI application.
 
-Invariant: what is under /api/v1, /v1/traces, /healthz, /readyz and /metrics is the control plane's, everything else the
-gateway's.
+Invariant: what is under /api/v1, /v1/traces, /healthz, /readyz, /metrics, /openapi.json and /docs is the control
+plane's, everything else the gateway's.
 Both are open exactly while the application's lifespan runs; when it is over, the store holds every record.
 """
 
@@ -10,31 +10,33 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
+from fastapi import FastAPI, Request, Response
 from prometheus_client.registry import Collector
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from lightning_rl.control_plane import metrics, otlp, readiness
-from lightning_rl.control_plane.api import ControlPlane, encoded, error_response
-from lightning_rl.control_plane.auth import Keys
-from lightning_rl.control_plane.gateways.admission import Admission
+from lightning_rl.control_plane import operations, otlp
+from lightning_rl.control_plane.api import ROUTES
 from lightning_rl.control_plane.gateways.cluster_rpc import Alone, Peers
 from lightning_rl.control_plane.gateways.engines import EngineRequest, Engines
 from lightning_rl.control_plane.gateways.gateway_control import GatewayDoor, Pauses, Receive, Scope, Send
 from lightning_rl.control_plane.gateways.membership import Membership
 from lightning_rl.control_plane.gateways.notifications import Notifications
 from lightning_rl.control_plane.limits import Bounded
+from lightning_rl.control_plane.routes.auth import Keys
+from lightning_rl.control_plane.routes.claims import Claims
+from lightning_rl.control_plane.routes.route import error_response
+from lightning_rl.control_plane.routes.services import Services
 from lightning_rl.control_plane.sweeper import Sweeper
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread
 from lightning_rl_proxy.http.limits import RequestLimits
 
 _KINDS = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 429: "rate_limited"}
-_OURS = ("/api/v1/", otlp.PATH, "/healthz", "/readyz", "/metrics")
+# No spans and metrics of FastAPI's own, whatever OpenTelemetry is set to in this process; older versions have none,
+# and ignore this.
+_NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
+_OURS = ("/api/v1/", otlp.PATH, *operations.PATHS)
 
 
 class App:
@@ -43,14 +45,17 @@ class App:
     `release` lets its long polls answer at once, for a quick stop.
     """
 
-    def __init__(
-        self, control_plane: Starlette, gateway: GatewayDoor, signals: Notifications, engines: Engines
-    ) -> None:
+    def __init__(self, control_plane: FastAPI, server: Services, life: "_Life") -> None:
         self._control_plane = control_plane
-        self._gateway = gateway
-        self.engines = engines
-        self.release = signals.close
-        self.start_error: Exception | None = None  # why the lifespan did not begin
+        self._gateway = server.gateway
+        self._life = life
+        self.engines = server.engines
+        self.release = server.signals.close
+
+    @property
+    def start_error(self) -> Exception | None:
+        """Why the lifespan did not begin."""
+        return self._life.start_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One connection."""
@@ -88,106 +93,107 @@ def create_app(
     """
     limits = limits or RequestLimits()
     signals, pauses = Notifications(), Pauses(gateway)
-    known = Engines(attach_engine, gateway)
     together = Alone(gateway, pauses) if fleet is None else Peers(gateway, pauses, fleet, store.secret)
     sweeper = Sweeper(store, sql, gateway, pauses, signals, seconds=sweep_seconds, fleet=fleet)
-    control_plane = ControlPlane(
+    server = Services(
         store=store,
         sql=sql,
+        keys=keys,
         signals=signals,
-        admission=Admission(gateway, signals),
+        claims=Claims(
+            store,
+            sql,
+            gateway,
+            signals,
+            gateway_url=gateway_url,
+            placed_as=together.placed_as,
+            open_attempts=limits.open_attempts,
+        ),
         gateway=gateway,
         pauses=pauses,
-        engines=known,
-        sweeper=sweeper,
-        keys=keys,
-        gateway_url=gateway_url,
+        engines=Engines(attach_engine, gateway),
         together=together,
+        end=sweeper.end,
         limits=limits,
+        collectors=collectors,
+        started=asyncio.Event(),
     )
-    traces = otlp.Traces(store=store, sql=sql, keys=keys, limits=limits)
-    ready = asyncio.Event()
-    at_work: list[asyncio.Task[None]] = []
+    life = _Life(server, sweeper, fleet, session=session)
+    control_plane = FastAPI(
+        routes=[*otlp.router.routes, *ROUTES, *operations.router.routes],
+        middleware=[Middleware(Bounded, limits=limits)],
+        lifespan=life.lifespan,
+        exception_handlers={HTTPException: _http_error, Exception: _unexpected},
+        openapi_url=None,  # `operations` has the document, with what msgspec knows
+        telemetry=_NO_TELEMETRY,
+    )
+    control_plane.state.services = server
+    return App(control_plane, server, life)
 
-    async def start() -> None:
-        if not session:
+
+class _Life:
+    """How a server starts and stops."""
+
+    def __init__(self, server: Services, sweeper: Sweeper, fleet: Membership | None, *, session: bool) -> None:
+        self._server = server
+        self._sweeper = sweeper
+        self._fleet = fleet
+        self._session = session
+        self._tasks: list[asyncio.Task[None]] = []
+        self.start_error: Exception | None = None
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
+        """From the start to the stop."""
+        try:
+            await self._start()
+        except Exception as error:
+            self.start_error = error
+            raise
+        self._tasks.append(asyncio.create_task(self._sweeper.run()))
+        self._server.started.set()
+        try:
+            yield
+        finally:
+            await self._stop()
+
+    async def _start(self) -> None:
+        store, sql, gateway, fleet = self._server.store, self._server.sql, self._server.gateway, self._fleet
+        if not self._session:
             await sql.run(store.renew_leases)
         if fleet is not None:
             await fleet.join()
-            at_work.append(asyncio.create_task(fleet.run(load, gateway.held, gateway.settle)))
+            self._tasks.append(asyncio.create_task(fleet.run(self._load, gateway.held, gateway.settle)))
         await gateway.start()
         gateway_id = None if fleet is None else fleet.gateway_id
         if gateway.journal_damaged:
-            await sweeper.end(await sql.run(store.running, why="journal", gateway_id=gateway_id))
-        elif not session:
+            await self._sweeper.end(await sql.run(store.running, why="journal", gateway_id=gateway_id))
+        elif not self._session:
             for open_then in await sql.run(store.running, why="server", gateway_id=gateway_id):
                 gateway.interrupted(open_then.rollout_id, open_then.attempt_id, "the server was started anew meanwhile")
         if fleet is not None:
             await fleet.ready()
         before = await sql.run(store.recorded_calls)
         gateway.restore(before.tokens, before.newest_ns)
-        await together.adopt()
-        if session:
-            await sweeper.end(await sql.run(store.running, why="session"))
+        await self._server.together.adopt()
+        if self._session:
+            await self._sweeper.end(await sql.run(store.running, why="session"))
             await sql.run(store.shelve)
 
-    def load() -> tuple[int, int]:
-        now = gateway.state()
+    async def _stop(self) -> None:
+        gateway = self._server.gateway
+        self._server.started.clear()
+        for task in self._tasks:
+            task.cancel()
+        self._server.pauses.close()
+        await gateway.stop()
+        await self._server.together.close()
+        if self._fleet is not None:
+            await self._fleet.leave(stored=not gateway.state()["records_waiting"])
+
+    def _load(self) -> tuple[int, int]:
+        now = self._server.gateway.state()
         return now["open_attempts"], sum(model["in_flight"] for model in now["models"].values())
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        try:
-            await start()
-        except Exception as error:
-            application.start_error = error
-            raise
-        at_work.append(asyncio.create_task(sweeper.run()))
-        ready.set()
-        try:
-            yield
-        finally:
-            ready.clear()
-            for task in at_work:
-                task.cancel()
-            pauses.close()
-            await gateway.stop()
-            await together.close()
-            if fleet is not None:
-                await fleet.leave(stored=not gateway.state()["records_waiting"])
-
-    async def healthz(request: Request) -> Response:
-        return encoded(request, 200, {"status": "ok"})
-
-    async def readyz(request: Request) -> Response:
-        recording, engines_now = await gateway.check()
-        found = readiness.checks(
-            started=ready.is_set(), store_writable=not sql.unwritable, recording=recording, engines=engines_now
-        )
-        well = readiness.is_ready(found)
-        return encoded(request, 200 if well else 503, {"status": "ready" if well else "not ready", "checks": found})
-
-    async def metrics_page(request: Request) -> Response:
-        if keys.role(request.headers.get("authorization", "")) != "admin":
-            return error_response(401, "unauthorized", "send the admin key as Authorization: Bearer")
-        now = gateway.state() | {"claims_held_back": signals.held_back}
-        page = metrics.page(now, await sql.run(store.counts), [*gateway.timings, *collectors])
-        return Response(page, media_type=metrics.CONTENT_TYPE)
-
-    app = Starlette(
-        routes=[
-            Route("/healthz", healthz),
-            Route("/readyz", readyz),
-            Route("/metrics", metrics_page),
-            traces.route(),
-            *control_plane.routes(),
-        ],
-        middleware=[Middleware(Bounded, limits=limits)],
-        lifespan=lifespan,
-        exception_handlers={HTTPException: _http_error, Exception: _unexpected},
-    )
-    application = App(app, gateway, signals, known)
-    return application
 
 
 async def _http_error(request: Request, error: Any) -> Response:

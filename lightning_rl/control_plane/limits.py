@@ -12,11 +12,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lightning_rl_proxy.http.limits import RequestLimits, announced_bytes, head_bytes
 
 
-def try_later(message: str) -> HTTPException:
-    """429: the server is full now, and the same request may be answered in a moment."""
-    return HTTPException(429, message, {"retry-after": "1", "x-should-retry": "true"})
-
-
 class Bounded:
     """An ASGI application whose requests keep to the limits; what is refused is an HTTPException in `app`."""
 

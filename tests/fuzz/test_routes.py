@@ -12,7 +12,7 @@ import urllib3
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_rl.control_plane.api import ControlPlane
+from lightning_rl.control_plane.api import ROUTES
 from lightning_rl.control_plane.launch import launch
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutRequest
@@ -20,11 +20,7 @@ from tests.fuzz.laws import share
 from tests.lightning_rl.control_plane.test_killed import engine
 from tests.lightning_rl.control_plane.test_process import Policy
 
-CONTROL = [
-    (method, "/api/v1" + route.path.removeprefix("/api/v1"))
-    for route in ControlPlane.routes(ControlPlane.__new__(ControlPlane))
-    for method in sorted((route.methods or set()) - {"HEAD"})
-]
+CONTROL = [(method, route.path) for route in ROUTES for method in sorted((route.methods or set()) - {"HEAD"})]
 ADMIN = [*CONTROL, ("POST", "/v1/traces"), ("GET", "/metrics"), ("GET", "/healthz")]
 DOORS = ("chat/completions", "completions", "responses", "messages", "messages/count_tokens", "embeddings")
 OWN = [("POST", "/v1/traces"), *(("POST", f"/v1/{door}") for door in DOORS), ("GET", "/v1/models"), ("PUT", "/v1/x")]

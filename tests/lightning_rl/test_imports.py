@@ -12,7 +12,7 @@ LOADED = (
 HEAVY = {
     "torch", "ray", "vllm", "litellm", "hydra", "omegaconf", "transformers", "openai", "numpy", "sqlalchemy",
     "renderers", "tokenizers", "matplotlib", "plotext", "rich", "typer", "starlette", "uvicorn", "aiohttp", "httpx",
-    "datasets", "pyarrow", "pandas", "opentelemetry", "google", "requests",
+    "datasets", "fastapi", "pyarrow", "pandas", "opentelemetry", "google", "requests",
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import urllib3
 import uvicorn
 
 from lightning_rl.control_plane.app import create_app
-from lightning_rl.control_plane.auth import Keys
+from lightning_rl.control_plane.routes.auth import Keys
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread

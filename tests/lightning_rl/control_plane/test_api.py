@@ -1,15 +1,20 @@
 """The control plane's contract: who may ask what, what is answered, and that long polls wake."""
 
+import re
 import threading
 
+import jsonschema_rs
+import msgspec
 import pytest
+from schemathesis.specs.openapi.definitions import OPENAPI_31
 
-from lightning_rl.control_plane.api import ControlPlane
+from lightning_rl.control_plane.api import ROUTES
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Attempt, Claim, Ending, ErrorInfo, Finish, Reward, RolloutConfig, RolloutRequest
 from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, Unreachable
 from lightning_rl_proxy.address import Address
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
+from lightning_rl_proxy.http import openapi
 from lightning_rl_proxy.http.keys import verify_attempt_key
 
 POLICY = {
@@ -39,6 +44,7 @@ ADMINS = [
     ("POST", "/api/v1/rollouts/spans"),
     ("GET", "/api/v1/rollouts/r1"),
     ("POST", "/api/v1/rollouts/r1/cancel"),
+    ("GET", "/api/v1/workers"),
     ("GET", f"{A}/log"),
     ("GET", f"{A}/spans"),
     ("GET", f"{A}/triplets"),
@@ -77,9 +83,7 @@ def test_every_route_needs_a_key_and_the_admins_need_the_admin_key(served) -> No
 
 
 def test_the_keys_table_names_every_route_there_is(served) -> None:
-    parts = ("store", "sql", "signals", "admission", "gateway", "pauses", "engines", "sweeper", "keys", "together")
-    routes = ControlPlane(**dict.fromkeys(parts), gateway_url="").routes()
-    assert len(routes) == len(RUNNERS + ADMINS)
+    assert len(ROUTES) == len(RUNNERS + ADMINS)
 
 
 def test_health_needs_no_key_and_other_paths_are_the_gateways(served) -> None:
@@ -87,6 +91,56 @@ def test_health_needs_no_key_and_other_paths_are_the_gateways(served) -> None:
     assert served.call("GET", "/readyz", key=None)[0] == 200
     answer = served.pool.request("POST", f"{served.url}/rollout/r/attempt/a/v1/chat/completions")
     assert (answer.status, answer.data) == (299, b"gateway")
+
+
+def test_the_document_describes_every_route_and_every_door(served) -> None:
+    _, told = served.call("GET", "/openapi.json", key=None)
+    jsonschema_rs.validator_for(OPENAPI_31).validate(told)
+    there = {(method.upper(), path) for path, operations in told["paths"].items() for method in operations}
+    routes = {(method, route.path) for route in ROUTES for method in route.methods - {"HEAD"}}
+    assert routes | {("GET", "/healthz"), ("POST", "/v1/traces"), ("POST", "/v1/chat/completions")} <= there
+    for method, path in routes:
+        operation = told["paths"][path][method.lower()]
+        assert operation["security"]
+        assert operation["responses"].keys() - {"default"} in ({"200"}, {"201"})
+    ids = [operation["operationId"] for operations in told["paths"].values() for operation in operations.values()]
+    assert len(ids) == len(set(ids))
+    references = re.findall(r'"#/components/schemas/([^"]*)"', msgspec.json.encode(told).decode())
+    assert set(references) <= told["components"]["schemas"].keys()
+    doors = openapi.document()
+    assert doors["components"]["schemas"].items() <= told["components"]["schemas"].items()
+    assert doors["paths"].keys() <= told["paths"].keys()
+
+
+def test_the_document_says_what_goes_in_and_out(served) -> None:
+    _, told = served.call("GET", "/openapi.json", key=None)
+    schemas = {"components": told["components"]}
+
+    def fits(schema, value) -> bool:
+        return jsonschema_rs.validator_for(schema | schemas).is_valid(value)
+
+    claim = told["paths"]["/api/v1/rollouts/claim"]["post"]
+    body = claim["requestBody"]["content"]["application/json"]["schema"]
+    assert fits(body, {"worker_id": "w", "limit": 1})
+    assert not fits(body, {"worker_id": "w", "limit": 0})
+    enqueue(served, "r1")
+    _, answer = served.call("POST", "/api/v1/rollouts/claim", {"worker_id": "w"})
+    assert fits(claim["responses"]["200"]["content"]["application/json"]["schema"], answer)
+    assert not fits(claim["responses"]["200"]["content"]["application/json"]["schema"], {"claims": [{}]})
+    page = served.pool.request("GET", served.url + "/docs").data.decode()
+    assert "/api/v1/rollouts/claim" in page
+    assert not re.findall(r"<(?:script|link|img)|https?://", page)
+
+
+def test_a_get_answers_head_and_other_methods_are_told(served) -> None:
+    for path in ("/healthz", "/api/v1/rollouts", "/docs"):
+        answer = served.pool.request("HEAD", served.url + path, headers={"authorization": "Bearer admin"})
+        assert (answer.status, answer.data) == (200, b"")
+    answer = served.pool.request("DELETE", f"{served.url}/api/v1/rollouts", headers={"authorization": "Bearer admin"})
+    assert (answer.status, answer.headers["allow"]) == (405, "POST")
+    assert answer.json()["error"] == {
+        "type": "method_not_allowed", "message": "DELETE /api/v1/rollouts: Method Not Allowed",
+    }  # fmt: skip
 
 
 # Errors
@@ -374,6 +428,30 @@ def test_a_call_renews_the_lease_as_a_heartbeat_does(served, eventually) -> None
     assert now().status == "running"
     served.gateway.idle[attempt_id] = 60.0  # it ended a minute ago
     eventually(lambda: now().status == "lost")
+
+
+def test_the_list_of_workers_says_what_each_runs(served) -> None:
+    assert served.client().workers() == []
+    enqueue(served, "r1", "r2", "r3")
+    worker = served.client("runner")
+    claims = [*worker.claim("b", limit=2), *worker.claim("a")]
+    lease = worker.heartbeat("r2", claims[1].attempt.attempt_id)
+    _, body = served.call("GET", "/api/v1/workers")
+    running = [
+        {
+            "rollout_id": claim.rollout.rollout_id,
+            "attempt_id": claim.attempt.attempt_id,
+            "started_at": claim.attempt.started_at,
+            "lease_expires_at": lease if claim is claims[1] else claim.attempt.lease_expires_at,
+        }
+        for claim in claims
+    ]
+    assert body == {
+        "workers": [{"worker_id": "a", "attempts": running[2:]}, {"worker_id": "b", "attempts": running[:2]}]
+    }
+    for claim in claims[:2]:
+        worker.finish(claim.rollout.rollout_id, claim.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
+    assert [each.worker_id for each in served.client().workers()] == ["a"]
 
 
 def test_an_attempts_own_key_may_heartbeat(served) -> None:

@@ -17,11 +17,11 @@ import pytest
 import urllib3
 
 from lightning_rl.agents.agent import as_agent
-from lightning_rl.control_plane.api import ControlPlane
-from lightning_rl.control_plane.auth import Keys
+from lightning_rl.control_plane.api import ROUTES
 from lightning_rl.control_plane.gateways.engines import EngineRequest
 from lightning_rl.control_plane.launch import launch
 from lightning_rl.control_plane.process import ServerSettings
+from lightning_rl.control_plane.routes.auth import Keys
 from lightning_rl.runner import launch as runners
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutRequest
@@ -43,6 +43,7 @@ CONTROL = {
     ("POST", "/attempts/heartbeat"): ("runner", 400),
     ("POST", "/attempts/finish"): ("runner", 400),
     ("POST", "/workers/died"): ("runner", 400),
+    ("GET", "/workers"): ("admin", 200),
     ("POST", "/rollouts"): ("admin", 400),
     ("GET", "/rollouts"): ("admin", 200),
     ("POST", "/rollouts/start"): ("admin", 400),
@@ -146,8 +147,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_the_table_has_every_route_of_the_control_plane() -> None:
-    routes = ControlPlane.routes(ControlPlane.__new__(ControlPlane))
-    there = {(method, route.path) for route in routes for method in (route.methods or set()) - {"HEAD"}}
+    there = {(method, route.path) for route in ROUTES for method in (route.methods or set()) - {"HEAD"}}
     named = {"r": "{rollout_id}", "a": "{attempt_id}", "none": "{resources_id}", "e": "{engine_id}"}
     table = {(method, "/".join(named.get(part, part) for part in path.split("/"))) for method, path in CONTROL}
     assert {(method, "/api/v1" + path) for method, path in table} == there
@@ -194,8 +194,11 @@ def test_a_key_of_an_attempt_that_has_ended_opens_nothing(server: Server) -> Non
 
 @pytest.mark.parametrize(
     ("path", "status"),
-    [("/healthz", 200), ("/readyz", 200), ("/openapi.json", 200), ("/metrics", 401), ("/no", 404), ("/v1/traces", 401)],
-)
+    [
+        ("/healthz", 200), ("/readyz", 200), ("/openapi.json", 200), ("/docs", 200), ("/metrics", 401), ("/no", 404),
+        ("/v1/traces", 401),
+    ],
+)  # fmt: skip
 def test_without_a_key_only_health_readiness_and_the_api_are_told(server: Server, path: str, status: int) -> None:
     assert server.ask("GET", server.url + path, None).status == status
 

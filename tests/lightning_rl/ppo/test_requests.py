@@ -1,8 +1,8 @@
 """What a step asks for: ids that no other run has, and samples that do not hang on the run."""
 
 from lightning_rl.config import compose
-from lightning_rl.control_plane.api import store_id
 from lightning_rl.control_plane.gateways.store_ledger import seed_key
+from lightning_rl.control_plane.routes.engines import store_id
 from lightning_rl.ppo.collector import Purpose, requests
 from lightning_rl.store.contract import RolloutRequest
 from lightning_rl.store.sql import SqlStore

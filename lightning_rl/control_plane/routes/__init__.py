@@ -1,0 +1,1 @@
+"""Every route under /api/v1, a file for each noun."""
