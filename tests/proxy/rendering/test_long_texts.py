@@ -1,5 +1,7 @@
 """Long prompts: the ids are those of any other way, nobody else waits for them, what cannot fit is refused early."""
 
+import gzip
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,14 +28,14 @@ DOORS: dict[str, tuple[str, Any]] = {
 }
 
 
-def ask(served: Served, path: str, text: str, attempt_id: str = "a1") -> httpx.Response:
+def ask(served: Served, path: str, text: str, attempt_id: str = "a1", *, packed: bool = False) -> httpx.Response:
     name, said = DOORS[path]
     most = "max_output_tokens" if path == "responses" else "max_tokens"
-    body = {"model": "policy", name: said(text), most: 8}
+    body = json.dumps({"model": "policy", name: said(text), most: 8}).encode()
     url = f"{served.base_url(attempt_id=attempt_id)}/{path}"
-    return httpx.post(
-        url, json=body, headers={"authorization": f"Bearer {served.key(attempt_id=attempt_id)}"}, timeout=30
-    )
+    headers = {"authorization": f"Bearer {served.key(attempt_id=attempt_id)}"}
+    headers |= {"content-encoding": "gzip"} if packed else {}
+    return httpx.post(url, content=gzip.compress(body) if packed else body, headers=headers, timeout=30)
 
 
 @settings(max_examples=40)
@@ -96,11 +98,12 @@ def test_a_prompt_that_cannot_fit_is_a_400_at_every_door(
     assert ask(served, path, "hello").status_code == 200
 
 
-def test_the_limit_of_a_body_follows_the_context(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_limit_of_a_body_follows_the_context(served: Served, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served.engine, "context", 2048)
     most = RequestLimits().for_context(2048).body_bytes
     assert most == 2**20 + 64 * 2048
-    answer = ask(served, "chat/completions", "a" * most)
+    answer = ask(served, "chat/completions", "a" * most, packed=packed)
     assert (answer.status_code, f"over {most} bytes" in answer.text) == (413, True)
     assert RequestLimits(body_bytes=1000).for_context(2048).body_bytes == 1000
 
