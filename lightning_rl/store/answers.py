@@ -3,6 +3,7 @@
 import msgspec
 
 from lightning_rl.store.contract import Attempt, Claim, Reward, Rollout, RolloutTrace, WorkerInfo
+from lightning_rl_adapters.structs import read_hints
 
 
 class RolloutsAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,3 +59,6 @@ class WorkersAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that run attempts."""
 
     workers: list[WorkerInfo]
+
+
+read_hints(globals())

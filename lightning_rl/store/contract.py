@@ -10,6 +10,7 @@ import msgspec
 
 from lightning_rl.store.life_cycle import AttemptStatus, RolloutStatus
 from lightning_rl_adapters.span import Span
+from lightning_rl_adapters.structs import read_hints
 
 # "." and ".." match the alphabet but vanish from URLs.
 Id = Annotated[str, msgspec.Meta(pattern=r"\A(?!\.{1,2}\Z)[A-Za-z0-9._~-]{1,128}\Z")]
@@ -263,3 +264,6 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     live: bool
     gone: bool
     unstored: bool
+
+
+read_hints(globals())

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from lightning_rl.store.contract import Ending, Id, Reward, RolloutRequest
+from lightning_rl_adapters.structs import read_hints
 
 _WaitSeconds = Annotated[float, msgspec.Meta(ge=0, le=600)]
 
@@ -87,3 +88,6 @@ class PageQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     group_id: str | None = None
     cursor: str | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
+
+
+read_hints(globals())

@@ -47,7 +47,8 @@ def test_a_run_does_not_begin_without_the_key(tmp_path: Path, monkeypatch: pytes
     finally:
         algorithm.close()
     assert list(tmp_path.iterdir()) == []
-    assert not hasattr(algorithm, "models")
+    with pytest.raises(AssertionError, match="the run is not open"):
+        _ = algorithm.models
 
 
 def test_the_command_line_names_models_whole_or_key_by_key() -> None:

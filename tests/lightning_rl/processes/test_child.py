@@ -89,9 +89,9 @@ def test_alarms_and_other_lines_become_warnings(module, caplog) -> None:
         """
         import logging
         from lightning_rl.processes.child import TellAlarms, tell
-        from lightning_rl_proxy.recording.alerts import ALARMS, Trouble
+        from lightning_rl_proxy.recording.alerts import ALARMS, Alert
         ALARMS.addHandler(TellAlarms())
-        trouble = Trouble("the disk")
+        trouble = Alert("the disk")
         for _ in range(2):
             trouble.begin("it is full")
         trouble.end()

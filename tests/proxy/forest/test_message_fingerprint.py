@@ -397,7 +397,7 @@ def test_a_history_that_was_read_once_is_not_read_again(monkeypatch: pytest.Monk
         read[-1] += 1
         return fingerprint_of(message)
 
-    monkeypatch.setattr(message_fingerprint, "hear", counted)
+    monkeypatch.setattr(message_fingerprint, "fingerprint_of", counted)
     for turn in range(20):
         history.append({"role": "user", "content": f"turn {turn}"})
         read.append(0)
