@@ -315,9 +315,7 @@ class PPO(Hooks, Algorithm):
         with timed(timing, "step"):
             with timed(timing, "gen"):
                 self.on_sample_begin()
-                collected = parts.rollouts.collect(
-                    (self._total_steps - self.step + 1) * self.config.data.train_batch_size
-                )
+                collected = parts.rollouts.collect(self._total_steps - self.step + 1)
                 self.on_sample_end(collected.rolled_out)
             if self.config.trainer.all_failed == "stop":
                 parts.reporter.warnings.check(f"step {self.step}", collected.rolled_out)
