@@ -21,7 +21,7 @@ NO_NETWORK = {
 # runs its script.
 IMPORT_ALL = """
 import importlib, pkgutil
-elsewhere = ("._examples", ".langgraph.", ".tracing.mlflow", ".store.migrations.env")
+elsewhere = ("._examples", ".langgraph.", ".traces.mlflow", ".store.migrations.env")
 for root in ("lightning_rl", "lightning_rl_proxy", "lightning_rl_adapters"):
     for module in pkgutil.walk_packages(importlib.import_module(root).__path__, root + "."):
         if not any(part in module.name for part in elsewhere):
