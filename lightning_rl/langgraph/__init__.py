@@ -31,7 +31,7 @@ if not TYPE_CHECKING:
         try:
             return getattr(importlib.import_module(f"lightning_rl.langgraph.{_HOME[name]}"), name)
         except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] in ("langgraph", "langchain_core"):
+            if (error.name or "").partition(".")[0] in ("langgraph", "langchain_core", "langchain_openai"):
                 raise ModuleNotFoundError(
                     f"lightning_rl.langgraph needs {error.name}: pip install 'lightning-rl[langgraph]'", name=error.name
                 ) from error

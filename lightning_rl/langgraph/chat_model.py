@@ -1,42 +1,39 @@
-"""`ChatModel`: a LangChain chat model over Chat Completions, of the gateway or of any service that speaks it.
+"""`ChatModel`: LangChain's chat model for OpenAI, whose endpoint is found anew for each call.
 
-Within a graph each call carries its node's name as the calling agent, through the door of that name. Errors are those
-of the `openai` SDK, as with LangChain's own `ChatOpenAI`; a prompt that is too long is `ContextOverflowError` too.
+Messages, streams, tools and errors are those of `langchain_openai`. What is ours: within a rollout a call goes to its
+gateway, and within a graph through the door of its node; a message goes out as it came in, with its reasoning, so that
+the gateway finds the call that it continues (`wire.py`).
 """
 
 import asyncio
 import functools
 import inspect
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, Self
 
 import openai
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.exceptions import ContextOverflowError
 from langchain_core.language_models import LanguageModelInput
-from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage
-from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import SecretStr
+from langchain_openai.chat_models.base import BaseChatOpenAI
+from pydantic import Field, SecretStr, model_validator
 
 from lightning_rl.agents.resources import LLM
-from lightning_rl.langgraph.endpoint import Endpoint, endpoint_of, node_of, tagged
-from lightning_rl.langgraph.wire import chunk_from_wire, from_wire, to_wire
+from lightning_rl.langgraph.endpoint import endpoint_of, node_of, tagged
+from lightning_rl.langgraph.wire import REASONING, to_wire
 
 _FIELDS = frozenset(inspect.signature(openai.resources.chat.completions.Completions.create).parameters)
-_CHOICES = {"any": "required", True: "required", "auto": "auto", "none": "none", "required": "required"}
+_CHOICES = ("any", "auto", "none", "required")
+# Fields of the base class that clients shared by all models, or Chat Completions, have no place for.
+_WITHOUT_EFFECT = ("openai_proxy", "http_socket_options", "use_responses_api", "use_previous_response_id")
 
 
-class PromptTooLong(openai.BadRequestError, ContextOverflowError):
-    """The prompt does not fit the model's context."""
-
-
-class ChatModel(BaseChatModel):
+class ChatModel(BaseChatOpenAI):
     """A chat model that asks the rollout's `llm` while one runs, and elsewhere what its fields name.
 
     Fields that are None are not sent; any may be given per call or per node: `model.bind(temperature=0.2)`. Other
@@ -44,18 +41,12 @@ class ChatModel(BaseChatModel):
     OPENAI_MODEL, OPENAI_BASE_URL and OPENAI_API_KEY are taken outside of rollouts.
     """
 
-    model: str | None = None
-    base_url: str | None = None
-    api_key: SecretStr | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    max_tokens: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    timeout: float | None = None
-    max_retries: int = 2
-    extra_body: dict[str, Any] | None = None
-    streaming: bool = False
+    model_name: str | None = Field(default=None, alias="model")  # type: ignore[assignment]
+    openai_api_key: SecretStr | None = Field(default=None, alias="api_key")
+    max_retries: int | None = 2
+    stream_usage: bool | None = True
+    stream_chunk_timeout: float | None = None  # a call that waits for new weights has no chunks, and goes on after
+    openai_proxy: str | None = None
 
     @classmethod
     def of(cls, llm: LLM, **fields: Any) -> "ChatModel":
@@ -63,8 +54,37 @@ class ChatModel(BaseChatModel):
         return cls(model=llm.model, base_url=llm.base_url, api_key=SecretStr(llm.api_key), **fields)
 
     @property
+    def base_url(self) -> str | None:
+        """The endpoint, where the model has one of its own."""
+        return self.openai_api_base
+
+    @property
+    def api_key(self) -> SecretStr | None:
+        """The endpoint's key, where the model has one of its own."""
+        return self.openai_api_key
+
+    @property
+    def timeout(self) -> Any:
+        """Seconds for one request; None: those of the `openai` SDK."""
+        return self.request_timeout
+
+    @property
     def _llm_type(self) -> str:
         return "lightning-rl"
+
+    @model_validator(mode="before")
+    @classmethod
+    def validate_temperature(cls, values: dict[str, Any]) -> Any:
+        """Leave the temperature as it is: in training a model of any name is the policy."""
+        return values
+
+    @model_validator(mode="after")
+    def validate_environment(self) -> Self:
+        """Make no client yet: the endpoint is known when a call begins. Raises ValueError for a field of no effect."""
+        for name in _WITHOUT_EFFECT:
+            if getattr(self, name):
+                raise ValueError(f"{name} has no effect in ChatModel; use http_client, or langchain_openai.ChatOpenAI")
+        return self
 
     def bind_tools(
         self,
@@ -74,12 +94,14 @@ class ChatModel(BaseChatModel):
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """The model with tools. `tool_choice`: auto, none, any (or required, or True), or the name of one of them."""
-        strict = kwargs.pop("strict", None)
-        sent = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
-        if tool_choice:
+        if isinstance(tool_choice, str) and tool_choice not in _CHOICES:
+            sent = [convert_to_openai_tool(tool) for tool in tools]
             known = [tool["function"]["name"] for tool in sent if "function" in tool]
-            kwargs["tool_choice"] = _tool_choice(tool_choice, known)
-        return super().bind(tools=sent, **kwargs)
+            if tool_choice not in known:
+                raise ValueError(
+                    f"tool_choice names {tool_choice!r}, but the tools are {known}; it may be auto, none and any too"
+                )
+        return super().bind_tools(tools, tool_choice=tool_choice, **kwargs)
 
     def _generate(
         self,
@@ -88,11 +110,7 @@ class ChatModel(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        where = self._endpoint(run_manager)
-        client = _client().with_options(**self._options(where))
-        with _explained():
-            answer = client.chat.completions.create(**self._request(where, messages, stop, kwargs))
-        return _result(answer)
+        return BaseChatOpenAI._generate(self._with_client(run_manager), messages, stop, run_manager, **kwargs)
 
     async def _agenerate(
         self,
@@ -101,11 +119,8 @@ class ChatModel(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        where = self._endpoint(run_manager)
-        client = _async_client().with_options(**self._options(where))
-        with _explained():
-            answer = await client.chat.completions.create(**self._request(where, messages, stop, kwargs))
-        return _result(answer)
+        located = self._with_async_client(run_manager)
+        return await BaseChatOpenAI._agenerate(located, messages, stop, run_manager, **kwargs)
 
     def _stream(
         self,
@@ -114,14 +129,7 @@ class ChatModel(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        where = self._endpoint(run_manager)
-        client = _client().with_options(**self._options(where))
-        with _explained(), client.chat.completions.create(**self._streamed(where, messages, stop, kwargs)) as parts:
-            for part in parts:
-                if (chunk := _chunk(part)) is not None:
-                    if run_manager is not None:
-                        run_manager.on_llm_new_token(str(chunk.text), chunk=chunk)
-                    yield chunk
+        yield from BaseChatOpenAI._stream(self._with_client(run_manager), messages, stop, run_manager, **kwargs)
 
     async def _astream(
         self,
@@ -130,80 +138,90 @@ class ChatModel(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        where = self._endpoint(run_manager)
-        client = _async_client().with_options(**self._options(where))
-        with _explained():
-            async with await client.chat.completions.create(**self._streamed(where, messages, stop, kwargs)) as parts:
-                async for part in parts:
-                    if (chunk := _chunk(part)) is not None:
-                        if run_manager is not None:
-                            await run_manager.on_llm_new_token(str(chunk.text), chunk=chunk)
-                        yield chunk
+        located = self._with_async_client(run_manager)
+        async for chunk in BaseChatOpenAI._astream(located, messages, stop, run_manager, **kwargs):
+            yield chunk
 
-    def _endpoint(self, run_manager: CallbackManagerForLLMRun | AsyncCallbackManagerForLLMRun | None) -> Endpoint:
-        key = None if self.api_key is None else self.api_key.get_secret_value()
-        where = endpoint_of(self.model, self.base_url, key)
-        metadata = {} if run_manager is None else run_manager.metadata
-        return where._replace(base_url=tagged(where.base_url, node_of(metadata)))
+    def _with_client(self, run_manager: CallbackManagerForLLMRun | None) -> Self:
+        """The model with the name and the client of one call."""
+        model, options = self._endpoint(run_manager, self.http_client)
+        client = _client().with_options(**options)
+        return self.model_copy(update={"model_name": model, "root_client": client, "client": client.chat.completions})
 
-    def _options(self, where: Endpoint) -> dict[str, Any]:
-        timeout = {} if self.timeout is None else {"timeout": self.timeout}
-        return {"base_url": where.base_url, "api_key": where.api_key, "max_retries": self.max_retries} | timeout
+    def _with_async_client(self, run_manager: AsyncCallbackManagerForLLMRun | None) -> Self:
+        model, options = self._endpoint(run_manager, self.http_async_client)
+        client = _async_client().with_options(**options)
+        return self.model_copy(
+            update={"model_name": model, "root_async_client": client, "async_client": client.chat.completions}
+        )
 
-    def _request(
-        self, where: Endpoint, messages: Sequence[BaseMessage], stop: list[str] | None, given: Mapping[str, Any]
+    def _endpoint(
+        self, run_manager: CallbackManagerForLLMRun | AsyncCallbackManagerForLLMRun | None, http_client: Any
+    ) -> tuple[str, dict[str, Any]]:
+        """The model that is asked for, and the options of a client."""
+        key = None if self.openai_api_key is None else self.openai_api_key.get_secret_value()
+        where = endpoint_of(self.model_name, self.openai_api_base, key)
+        options = {
+            "base_url": tagged(where.base_url, node_of({} if run_manager is None else run_manager.metadata)),
+            "api_key": where.api_key,
+            "max_retries": self.max_retries,
+            "timeout": self.request_timeout,
+            "organization": self.openai_organization,
+            "default_headers": self.default_headers,
+            "default_query": self.default_query,
+            "http_client": http_client,
+        }
+        return where.model, {name: value for name, value in options.items() if value is not None}
+
+    def _get_request_payload(
+        self, input_: LanguageModelInput, *, stop: list[str] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("temperature", "top_p", "max_tokens", "seed", "stop")}
-        wished = {"model": where.model} | own | dict(given) | ({} if stop is None else {"stop": stop})
-        body = (self.extra_body or {}) | (wished.pop("extra_body", None) or {})
-        body |= {name: wished.pop(name) for name in list(wished) if name not in _FIELDS}
-        request = {name: value for name, value in wished.items() if value is not None}
-        return request | {"messages": to_wire(messages)} | ({"extra_body": body} if body else {})
+        given = {**self._default_params, **kwargs} | ({} if stop is None else {"stop": stop})
+        if given["stream"] and (given.get("n") or 1) > 1:
+            raise ValueError(f"n={given['n']}: a stream has one answer; call `generate`, or ask several times")
+        body = {**(self.extra_body or {}), **(given.pop("extra_body", None) or {})}
+        body |= {name: given.pop(name) for name in list(given) if name not in _FIELDS}
+        if not given["stream"] and "response_format" not in given:  # with which the base class takes it out itself
+            given["stream"] = None
+        payload = {name: value for name, value in given.items() if value is not None}
+        messages = to_wire(self._convert_input(input_).to_messages())
+        return payload | {"messages": messages} | ({"extra_body": body} if body else {})
 
-    def _streamed(
-        self, where: Endpoint, messages: Sequence[BaseMessage], stop: list[str] | None, given: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        request = self._request(where, messages, stop, given)
-        if request.get("n", 1) > 1:
-            raise ValueError(f"n={request['n']}: a stream has one answer; call `generate`, or ask several times")
-        return {"stream_options": {"include_usage": True}} | request | {"stream": True}
+    def _create_chat_result(
+        self, response: dict[str, Any] | openai.BaseModel, generation_info: dict[str, Any] | None = None
+    ) -> ChatResult:
+        result = super()._create_chat_result(response, generation_info)
+        answer: Any = response if isinstance(response, dict) else response.model_dump(warnings=False)
+        for index, (choice, generation) in enumerate(zip(answer["choices"], result.generations, strict=True)):
+            message = generation.message
+            assert isinstance(message, AIMessage)
+            _add_reasoning(message, choice["message"])
+            generation.generation_info = {
+                **(generation.generation_info or {}),
+                "finish_reason": choice["finish_reason"],
+            }
+            # Of several choices only the first may have it: messages of one id replace each other in a graph's state,
+            # and the tokens would be counted for each.
+            message.id = answer["id"] if index == 0 else None
+            message.usage_metadata = message.usage_metadata if index == 0 else None
+        return result
+
+    def _convert_chunk_to_generation_chunk(
+        self, chunk: dict[str, Any], default_chunk_class: type, base_generation_info: dict[str, Any] | None
+    ) -> ChatGenerationChunk | None:
+        generation = super()._convert_chunk_to_generation_chunk(chunk, default_chunk_class, base_generation_info)
+        answer = chunk.get("chunk") or chunk  # of a stream with `response_format` it is an event
+        if generation is not None and isinstance(generation.message, AIMessage) and answer.get("id"):
+            generation.message.id = answer["id"]
+            for choice in answer["choices"]:
+                _add_reasoning(generation.message, choice["delta"] or {})
+        return generation
 
 
-def _tool_choice(choice: str | bool | dict[str, Any], known: list[str]) -> Any:
-    if isinstance(choice, dict):
-        return choice
-    if choice in known:  # a tool may be called "any"
-        return {"type": "function", "function": {"name": choice}}
-    if choice in _CHOICES:
-        return _CHOICES[choice]
-    raise ValueError(f"tool_choice names {choice!r}, but the tools are {known}; it may be auto, none and any too")
-
-
-def _result(answer: Any) -> ChatResult:
-    told = answer.model_dump()
-    choices = enumerate(told["choices"])
-    generations = [
-        ChatGeneration(message=from_wire(told, index), generation_info={"finish_reason": choice["finish_reason"]})
-        for index, choice in choices
-    ]
-    return ChatResult(
-        generations=generations, llm_output={"token_usage": told.get("usage"), "model_name": told["model"]}
-    )
-
-
-def _chunk(part: Any) -> ChatGenerationChunk | None:
-    message = chunk_from_wire(part.model_dump())
-    return None if message is None else ChatGenerationChunk(message=message)
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        yield
-    except openai.BadRequestError as error:
-        if error.code == "context_length_exceeded":
-            raise PromptTooLong(error.message, response=error.response, body=error.body) from error
-        raise
+def _add_reasoning(message: AIMessage, answered: dict[str, Any]) -> None:
+    message.additional_kwargs = {name: value for name, value in message.additional_kwargs.items() if value is not None}
+    if answered.get(REASONING):
+        message.additional_kwargs[REASONING] = answered[REASONING]
 
 
 # Making a client costs more than a call, so they are shared; URL, key and the like come with each use.

@@ -262,15 +262,15 @@ class Gateway:
         if (scope["method"], scope["path"]) == ("GET", openapi.PATH):
             return await respond(send, 200, openapi.encoded())
         door = addresses.parse(scope["path"])
-        asked = "/v1/" + scope["path"].rpartition("/v1/")[2]
-        dialect = _DIALECTS.get(asked.removesuffix("/count_tokens"), chat_completions)
+        api_path = "/v1/" + scope["path"].rpartition("/v1/")[2]
+        dialect = _DIALECTS.get(api_path.removesuffix("/count_tokens"), chat_completions)
         try:
             if door is None:
                 raise GatewayError(404, f"there is nothing at {scope['path']}", kind=_NOT_FOUND)
             await self._answer(door, dialect, scope, receive, send)
         except GatewayError as error:
             self.counters[f"status_{error.status}"] += 1
-            _tell_of_refusal(error, scope, None if door is None else door.address)
+            _log_refusal(error, scope, None if door is None else door.address)
             await respond(send, error.status, dialect.serialize_error(error), error.headers())
 
     async def _answer(self, door: Door, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
@@ -284,14 +284,14 @@ class Gateway:
             if error.status >= 500:
                 self.interrupted(address.rollout_id, address.attempt_id, error.message)
             raise
-        asked = (scope["method"], door.path)
-        if asked == ("GET", "/v1/models"):
+        route = (scope["method"], door.path)
+        if route == ("GET", "/v1/models"):
             await respond(send, 200, self._models())
         elif scope["method"] == "GET" and door.path.startswith("/v1/models/"):
             await respond(send, 200, self._models(door.path.removeprefix("/v1/models/")))
-        elif asked == ("POST", "/v1/messages/count_tokens"):
+        elif route == ("POST", "/v1/messages/count_tokens"):
             await respond(send, 200, await self._count_tokens(await self._read(headers, receive)))
-        elif asked == ("POST", "/v1/embeddings"):
+        elif route == ("POST", "/v1/embeddings"):
             await respond(send, 200, await self._embed(attempt, await self._read(headers, receive)))
         elif scope["method"] == "POST" and door.path in _DIALECTS:
             body = await self._read(headers, receive)
@@ -334,12 +334,12 @@ class Gateway:
             return self.limits
         return self.limits.for_context(context)
 
-    def _said(self, attempt: LiveAttempt, dialect: Dialect, body: bytes) -> DecodedBody:
+    def _decoded(self, attempt: LiveAttempt, dialect: Dialect, body: bytes) -> DecodedBody:
         if dialect is not chat_completions:
             return DecodedBody(body, self._fields(body))
-        said = attempt.history.read(body)
-        self.limits.check_messages(said.fields, before=len(said.read))
-        return said
+        decoded = attempt.history.read(body)
+        self.limits.check_messages(decoded.fields, before=len(decoded.read))
+        return decoded
 
     def _fields(self, body: bytes) -> dict[str, Any]:
         fields = decode(body)
@@ -369,17 +369,17 @@ class Gateway:
         self._failures.end(attempt.name, body_key)
         return embedded
 
-    def _authorised(self, asked: Address | None, headers: dict[bytes, bytes]) -> Address:
+    def _authorised(self, named: Address | None, headers: dict[bytes, bytes]) -> Address:
         """The address that the key opens, with the URL's agent tag. Raises GatewayError(401 or 403)."""
         try:
             opened = verify_attempt_key(self._secret, sent_key(headers))
         except KeyRefused as error:
             raise GatewayError(401, str(error), kind="authentication_error") from error
-        if asked is None:
+        if named is None:
             return opened
-        if (asked.rollout_id, asked.attempt_id) != (opened.rollout_id, opened.attempt_id):
+        if (named.rollout_id, named.attempt_id) != (opened.rollout_id, opened.attempt_id):
             raise GatewayError(403, "this key opens another attempt than the URL names", kind="permission_error")
-        return asked
+        return named
 
     def _begun(
         self, attempt: LiveAttempt, agent: str | None, dialect: Dialect, body: bytes, *, retry: bool
@@ -396,7 +396,7 @@ class Gateway:
         inflight = InflightRequest(body_key)
         inflight.earlier = attempt.recorded.get(body_key, []) if retry else []
         try:
-            work = self._call_handler.work(attempt, agent, dialect, self._said(attempt, dialect, body), inflight)
+            work = self._call_handler.work(attempt, agent, dialect, self._decoded(attempt, dialect, body), inflight)
         except EngineUnavailable as error:
             failure = as_gateway_error(error)
             self._delivery.note_if_ours(attempt, body_key, failure)
@@ -415,14 +415,14 @@ class Gateway:
         send: Send,
     ) -> None:
         """Deliver the answer to one client, until it leaves."""
-        told = scope.get("extensions", {}).get(GONE)
-        gone = told or asyncio.create_task(_disconnected(receive))
+        signalled = scope.get("extensions", {}).get(GONE)
+        gone = signalled or asyncio.create_task(_disconnected(receive))
         gone.add_done_callback(inflight.wake)
         try:
             await self._delivery.deliver(attempt, dialect, inflight, gone, send)
         finally:
             gone.remove_done_callback(inflight.wake)
-            if gone is not told:
+            if gone is not signalled:
                 gone.cancel()
 
     async def _noting(self, work: Coroutine[Any, Any, bytes], address: Address) -> bytes:
@@ -466,7 +466,7 @@ def _body_key(api: str, agent: str | None, body: bytes) -> bytes:
     return digest.digest()
 
 
-def _tell_of_refusal(error: GatewayError, scope: Scope, address: Address | None) -> None:
+def _log_refusal(error: GatewayError, scope: Scope, address: Address | None) -> None:
     _log.info(
         "refused: %s",
         error.message,

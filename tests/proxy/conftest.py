@@ -30,6 +30,7 @@ from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
 from lightning_rl_proxy.sampling import Sampling
+from tests.servers import StoppableServer
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "sql_agent" / "checkpoint"
 ASGI = "any ASGI server"
@@ -324,7 +325,7 @@ def listening(gateway: Gateway, *, ours: bool = True) -> Iterator[tuple[str, Any
         port = listener.getsockname()[1]
         started = threading.Event()
         loops: list[asyncio.AbstractEventLoop] = []
-        server = uvicorn.Server(uvicorn.Config(gateway, http=http, log_level="warning", lifespan="off"))
+        server = StoppableServer(uvicorn.Config(gateway, http=http, log_level="warning", lifespan="off"))
 
         async def serve() -> None:
             loops.append(asyncio.get_running_loop())
@@ -339,5 +340,5 @@ def listening(gateway: Gateway, *, ours: bool = True) -> Iterator[tuple[str, Any
         try:
             yield f"http://127.0.0.1:{port}", loops[0]
         finally:
-            server.should_exit = True
+            server.stop()
             thread.join(20)

@@ -22,6 +22,7 @@ from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
 from tests.proxy.conftest import MODEL, SECRET, MemoryLedger, ScriptedEngine, Served, listening
+from tests.random_examples import examples
 
 Message = dict[str, Any]
 PARAMETERS = {"type": "object", "properties": {}}
@@ -270,7 +271,7 @@ def behind(history: list[Message]) -> list[Message]:
 
 
 @DIALECTS
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     said, st.lists(calls, min_size=1, max_size=3), st.sampled_from(EDITS), st.booleans(), st.booleans(), st.randoms()
 )  # fmt: skip
@@ -298,7 +299,7 @@ def test_an_edit_of_an_answer_under_our_ids_is_heard(
 
 
 @DIALECTS
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(said, st.lists(calls, min_size=1, max_size=3), st.randoms())
 def test_an_answer_that_is_only_written_anew_keeps_its_tokens(
     agents: _Agents, dialect: Any, content: str, made: Any, dice: random.Random
@@ -321,7 +322,7 @@ def thinking(thought: str, content: str) -> str:
 
 
 @DIALECTS
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(thoughts, st.just("3") | said, st.lists(calls, max_size=2), st.booleans(), st.booleans(), st.randoms())
 def test_altered_reasoning_is_heard_and_reasoning_that_is_left_out_keeps_its_tokens(
     agents: _Agents, dialect: Any, thought: str, content: str, made: Any, later: bool, edits: bool, dice: random.Random

@@ -20,6 +20,7 @@ from tokenizers import AddedToken
 from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.proxy.conftest import TOKENIZER
+from tests.random_examples import examples
 
 Message = dict[str, Any]
 NEEDS_A_DOWNLOAD = {"gpt-oss"}
@@ -60,7 +61,7 @@ def an_answer(renderer: Any, tokenizer: AnyTokenizer, dice: random.Random) -> li
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_the_last_turn_is_all_that_a_continuation_needs(name: str, dice: random.Random) -> None:
     renderer, ours, tokenizer = made(name)

@@ -33,6 +33,7 @@ from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
 from tests import seeing
 from tests.proxy.conftest import MODEL, SECRET, TOKENIZER, MemoryLedger, ScriptedEngine, Served, listening
+from tests.random_examples import examples
 
 CAT, DOG = seeing.picture(1, 16, 24), seeing.picture(2, 16, 24)
 FUNCTION = {"name": "look", "parameters": {"type": "object", "properties": {}}}
@@ -330,7 +331,7 @@ class Agent:
             self.ids.append(body["prompt"] + from_span(last).response_ids)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_by_every_dialect_an_attempt_goes_on_as_it_would_have_and_retries_hear_what_was_answered(
     pair: Pair, data: st.DataObject

@@ -36,6 +36,7 @@ from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
 from lightning_rl_proxy.sampling import Sampling
 from tests.proxy.conftest import MODEL, SECRET, MemoryLedger, ScriptedEngine, Served, listening
+from tests.random_examples import examples
 
 SDK_SECONDS = 1.0  # until an SDK gives a request up
 FAILURES = (openai.OpenAIError, anthropic.AnthropicError)
@@ -407,7 +408,7 @@ PLANS = st.lists(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=PLANS)
 def test_whatever_breaks_every_answer_seen_is_one_delivered_call(line: Line, plan: Any) -> None:
     begun = line.served.ledger.spans.copy()

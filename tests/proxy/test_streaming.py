@@ -22,6 +22,7 @@ from lightning_rl_proxy.rendering.parsing import AnswerParser
 from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.proxy.conftest import EITHER_SERVER, Served
+from tests.random_examples import examples
 
 USER = {"role": "user", "content": "how many?"}
 ASKED: dict[str, Any] = {"model": "policy", "messages": [USER], "stream": True}
@@ -250,7 +251,7 @@ PIECES = st.lists(
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pieces=PIECES, stop=st.booleans())
 def test_the_recorded_ids_through_the_serializer_are_the_streamed_events(
     served: Served, renderer: LibraryRenderer, name: str, pieces: list[str], stop: bool

@@ -5,18 +5,16 @@ What goes on to a chat backend is taken as it came (`parse_relayed`): there the 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 
 from lightning_rl_proxy.dialects.base import (
     ENGINE_FIELDS,
     ENGINE_OFF,
-    Count,
     NamedTool,
     Opening,
     Request,
-    SamplingWire,
     Tables,
     ToolChoice,
     allowed,
@@ -25,6 +23,7 @@ from lightning_rl_proxy.dialects.base import (
     sse,
     unsupported,
 )
+from lightning_rl_proxy.dialects.wire.chat_completions import ChatToolChoice, RelayedWire, ResponseFormat, Wire
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, TokenLogprob
 
@@ -61,65 +60,6 @@ TABLES = Tables(
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _PLAIN = ("system", "user", "assistant", "tool")
-
-
-class _StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-
-
-class _Function(msgspec.Struct):
-    name: str
-
-
-class _AllowedTools(msgspec.Struct):
-    mode: Any = None
-    tools: Any = None
-
-
-class _ToolChoice(msgspec.Struct):
-    type: Literal["function", "allowed_tools"]
-    function: _Function | None = None
-    allowed_tools: _AllowedTools | None = None
-
-
-class _JsonSchema(msgspec.Struct):
-    schema: dict[str, Any] | None = None
-
-
-class _ResponseFormat(msgspec.Struct):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: _JsonSchema | None = None
-
-
-class Wire(SamplingWire, kw_only=True):
-    """The honoured fields, as OpenAI types them; `top_k`, `chat_template_kwargs` and the like are vLLM's extensions."""
-
-    model: str
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none", "required"] | _ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
-    stop: str | list[str] | None = None
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    response_format: _ResponseFormat | None = None
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    functions: list[dict[str, Any]] | None = None
-    function_call: Literal["auto", "none"] | _Function | None = None
-    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
-    max_context_tokens: Count | None = None
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
-
-
-class _RelayedWire(msgspec.Struct):
-    messages: list[dict[str, Any]]
-    n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
-    stream: bool | None = None
 
 
 def parse(fields: dict[str, Any], read: Sequence[dict[str, Any]] = ()) -> Request:
@@ -161,7 +101,7 @@ def parse_relayed(fields: dict[str, Any]) -> Request:
     Raises GatewayError(400) for what no service could be asked.
     """
     try:
-        wire = msgspec.convert(fields, _RelayedWire)
+        wire = msgspec.convert(fields, RelayedWire)
     except msgspec.ValidationError as error:
         raise no_request("chat completion", error) from error
     model, tools = fields.get("model"), fields.get("tools")
@@ -309,11 +249,11 @@ def _goes_on(wire: Wire, messages: Sequence[dict[str, Any]]) -> bool:
 
 
 def _tool_choice(
-    choice: str | _ToolChoice | None, tools: list[dict[str, Any]] | None
+    choice: str | ChatToolChoice | None, tools: list[dict[str, Any]] | None
 ) -> tuple[list[dict[str, Any]] | None, ToolChoice]:
     """The tools that the model is shown, and the choice among them."""
     known = [tool["function"]["name"] for tool in tools or ()]
-    if isinstance(choice, _ToolChoice):
+    if isinstance(choice, ChatToolChoice):
         if choice.allowed_tools is not None:
             tools, choice = allowed("tool_choice", choice.allowed_tools.mode, choice.allowed_tools.tools, tools)
             return tools, "required" if choice == "required" else "auto"
@@ -369,7 +309,7 @@ def _messages_with_tools(messages: Sequence[Any], read: Sequence[dict[str, Any]]
     return told
 
 
-def _json_schema(wanted: _ResponseFormat | None) -> dict[str, Any] | None:
+def _json_schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":

@@ -4,17 +4,15 @@ Such a prompt continues an earlier call where it repeats that call's prompt and 
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from lightning_rl_proxy.dialects.base import (
     ENGINE_FIELDS,
     ENGINE_OFF,
-    Count,
     Opening,
     Request,
-    SamplingWire,
     Tables,
     TokenId,
     no_request,
@@ -29,6 +27,7 @@ from lightning_rl_proxy.dialects.chat_completions import (
     stops,
     usage,
 )
+from lightning_rl_proxy.dialects.wire.completions import Wire
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, TokenLogprob
 
@@ -51,22 +50,6 @@ TABLES = Tables(
 )  # fmt: skip
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
-
-
-class Wire(SamplingWire, kw_only=True):
-    """The honoured fields, as OpenAI types them; `top_k` and the like are vLLM's extensions."""
-
-    model: str
-    prompt: str | list[Any]
-    n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
-    best_of: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
-    echo: bool | None = None
-    stop: str | list[str] | None = None
-    max_tokens: Count | None = None
-    logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    ignore_eos: bool | None = None
 
 
 def parse(fields: dict[str, Any]) -> Request:

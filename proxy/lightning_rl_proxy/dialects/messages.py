@@ -15,23 +15,40 @@ import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from lightning_rl_proxy.dialects.base import (
     ENGINE_FIELDS,
     ENGINE_OFF,
-    Count,
     NamedTool,
     Opening,
     Request,
-    SamplingWire,
     Tables,
     ToolChoice,
     check_prefill,
     left_out,
     sse,
+)
+from lightning_rl_proxy.dialects.wire.messages import (
+    Assistant,
+    CountWire,
+    Document,
+    Image,
+    MessagesToolChoice,
+    PlainSource,
+    RedactedThinking,
+    SearchResult,
+    System,
+    Text,
+    Thinking,
+    Tool,
+    ToolResult,
+    ToolUse,
+    Url,
+    User,
+    Wire,
 )
 from lightning_rl_proxy.errors import GatewayError, PromptTooLong
 from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, tool_call
@@ -111,120 +128,11 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 T = TypeVar("T")
 
 
-class _Text(msgspec.Struct, tag="text"):
-    text: str
-
-
-class _Base64(msgspec.Struct, tag="base64"):
-    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
-    data: str
-
-
-class _Url(msgspec.Struct, tag="url"):
-    url: str
-
-
-class _Image(msgspec.Struct, tag="image"):
-    source: _Base64 | _Url
-
-
-class _PlainSource(msgspec.Struct, tag="text"):
-    data: str
-
-
-class _ContentSource(msgspec.Struct, tag="content"):
-    content: str | list[_Text]
-
-
-class _Document(msgspec.Struct, tag="document"):
-    source: _PlainSource | _ContentSource
-    title: str | None = None
-    context: str | None = None
-
-
-class _SearchResult(msgspec.Struct, tag="search_result"):
-    source: str
-    title: str
-    content: list[_Text]
-
-
-class _Thinking(msgspec.Struct, tag="thinking"):
-    thinking: str
-
-
-class _RedactedThinking(msgspec.Struct, tag="redacted_thinking"):
-    pass
-
-
-class _ToolUse(msgspec.Struct, tag="tool_use"):
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class _ToolResult(msgspec.Struct, tag="tool_result"):
-    tool_use_id: str
-    content: str | list[_Text | _Image | _Document | _SearchResult] | None = None
-    is_error: bool | None = None
-
-
-class _User(msgspec.Struct, tag_field="role", tag="user"):
-    content: str | list[_Text | _Image | _ToolResult | _Document | _SearchResult]
-
-
-class _Assistant(msgspec.Struct, tag_field="role", tag="assistant"):
-    content: str | list[_Text | _Thinking | _RedactedThinking | _ToolUse]
-
-
-class _System(msgspec.Struct, tag_field="role", tag="system"):
-    content: str | list[_Text]
-
-
-class _Tool(msgspec.Struct):
-    name: Annotated[str, msgspec.Meta(min_length=1)]
-    input_schema: dict[str, Any]
-    description: str | None = None
-
-
-class _ToolChoice(msgspec.Struct):
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-
-
-class _Format(msgspec.Struct, tag="json_schema"):
-    schema: dict[str, Any]
-
-
-class _OutputConfig(msgspec.Struct):
-    format: _Format | None = None
-
-
-class CountWire(SamplingWire, kw_only=True):
-    """The honoured fields but `max_tokens`, which a request to count tokens has not."""
-
-    model: str
-    messages: list[_User | _Assistant | _System]
-    system: str | list[_Text] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: _ToolChoice | None = None
-    stop_sequences: list[Annotated[str, msgspec.Meta(min_length=1)]] | None = None
-    stream: bool | None = None
-    output_config: _OutputConfig | None = None
-    output_format: _Format | None = None
-
-
-class Wire(CountWire, kw_only=True):
-    """The honoured fields."""
-
-    max_tokens: Count
-
-
 def parse(fields: dict[str, Any]) -> Request:
     """See `Dialect`."""
     wire = _converted(fields, Wire)
     request = _request(fields, wire, wire.max_tokens)
-    if not isinstance(wire.messages[-1], _Assistant):
+    if not isinstance(wire.messages[-1], Assistant):
         return request
     check_prefill(f"messages.{len(wire.messages) - 1}", request.messages[-1])
     if len(request.messages) == 1:
@@ -398,18 +306,18 @@ def _converted(fields: dict[str, Any], wanted: type[T], within: str = "") -> T:
         raise GatewayError(400, f"{where}: {what}" if where else what, param=where or None) from error
 
 
-def _system(system: str | list[_Text] | None) -> list[dict[str, Any]]:
+def _system(system: str | list[Text] | None) -> list[dict[str, Any]]:
     text = "".join(_BILLING.sub("", block.text) for block in _listed(system))
     return [{"role": "system", "content": text}] if text else []
 
 
-def _conversation(messages: Sequence[_User | _Assistant | _System]) -> list[dict[str, Any]]:
+def _conversation(messages: Sequence[User | Assistant | System]) -> list[dict[str, Any]]:
     read: list[dict[str, Any]] = []
     for role, turn in itertools.groupby(messages, type):
         contents: list[Sequence[Any]] = [_listed(message.content) for message in turn]
-        if role is _User:
+        if role is User:
             read += _user(contents)
-        elif role is _Assistant:
+        elif role is Assistant:
             read.append(_assistant(itertools.chain.from_iterable(contents)))
         else:
             read += [{"role": "system", "content": _content([_part(b) for b in blocks])} for blocks in contents]
@@ -421,13 +329,13 @@ def _user(contents: Iterable[Sequence[Any]]) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     said: list[dict[str, Any]] = []
     for blocks in contents:
-        results += [_tool_result(block) for block in blocks if isinstance(block, _ToolResult)]
-        parts = [_part(block) for block in blocks if not isinstance(block, _ToolResult)]
+        results += [_tool_result(block) for block in blocks if isinstance(block, ToolResult)]
+        parts = [_part(block) for block in blocks if not isinstance(block, ToolResult)]
         said += [_BREAK, *parts] if said and parts else parts
     return results + ([{"role": "user", "content": _content(said)}] if said or not results else [])
 
 
-def _tool_result(block: _ToolResult) -> dict[str, Any]:
+def _tool_result(block: ToolResult) -> dict[str, Any]:
     """A tool message. Chat formats have no mark for a failed call, so the model is told so in a word."""
     parts = [_part(inner) for inner in _listed(block.content)]
     if block.is_error:
@@ -435,16 +343,16 @@ def _tool_result(block: _ToolResult) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(parts)}
 
 
-def _assistant(blocks: Iterable[_Text | _Thinking | _RedactedThinking | _ToolUse]) -> dict[str, Any]:
+def _assistant(blocks: Iterable[Text | Thinking | RedactedThinking | ToolUse]) -> dict[str, Any]:
     """An assistant turn: pieces of text or thinking are joined as they were sampled, with nothing between."""
     text = reasoning = ""
     calls = []
     for block in blocks:
-        if isinstance(block, _Text):
+        if isinstance(block, Text):
             text += "" if block.text == _NOTHING else block.text
-        elif isinstance(block, _Thinking):
+        elif isinstance(block, Thinking):
             reasoning += block.thinking
-        elif isinstance(block, _ToolUse):
+        elif isinstance(block, ToolUse):
             calls.append(tool_call(block.id, block.name, _arguments(block.input)))
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if reasoning:
@@ -454,24 +362,24 @@ def _assistant(blocks: Iterable[_Text | _Thinking | _RedactedThinking | _ToolUse
     return message
 
 
-def _listed(content: str | Sequence[T] | None) -> Sequence[T | _Text]:
-    return [_Text(content)] if isinstance(content, str) else content or []
+def _listed(content: str | Sequence[T] | None) -> Sequence[T | Text]:
+    return [Text(content)] if isinstance(content, str) else content or []
 
 
-def _part(block: _Text | _Image | _Document | _SearchResult) -> dict[str, Any]:
-    if isinstance(block, _Text):
+def _part(block: Text | Image | Document | SearchResult) -> dict[str, Any]:
+    if isinstance(block, Text):
         return _text(block.text)
-    if isinstance(block, _Document):
-        inner = block.source.data if isinstance(block.source, _PlainSource) else _joined(block.source.content)
+    if isinstance(block, Document):
+        inner = block.source.data if isinstance(block.source, PlainSource) else _joined(block.source.content)
         return _text(_quoted("document", {"title": block.title, "context": block.context}, inner))
-    if isinstance(block, _SearchResult):
+    if isinstance(block, SearchResult):
         return _text(_quoted("search_result", {"source": block.source, "title": block.title}, _joined(block.content)))
     source = block.source
-    url = source.url if isinstance(source, _Url) else f"data:{source.media_type};base64,{source.data}"
+    url = source.url if isinstance(source, Url) else f"data:{source.media_type};base64,{source.data}"
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _joined(content: str | Sequence[_Text]) -> str:
+def _joined(content: str | Sequence[Text]) -> str:
     return "".join(block.text for block in _listed(content))
 
 
@@ -507,12 +415,12 @@ def _tool(where: str, tool: dict[str, Any]) -> dict[str, Any] | None:
         description, properties, required = _CLIENTS_TOOLS[name]
         parameters = {"type": "object", "properties": properties, "required": required}
         tool = {"name": tool.get("name"), "description": description, "input_schema": parameters}
-    known = _converted(tool, _Tool, where)
+    known = _converted(tool, Tool, where)
     about = {} if known.description is None else {"description": known.description}
     return {"type": "function", "function": {"name": known.name, **about, "parameters": known.input_schema}}
 
 
-def _tool_choice(choice: _ToolChoice | None, tools: list[dict[str, Any]] | None) -> ToolChoice:
+def _tool_choice(choice: MessagesToolChoice | None, tools: list[dict[str, Any]] | None) -> ToolChoice:
     if choice is None or choice.type == "auto":
         return "auto"
     if choice.type == "none":

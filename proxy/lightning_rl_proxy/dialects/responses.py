@@ -18,11 +18,9 @@ import msgspec
 from lightning_rl_proxy.dialects.base import (
     ENGINE_FIELDS,
     ENGINE_OFF,
-    Count,
     NamedTool,
     Opening,
     Request,
-    SamplingWire,
     Tables,
     ToolChoice,
     allowed,
@@ -32,6 +30,7 @@ from lightning_rl_proxy.dialects.base import (
     unsupported,
 )
 from lightning_rl_proxy.dialects.chat_completions import PING, stops, token_logprob
+from lightning_rl_proxy.dialects.wire.responses import INCLUDABLE, LOGPROBS, Wire
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, TokenLogprob
 
@@ -105,14 +104,6 @@ _REPEATED: dict[str, Any] = {
     "user": None,
 }
 
-_LOGPROBS = "message.output_text.logprobs"
-INCLUDABLE = (
-    _LOGPROBS,
-    # No item here has any of what follows.
-    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
-    "message.input_image.image_url", "reasoning.encrypted_content", "web_search_call.action.sources",
-    "web_search_call.results",
-)  # fmt: skip
 _ROLES = ("user", "assistant", "system", "developer")
 _OUR_ID = re.compile(r"(rs|msg|fc|call|ctc|lsh|apc)_([0-9a-f]{32})_(\d+)")
 # Tools whose calls are a text: what they are to the model, and the one argument that holds it.
@@ -126,29 +117,6 @@ _PATCH = re.compile(
 )
 _VERBS = {"Add": "create_file", "Update": "update_file", "Delete": "delete_file"}
 _MAX = 2**31
-
-
-class Wire(SamplingWire, kw_only=True):
-    """Fields that are honoured or repeated, as OpenAI types them; `top_k` and the like are vLLM's extensions."""
-
-    model: str
-    input: str | list[Any] | None = None
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    stop: str | list[str] | None = None
-    max_output_tokens: Count | None = None
-    text: dict[str, Any] | None = None
-    include: list[Any] | None = None
-    stream: bool | None = None
-    metadata: dict[str, str] | None = None
-    prompt_cache_key: str | None = None
-    reasoning: dict[str, Any] | None = None
-    safety_identifier: str | None = None
-    store: bool | None = None
-    user: str | None = None
 
 
 class _Piece(NamedTuple):
@@ -218,7 +186,7 @@ def parse(fields: dict[str, Any], known: Mapping[str, list[dict[str, Any]]] | No
             json_schema=_json_schema(wire.text),
         ),
         stream=bool(wire.stream),
-        logprobs=_LOGPROBS in _included(wire.include),
+        logprobs=LOGPROBS in _included(wire.include),
         ignored_fields=ignored + unseen,
         fields=fields,
     )

@@ -63,15 +63,15 @@ class EngineConnection:
         try:
             async with asyncio.timeout(seconds):
                 try:
-                    status, said = await _answer(self._client.post(path, sent))
+                    status, answer = await _answer(self._client.post(path, sent))
                 except NoAnswer:
-                    status, said = await _answer(self._client.post(path, sent))
+                    status, answer = await _answer(self._client.post(path, sent))
         except TimeoutError as error:
             raise EngineUnavailable(f"engine {self.url}{path} does not answer in {seconds} s") from error
         if status == 404:
             raise EngineRefused(f"engine {self.url} has no {path}; {needs}", status=502)
         if status != 200:
-            raise EngineUnavailable(f"engine {self.url}{path} answered {status}: {said[:500]!r}")
+            raise EngineUnavailable(f"engine {self.url}{path} answered {status}: {answer[:500]!r}")
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """Status and body of the answer at `path`, which comes soon. Raises EngineUnavailable where none comes."""
@@ -116,11 +116,11 @@ def refusal(url: str, status: int, raw: bytes) -> Exception:
     """The error that an answer with `status` is; `raw` is its body."""
     if status >= 500:
         return EngineUnavailable(f"engine {url} answered {status}: {raw[:500]!r}")
-    said = _message(raw)
+    message = _message(raw)
     for pattern in _TOO_LONG:
-        if match := pattern.search(said):
+        if match := pattern.search(message):
             return PromptTooLong(int(match["prompt"]), int(match["limit"]))
-    return EngineRefused(f"the engine answered {status}: {said}", status=400 if status in _AGENTS_FAULT else 502)
+    return EngineRefused(f"the engine answered {status}: {message}", status=400 if status in _AGENTS_FAULT else 502)
 
 
 def _message(body: bytes) -> str:
@@ -130,5 +130,5 @@ def _message(body: bytes) -> str:
         refused = msgspec.json.decode(body, type=_Refused)
     except msgspec.DecodeError:
         return otherwise
-    said = refused.message if refused.error is None else refused.error
-    return said.message if isinstance(said, Problem) else said or otherwise
+    error = refused.message if refused.error is None else refused.error
+    return error.message if isinstance(error, Problem) else error or otherwise

@@ -157,17 +157,17 @@ class SGLangEngine:
         status, _ = await self._server.get(READY)
         if status != 200 and not (status == 503 and self._paused):
             raise EngineUnavailable(f"{self.url}{READY} answered {status}")
-        status, said = await self._server.get(_MODEL)
+        status, body = await self._server.get(_MODEL)
         if status != 200:
             raise EngineUnavailable(f"{self.url}{_MODEL} answered {status}")
-        return self._labels.fingerprint_of(_decoded(self.url + _MODEL, said, _weights).weight_version)
+        return self._labels.fingerprint_of(_decoded(self.url + _MODEL, body, _weights).weight_version)
 
     async def load(self) -> Load | None:
         """See `Engine`."""
-        status, said = await self._server.get(_LOADS)
+        status, body = await self._server.get(_LOADS)
         if status != 200:
             return None
-        ranks = _decoded(self.url + _LOADS, said, _loads).loads
+        ranks = _decoded(self.url + _LOADS, body, _loads).loads
         capacity = sum(rank.max_running_requests for rank in ranks)
         return Load(sum(rank.num_waiting_reqs for rank in ranks), capacity) if capacity else None
 
@@ -304,7 +304,7 @@ async def _whole(response: Response) -> AsyncIterator[bytes]:
 
 def _tokens(token_ids: list[int], meta: _Meta) -> EngineTokens:
     """The tokens with their logprobs, which are those of the same tokens or none."""
-    told = (meta.output_token_logprobs or [])[-len(token_ids) :]
-    if [token for _, token, _ in told] != token_ids:
+    logprobs = (meta.output_token_logprobs or [])[-len(token_ids) :]
+    if [token for _, token, _ in logprobs] != token_ids:
         return EngineTokens(token_ids, None)
-    return EngineTokens(token_ids, known([logprob for logprob, _, _ in told]))
+    return EngineTokens(token_ids, known([logprob for logprob, _, _ in logprobs]))

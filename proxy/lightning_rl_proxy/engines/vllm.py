@@ -187,23 +187,23 @@ class TokenEngine:
         status, _ = await self._server.get("/health")
         if status != 200:
             raise EngineUnavailable(f"{self.url}/health answered {status}")
-        status, said = await self._server.get("/v1/models" if self.kind == "embedded" else "/weight_info")
+        status, body = await self._server.get("/v1/models" if self.kind == "embedded" else "/weight_info")
         if status != 200:
             return None
         if self.kind == "embedded":
-            return self._decoded(said, _Models).data[0].policy_version
-        return self._labels.fingerprint_of(self._decoded(said, _WeightInfo).weight_version)
+            return self._decoded(body, _Models).data[0].policy_version
+        return self._labels.fingerprint_of(self._decoded(body, _WeightInfo).weight_version)
 
     async def load(self) -> Load | None:
         """See `Engine`. A vLLM server with --disable-log-stats does not say."""
         if self.kind == "embedded":
-            status, said = await self._server.get("/v1/models")
+            status, body = await self._server.get("/v1/models")
             if status != 200:
                 return None
-            model = self._decoded(said, _Models).data[0]
+            model = self._decoded(body, _Models).data[0]
             return Load(model.waiting, model.max_num_seqs)
-        status, said = await self._server.get("/metrics")
-        counts = [float(line.rpartition(b" ")[2]) for line in said.splitlines() if line.startswith(_WAITING)]
+        status, body = await self._server.get("/metrics")
+        counts = [float(line.rpartition(b" ")[2]) for line in body.splitlines() if line.startswith(_WAITING)]
         if status != 200 or not counts:
             return None
         return Load(int(sum(counts)), await self._told_capacity())
@@ -236,8 +236,8 @@ class TokenEngine:
         if (json_schema := parameters.pop("json_schema", None)) is not None:
             parameters["structured_outputs"] = {"json": json_schema} if json_schema else {"json_object": True}
         for name in _CONSTRAINTS:
-            if (given := parameters.pop(name, None)) is not None:
-                parameters["structured_outputs"] = {name: given}
+            if (value := parameters.pop(name, None)) is not None:
+                parameters["structured_outputs"] = {name: value}
         ends = [] if sampling.ignore_eos else self._stop_token_ids
         # An absent max_tokens means 16 to the embedded engine; null the end of the context, as chat clients expect.
         return parameters | {
@@ -259,15 +259,15 @@ class TokenEngine:
         if self._capacity is None and time.monotonic() >= self._ask_capacity_at:
             self._ask_capacity_at = time.monotonic() + _ASK_AGAIN_SECONDS
             with contextlib.suppress(EngineUnavailable):
-                status, said = await self._server.get(_CONFIG)
+                status, body = await self._server.get(_CONFIG)
                 if status == 200:
-                    config = self._decoded(said, _ServerInfo).vllm_config
+                    config = self._decoded(body, _ServerInfo).vllm_config
                     self._capacity = config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
         return self._capacity
 
-    def _decoded(self, said: bytes, expected: type[T]) -> T:
+    def _decoded(self, body: bytes, expected: type[T]) -> T:
         try:
-            return msgspec.json.decode(said, type=expected)
+            return msgspec.json.decode(body, type=expected)
         except msgspec.DecodeError as error:
             raise EngineUnavailable(f"engine {self.url} does not answer as vLLM does ({error})") from error
 
@@ -284,9 +284,9 @@ class TokenEngine:
     def _check_prompt(self, prompt: list[int], media: Sequence[Shown], read: list[int] | None) -> None:
         """Raises EngineRefused where a vLLM server has made another prompt of the images than is recorded."""
         if media and self.kind == "vllm" and read != prompt:
-            found = "does not tell which prompt it read" if read is None else f"read {len(read)} tokens"
+            problem = "does not tell which prompt it read" if read is None else f"read {len(read)} tokens"
             raise EngineRefused(
-                f"engine {self.url} {found}, of the {len(prompt)} that the images make here: give it and the gateway "
+                f"engine {self.url} {problem}, of the {len(prompt)} that the images make here: give it and the gateway "
                 "the same preprocessor_config.json",
                 status=502,
             )

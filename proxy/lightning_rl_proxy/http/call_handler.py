@@ -98,48 +98,48 @@ class CallHandler:
         self._threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="tokenizing")
 
     def work(
-        self, attempt: LiveAttempt, agent: str | None, dialect: Dialect, said: DecodedBody, inflight: InflightRequest
+        self, attempt: LiveAttempt, agent: str | None, dialect: Dialect, body: DecodedBody, inflight: InflightRequest
     ) -> Coroutine[Any, Any, bytes]:
         """What answers a request; it gives the answer's last bytes. Raises GatewayError for what cannot be answered."""
-        requested = said.fields.get("model")
+        requested = body.fields.get("model")
         model = self._router.resolve(requested if isinstance(requested, str) else "")
         backend = self._router.is_backend(model)
         if backend and dialect is chat_completions:
-            request = chat_completions.parse_relayed(said.whole())
+            request = chat_completions.parse_relayed(body.whole())
         else:
-            request = _parsed(dialect, said, attempt)
+            request = _parsed(dialect, body, attempt)
         inflight.model, inflight.stream = model, request.stream
-        asked = CallContext(attempt, agent, dialect, request, inflight, model)
+        context = CallContext(attempt, agent, dialect, request, inflight, model)
         if backend:
             if request.prompt is not None:
                 raise GatewayError(400, f"model {model!r} is a chat service: it completes no prompts", param="model")
-            return self._relay(asked)
+            return self._relay(context)
         if self._renderer is None:
             raise no_engine(model)
         _check_images(request, self._renderer)
-        _check_told(request, attempt, self._renderer)
-        attempt.history.keep(said, request.messages)
-        new_bytes = _new_text(request) if said.read else len(said.body)
-        return self._sample_all(asked, self._renderer, long=new_bytes > _LONG_REQUEST)
+        _check_ways(request, attempt, self._renderer)
+        attempt.history.keep(body, request.messages)
+        new_bytes = _new_text(request) if body.read else len(body.body)
+        return self._sample_all(context, self._renderer, long=new_bytes > _LONG_REQUEST)
 
     async def count_tokens(self, request: Request, renderer: Renderer, size: int) -> int:
         """How many tokens a request's prompt has, whose body is `size` bytes long. Raises GatewayError."""
         render = partial(renderer.render, request.messages, request.tools)
         return len(await self._elsewhere(render) if size > _LONG_REQUEST else render())
 
-    async def _placed(self, asked: CallContext, renderer: Renderer, *, long: bool) -> tuple[Renderer, Place]:
+    async def _placed(self, context: CallContext, renderer: Renderer, *, long: bool) -> tuple[Renderer, Place]:
         """What renders a request, and its place. A format that is told something new is made in another thread, and a
         long request tokenised there; what else the attempt asks meanwhile finds its place after it, so that nobody
         looks while the attempt changes."""
-        attempt, request = asked.attempt, asked.request
-        tell = partial(_told, request, renderer)
+        attempt, request = context.attempt, context.request
+        choose = partial(_renderer_for, request, renderer)
         if not long and not attempt.unplaced and _is_known(request, renderer):
-            return _find(asked, *tell())
+            return _find(context, *choose())
         attempt.unplaced += 1
         try:
             async with attempt.placing:
-                renderer, told = tell() if _is_known(request, renderer) else await self._in_thread(tell)
-                find = partial(_find, asked, renderer, told)
+                renderer, kwargs = choose() if _is_known(request, renderer) else await self._in_thread(choose)
+                find = partial(_find, context, renderer, kwargs)
                 return await self._elsewhere(find) if long else find()
         finally:
             attempt.unplaced -= 1
@@ -165,12 +165,12 @@ class CallHandler:
             await asyncio.wait([working])
             raise
 
-    async def _sample_all(self, asked: CallContext, renderer: Renderer, *, long: bool) -> bytes:
+    async def _sample_all(self, context: CallContext, renderer: Renderer, *, long: bool) -> bytes:
         """Sample every choice of a request."""
-        attempt, request, model = asked.attempt, asked.request, asked.model
-        earlier = [one.live for one in _earlier(asked)]
+        attempt, request, model = context.attempt, context.request, context.model
+        earlier = [one.live for one in _earlier(context)]
         first = 0 if earlier else attempt.take_numbers(request.n)
-        renderer, place = await self._placed(asked, renderer, long=long)
+        renderer, place = await self._placed(context, renderer, long=long)
         forced = _forced(request, place, renderer)
         if earlier:  # told again where it was asked, though equal calls may have been answered since
             whole = earlier[0].prompt_ids()
@@ -182,7 +182,7 @@ class CallHandler:
         reader: Reader = renderer if request.prompt is None else PlainText(renderer)
         choices = [
             _SampledChoice(
-                asked, place, forced, reader, self._clock, room, index=index, number=first + index, call_id=call_id
+                context, place, forced, reader, self._clock, room, index=index, number=first + index, call_id=call_id
             )
             for index, call_id in enumerate(
                 [e.call.call_id for e in earlier] or [new_call_id() for _ in range(request.n)]
@@ -195,13 +195,13 @@ class CallHandler:
             created=choices[0].start_ns // 10**9,
             prompt_tokens=len(place.prompt_ids) + len(forced),
         )
-        stream = _AnswerStream(asked, opening)
+        stream = _AnswerStream(context, opening)
         if earlier:
             answers = [_tell_again(choice, live.call, stream) for choice, live in zip(choices, earlier, strict=True)]
         else:
             answers = await _each(self._sample(choice, stream) for choice in choices)
-        if asked.dialect is responses:
-            asked.inflight.responses[responses.response_id(choices[0].call_id)] = responses.kept(request, answers[0])
+        if context.dialect is responses:
+            context.inflight.responses[responses.response_id(choices[0].call_id)] = responses.kept(request, answers[0])
         return stream.end(answers)
 
     def _record_images(self, attempt: LiveAttempt, place: Place) -> None:
@@ -221,17 +221,17 @@ class CallHandler:
             )
 
     async def _sample(self, choice: "_SampledChoice", stream: "_AnswerStream") -> ParsedAnswer:
-        asked, generation = choice.asked, choice.generation
+        context, generation = choice.context, choice.generation
 
         def take(tokens: EngineTokens) -> bool:
-            asked.attempt.tokens_received += len(tokens.token_ids)
+            context.attempt.tokens_received += len(tokens.token_ids)
             stream.add(choice.index, choice.push(tokens))
             return not choice.ended
 
         ended = False
         try:
             await self._router.generate(
-                asked.model,
+                context.model,
                 choice.place.prompt_ids,
                 choice.sampling,
                 generation,
@@ -249,52 +249,52 @@ class CallHandler:
                 self._counters["undelivered"] += 1
         # From here to the end nothing waits, so what an engine handed over is never lost to a cancellation.
         answer, deltas = choice.finish()
-        told = choice.end(stream, answer, deltas)
-        self._count_ignored(asked.request.ignored_fields)
+        answered = choice.end(stream, answer, deltas)
+        self._count_ignored(context.request.ignored_fields)
         call = choice.call()
-        asked.inflight.calls.append((call, choice.told() | {semconv.OUTPUT_MESSAGES: [answer.message()]}))
-        prompt = asked.request.prompt
-        text = None if prompt is None else (asked.model, prompt)
+        context.inflight.calls.append((call, choice.attributes() | {semconv.OUTPUT_MESSAGES: [answer.message()]}))
+        prompt = context.request.prompt
+        text = None if prompt is None else (context.model, prompt)
         thought = partial(message_fingerprint.thought_of, answer.reasoning)
-        asked.inflight.commits.append(
+        context.inflight.commits.append(
             Answered(choice.place, call, answer.message(), bool(answer.reasoning), generation.served_by, text, thought)
         )
-        return told
+        return answered
 
-    async def _relay(self, asked: CallContext) -> bytes:
+    async def _relay(self, context: CallContext) -> bytes:
         """Ask a chat backend for each choice. Its answers come whole, and are streamed as such."""
-        attempt, request, model = asked.attempt, asked.request, asked.model
+        attempt, request, model = context.attempt, context.request, context.model
         place = attempt.forest.find_turn(model, request.messages, request.tools)
-        if earlier := _earlier(asked):
+        if earlier := _earlier(context):
             call_ids = [one.live.call.call_id for one in earlier]
-            told = [relayed_calls.told_again(one.live.call, one.said) for one in earlier]
+            chat_answers = [relayed_calls.told_again(one.live.call, one.said) for one in earlier]
         else:
             first = attempt.take_numbers(request.n)
             self._count_fork(place)
             call_ids = [new_call_id() for _ in range(request.n)]
-            told = await _each(
-                self._ask(asked, place, first + index, index, call_id) for index, call_id in enumerate(call_ids)
+            chat_answers = await _each(
+                self._ask(context, place, first + index, index, call_id) for index, call_id in enumerate(call_ids)
             )
-        if asked.dialect is chat_completions and not request.stream:
-            return chat_completions.merge([answer.body for answer in told])
-        answers = [relayed_calls.answer_of(answer) for answer in told]
-        if asked.dialect is responses:
-            asked.inflight.responses[responses.response_id(call_ids[0])] = responses.kept(request, answers[0])
+        if context.dialect is chat_completions and not request.stream:
+            return chat_completions.merge([answer.body for answer in chat_answers])
+        answers = [relayed_calls.answer_of(answer) for answer in chat_answers]
+        if context.dialect is responses:
+            context.inflight.responses[responses.response_id(call_ids[0])] = responses.kept(request, answers[0])
         opening = Opening(
             call_id=call_ids[0],
             model=model,
             created=int(time.time()),
-            prompt_tokens=relayed_calls.prompt_tokens(told[0]),
+            prompt_tokens=relayed_calls.prompt_tokens(chat_answers[0]),
         )
-        stream = _AnswerStream(asked, opening)
+        stream = _AnswerStream(context, opening)
         for index, answer in enumerate(answers):
             stream.add(index, relayed_calls.deltas(answer))
             stream.stop(index, answer)
         return stream.end(answers)
 
-    async def _ask(self, asked: CallContext, by_messages: Place, number: int, index: int, call_id: str) -> ChatAnswer:
-        attempt, request, model = asked.attempt, asked.request, asked.model
-        fields = request.fields if asked.dialect is chat_completions else relayed_calls.fields_of(request)
+    async def _ask(self, context: CallContext, by_messages: Place, number: int, index: int, call_id: str) -> ChatAnswer:
+        attempt, request, model = context.attempt, context.request, context.model
+        fields = request.fields if context.dialect is chat_completions else relayed_calls.fields_of(request)
         # What an attempt publishes is about its policy: a judge beside it keeps the temperature that it was given.
         policy = model == self._router.policy
         fields = {**attempt.info.sampling_defaults, **fields} if policy else fields
@@ -305,12 +305,14 @@ class CallHandler:
         place = relayed_calls.placed(by_messages, answer, request)
         if by_messages.fork is None:
             self._count_fork(place)
-        identity = relayed_calls.CallIdentity(attempt.address, asked.agent, model, number, call_id)
+        identity = relayed_calls.CallIdentity(attempt.address, context.agent, model, number, call_id)
         call = relayed_calls.call_of(answer, place, sent, identity, start_ns, self._clock())
         self._count_ignored([*request.ignored_fields, *answer.ignored_fields])
-        more = relayed_calls.attributes(answer, place, request, asked.dialect.NAME, sent) | told_for_others(asked)
-        asked.inflight.calls.append((call, more))
-        asked.inflight.commits.append(
+        more = relayed_calls.attributes(answer, place, request, context.dialect.NAME, sent) | recovery_attributes(
+            context
+        )
+        context.inflight.calls.append((call, more))
+        context.inflight.commits.append(
             Answered(place, call, relayed_calls.message_of(answer), relayed_calls.reasoned(answer))
         )
         return answer
@@ -339,7 +341,7 @@ class _SampledChoice:
 
     def __init__(
         self,
-        asked: CallContext,
+        context: CallContext,
         place: Place,
         forced: list[int],
         reader: Reader,
@@ -350,8 +352,8 @@ class _SampledChoice:
         number: int,
         call_id: str,
     ) -> None:
-        request, info = asked.request, asked.attempt.info
-        self.asked = asked
+        request, info = context.request, context.attempt.info
+        self.context = context
         self.index = index
         self.call_id = call_id
         self.sampling = effective(
@@ -380,7 +382,7 @@ class _SampledChoice:
                 logprobs=request.logprobs,
             )
         self._begun = request.begun  # which the client has, and is not told again
-        self._told = ""
+        self._text = ""
         self.place = place
         if forced:
             added_ids, prompt_ids = place.added_ids + forced, place.prompt_ids + forced
@@ -402,7 +404,7 @@ class _SampledChoice:
     def home(self) -> Engine | None:
         """The engine that has the conversation so far in its cache; samples of one prompt begin a new one each."""
         before = self.place.continued
-        return None if before is None or self.asked.request.n > 1 else before.served_by
+        return None if before is None or self.context.request.n > 1 else before.served_by
 
     @property
     def ended(self) -> bool:
@@ -425,7 +427,7 @@ class _SampledChoice:
                 generation.token_ids,
                 generation.logprobs,
                 finish_reason,
-                self.asked.request.callable_tools,
+                self.context.request.callable_tools,
             )
             return answer, []
         if not self.watched:
@@ -438,9 +440,9 @@ class _SampledChoice:
     def end(self, stream: "_AnswerStream", answer: ParsedAnswer, deltas: list[Delta]) -> ParsedAnswer:
         """Tell the end of the answer, and give what of it the client hears: all but what it has begun itself."""
         stream.add(self.index, self._new(deltas))
-        told = replace(answer, content=answer.content[self._begun_in(answer.content) :])
-        stream.stop(self.index, told)
-        return told
+        new = replace(answer, content=answer.content[self._begun_in(answer.content) :])
+        stream.stop(self.index, new)
+        return new
 
     def _new(self, deltas: list[Delta]) -> list[Delta]:
         """The deltas without what the client has begun itself."""
@@ -449,8 +451,8 @@ class _SampledChoice:
         new: list[Delta] = []
         for delta in deltas:
             if delta.kind == "content":
-                self._told += delta.text
-                start = min(len(delta.text), max(0, self._begun_in(self._told) - len(self._told) + len(delta.text)))
+                self._text += delta.text
+                start = min(len(delta.text), max(0, self._begun_in(self._text) - len(self._text) + len(delta.text)))
                 new.append(replace(delta, text=delta.text[start:]))
             else:
                 new.append(delta)
@@ -465,15 +467,15 @@ class _SampledChoice:
 
     def call(self, *, delivered: bool = True) -> Call:
         """The record of what was sampled."""
-        attempt, generation, parent = self.asked.attempt, self.generation, self.place.parent
+        attempt, generation, parent = self.context.attempt, self.generation, self.place.parent
         return Call(
             call_id=self.call_id,
             rollout_id=attempt.address.rollout_id,
             attempt_id=attempt.address.attempt_id,
             number=self._number,
             parent_id=None if parent is None else parent.call.call_id,
-            agent=self.asked.agent,
-            model=self.asked.model,
+            agent=self.context.agent,
+            model=self.context.model,
             prompt_ids=self.place.added_ids,
             media=self.place.added_media,
             response_ids=generation.token_ids,
@@ -488,12 +490,12 @@ class _SampledChoice:
             end_ns=self._clock(),
         )
 
-    def told(self) -> dict[str, Any]:
-        """What the span says beside the call, but for the answer."""
-        request = self.asked.request
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of the span beside the call's, but for the answer."""
+        request = self.context.request
         more: dict[str, Any] = {
             semconv.REQUEST_MODEL: request.model,
-            semconv.DIALECT: self.asked.dialect.NAME,
+            semconv.DIALECT: self.context.dialect.NAME,
             semconv.INPUT_TOKENS: len(self.place.prompt_ids),
             semconv.OUTPUT_TOKENS: len(self.generation.token_ids),
             semconv.INPUT_MESSAGES: self.place.new_messages,
@@ -502,11 +504,11 @@ class _SampledChoice:
         }
         if request.ignored_fields:
             more[semconv.IGNORED_FIELDS] = request.ignored_fields
-        return more | told_for_others(self.asked) | self.place.attributes()
+        return more | recovery_attributes(self.context) | self.place.attributes()
 
     def lost(self) -> Span:
         """The record of what was sampled for an answer that is never given."""
-        return to_span(self.call(delivered=False), **self.told())
+        return to_span(self.call(delivered=False), **self.attributes())
 
 
 class _AnswerStream:
@@ -516,10 +518,10 @@ class _AnswerStream:
     the choices ended is said in the last bytes, after the calls were recorded: many clients read no further than that.
     """
 
-    def __init__(self, asked: CallContext, opening: Opening) -> None:
-        self._asked = asked
+    def __init__(self, context: CallContext, opening: Opening) -> None:
+        self._context = context
         self._opening = opening
-        self._events = asked.dialect.events(asked.request, opening) if asked.request.stream else None
+        self._events = context.dialect.events(context.request, opening) if context.request.stream else None
         self._begun = False
         self._stops: list[bytes] = []
 
@@ -528,7 +530,7 @@ class _AnswerStream:
         if self._events is not None:
             self._begin(self._events)
             for delta in deltas:
-                self._asked.inflight.write(self._events.delta(index, delta))
+                self._context.inflight.write(self._events.delta(index, delta))
 
     def stop(self, index: int, answer: ParsedAnswer) -> None:
         """Choice `index` is complete."""
@@ -539,13 +541,13 @@ class _AnswerStream:
     def end(self, answers: list[ParsedAnswer]) -> bytes:
         """The last bytes of the answer."""
         if self._events is None:
-            return self._asked.dialect.serialize(self._asked.request, self._opening, answers)
+            return self._context.dialect.serialize(self._context.request, self._opening, answers)
         return b"".join(self._stops) + self._events.end(answers)
 
     def _begin(self, events: Events) -> None:
         if not self._begun:
             self._begun = True
-            self._asked.inflight.write(events.start())
+            self._context.inflight.write(events.start())
 
 
 def _new_text(request: Request) -> int:
@@ -571,26 +573,26 @@ def _room(request: Request, prompt_tokens: int) -> int | None:
     return None if limit is None else limit - prompt_tokens
 
 
-def told_for_others(asked: CallContext) -> dict[str, Any]:
+def recovery_attributes(context: CallContext) -> dict[str, Any]:
     """What a span says so that another gateway, or this one started again, can go on behind its call, and answer a
     retry of it."""
-    more: dict[str, Any] = {semconv.REQUEST: asked.inflight.body_key.hex()}
-    if isinstance(asked.request.prompt, list):
+    more: dict[str, Any] = {semconv.REQUEST: context.inflight.body_key.hex()}
+    if isinstance(context.request.prompt, list):
         more[semconv.PROMPT_AS_IDS] = True
-    if asked.dialect is responses and (instructed := responses.instructed(asked.request)):
+    if context.dialect is responses and (instructed := responses.instructed(context.request)):
         more[semconv.INSTRUCTIONS] = instructed
     return more
 
 
-def _parsed(dialect: Dialect, said: DecodedBody, attempt: LiveAttempt) -> Request:
+def _parsed(dialect: Dialect, body: DecodedBody, attempt: LiveAttempt) -> Request:
     """The request, with the conversation that it goes on with by an earlier response's id."""
-    if said.read:
+    if body.read:
         with suppress(GatewayError):  # which names places among the new messages
-            return chat_completions.parse(said.fields, said.read)
+            return chat_completions.parse(body.fields, body.read)
     if dialect is not responses:
-        return dialect.parse(said.whole())
-    request = responses.parse(said.fields, attempt.responses)
-    previous = responses.previous(said.fields)
+        return dialect.parse(body.whole())
+    request = responses.parse(body.fields, attempt.responses)
+    previous = responses.previous(body.fields)
     if previous is None:
         return request
     if previous not in attempt.responses:
@@ -614,24 +616,24 @@ def _check_images(request: Request, renderer: Renderer) -> None:
             )
 
 
-def _find(asked: CallContext, renderer: Renderer, told: dict[str, Any]) -> tuple[Renderer, Place]:
-    """What renders a request, which was `told` so much for it alone, and the request's place."""
-    attempt, request, model = asked.attempt, asked.request, asked.model
+def _find(context: CallContext, renderer: Renderer, kwargs: dict[str, Any]) -> tuple[Renderer, Place]:
+    """What renders a request, with these kwargs of its own, and the request's place."""
+    attempt, request, model = context.attempt, context.request, context.model
     if request.prompt is None:
-        return renderer, attempt.forest.find_place(model, request.asked, request.tools, renderer, told)
+        return renderer, attempt.forest.find_place(model, request.asked, request.tools, renderer, kwargs)
     return renderer, attempt.forest.find_raw_prompt(model, request.prompt, PlainText(renderer))
 
 
 def _other_kwargs(request: Request, renderer: Renderer) -> tuple[dict[str, Any], str]:
     """What a request's prompt is to be rendered with that others are not, and the field that says so. Raises
     GatewayError(400) for what says nothing."""
-    asked, field = request.fields.get(_KWARGS) or {}, _KWARGS
-    if not isinstance(asked, dict):
+    kwargs, field = request.fields.get(_KWARGS) or {}, _KWARGS
+    if not isinstance(kwargs, dict):
         raise GatewayError(400, f"{field} is no object", param=field)
     if isinstance(thinks := request.fields.get(_THINKS), bool):
-        asked, field = {_THINKS: thinks, **asked}, field if asked else _THINKS
+        kwargs, field = {_THINKS: thinks, **kwargs}, field if kwargs else _THINKS
     known = renderer.chat_template_kwargs
-    other = {name: value for name, value in asked.items() if name not in known or known[name] != value}
+    other = {name: value for name, value in kwargs.items() if name not in known or known[name] != value}
     return ({} if request.prompt is not None else other), field
 
 
@@ -641,7 +643,7 @@ def _is_known(request: Request, renderer: Renderer) -> bool:
     return not other or renderer.knows(other)
 
 
-def _check_told(request: Request, attempt: LiveAttempt, renderer: Renderer) -> None:
+def _check_ways(request: Request, attempt: LiveAttempt, renderer: Renderer) -> None:
     """Raises GatewayError(400) for a request whose attempt has its prompts rendered in too many ways."""
     other, field = _other_kwargs(request, renderer)
     if not other:
@@ -658,7 +660,7 @@ def _check_told(request: Request, attempt: LiveAttempt, renderer: Renderer) -> N
     attempt.ways.add(way)
 
 
-def _told(request: Request, renderer: Renderer) -> tuple[Renderer, dict[str, Any]]:
+def _renderer_for(request: Request, renderer: Renderer) -> tuple[Renderer, dict[str, Any]]:
     """What renders a request's prompt, and what it is told for it alone. Raises GatewayError(400) for what it cannot
     be told."""
     other, field = _other_kwargs(request, renderer)
@@ -707,10 +709,10 @@ def _forced(request: Request, place: Place, renderer: Renderer) -> list[int]:
     return forced
 
 
-def _earlier(asked: CallContext) -> list[RecordedAnswer]:
+def _earlier(context: CallContext) -> list[RecordedAnswer]:
     """What was answered to a retried request before its attempt came here, choice by choice; empty if nothing was."""
-    earlier = asked.inflight.earlier[-asked.request.n :]
-    return earlier if len(earlier) == asked.request.n else []
+    earlier = context.inflight.earlier[-context.request.n :]
+    return earlier if len(earlier) == context.request.n else []
 
 
 def _tell_again(choice: _SampledChoice, call: Call, stream: _AnswerStream) -> ParsedAnswer:

@@ -103,7 +103,7 @@ class Delivery:
             seconds = time.monotonic() - began
             self._observe(dialect.NAME, inflight.stream)(seconds)
             if _log.isEnabledFor(logging.DEBUG):
-                _tell_of_answer(attempt.address, dialect, inflight, seconds)
+                _log_answer(attempt.address, dialect, inflight, seconds)
 
     def close(self, attempt: LiveAttempt) -> list[asyncio.Task[bytes]]:
         """Seal: abort what is in flight, and record what was sampled but never delivered. Gives what it aborted."""
@@ -208,7 +208,7 @@ def _end_grace(inflight: InflightRequest) -> None:
         inflight.grace = None
 
 
-def _tell_of_answer(address: Address, dialect: Dialect, inflight: InflightRequest, seconds: float) -> None:
+def _log_answer(address: Address, dialect: Dialect, inflight: InflightRequest, seconds: float) -> None:
     for call, _ in inflight.calls:
         _log.debug(
             "answered",

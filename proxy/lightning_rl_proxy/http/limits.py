@@ -85,5 +85,5 @@ def head_bytes(scope: Mapping[str, Any]) -> int:
 
 def announced_bytes(headers: Mapping[bytes, bytes]) -> int:
     """How long a request says that its body is; 0 where it does not."""
-    said = headers.get(b"content-length", b"")
-    return int(said) if said.isdigit() else 0
+    announced = headers.get(b"content-length", b"")
+    return int(announced) if announced.isdigit() else 0

@@ -189,10 +189,10 @@ class OpenAttempts:
 
     async def _info(self, name: tuple[str, str]) -> AttemptInfo | None:
         """What the ledger says of an attempt; who asks while it is being asked hears the same answer."""
-        asked = self._asking.get(name)
-        if asked is None:
-            asked = self._asking[name] = asyncio.create_task(self._ask_ledger(name))
-        return await asyncio.shield(asked)  # whose client leaves takes it from nobody
+        asking = self._asking.get(name)
+        if asking is None:
+            asking = self._asking[name] = asyncio.create_task(self._ask_ledger(name))
+        return await asyncio.shield(asking)  # whose client leaves takes it from nobody
 
     async def _ask_ledger(self, name: tuple[str, str]) -> AttemptInfo | None:
         try:

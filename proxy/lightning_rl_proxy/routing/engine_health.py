@@ -24,11 +24,11 @@ Engines = EnginePool[Engine]
 
 
 class EngineHealth:
-    """Looks after all `pools`; calls `heard` whenever it has looked."""
+    """Looks after all `pools`; calls `checked` whenever it has looked."""
 
-    def __init__(self, pools: Collection[Engines], heard: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, pools: Collection[Engines], checked: Callable[[], None] = lambda: None) -> None:
         self._pools = pools
-        self._heard = heard
+        self._checked = checked
         self._checks: dict[EngineReplica, asyncio.Task[str | None]] = {}
         self._asked: dict[EngineReplica, asyncio.Task[None]] = {}
 
@@ -44,7 +44,7 @@ class EngineHealth:
                         self._checking(pool, replica)
                     if replica.trouble is None:
                         self._ask_load(replica)
-            self._heard()
+            self._checked()
             await asyncio.sleep(_AWAY_SECONDS)
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class EngineHealth:
 
     def sampled_with(self, pool: Engines, replica: EngineReplica, version: int, expected: int | None) -> None:
         """A call that began when an engine was known by `expected` was sampled with weights that it calls `version`."""
-        if expected is not None and version < expected == replica.said:
+        if expected is not None and version < expected == replica.reported:
             self._note(pool, replica, lambda: pool.fingerprint_of(replica, version))
 
     async def confirm_weights(self, pool: Engines, replica: EngineReplica) -> None:
@@ -103,9 +103,9 @@ class EngineHealth:
 
         The version is the model's as soon as each of them goes on; the others are away until they have it too.
         """
-        told = [each for each in pool.replicas if each.trouble is None and not (paused and each.absent)]
-        going_on = [each for each in pool.replicas if each.frozen or (version is not None and each in told)]
-        await asyncio.gather(*(self._go_on(pool, each, version if each in told else None) for each in going_on))
+        running = [each for each in pool.replicas if each.trouble is None and not (paused and each.absent)]
+        going_on = [each for each in pool.replicas if each.frozen or (version is not None and each in running)]
+        await asyncio.gather(*(self._go_on(pool, each, version if each in running else None) for each in going_on))
         if version is not None:
             pool.version = version
             for replica in pool.replicas:
@@ -121,9 +121,9 @@ class EngineHealth:
     async def _go_on(self, pool: Engines, replica: EngineReplica, version: int | None) -> None:
         engine, before = replica.engine, replica.engine.policy_version
         replica.frozen = False
-        said = None if version is None else await self._said(replica)
-        if pool.restarted(replica, said):  # so whatever it was given is gone
-            self._note(pool, replica, lambda: pool.fingerprint_of(replica, said))
+        reported = None if version is None else await self._reported_version(replica)
+        if pool.restarted(replica, reported):  # so whatever it was given is gone
+            self._note(pool, replica, lambda: pool.fingerprint_of(replica, reported))
             version, before = None, engine.policy_version
         try:
             async with asyncio.timeout(_ORDER_SECONDS):
@@ -137,9 +137,9 @@ class EngineHealth:
             ALARMS.error("engine %s did not go on after the pause: %s", replica.name, why)
         else:
             if version is not None:
-                pool.confirm_weights(replica, version, await self._said(replica))
+                pool.confirm_weights(replica, version, await self._reported_version(replica))
 
-    async def _said(self, replica: EngineReplica) -> int | None:
+    async def _reported_version(self, replica: EngineReplica) -> int | None:
         try:
             return await replica.engine.check()
         except EngineUnavailable as error:
@@ -155,7 +155,7 @@ class EngineHealth:
     async def _load(self, replica: EngineReplica) -> None:
         with contextlib.suppress(EngineUnavailable):  # the checks find out, and what it said last is as good as any
             replica.hear_load(await replica.engine.load())
-            self._heard()
+            self._checked()
 
     def _checking(self, pool: Engines, replica: EngineReplica) -> asyncio.Task[str | None]:
         if replica not in self._checks:
@@ -166,13 +166,13 @@ class EngineHealth:
     async def _check(self, pool: Engines, replica: EngineReplica) -> str | None:
         epoch = replica.epoch
         try:
-            said = await replica.engine.check()
+            reported = await replica.engine.check()
         except EngineUnavailable as error:
             why = str(error)
             self._note(pool, replica, lambda: replica.strike(why))
             return why
         # What it said before somebody spoke for its weights may no longer be so.
-        self._note(pool, replica, lambda: pool.fingerprint_of(replica, said if epoch == replica.epoch else None))
+        self._note(pool, replica, lambda: pool.fingerprint_of(replica, reported if epoch == replica.epoch else None))
         return pool.away(replica)
 
     def _note(self, pool: Engines, replica: EngineReplica, change: Callable[[], None]) -> None:

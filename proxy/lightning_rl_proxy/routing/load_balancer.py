@@ -38,10 +38,10 @@ class ModelLoad(NamedTuple):
 class Replica(Generic[T]):
     """One engine (or chat backend) of a model. `name` is never given again.
 
-    `trouble` is why it does not answer, `said` what it said of its weights when they were last believed to be known,
-    `absent` whether it did not answer at some time since the last pause began. `epoch` counts the times that somebody
-    spoke for its weights. `load` is what it said last of its queue, `borne` how many calls it was seen to bear; None
-    while it bore them all.
+    `trouble` is why it does not answer, `reported` the version of its weights that it reported when they were last
+    believed to be known, `absent` whether it did not answer at some time since the last pause began. `epoch` counts the
+    times that somebody spoke for its weights. `load` is what it said last of its queue, `borne` how many calls it was
+    seen to bear; None while it bore them all.
     """
 
     def __init__(self, name: str, engine: T) -> None:
@@ -51,7 +51,7 @@ class Replica(Generic[T]):
         self.used = 0
         self.trouble: str | None = None
         self.strikes = 0
-        self.said: int | None = None
+        self.reported: int | None = None
         self.epoch = 0
         self.absent = False
         self.frozen = False
@@ -175,24 +175,24 @@ class EnginePool(Pool[V]):
         waiting = sum(replica.load.waiting for replica in well if replica.load is not None)
         return ModelLoad(len(well), calls, waiting, sum(known) if known and len(known) == len(each) else None)
 
-    def restarted(self, replica: Replica[V], said: int | None) -> bool:
+    def restarted(self, replica: Replica[V], reported: int | None) -> bool:
         """Whether it says older weights than it should have, and others than it was known by."""
-        return said is not None and replica.said not in (None, said) and said < self.version
+        return reported is not None and replica.reported not in (None, reported) and reported < self.version
 
-    def fingerprint_of(self, replica: Replica[V], said: int | None) -> None:
+    def fingerprint_of(self, replica: Replica[V], reported: int | None) -> None:
         """It answered a check, with what it says of its weights."""
         replica.answer()
-        if said is None:
+        if reported is None:
             return
-        if replica.said not in (None, said):
-            replica.engine.policy_version = min(said, self.version)
-        replica.said = said
+        if replica.reported not in (None, reported):
+            replica.engine.policy_version = min(reported, self.version)
+        replica.reported = reported
 
-    def confirm_weights(self, replica: Replica[V], version: int, said: int | None) -> None:
+    def confirm_weights(self, replica: Replica[V], version: int, reported: int | None) -> None:
         """Somebody says that it has the weights of `version`; what it says itself, being told so, may contradict."""
         replica.epoch += 1
-        replica.said = said
-        replica.engine.policy_version = version if said is None else min(version, said)
+        replica.reported = reported
+        replica.engine.policy_version = version if reported is None else min(version, reported)
 
 
 def choose(able: Collection[Replica[T]], home: T | None = None) -> Replica[T]:

@@ -162,10 +162,10 @@ class Router:
 
     def lacking(self, model: str, sampling: Sampling, media: Sequence[Shown] = ()) -> list[str]:
         """The names of the parameters that are set and that not every engine of `model` honours; `images` is one."""
-        asked = {name for name in SPECIFIC if getattr(sampling, name) is not None} | ({"images"} if media else set())
-        if not asked or model not in self._engines:
+        needed = {name for name in SPECIFIC if getattr(sampling, name) is not None} | ({"images"} if media else set())
+        if not needed or model not in self._engines:
             return []
-        return sorted({name for each in self._engines[model].replicas for name in asked - each.engine.abilities})
+        return sorted({name for each in self._engines[model].replicas for name in needed - each.engine.abilities})
 
     async def generate(
         self,
@@ -194,7 +194,7 @@ class Router:
         try:
             while True:
                 pool, replica = await self._take(model, home, tried)
-                engine, known_by = replica.engine, replica.said
+                engine, known_by = replica.engine, replica.reported
                 generation.begin(engine, sampling)
                 tried.append(replica)
                 failure: EngineUnavailable | None = None
@@ -319,10 +319,10 @@ class Router:
 
     async def check(self) -> dict[str, str | None]:
         """Per engine, or model of chat backends, what is wrong with it; None for what is well or cannot be asked."""
-        asked = [(pool, replica) for pool in self._engines.values() for replica in pool.replicas]
-        found = await asyncio.gather(*(self._watch.check(pool, replica) for pool, replica in asked))
-        told = {replica.name: trouble for (_, replica), trouble in zip(asked, found, strict=True)}
-        return told | dict.fromkeys(model for model, pool in self._backends.items() if pool.replicas)
+        checked = [(pool, replica) for pool in self._engines.values() for replica in pool.replicas]
+        troubles = await asyncio.gather(*(self._watch.check(pool, replica) for pool, replica in checked))
+        by_name = {replica.name: trouble for (_, replica), trouble in zip(checked, troubles, strict=True)}
+        return by_name | dict.fromkeys(model for model, pool in self._backends.items() if pool.replicas)
 
     async def watch(self) -> None:
         """Look after the engines until cancelled, so that those that are away come back."""

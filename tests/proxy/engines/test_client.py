@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lightning_rl_proxy.engines import client
 from lightning_rl_proxy.engines.base import EngineUnavailable
 from lightning_rl_proxy.engines.client import Client, NoAnswer
+from tests.random_examples import examples
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -102,7 +103,7 @@ def framed(body: list[bytes], how: str) -> bytes:
     cuts=st.lists(st.integers(1, 300), max_size=4),
     interim=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_bodies_are_whole_wherever_their_bytes_are_cut(
     body: list[bytes], how: str, cuts: list[int], interim: bool
 ) -> None:
@@ -135,17 +136,20 @@ def test_bodies_are_whole_wherever_their_bytes_are_cut(
 
 
 def test_requests_at_once_have_a_connection_each_up_to_the_limit_and_the_rest_wait_their_turn() -> None:
-    async def slowly(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(0.01)
+    answering = asyncio.Event()
+
+    async def when_told(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await answering.wait()
         writer.write(framed([b"ok"], "length"))
 
-    server = Server(slowly)
+    server = Server(when_told)
 
     async def use(one: Client) -> None:
         answers = [asyncio.create_task(body_of(one, body=b"%d" % n)) for n in range(20)]
-        await asyncio.sleep(0.005)
+        await until(lambda: len(server.requests) == 4)
         answers.pop(3).cancel()  # under way
         answers.pop(10).cancel()  # waits for its turn
+        answering.set()
         assert await asyncio.gather(*answers) == [(200, b"ok")] * 18
 
     with_client(server, use, connections=4)

@@ -17,6 +17,7 @@ from lightning_rl_proxy.errors import PromptTooLong
 from lightning_rl_proxy.sampling import Sampling
 from tests.proxy.engines.sglang_stand_in import STOP, StandIn, log_softmax, logits
 from tests.proxy.engines.vllm_stand_in import serving
+from tests.random_examples import examples
 
 T = TypeVar("T")
 PROMPT = [3, 1, 4]
@@ -70,7 +71,7 @@ def test_tokens_and_logprobs_are_the_models_own(temperature: float) -> None:
     assert finish == EngineFinish("stop", STOP, finish.version_spans)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     incremental=st.booleans(),
     interval=st.integers(1, 5),

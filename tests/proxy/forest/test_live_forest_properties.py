@@ -28,6 +28,7 @@ from lightning_rl_proxy.http.attempt import LiveAttempt
 from lightning_rl_proxy.http.inflight_request import InflightRequest
 from lightning_rl_proxy.rendering.base import ParsedAnswer
 from tests.proxy.forest.test_message_fingerprint import ALTERATIONS, an_attempt, with_other_ids
+from tests.random_examples import examples
 
 Message = dict[str, Any]
 TOOLS = [{"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}]
@@ -217,7 +218,7 @@ def worlds(draw: st.DrawFn) -> World:
     return world
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(worlds())
 def test_the_recorded_forest_is_the_live_one_and_rows_are_what_the_engine_saw_and_said(world: World) -> None:
     calls = calls_of(world.spans())

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lightning_rl_adapters import semconv
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.proxy.conftest import Served
+from tests.random_examples import examples
 
 pytestmark = pytest.mark.usefixtures("either_length")
 
@@ -97,7 +98,7 @@ def test_only_answers_that_arrived_are_continued_and_other_models_are_others(ser
     assert parents(served) == [None]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=4), st.text(min_size=1, max_size=8))
 def test_any_text_is_continued_without_a_token_encoded_anew(served: Served, said: list[str], prompt: str) -> None:
     served.ledger.spans.clear()

@@ -16,6 +16,7 @@ from lightning_rl_proxy.http.attempt import LiveAttempt
 from lightning_rl_proxy.recording.ledger import AttemptInfo
 from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from tests.proxy.forest.test_live_forest_properties import TOOLS, Spelling, World, next_request, worlds
+from tests.random_examples import examples
 
 
 def recorded(world: World) -> list[Span]:
@@ -42,7 +43,7 @@ def elsewhere(world: World) -> LiveAttempt:
     return LiveAttempt(Address("r", "a"), info, 0.0)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(worlds(), st.data())
 def test_a_request_finds_the_same_place_and_tokens_at_another_gateway(world: World, data: st.DataObject) -> None:
     other = elsewhere(world)

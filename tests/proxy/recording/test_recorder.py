@@ -28,6 +28,7 @@ from lightning_rl_adapters.span import Packed, Span, pack, unpack
 from lightning_rl_proxy.recording import recorder as recorder_module
 from lightning_rl_proxy.recording.recorder import Recorder, replay
 from tests.proxy.conftest import MemoryLedger, Served
+from tests.random_examples import examples
 
 
 def span(i: int) -> Span:
@@ -45,7 +46,7 @@ async def write(journal: Path, ledger: MemoryLedger, n: int) -> None:
     await recorder.stop()
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_journal_cut_anywhere_keeps_every_whole_record(tmp_path: Path, data: st.DataObject) -> None:
     journal = tmp_path / "journal"
@@ -60,7 +61,7 @@ def test_a_journal_cut_anywhere_keeps_every_whole_record(tmp_path: Path, data: s
     assert [s.span_id for s in replay(journal).records] == [f"s{i}" for i in range(5) if sizes[i + 1] <= cut]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(step=st.integers(1, 50), cut=st.integers(0, 2000), data=st.data())
 def test_a_journal_written_in_pieces_and_cut_anywhere_goes_on_with_the_next_gateway(
     tmp_path: Path, step: int, cut: int, data: st.DataObject
@@ -98,7 +99,7 @@ def test_a_journal_written_in_pieces_and_cut_anywhere_goes_on_with_the_next_gate
     assert names(ledger.spans) == [*kept, "s9"]
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_flipped_byte_costs_the_record_that_holds_it_alone_and_is_told(tmp_path: Path, data: st.DataObject) -> None:
     journal, n = tmp_path / "journal", 6

@@ -27,6 +27,7 @@ from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
 from tests import seeing
 from tests.proxy.conftest import MODEL, SECRET, MemoryLedger, ScriptedEngine, Served, listening
+from tests.random_examples import examples
 
 CAT, DOG = seeing.picture(1, 16, 24), seeing.picture(2, 16, 24)  # 6 features each
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
@@ -279,7 +280,7 @@ sizes = st.integers(1, 90)
 
 
 @given(sizes, sizes, st.sampled_from([("PNG", {}), ("JPEG", {}), ("GIF", {}), ("WEBP", {}), ("WEBP", {"lossless": 1})]))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_the_header_says_what_the_image_is(width: int, height: int, form: tuple[str, dict[str, Any]]) -> None:
     file = io.BytesIO()
     Pillow.new("RGB", (width, height), (9, 80, 200)).save(file, form[0], **form[1])
@@ -297,7 +298,7 @@ def test_a_broken_header_is_no_image_and_no_crash(rest: bytes, head: bytes) -> N
 
 @given(st.integers(1, 400), st.integers(1, 400), st.sampled_from([(4, 64, 1024), (14, 3136, 100_352)]))
 @example(16, 3000, (14, 3136, 100_352))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_features_are_counted_as_the_models_processor_counts_them(
     width: int, height: int, rule: tuple[int, int, int]
 ) -> None:

@@ -16,6 +16,7 @@ from lightning_rl_proxy.errors import PromptTooLong
 from lightning_rl_proxy.http.limits import RequestLimits
 from lightning_rl_proxy.rendering.long_texts import LongTexts
 from tests.proxy.conftest import TOKENIZER, Served
+from tests.random_examples import examples
 
 WHOLE = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
 LONGEST = max(len(token) for token in WHOLE.get_vocab())  # of a vocabulary of bytes
@@ -38,7 +39,7 @@ def ask(served: Served, path: str, text: str, attempt_id: str = "a1", *, packed:
     return httpx.post(url, content=gzip.compress(body) if packed else body, headers=headers, timeout=30)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.sampled_from(WORDS) | st.text(max_size=6), min_size=1, max_size=12), st.integers(1, 600))
 def test_the_ids_are_those_of_the_whole_text(pieces: list[str], times: int) -> None:
     text = "".join(pieces) * times

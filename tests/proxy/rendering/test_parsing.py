@@ -19,6 +19,7 @@ from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.proxy.conftest import TOKENIZER
 from tests.proxy.rendering.test_chat_templates import CHATML, HEADERS, HERMES, OPENS, STRIPS_THINKING
+from tests.random_examples import examples
 
 TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "hermes": HERMES, "opens": OPENS}
 # `letters` is hermes over a tokenizer that has no marks; `minimax-m2` stands for the formats that are not followed.
@@ -175,7 +176,7 @@ def test_plain_text_is_read_as_the_library_reads_it(
 
 @pytest.mark.parametrize("name", RENDERERS)
 @given(said=SAID, forced=SAID, cuts=CUTS, offered=st.booleans())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_deltas_add_up_to_the_answer_however_tokens_come(
     name: str,
     renderers: dict[str, Renderer],
@@ -210,7 +211,7 @@ def test_deltas_add_up_to_the_answer_however_tokens_come(
 @given(
     said=SAID, cuts=CUTS, stop=st.lists(st.sampled_from(["ab", "b ab", "abab", "🌲a", "äu", "um", "🌲"]), max_size=3)
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_no_stop_string_is_told_and_tokens_end_with_the_match(
     name: str, renderers: dict[str, Renderer], said: list[str | int], cuts: list[int], stop: list[str]
 ) -> None:
@@ -245,7 +246,7 @@ def test_no_stop_string_is_told_and_tokens_end_with_the_match(
 
 @pytest.mark.parametrize("name", RENDERERS)
 @given(said=SAID, cuts=CUTS, stop=st.lists(st.sampled_from(["ab", "\n</", "c"]), max_size=1))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_one_call_at_a_time_ends_with_the_token_that_completes_it(
     name: str, renderers: dict[str, Renderer], said: list[str | int], cuts: list[int], stop: list[str]
 ) -> None:
