@@ -7,8 +7,8 @@ import asyncio
 import functools
 import importlib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from lightning_rl.agents.resources import LLM, ProxyLLM
 from lightning_rl.agents.values import finite
@@ -59,9 +59,23 @@ class FunctionAgent(Agent):
         functools.update_wrapper(self, function)
         self.function = function
         self._injected = _injected_parameters(function)
+        self._optional = {
+            name
+            for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.default is not parameter.empty
+        }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
+
+    def check_resources(self, available: Collection[str]) -> None:
+        """Raises AgentSignature for a parameter that takes a resource which the run does not publish."""
+        for name, resource in self._injected.items():
+            if name not in ("resources", "rollout", *self._optional) and resource not in available:
+                raise AgentSignature(
+                    f"{self.function.__qualname__}: nothing fills parameter {name!r}; this run has the models "
+                    f"{sorted(available)}: name one in gateway.backends.{name}, or give the parameter a default"
+                )
 
     def rollout(self, task: Any, resources: Mapping[str, Any], rollout: Any) -> Any:
         """Call the function with the task and the resources that its signature names."""
@@ -71,7 +85,7 @@ class FunctionAgent(Agent):
                 given[name] = resources
             elif name == "rollout":
                 given[name] = rollout
-            else:
+            elif resource in resources or name not in self._optional:
                 given[name] = _resolved(resources, resource, rollout)
         return self.function(task, **given)
 
@@ -87,7 +101,8 @@ def rollout(function: Callable[..., Any]) -> FunctionAgent:
     """Make a function trainable: `def agent(task, llm) -> float`, sync or async.
 
     The first parameter is the task; `llm` is `main_llm`; any other parameter annotated `LLM` takes the resource of its
-    own name; `resources` and `rollout` give all. Raises AgentSignature naming a parameter that nothing can fill.
+    own name, such as a model of `gateway.backends`, else its default; `resources` and `rollout` give all. Raises
+    AgentSignature naming a parameter that nothing can fill.
     """
     return FunctionAgent(function)
 
@@ -242,8 +257,8 @@ def _injected_parameters(function: Callable[..., Any]) -> dict[str, str]:
 
 def _is_llm(annotation: Any) -> bool:
     if isinstance(annotation, str):  # `from __future__ import annotations`
-        return annotation.rsplit(".", 1)[-1] == "LLM"
-    return annotation is LLM
+        return annotation.removesuffix("| None").strip().rsplit(".", 1)[-1] == "LLM"
+    return annotation is LLM or LLM in get_args(annotation)
 
 
 def _lookup(module: str, qualname: str) -> Any:

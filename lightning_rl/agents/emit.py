@@ -9,7 +9,7 @@ import inspect
 import json
 import reprlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
@@ -26,22 +26,77 @@ _REPR.maxother = _REPR.maxstring = 200
 _NOTHING: Any = object()
 
 
-def emit_reward(value: float, name: str = "reward", *, call_id: str | None = None) -> None:
+def emit_reward(
+    value: float | Mapping[str, float],
+    name: str = "reward",
+    *,
+    call_id: str | None = None,
+    primary_key: str | None = None,
+    attributes: Mapping[str, Any] | None = None,
+) -> None:
     """Record a reward of the running rollout; the one named `reward` is the final one, the last of a name wins.
 
     With a `call_id` it is a reward of that call alone, and never the final one: the `id` of the answer, of whatever SDK
     (of several choices: of the first), or the id of a tool call in it. A call's rewards add up.
 
-    Raises ValueError for a value that is not a finite number, TypeError for a name or a call id that is no text.
+    Of several rewards by name, the one under `primary_key` is recorded as `name`, the others under their own names.
+    `attributes` are recorded with the reward; one that links it to an answer (`make_link_attributes`) is a `call_id`.
+
+    Raises ValueError for a value that is not a finite number, and for several without a `primary_key` that is one of
+    them; TypeError for a name or a call id that is no text.
     """
-    checked = finite(value, f"emit_reward(name={name!r})")
     named = _text(name, "emit_reward: a name")
-    called = None if call_id is None else _text(call_id, "emit_reward: a call_id")
+    beside = flattened(attributes or {})
+    called = (_linked_call(beside) if beside else None) if call_id is None else _text(call_id, "emit_reward: a call_id")
     if called == "":
         raise ValueError("emit_reward: the call_id is empty; give the id of an answer or of a tool call")
+    rewards = _by_name(value, named, primary_key)
     emitted = _running()
     if emitted is not None:
-        emitted.reward(checked, named, called)
+        for each, number in rewards.items():
+            emitted.reward(number, each, called, beside)
+
+
+def _by_name(value: object, name: str, primary_key: str | None) -> dict[str, float]:
+    """The rewards under the names that they are recorded by. Raises ValueError."""
+    if not isinstance(value, Mapping):
+        if primary_key is not None:
+            raise ValueError(f"emit_reward: primary_key={primary_key!r} is for several rewards, got {value!r}")
+        return {name: finite(value, f"emit_reward(name={name!r})")}
+    if primary_key not in value:
+        raise ValueError(f"emit_reward: of {sorted(map(str, value))} name the final one: primary_key=...")
+    rewards = {str(each): finite(number, f"emit_reward, {each!r}") for each, number in value.items()}
+    if name != primary_key and name in rewards:
+        raise ValueError(f"emit_reward: the final reward is recorded as {name!r}, and another one has that name")
+    return {name if each == primary_key else each: number for each, number in rewards.items()}
+
+
+def flattened(attributes: Mapping[str, Any], prefix: str = "") -> dict[str, str | bool | int | float]:
+    """Nested attributes with dotted names, as spans hold them: `{"a": {"b": [1]}}` is `{"a.b.0": 1}`.
+
+    Raises TypeError for a value that is no text, number or boolean.
+    """
+    flat: dict[str, str | bool | int | float] = {}
+    for name, value in attributes.items():
+        if isinstance(value, Mapping):
+            flat |= flattened(value, f"{prefix}{name}.")
+        elif isinstance(value, list | tuple):
+            flat |= flattened({str(index): each for index, each in enumerate(value)}, f"{prefix}{name}.")
+        elif isinstance(value, str | bool | int | float):
+            flat[f"{prefix}{name}"] = encodable(value) if isinstance(value, str) else value
+        else:
+            raise TypeError(f"attribute {prefix}{name} is text, a number or a boolean, got {value!r}")
+    return flat
+
+
+def _linked_call(attributes: Mapping[str, Any]) -> str | None:
+    """The id of the answer that the attributes of `make_link_attributes` link a reward to."""
+    from lightning_rl_adapters import semconv  # an agent that links nothing loads nothing for it
+
+    for name, value in attributes.items():
+        if name.startswith(f"{semconv.LINK}.") and name.endswith(".key_match") and value == "gen_ai.response.id":
+            return str(attributes.get(name.removesuffix("key_match") + "value_match"))
+    return None
 
 
 def emit_message(text: str) -> None:

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +57,10 @@ class Emitted:
             with self._lock:
                 self._closed = True
 
-    def reward(self, value: float, name: str, call_id: str | None) -> None:
-        """A reward, of the attempt or of one call."""
+    def reward(
+        self, value: float, name: str, call_id: str | None, attributes: Mapping[str, AttributeValue] | None = None
+    ) -> None:
+        """A reward, of the attempt or of one call; `attributes` are its span's, beside ours."""
         with self._lock:
             if self._closed:
                 _log.warning("rollout %s: the reward %r came after its agent had ended", self._rollout_id, name)
@@ -68,7 +70,8 @@ class Emitted:
                 reward_id = f"{self._attempt_id}-call-{len(self.call_rewards)}"
                 self.call_rewards.append(Reward(value=value, name=name, call_id=call_id, reward_id=reward_id))
         of_call = {} if call_id is None else {semconv.REWARD_CALL: call_id}
-        self._end(self._begin(semconv.REWARD_SPAN, {semconv.REWARD_NAME: name, semconv.REWARD_VALUE: value, **of_call}))
+        ours: dict[str, AttributeValue] = {semconv.REWARD_NAME: name, semconv.REWARD_VALUE: value, **of_call}
+        self._end(self._begin(semconv.REWARD_SPAN, {**(attributes or {}), **ours}))
 
     def message(self, text: str) -> None:
         """A remark."""

@@ -1,34 +1,53 @@
-"""Agent-lightning's class form under its own names, for agents of which nothing but the import is changed.
+"""Agent-lightning's names, for agents and scripts of which nothing but the import is changed: its class form, hooks,
+decorators, adapters and tracers. Each does here what it does there, or says what to write instead.
 
-It is `Agent` with a second name for an async method. What else has two names: `lrl.VERL`, `Trainer(algorithm=...)`,
-`LLM.endpoint`, `ProxyLLM.get_base_url` and `rollout.input`.
+What else has two names: `lrl.VERL`, `Trainer(algorithm=...)`, `LLM.endpoint`, `ProxyLLM.get_base_url`, `rollout.input`.
 """
 
-from collections.abc import Mapping
-from typing import Any, Generic, TypeAlias, TypeVar
+import asyncio
+import functools
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
+from lightning_rl.agents import agent as agents
 from lightning_rl.agents.agent import Agent, AgentSignature
+from lightning_rl.agents.emit import emit_object, emit_reward, flattened
+from lightning_rl.store.contract import Rollout
+from lightning_rl_adapters import semconv
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+Dataset = Sequence  # of tasks, JSON values
+AttemptedRollout = Rollout
 NamedResources: TypeAlias = Mapping[str, Any]  # a `ProxyLLM` or other value by its name
 _METHODS = ("rollout", "training_rollout", "validation_rollout")
 
 # Arguments of its Trainer, and what does their work here.
 ARGUMENTS = {
-    "adapter": "rows come from the forest of calls; its agent_match is the configuration's algorithm.train_agents",
+    "adapter": "rows come from the forest of calls; give {'agent_match': regex}, or lrl.TracerTraceToTriplet(regex)",
     "dev": "Trainer(agent).dev(tasks)",
-    "hooks": "a function around the agent, or a reward function",
     "initial_resources": "the algorithm publishes what its rollouts get; other models are in gateway.backends",
     "llm_proxy": "the gateway is always there; other models are in gateway.backends",
     "max_rollouts": "a shorter dataset, or trainer.total_training_steps",
     "max_tasks": "a shorter dataset, or trainer.total_training_steps",
     "n_workers": "n_runners",
+    "daemon": "runners always end with the trainer",
     "runner": "n_runners says how many there are",
     "store": "the store is store.db of run_dir",
     "strategy": "there is one: a server process and runner processes beside the trainer",
-    "tracer": "nothing is traced: the gateway records the calls",
     "triplet_exporter": "rows come from the forest of calls",
 }
+_OF_ADAPTERS = {
+    "exclude_llm_call_in_reward": "calls to the policy are trained, calls to other models (a judge) are not",
+    "llm_call_match": "calls to the policy are trained, calls to other models are not",
+    "repair_hierarchy": "a call's parent is the one whose tokens it continues",
+    "reward_match": "a reward names its call (emit_reward(..., call_id=answer.id)) or belongs to the rollout",
+}
+_REWARD = "agentlightning.reward"
 
 
 class LitAgent(Agent, Generic[T]):
@@ -88,10 +107,187 @@ class LitAgent(Agent, Generic[T]):
 
 
 class NoTracer:
-    """What agents ask their tracer for: there is none of it."""
+    """A tracer under Agent-lightning's names: there is nothing to attach, for the gateway records the calls."""
+
+    def __init__(self, **settings: Any) -> None:
+        """Settings of theirs are taken; none has anything to change."""
 
     def get_langchain_handler(self) -> None:
         """No callback: a graph's calls are recorded without."""
+
+
+class TripletAdapter:
+    """An adapter under Agent-lightning's names. Rows come from the forest of calls; `agent_match`, a regular expression
+    that is looked for in agents' names, says whose are trained.
+
+    Raises TypeError for another setting of theirs.
+    """
+
+    def __init__(self, agent_match: str | None = None, **others: Any) -> None:
+        for name, value in others.items():
+            if value not in (None, True) or name not in _OF_ADAPTERS:
+                raise TypeError(
+                    f"an adapter takes no {name}={value!r}: {_OF_ADAPTERS.get(name, 'it has agent_match alone')}"
+                )
+        self.agent_match = agent_match
+
+
+def agent_match_of(adapter: Any) -> str | None:
+    """`algorithm.train_agents` for a Trainer's `adapter`: None, a TripletAdapter or a dict.
+
+    Agent-lightning looks for its expression anywhere in a name; ours is for whole names. Raises TypeError for any
+    other adapter.
+    """
+    if isinstance(adapter, Mapping):
+        adapter = TripletAdapter(**adapter)
+    if adapter is None or isinstance(adapter, TripletAdapter):
+        match = None if adapter is None else adapter.agent_match
+        return None if match is None else f".*(?:{match}).*"
+    raise TypeError(f"Trainer takes no adapter {adapter!r:.80}: {ARGUMENTS['adapter']}")
+
+
+class Hook:
+    """What runs around each attempt, in its runner: override some of the methods.
+
+    `spans` are those that the agent emitted; its calls are recorded at the gateway. `runner` is None. What a hook
+    raises is logged, and the rollout goes on.
+    """
+
+    async def on_rollout_start(self, *, agent: Any, runner: Any, rollout: Any) -> None:
+        """Before the attempt."""
+
+    async def on_trace_start(self, *, agent: Any, runner: Any, tracer: Any, rollout: Any) -> None:
+        """Before the attempt, after `on_rollout_start`."""
+
+    async def on_trace_end(self, *, agent: Any, runner: Any, tracer: Any, rollout: Any) -> None:
+        """After the attempt."""
+
+    async def on_rollout_end(self, *, agent: Any, runner: Any, rollout: Any, spans: Sequence[Any]) -> None:
+        """After the attempt and `on_trace_end`."""
+
+
+class HookedAgent(Agent):
+    """An agent with hooks around each of its attempts."""
+
+    def __init__(self, agent: Agent, hooks: Sequence[Hook]) -> None:
+        self._agent = agent
+        self._hooks = hooks
+
+    def training_rollout(self, task: Any, resources: Mapping[str, Any], rollout: Any) -> Any:
+        """See `Agent`."""
+        return self._between_hooks(self._agent.training_rollout, task, resources, rollout)
+
+    def validation_rollout(self, task: Any, resources: Mapping[str, Any], rollout: Any) -> Any:
+        """See `Agent`."""
+        return self._between_hooks(self._agent.validation_rollout, task, resources, rollout)
+
+    def _between_hooks(self, run: Any, task: Any, resources: Any, rollout: Any) -> Any:
+        asyncio.run(self._start(rollout))  # attempts begin in threads of their own, in which no loop runs
+        try:
+            returned = run(task, resources, rollout)
+        except BaseException:
+            asyncio.run(self._end(rollout))
+            raise
+        if inspect.isawaitable(returned):
+            return self._awaited(returned, rollout)
+        asyncio.run(self._end(rollout))
+        return returned
+
+    async def _awaited(self, returned: Awaitable[Any], rollout: Any) -> Any:
+        try:
+            return await returned
+        finally:
+            await self._end(rollout)
+
+    async def _start(self, rollout: Any) -> None:
+        for hook in self._hooks:
+            await _logged(hook.on_rollout_start(agent=self._agent, runner=None, rollout=rollout))
+            await _logged(hook.on_trace_start(agent=self._agent, runner=None, tracer=NoTracer(), rollout=rollout))
+
+    async def _end(self, rollout: Any) -> None:
+        from lightning_rl.agents.emitted import running
+
+        emitted = running()
+        spans = [] if emitted is None else list(emitted.spans)
+        for hook in self._hooks:
+            await _logged(hook.on_trace_end(agent=self._agent, runner=None, tracer=NoTracer(), rollout=rollout))
+            await _logged(hook.on_rollout_end(agent=self._agent, runner=None, rollout=rollout, spans=spans))
+
+
+async def _logged(hook: Awaitable[None]) -> None:
+    try:
+        await hook
+    except Exception:  # noqa: BLE001  # of a hook, which the rollout does not depend on
+        _log.exception("a hook failed; the rollout goes on")
+
+
+def hooked(agent: Agent, hooks: Hook | Sequence[Hook] | None) -> Agent:
+    """The agent with the hooks of a Trainer around it. Raises TypeError for what is no Hook."""
+    given = [hooks] if isinstance(hooks, Hook) else list(hooks or ())
+    for hook in given:
+        if not isinstance(hook, Hook):
+            raise TypeError(f"hooks are of the class lrl.Hook, got {hook!r:.80}")
+    return HookedAgent(agent, given) if given else agent
+
+
+def llm_rollout(function: Callable[..., Any] | None = None, *, strip_proxy: bool = True) -> Any:
+    """`rollout` for a function of a task and an LLM, with or without parentheses."""
+    if not strip_proxy:
+        raise AgentSignature(
+            "llm_rollout(strip_proxy=False): a function is given a plain LLM; a class agent has the ProxyLLM"
+        )
+    return agents.rollout if function is None else agents.rollout(function)
+
+
+def reward(function: F) -> F:
+    """A function whose result is emitted as the reward."""
+
+    @functools.wraps(function)
+    def emitting(*args: Any, **kwargs: Any) -> Any:
+        value = function(*args, **kwargs)
+        emit_reward(value)
+        return value
+
+    @functools.wraps(function)
+    async def awaiting(*args: Any, **kwargs: Any) -> Any:
+        value = await function(*args, **kwargs)
+        emit_reward(value)
+        return value
+
+    return cast(F, awaiting if inspect.iscoroutinefunction(function) else emitting)
+
+
+def emit_annotation(annotation: Mapping[str, Any]) -> None:
+    """Record key-value pairs, as `emit_object` does. Raises ValueError for a reward among them: use `emit_reward`."""
+    if any(str(name).startswith(_REWARD) for name in annotation):
+        raise ValueError(f"emit_annotation: {_REWARD} is a reward; use emit_reward")
+    emit_object(flattened(annotation))
+
+
+def make_link_attributes(links: Mapping[str, str]) -> dict[str, Any]:
+    """Attributes that link a reward to what has these values: `{"gen_ai.response.id": answer.id}` is a call."""
+    matches = [{"key_match": key, "value_match": value} for key, value in links.items()]
+    return dict(flattened({semconv.LINK: matches}))
+
+
+def make_tag_attributes(tags: Sequence[str]) -> dict[str, Any]:
+    """Attributes that tag a reward."""
+    return dict(flattened({semconv.TAG: list(tags)}))
+
+
+def setup_logging(
+    level: int | str = "INFO", *, apply_to: Sequence[str] | None = None, files: str | Path | None = None
+) -> None:
+    """Log to stderr, or to a file, at this level: what this library says, and the loggers that `apply_to` names."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", filename=files)
+    for name in ("lightning_rl", "lightning_rl_proxy", *(apply_to or ())):
+        logging.getLogger(name.replace("agentlightning", "lightning_rl")).setLevel(level)
+
+
+def configure_logger(level: int | str = "INFO", name: str = "lightning_rl") -> logging.Logger:
+    """`setup_logging`, and the logger of that name."""
+    setup_logging(level, apply_to=[name])
+    return logging.getLogger(name.replace("agentlightning", "lightning_rl"))
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
@@ -101,3 +297,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             raise TypeError(f"Trainer takes no argument {name!r}")
         if value is not None:
             raise TypeError(f"Trainer takes no {name!r}: {ARGUMENTS[name]} (docs/coming-from-agent-lightning.md)")
+
+
+OtelTracer = AgentOpsTracer = WeaveTracer = DummyTracer = NoTracer
+TracerTraceToTriplet = LlmProxyTraceToTriplet = TripletAdapter

@@ -5,7 +5,10 @@ cannot honour is an error that names the key and what would do.
 """
 
 import difflib
+import functools
+import logging
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,21 +16,27 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import msgspec
 from hydra import compose as hydra_compose
-from hydra import initialize, initialize_config_dir
+from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from lightning_rl.config import from_verl, verl_keys
+from lightning_rl.config.from_verl import Note, leaves, translate, translate_layer
 from lightning_rl.config.schema import Config, Section, TrainConfig
 from lightning_rl.errors import Explained
 
 DEFAULTS = "lightning_rl/ppo"  # a Hydra file of one's own begins with `defaults: [lightning_rl/ppo, _self_]`
 
+VERL_DEFAULTS = "ppo_trainer"
+
 C = TypeVar("C", bound=Config)
+_log = logging.getLogger(__name__)
 _CONVERSION = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<place>[^`]*)`)?", re.DOTALL)
 
 
@@ -50,25 +59,75 @@ def compose(
     *,
     file: Path | None = None,
     command_line: Sequence[str] = (),
+    base: Mapping[str, Any] | None = None,
     schema: type[C] = Config,  # type: ignore[assignment]
 ) -> C:
-    """The defaults of `schema`, then `file` (YAML), then `given` (a nested dict), then Hydra's `key=value` overrides.
+    """The defaults of `schema`, then `base` (dotted keys), `file` (YAML), `given` (a nested dict), and Hydra's
+    `key=value` overrides. verl's keys are taken everywhere (`verl_keys.py`); those without effect are logged in a line.
+    With a `base`, which is of verl's defaults, the keys are a script's or a file's of verl's.
 
-    Raises ConfigError naming the key: unknown (with the nearest valid one), or with a value that does not fit.
+    Raises ConfigError naming the key: unknown (with the nearest valid one), refused, or with a value that does not fit.
     """
-    valid = {key.name for key in keys(schema)}
-    valid |= {f"{key.name}.*" for key in keys(schema) if _is_dict(key.type)}
-    groups = {name.rsplit(".", depth)[0] for name in valid for depth in range(1, name.count(".") + 1)}
+    with _errors():
+        layers, notes = _layers(given, file, command_line, schema, theirs=base is not None)
+        if refused := [note for note in notes if note.kind == "refused"]:
+            raise ConfigError("; ".join(f"config key {note.key}={note.value}: {note.text}" for note in refused))
+        merged = OmegaConf.merge(_defaults(schema), _nested(base or {}), *layers)
+        plain = msgspec.to_builtins(OmegaConf.to_container(merged, resolve=True), enc_hook=str)
+    config = _checked(plain, schema)
+    if idle := [note.key for note in notes if note.reported]:
+        _log.warning("%d keys have no effect here (docs/config.md says why): %s", len(idle), ", ".join(idle))
+    return config
+
+
+def notes_of(
+    *,
+    file: Path | None = None,
+    command_line: Sequence[str] = (),
+    schema: type[Config] = Config,
+    theirs: bool = False,
+) -> list[Note]:
+    """What becomes of each key that is given, in order; `theirs`: by a script or file of verl's. Raises
+    ConfigError for one that is unknown."""
+    with _errors():
+        return _layers(None, file, command_line, schema, theirs=theirs)[1]
+
+
+def _layers(
+    given: Mapping[str, Any] | DictConfig | None,
+    file: Path | None,
+    command_line: Sequence[str],
+    schema: type[Config],
+    *,
+    theirs: bool,
+) -> tuple[list[DictConfig], list[Note]]:
+    """What is given, over the defaults, with our keys alone; and what became of each key."""
+    defaults = _defaults(schema)
+    layers, notes = [], []
+    for layer in (_read(file, schema), OmegaConf.create(dict(given or {}))):
+        ours, of_layer = translate_layer(layer, defaults, theirs=theirs)
+        layers.append(ours)
+        notes += of_layer
+    overridden, of_command_line = _from_command_line(command_line, schema, theirs=theirs)
+    notes += of_command_line
+    _check_names((note.key for note in notes if note.kind == "same"), schema)
+    return [*layers, overridden], [_without_effect(note, _keys_by_name(schema)) for note in notes]
+
+
+def _without_effect(note: Note, known: Mapping[str, Key]) -> Note:
+    """The note of a key of the schema that has no effect says so."""
+    key = known.get(note.key)
+    if note.kind != "same" or key is None or key.kind == "effect":
+        return note
+    return Note(note.key, note.value, "accepted", key.text, reported=note.value != key.default)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
     try:
-        _check_names(_named_on(command_line), valid, groups)
-        layers = [_defaults(schema), _read(file, schema), OmegaConf.create(dict(given or {}))]
-        for layer in layers:
-            _check_names(_names(layer), valid, groups)
-        layers.append(_from_command_line(command_line, schema))
-        merged = msgspec.to_builtins(OmegaConf.to_container(OmegaConf.merge(*layers), resolve=True), enc_hook=str)
+        yield
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"the configuration cannot be composed: {error}") from error
-    return _checked(merged, schema)
 
 
 def keys(schema: type[Section] = TrainConfig, prefix: str = "") -> Iterator[Key]:
@@ -93,13 +152,30 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(msgspec.to_builtins(config)))
 
 
+@functools.cache
+def _keys_by_name(schema: type[Config]) -> Mapping[str, Key]:
+    return {key.name: key for key in keys(schema)}
+
+
+@functools.cache
+def _known(schema: type[Config]) -> tuple[frozenset[str], frozenset[str]]:
+    """The names of the keys, with `name.*` where a value is a dict, and the names of their groups."""
+    known = _keys_by_name(schema)
+    valid = {*known, *(f"{key.name}.*" for key in known.values() if _is_dict(key.type))}
+    groups = {name.rsplit(".", depth)[0] for name in valid for depth in range(1, name.count(".") + 1)}
+    return frozenset(valid), frozenset(groups)
+
+
+@functools.cache
 def _defaults(schema: type[Config]) -> Any:
+    """The defaults, which nobody changes: merging copies them."""
     return OmegaConf.create(msgspec.to_builtins(schema()))
 
 
 def _store(schema: type[Config]) -> None:
     group, _, name = DEFAULTS.partition("/")
     ConfigStore.instance().store(group=group, name=name, node=_defaults(schema), package="_global_")
+    ConfigStore.instance().store(name=VERL_DEFAULTS, node={})  # files of verl's begin with it; see `base` of `compose`
 
 
 def _read(file: Path | None, schema: type[Config]) -> Any:
@@ -108,21 +184,49 @@ def _read(file: Path | None, schema: type[Config]) -> Any:
     if not file.is_file():
         raise ConfigError(f"there is no configuration file {file.resolve()}")
     _store(schema)
-    with _apart(), initialize_config_dir(str(file.resolve().parent), version_base="1.3"):
+    with _apart(), initialize_config_dir(str(file.resolve().parent), version_base="1.3"), warnings.catch_warnings():
+        # verl's files look for its own defaults where its source may not be; ours stand in for them.
+        warnings.filterwarnings("ignore", message="provider=hydra.searchpath")
         return hydra_compose(file.stem)
 
 
-def _from_command_line(overrides: Sequence[str], schema: type[Config]) -> Any:
-    """The values that the overrides give; Hydra reads them against the defaults."""
+def _from_command_line(
+    overrides: Sequence[str], schema: type[Config], *, theirs: bool
+) -> tuple[DictConfig, list[Note]]:
+    """The values that the overrides give, and what became of each; Hydra reads them against the defaults."""
+    parsed = _parsed(overrides)
+    of_verl: list[tuple[str, Any]] = []
+    ours: list[tuple[str, Any, str]] = []
+    for override in parsed:
+        name = override.key_or_group.replace("/", ".")
+        value = None if override.is_delete() or override.is_sweep_override() else override.value()
+        given = list(leaves({name: value}))
+        if not override.is_sweep_override() and all(from_verl.knows(*each) for each in given):
+            of_verl += given
+        else:
+            ours.append((name, value, override.input_line or ""))
+    # Converted keys give way to ours, so the translation is told of those, too.
+    translation = translate([*((name, value) for name, value, _ in ours), *of_verl], theirs=theirs)
+    changed = OmegaConf.create({})
+    composed = _composed([text for *_, text in ours], schema)
+    for name, *_ in ours:
+        OmegaConf.update(changed, name, OmegaConf.select(composed, name), force_add=True)
+    for name, value in translation.ours[len(ours) :]:
+        OmegaConf.update(changed, name, value, force_add=True)
+    shown = [Note(name, value, "same") for name, value, _ in ours]
+    return changed, [*shown, *translation.notes[len(ours) :]]
+
+
+def _composed(overrides: Sequence[str], schema: type[Config]) -> DictConfig:
+    """The defaults with overrides. A key may stand there or not: `+` in front of it changes nothing."""
     if not overrides:
         return OmegaConf.create({})
     _store(schema)
-    with _apart(), initialize(config_path=None, version_base="1.3"):
-        composed = hydra_compose(DEFAULTS, [*overrides])
-    changed = OmegaConf.create({})
-    for name in _named_on(overrides):
-        OmegaConf.update(changed, name, OmegaConf.select(composed, name))
-    return changed
+    # `initialize` without a folder would look for the caller's in the whole stack, with the source of every frame.
+    with _apart(), initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
+        return hydra_compose(
+            DEFAULTS, [text if text.startswith("~") else f"++{text.lstrip('+')}" for text in overrides]
+        )
 
 
 @contextmanager
@@ -136,29 +240,26 @@ def _apart() -> Iterator[None]:
         GlobalHydra.instance().hydra = outer
 
 
-def _named_on(overrides: Sequence[str]) -> list[str]:
+def _parsed(overrides: Sequence[str]) -> list[Override]:
     for text in overrides:
-        if "=" not in text:
+        if "=" not in text and not text.startswith("~"):
             raise ConfigError(f"{text!r} is no key=value")
-    return [
-        override.key_or_group.replace("/", ".") for override in OverridesParser.create().parse_overrides([*overrides])
-    ]
+    return OverridesParser.create().parse_overrides([*overrides])
 
 
-def _names(config: Any, prefix: str = "") -> Iterator[str]:
-    """The dotted names of a config's leaves."""
-    for name in config:
-        value = None if OmegaConf.is_missing(config, name) or OmegaConf.is_interpolation(config, name) else config[name]
-        if isinstance(value, DictConfig) and value:
-            yield from _names(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
+def _nested(values: Mapping[str, Any]) -> DictConfig:
+    config = OmegaConf.create({})
+    for name, value in values.items():
+        OmegaConf.update(config, name, value, force_add=True)
+    return config
 
 
-def _check_names(names: Sequence[str] | Iterator[str], valid: set[str], groups: set[str]) -> None:
+def _check_names(names: Sequence[str] | Iterator[str], schema: type[Config]) -> None:
+    valid, groups = _known(schema)
     for name in names:
-        if name not in valid | groups and not any(f"{outer}.*" in valid for outer in _outer(name)):
-            raise ConfigError(f"config key {name!r} is unknown; did you mean {_nearest(name, valid | groups)}?")
+        if name not in valid and name not in groups and not any(f"{outer}.*" in valid for outer in _outer(name)):
+            known = valid | groups | verl_keys.NAMES
+            raise ConfigError(f"config key {name!r} is unknown; did you mean {_nearest(name, known)}?")
 
 
 def _is_dict(annotation: Any) -> bool:
@@ -172,7 +273,7 @@ def _outer(name: str) -> list[str]:
     return [".".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
-def _nearest(name: str, valid: set[str]) -> str:
+def _nearest(name: str, valid: frozenset[str]) -> str:
     """The likeliest of the names that end alike, two where there are more, or else the one that is written alike."""
     leaf = name.rsplit(".", 1)[-1]
     same_leaf = [other for other in sorted(valid) if other.rsplit(".", 1)[-1] == leaf]

@@ -5,6 +5,7 @@ import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from lightning_rl.config import Key, keys
+from lightning_rl.config.verl_keys import RULES, Rule
 
 _HEAD = """\
 # Configuration
@@ -16,7 +17,8 @@ The keys are verl's. They are given as a nested dict, `lrl.PPO({"data": {"train_
 the command line wins over the file, both over the defaults. A Hydra file may begin with
 `defaults: [lightning_rl/ppo, _self_]`. `lightning-rl train ... --dry-run` prints what it comes to.
 
-An unknown key is an error that names the nearest valid one; so is a value that does not fit.
+An unknown key is an error that names the nearest valid one; so is a value that does not fit. Keys of verl's that are
+not in the tables of the first two sections [stand in the last](#verls-other-keys).
 
 ## Keys with an effect
 
@@ -29,6 +31,15 @@ _NO_EFFECT = """
 Configurations of verl and Agent-lightning work unchanged; these keys of theirs change nothing here.
 
 | key | default | because |
+|---|---|---|
+"""
+_OF_VERL = """
+## verl's other keys
+
+What becomes of the keys of verl's `ppo_trainer` tree that are not above, or that take other values there. The first
+line that fits a key holds; `*` is any part of a name. null asks for nothing, everywhere.
+
+| verl's key | here | what it becomes, or why |
 |---|---|---|
 """
 
@@ -44,7 +55,20 @@ def page() -> str:
     )
     text += _NO_EFFECT
     text += "".join(f"| `{key.name}` | {_default(key)} | {key.text} |\n" for key in known if key.kind == "no_effect")
+    text += _OF_VERL
+    text += "".join(f"| {', '.join(f'`{name}`' for name in rule.patterns)} | {_verdict(rule)} |\n" for rule in RULES)
     return text
+
+
+def _verdict(rule: Rule) -> str:
+    if rule.kind == "refused":
+        return f"refused | {rule.text}"
+    if rule.values is None:
+        return f"{rule.kind} | {rule.text}"
+    if rule.off:
+        return f"accepted where off | otherwise refused: {rule.instead}"
+    values = ", ".join(f"`{value if isinstance(value, str) else json.dumps(value)}`" for value in rule.values)
+    return f"{rule.kind}: {values} | {rule.text}; otherwise refused: {rule.instead}"
 
 
 def _default(key: Key) -> str:

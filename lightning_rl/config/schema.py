@@ -60,6 +60,18 @@ class Data(Section, frozen=True):
             "a row that is too long: left out; left out with its whole rollout; its oldest or newest tokens cut off"
         ),
     ] = "drop_row"
+    filter_overlong_prompts: Annotated[
+        bool,
+        effect(
+            "leave out tasks whose first prompt has more than max_prompt_length tokens; known before a rollout where "
+            "agent loops run (`rollout.agent.default_agent_loop`), of the built-in ones"
+        ),
+    ] = False
+    train_max_samples: Annotated[
+        Annotated[int, Meta(ge=-1)],
+        effect("take so many of the training tasks: the first, or with shuffle any, by seed; -1: all"),
+    ] = -1
+    val_max_samples: Annotated[Annotated[int, Meta(ge=-1)], effect("the same of the validation tasks")] = -1
     shuffle: Annotated[bool, effect("another order of tasks every epoch")] = True
     seed: Annotated[int, effect("order of tasks and seeds of sampling")] = 0
 
@@ -106,6 +118,10 @@ class Model(Section, frozen=True):
     target_modules: Annotated[
         str | list[str], effect("what gets an adapter: names of modules, a regex of them, or all-linear")
     ] = "all-linear"
+    exclude_modules: Annotated[
+        str | list[str] | None,
+        effect("what gets none of those: names of modules, or a regex of them; null: all get one"),
+    ] = None
     lora_adapter_path: Annotated[
         str | None, effect("a `peft` folder whose adapter training begins with; null: one that changes nothing")
     ] = None
@@ -237,6 +253,7 @@ class ActorSection(Section, frozen=True):
 class ValKwargs(Section, frozen=True):
     """Sampling of validation."""
 
+    do_sample: Annotated[bool, effect("false: greedy, whatever the temperature")] = True
     temperature: Annotated[NotNegative, effect("0 is greedy")] = 0.0
     top_p: Annotated[TopP, effect("as in rollout")] = 1.0
     top_k: Annotated[Annotated[int, Meta(ge=-1)], effect("as in rollout")] = -1
@@ -268,7 +285,7 @@ class RayActors(Section, frozen=True):
 class AgentRuns(Section, frozen=True):
     """How agents are run."""
 
-    num_workers: Annotated[
+    max_concurrent_rollouts: Annotated[
         Positive | None,
         effect(
             "at most so many rollouts run at once, where Trainer is given no n_runners; null: those of a step, 64 at "
@@ -482,7 +499,8 @@ class RolloutSection(Section, frozen=True):
         ),
     ] = "file"
     free_cache_engine: Annotated[
-        bool, effect("vLLM on the trainer's GPU gives its memory back while the update runs")
+        bool,
+        effect("vLLM on the trainer's GPU gives its memory back while the update runs; on a CPU there is none to give"),
     ] = False
     engine_kwargs: EngineKwargs = field(default_factory=EngineKwargs)
     agent: AgentRuns = field(default_factory=AgentRuns)
@@ -534,7 +552,11 @@ class CriticSection(Section, frozen=True):
         Positive | None, effect("tasks per optimizer step (times rollout.n rollouts); null: as the actor's")
     ] = None
     ppo_micro_batch_size_per_gpu: Annotated[
-        Positive | None, effect("rows computed at once; null: micro-batches by tokens")
+        Positive | None, effect("rows computed at once, where use_dynamic_bsz is false")
+    ] = None
+    use_dynamic_bsz: Annotated[
+        bool | None,
+        effect("micro-batches by tokens, not by rows; null: unless ppo_micro_batch_size_per_gpu is given"),
     ] = None
     ppo_max_token_len_per_gpu: Annotated[
         Positive, effect("padded tokens computed at once, where micro-batches are by tokens")
@@ -642,7 +664,7 @@ class AlgorithmSection(Section, frozen=True):
         Share,
         effect(
             "discount: per call, of the strategies discounted, return_to_go and step_groups; per sampled token, of the "
-            "estimator reinforce_plus_plus"
+            "estimators gae and reinforce_plus_plus"
         ),
     ] = 1.0
     lam: Annotated[Share, effect("of gae: how far advantages trust rewards (1) rather than the critic (0)")] = 1.0
@@ -785,9 +807,31 @@ class TrainerSection(Section, frozen=True):
     test_freq: Annotated[int, effect("validate and tune every so many steps; the last step always")] = -1
     save_freq: Annotated[int, effect("checkpoint every so many steps; the last step always")] = -1
     resume_mode: Annotated[
-        Literal["disable", "auto"],
-        effect("auto: go on with what the run folder holds; disable: refuse a folder that holds a run"),
+        Literal["disable", "auto", "resume_path"],
+        effect(
+            "auto: go on with what the run folder holds; disable: refuse a folder that holds a run; resume_path: begin "
+            "a run in a folder of its own with the checkpoint at resume_from_path"
+        ),
     ] = "disable"
+    resume_from_path: Annotated[
+        str | None,
+        effect("of resume_path: RUN_DIR/checkpoints/step-N; weights, optimizers, counters and place in the data go on"),
+    ] = None
+    default_local_dir: Annotated[
+        str | None,
+        effect(
+            "the run folder, where neither Trainer(run_dir=) nor --run-dir says another; null: a new one, "
+            "runs/project_name/experiment_name-DATE"
+        ),
+    ] = None
+    rollout_data_dir: Annotated[
+        str | None,
+        effect(
+            "a folder where each step writes STEP.jsonl: a line for each row that it was given, with input, output, "
+            "gts, score, step, request_id, and named rewards; null: none"
+        ),
+    ] = None
+    validation_data_dir: Annotated[str | None, effect("the same of each validation")] = None
     logger: Annotated[
         list[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]],
         effect("where metrics go; the last three need the extra `tracking`"),

@@ -46,6 +46,14 @@ class NamedLoops(msgspec.Struct, frozen=True, kw_only=True):
         """Raises LoopTaskError for a task that asks for a loop that there is not."""
         check_names(tasks, sorted(makers(self.path)), self.default)
 
+    def rewards_any(self, tasks: Sequence[Any]) -> bool:
+        """Whether any of the tasks runs a loop that may give a reward: one of one's own, or that of tools, where there
+        are tools, or a user, which may give some."""
+        turns, known = self.multi_turn, makers(self.path)
+        others = [turns.tool_config_path, turns.function_tool_path, turns.user.path]
+        silent = {SingleTurnAgent} if any(other is not None for other in others) else {SingleTurnAgent, ToolAgent}
+        return any(known[name] not in silent for name in {name_of(task, self.default) for task in tasks})
+
 
 def loops_of(config: Config) -> NamedLoops | None:
     """The loops that a config names; None where it names none. Raises ConfigError for what cannot be."""

@@ -124,6 +124,7 @@ class Collector:
         with timed(timing, "testing"):
             n = self._config.actor_rollout_ref.rollout.val_kwargs.n
             trajectories = self.roll_out(name, list(enumerate(dataset)), n)
+        self._reporter.write_generations(name, self._state.step, trajectories)
         for trajectory in trajectories:
             self.ledger.exclude(trajectory, "validation" if name == "val" else "tuning")
         rewards = [t.reward for t in trajectories if t.reward is not None]
@@ -356,18 +357,22 @@ def why_not(rule: FilterGroups, schedule: Schedule, group: list[Trajectory], ver
 def publish_resources(
     store: HttpStore, config: Config, policy: str, estimator: Estimator | OutcomeEstimator
 ) -> str | None:
-    """Publish the policy as `main_llm`, with its sampling in training and in validation.
+    """Publish the policy as `main_llm`, with its sampling in training and in validation, and the frozen models of
+    `gateway.backends` by their names.
 
     Before it, where the estimator needs greedy rollouts, a greedy one, whose id is the same when the run is resumed:
     returns that id.
     """
     main_llm = {"type": "proxy_llm", "model": policy, **resolved_config.sampling_parameters(config)}
+    frozen: dict[str, dict[str, Any]] = {
+        name: {"type": "proxy_llm", "model": name} for name in config.gateway.frozen_models()
+    }
     greedy_id = None
     if needs_greedy(estimator):
-        greedy = {"main_llm": {**main_llm, "sampling_parameters": resolved_config.greedy_sampling(config)}}
+        greedy = {**frozen, "main_llm": {**main_llm, "sampling_parameters": resolved_config.greedy_sampling(config)}}
         digest = hashlib.blake2b(msgspec.json.encode(greedy), digest_size=8).hexdigest()
         greedy_id = store.publish(greedy, f"greedy-{digest}").resources_id
-    store.publish({"main_llm": main_llm})
+    store.publish({**frozen, "main_llm": main_llm})
     return greedy_id
 
 

@@ -133,6 +133,7 @@ class LocalWorkers:
                 rank=model.lora_rank,
                 alpha=model.lora_alpha,
                 targets=model.target_modules,
+                exclude=model.exclude_modules,
                 adapter_path=model.lora_adapter_path,
                 seed=self.config.data.seed,
             )

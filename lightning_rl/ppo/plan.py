@@ -5,7 +5,6 @@ Nothing is taken from a network and nothing is written. What is missing is a Con
 
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import huggingface_hub
@@ -19,8 +18,6 @@ from lightning_rl.inference.load import device_of, sees
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.estimators import needs_critic, needs_reference
 from lightning_rl.ppo.local_workers import FORMATS
-from lightning_rl.training.chat_template import with_template
-from lightning_rl_proxy.rendering.load import load_renderer
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _VERSION = "import importlib.metadata as m; print(m.version('vllm'))"
@@ -47,18 +44,7 @@ def model_folder_here(config: Config) -> Path | None:
     if missing:
         lacks = ", no ".join(missing)
         raise ConfigError(f"the model in {folder} has no {lacks}: give actor_rollout_ref.model.path another")
-    with tempfile.TemporaryDirectory() as scratch:
-        template = config.actor_rollout_ref.model.chat_template
-        try:
-            load_renderer(
-                with_template(folder, template, Path(scratch) / "tokenizer"),
-                resolved_config.renderer(config),
-                folder.name if path is None or Path(path).is_dir() else path,
-                history=config.actor_rollout_ref.rollout.history,
-                chat_template_kwargs=resolved_config.chat_template_kwargs(config),
-            )
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+    resolved_config.loaded_renderer(config, folder)
     return folder
 
 

@@ -12,6 +12,7 @@ A run that is resumed starts at its last checkpoint and requests the same rollou
 the store already holds are trained as they are, the rest is sampled.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,12 +23,14 @@ import torch
 from omegaconf import DictConfig
 
 from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
-from lightning_rl.config import backends, compose, to_yaml
+from lightning_rl.config import ConfigError, backends, compose, to_yaml
 from lightning_rl.config.schema import Config
 from lightning_rl.files import write_whole
+from lightning_rl.inference.load import located
 from lightning_rl.loops.configured import configured_agents
 from lightning_rl.ppo import batch as step_batch
-from lightning_rl.ppo import reporting, resolved_config, rollout_correction
+from lightning_rl.ppo import reporting, resolved_config, rollout_correction, run_state
+from lightning_rl.ppo import tasks as tasks_of_run
 from lightning_rl.ppo.batch import StepBatch
 from lightning_rl.ppo.collector import Collector
 from lightning_rl.ppo.early_stopping import TuningRecord
@@ -137,18 +140,21 @@ class PPO(Hooks, Algorithm):
     ) -> None:
         self.config = config if isinstance(config, Config) else compose(config)
         self.configured_agents = configured_agents(self.config)
-        self.rules = resolved_config.step_rules(
-            self.config, select=select, credit=credit, estimator=estimator, reward=reward
+        self._rules_of = functools.partial(
+            resolved_config.step_rules, select=select, credit=credit, estimator=estimator, reward=reward
         )
+        self.rules = self._rules_of(self.config)
         self.state = RunState(self.config)
         self.history: list[dict[str, float]] = []
         trainer, rollout, schedule = self.config.trainer, self.config.actor_rollout_ref.rollout, self.rules.schedule
         at_once = self.config.data.train_batch_size if schedule is None else schedule.before
-        self.n_runners = rollout.agent.num_workers or min(MOST, at_once * rollout.n)
+        self.n_runners = rollout.agent.max_concurrent_rollouts or min(MOST, at_once * rollout.n)
         self.watchdog_seconds = trainer.watchdog_seconds
         self.isolation = rollout.agent.isolation
+        self.resources = ("main_llm", *self.config.gateway.frozen_models())
         self.ray = rollout.agent.ray if rollout.agent.ray.address is not None else None
         self.resume = trainer.resume_mode == "auto"
+        self.named_run_dir = None if trainer.default_local_dir is None else Path(trainer.default_local_dir).expanduser()
         self.max_restarts = trainer.max_restarts
         self._tune_dataset = tune_dataset
         self._total_steps = 0  # of the tasks that `prepare` has seen
@@ -200,10 +206,22 @@ class PPO(Hooks, Algorithm):
         name = folder.name if trainer.experiment_name is None else f"{trainer.experiment_name}-{folder.name}"
         return folder.parent / (trainer.project_name or "") / name
 
+    def train_only(self, agents: str) -> None:
+        """See `Algorithm`. Raises ConfigError where `algorithm.train_agents` says otherwise."""
+        self.config = resolved_config.with_train_agents(self.config, agents)
+        self.rules = self._rules_of(self.config)
+
     def prepare(self, train_dataset: Dataset | None, val_dataset: Dataset | None) -> tuple[Dataset, Dataset]:
-        """The datasets given, or the files that the config names. Raises ConfigError where they make not one step."""
+        """The datasets given, or the files that the config names. Raises ConfigError where they make not one step,
+        or nothing gives their rollouts a reward."""
         given = train_dataset, val_dataset, self._tune_dataset
-        tasks, held_out, self._tune_dataset = resolved_config.datasets(self.config, *given)
+        found = tasks_of_run.datasets(self.config, *given)
+        if self.config.data.filter_overlong_prompts:
+            folder, _ = located(self.config.actor_rollout_ref.model.path)
+            found = tasks_of_run.without_overlong(self.config, folder, found)
+        if unrewarded := tasks_of_run.unrewarded(self.config, self.rules.grader, found):
+            raise ConfigError(unrewarded)
+        tasks, held_out, self._tune_dataset = found
         self._total_steps = self.steps(len(tasks))
         return tasks, held_out
 
@@ -234,7 +252,7 @@ class PPO(Hooks, Algorithm):
         trackers.check_names(self.config.trainer.logger)
         traces.check(self.config.actor_rollout_ref.rollout.trace)
         write_whole(run_dir / "config.yaml", to_yaml(self.config).encode())
-        resumed = checkpoint.latest(run_dir / "checkpoints") if self.resume else None
+        resumed = checkpoint.latest(run_dir / "checkpoints") if self.resume else self._begin_from(run_dir)
         torch.manual_seed(self.config.data.seed)
         with_critic = needs_critic(self.config, self.rules.batch.estimator)
         models = self._models = Models(self.config, run_dir, with_critic=with_critic, resumed=resumed)
@@ -244,6 +262,11 @@ class PPO(Hooks, Algorithm):
         models.start(self.state.saved_version)
         engines = [*models.policy.registrations(), *helpers]
         return resolved_config.endpoint(self.config, models.policy.name, models.tokenizer, engines)
+
+    def _begin_from(self, run_dir: Path) -> Path | None:
+        """The checkpoint of another run that this one begins with, in its own folder; None where it begins anew."""
+        given = resolved_config.resume_from(self.config)
+        return None if given is None else run_state.begin_from(given, run_dir)
 
     def watch(self) -> None:
         """Raise what ended the engine, when something has."""
@@ -339,6 +362,7 @@ class PPO(Hooks, Algorithm):
             parts.ledger.enter(batch)
             plan = models.actor.plan(batch.sequences, len(collected.trained))
             self._write_record(step_batch.records(batch, plan))
+            parts.reporter.write_generations("train", self.step, collected.trained)
             metrics |= self._update(batch, plan, timing) if plan else reporting.skipped(batch, self.step)
             models.actor.offload()
             parts.weights.wake()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from lightning_rl.files import write_whole
 from lightning_rl.inspect.live_findings import Findings
 from lightning_rl.inspect.run_stats import RECENT
 from lightning_rl.ppo.batch import StepBatch
+from lightning_rl.ppo.generations import Generations
 from lightning_rl.ppo.models import Models
 from lightning_rl.ppo.resolved_config import StepRules
 from lightning_rl.ppo.run_state import RunState
@@ -69,6 +71,11 @@ class Reporter:
             names, state.run_dir, total_steps, began_at=state.step, about=About(**about)
         )
         self._traces = traces.open_writer(config, state.run_dir, models.tokenizer)
+        self._generations = {
+            name: Generations(folder, models.tokenizer)
+            for name, folder in (("train", trainer.rollout_data_dir), ("val", trainer.validation_data_dir))
+            if folder is not None
+        }
 
     def close(self) -> None:
         """Write what waits, and close trackers and traces."""
@@ -99,6 +106,11 @@ class Reporter:
         )
         step_record.write(self._run_dir, record)
         self._findings.add(record)
+
+    def write_generations(self, name: Literal["train", "val", "tune"], step: int, of: Sequence[Trajectory]) -> None:
+        """Write what was sampled in a step, or in a validation after it, where the config names a folder for that."""
+        if name in self._generations:
+            self._generations[name].write(step, of)
 
     def traced(
         self, batch: str, groups: Sequence[str], read: Callable[[RolloutTrace], Trajectory]

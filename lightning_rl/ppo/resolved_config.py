@@ -3,9 +3,11 @@
 Raises ConfigError, before a model is loaded, for what does not go together.
 """
 
+import logging
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,13 +16,11 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from lightning_rl.algorithms.base import NEUTRAL, Dataset, Endpoint
+from lightning_rl.algorithms.base import NEUTRAL, Endpoint
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, Optim, RolloutSection, ValKwargs
-from lightning_rl.data import load_tasks
 from lightning_rl.inference.load import device_of
 from lightning_rl.inference.vllm.command import Options
-from lightning_rl.loops.loop_registry import loops_of
 from lightning_rl.ppo import rollout_correction
 from lightning_rl.ppo.batch import BatchRules
 from lightning_rl.ppo.estimators import (
@@ -37,16 +37,22 @@ from lightning_rl.rl.advantages import Estimator
 from lightning_rl.rl.baselines import OutcomeEstimator
 from lightning_rl.rl.correction import CorrectionRules
 from lightning_rl.rl.losses import loss_named
-from lightning_rl.training import optimizer
+from lightning_rl.training import checkpoint, optimizer
 from lightning_rl.training.actor import ActorConfig
+from lightning_rl.training.chat_template import with_template
 from lightning_rl.training.critic import CriticConfig
 from lightning_rl.training.optimizer import OptimizerConfig
 from lightning_rl.trajectories.call_filter import selection
 from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.credit import Strategy
+from lightning_rl_proxy.rendering.base import Renderer
+from lightning_rl_proxy.rendering.load import load_renderer
 
+_log = logging.getLogger(__name__)
 C = TypeVar("C", bound=Config)
 _SMALLEST_LR, _LARGEST_LR = 1e-6, 1e-3
+_OF_STARTED_SERVERS: Final = ("python", "gpu_memory_utilization", "enforce_eager")
+_OF_ANY_ENGINE_HERE: Final = ("tensor_model_parallel_size", "data_parallel_size", "max_num_seqs", "num_threads")
 _THRESHOLD = 4  # of `trainer.max_off_policy_threshold`
 # What these do to a number of a weight hangs on this number's gradients alone.
 _ELEMENTWISE: Final = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "Adagrad", "RMSprop", "ASGD", "SGD")
@@ -78,8 +84,13 @@ def step_rules(
     estimator: Estimator | OutcomeEstimator | None = None,
     reward: GroupReward | None = None,
 ) -> StepRules:
-    """Resolve and check them; the arguments are those of `PPO`. Raises ConfigError."""
+    """Resolve and check them, and warn of keys that the run's engine does not read; the arguments are those of `PPO`.
+
+    Raises ConfigError.
+    """
     algorithm = config.algorithm
+    for idle in idle_keys(config):
+        _log.warning("%s", idle)
     chosen = selection(algorithm.train_agents, select)
     of_batch, correction = rules(config, credit, estimator), ratio_rules(config)
     check(config, of_batch.estimator)
@@ -107,7 +118,7 @@ def check(config: Config, estimator: Estimator | OutcomeEstimator) -> None:
             check_it()
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
-    _check_engine(config.actor_rollout_ref.rollout, trainer.device)
+    _check_engine(config)
     _check_schedule(config)
     if trainer.workers > 1:
         _check_workers(config)
@@ -136,7 +147,7 @@ def _check_schedule(config: Config) -> None:
             "algorithm.filter_groups.enable=true rolls out as many tasks as a step turns out to need, and "
             "trainer.schedule=one_step_off asks for one step ahead: set trainer.schedule=async or sync"
         )
-    if name != "sync" and config.actor_rollout_ref.rollout.free_cache_engine:
+    if name != "sync" and frees_memory(config):
         raise ConfigError(
             "actor_rollout_ref.rollout.free_cache_engine=true lets the engine rest while the trainer computes, and "
             f"under trainer.schedule={name} it samples then: leave it out, or set trainer.schedule=sync"
@@ -172,11 +183,17 @@ def _rollout_is(config: Config) -> Literal["token", "sequence", "geometric"] | N
     return section.rollout_is
 
 
-def _check_engine(rollout: RolloutSection, device: str) -> None:
-    on_gpus = rollout.name == "vllm" and device_of(device).type == "cuda"
+def frees_memory(config: Config) -> bool:
+    """Whether the engine gives its memory back while the trainer computes: on a CPU there is none of a GPU to give."""
+    return config.actor_rollout_ref.rollout.free_cache_engine and device_of(config.trainer.device).type == "cuda"
+
+
+def _check_engine(config: Config) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    on_gpus = rollout.name == "vllm" and device_of(config.trainer.device).type == "cuda"
     for key, asked in (
         (f"weight_transfer={rollout.weight_transfer}", rollout.weight_transfer != "file"),
-        ("free_cache_engine=true", rollout.free_cache_engine),
+        ("free_cache_engine=true", frees_memory(config)),
     ):
         if asked and not on_gpus:
             raise ConfigError(f"actor_rollout_ref.rollout.{key} is for vLLM on GPUs (rollout.name=vllm): leave it out")
@@ -196,6 +213,39 @@ def _check_engine(rollout: RolloutSection, device: str) -> None:
                     f"actor_rollout_ref.rollout.{key}={value} is for vLLM, and the embedded engine runs in the "
                     "trainer's process, on one device: set actor_rollout_ref.rollout.name=vllm, or leave it out"
                 )
+
+
+def with_train_agents(config: Config, agents: str) -> Config:
+    """The configuration with `algorithm.train_agents`. Raises ConfigError where it says otherwise."""
+    algorithm = config.algorithm
+    if algorithm.train_agents not in (None, agents):
+        raise ConfigError(f"algorithm.train_agents is {algorithm.train_agents!r}, and agent_match {agents!r}")
+    return replace(config, algorithm=replace(algorithm, train_agents=agents))
+
+
+def idle_keys(config: Config) -> Iterator[str]:
+    """What is to be said of keys that this run does not read."""
+    mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
+    if path is not None and mode != "resume_path":
+        yield f"trainer.resume_from_path={path} is not read: trainer.resume_mode is {mode}"
+    if config.actor_rollout_ref.rollout.free_cache_engine and not frees_memory(config):
+        yield "rollout.free_cache_engine: no effect, on a CPU there is no memory of a GPU to give back"
+    if (idle := _idle_engine_keys(config)) is not None:
+        yield idle
+
+
+def _idle_engine_keys(config: Config) -> str | None:
+    """What is to be said of keys that are for servers which a run starts, where it starts none; None: nothing."""
+    rollout, usual = config.actor_rollout_ref.rollout, RolloutSection()
+    if rollout.name == "vllm" and not rollout.server_urls:
+        return None
+    names = _OF_STARTED_SERVERS + (_OF_ANY_ENGINE_HERE if rollout.name != "embedded" else ())
+    names += ("max_model_len",) if rollout.name == "sglang" else ()
+    idle = [f"rollout.{name}" for name in names if getattr(rollout, name) != getattr(usual, name)]
+    if rollout.engine_kwargs != usual.engine_kwargs:
+        idle.append("rollout.engine_kwargs.vllm")
+    where = "the engine is in the trainer's process" if rollout.name == "embedded" else "servers that run already"
+    return f"{', '.join(idle)}: no effect, {where}; these are for vLLM's servers that a run starts" if idle else None
 
 
 def _check_workers(config: Config) -> None:
@@ -319,11 +369,12 @@ def critic_config(config: Config, training_steps: int) -> CriticConfig:
     critic, actor = config.critic, config.actor_rollout_ref.actor
     tasks = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
     rows = critic.ppo_micro_batch_size_per_gpu
+    dynamic = rows is None if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
     return CriticConfig(
         cliprange_value=critic.cliprange_value,
         mini_batch_rollouts=tasks * config.actor_rollout_ref.rollout.n,
-        micro_batch_rows=rows,
-        micro_batch_tokens=critic.ppo_max_token_len_per_gpu if rows is None else None,
+        micro_batch_rows=None if dynamic else rows,
+        micro_batch_tokens=critic.ppo_max_token_len_per_gpu if dynamic else None,
         ppo_epochs=critic.ppo_epochs or actor.ppo_epochs,
         param_offload=critic.fsdp_config.param_offload,
         optimizer_offload=critic.fsdp_config.optimizer_offload,
@@ -382,6 +433,42 @@ def renderer(config: Config) -> str:
     return "template" if name == "auto" and config.actor_rollout_ref.model.chat_template is not None else name
 
 
+def resume_from(config: Config) -> Path | None:
+    """The checkpoint that a run begins with, as `trainer.resume_mode=resume_path` says; None: with none.
+
+    Raises ConfigError where it is no whole checkpoint.
+    """
+    key, named = "trainer.resume_from_path", config.trainer.resume_from_path
+    if config.trainer.resume_mode != "resume_path":
+        return None
+    if named is None:
+        raise ConfigError(f"trainer.resume_mode=resume_path needs a checkpoint: {key}=RUN_DIR/checkpoints/step-N")
+    folder = Path(named).expanduser().resolve()
+    if wrong := checkpoint.fault(folder):
+        raise ConfigError(
+            f"{key}: {folder} is no checkpoint of a run, or broken: {wrong}; name RUN_DIR/checkpoints/step-N. Weights "
+            "that something else has written are given as actor_rollout_ref.model.path"
+        )
+    return folder
+
+
+def loaded_renderer(config: Config, folder: Path) -> Renderer:
+    """The renderer of the policy in `folder`. Raises ConfigError where nobody can write its chats."""
+    model, path = config.actor_rollout_ref.model, config.actor_rollout_ref.model.path
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            return load_renderer(
+                with_template(folder, model.chat_template, Path(scratch) / "tokenizer"),
+                renderer(config),
+                folder.name if path is None or Path(path).is_dir() else path,
+                history=config.actor_rollout_ref.rollout.history,
+                chat_template_kwargs=chat_template_kwargs(config),
+                special_tokens_in_text=config.gateway.special_tokens_in_text,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+
 def sampler_tolerance(config: Config) -> float:
     """How far log probabilities of sampler and trainer may be apart, in nats. In float32 they are 1e-5 apart, vLLM's up
     to 1e-4; with bfloat16 on either side, single tokens of a small model by 0.05 to 0.26."""
@@ -407,7 +494,7 @@ def vllm_options(config: Config) -> Options:
         max_num_seqs=rollout.max_num_seqs,
         enforce_eager=rollout.enforce_eager,
         weight_transfer=rollout.weight_transfer,
-        sleeps=rollout.free_cache_engine,
+        sleeps=frees_memory(config),
         threads=rollout.num_threads,
         flags=rollout.engine_kwargs.vllm or {},
     )
@@ -419,12 +506,14 @@ def sampling_parameters(config: Config) -> dict[str, dict[str, float | int]]:
     agents_own = config.gateway.sampling == "agent"
     return {
         "sampling_parameters": {"max_tokens": limit} if agents_own else _sampling(rollout, limit),
-        "val_sampling_parameters": _sampling(rollout.val_kwargs, limit),
+        "val_sampling_parameters": _sampling(rollout.val_kwargs, limit)
+        if rollout.val_kwargs.do_sample
+        else greedy_sampling(config),
     }
 
 
 def greedy_sampling(config: Config) -> dict[str, float | int]:
-    """That of greedy rollouts, which training compares others with."""
+    """That of greedy rollouts: those that training compares others with, and validation without `do_sample`."""
     return {**NEUTRAL, "temperature": 0.0, "max_tokens": config.data.max_response_length}
 
 
@@ -466,39 +555,6 @@ def training_steps(config: Config, tasks: int) -> int:
             f"give more tasks, or set data.train_batch_size={tasks} or less"
         )
     return trainer.total_training_steps or trainer.total_epochs * (tasks // batch)
-
-
-def datasets(
-    config: Config, train: Dataset | None, val: Dataset | None, tune: Dataset | None
-) -> tuple[Dataset, Dataset, Dataset]:
-    """The datasets that were given, or those of the files that the config names: training, validation, tuning.
-
-    Raises ConfigError where one that the config needs is missing, or its agent loop refuses a task.
-    """
-    data, trainer = config.data, config.trainer
-    tasks = tasks_of("train", train, data.train_files)
-    held_out = tasks_of("val", val, data.val_files)
-    tuning = tasks_of("tune", tune, data.tune_files)
-    if (loops := loops_of(config)) is not None:
-        for dataset in (tasks, held_out, tuning):
-            loops.check(dataset)
-    if trainer.val_only and not held_out:
-        raise ConfigError("trainer.val_only needs validation tasks: a val_dataset, or data.val_files")
-    if trainer.early_stopping.patience is not None and not tuning:
-        raise ConfigError(
-            "trainer.early_stopping goes by a tuning set, for the validation set is only reported: give PPO a "
-            "tune_dataset, or set data.tune_files"
-        )
-    return tasks, held_out, tuning
-
-
-def tasks_of(name: str, dataset: Dataset | None, files: str | list[str] | None) -> Dataset:
-    """The tasks that `fit` was given, or else those of `data.<name>_files`. Raises ConfigError where both are there."""
-    if dataset is not None and files is not None:
-        raise ConfigError(
-            f"tasks come from data.{name}_files={files!r} and from fit's {name}_dataset: give one of them"
-        )
-    return load_tasks(files) if files is not None else dataset or []
 
 
 def name_of(given: Any) -> str:

@@ -5,6 +5,7 @@ session's id, its first version) is read anew when a run is opened.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,20 @@ from lightning_rl.ppo.models import Models
 from lightning_rl.ppo.weight_sync import WeightSync
 from lightning_rl.training import checkpoint
 from lightning_rl.trajectories.token_account import TokenAccount
+
+
+def begin_from(given: Path, run_dir: Path) -> Path:
+    """Copy the checkpoint of another run into the folder of one that begins with it; returns the copy.
+
+    The new run has tokens of its own to account for, and none of the other's checkpoints; all else goes on.
+    Raises CheckpointError where it cannot be written.
+    """
+    state = checkpoint.load_state(given)
+    state["account"] = TokenAccount("").state_dict()
+    if state["tuning"]["best_step"] != state["step"]:
+        state["tuning"] = TuningRecord().state_dict()
+    folder = run_dir / "checkpoints" / f"step-{state['step']}"
+    return checkpoint.save(folder, export=partial(checkpoint.copy_model, given), state=state)
 
 
 class RunState:

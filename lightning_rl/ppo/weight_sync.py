@@ -7,6 +7,7 @@ import logging
 
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.vllm.policy import VllmPolicy
+from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.models import Models
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.errors import StoreError
@@ -24,7 +25,7 @@ class WeightSync:
         self._models = models
         # Rollouts in flight continue over the update: to drain them would be what `sync` does.
         self._mode = "drain" if config.trainer.schedule == "sync" else "keep"
-        self._sleeps = config.actor_rollout_ref.rollout.free_cache_engine
+        self._sleeps = resolved_config.frees_memory(config)
 
     def publish(self, version: int) -> None:
         """Give the engine the trained weights as policy version `version`, while calls wait at the gateway."""

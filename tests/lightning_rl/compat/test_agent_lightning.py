@@ -120,7 +120,6 @@ def test_an_endpoint_holds_a_key_of_any_letters() -> None:
 @pytest.mark.parametrize(
     ("argument", "instead"),
     [
-        ({"adapter": {"agent_match": "write"}}, r"algorithm\.train_agents"),
         ({"tracer": object()}, "the gateway records the calls"),
         ({"store": object()}, r"store\.db"),
         ({"n_workers": 3}, "n_runners"),
@@ -135,12 +134,6 @@ def test_arguments_of_its_trainer_say_what_to_write_instead(argument: Any, inste
 
 def test_an_argument_that_is_not_given_is_none() -> None:
     assert agl.Trainer(algorithm=agl.Baseline(), n_runners=4, store=None, tracer=None).n_runners == 4
-
-
-@pytest.mark.parametrize("name", ["setup_logging", "PromptTemplate", "LitAgentRunner", "Dataset"])
-def test_a_name_that_there_is_not_says_what_to_write_instead(name: str) -> None:
-    with pytest.raises(AttributeError, match=rf"no attribute '{name}': .+ \(docs/coming-from-agent-lightning\.md\)"):
-        getattr(agl, name)
 
 
 def test_the_async_methods_can_be_called_as_they_are() -> None:

@@ -28,6 +28,7 @@ from lightning_rl_adapters.call import Call, calls_of, to_span
 from lightning_rl_adapters.rows import Row
 from tests.adapters.forests import attempts, make_call
 from tests.lightning_rl.control_plane import conftest as server_parts
+from tests.random_examples import examples
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # runners need not load torch
 served = server_parts.served
@@ -125,7 +126,7 @@ def lines_of(batch: Any) -> list[tuple[list[int], list[int], list[int]]]:
 # What stands in a batch
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(attempts(max_calls=6), min_size=1, max_size=3), st.integers(1, 12), st.integers(1, 12))
 def test_every_line_is_a_row_of_the_forest_and_every_token_is_accounted_for(
     rollouts: list[list[Call]], width: int, length: int

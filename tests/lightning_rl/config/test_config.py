@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_rl.config import ConfigError, compose, keys, reference, to_yaml
 from lightning_rl.config.schema import TrainConfig
+from tests.random_examples import examples
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTED = json.loads((ROOT / "tests" / "data" / "agent_lightning_verl_config.json").read_text())
@@ -114,7 +115,7 @@ def test_broken_yaml_is_an_error_that_names_the_file(tmp_path: Path) -> None:
         compose(file=file)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     st.fixed_dictionaries(
         {},

@@ -20,9 +20,9 @@ from lightning_rl.loading import NotLoadable
 from lightning_rl.ppo import collector, reporting, resolved_config
 from lightning_rl.ppo.local_workers import LocalWorkers
 from lightning_rl.ppo.ppo import PPO
-from lightning_rl.ppo.resolved_config import tasks_of
 from lightning_rl.ppo.run_state import RunState
 from lightning_rl.ppo.schedules import Async, OneStepOff
+from lightning_rl.ppo.tasks import tasks_of
 from lightning_rl.rewards import FinishedRollout
 from lightning_rl.rl.advantages import ESTIMATORS
 from lightning_rl.rl.correction import correct
@@ -99,6 +99,7 @@ class _Store:
 
 def vllm(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
     """How vLLM servers would be started; what becomes of each of these is in `test_command.py`."""
+    monkeypatch.setattr(resolved_config, "device_of", lambda _: torch.device("cuda"))
     return resolved_config.vllm_options(config)
 
 
@@ -236,6 +237,7 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     ("critic.ppo_mini_batch_size", 3, values),
     ("critic.ppo_micro_batch_size_per_gpu", 3, values),
     ("critic.ppo_max_token_len_per_gpu", 3, values),
+    ("critic.use_dynamic_bsz", False, values),
     ("critic.ppo_epochs", 3, values),
     ("critic.loss_agg_mode", "token-sum", values),
     ("critic.grad_clip", 0.1, values),
@@ -276,7 +278,7 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     (ROLLOUT + "weight_transfer", "ipc", vllm),
     (ROLLOUT + "free_cache_engine", True, vllm),
     (ROLLOUT + "engine_kwargs.vllm", {"block_size": 32}, vllm),
-    (ROLLOUT + "agent.num_workers", 2, limits),
+    (ROLLOUT + "agent.max_concurrent_rollouts", 2, limits),
     (ROLLOUT + "agent.isolation", "process", limits),
     (ROLLOUT + "agent.ray.address", "auto", limits),
     (ROLLOUT + "agent.ray.num_actors", 3, actors),
@@ -319,6 +321,21 @@ ELSEWHERE = {
     "data.train_files": "test_tasks_come_from_files",
     "data.val_files": "test_tasks_come_from_files",
     "data.tune_files": "test_tasks_come_from_files",
+    "trainer.default_local_dir": (
+        "ppo/test_run_folders.py::test_a_run_goes_where_its_keys_say_and_another_begins_with_its_checkpoint"
+    ),
+    "trainer.rollout_data_dir": (
+        "ppo/test_run_folders.py::test_a_run_goes_where_its_keys_say_and_another_begins_with_its_checkpoint"
+    ),
+    "trainer.validation_data_dir": (
+        "ppo/test_run_folders.py::test_a_run_goes_where_its_keys_say_and_another_begins_with_its_checkpoint"
+    ),
+    "trainer.resume_from_path": (
+        "ppo/test_run_folders.py::test_a_run_goes_where_its_keys_say_and_another_begins_with_its_checkpoint"
+    ),
+    "data.train_max_samples": "ppo/test_tasks.py::test_a_run_takes_so_many_tasks",
+    "data.val_max_samples": "ppo/test_tasks.py::test_a_run_takes_so_many_tasks",
+    "data.filter_overlong_prompts": "ppo/test_tasks.py::test_tasks_with_long_prompts_are_left_out",
     "actor_rollout_ref.model.use_remove_padding": "test_rows_are_packed_unless_the_keys_say_otherwise",
     "actor_rollout_ref.model.attn_implementation": ("ppo/test_models.py::test_attention_is_computed_as_the_keys_say"),
     "actor_rollout_ref.model.chat_template": (
@@ -327,6 +344,8 @@ ELSEWHERE = {
     "actor_rollout_ref.model.lora_rank": "ppo/test_models.py::test_an_adapter_alone_is_trained",
     "actor_rollout_ref.model.lora_alpha": "ppo/test_models.py::test_an_adapter_alone_is_trained",
     "actor_rollout_ref.model.target_modules": "ppo/test_models.py::test_an_adapter_alone_is_trained",
+    "actor_rollout_ref.model.exclude_modules": "ppo/test_models.py::test_what_is_excluded_gets_no_adapter",
+    ROLLOUT + "val_kwargs.do_sample": "test_validation_without_sampling_is_greedy",
     "actor_rollout_ref.model.lora_adapter_path": "ppo/test_models.py::test_an_adapter_goes_on_from_a_folder",
     "actor_rollout_ref.model.lora_export": "ppo/test_models.py::test_an_adapter_is_exported_merged_or_alone",
     ACTOR + "fsdp_config.model_dtype": "ppo/test_models.py::test_number_formats_are_what_the_keys_say",
@@ -463,6 +482,17 @@ def test_it_has_an_effect(key: str, value: Any, observe: Any, monkeypatch: pytes
     assert observe(changed, monkeypatch) != before
 
 
+def test_validation_without_sampling_is_greedy() -> None:
+    def validation(**kwargs: Any) -> Any:
+        config = compose(
+            {"actor_rollout_ref": {"rollout": {"val_kwargs": {"temperature": 0.7, "top_p": 0.5, **kwargs}}}}
+        )
+        found = resolved_config.sampling_parameters(config)["val_sampling_parameters"]
+        return found["temperature"], found["top_p"]
+
+    assert (validation(), validation(do_sample=False)) == ((0.7, 0.5), (0.0, 1.0))
+
+
 def test_no_key_is_forgotten() -> None:
     effective = {key.name for key in keys(TrainConfig) if key.kind == "effect"}
     assert effective == {row[0] for row in TABLE} | ELSEWHERE.keys()
@@ -506,8 +536,7 @@ def test_tasks_come_from_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("1\n2\n")
     assert tasks_of("train", None, [str(tmp_path / "a.jsonl")] * 2) == [1, 2, 1, 2]
     assert tasks_of("val", None, None) == []
-    with pytest.raises(ValueError, match="give one"):
-        tasks_of("val", [1], str(tmp_path / "a.jsonl"))
+    assert tasks_of("val", [7], str(tmp_path / "a.jsonl")) == [7]
     for name in "bc":
         (tmp_path / f"{name}.jsonl").write_text(f'"{name}"\n')
     files = {"val_files": str(tmp_path / "b.jsonl"), "tune_files": str(tmp_path / "c.jsonl")}
@@ -911,16 +940,52 @@ def test_the_engine_is_what_the_keys_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("overrides", "idle"),
     [
-        ("name=sglang", "sglang needs .*server_urls: SGLang's servers are not started by a run"),
-        ("tensor_model_parallel_size=2", "tensor_model_parallel_size=2 is for vLLM"),
-        ("weight_transfer=ipc", "weight_transfer=ipc is for vLLM on GPUs"),
-        ("free_cache_engine=true", "free_cache_engine=true is for vLLM on GPUs"),
-        ("data_parallel_size=2", "data_parallel_size=2 is for vLLM"),
-        ("server_urls=[http://127.0.0.1:8000]", "server_urls=.* is for vLLM"),
+        ("name=vllm enforce_eager=true", None),
+        (
+            "enforce_eager=true max_num_seqs=7",
+            "rollout.enforce_eager: no effect, the engine is",
+        ),
+        (
+            "gpu_memory_utilization=0.8 +engine_kwargs.vllm.block_size=32",
+            "utilization, rollout.engine",
+        ),
+        (
+            "name=sglang server_urls=[http://h] tensor_model_parallel_size=2 max_num_seqs=7",
+            "parallel_size, rollout.max",
+        ),
+        (
+            "name=vllm server_urls=[http://h] data_parallel_size=2",
+            "rollout.data_parallel_size: no effect, servers that",
+        ),
+        ("name=sglang server_urls=[http://h]", None),
+        ("free_cache_engine=true", "rollout.free_cache_engine: no effect, on a CPU there is no memory of a GPU"),
     ],
 )
-def test_what_cannot_be_started_is_refused(override: str, message: str) -> None:
+def test_keys_of_servers_that_are_not_started_are_reported(
+    overrides: str, idle: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    command_line = [f"{'+' * word.startswith('+')}{ROLLOUT}{word.lstrip('+')}" for word in overrides.split()]
+    PPO(compose(command_line=command_line))
+    assert len(caplog.messages) == (idle is not None)
+    assert idle is None or idle in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("override", "message", "device"),
+    [
+        ("name=sglang", "sglang needs .*server_urls: SGLang's servers are not started by a run", "cpu"),
+        ("tensor_model_parallel_size=2", "tensor_model_parallel_size=2 is for vLLM", "cpu"),
+        ("weight_transfer=ipc", "weight_transfer=ipc is for vLLM on GPUs", "cpu"),
+        ("free_cache_engine=true", "free_cache_engine=true is for vLLM on GPUs", "cuda"),
+        ("data_parallel_size=2", "data_parallel_size=2 is for vLLM", "cpu"),
+        ("server_urls=[http://127.0.0.1:8000]", "server_urls=.* is for vLLM", "cpu"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(
+    override: str, message: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolved_config, "device_of", lambda _: torch.device(device))
     with pytest.raises(ConfigError, match=message):
         PPO(compose(command_line=[ROLLOUT + override]))

@@ -14,6 +14,7 @@ from lightning_rl.store.contract import Rollout, RolloutConfig, RolloutRequest
 from lightning_rl.trajectories.trajectory import Trajectory
 from lightning_rl_adapters import forest
 from lightning_rl_adapters.credit import Rewards
+from tests.random_examples import examples
 
 N = 2
 
@@ -195,7 +196,7 @@ def test_what_a_killed_run_had_asked_for_beyond_the_end_is_cancelled_and_read_to
     assert rollouts.open == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 3), st.integers(0, 3), st.integers(1, 5), st.data())
 def test_every_group_is_asked_for_once_and_handed_over_once(
     batch: int, threshold: int, steps: int, data: st.DataObject

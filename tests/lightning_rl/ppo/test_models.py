@@ -157,6 +157,12 @@ def test_an_adapter_alone_is_trained() -> None:
     assert made.policy.engine.version == 1
 
 
+def test_what_is_excluded_gets_no_adapter() -> None:
+    made = models(model=LORA["model"] | {"exclude_modules": r".*v_proj"})
+    trained = {name.split(".")[-4] for name, parameter in made.model.named_parameters() if parameter.requires_grad}
+    assert trained == {"q_proj"}
+
+
 def test_an_adapter_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model: .*no_such_module"):
         models(model={"lora_rank": 2, "target_modules": ["no_such_module"]})

@@ -53,6 +53,7 @@ def test_agents_that_fail_are_data(tmp_path: Path) -> None:
     assert row["tokens/received"] == row["tokens/trained"] > 0
 
 
+@pytest.mark.long
 def test_rollouts_without_calls_train_nothing(tmp_path: Path) -> None:
     algorithm = lrl.PPO(config())
     lrl.Trainer(some_fail, n_runners=4, run_dir=tmp_path).fit(algorithm, [3, 3, 3, 3])
@@ -61,6 +62,7 @@ def test_rollouts_without_calls_train_nothing(tmp_path: Path) -> None:
     assert "actor/pg_loss" not in row
 
 
+@pytest.mark.long
 def test_a_rule_may_leave_failed_agents_out(tmp_path: Path) -> None:
     algorithm = lrl.PPO(config() | {"algorithm": {"agent_failure": "exclude"}})
     lrl.Trainer(some_fail, n_runners=4, run_dir=tmp_path).fit(algorithm, [0, 1, 2, 3])
@@ -70,6 +72,7 @@ def test_a_rule_may_leave_failed_agents_out(tmp_path: Path) -> None:
     assert row["tokens/excluded/no_reward"] > 0
 
 
+@pytest.mark.long
 def test_an_engine_with_other_weights_is_refused(tmp_path: Path) -> None:
     class WrongEngine(lrl.PPO):
         def open(self, run_dir: Path) -> Any:
@@ -85,6 +88,7 @@ def test_an_engine_with_other_weights_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.long
 def test_a_server_that_dies_ends_the_run_by_name_and_leaves_no_process(tmp_path: Path) -> None:
     def children(module: str) -> list[int]:
         command = ["pgrep", "-P", str(os.getpid()), "-f", module]
@@ -111,6 +115,7 @@ def test_recomputed_old_log_probs_train_too(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "checkpoints" / "step-2" / "config.json").read_text())["model_type"] == "qwen2"
 
 
+@pytest.mark.long
 def test_with_the_samplers_own_numbers_a_run_trains_as_with_recomputed_ones(tmp_path: Path) -> None:
     """Over the same stored rollouts; the old log probabilities are the trainer's, or the sampler's, bit by bit."""
     runs = {bypass: tmp_path / str(bypass) for bypass in (False, True)}
@@ -154,6 +159,7 @@ def test_too_few_tasks_are_named() -> None:
         lrl.PPO(config()).prepare([], None)
 
 
+@pytest.mark.long
 def test_failures_are_told_once_with_what_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     algorithm = lrl.PPO(config(total_training_steps=2))
     lrl.Trainer(some_fail, n_runners=4, run_dir=tmp_path).fit(algorithm, [0, 1, 2, 3])
@@ -196,6 +202,7 @@ class StopsAt(lrl.PPO):
             raise KeyboardInterrupt
 
 
+@pytest.mark.long
 def test_an_interrupted_run_goes_on_and_ends_with_the_same_weights(tmp_path: Path) -> None:
     """Cut short twice, before and after its first checkpoint; then once more in one go from what it had recorded."""
     resumed = config(total_training_steps=5, save_freq=2, resume_mode="auto")
@@ -222,6 +229,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_weights(tmp_path: Pat
     assert read(whole / "metrics.jsonl")[-1]["tokens/received"] == rows[-1]["tokens/received"]
 
 
+@pytest.mark.long
 def test_another_trainer_cannot_use_the_same_folder(tmp_path: Path) -> None:
     class Second(lrl.PPO):
         def run(self, *datasets: Any) -> None:
@@ -231,6 +239,7 @@ def test_another_trainer_cannot_use_the_same_folder(tmp_path: Path) -> None:
     lrl.Trainer(some_fail, run_dir=tmp_path).fit(Second(config()), [0] * 4)
 
 
+@pytest.mark.long
 def test_validation_alone_trains_nothing(tmp_path: Path) -> None:
     lrl.Trainer(some_fail, n_runners=4, run_dir=tmp_path).fit(lrl.PPO(config(val_only=True)), None, [0, 1])
     [row] = read(tmp_path / "metrics.jsonl")

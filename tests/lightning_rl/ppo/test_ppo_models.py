@@ -45,6 +45,7 @@ def test_the_policy_stays_while_the_critic_warms_up(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_shared_trunk_learns_both_and_warms_up(tmp_path: Path) -> None:
     trainer = {"total_training_steps": 3, "critic_warmup": 1, "val_before_train": False}
     _, (first, second, third) = fitted(tmp_path, GAE, {"trainer": trainer, "critic": {"shared_trunk": True}})
@@ -55,6 +56,7 @@ def test_a_shared_trunk_learns_both_and_warms_up(tmp_path: Path) -> None:
     assert third["actor/grad_norm"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lora", [{}, {"lora_rank": 2}], ids=["whole", "adapter"])
 def test_the_distance_from_the_reference_grows_from_0_and_lowers_rewards(lora: dict[str, Any], tmp_path: Path) -> None:
     keys = {
@@ -83,6 +85,7 @@ def test_an_adapter_is_trained_sampled_and_left_as_a_whole_model(tmp_path: Path)
     assert (tmp_path / "model" / "tokenizer.json").exists()
 
 
+@pytest.mark.long
 def test_greedy_rollouts_are_compared_with_and_not_trained(tmp_path: Path) -> None:
     keys = {"algorithm": {"adv_estimator": "remax"}, "trainer": {"total_training_steps": 2, "val_before_train": False}}
     made, rows = fitted(tmp_path, keys)
@@ -147,6 +150,7 @@ def test_hooks_are_passed_in_order_and_may_add_metrics(tmp_path: Path) -> None:
     assert rows[-1]["own/step"] == 1
 
 
+@pytest.mark.long
 def test_a_step_that_trains_nothing_says_why_and_still_validates_and_saves(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -135,6 +135,7 @@ def test_a_killed_run_ends_with_the_weights_of_an_unbroken_one(resumed: Path, tm
         assert read(run_dir / "metrics.jsonl")[-1]["tokens/pending"] == 0
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_the_checkpoint_before_a_broken_one(
     resumed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

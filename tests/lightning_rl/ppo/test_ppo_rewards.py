@@ -29,6 +29,7 @@ def trained(tmp_path: Path, agent: Any, algorithm: lrl.PPO, tasks: list[Any]) ->
     return record
 
 
+@pytest.mark.long
 def test_rewards_of_calls_reach_them_by_their_ids(tmp_path: Path) -> None:
     algorithm = {"norm_adv_by_std_in_grpo": False, "credit": {"strategy": "return_to_go"}, "gamma": 0.5}
     record = trained(tmp_path, step_rewards, lrl.PPO(config() | {"algorithm": algorithm}), [0, 1, 2, 3])
@@ -168,6 +169,7 @@ def test_dynamic_sampling_rolls_out_until_enough_groups_say_something(tmp_path: 
     assert tasks_of_step_2 == {9, 10, 11, 1}  # the third batch, then the first again
 
 
+@pytest.mark.long
 def test_dynamic_sampling_ends_where_nothing_can_be_learned(tmp_path: Path) -> None:
     given = config() | {"algorithm": {"filter_groups": {"enable": True, "max_num_gen_batches": 2}}}
     record = trained(tmp_path, says_something, lrl.PPO(given, reward=lambda group: [1.0] * len(group)), TASKS)
@@ -177,6 +179,7 @@ def test_dynamic_sampling_ends_where_nothing_can_be_learned(tmp_path: Path) -> N
     assert "actor/pg_loss" not in row
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlong", ["truncate_left", "truncate_response"])
 def test_a_row_that_was_cut_is_trained_without_being_taken_for_another_models(overlong: str, tmp_path: Path) -> None:
     """What is left after a cut on the left has other log probabilities than its sampler gave it, and rightly so."""

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_rl.ppo.schedules import Async, Group, OneStepOff, Schedule
+from tests.random_examples import examples
 
 
 def ended(place: int, version: int = 0) -> Group:
@@ -91,7 +92,7 @@ class Run:
         self.groups = [group._replace(ended=group.ended or group is chosen) for group in self.groups]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(1, 4), st.integers(0, 4), st.integers(1, 8), st.data())
 def test_async_keeps_its_bound_and_loses_nothing_whatever_ends_first(
     batch: int, threshold: int, steps: int, data: st.DataObject
@@ -104,7 +105,7 @@ def test_async_keeps_its_bound_and_loses_nothing_whatever_ends_first(
         assert run.trained[start : start + batch] == sorted(run.trained[start : start + batch])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(1, 4), st.integers(1, 8), st.data())
 def test_one_step_off_is_one_step_off_whatever_ends_first(batch: int, steps: int, data: st.DataObject) -> None:
     run = Run(OneStepOff(batch), steps, data)

@@ -1,0 +1,96 @@
+"""The command of a script that starts verl's trainer: bash fills it in, and nothing is carried out."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_rl.config import verl_script
+from lightning_rl.config.verl_script import Command, ScriptError
+
+SCRIPT = """#!/usr/bin/env bash
+# it's a script (with an apostrophe in its first comment)
+set -xeuo pipefail
+ulimit -n 65535
+cd "$(dirname "${BASH_SOURCE[0]}")"
+pip install something && touch "$HOME/installed"
+DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B}
+size=$((2 * 512))  # tokens
+EXTRA=()
+case "$DEVICE" in
+  gpu) EXTRA+=(trainer.n_gpus_per_node=4) ;;
+  npu) EXTRA+=(trainer.device=npu) ;;
+esac
+if (( size > 1000 )); then EXTRA+=(data.seed=1); fi
+DATA=(
+    data.train_files="['$HOME/a.parquet', '$HOME/b.parquet']"
+    # data.shuffle=False
+    data.max_prompt_length=${size}
+)
+echo started > "$HOME/written"
+/bin/touch "$HOME/touched"
+python3 -m verl.trainer.main_ppo --config-name=ppo_trainer.yaml \\
+    "${DATA[@]}" "${EXTRA[@]}" \\
+    trainer.logger='["console","wandb"]' \\
+    actor_rollout_ref.model.path="$MODEL_PATH" $@ > log.txt 2>&1
+"""
+
+
+def command(tmp_path: Path, text: str, **environment: str) -> Command:
+    script = tmp_path / "run.sh"
+    script.write_text(text)
+    return verl_script.command_of(script, {"HOME": str(tmp_path), **environment})
+
+
+def test_variables_arrays_and_conditions_are_filled_in_and_nothing_is_done(tmp_path: Path) -> None:
+    found = command(tmp_path, SCRIPT)
+    assert found == Command(
+        [
+            f"data.train_files=['{tmp_path}/a.parquet', '{tmp_path}/b.parquet']",
+            "data.max_prompt_length=1024",
+            "trainer.n_gpus_per_node=4",
+            "data.seed=1",
+            'trainer.logger=["console","wandb"]',
+            "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
+        ],
+        None,
+    )
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.sh"]
+    assert not Path("log.txt").exists()
+
+
+def test_variables_of_the_environment_count(tmp_path: Path) -> None:
+    found = command(tmp_path, SCRIPT, DEVICE="npu", MODEL_PATH="mine").overrides
+    assert found[-1] == "actor_rollout_ref.model.path=mine"
+    assert "trainer.device=npu" in found
+
+
+def test_a_configuration_beside_the_script_is_found(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "grpo.yaml").write_text("{}")
+    found = command(tmp_path, "python -m verl.trainer.main_ppo --config-path=./config --config-name grpo data.seed=1\n")
+    assert found == Command(["data.seed=1"], tmp_path / "config" / "grpo.yaml")
+
+
+def test_verls_own_configuration_is_no_file_and_a_blank_word_no_override(tmp_path: Path) -> None:
+    text = "python -m verl.trainer.main_ppo --config-path=config --config-name='ppo_trainer.yaml' data.seed=1 ' '\n"
+    assert command(tmp_path, text) == Command(["data.seed=1"], None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("echo nothing\n", "holds no command of the form `python -m verl"),
+        (2 * "python -m verl.trainer.main_ppo a=1\n", "holds 2 commands"),
+        ("python -m verl.trainer.sft_trainer a=1\n", r"starts verl\.trainer\.sft_trainer: only the training"),
+        (": ${DATA:?set it}\npython -m verl.trainer.main_ppo a=$DATA\n", "set the environment variables that"),
+        (
+            "python -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' a=1\n",
+            "ppo_megatron_trainer, and models are trained by FSDP2",
+        ),
+        ("python -m verl.trainer.main_ppo --config-name=mine a=1\n", "the configuration mine.yaml, which is not there"),
+    ],
+)
+def test_what_cannot_be_translated_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ScriptError, match=message):
+        command(tmp_path, text)
