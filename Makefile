@@ -25,7 +25,9 @@ quickstart: $(VENV)/.base
 test: $(VENV)/.dev
 	$(PYTEST) tests $(SERVICES:%=--ignore %) --ignore tests/oracle -m "$(FAST) and not long" -n 3 --dist loadscope $(ARGS)
 
-# Everything, which a release needs and CI takes slices of: the targets below, and what is `long` above.
+# Everything, which a release needs and CI takes slices of: the targets below, what is `long` above, and properties with
+# three times as many random examples.
+test-all: export EXAMPLES = all
 test-all: test test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle \
   test-agents test-vllm test-vllm-training test-vllm-gateway
 	$(PYTEST) tests $(SERVICES:%=--ignore %) --ignore tests/oracle -m "$(FAST) and long" -n 3 --dist loadscope

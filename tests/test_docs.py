@@ -36,6 +36,7 @@ def run_in(place: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_the_readmes_code_runs_as_it_stands_and_its_agent_learns(place: Path) -> None:
     """A script without a `__main__` guard, in a folder of its own: it trains, looks, and measures."""

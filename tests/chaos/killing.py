@@ -197,7 +197,7 @@ class Training:
         keys = [
             "agent=my_agent:solve", "data.train_files=tasks.jsonl", f"data.train_batch_size={TASKS}",
             "data.max_response_length=8", f"actor_rollout_ref.rollout.n={GROUP}",
-            "actor_rollout_ref.rollout.max_model_len=128", "actor_rollout_ref.rollout.agent.num_workers=4",
+            "actor_rollout_ref.rollout.max_model_len=128", "actor_rollout_ref.rollout.agent.max_concurrent_rollouts=4",
             "actor_rollout_ref.actor.optim.lr=1e-3", f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1",
             "trainer.max_actor_ckpt_to_keep=100", "trainer.logger=[jsonl]",
         ]  # fmt: skip

@@ -69,6 +69,7 @@ def test_a_server_whose_disk_is_full_for_a_while_costs_nothing(run: Training) ->
     ended_undisturbed(run)
 
 
+@pytest.mark.long
 def test_a_store_that_another_process_locks_for_a_while_costs_nothing(run: Training) -> None:
     with closing(sqlite3.connect(run.run_dir / "store.db", timeout=60, isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
@@ -113,6 +114,7 @@ def by_another_clock(folder: Path) -> Iterator[tuple[Training, Path]]:
         yield run, clock
 
 
+@pytest.mark.long
 def test_a_clock_that_jumps_by_hours_costs_nothing(tmp_path: Path) -> None:
     with by_another_clock(tmp_path) as (run, clock):
         run.until(EVENTS // 5)

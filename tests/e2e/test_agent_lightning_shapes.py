@@ -172,7 +172,14 @@ def trained(agent: Any, folder: Path, *, val: bool = False) -> list[tuple[Rollou
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("agent", "calls"),
-    [(function, 1), (by_endpoint, 1), (asynchronous, 1), (AsynchronousClass, 1), (langgraph_writer, 2), (LitGraph, 2)],
+    [
+        (function, 1),
+        pytest.param(by_endpoint, 1, marks=pytest.mark.long),
+        pytest.param(asynchronous, 1, marks=pytest.mark.long),
+        (AsynchronousClass, 1),
+        pytest.param(langgraph_writer, 2, marks=pytest.mark.long),
+        (LitGraph, 2),
+    ],
     ids=["function", "endpoint", "async function", "async class", "langgraph", "langgraph in a LitAgent"],
 )
 def test_a_shape_is_trained_and_recorded_whole(agent: Any, calls: int, tmp_path: Path) -> None:
@@ -190,6 +197,7 @@ def test_a_shape_is_trained_and_recorded_whole(agent: Any, calls: int, tmp_path:
         assert all(second.parent_id == first.call_id for _, (first, second) in found), "one conversation, one row"
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 @pytest.mark.parametrize("agent", [ByHand(max_turns=2), LitByHand(0.5)], ids=["Agent", "LitAgent"])
 def test_a_class_trains_one_way_and_validates_another(agent: Any, tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         yield Run(folder, user, judge, traces, algorithm.policy.name)
 
 
+@pytest.mark.long
 def test_each_name_goes_to_its_model_with_its_own_key(run: Run) -> None:
     assert Counter(run.user.keys) == {f"Bearer {KEYS['USER_KEY']}": len(run.spans("user"))}
     assert Counter(run.judge.keys) == {KEYS["JUDGE_KEY"]: len(run.spans("judge"))}
@@ -188,6 +189,7 @@ def test_an_agent_hears_the_service_and_no_key_is_kept_told_or_written(run: Run)
         assert [path.name for path in files if key.encode() in path.read_bytes()] == []
 
 
+@pytest.mark.long
 def test_a_command_serves_litellms_models_with_keys_of_the_environment(tmp_path: Path) -> None:
     with running() as service:
         service.script.append("Three.")
@@ -214,6 +216,7 @@ def test_a_command_serves_litellms_models_with_keys_of_the_environment(tmp_path:
             server.stop(signal.SIGTERM)
 
 
+@pytest.mark.long
 def test_a_helper_may_not_have_the_policys_name(tmp_path: Path) -> None:
     config = {
         "data": {"train_batch_size": 4},

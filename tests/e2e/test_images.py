@@ -46,6 +46,7 @@ def looker(task: dict[str, int], llm: lrl.LLM) -> float:
     return float(sum(lengths) % 5)
 
 
+@pytest.mark.long
 def test_a_model_that_sees_is_trained_on_what_it_saw(tmp_path: Path) -> None:
     folder = seeing.make_folder(tmp_path / "model")
     config = {

@@ -128,6 +128,7 @@ def test_cells_train_an_agent_that_cells_define(notebook: Notebook) -> None:
     assert notebook.children() == []
 
 
+@pytest.mark.long
 def test_a_second_run_in_the_same_kernel_runs_what_was_defined_last(notebook: Notebook) -> None:
     notebook.run(REDEFINED)
     assert "step 1/1  reward 0.625" in notebook.run(fit("second"))
@@ -138,6 +139,7 @@ def test_a_second_run_in_the_same_kernel_runs_what_was_defined_last(notebook: No
     notebook.run(HELPERS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["server.log", "runner-0.log", "metrics.jsonl"])
 def test_an_interrupt_ends_the_run_and_nothing_else(moment: str, notebook: Notebook, tmp_path: Path) -> None:
     """While the server starts, while the runners start, and while it trains."""

@@ -63,6 +63,7 @@ def test_no_module_needs_an_extra_to_be_imported(environment: Path, tmp_path: Pa
     run(environment / "python", "-c", IMPORT_ALL, cwd=tmp_path, timeout=120, **NO_NETWORK)
 
 
+@pytest.mark.long
 def test_the_quickstart_runs_without_a_network(environment: Path, tmp_path: Path) -> None:
     command = (environment / "lightning-rl", "quickstart", "--steps", "2", "--run-dir", "run")
     printed = run(*command, cwd=tmp_path, timeout=300, **NO_NETWORK)

@@ -20,7 +20,7 @@ from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutConfig, RolloutRequest
 from tests.lightning_rl.control_plane.test_process import Policy
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 PLACES, ROLLOUTS = 4, 32
 

@@ -381,6 +381,7 @@ def test_a_step_is_trained_as_the_page_says(folder: Path, tmp_path: Path) -> Non
     assert (tmp_path / "learning.png").stat().st_size > 1000
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_a_broken_folder_ends_the_command_with_what_to_do(tmp_path: Path) -> None:
     done = run("examples.sql_agent.train_graph", "--spider", tmp_path, "--engine", "embedded")

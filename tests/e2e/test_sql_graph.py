@@ -230,6 +230,7 @@ def run_dir(few: Setting, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_only_the_named_nodes_are_trained_and_the_others_are_counted(run_dir: Path) -> None:
     sampled = Counter[tuple[str, bool]]()
@@ -328,6 +329,7 @@ def test_the_page_shows_the_code_that_there_is(place: Path) -> None:
     assert {script.name for script in place.glob("*.py")} == {"look.py", "production.py", "chat_openai.py"}
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_the_page_runs_the_commands_that_there_are() -> None:
     """What follows `python -m` takes the options that the page gives it."""

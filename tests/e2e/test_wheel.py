@@ -96,6 +96,7 @@ def test_a_users_types_are_checked(installed: Path, tmp_path: Path) -> None:
     assert type_check(USER, installed, tmp_path) == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("right", "wrong", "complaint"),
     [

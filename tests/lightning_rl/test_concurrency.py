@@ -11,20 +11,21 @@ from lightning_rl.algorithms.base import Algorithm, Endpoint
 from lightning_rl.runner.launch import FOR_SERVICES, MOST
 
 
-def config(batch: int, n: int, num_workers: int | None) -> dict[str, Any]:
+def config(batch: int, n: int, max_concurrent_rollouts: int | None) -> dict[str, Any]:
     return {
         "data": {"train_batch_size": batch},
-        "actor_rollout_ref": {"rollout": {"n": n, "agent": {"num_workers": num_workers}}},
+        "actor_rollout_ref": {"rollout": {"n": n, "agent": {"max_concurrent_rollouts": max_concurrent_rollouts}}},
     }
 
 
 @pytest.mark.parametrize(
-    ("batch", "n", "num_workers", "expected"), [(4, 3, None, 12), (32, 8, None, MOST), (32, 8, 5, 5), (4, 3, 99, 99)]
+    ("batch", "n", "max_concurrent_rollouts", "expected"),
+    [(4, 3, None, 12), (32, 8, None, MOST), (32, 8, 5, 5), (4, 3, 99, 99)],
 )
 def test_ppo_runs_those_of_a_step_at_once_or_as_many_as_it_is_told(
-    batch: int, n: int, num_workers: int | None, expected: int
+    batch: int, n: int, max_concurrent_rollouts: int | None, expected: int
 ) -> None:
-    assert lrl.PPO(config(batch, n, num_workers)).n_runners == expected
+    assert lrl.PPO(config(batch, n, max_concurrent_rollouts)).n_runners == expected
 
 
 class Stop(Exception):

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -35,6 +35,7 @@ class Server:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
+        self._slow_steps = log.with_suffix(".slow")
         self._pool = urllib3.PoolManager(retries=False)
         # On the CPU this vLLM dies of a prompt that is read in pieces while its request has a seed, as ours all have.
         command = [
@@ -42,9 +43,13 @@ class Server:
             "--model", str(CHECKPOINT), "--served-model-name", MODEL, "--dtype", "float32",
             "--hf-overrides", f'{{"max_position_embeddings": {CONTEXT}}}',
             "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(CONTEXT),
+            "--logits-processors", "slow_steps:SlowSteps",
             "--host", "127.0.0.1", "--port", str(port), *flags,
         ]  # fmt: skip
-        asked = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+        asked = {
+            "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(Path(__file__).with_name("in_vllm")), "SLOW_STEPS_FILE": str(self._slow_steps),
+        }  # fmt: skip
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 command, env={**os.environ, **asked}, stdout=file, stderr=file, start_new_session=True
@@ -69,6 +74,15 @@ class Server:
         """The sum of a metric's samples."""
         page = self._pool.request("GET", f"{self.url}/metrics").data.decode()
         return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(f"vllm:{name}{{"))
+
+    @contextlib.contextmanager
+    def slowed(self) -> Iterator[None]:
+        """Let each step of its engine wait 20 ms, so that an order reaches a generation before its end."""
+        self._slow_steps.touch()
+        try:
+            yield
+        finally:
+            self._slow_steps.unlink()
 
     def forget_version(self) -> None:
         """Label no tokens with a version any more, as at the start."""

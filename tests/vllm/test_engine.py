@@ -148,7 +148,8 @@ def test_a_client_that_leaves_takes_its_generation_along(raw: Server, stream: bo
             await task
         await asyncio.to_thread(eventually, lambda: raw.metric("num_requests_running") == 0)
 
-    with_client(raw, leave)
+    with raw.slowed():
+        with_client(raw, leave)
     assert raw.completed == completed
 
 
@@ -163,8 +164,9 @@ def test_a_generation_that_is_left_after_its_first_tokens_is_aborted(raw: Server
                 return len(part.token_ids)
         return 0
 
-    assert with_client(raw, leave) >= 1
-    eventually(lambda: raw.metric("num_requests_running") == 0)
+    with raw.slowed():
+        assert with_client(raw, leave) >= 1
+        eventually(lambda: raw.metric("num_requests_running") == 0)
     assert raw.completed == completed
 
 
@@ -178,7 +180,8 @@ def test_a_generation_that_the_server_aborts_is_told_as_aborted(raw: Server, str
         await asyncio.to_thread(raw.abort_all)
         return await task
 
-    sampled = with_client(raw, abort)
+    with raw.slowed():
+        sampled = with_client(raw, abort)
     assert sampled.reason == "abort"
     assert len(sampled.token_ids) < CONTEXT - len(PROMPT)
 
@@ -190,8 +193,9 @@ def test_a_paused_generation_stands_still_and_goes_on_under_the_version_that_is_
         asked = Sampling(temperature=1.0, seed=1, max_tokens=LONG, **ENDLESS)
         counts = []
         async with client(raw) as other, aclosing(engine.generate(PROMPT, asked, request_id="r", stream=True)) as parts:
-            sampled.add(await anext(parts))
-            await engine.pause()
+            with raw.slowed():
+                sampled.add(await anext(parts))
+                await engine.pause()
             reading = asyncio.create_task(read(parts))
             for _ in range(2):
                 await asyncio.sleep(0.5)

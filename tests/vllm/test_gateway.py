@@ -1,7 +1,6 @@
 """An agent with the official SDK, the gateway, and a real vLLM server: what is recorded is what the model computed."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -98,12 +97,13 @@ def test_a_stop_string_ends_the_answer_and_its_generation(raw: Server, tmp_path:
     with attempt(tmp_path, raw) as at:
         free = ask(at, [QUESTION], temperature=0, max_tokens=60, **ENDLESS)["content"]
         stop = free[10:12]
-        answer = at.client.chat.completions.create(
-            model=MODEL, messages=[QUESTION], temperature=0, stop=[stop], **ENDLESS
-        ).choices[0]
-        assert answer.message.content == free[: free.index(stop)]
-        assert answer.finish_reason == "stop"
-        eventually(lambda: raw.metric("num_requests_running") == 0)
+        with raw.slowed():
+            answer = at.client.chat.completions.create(
+                model=MODEL, messages=[QUESTION], temperature=0, stop=[stop], **ENDLESS
+            ).choices[0]
+            assert answer.message.content == free[: free.index(stop)]
+            assert answer.finish_reason == "stop"
+            eventually(lambda: raw.metric("num_requests_running") == 0)
         assert [call.finish_reason for call in at.finish()] == ["length", "stop"]
 
 
@@ -125,14 +125,12 @@ def test_a_conversation_that_outgrows_the_context_is_a_clear_400(raw: Server, tm
 
 
 def test_an_answer_goes_on_after_a_pause_under_the_new_version(raw: Server, tmp_path: Path) -> None:
-    # No stream: an engine outruns the server that sends it.
     with attempt(tmp_path, raw) as at, ThreadPoolExecutor(1) as agents:
-        answer = agents.submit(ask, at, [QUESTION], max_tokens=LONG, **ENDLESS)
-        eventually(lambda: raw.metric("num_requests_running") == 1)
-        time.sleep(0.3)
-        assert not answer.done()
-        at.store.pause(MODEL, mode="keep")
-        eventually(lambda: at.store.state()["models"][MODEL]["paused"])
+        with raw.slowed():
+            answer = agents.submit(ask, at, [QUESTION], max_tokens=LONG, **ENDLESS)
+            eventually(lambda: raw.metric("num_requests_running") == 1)
+            at.store.pause(MODEL, mode="keep")
+            eventually(lambda: at.store.state()["models"][MODEL]["paused"])
         at.store.resume(MODEL, policy_version=9)
         answer.result(120)
         ask(at, [QUESTION])
@@ -158,10 +156,11 @@ def test_the_end_of_an_attempt_ends_its_generations(raw: Server, tmp_path: Path)
                 errors.append(error)
 
         agent = threading.Thread(target=call)
-        agent.start()
-        eventually(lambda: raw.metric("num_requests_running") == 1)
-        at.finish()
-        eventually(lambda: raw.metric("num_requests_running") == 0)
+        with raw.slowed():
+            agent.start()
+            eventually(lambda: raw.metric("num_requests_running") == 1)
+            at.finish()
+            eventually(lambda: raw.metric("num_requests_running") == 0)
         agent.join(20)
         assert raw.completed == completed
         assert len(errors) == 1

@@ -18,6 +18,8 @@ from tests.vllm.gateway import Attempt, attempt, full_prompt
 from tests.vllm.seeing import make_folder, policy_of, trainers_log_probs
 from tests.vllm.server import MODEL
 
+pytestmark = pytest.mark.long  # two servers of its own
+
 TOLERANCE = 1e-4  # nats; 3e-6 was seen
 CAT, DOG, WIDE = seeing.picture(1, 16, 24), seeing.picture(2, 24, 16), seeing.picture(3, 50, 21)  # WIDE is resized
 END = seeing.PAD - seeing.SPECIAL.index("<|image_pad|>") + seeing.SPECIAL.index("<|im_end|>")

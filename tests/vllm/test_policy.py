@@ -25,6 +25,8 @@ from lightning_rl_proxy.engines.vllm import TokenEngine
 from tests.vllm.asking import ENDLESS, LONG, Sampled, whole
 from tests.vllm.server import CHECKPOINT, PYTHON, processes
 
+pytestmark = pytest.mark.long  # two servers of its own
+
 CONTEXT = 2048  # of the checkpoint's own 512 tokens a generation ends before it can be frozen
 PROMPT = [5 + i % 200 for i in range(64)]  # four blocks of a prefix cache
 

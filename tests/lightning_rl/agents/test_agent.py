@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 
 import lightning_rl as lrl
-from lightning_rl.agents.agent import as_agent, run_agent
+from lightning_rl.agents.agent import AgentSignature, as_agent, run_agent
 from lightning_rl.agents.emit import emit_message, emit_reward
 from lightning_rl.agents.emitted import Emitted
 from lightning_rl.store.contract import Attempt, Claim, Rollout, RolloutConfig
@@ -223,3 +223,21 @@ def test_every_public_name_is_there_and_unknown_ones_are_named() -> None:
     assert set(lrl.__all__) <= set(dir(lrl))
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = lrl.nonsense
+
+
+def test_a_parameter_takes_the_model_of_its_name_or_its_default_or_is_an_error_before_the_run() -> None:
+    seen: list[Any] = []
+
+    @lrl.rollout
+    def agent(task: Any, judge: lrl.LLM, customer: lrl.LLM | None = None, critic: "lrl.LLM | None" = None) -> float:
+        seen.append((judge.model, customer, critic and critic.model))
+        return 1.0
+
+    named = {name: RESOURCE | {"model": name} for name in ("judge", "critic")}
+    run_agent(agent, claim(**named))
+    run_agent(agent, claim(judge=named["judge"]))
+    assert seen == [("judge", None, "critic"), ("judge", None, None)]
+    backends = {"judge": {"kind": "openai", "url": "http://127.0.0.1:9/v1", "remote_model": "m"}}
+    agent.check_resources(lrl.PPO({"gateway": {"backends": backends}}).resources)
+    with pytest.raises(AgentSignature, match=r"parameter 'judge'; this run has the models .'main_llm'.: name one in"):
+        lrl.Trainer(agent).fit(lrl.PPO(), [1])

@@ -61,6 +61,7 @@ def test_a_baseline_is_an_accuracy_with_its_confidence(tmp_path: Path, capsys: p
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.long
 def test_a_reward_function_judges_what_agents_do_not(tmp_path: Path) -> None:
     seen: list[str] = []
 
@@ -76,6 +77,7 @@ def test_a_reward_function_judges_what_agents_do_not(tmp_path: Path) -> None:
     assert all(seen)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", [Classic, Classic()])
 def test_an_agent_may_be_a_class(form: Any, tmp_path: Path) -> None:
     baseline = lrl.Baseline()
@@ -151,6 +153,7 @@ def service() -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.long
 def test_dev_on_a_service_without_token_ids_says_that_rows_are_not_exact(
     service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,6 +185,7 @@ def test_a_baseline_by_litellm(service: str, tmp_path: Path, monkeypatch: pytest
     assert (baseline.evaluations[0].mean, baseline.evaluations[0].failed) == (0.5, 1)
 
 
+@pytest.mark.long
 def test_a_wrong_key_of_a_service_is_told(service: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     baseline = lrl.Baseline("theirs", base_url=service, api_key="wrong")
     lrl.Trainer(agent, n_runners=4, run_dir=tmp_path).fit(baseline, TASKS[:2])

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from lightning_rl.cli import serve
 from lightning_rl.cli.serve import ADMIN_KEY, ENGINE_KEY, RUNNER_KEY
 from lightning_rl_proxy.http.limits import RequestLimits
 from lightning_rl_proxy.rendering.load import load_renderer
+from tests.commands import forked
 from tests.proxy.engines.service import Service, running
 
 TOKENIZER = str(Path(__file__).parents[3] / "examples/sql_agent/checkpoint")
@@ -82,8 +84,10 @@ def serving(place: Path, *words: str, **given: str) -> Iterator[Serving]:
 
 def refusal(place: Path, *words: str, **given: str) -> str:
     """The one line that says why nothing is served."""
-    command = [sys.executable, "-m", "lightning_rl", "serve", "--model", "policy", *words]
-    done = subprocess.run(command, cwd=place, env=environment(**given), capture_output=True, text=True, timeout=60)
+    import lightning_rl.control_plane.process  # noqa: F401  # loaded once, not in every fork
+
+    with tempfile.TemporaryDirectory() as output:
+        done = forked(place, Path(output), ["serve", "--model", "policy", *words], environment(**given))
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1 + done.stderr.count("\ntokenizer "), done.stderr

@@ -6,16 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from traceback import print_exc
 from typing import Any
 
 import datasets
 import pytest
 
 from lightning_rl import tutorial
-from lightning_rl.__main__ import main
+from tests.commands import forked
 
 AGENT = """
 import openai
@@ -50,36 +48,11 @@ def place(tmp_path: Path) -> Path:
 OFFLINE = {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 
 
-def forked(place: Path, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """The command in a fork of this process: a new interpreter takes seconds to load torch."""
-    import lightning_rl.ppo.ppo  # noqa: F401
-
-    out, err = (place / name for name in ("stdout", "stderr"))
-    child = os.fork()
-    if child == 0:
-        status = 1
-        with out.open("w") as sys.stdout, err.open("w") as sys.stderr:
-            try:
-                os.chdir(place)
-                os.environ.update(OFFLINE)
-                sys.path.insert(0, str(place))
-                sys.argv = ["lightning-rl", *words]
-                main()
-                status = 0
-            except SystemExit as left:
-                if isinstance(left.code, str):
-                    print(left.code, file=sys.stderr)
-                status = left.code if isinstance(left.code, int) else int(left.code is not None)
-            except BaseException:  # noqa: BLE001
-                print_exc()
-        os._exit(status)
-    _, status = os.waitpid(child, 0)
-    return subprocess.CompletedProcess(words, os.waitstatus_to_exitcode(status), out.read_text(), err.read_text())
-
-
 def lightning_rl(place: Path, *words: str, fails: bool = False, traceback: bool = False) -> Any:
     if "--dry-run" in words:
-        done = forked(place, words)
+        import lightning_rl.ppo.ppo  # noqa: F401  # loaded once, not in every fork
+
+        done = forked(place, place, words, os.environ | OFFLINE)
     else:
         command = [sys.executable, "-m", "lightning_rl", *words]
         env = os.environ | OFFLINE

@@ -18,6 +18,7 @@ from lightning_rl.store.sql_thread import SqlThread
 from lightning_rl_adapters.call import Call, VersionRange, to_span
 from lightning_rl_proxy.gateway import GatewayLoad
 from lightning_rl_proxy.routing.load_balancer import ModelLoad
+from tests.servers import StoppableServer
 
 
 class FakeGateway:
@@ -153,13 +154,7 @@ def served(tmp_path):
     gateway = FakeGateway(store)
     attached: list[Any] = []
     sql = SqlThread()
-    started = threading.Event()
     config = uvicorn.Config(lambda: None, log_config=None, lifespan="on", ws="none")
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets=None) -> None:
-            await super().startup(sockets)
-            started.set()
 
     async def attach(request: Any) -> str:
         attached.append(request)
@@ -182,13 +177,13 @@ def served(tmp_path):
 
     sockets = [socket.create_server(("127.0.0.1", 0))]
     served: list[Any] = []
-    server = Server(config)
+    server = StoppableServer(config)
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert started.wait(20)
+    assert server.started_up.wait(20)
     yield Served(f"http://127.0.0.1:{sockets[0].getsockname()[1]}", store, gateway, attached=attached)
     served[0].release()
-    server.should_exit = True
+    server.stop()
     thread.join()
     sql.close()
     store.close()

@@ -76,6 +76,7 @@ async def all_streams(url: str, claims: list[Claim]) -> list[int]:
         return await asking
 
 
+@pytest.mark.long
 def test_many_attempts_slow_streams_and_clients_that_never_read(tmp_path, engine) -> None:
     policy = Policy(engines=[engine])
     with launch(tmp_path, policy, admin_key="a", runner_key="r") as serving, ExitStack() as clients:

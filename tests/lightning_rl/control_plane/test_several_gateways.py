@@ -190,6 +190,7 @@ def settled(server: Server, claim: Claim, n: int, cluster: Any, url: str) -> boo
     return row == (False, n)
 
 
+@pytest.mark.long
 def test_claims_at_any_server_are_spread_and_their_keys_open_their_gateways(fleet: Fleet) -> None:
     one, two = fleet.start("one"), fleet.start("two")
     together(one, two)
@@ -234,6 +235,7 @@ def test_after_a_kill_an_attempt_goes_on_elsewhere_token_by_token(fleet: Fleet, 
     assert sum(row["loss_mask"]) == 9
 
 
+@pytest.mark.long
 def test_an_attempt_with_a_call_in_the_dead_journal_alone_is_retried_and_trained_once(
     fleet: Fleet, eventually: Any
 ) -> None:
@@ -295,6 +297,7 @@ def test_a_finish_at_another_server_is_answered_when_the_gateway_has_stored_all(
                 ask(claim, MESSAGES, at=at)
 
 
+@pytest.mark.long
 def test_a_pause_anywhere_holds_everywhere_and_so_does_the_version(fleet: Fleet, eventually: Any) -> None:
     one, two = fleet.start("one"), fleet.start("two")
     together(one, two)
@@ -323,6 +326,7 @@ def test_a_pause_anywhere_holds_everywhere_and_so_does_the_version(fleet: Fleet,
     assert policy(fleet.start("four")) == (False, 1)  # whatever it was told at its start
 
 
+@pytest.mark.long
 def test_a_killed_gateway_is_no_longer_named_and_one_that_stops_leaves_its_attempts(
     fleet: Fleet, eventually: Any
 ) -> None:

@@ -96,6 +96,7 @@ def test_what_is_recorded_is_what_the_model_computed(
         assert two.body["input_ids"][len(one.body["input_ids"]) :][: len(one.ids)] == one.ids
 
 
+@pytest.mark.long
 def test_a_pause_of_the_gateway_holds_sglang_and_the_rest_has_the_new_version(
     tmp_path: Path, vocabulary: tuple[int, ...]
 ) -> None:

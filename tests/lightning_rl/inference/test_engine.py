@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from lightning_rl.inference import fused
 from lightning_rl.inference.engine import EmbeddedEngine, EngineStopped
 from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling
+from tests.random_examples import examples
 
 from .models import CONFIGS, FUSED, SIZE, VOCAB, make, reference, true_logprobs
 
@@ -65,7 +66,7 @@ def test_every_logprob_is_that_of_a_plain_forward_pass(architecture):
     with EmbeddedEngine(make(architecture), max_num_seqs=3) as engine:
         assert fused.fits(make(architecture)) == (architecture in FUSED)
 
-        @settings(max_examples=12, deadline=None)
+        @settings(max_examples=examples(12), deadline=None)
         @given(jobs)
         def joins_leaves_and_waits(jobs):
             expected, futures = [], []
@@ -448,7 +449,7 @@ def test_shared_beginnings_change_no_logprob(architecture, prefix_rows):
     engine = EmbeddedEngine(make(architecture), max_num_seqs=4, prefix_rows=prefix_rows)
     with engine:
 
-        @settings(max_examples=15, deadline=None)
+        @settings(max_examples=examples(15), deadline=None)
         @given(turns)
         def share(turns):
             prompts = [stories[story][: cut + 6] for story, cut, _ in turns]

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_rl.inference.sampler import Sampled, sample, stream_key, uniforms
+from tests.random_examples import examples
 
 
 def draw(logits, temperature=1.0, top_p=1.0, top_k=0, uniform=None, seed=0) -> Sampled:
@@ -36,7 +37,7 @@ def test_truncated_samples_follow_the_renormalised_softmax():
     assert ((counts[[0, 1, 3]] - expected) ** 2 / expected).sum() < 18.4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.integers(0, 2**32),
     st.floats(0.05, 4.0),

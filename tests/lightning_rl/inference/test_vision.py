@@ -20,6 +20,7 @@ from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling, Output
 from lightning_rl.vision import PlacedImage, vision_of
 from tests import seeing
+from tests.random_examples import examples
 from tests.seeing import PAD
 
 CAT, DOG = seeing.picture(1, 16, 24), seeing.picture(2, 40, 16)  # 6 and 10 features
@@ -155,7 +156,7 @@ def test_a_placeholder_that_the_policy_samples_is_a_token(folder: Path, policy: 
 
 
 @given(st.lists(st.one_of(st.integers(1, 9), st.tuples(st.integers(1, 5), st.integers(1, 5))), min_size=1, max_size=7))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_positions_are_those_of_transformers(policy: EmbeddedPolicy, parts: list[int | tuple[int, int]]) -> None:
     """Runs of text, and images of so many rows and columns, with a text of one token between two."""
     model, vision = policy.model, policy.vision

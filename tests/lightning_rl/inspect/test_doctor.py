@@ -205,6 +205,7 @@ def test_a_policy_that_stands_still_names_the_learning_rate(tmp_path: Path) -> N
     assert "raise actor_rollout_ref.actor.optim.lr (now 1e-06)" in findings(folder)["policy_stands_still"].advice
 
 
+@pytest.mark.long
 def test_every_check_has_been_seen_to_speak(tmp_path: Path) -> None:
     spoke = set()
     for number, (run, *_) in enumerate(SICK):

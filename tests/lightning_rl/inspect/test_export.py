@@ -18,7 +18,7 @@ from lightning_rl.cli import app
 from lightning_rl.control_plane.launch import launch
 from lightning_rl.errors import Explained
 from lightning_rl.inspect import export as exports
-from lightning_rl.inspect import otlp, recorded
+from lightning_rl.inspect import recorded
 from lightning_rl.inspect.export import COLUMNS, WHATS, What, arrow_schema, export
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Finish, Reward, RolloutRequest
@@ -31,6 +31,7 @@ from lightning_rl_adapters.span import Span
 from tests.adapters.words import attempt_of, ids, say
 from tests.lightning_rl.inspect.runs import TALK, call_record, open_store, record, rollout_record, step_of, write_run
 from tests.lightning_rl.runner.conftest import Policy
+from tests.random_examples import examples
 
 DOC = Path(__file__).parents[3] / "docs" / "tools.md"
 BRANCHED = [say(1, "a", "b c"), say(2, "d", "e", after=1), say(3, "d f", "g h i", after=1)]
@@ -56,7 +57,7 @@ def exported(run_dir: Path, what: What, form: Any, **which: Any) -> list[dict[st
 
 
 @given(prompt=TOKENS, sampled=SAMPLED, more=SAMPLED)
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_token_ids_and_logprobs_come_out_as_they_were_recorded(
     tmp_path_factory: pytest.TempPathFactory, prompt: list[int], sampled: list[Any], more: list[Any]
 ) -> None:
@@ -169,51 +170,6 @@ def test_spans_are_those_of_the_server_and_calls_alone_where_asked(run_dir: Path
     assert spans[0]["attributes"][semconv.RESPONSE_IDS] == ids("b c")
     file, count = export(run_dir, "calls", "otlp", run_dir)
     assert (file.name, count) == ("calls.jsonl", 7)
-
-
-def test_what_was_sent_by_otlp_goes_out_as_it_came() -> None:
-    """Trace and span ids, parent, events, status, scope and resource; and the call that it stands beside."""
-    line = {
-        "resourceSpans": [{
-            "resource": {"attributes": [{"key": "service.name", "value": {"stringValue": "theirs"}}]},
-            "scopeSpans": [{"scope": {"name": "their.scope"}, "spans": [{
-                "traceId": "0af7651916cd43dd8448eb211c80319c", "spanId": "b7ad6b7169203331",
-                "parentSpanId": "00f067aa0ba902b7", "name": "look it up", "startTimeUnixNano": "5",
-                "endTimeUnixNano": "9", "status": {"code": 2, "message": "no such table"},
-                "events": [{"name": "exception", "timeUnixNano": "7", "attributes": [
-                    {"key": "n", "value": {"intValue": "3"}}]}],
-                "attributes": [{"key": "deep", "value": {"kvlistValue": {"values": [
-                    {"key": "x", "value": {"arrayValue": {"values": [{"doubleValue": 0.5}, {"boolValue": True}]}}}]}}}],
-            }]}],
-        }]
-    }  # fmt: skip
-    own = otel.SpanPlace("r", "a1")
-    [came], _ = otel.spans_of(otel.from_json(json.dumps(line).encode()), emitted=False, own=own)
-    call = to_span(say(1, "a", "b"))
-    [out] = otlp.requests([call, came])
-    _, back = otel.spans_of(otel.from_json(out), emitted=True, own=own)[0]
-    assert back == came
-    told = json.loads(out)
-    [of_call, of_came] = told["resourceSpans"]
-    assert of_call["scopeSpans"][0]["spans"][0]["traceId"] == otlp.trace_id("a1")
-    assert of_came["resource"]["attributes"][0] == {"key": "service.name", "value": {"stringValue": "theirs"}}
-
-
-def test_a_call_is_the_child_of_the_one_that_it_continues() -> None:
-    [line] = otlp.requests(attempt_of(TALK).spans)
-    one, two = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"]
-    assert two["parentSpanId"] == one["spanId"]
-    assert one["traceId"] == two["traceId"]
-    assert "parentSpanId" not in one
-
-
-def test_long_attempts_are_several_lines_of_whole_spans() -> None:
-    spans = attempt_of([say(number, "a " * 50, "b " * 50) for number in range(1, 9)]).spans
-    lines = list(otlp.requests(spans, line_bytes=10_000))
-    assert len(lines) > 1
-    back = [span for line in lines for span in otel.spans_of(otel.from_json(line), emitted=True)[0]]
-    assert [span.start_ns for span in back] == [span.start_ns for span in spans]
-    assert len(back) == 8
 
 
 def test_our_own_server_takes_the_lines(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def test_a_call_is_explained_with_what_its_tokens_were_and_are_now(run_dir: Path
     assert "checkpoints/step-1 gives it now: logprob" in told
 
 
+@pytest.mark.long
 def test_what_weights_make_of_a_call_now_is_what_they_made_of_it_then(run_dir: Path) -> None:
     """Under the weights that sampled it every token has the logprob that was recorded."""
     with recorded.opened(run_dir) as connection:

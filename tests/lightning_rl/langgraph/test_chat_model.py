@@ -75,7 +75,8 @@ def test_parallel_tool_calls_and_their_results_make_one_row(
     assert [id for id, mask in zip(row.token_ids, row.loss_mask, strict=True) if mask] == [
         id for call in calls for id in call.response_ids
     ]
-    assert first.usage_metadata == {
+    usage = {name: count for name, count in (first.usage_metadata or {}).items() if not name.endswith("_details")}
+    assert usage == {
         "input_tokens": len(served.engine.prompts[0]),
         "output_tokens": len(calls[0].response_ids),
         "total_tokens": len(served.engine.prompts[0]) + len(calls[0].response_ids),
@@ -195,3 +196,22 @@ def test_a_model_that_nobody_names_is_an_error_that_says_so(monkeypatch: pytest.
 
 def test_no_key_is_shown(llm: LLM) -> None:
     assert llm.api_key not in repr(ChatModel.of(llm))
+
+
+def test_a_call_may_wait_for_new_weights_as_long_as_it_takes() -> None:
+    assert ChatModel().stream_chunk_timeout is None
+
+
+def test_what_the_constructor_was_given_can_be_read_and_a_field_without_effect_is_refused() -> None:
+    model = ChatModel(model="m", base_url="http://127.0.0.1:9/v1", api_key="secret", timeout=3.0)
+    assert (model.model, model.base_url, model.timeout) == ("m", "http://127.0.0.1:9/v1", 3.0)
+    assert model.api_key is not None
+    assert model.api_key.get_secret_value() == "secret"
+    with pytest.raises(ValueError, match="use_responses_api has no effect"):
+        ChatModel(use_responses_api=True)
+
+
+def test_headers_of_the_model_are_sent(served: Served, llm: LLM, recorded: Recorded) -> None:
+    model = ChatModel.of(llm, default_headers={"baggage": "lightning_rl.agent=planner"})
+    model.invoke("hi")
+    assert recorded()[0][0].agent == "planner"

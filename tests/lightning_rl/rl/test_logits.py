@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_rl.rl.logits import token_log_probs
 from lightning_rl.rl.losses import entropy
+from tests.random_examples import examples
 
 
 def directly(logits: Tensor, rows: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,7 +25,7 @@ def drawn(tokens: int, dtype: torch.dtype, seed: int, scale: float = 3.0) -> tup
     return logits, rows, targets, 0.5 + torch.rand(tokens, generator=made)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.integers(0, 12),
     st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),

@@ -21,6 +21,7 @@ from lightning_rl.rl.losses import (
     value_loss,
 )
 from tests.lightning_rl.rl.golden import ADVANTAGES, MASK, NEW, OPTIONS, golden_tokens, weights_of
+from tests.random_examples import examples
 
 
 def computed(name: str, tokens: LossInputs, options: LossOptions = OPTIONS, seed: int = 0) -> PolicyLoss:
@@ -316,7 +317,7 @@ def test_no_tokens_make_no_loss(name: str) -> None:
     assert gradient(policy.loss, tokens).tolist() == []
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.sampled_from(list(LOSSES)),
     st.sampled_from([torch.float32, torch.bfloat16]),
@@ -330,7 +331,7 @@ def test_extremes_stay_finite(name: str, dtype: torch.dtype, drawn: list[tuple[f
     assert torch.isfinite(gradient(loss, tokens)).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.sampled_from(list(LOSSES)), st.permutations(range(12)), st.integers(0, 99))
 def test_a_token_does_not_care_who_it_is_computed_with(name: str, order: list[int], seed: int) -> None:
     """With its constants, in any order and any part."""

@@ -64,6 +64,7 @@ def test_its_process_is_replaced_when_its_siblings_have_ended(server, tmp_path, 
     assert len(told) == 1
 
 
+@pytest.mark.long
 def test_never_more_run_at_once_than_were_asked_for(server, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     go = tmp_path / "go"
@@ -78,6 +79,7 @@ def test_never_more_run_at_once_than_were_asked_for(server, tmp_path, monkeypatc
         rollouts.until(lambda: not rollouts.working.retiring_pids)
 
 
+@pytest.mark.long
 def test_an_agent_that_ends_soon_after_its_time_costs_its_process_nothing(server, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
 

@@ -51,6 +51,7 @@ def check_for_long(working) -> None:
 # Agents that hang
 
 
+@pytest.mark.long
 def test_agents_that_sleep_for_ever_do_not_use_up_the_workers(server, tmp_path) -> None:
     def agent(task, llm):
         import time
@@ -170,6 +171,7 @@ def test_a_killed_process_is_started_anew_and_its_rollout_retried_at_once(server
     assert str(tmp_path / "runner-0.log") in told
 
 
+@pytest.mark.long
 def test_a_process_that_dies_again_and_again_ends_the_run(server, tmp_path, caplog) -> None:
     def agent(task, llm):
         import os

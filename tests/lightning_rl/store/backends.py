@@ -39,6 +39,7 @@ from lightning_rl.store.sql_thread import SqlThread
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.http.limits import RequestLimits
 from lightning_rl_proxy.routing.router import Router
+from tests.servers import StoppableServer
 
 BACKENDS = ("sqlite", "postgres", "http-sqlite", "http-postgres")
 
@@ -156,16 +157,6 @@ class OverHttp:
         return self._admin.resources(resources_id)
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.answers = threading.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.answers.set()
-
-
 @contextmanager
 def served(
     store: SqlStore,
@@ -180,7 +171,7 @@ def served(
     listening = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     sql = SqlThread()
-    server = _Server(uvicorn.Config(lambda: None, log_config=None, lifespan="on", ws="none"))
+    server = StoppableServer(uvicorn.Config(lambda: None, log_config=None, lifespan="on", ws="none"))
 
     async def serve() -> None:
         router, one = Router("m"), None if fleet is None else fleet(url)
@@ -203,12 +194,12 @@ def served(
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     try:
-        assert server.answers.wait(60), "the server did not start"
+        assert server.started_up.wait(60), "the server did not start"
         yield url
     finally:
         for release in releases:
             release()
-        server.should_exit = True
+        server.stop()
         thread.join()
         sql.close()
         listening.close()

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 from lightning_rl.store.contract import ErrorInfo, Finish, RolloutConfig, RolloutRequest
 from lightning_rl.store.errors import Conflict
 from lightning_rl.store.life_cycle import ENDED, ROLLOUT_TRANSITIONS
+from tests import random_examples
 from tests.lightning_rl.store.backends import opened
 
 FINISHES = [
@@ -121,14 +122,14 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    ("backend", "examples"), [("sqlite", 40), ("postgres", 8), ("http-sqlite", 3), ("http-postgres", 3)]
+    ("backend", "count"), [("sqlite", 40), ("postgres", 8), ("http-sqlite", 3), ("http-postgres", 3)]
 )
 def test_whatever_happens_in_whatever_order_the_laws_hold(
-    backend: str, examples: int, request: pytest.FixtureRequest
+    backend: str, count: int, request: pytest.FixtureRequest
 ) -> None:
     empty: Callable[[], str] = lambda: "sqlite://"  # noqa: E731
     if "postgres" in backend:
         empty = request.getfixturevalue("empty_postgres_store")
     steps = 15 if backend.startswith("http-") else 30
-    wanted = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
+    wanted = settings(max_examples=random_examples.examples(count), stateful_step_count=steps, deadline=None)
     run_state_machine_as_test(lambda: StoreMachine(backend, empty()), settings=wanted)

@@ -267,6 +267,7 @@ def opening(url: str, migrations: Path, die_after: str = "") -> "subprocess.Pope
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", ["CREATE INDEX rollouts_by_note", "UPDATE meta"])
 def test_a_process_that_is_killed_in_an_upgrade_leaves_what_was_there(old: str, tmp_path: Path, step: str) -> None:
     before = everything(old)

@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 
 from lightning_rl.tools import BaseTool, ResultLimits, ToolCall, ToolError, ToolResponse, TrajectoryTools, function_tool
 from lightning_rl.tools.schemas import returned
+from tests.random_examples import examples
 
 
 class Color(enum.Enum):
@@ -180,7 +181,7 @@ def draw(line: Line) -> str:
 DRAW = BaseTool.from_callable(draw)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.fixed_dictionaries(
         {"points": st.lists(st.fixed_dictionaries({"x": st.integers() | st.floats(allow_nan=False) | st.text()}))},

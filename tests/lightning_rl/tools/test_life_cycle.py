@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_rl.tools import BaseTool, OpenAIFunctionToolSchema, ResultLimits, ToolCall, ToolResponse, TrajectoryTools
+from tests.random_examples import examples
 
 
 def schema(name: str) -> OpenAIFunctionToolSchema:
@@ -147,7 +148,7 @@ class Boxes(BaseTool):
         del self.open[instance_id]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from(["a", "b"]), max_size=4), min_size=1, max_size=3),
     st.integers(0, 3),

@@ -18,6 +18,7 @@ from lightning_rl_adapters import forest, rows
 from lightning_rl_adapters.call import Call, VersionRange
 from lightning_rl_adapters.rows import Row
 from lightning_rl_adapters.triplet import prompt_ids
+from tests.random_examples import examples
 
 VOCABULARY = 32
 
@@ -126,7 +127,7 @@ def loss_and_gradient(sequences: list[TrainingSequence], **changes: object) -> t
     return loss, torch.cat([p.grad.flatten() for p in actor.model.parameters() if p.grad is not None])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(forests_of_rollouts(), st.sampled_from(MODES), st.randoms(), st.integers(1, 3), st.integers(6, 40))
 def test_rows_order_and_micro_batches_change_nothing(
     rollouts: list[forest.Forest], mode: str, order: random.Random, micro_rows: int, micro_tokens: int
@@ -145,7 +146,7 @@ def test_rows_order_and_micro_batches_change_nothing(
         torch.testing.assert_close(other_gradient, gradient, atol=1e-5, rtol=1e-5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(forests_of_rollouts())
 def test_padding_and_company_do_not_change_log_probs(rollouts: list[forest.Forest]) -> None:
     sequences = merged(rollouts)

@@ -20,13 +20,14 @@ from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import MiniBatch, TrainingSequence, canonical_order
 from lightning_rl_adapters import forest
 from tests.lightning_rl.training.test_actor import config, forests_of_rollouts, merged, per_call, tiny_model
+from tests.random_examples import examples
 
 # Wide enough that losses which choose tokens choose some of these few.
 OPTIONS = {
     "dro_beta": 0.1, "clip_cov_ratio": 0.3, "clip_cov_lb": -9.0, "clip_cov_ub": 9.0, "kl_cov_ratio": 0.3,
     "rollout_is": "sequence", "entropy_coeff": 0.0,
 }  # fmt: skip
-several = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+several = settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def learned(

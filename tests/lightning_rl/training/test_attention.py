@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_rl.training import attention
 from lightning_rl.training.attention import Segment, Size, TreeMask, calls, pairs
+from tests.random_examples import examples
 
 SIZES = st.builds(Size, st.integers(0, 30), st.integers(1, 30))
 
@@ -61,7 +62,7 @@ def places(segments: list[Segment]) -> Tensor:
 
 @pytest.mark.parametrize("per_call", [0, 40, 10**6])
 @given(forest=forests(), keys=st.sampled_from([1, 2, 4]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_segments_give_the_results_and_gradients_of_the_mask(
     per_call: int, forest: tuple[tuple[int, int], list[Segment], Tensor], keys: int
 ) -> None:
@@ -78,7 +79,7 @@ def test_segments_give_the_results_and_gradients_of_the_mask(
 
 
 @given(forest=forests())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_keys_that_are_repeated_for_heads_are_taken_once(forest: tuple[tuple[int, int], list[Segment], Tensor]) -> None:
     shape, segments, seen = forest
     query, key, value = states(shape, 4, 2, 2)
@@ -137,7 +138,7 @@ def test_a_short_answer_is_padded_and_one_that_is_far_longer_is_not() -> None:
 
 
 @given(st.lists(SIZES, min_size=1, max_size=40), st.sampled_from(["cpu", "cuda", "mps"]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_every_segment_is_in_one_call_and_roots_are_apart(sizes: list[Size], device: str) -> None:
     found = calls(sizes, device)
     assert sorted(number for call in found for number in call) == list(range(len(sizes)))

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_rl.training import checkpoint
 from lightning_rl.training.checkpoint import CheckpointError
+from tests.random_examples import examples
 
 MODEL = Path(__file__).parents[3] / "examples" / "sql_agent" / "checkpoint"
 
@@ -158,7 +159,7 @@ def whole() -> Path:
     return small(Path(tempfile.mkdtemp()), 7)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(data=st.data())
 def test_every_bit_that_is_flipped_and_every_cut_is_seen(whole: Path, data: st.DataObject) -> None:
     files = sorted(file for file in whole.rglob("*") if file.is_file())

@@ -27,8 +27,9 @@ from tests.lightning_rl.training.test_actor import (
     tiny_model,
     two_answers,
 )
+from tests.random_examples import examples
 
-several = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+several = settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def config(**changes: object) -> CriticConfig:

@@ -28,6 +28,7 @@ from lightning_rl.training import attention
 from lightning_rl.training.attention import TreeMask
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.forward import Forward
+from tests.random_examples import examples
 
 VOCABULARY = 40
 SIZES: dict[str, Any] = {
@@ -145,7 +146,7 @@ MICRO = {packed: Forward(MODELS["llama"], 0, packed=packed) for packed in (True,
 @pytest.mark.parametrize("by_segments", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 @given(rows=forests_of_rows())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_packed_rows_have_the_numbers_and_the_gradient_of_rows_alone(
     name: str, by_segments: bool, rows: list[TrainingSequence]
 ) -> None:
@@ -181,7 +182,7 @@ def test_a_line_that_is_not_worth_packing_is_cut_where_its_rows_are_too_many() -
 
 
 @given(rows=forests_of_rows(), most=st.integers(1, 6) | st.none(), tokens=st.integers(8, 120) | st.none())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @pytest.mark.parametrize("packed", [True, False])
 def test_micro_batches_hold_every_row_once_within_their_bounds(
     packed: bool, rows: list[TrainingSequence], most: int | None, tokens: int | None

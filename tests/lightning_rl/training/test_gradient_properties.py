@@ -35,9 +35,10 @@ from lightning_rl_adapters.call import Call, VersionRange, to_span
 from tests.lightning_rl.ppo.test_batch import build
 from tests.lightning_rl.rl.golden import grpo
 from tests.lightning_rl.training.test_actor import VOCABULARY, config, forests_of_rollouts, tiny_model
+from tests.random_examples import examples
 
 MICRO_BATCHES = ({}, {"micro_batch_rows": 1}, {"micro_batch_rows": 2}, {"micro_batch_tokens": 16})
-several = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+several = settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Played(NamedTuple):
@@ -207,7 +208,7 @@ def test_superseded_attempts_and_the_order_of_records_change_nothing(
     assert_same(expected, learned(sequences_of(traces)))
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(5), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(step=steps())
 def test_records_that_come_twice_and_attempts_that_were_retried_change_nothing(
     step: list[Played], tmp_path: Path

@@ -15,13 +15,14 @@ from lightning_rl.training.lora import adapted
 from lightning_rl.training.reference import BaseOfAdapter, Reference
 from lightning_rl_adapters import forest
 from tests.lightning_rl.training.test_actor import config, forests_of_rollouts, merged, tiny_model, two_answers
+from tests.random_examples import examples
 
 
 def flat(found: list[Any]) -> list[float]:
     return [float(value) for of_sequence in found for value in of_sequence]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(forests_of_rollouts(), st.sampled_from([{}, {"rows": 1}, {"rows": 2}, {"tokens": 12}]))
 def test_it_says_what_the_policy_says_however_much_is_computed_at_once(
     rollouts: list[forest.Forest], bounds: dict[str, int]

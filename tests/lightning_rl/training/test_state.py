@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_rl.training import state as states
+from tests.random_examples import examples
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
 
@@ -61,7 +62,7 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.dictionaries(keys, trees, max_size=4))
 def test_what_is_written_is_read(state: dict[Any, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:

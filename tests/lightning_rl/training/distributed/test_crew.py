@@ -56,6 +56,7 @@ def engine_weights(made: Models) -> dict[str, torch.Tensor]:
     return dict(found.state_dict())
 
 
+@pytest.mark.long
 def test_the_engine_gets_what_workers_trained_apart(local_ray: None, tmp_path: Path) -> None:
     with models() as alone:
         expected = step(alone, 0)

@@ -85,6 +85,7 @@ def test_what_a_run_may_ask_for(tell: Tell, changes: dict[str, Any]) -> None:
     assert_same(tell(1, story), tell(2, story), rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.long
 def test_fewer_rows_than_workers(tell: Tell) -> None:
     story = Story(rollouts=1, with_critic=True)
     assert_same(tell(1, story), tell(4, story), rtol=1e-3, atol=2e-5)

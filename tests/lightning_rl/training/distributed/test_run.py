@@ -61,6 +61,7 @@ def run(run_dir: Path, *, losses: int = 0, **trainer: Any) -> Unlucky:
     return ppo
 
 
+@pytest.mark.long
 def test_a_run_that_loses_a_worker_ends_as_one_that_trains_alone(local_ray: None, tmp_path: Path) -> None:
     lost = run(tmp_path / "two", losses=1, max_restarts=1)
     assert lost.sampled == [1, 2, 2, 3]  # what was sampled of the second step is read again
