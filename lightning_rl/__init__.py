@@ -9,10 +9,29 @@ if TYPE_CHECKING:
     from lightning_rl.agents.resources import LLM, ProxyLLM
     from lightning_rl.algorithms.base import Algorithm
     from lightning_rl.algorithms.baseline import Baseline
-    from lightning_rl.compat.agent_lightning import LitAgent, NamedResources
+    from lightning_rl.compat.agent_lightning import (
+        AgentOpsTracer,
+        AttemptedRollout,
+        Dataset,
+        DummyTracer,
+        Hook,
+        LitAgent,
+        LlmProxyTraceToTriplet,
+        NamedResources,
+        OtelTracer,
+        TracerTraceToTriplet,
+        WeaveTracer,
+        configure_logger,
+        emit_annotation,
+        llm_rollout,
+        make_link_attributes,
+        make_tag_attributes,
+        reward,
+        setup_logging,
+    )
     from lightning_rl.compat.daemon import AgentModeDaemon
     from lightning_rl.ppo.ppo import PPO, VERL
-    from lightning_rl.store.contract import Rollout
+    from lightning_rl.store.contract import Rollout, RolloutConfig
     from lightning_rl.trainer import Trainer
     from lightning_rl_adapters.call import Call
     from lightning_rl_adapters.forest import Forest
@@ -26,8 +45,24 @@ _HOME = {
     "AgentModeDaemon": "lightning_rl.compat.daemon",
     "Agent": "lightning_rl.agents.agent",
     "rollout": "lightning_rl.agents.agent",
+    "AgentOpsTracer": "lightning_rl.compat.agent_lightning",
+    "AttemptedRollout": "lightning_rl.compat.agent_lightning",
+    "Dataset": "lightning_rl.compat.agent_lightning",
+    "DummyTracer": "lightning_rl.compat.agent_lightning",
+    "Hook": "lightning_rl.compat.agent_lightning",
     "LitAgent": "lightning_rl.compat.agent_lightning",
+    "LlmProxyTraceToTriplet": "lightning_rl.compat.agent_lightning",
     "NamedResources": "lightning_rl.compat.agent_lightning",
+    "OtelTracer": "lightning_rl.compat.agent_lightning",
+    "TracerTraceToTriplet": "lightning_rl.compat.agent_lightning",
+    "WeaveTracer": "lightning_rl.compat.agent_lightning",
+    "configure_logger": "lightning_rl.compat.agent_lightning",
+    "emit_annotation": "lightning_rl.compat.agent_lightning",
+    "llm_rollout": "lightning_rl.compat.agent_lightning",
+    "make_link_attributes": "lightning_rl.compat.agent_lightning",
+    "make_tag_attributes": "lightning_rl.compat.agent_lightning",
+    "reward": "lightning_rl.compat.agent_lightning",
+    "setup_logging": "lightning_rl.compat.agent_lightning",
     "Algorithm": "lightning_rl.algorithms.base",
     "Baseline": "lightning_rl.algorithms.baseline",
     "PPO": "lightning_rl.ppo.ppo",
@@ -40,6 +75,7 @@ _HOME = {
     "LLM": "lightning_rl.agents.resources",
     "ProxyLLM": "lightning_rl.agents.resources",
     "Rollout": "lightning_rl.store.contract",
+    "RolloutConfig": "lightning_rl.store.contract",
     "Trainer": "lightning_rl.trainer",
     "Call": "lightning_rl_adapters.call",
     "Forest": "lightning_rl_adapters.forest",
@@ -48,49 +84,47 @@ _HOME = {
     "Triplet": "lightning_rl_adapters.triplet",
 }
 
-# Names that examples of Agent-lightning import, and what does their work here.
-_INSTEAD = {
-    "APO": "prompts are not optimised here",
-    "AgentOpsTracer": "leave the tracer out, the gateway records the calls",
-    "AttemptedRollout": "annotate it lrl.Rollout",
-    "Dataset": "a list of JSON values is one",
-    "InMemoryLightningStore": "leave the store out, it is store.db of the run folder",
-    "LightningStoreClient": "lightning_rl.store.client.HttpStore(url, key)",
-    "LitAgentRunner": "call the agent's function, or lrl.Trainer(agent).dev(tasks)",
-    "LlmProxyTraceToTriplet": "leave the adapter out, rows come from the forest of calls",
-    "OtelTracer": "leave the tracer out, the gateway records the calls",
-    "PromptTemplate": "prompts are not optimised here",
-    "TracerTraceToTriplet": "leave the adapter out; its agent_match is the key algorithm.train_agents",
-    "configure_logger": "logging.basicConfig()",
-    "find_final_reward": "rollout.reward",
-    "lightning_cli": "lightning-rl train agent=module:function, or lrl.Trainer",
-    "setup_logging": "logging.basicConfig()",
-}
-
 __all__ = [
     "LLM",
     "PPO",
     "VERL",
     "Agent",
     "AgentModeDaemon",
+    "AgentOpsTracer",
     "Algorithm",
+    "AttemptedRollout",
     "Baseline",
     "Call",
+    "Dataset",
+    "DummyTracer",
     "Forest",
+    "Hook",
     "LitAgent",
+    "LlmProxyTraceToTriplet",
     "NamedResources",
+    "OtelTracer",
     "ProxyLLM",
     "Rollout",
+    "RolloutConfig",
     "Row",
     "Span",
+    "TracerTraceToTriplet",
     "Trainer",
     "Triplet",
+    "WeaveTracer",
+    "configure_logger",
+    "emit_annotation",
     "emit_exception",
     "emit_message",
     "emit_object",
     "emit_reward",
+    "llm_rollout",
+    "make_link_attributes",
+    "make_tag_attributes",
     "operation",
+    "reward",
     "rollout",
+    "setup_logging",
 ]
 
 
@@ -98,7 +132,9 @@ if not TYPE_CHECKING:  # type checkers know the names above, and report the othe
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
-            instead = f": {_INSTEAD[name]} (docs/coming-from-agent-lightning.md)" if name in _INSTEAD else ""
+            from lightning_rl.compat.agent_lightning_names import INSTEAD
+
+            instead = f": {INSTEAD[name]} (docs/coming-from-agent-lightning.md)" if name in INSTEAD else ""
             raise AttributeError(f"module 'lightning_rl' has no attribute {name!r}{instead}")
         return getattr(importlib.import_module(_HOME[name]), name)
 

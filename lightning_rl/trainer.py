@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_rl.agents.agent import Agent, agent_of_run, as_agent
+from lightning_rl.agents.agent import Agent, FunctionAgent, agent_of_run, as_agent
 from lightning_rl.algorithms.base import Algorithm, Endpoint
-from lightning_rl.compat.agent_lightning import check_arguments
+from lightning_rl.compat.agent_lightning import Hook, NoTracer, agent_match_of, check_arguments, hooked
 from lightning_rl.control_plane import launch as server
 from lightning_rl.errors import Explained, WorkerDied
 from lightning_rl.files import owned
@@ -50,13 +50,17 @@ class Trainer:
         n_runners: at most so many rollouts run at the same time, packed into at most as many processes as there are
             cores. Fewer do while the engines bear no more. By default what the algorithm says: as many as the engines
             bear, 64 at most; 8 where only services answer, which do not say what they bear.
-        run_dir: the run folder, made when missing; by default what the algorithm says (`runs/<date and time>`).
+        run_dir: the run folder, made when missing; by default what the algorithm says
+            (`trainer.default_local_dir`, else `runs/<date and time>`).
         port: where the server listens; 0 takes a free one.
         isolation: whether many rollouts share a process (`thread`) or each has its own (`process`), which is killed
             when its time is over. By default what the algorithm says.
         host: the address where the server listens. Beyond the loopback others can join with `lightning-rl runner`, for
             which LIGHTNING_RL_RUNNER_KEY must be set; `n_runners=0` then leaves all rollouts to them.
         url: where they reach it (`http://trainer.example:8080`); by default the address where it listens.
+        adapter: Agent-lightning's `{"agent_match": regex}`: whose calls are trained, as `algorithm.train_agents` says.
+        hooks: what runs around each attempt (`lrl.Hook`).
+        tracer: Agent-lightning's, which has nothing to do: the gateway records the calls.
     """
 
     def __init__(
@@ -70,9 +74,14 @@ class Trainer:
         isolation: Isolation | None = None,
         host: str = "127.0.0.1",
         url: str | None = None,
+        adapter: Any = None,
+        hooks: Hook | Sequence[Hook] | None = None,
+        tracer: NoTracer | None = None,
         **elsewhere: Any,
     ) -> None:
         check_arguments(elsewhere)
+        if tracer is not None and not isinstance(tracer, NoTracer):
+            raise TypeError(f"Trainer takes no tracer {tracer!r:.80}: the gateway records the calls; leave it out")
         if agent is not None and algorithm is not None:
             raise ValueError(f"the Trainer has the agent or the algorithm, and fit is given the other: {_ORDERS}")
         if algorithm is not None and not isinstance(algorithm, Algorithm):
@@ -85,6 +94,8 @@ class Trainer:
             )
         self.agent = None if agent is None else as_agent(agent)
         self.algorithm = algorithm
+        self.hooks = hooks
+        self.agent_match = agent_match_of(adapter)
         self.n_runners = n_runners
         self.run_dir = None if run_dir is None else Path(run_dir).resolve()
         self._fixed_run_dir = run_dir is not None
@@ -107,7 +118,11 @@ class Trainer:
         are stopped first.
         """
         agent, running = self._agent_and_algorithm(algorithm)
-        self._run(agent, running, train_dataset, val_dataset)
+        if self.agent_match is not None:
+            running.train_only(self.agent_match)
+        if isinstance(agent, FunctionAgent):
+            agent.check_resources(running.resources)
+        self._run(hooked(agent, self.hooks), running, train_dataset, val_dataset)
         return running
 
     def _run(
@@ -116,7 +131,8 @@ class Trainer:
         """Run it, and where a process that trains dies, go on with it as often as the algorithm allows."""
         tasks, held_out = algorithm.prepare(train_dataset, val_dataset)
         if self.run_dir is None or not self._fixed_run_dir:
-            self.run_dir = _unused(algorithm.default_run_dir().resolve())
+            named = algorithm.named_run_dir
+            self.run_dir = _unused(algorithm.default_run_dir().resolve()) if named is None else named.resolve()
         run_dir = self.run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         with owned(run_dir):
@@ -205,7 +221,9 @@ class Trainer:
 
     def dev(
         self,
-        dataset: Sequence[Any],
+        agent: Any,
+        train_dataset: Sequence[Any] | None = None,
+        val_dataset: Sequence[Any] | None = None,
         *,
         n_tasks: int = 3,
         model: str | Path | None = None,
@@ -216,7 +234,9 @@ class Trainer:
         """Run the agent on the first tasks, train nothing, and print calls, triplets and rows.
 
         Args:
-            dataset: the tasks.
+            agent: the tasks, where the Trainer has the agent; or, in Agent-lightning's order, the agent.
+            train_dataset: the tasks, where an agent is given.
+            val_dataset: the tasks, where an agent is given without a `train_dataset`.
             n_tasks: how many of them.
             model: a folder or an id of the hub, run by the embedded engine; with `base_url`, the name of a model
                 there. By default the tutorial's small model, which knows little but SQL words.
@@ -228,8 +248,14 @@ class Trainer:
         """
         from lightning_rl.inspect.dev import Dev
 
+        tasks = train_dataset or val_dataset
+        if tasks is None:
+            if callable(agent) or isinstance(agent, Agent):
+                raise TypeError("dev takes tasks: Trainer(agent).dev(tasks), or Trainer().dev(agent, tasks)")
+            agent, tasks = self.agent, agent
         dev = Dev(model, base_url=base_url, api_key=api_key, renderer=renderer, n_tasks=n_tasks)
-        Trainer(self.agent, n_runners=self.n_runners, port=self.port, isolation=self.isolation).fit(dev, dataset)
+        trainer = Trainer(agent, n_runners=self.n_runners, port=self.port, isolation=self.isolation, hooks=self.hooks)
+        trainer.fit(dev, tasks)
         return dev
 
 

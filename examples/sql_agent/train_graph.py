@@ -1,7 +1,7 @@
 """Train the SQL graph: all its nodes, or those that are named.
 
     python -m examples.sql_agent.train_graph --agents 'write|rewrite'
-    python -m examples.sql_agent.train_graph --spider spider_data --model Qwen/Qwen2.5-Coder-1.5B-Instruct --engine vllm
+    python -m examples.sql_agent.train_graph --spider spider_data --python ~/vllm/bin/python
 
 The graph is `graph.py`, unchanged. What belongs to the questions and the model is a `Setting`; the rest is the same for
 all of them.

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -69,6 +69,8 @@ class Algorithm:
     isolation: "Isolation" = "thread"  # of a rollout, where the Trainer is not told
     ray: "RayActors | None" = None  # where runners are Ray's actors
     configured_agents: "Sequence[ConfiguredAgent]" = ()  # what the configuration names as the agent
+    resources: Collection[str] = ("main_llm",)  # the names that its rollouts are given models by
+    named_run_dir: Path | None = None  # the run folder, where the Trainer is not told; None: a new `default_run_dir`
     resume = False  # whether to go on with a run folder that holds a run
     watchdog_seconds: float | None = 600.0  # without an end of any rollout, until a warning says who waits for whom
     max_restarts = 0  # how often the run is opened anew, to go on, when a process that trains has died
@@ -80,6 +82,11 @@ class Algorithm:
     def prepare(self, train_dataset: Dataset | None, val_dataset: Dataset | None) -> tuple[Dataset, Dataset]:
         """The datasets that `run` will get, checked before anything is started. Raises for those it cannot use."""
         return train_dataset or [], val_dataset or []
+
+    def train_only(self, agents: str) -> None:
+        """Train the calls of agents whose whole name the regular expression matches. Raises TypeError where nothing is
+        trained."""
+        raise TypeError(f"{type(self).__name__} trains no agents, so there is no agent_match={agents!r} to make")
 
     def is_done(self, run_dir: Path) -> bool:
         """Whether the run in the folder, which is to be gone on with, has come to its end; who reads along is told."""

@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from lightning_rl.config.from_verl import Note
     from lightning_rl.config.schema import TrainConfig
 
 CONFIG = "config.yaml"  # in the run folder: what `--resume` goes on with
+_AGENT_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
+_AGENTS = ("agent", "actor_rollout_ref.rollout.multi_turn.langgraph.path")  # in the place of verl's own loop
+_WIDEST = 90  # characters of a key with its value, where the keys of a table stand in a column
 
 
 def run(
@@ -22,6 +26,13 @@ def run(
     run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; by default runs/DATE.")] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Go on with the run in this folder: its own keys, from its last checkpoint.")
+    ] = None,
+    from_verl: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A script that starts verl's trainer, or a YAML file of verl's: say what each key becomes, and train.",
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan, or the result, as JSON.")] = False,
@@ -43,9 +54,12 @@ def run(
     ```
 
     `--dry-run` prints the plan and every key. Ctrl-C stops; `--resume RUN_DIR` goes on.
+
+    `--from-verl run.sh` trains with what a script of verl's says: its overrides over verl's defaults, and those that
+    are written here over both. The script itself is not run.
     """
     from lightning_rl.agents.agent import agent_of_run, load_agent
-    from lightning_rl.config import ConfigError, compose
+    from lightning_rl.config import ConfigError, compose, notes_of
     from lightning_rl.config.schema import TrainConfig
     from lightning_rl.loops.configured import configured_agents
 
@@ -57,15 +71,52 @@ def run(
         if not config.is_file():
             raise ConfigError(f"{resume.resolve()} holds no run of `lightning-rl train`: there is no {CONFIG} in it")
         given.append("trainer.resume_mode=auto")
-    settings = compose(file=config, command_line=given, schema=TrainConfig)
+    base: dict[str, Any] = {}
+    notes: list[Note] | None = None
+    if from_verl is not None:
+        if config is not None:
+            raise ConfigError("--from-verl names the configuration: leave --config and --resume out")
+        base, config, given = _of_verl(from_verl, given)
+        notes = notes_of(file=config, command_line=given, schema=TrainConfig, theirs=True)
+        if not as_json:
+            typer.echo(_table(notes))
+    settings = compose(base=base, file=config, command_line=given, schema=TrainConfig)
     agent = None if settings.agent is None else load_agent(settings.agent)
     agent_of_run(agent, configured_agents(settings))  # raises before anything is begun
     if settings.data.train_files is None and not settings.trainer.val_only:
         raise ConfigError("name the tasks: data.train_files=tasks.jsonl")
     if dry_run:
-        _show(_plan(settings, run_dir), settings, as_json=as_json)
+        _show(_plan(settings, run_dir), settings, notes, as_json=as_json)
         return
     _train(agent, settings, run_dir, as_json=as_json)
+
+
+def _of_verl(file: Path, further: list[str]) -> tuple[dict[str, Any], Path | None, list[str]]:
+    """What a file of verl's stands on, the YAML file with its keys if there is one, and all overrides."""
+    from lightning_rl.config import ConfigError, verl_keys, verl_script
+
+    if not file.is_file():
+        raise ConfigError(f"--from-verl: there is no file {file.resolve()}")
+    base = dict(verl_keys.DEFAULTS)
+    if any(override.partition("=")[0] in _AGENTS for override in further):
+        del base[_AGENT_LOOP]
+    if file.suffix in (".yaml", ".yml"):
+        return base, file, further
+    command = verl_script.command_of(file)
+    return base, command.config, [*command.overrides, *further]
+
+
+def _table(notes: "list[Note]") -> str:
+    """What became of each key, a line each: what is ours as it is comes first, what is refused last."""
+    order = ("same", "converted", "accepted", "refused")
+    sign = {"same": "=", "converted": "->", "accepted": "no effect:", "refused": "REFUSED:"}
+    lines = [
+        (f"{note.key}={note.value}", f"{sign[note.kind]} {note.text}".rstrip(" ="))
+        for note in sorted(notes, key=lambda note: order.index(note.kind))
+    ]
+    width = min(_WIDEST, max((len(given) for given, _ in lines), default=0))
+    counted = ", ".join(f"{sum(note.kind == kind for note in notes)} {kind}" for kind in order)
+    return "\n".join([*(f"{given:<{width}}  {became}".rstrip() for given, became in lines), f"{counted}", ""])
 
 
 def _train(agent: Any, settings: "TrainConfig", run_dir: Path | None, *, as_json: bool) -> None:
@@ -100,48 +151,58 @@ def _train(agent: Any, settings: "TrainConfig", run_dir: Path | None, *, as_json
 
 
 def _plan(settings: "TrainConfig", run_dir: Path | None) -> dict[str, Any]:
-    """What a run with these settings would do, and needs. Raises what it would raise before its first step."""
+    """What a run with these settings would do, and needs. Raises what it would raise before its first step, but for
+    rewards that nothing gives: the plan says so, beside all the rest."""
     from lightning_rl import tutorial
-    from lightning_rl.data import load_tasks
     from lightning_rl.loops.loop_registry import loops_of
-    from lightning_rl.ppo import plan
+    from lightning_rl.ppo import plan, resolved_config, tasks
     from lightning_rl.ppo.ppo import PPO
-    from lightning_rl.ppo.resolved_config import learning_rate
     from lightning_rl.telemetry import metrics
 
     algorithm, data, rollout = PPO(settings), settings.data, settings.actor_rollout_ref.rollout
     loops = loops_of(settings)
     metrics.check_names(settings.trainer.logger)
-    train = len(load_tasks(data.train_files)) if data.train_files else 0
-    val = len(load_tasks(data.val_files)) if data.val_files else 0
-    steps = 0 if settings.trainer.val_only else algorithm.steps(train)
+    resolved_config.resume_from(settings)
     model = settings.actor_rollout_ref.model.path
     folder = plan.model_folder_here(settings)
+    found = tasks.datasets(settings, None, None, None)
+    unrewarded = tasks.unrewarded(settings, algorithm.rules.grader, found)
+    train, val, _ = found if folder is None else tasks.without_overlong(settings, folder, found)
     numbers = None if folder is None else plan.parameters(folder)
     unknown = "not known before the model is here"
     return {
         "agent": settings.agent or rollout.multi_turn.langgraph.path or (loops and loops.default),
         "model": model or f"{tutorial.checkpoint()} (the tutorial's; name yours: actor_rollout_ref.model.path)",
         "parameters": unknown if numbers is None else numbers,
-        "learning_rate": unknown if numbers is None else learning_rate(settings, numbers),
+        "learning_rate": unknown if numbers is None else resolved_config.learning_rate(settings, numbers),
         "memory": unknown if numbers is None else plan.memory(settings, numbers),
         "engine": plan.engine(settings),
-        "train_tasks": train,
-        "val_tasks": val,
-        "steps": steps,
+        "rewards": f"NONE, AND IT WOULD NOT BEGIN: {unrewarded}" if unrewarded else _rewards_of(settings),
+        "train_tasks": len(train),
+        "val_tasks": len(val),
+        "steps": 0 if settings.trainer.val_only else algorithm.steps(len(train)),
         "rollouts_per_step": data.train_batch_size * rollout.n,
         "rollouts_at_once": algorithm.n_runners,
-        "run_dir": str((run_dir or algorithm.default_run_dir()).resolve()),
+        "run_dir": str((run_dir or algorithm.named_run_dir or algorithm.default_run_dir()).resolve()),
     }
 
 
-def _show(plan: dict[str, Any], settings: "TrainConfig", *, as_json: bool) -> None:
+def _rewards_of(settings: "TrainConfig") -> str:
+    function, judge = settings.reward.custom_reward_function, settings.reward.judge
+    given = [f"{function.path}:{function.name}"] * bool(function.path) + [f"the judge {judge.model}"] * bool(
+        judge.model
+    )
+    return " and ".join(given) or "what the agent returns or emits"
+
+
+def _show(plan: dict[str, Any], settings: "TrainConfig", notes: "list[Note] | None", *, as_json: bool) -> None:
     import msgspec
 
     from lightning_rl.config import to_yaml
 
     if as_json:
-        typer.echo(json.dumps({"plan": plan, "config": msgspec.to_builtins(settings)}))
+        of_verl = {} if notes is None else {"from_verl": [note._asdict() for note in notes]}
+        typer.echo(json.dumps({**of_verl, "plan": plan, "config": msgspec.to_builtins(settings)}))
         return
     width = max(map(len, plan))
     for name, value in plan.items():

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from lightning_rl.control_plane.gateways.resolve import PROXY_LLM
 from lightning_rl.errors import Explained
-from lightning_rl.inspect import folder, otlp, recorded, trained
+from lightning_rl.inspect import folder, recorded, trained
 from lightning_rl.inspect.rollout_source import Which, pages, resources_of
 from lightning_rl.store import queries
 from lightning_rl.store.contract import AttemptTrace, Rollout, RolloutTrace
@@ -27,7 +27,7 @@ from lightning_rl.trajectories.reader import reader
 from lightning_rl.trajectories.step_record import RolloutRecord, StepRecord
 from lightning_rl.trajectories.trace_views import why_excluded
 from lightning_rl.trajectories.trajectory import Trajectory, trajectory_of
-from lightning_rl_adapters import credit, forest, rows, semconv, triplet
+from lightning_rl_adapters import credit, forest, otlp_json, rows, semconv, triplet
 from lightning_rl_adapters.call import Call, calls_of
 from lightning_rl_adapters.call_names import names_of
 from lightning_rl_adapters.forest import ForestError
@@ -311,7 +311,7 @@ def _otlp_lines(traces: Iterable[RolloutTrace], *, calls_alone: bool) -> Iterato
     for trace in traces:
         for attempt in trace.attempts:
             spans: list[Span] = [s for s in attempt.spans if not calls_alone or s.name == semconv.CALL_SPAN]
-            for number, line in enumerate(otlp.requests(spans)):
+            for number, line in enumerate(otlp_json.requests(spans)):
                 yield line, 0 if number else len(spans)
 
 

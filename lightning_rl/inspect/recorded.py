@@ -6,10 +6,11 @@ is one moment of it.
 """
 
 import difflib
+import signal
 import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -81,16 +82,32 @@ def opened(run_dir: Path) -> Iterator[sa.Connection]:
     store = run_dir / STORE
     if not store.is_file():
         raise NotRecorded(f"{run_dir.resolve()} holds no run: there is no {STORE} in it; name another with --run-dir")
-    engine = sa.create_engine("sqlite://", creator=lambda: _connect(store), poolclass=sa.NullPool)
-    try:
-        with engine.connect() as connection:
+    with ExitStack() as close:
+        try:
+            with _interrupts_wait():
+                engine = sa.create_engine("sqlite://", creator=lambda: _connect(store), poolclass=sa.NullPool)
+                connection = engine.connect()
+                close.callback(_close, connection)
             connection.exec_driver_sql("BEGIN")
             _check_version(connection, store)
             yield connection
-    except sa.exc.DatabaseError as error:
-        raise NotRecorded(f"the store {store.resolve()} cannot be read: {error.orig}") from error
+        except sa.exc.DatabaseError as error:
+            raise NotRecorded(f"the store {store.resolve()} cannot be read: {error.orig}") from error
+
+
+def _close(connection: sa.Connection) -> None:
+    with _interrupts_wait():
+        connection.close()
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Hold a Ctrl-C back for a moment: SQLAlchemy logs or loses one that comes as it opens or closes a connection."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
     finally:
-        engine.dispose()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def find(connection: sa.Connection, name: str) -> str:

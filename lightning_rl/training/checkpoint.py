@@ -144,11 +144,17 @@ def final_model(run_dir: Path, from_: Path) -> Path:
     partial = _beside(folder, "partial")
     with _explained(f"the final model {folder}", f"make room; its checkpoint is {from_}"):
         _make_anew(partial)
-        shutil.copytree(from_, partial, copy_function=_link, ignore=_ours_of(from_), dirs_exist_ok=True)
+        copy_model(from_, partial)
         for name in _files(partial):
             _sync(partial / name)
         _put(partial, folder)
     return folder
+
+
+def copy_model(from_: Path, folder: Path) -> None:
+    """Copy the Hugging Face folder of the checkpoint `from_`; its weights are hard links where the file system has
+    them."""
+    shutil.copytree(from_, folder, copy_function=_link, ignore=_ours_of(from_), dirs_exist_ok=True)
 
 
 def rng_state() -> dict[str, Any]:

@@ -33,6 +33,7 @@ def adapted(
     rank: int,
     alpha: float,
     targets: str | Sequence[str],
+    exclude: str | Sequence[str] | None = None,
     adapter_path: str | Path | None = None,
     seed: int = 0,
 ) -> nn.Module:
@@ -42,6 +43,7 @@ def adapted(
         model: a causal LM of transformers.
         rank, alpha: the adapter counts alpha / rank times.
         targets: names of modules, a regex of their whole names, or all-linear.
+        exclude: which of these get none, named likewise.
         adapter_path: a `peft` folder to go on from, which says itself what it adapts; its dropout is left out, since
             what is sampled must be what is trained. None: a fresh adapter (A random, B zero), which changes nothing.
         seed: of A.
@@ -60,6 +62,7 @@ def adapted(
             r=rank,
             lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]  # it is multiplied with
             target_modules=targets if isinstance(targets, str) else list(targets),
+            exclude_modules=exclude if exclude is None or isinstance(exclude, str) else list(exclude),
         )
     else:
         config = _config_of(Path(adapter_path), rank, alpha)

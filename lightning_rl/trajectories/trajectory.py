@@ -6,6 +6,7 @@ Only the counting attempt of a rollout has rows; the tokens of its other attempt
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -33,7 +34,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     `other_calls` went to other models than the policy. `lost_rewards` were for calls that are not there. `ended_by` is
     what ended it, where an agent loop says it (`loops.limits`). `media` has the images that its rows show, by their
     SHA-256. `earlier_tokens` are those of all its attempts that were sampled before the present run of the trainer
-    began.
+    began. `task` is what it ran on.
     """
 
     rollout_id: str
@@ -54,6 +55,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     earlier_tokens: int = 0
     ended_by: str | None = None
     media: dict[str, bytes] = {}
+    task: Any = None
 
     def check(self) -> None:
         """Law 2 within a rollout: every sampled token stands in one mask, or is left out. Raises ConservationError."""
@@ -112,6 +114,7 @@ def trajectory_of(
         earlier_tokens=records.earlier_tokens,
         ended_by=records.ended_by,
         media=records.media,
+        task=rollout.task,
     )
     trajectory.check()
     return trajectory
