@@ -14,7 +14,7 @@ from lightning_rl_proxy.sampling import Sampling
 from tests.vllm import reference
 from tests.vllm.asking import ENDLESS, PROMPT, sample, whole, with_client
 from tests.vllm.gateway import QUESTION, Attempt, attempt
-from tests.vllm.server import MODEL, Server
+from tests.vllm.server import MODEL, Server, eventually
 
 pytestmark = pytest.mark.long  # a server of their own
 
@@ -53,17 +53,19 @@ def test_the_more_urgent_request_is_served_first(processed: Server) -> None:
         await whole(engine, priority=priority, max_tokens=50, **ENDLESS)
         ended.append(name)
 
+    async def count(state: str, n: int) -> None:
+        await asyncio.to_thread(eventually, lambda: processed.metric(f"num_requests_{state}") == n)
+
     async def queue(engine: TokenEngine) -> None:
-        running = asyncio.create_task(whole(engine, **ENDLESS))  # no stream: an engine outruns the server that sends it
-        await asyncio.sleep(0.3)
-        later = asyncio.create_task(ask(engine, "later", 5))
-        await asyncio.sleep(0.3)
-        assert not later.done()
-        urgent = asyncio.create_task(ask(engine, "urgent", 1))
-        await asyncio.sleep(0.3)
-        assert not urgent.done()
-        running.cancel()
-        await asyncio.gather(later, urgent)
+        with processed.slowed():
+            running = asyncio.create_task(whole(engine, **ENDLESS))
+            await count("running", 1)
+            later = asyncio.create_task(ask(engine, "later", 5))
+            await count("waiting", 1)
+            urgent = asyncio.create_task(ask(engine, "urgent", 1))
+            await count("waiting", 2)
+            running.cancel()
+            await asyncio.gather(later, urgent)
 
     with_client(processed, queue)
     assert ended == ["urgent", "later"]
@@ -85,14 +87,15 @@ def test_a_server_that_dies_fails_its_requests_as_ones_to_try_again(processed: S
     """The last test of this server: what asks it afterwards starts it anew."""
 
     async def die(engine: TokenEngine, at: Attempt) -> list[str]:
-        parts = engine.generate(PROMPT, Sampling(temperature=1.0, **ENDLESS), request_id="r", stream=True)
-        assert isinstance(await anext(parts), EngineTokens)
-        waiting = asyncio.create_task(whole(engine, **ENDLESS))
-        agent = asyncio.create_task(asyncio.to_thread(refused_by, at))
-        await asyncio.sleep(0.5)
-        assert not waiting.done()
-        assert not agent.done()
-        processed.kill()
+        with processed.slowed():
+            parts = engine.generate(PROMPT, Sampling(temperature=1.0, **ENDLESS), request_id="r", stream=True)
+            assert isinstance(await anext(parts), EngineTokens)
+            waiting = asyncio.create_task(whole(engine, **ENDLESS))
+            agent = asyncio.create_task(asyncio.to_thread(refused_by, at))
+            await asyncio.sleep(0.5)
+            assert not waiting.done()
+            assert not agent.done()
+            processed.kill()
         told = []
         for work in (drained(parts), waiting, whole(engine), engine.check(), engine.pause(), probe(processed.url)):
             with pytest.raises(EngineUnavailable) as error:
