@@ -1,7 +1,7 @@
 """Train the SQL graph: all its nodes, or those that are named.
 
     python -m examples.sql_agent.train_graph --agents 'write|rewrite'
-    python -m examples.sql_agent.train_graph --spider spider_data --python ~/vllm/bin/python
+    python -m examples.sql_agent.train_graph --spider spider_data
 
 The graph is `graph.py`, unchanged. What belongs to the questions and the model is a `Setting`; the rest is the same for
 all of them.
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--spider", type=Path, help="train on Spider, in this folder, instead of the bundled questions")
     parser.add_argument("--model", help="a folder or a model id of the hub, instead of the setting's model")
     parser.add_argument("--engine", choices=("embedded", "vllm"), help="what samples; with --spider vllm by default")
-    parser.add_argument("--python", help="the interpreter of the environment that has vLLM")
+    parser.add_argument("--python", help="the interpreter that has vLLM; by default this one")
     parser.add_argument("overrides", nargs="*", help="values of docs/config.md: data.train_batch_size=8")
     arguments = parser.parse_args()
     named = {

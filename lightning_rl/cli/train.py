@@ -154,6 +154,7 @@ def _plan(settings: "TrainConfig", run_dir: Path | None) -> dict[str, Any]:
     """What a run with these settings would do, and needs. Raises what it would raise before its first step, but for
     rewards that nothing gives: the plan says so, beside all the rest."""
     from lightning_rl import tutorial
+    from lightning_rl.config import ConfigError
     from lightning_rl.loops.loop_registry import loops_of
     from lightning_rl.ppo import plan, resolved_config, tasks
     from lightning_rl.ppo.ppo import PPO
@@ -166,7 +167,11 @@ def _plan(settings: "TrainConfig", run_dir: Path | None) -> dict[str, Any]:
     model = settings.actor_rollout_ref.model.path
     folder = plan.model_folder_here(settings)
     found = tasks.datasets(settings, None, None, None)
-    unrewarded = tasks.unrewarded(settings, algorithm.rules.grader, found)
+    try:
+        scored = tasks.grader_of(settings, algorithm.rules.grader, found) is not algorithm.rules.grader
+        rewards = "the scorers of the tasks' data_source" if scored else _rewards_of(settings)
+    except ConfigError as error:
+        rewards = f"NONE, AND IT WOULD NOT BEGIN: {error}"
     train, val, _ = found if folder is None else tasks.without_overlong(settings, folder, found)
     numbers = None if folder is None else plan.parameters(folder)
     unknown = "not known before the model is here"
@@ -177,7 +182,7 @@ def _plan(settings: "TrainConfig", run_dir: Path | None) -> dict[str, Any]:
         "learning_rate": unknown if numbers is None else resolved_config.learning_rate(settings, numbers),
         "memory": unknown if numbers is None else plan.memory(settings, numbers),
         "engine": plan.engine(settings),
-        "rewards": f"NONE, AND IT WOULD NOT BEGIN: {unrewarded}" if unrewarded else _rewards_of(settings),
+        "rewards": rewards,
         "train_tasks": len(train),
         "val_tasks": len(val),
         "steps": 0 if settings.trainer.val_only else algorithm.steps(len(train)),

@@ -23,7 +23,7 @@ import torch
 from omegaconf import DictConfig
 
 from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
-from lightning_rl.config import ConfigError, backends, compose, to_yaml
+from lightning_rl.config import backends, compose, to_yaml
 from lightning_rl.config.schema import Config
 from lightning_rl.files import write_whole
 from lightning_rl.inference.load import located
@@ -219,8 +219,7 @@ class PPO(Hooks, Algorithm):
         if self.config.data.filter_overlong_prompts:
             folder, _ = located(self.config.actor_rollout_ref.model.path)
             found = tasks_of_run.without_overlong(self.config, folder, found)
-        if unrewarded := tasks_of_run.unrewarded(self.config, self.rules.grader, found):
-            raise ConfigError(unrewarded)
+        self.rules = replace(self.rules, grader=tasks_of_run.grader_of(self.config, self.rules.grader, found))
         tasks, held_out, self._tune_dataset = found
         self._total_steps = self.steps(len(tasks))
         return tasks, held_out

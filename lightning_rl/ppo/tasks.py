@@ -16,6 +16,7 @@ from lightning_rl.data import load_tasks
 from lightning_rl.loops.first_prompts import FirstPrompts
 from lightning_rl.loops.loop_registry import loops_of
 from lightning_rl.ppo import resolved_config
+from lightning_rl.rewards.by_data_source import DataSourceReward, unscored
 from lightning_rl.rewards.training_rewards import Grader
 from lightning_rl_proxy.errors import GatewayError
 
@@ -84,15 +85,20 @@ def without_overlong(config: Config, folder: Path, found: Datasets) -> Datasets:
     )
 
 
-def unrewarded(config: Config, grader: Grader | None, found: Datasets) -> str | None:
-    """Why no rollout would have a reward, and what to write; None where some may have one."""
-    loops, (train, val, _) = loops_of(config), found
-    if grader is not None or loops is None or loops.rewards_any(train or val):
-        return None
-    return (
-        f"nothing gives the rollouts a reward: the loop {loops.default} gives none, and verl's own scorers, by a "
-        "task's `data_source`, are not here: name a function, reward.custom_reward_function.path=FILE.py (a "
-        "`compute_score` of verl's, as it stands), or a judge, reward.judge.model (docs/concepts/rewards.md)"
+def grader_of(config: Config, given: Grader | None, found: Datasets) -> Grader | None:
+    """What grades the rollouts: the grader that was `given`; else, where no loop gives a reward, the scorers of the
+    tasks' `data_source`; None where the agents' own rewards count.
+
+    Raises ConfigError where nothing would give a reward.
+    """
+    loops, (train, val, tune) = loops_of(config), found
+    if given is not None or loops is None or loops.rewards_any(train or val):
+        return given
+    if (why := unscored([*train, *val, *(tune or ())])) is None:
+        return Grader(DataSourceReward(), concurrency=1)
+    raise ConfigError(
+        f"nothing gives the rollouts a reward: the loop {loops.default} gives none, there is no reward function and no "
+        f"judge (reward.judge.model), and {why}"
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -18,10 +19,15 @@ python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.truncation=le
 """
 
 
+def write_tasks(folder: Path, **fields: Any) -> None:
+    task = {"prompt": [{"role": "user", "content": "1 + 1"}], **fields}
+    (folder / "tasks.jsonl").write_text(json.dumps(task) + "\n")
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "run.sh").write_text(SCRIPT)
-    (tmp_path / "tasks.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "1 + 1"}]}) + "\n")
+    write_tasks(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -53,11 +59,16 @@ def test_verls_defaults_stand_below_it_and_the_command_line_above(place: Path) -
     assert {note["kind"] for note in told["from_verl"]} == {"same", "converted", "accepted"}
 
 
-def test_a_script_that_relies_on_verls_scorers_does_not_begin(place: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"verl's own scorers, by a task's `data_source`, are not here: name a function"
-    ):
+def test_a_script_that_relies_on_a_scorer_that_is_not_here_does_not_begin(place: Path) -> None:
+    write_tasks(place, data_source="x")
+    with pytest.raises(ConfigError, match=r"`data_source` is 'x', and scorers are there for openai/gsm8k, .*: name a"):
         run("--from-verl", "run.sh", *OURS)
+
+
+def test_a_script_that_relies_on_verls_scorers_has_them(place: Path) -> None:
+    write_tasks(place, data_source="openai/gsm8k", reward_model={"ground_truth": "2"})
+    told = json.loads(run("--from-verl", "run.sh", *OURS, "--dry-run", "--json"))
+    assert told["plan"]["rewards"] == "the scorers of the tasks' data_source"
 
 
 def test_what_is_refused_stands_in_the_table_and_ends_it(place: Path) -> None:
