@@ -107,3 +107,15 @@ def test_each_line_of_the_troubleshooting_page_has_its_test() -> None:
     assert len(named) == len(lines)
     for file, test in named:
         assert f"def {test}(" in (ROOT / file).read_text(), f"{file} has no {test}"
+
+
+def test_each_library_is_used_where_the_architecture_says() -> None:
+    table = (ROOT / "docs/architecture.md").read_text().split("## Libraries, and where they work")[1].split("##")[0]
+    rows = [line.split("|")[1:4] for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) >= 12
+    for libraries, _, places in rows:
+        for file in re.findall(r"`([^`]+)`", places):
+            code = (ROOT / file).read_text()
+            for library in re.findall(r"`([^`]+)`", libraries):
+                used = re.search(rf"^\s*(import|from) {library}\b", code, re.MULTILINE)
+                assert used, f"{file} does not use {library}"
