@@ -323,20 +323,18 @@ def listening(gateway: Gateway, *, ours: bool = True) -> Iterator[tuple[str, Any
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
         port = listener.getsockname()[1]
-        started = threading.Event()
         loops: list[asyncio.AbstractEventLoop] = []
         server = StoppableServer(uvicorn.Config(gateway, http=http, log_level="warning", lifespan="off"))
 
         async def serve() -> None:
             loops.append(asyncio.get_running_loop())
             await gateway.start()
-            started.set()
             await server.serve(sockets=[listener])
             await gateway.stop()
 
         thread = threading.Thread(target=lambda: asyncio.run(serve()))
         thread.start()
-        assert started.wait(20)
+        assert server.started_up.wait(20)
         try:
             yield f"http://127.0.0.1:{port}", loops[0]
         finally:
