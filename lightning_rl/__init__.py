@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_rl.agents.agent import Agent, rollout
     from lightning_rl.agents.emit import emit_exception, emit_message, emit_object, emit_reward, operation
-    from lightning_rl.agents.resources import LLM, ProxyLLM
+    from lightning_rl.agents.resources import LLM, PromptTemplate, ProxyLLM
     from lightning_rl.algorithms.base import Algorithm
     from lightning_rl.algorithms.baseline import Baseline
     from lightning_rl.compat.agent_lightning import (
@@ -26,10 +26,14 @@ if TYPE_CHECKING:
         llm_rollout,
         make_link_attributes,
         make_tag_attributes,
+        prompt_rollout,
         reward,
         setup_logging,
     )
+    from lightning_rl.compat.algorithm_function import algo
     from lightning_rl.compat.daemon import AgentModeDaemon
+    from lightning_rl.compat.lightning_store import LightningStore, LightningStoreClient, ResourcesUpdate
+    from lightning_rl.compat.messages import TraceToMessages
     from lightning_rl.ppo.ppo import PPO, VERL
     from lightning_rl.store.contract import Rollout, RolloutConfig
     from lightning_rl.trainer import Trainer
@@ -42,6 +46,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "PromptTemplate": "lightning_rl.agents.resources",
+    "algo": "lightning_rl.compat.algorithm_function",
+    "LightningStore": "lightning_rl.compat.lightning_store",
+    "LightningStoreClient": "lightning_rl.compat.lightning_store",
+    "ResourcesUpdate": "lightning_rl.compat.lightning_store",
+    "TraceToMessages": "lightning_rl.compat.messages",
+    "prompt_rollout": "lightning_rl.compat.agent_lightning",
     "AgentModeDaemon": "lightning_rl.compat.daemon",
     "Agent": "lightning_rl.agents.agent",
     "rollout": "lightning_rl.agents.agent",
@@ -99,19 +110,25 @@ __all__ = [
     "DummyTracer",
     "Forest",
     "Hook",
+    "LightningStore",
+    "LightningStoreClient",
     "LitAgent",
     "LlmProxyTraceToTriplet",
     "NamedResources",
     "OtelTracer",
+    "PromptTemplate",
     "ProxyLLM",
+    "ResourcesUpdate",
     "Rollout",
     "RolloutConfig",
     "Row",
     "Span",
+    "TraceToMessages",
     "TracerTraceToTriplet",
     "Trainer",
     "Triplet",
     "WeaveTracer",
+    "algo",
     "configure_logger",
     "emit_annotation",
     "emit_exception",
@@ -122,6 +139,7 @@ __all__ = [
     "make_link_attributes",
     "make_tag_attributes",
     "operation",
+    "prompt_rollout",
     "reward",
     "rollout",
     "setup_logging",

@@ -9,14 +9,22 @@ import itertools
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rl.agents.agent import Agent, FunctionAgent, agent_of_run, as_agent
 from lightning_rl.algorithms.base import Algorithm, Endpoint
-from lightning_rl.compat.agent_lightning import Hook, NoTracer, agent_match_of, check_arguments, hooked
+from lightning_rl.compat.agent_lightning import (
+    Hook,
+    NoTracer,
+    check_arguments,
+    check_parts,
+    give_parts,
+    hooked,
+    service_of,
+)
 from lightning_rl.control_plane import launch as server
 from lightning_rl.errors import Explained, WorkerDied
 from lightning_rl.files import owned
@@ -59,6 +67,9 @@ class Trainer:
             which LIGHTNING_RL_RUNNER_KEY must be set; `n_runners=0` then leaves all rollouts to them.
         url: where they reach it (`http://trainer.example:8080`); by default the address where it listens.
         adapter: Agent-lightning's `{"agent_match": regex}`: whose calls are trained, as `algorithm.train_agents` says.
+            An algorithm of `lrl.algo` is given it as it is.
+        initial_resources: what an algorithm of `lrl.algo` is given, and its agents get until it publishes others:
+            `{"prompt_template": lrl.PromptTemplate(...)}`. `dev` asks the service of its `main_llm`, an `LLM`.
         hooks: what runs around each attempt (`lrl.Hook`).
         tracer: Agent-lightning's, which has nothing to do: the gateway records the calls.
     """
@@ -75,6 +86,7 @@ class Trainer:
         host: str = "127.0.0.1",
         url: str | None = None,
         adapter: Any = None,
+        initial_resources: Mapping[str, Any] | None = None,
         hooks: Hook | Sequence[Hook] | None = None,
         tracer: NoTracer | None = None,
         **elsewhere: Any,
@@ -86,6 +98,8 @@ class Trainer:
             raise ValueError(f"the Trainer has the agent or the algorithm, and fit is given the other: {_ORDERS}")
         if algorithm is not None and not isinstance(algorithm, Algorithm):
             raise TypeError(f"algorithm takes one, as in algorithm=lrl.PPO(config), got {algorithm!r:.80}")
+        if algorithm is not None:
+            check_parts(algorithm, adapter, initial_resources)
         self._runner_key = _runner_key(host, url)
         if n_runners is not None and n_runners < (0 if self._runner_key else 1):
             raise ValueError(
@@ -95,7 +109,8 @@ class Trainer:
         self.agent = None if agent is None else as_agent(agent)
         self.algorithm = algorithm
         self.hooks = hooks
-        self.agent_match = agent_match_of(adapter)
+        self.adapter = adapter
+        self.initial_resources = initial_resources
         self.n_runners = n_runners
         self.run_dir = None if run_dir is None else Path(run_dir).resolve()
         self._fixed_run_dir = run_dir is not None
@@ -118,9 +133,8 @@ class Trainer:
         are stopped first.
         """
         agent, running = self._agent_and_algorithm(algorithm)
-        if self.agent_match is not None:
-            running.train_only(self.agent_match)
-        if isinstance(agent, FunctionAgent):
+        give_parts(running, self.adapter, self.initial_resources)
+        if isinstance(agent, FunctionAgent) and running.resources is not None:
             agent.check_resources(running.resources)
         self._run(hooked(agent, self.hooks), running, train_dataset, val_dataset)
         return running
@@ -240,7 +254,8 @@ class Trainer:
             n_tasks: how many of them.
             model: a folder or an id of the hub, run by the embedded engine; with `base_url`, the name of a model
                 there. By default the tutorial's small model, which knows little but SQL words.
-            base_url: an OpenAI-compatible service (`https://.../v1`).
+            base_url: an OpenAI-compatible service (`https://.../v1`). `initial_resources` of the Trainer may name it:
+                `{"main_llm": lrl.LLM(endpoint=..., model=...)}`.
             api_key: its key; by default OPENAI_API_KEY.
             renderer: the chat format of an embedded model.
 
@@ -253,7 +268,10 @@ class Trainer:
             if callable(agent) or isinstance(agent, Agent):
                 raise TypeError("dev takes tasks: Trainer(agent).dev(tasks), or Trainer().dev(agent, tasks)")
             agent, tasks = self.agent, agent
-        dev = Dev(model, base_url=base_url, api_key=api_key, renderer=renderer, n_tasks=n_tasks)
+        service = {"model": model, "base_url": base_url, "api_key": api_key}
+        if self.initial_resources is not None:
+            service = service_of(self.initial_resources, service)
+        dev = Dev(**service, renderer=renderer, n_tasks=n_tasks)
         trainer = Trainer(agent, n_runners=self.n_runners, port=self.port, isolation=self.isolation, hooks=self.hooks)
         trainer.fit(dev, tasks)
         return dev

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from lightning_rl.agents.resources import LLM, ProxyLLM
+from lightning_rl.agents.resources import LLM, PromptTemplate, ProxyLLM
 from lightning_rl.agents.values import finite
 from lightning_rl.errors import Explained
 from lightning_rl.loading import NotLoadable, load
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 GRAPH_KEY = "actor_rollout_ref.rollout.multi_turn.langgraph.path"
 LOOP_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
+_PROMPT = "prompt_template"
 _NUMBERS = {2: "two", 3: "three"}
 
 
@@ -68,13 +69,20 @@ class FunctionAgent(Agent):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
+    @property
+    def takes_prompt(self) -> bool:
+        """Whether a parameter takes a `PromptTemplate`."""
+        parameters = inspect.signature(self.function).parameters
+        return any(name == _PROMPT or _asks_for(parameters[name].annotation, PromptTemplate) for name in self._injected)
+
     def check_resources(self, available: Collection[str]) -> None:
         """Raises AgentSignature for a parameter that takes a resource which the run does not publish."""
         for name, resource in self._injected.items():
             if name not in ("resources", "rollout", *self._optional) and resource not in available:
                 raise AgentSignature(
                     f"{self.function.__qualname__}: nothing fills parameter {name!r}; this run has the models "
-                    f"{sorted(available)}: name one in gateway.backends.{name}, or give the parameter a default"
+                    f"{sorted(available)}: name one in gateway.backends.{name}, or give the parameter a default "
+                    "(prompts are published by an algorithm of your own: lrl.algo)"
                 )
 
     def rollout(self, task: Any, resources: Mapping[str, Any], rollout: Any) -> Any:
@@ -101,8 +109,9 @@ def rollout(function: Callable[..., Any]) -> FunctionAgent:
     """Make a function trainable: `def agent(task, llm) -> float`, sync or async.
 
     The first parameter is the task; `llm` is `main_llm`; any other parameter annotated `LLM` takes the resource of its
-    own name, such as a model of `gateway.backends`, else its default; `resources` and `rollout` give all. Raises
-    AgentSignature naming a parameter that nothing can fill.
+    own name, such as a model of `gateway.backends`, else its default; so does `prompt_template`, or one annotated
+    `PromptTemplate`, with a prompt; `resources` and `rollout` give all. Raises AgentSignature naming a parameter that
+    nothing can fill.
     """
     return FunctionAgent(function)
 
@@ -214,6 +223,8 @@ async def _wait(awaitable: Awaitable[Any]) -> Any:
 
 
 def _resource(value: Mapping[str, Any]) -> Any:
+    if value.get("type") == "prompt_template":
+        return PromptTemplate(value["template"], value["engine"])
     if value.get("type") != "llm":
         return value
     llm = LLM(
@@ -242,23 +253,27 @@ def _injected_parameters(function: Callable[..., Any]) -> dict[str, str]:
     for parameter in parameters[1:]:
         if parameter.name == "llm":
             injected["llm"] = "main_llm"
-        elif parameter.name in ("resources", "rollout") or _is_llm(parameter.annotation):
+        elif parameter.name in ("resources", "rollout", _PROMPT) or _is_resource(parameter.annotation):
             injected[parameter.name] = parameter.name
         elif parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD,
             parameter.KEYWORD_ONLY,
         ):
             raise AgentSignature(
-                f"{function.__qualname__}: nothing fills parameter {parameter.name!r}; name it 'llm', 'resources' "
-                "or 'rollout', annotate it LLM, or give it a default"
+                f"{function.__qualname__}: nothing fills parameter {parameter.name!r}; name it 'llm', 'resources', "
+                f"'rollout' or '{_PROMPT}', annotate it LLM or PromptTemplate, or give it a default"
             )
     return injected
 
 
-def _is_llm(annotation: Any) -> bool:
+def _is_resource(annotation: Any) -> bool:
+    return any(_asks_for(annotation, kind) for kind in (LLM, PromptTemplate))
+
+
+def _asks_for(annotation: Any, kind: type) -> bool:
     if isinstance(annotation, str):  # `from __future__ import annotations`
-        return annotation.removesuffix("| None").strip().rsplit(".", 1)[-1] == "LLM"
-    return annotation is LLM or LLM in get_args(annotation)
+        return annotation.removesuffix("| None").strip().rsplit(".", 1)[-1] == kind.__name__
+    return annotation is kind or kind in get_args(annotation)
 
 
 def _lookup(module: str, qualname: str) -> Any:

@@ -4,6 +4,7 @@ An agent only ever holds an `LLM`: a plain base URL and a key of its own. `Proxy
 becomes an `LLM` per rollout and attempt.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
@@ -11,19 +12,42 @@ from urllib.parse import quote
 _OF_AN_LLM = frozenset({"base_url", "anthropic_base_url", "api_key", "endpoint", "env", "for_agent"})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class LLM:
     """An endpoint that any SDK can be pointed at.
 
     `base_url` ends in `/v1` (OpenAI SDKs), `anthropic_base_url` does not (Anthropic SDKs). `sampling_parameters` are
-    the algorithm's: the gateway applies them by itself, they are here to be read.
+    the algorithm's: the gateway applies them by itself, they are here to be read. `LLM(endpoint=..., model=...)`, as
+    Agent-lightning's scripts make one, is the same as `base_url=...`.
     """
 
     model: str
     base_url: str
     api_key: str = field(repr=False)
-    anthropic_base_url: str = ""
-    sampling_parameters: dict[str, Any] = field(default_factory=dict)
+    anthropic_base_url: str
+    sampling_parameters: dict[str, Any]
+
+    def __init__(
+        self,
+        model: str,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        anthropic_base_url: str = "",
+        sampling_parameters: Mapping[str, Any] | None = None,
+        *,
+        endpoint: str | None = None,
+    ) -> None:
+        if (base_url is None) == (endpoint is None):
+            raise TypeError(f"LLM(model={model!r}) takes base_url, or endpoint, which is the same; give one")
+        given = {
+            "model": model,
+            "base_url": base_url or endpoint,
+            "api_key": api_key or "",
+            "anthropic_base_url": anthropic_base_url,
+            "sampling_parameters": dict(sampling_parameters or {}),
+        }
+        for name, value in given.items():
+            object.__setattr__(self, name, value)  # it is frozen
 
     @property
     def endpoint(self) -> str:
@@ -89,3 +113,36 @@ class ProxyLLM:
                 "a ProxyLLM has a URL only inside a runner"
             )
         return self.claimed
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """A prompt with places to fill, which an algorithm may change: `format(**values)` fills them.
+
+    `engine` is `f-string`, whose places are `{name}`, or `jinja`, run in Jinja's sandbox. Raises ValueError for
+    another.
+    """
+
+    template: str
+    engine: str = "f-string"
+
+    def __post_init__(self) -> None:
+        if self.engine not in ("f-string", "jinja"):
+            raise ValueError(
+                f"PromptTemplate has no engine {self.engine!r}: write places as {{name}} (f-string) or {{{{ name }}}} "
+                "(jinja)"
+            )
+
+    def format(self, **values: Any) -> str:
+        """The prompt with its places filled. Raises KeyError (f-string) or UndefinedError (jinja) for one without a
+        value."""
+        if self.engine == "f-string":
+            return self.template.format(**values)
+        from jinja2 import StrictUndefined
+        from jinja2.sandbox import SandboxedEnvironment
+
+        return SandboxedEnvironment(undefined=StrictUndefined).from_string(self.template).render(**values)
+
+    def published(self) -> dict[str, Any]:
+        """The resource as the store keeps it."""
+        return {"type": "prompt_template", "template": self.template, "engine": self.engine}

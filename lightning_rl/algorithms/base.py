@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -69,7 +69,10 @@ class Algorithm:
     isolation: "Isolation" = "thread"  # of a rollout, where the Trainer is not told
     ray: "RayActors | None" = None  # where runners are Ray's actors
     configured_agents: "Sequence[ConfiguredAgent]" = ()  # what the configuration names as the agent
-    resources: Collection[str] = ("main_llm",)  # the names that its rollouts are given models by
+    resources: Collection[str] | None = ("main_llm",)  # the names of the models of its rollouts; None: found as it runs
+    takes_parts = False  # whether it takes these two, which a script gives to the Trainer for its own algorithm
+    adapter: Any = None
+    initial_resources: Mapping[str, Any] | None = None
     named_run_dir: Path | None = None  # the run folder, where the Trainer is not told; None: a new `default_run_dir`
     resume = False  # whether to go on with a run folder that holds a run
     watchdog_seconds: float | None = 600.0  # without an end of any rollout, until a warning says who waits for whom

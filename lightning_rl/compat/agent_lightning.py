@@ -10,13 +10,17 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
 from lightning_rl.agents import agent as agents
 from lightning_rl.agents.agent import Agent, AgentSignature
 from lightning_rl.agents.emit import emit_object, emit_reward, flattened
+from lightning_rl.agents.resources import LLM
 from lightning_rl.store.contract import Rollout
 from lightning_rl_adapters import semconv
+
+if TYPE_CHECKING:
+    from lightning_rl.algorithms.base import Algorithm
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -30,7 +34,6 @@ _METHODS = ("rollout", "training_rollout", "validation_rollout")
 ARGUMENTS = {
     "adapter": "rows come from the forest of calls; give {'agent_match': regex}, or lrl.TracerTraceToTriplet(regex)",
     "dev": "Trainer(agent).dev(tasks)",
-    "initial_resources": "the algorithm publishes what its rollouts get; other models are in gateway.backends",
     "llm_proxy": "the gateway is always there; other models are in gateway.backends",
     "max_rollouts": "a shorter dataset, or trainer.total_training_steps",
     "max_tasks": "a shorter dataset, or trainer.total_training_steps",
@@ -146,6 +149,41 @@ def agent_match_of(adapter: Any) -> str | None:
     raise TypeError(f"Trainer takes no adapter {adapter!r:.80}: {ARGUMENTS['adapter']}")
 
 
+def check_parts(algorithm: "Algorithm", adapter: Any, initial_resources: Mapping[str, Any] | None) -> None:
+    """Raises TypeError for what a Trainer was given, and its algorithm cannot take."""
+    if algorithm.takes_parts:
+        return
+    if initial_resources is not None:
+        raise TypeError(
+            f"{type(algorithm).__name__} takes no initial_resources, it publishes main_llm itself: leave them out; "
+            "other models are in gateway.backends (docs/helpers.md), prompts are for an algorithm of yours (lrl.algo)"
+        )
+    agent_match_of(adapter)
+
+
+def give_parts(algorithm: "Algorithm", adapter: Any, initial_resources: Mapping[str, Any] | None) -> None:
+    """Give an algorithm what a Trainer was given for it. Raises TypeError for what it cannot take."""
+    check_parts(algorithm, adapter, initial_resources)
+    if algorithm.takes_parts:
+        algorithm.adapter, algorithm.initial_resources = adapter, initial_resources
+    elif (match := agent_match_of(adapter)) is not None:
+        algorithm.train_only(match)
+
+
+def service_of(resources: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The model, base URL and key of `main_llm`, for `Trainer.dev`; what is `given` there wins.
+
+    Raises TypeError for other resources.
+    """
+    llm = resources.get("main_llm")
+    if len(resources) != 1 or not isinstance(llm, LLM):
+        raise TypeError(
+            f"dev takes initial_resources of one LLM, {{'main_llm': lrl.LLM(...)}}; there are {list(resources)}"
+        )
+    named = {"model": llm.model, "base_url": llm.base_url, "api_key": llm.api_key or None}
+    return {name: given[name] if given[name] is not None else value for name, value in named.items()}
+
+
 class Hook:
     """What runs around each attempt, in its runner: override some of the methods.
 
@@ -237,6 +275,17 @@ def llm_rollout(function: Callable[..., Any] | None = None, *, strip_proxy: bool
             "llm_rollout(strip_proxy=False): a function is given a plain LLM; a class agent has the ProxyLLM"
         )
     return agents.rollout if function is None else agents.rollout(function)
+
+
+def prompt_rollout(function: Callable[..., Any]) -> Any:
+    """`rollout` for a function of a task and a prompt: its `prompt_template`, or a parameter annotated
+    `PromptTemplate`. Raises AgentSignature where it has neither."""
+    agent = agents.rollout(function)
+    if not agent.takes_prompt:
+        raise AgentSignature(
+            f"{function.__qualname__} takes no prompt: name a parameter prompt_template, or annotate one PromptTemplate"
+        )
+    return agent
 
 
 def reward(function: F) -> F:

@@ -4,8 +4,7 @@ AttributeError's message. The names that it has are attributes of `lightning_rl`
 _NOT_TRACED = "leave it out: the gateway records the calls, and nothing is instrumented"
 _TYPE = "a type of theirs that nothing here takes; annotate with Any"
 _ONE_STORE = "leave it out: the store is store.db of the run folder, or a database (docs/store.md)"
-_PROMPTS = "prompts are not optimised here"
-_STORE_CLIENT = "lightning_rl.store.client.HttpStore(url, key)"
+_PROMPTS = "an algorithm of your own that publishes prompts, lrl.algo"
 _SPANS = "lrl.Span, as GET /api/v1/rollouts/{id}/attempts/{id}/spans gives it"
 _ATTRIBUTES = "attributes are plain dicts; emit_reward(..., attributes=...) flattens them"
 _COMPONENTS = "lightning_rl.loading.load('module:name', 'what it is')"
@@ -25,12 +24,11 @@ _NAMES = {
     _TYPE: "AgentDataset AttemptStatus AttributeValue Attributes GenericResponse LoadedDataset OptionalDefaults "
     "PaginatedResult ParallelWorkerBase Resource ResourceUnion RolloutLegacy RolloutRawResult RolloutRawResultLegacy "
     "StatusCode Task TaskIfAny TaskInput Worker WorkerStatus Attempt RolloutMode RolloutStatus LaunchMode",
-    _ONE_STORE: "InMemoryLightningStore LightningStore LightningStoreCapabilities LightningStoreServer "
+    _ONE_STORE: "InMemoryLightningStore LightningStoreCapabilities LightningStoreServer "
     "LightningStoreStatistics LightningStoreThreaded CollectionBasedLightningStore LightningCollections "
     "InMemoryLightningCollections Collection KeyValue Queue DequeBasedQueue DictBasedKeyValue ListBasedCollection "
     "AtomicLabels AtomicMode FilterField FilterOptions SortOptions",
-    _STORE_CLIENT: "LightningStoreClient",
-    _PROMPTS: "APO PromptTemplate prompt_rollout",
+    _PROMPTS: "APO",
     _SPANS: "OtelResource OtelTraceAdapter SpanAttributeNames SpanContext SpanCoreFields SpanLike SpanNames "
     "SpanRecordingContext TraceState TraceStatus Link Event",
     _ATTRIBUTES: "check_attributes_sanity extract_links_from_attributes extract_tags_from_attributes "
@@ -47,14 +45,14 @@ _NAMES = {
     _PADDING: "get_left_padded_ids_and_attention_mask get_right_padded_ids_and_attention_mask",
     "lrl.Trainer(agent).fit(lrl.VERL(config), tasks)": "run_ppo AglAsyncRolloutManager AglRolloutManager "
     "AglRolloutManagerBase RolloutAdapter",
-    "lrl.Rollout, as the store gives it": "CompletedRollout EnqueuedRollout ResourcesUpdate",
+    "lrl.Rollout, as the store gives it": "CompletedRollout EnqueuedRollout",
     "store.enqueue([RolloutRequest(task=...)]) of lightning_rl.store": "EnqueueRolloutRequest",
     "leave it out: the gateway is always there; other models are in gateway.backends (docs/helpers.md)": "LLMProxy",
-    "a subclass of lrl.Algorithm with prepare, open, run and close": "algo FastAlgorithm",
+    "lrl.algo(function), or a subclass of lrl.Algorithm with prepare, open, run and close": "FastAlgorithm",
     "leave it out: rows come from the forest of calls; whose is lrl.TracerTraceToTriplet(agent_match)": "Adapter "
     "TraceAdapter TraceToTripletBase Tracer",
-    "the span's gen_ai.input.messages and gen_ai.output.messages, or lightning-rl export": "TraceToMessages "
-    "get_message_value get_object_value",
+    "the span's gen_ai.input.messages and gen_ai.output.messages, or lightning-rl export": "get_message_value "
+    "get_object_value",
     "emit_reward(..., call_id=answer.id)": "query_linked_spans",
     "uuid.uuid4().hex": "generate_id",
     "type(value).__qualname__": "full_qualified_name",
