@@ -21,16 +21,12 @@ from lightning_rl_proxy.sampling import Sampling
 from tests.proxy.conftest import MODEL, VERSION, Script, ScriptedEngine, ScriptedSampler
 from tests.vllm.server import Server
 
-_FORCING = Path(__file__).parent / "forcing"
-
 
 class ForcingServer(Server):
     """A server that samples the scripts of its requests."""
 
     def __init__(self, log: Path) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(_FORCING))
-            super().__init__(log, "--logits-processors", "forced_tokens:ForcedTokens")
+        super().__init__(log, "--logits-processors", "forced_tokens:ForcedTokens")
 
     def reset(self) -> None:
         """Be as at the start: nothing in flight, neither paused nor labelled."""

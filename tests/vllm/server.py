@@ -23,6 +23,7 @@ MODEL = "policy"
 CONTEXT = 8192  # tokens; of the checkpoint's own 512 tools take most, and an endless answer ends too soon
 END = 996  # the checkpoint's end of a turn
 _START_SECONDS = 280
+_IN_VLLM = Path(__file__).with_name("in_vllm")  # what is loaded into it
 
 
 class Server:
@@ -48,7 +49,8 @@ class Server:
         ]  # fmt: skip
         asked = {
             "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": str(Path(__file__).with_name("in_vllm")), "SLOW_STEPS_FILE": str(self._slow_steps),
+            "PYTHONPATH": os.pathsep.join([str(_IN_VLLM), os.environ.get("PYTHONPATH", "")]),
+            "SLOW_STEPS_FILE": str(self._slow_steps),
         }  # fmt: skip
         with log.open("wb") as file:
             self._process = subprocess.Popen(
