@@ -16,7 +16,7 @@ import openai
 import pytest
 
 import lightning_rl as agl
-from lightning_rl.agents.agent import AgentSignature, as_agent
+from lightning_rl.agents.agent import as_agent
 from lightning_rl.config import compose
 from lightning_rl.store.contract import Rollout
 from lightning_rl.store.sql import SqlStore
@@ -209,14 +209,6 @@ def test_a_class_trains_one_way_and_validates_another(agent: Any, tmp_path: Path
 def test_a_function_stays_one() -> None:
     assert function.__name__ == "function"
     assert as_agent(function) is function
-
-
-def test_a_prompt_template_is_refused_when_the_agent_is_decorated() -> None:
-    def tuned(task: str, prompt_template: str) -> float:
-        return 0.0
-
-    with pytest.raises(AgentSignature, match="prompt_template"):
-        agl.rollout(tuned)
 
 
 @pytest.mark.e2e
