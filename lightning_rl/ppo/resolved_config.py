@@ -342,6 +342,7 @@ def actor_config(config: Config, training_steps: int) -> ActorConfig:
         tau_neg=actor.tau_neg,
         rollout_is=_rollout_is(config),
         rollout_is_threshold=sampler.rollout_is_threshold,
+        rollout_is_batch_normalize=sampler.rollout_is_batch_normalize,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
         kl_loss_type=actor.kl_loss_type,
         mini_batch_rollouts=actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,

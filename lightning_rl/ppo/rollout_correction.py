@@ -112,7 +112,8 @@ def rules_of(section: RolloutCorrection, *, overlong: str = "drop_row", loss_mod
         )
     except ValueError as error:
         raise ConfigError(f"{_KEY}: {error}") from error
-    if rules.level is None and section.rollout_is_batch_normalize:
+    weighted = section.rollout_is not in (None, "auto") if by_the_loss else rules.level is not None
+    if section.rollout_is_batch_normalize and not weighted:
         raise ConfigError(f"{_KEY}.rollout_is_batch_normalize has no weights to normalize: set {_KEY}.rollout_is")
     if section.rollout_rs is None and section.rollout_rs_threshold is not None:
         raise ConfigError(f"{_KEY}.rollout_rs_threshold bounds nothing: name criteria in {_KEY}.rollout_rs")

@@ -63,6 +63,7 @@ class LossOptions:
     dro_beta: float | None = None
     rollout_is: str | None = None
     rollout_is_threshold: float | str = 2.0
+    rollout_is_batch_normalize: bool = False
 
 
 Prepare = Callable[[LossInputs, LossOptions, torch.Generator], Tensor]
@@ -258,8 +259,9 @@ def reinforce(tokens: LossInputs, options: LossOptions) -> PolicyLoss:
 
     w is the truncated importance weight (`correction.importance_weights`) of the policy as it is now, not as it was
     when the step began, to the old one, which in bypass mode is the sampler. Without `rollout_is` w = 1, as in `gpg`.
+    With rollout_is_batch_normalize they are divided by their mean over the mini-batch (verl: over the micro-batch).
 
-    Keys: rollout_is, rollout_is_threshold.
+    Keys: rollout_is, rollout_is_threshold, rollout_is_batch_normalize.
     """
     return _unclipped(-tokens.advantages * _constants(tokens) * tokens.log_probs)
 
@@ -274,6 +276,7 @@ def truncated_weights(tokens: LossInputs, options: LossOptions, generator: torch
         tokens.sequence.cpu().numpy(),
         level=options.rollout_is,
         bounds=weight_bounds(options.rollout_is_threshold),
+        batch_normalize=options.rollout_is_batch_normalize,
     )
     return torch.from_numpy(weights).to(log_ratio)
 

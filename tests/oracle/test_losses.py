@@ -50,8 +50,11 @@ def config(correction: dict[str, Any] | None = None) -> Any:
     return made
 
 
-def ours(given: Batch, name: str, mode: str, weights: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+def ours(
+    given: Batch, name: str, mode: str, weights: Tensor | float = 1.0, options: LossOptions | None = None
+) -> tuple[Tensor, Tensor]:
     """Loss, and its gradient at the trained tokens."""
+    options = options or OPTIONS
     new = tensor(given.new[given.which], grad=True)
     tokens = LossInputs(
         new, tensor(given.old[given.which]), tensor(given.advantages[given.which]), torch.from_numpy(given.rollout)
@@ -59,8 +62,8 @@ def ours(given: Batch, name: str, mode: str, weights: Tensor | float = 1.0) -> t
     loss = loss_named(name)
     if loss.prepare is not None:
         with torch.no_grad():
-            tokens = tokens._replace(constants=loss.prepare(tokens, OPTIONS, torch.Generator().manual_seed(0)))
-    total = (given.weights(mode) * weights * loss.token_loss(tokens, OPTIONS).loss).sum()
+            tokens = tokens._replace(constants=loss.prepare(tokens, options, torch.Generator().manual_seed(0)))
+    total = (given.weights(mode) * weights * loss.token_loss(tokens, options).loss).sum()
     [gradient] = torch.autograd.grad(total, new, allow_unused=True)
     return total.detach(), torch.zeros_like(new) if gradient is None else gradient
 
@@ -142,6 +145,14 @@ def test_reinforce_has_the_weights_of_the_policy_as_it_is_now(seed: int, thresho
         rollout_is_threshold=threshold,
     )
     assert_same(ours(random, "gpg", "token-mean", tensor(weights)), expected)
+
+
+@given(SEEDS, st.sampled_from(["token", "sequence"]))
+def test_reinforce_has_weights_of_mean_one(seed: int, level: str) -> None:
+    random = batch(seed)
+    keys: dict[str, Any] = {"rollout_is": level, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True}
+    expected = verls(random, "bypass_mode", "token-mean", loss_type="reinforce", **keys)
+    assert_same(ours(random, "reinforce", "token-mean", options=LossOptions(**keys)), expected)
 
 
 @given(SEEDS, AGGREGATIONS)

@@ -665,6 +665,10 @@ def test_the_correction_is_what_the_keys_say() -> None:
         ({"rollout_is": "row"}, "there are token, sequence, geometric"),
         ({"rollout_is_threshold": 0.52}, "rollout_correction: rollout_is_threshold 0.52 is below 1"),
         ({"rollout_is_batch_normalize": True}, "has no weights to normalize: set algorithm.rollout_correction.rollout"),
+        (
+            {"rollout_is_batch_normalize": True, "bypass_mode": True, "loss_type": "reinforce"},
+            "has no weights to normalize",
+        ),
         ({"rollout_rs_threshold": 2.0}, "bounds nothing: name criteria in algorithm.rollout_correction.rollout_rs"),
         ({"rollout_rs": "token_k1"}, "rollout_correction: rollout_rs_threshold None has 0 thresholds"),
         ({"rollout_is": "token", "bypass_mode": True}, "there are none of the trainer's to compare them with"),
@@ -742,6 +746,8 @@ def test_in_bypass_mode_the_loss_is_what_the_keys_say() -> None:
     assert loss(loss_type="reinforce") == ("vanilla", None)
     assert loss(bypass_mode=True) == ("ppo_clip", None)
     assert loss(bypass_mode=True, loss_type="reinforce", rollout_is="token") == ("reinforce", "token")
+    whole = {"rollout_is": "sequence", "rollout_is_batch_normalize": True}
+    assert loss(bypass_mode=True, loss_type="reinforce", **whole) == ("reinforce", "sequence")
     assert loss("gspo", bypass_mode=True, loss_type="reinforce") == ("gspo", None)
     assert loss("reinforce", bypass_mode=True, rollout_is="sequence") == ("reinforce", "sequence")
 

@@ -22,7 +22,6 @@ REFUSED = {
     "distillation.enabled=True": 4,
     "reward.reward_model.enable=True": 1,
     "data.custom_cls.path=": 1,
-    "rollout_is_batch_normalize has no weights": 1,
     "bypass_mode=true takes the sampler's": 1,
 }
 
