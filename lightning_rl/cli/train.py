@@ -154,9 +154,10 @@ def _plan(settings: "TrainConfig", run_dir: Path | None) -> dict[str, Any]:
     """What a run with these settings would do, and needs. Raises what it would raise before its first step, but for
     rewards that nothing gives: the plan says so, beside all the rest."""
     from lightning_rl import tutorial
+    from lightning_rl.cli import plan
     from lightning_rl.config import ConfigError
     from lightning_rl.loops.loop_registry import loops_of
-    from lightning_rl.ppo import plan, resolved_config, tasks
+    from lightning_rl.ppo import resolved_config, tasks
     from lightning_rl.ppo.ppo import PPO
     from lightning_rl.telemetry import metrics
 

@@ -22,13 +22,13 @@ from lightning_rl.files import write_whole
 from lightning_rl.inspect.live_findings import Findings
 from lightning_rl.inspect.run_stats import RECENT
 from lightning_rl.ppo.batch import StepBatch
-from lightning_rl.ppo.generations import Generations
 from lightning_rl.ppo.models import Models
 from lightning_rl.ppo.resolved_config import StepRules
 from lightning_rl.ppo.run_state import RunState
 from lightning_rl.store.contract import RolloutTrace
 from lightning_rl.telemetry import metrics as trackers
 from lightning_rl.telemetry import traces
+from lightning_rl.telemetry.generations import Generations
 from lightning_rl.telemetry.metrics.about import About
 from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.run_warnings import Problems

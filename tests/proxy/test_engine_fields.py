@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lightning_rl_proxy.dialects.base import ENGINE_OFF
+from lightning_rl_proxy.dialects.wire.engine_fields import ENGINE_OFF
 from lightning_rl_proxy.sampling import SPECIFIC, Sampling
 from tests.proxy.conftest import MODEL, Served
 

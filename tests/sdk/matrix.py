@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_rl_proxy.dialects import chat_completions, completions, messages, responses
-from lightning_rl_proxy.dialects.base import WHY, Tables
+from lightning_rl_proxy.dialects.base import Tables
+from lightning_rl_proxy.dialects.wire.engine_fields import WHY
 from tests.sdk import players
 from tests.sdk.players import CONVERSATIONS, MODES, PLAYERS, Mode
 from tests.sdk.stage import Environment, Outcome, Play, Stage, amiss, staged

@@ -7,12 +7,12 @@ either can be made again from the recorded tokens.
 
 import re
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
+from lightning_rl_proxy.dialects.wire.engine_fields import unsupported
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer
 from lightning_rl_proxy.sampling import Sampling
@@ -76,185 +76,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     def callable_tools(self) -> list[dict[str, Any]] | None:
         """The tools that an answer may call. `tool_choice` none leaves none, though the prompt shows them all."""
         return None if self.tool_choice == "none" else self.tools
-
-
-_MAX = 2**31
-Count = Annotated[int, msgspec.Meta(ge=1, lt=_MAX)]
-_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
-
-
-# Of vLLM's and SGLang's own fields, which clients send as extra ones: what says the same in every dialect ...
-ENGINE_FIELDS = frozenset(
-    {
-        "stop_token_ids", "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "guided_json",
-        "guided_regex", "guided_choice", "guided_grammar", "guided_json_object", "regex", "ebnf",
-        "chat_template_kwargs", "enable_thinking",
-    }
-)  # fmt: skip
-# ... and what would change the answer and is not done here, but for the values that ask for nothing.
-ENGINE_OFF: dict[str, tuple[Any, ...]] = {
-    "ignore_eos": (False,),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "early_stopping": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "no_stop_trim": (False,),
-    "stop_regex": ([],),
-    "structural_tag": (),
-    "guided_whitespace_pattern": (),
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
-    "chat_template": (),
-    "documents": ([],),
-    "logits_processors": ([],),
-    "custom_logit_processor": (),
-    "custom_params": ({},),
-    "vllm_xargs": ({},),
-    "thinking_token_budget": (),
-    "lora_path": (),
-    "typical_p": (1,),
-}
-# Why what is refused is refused, by the name of the field.
-WHY = {
-    "ignore_eos": "an answer ends with its turn; a prompt of Completions may go on",
-    "continue_final_message": "Chat Completions' word; Messages goes on from a last message of the assistant",
-    "add_generation_prompt": "without it there is no answer to give, but with continue_final_message",
-    "use_beam_search": "tokens of a beam were not sampled: they have no log probability to train on",
-    "length_penalty": "of beam search",
-    "early_stopping": "of beam search",
-    "include_stop_str_in_output": "the text of an answer ends before what stopped it; its tokens do not",
-    "skip_special_tokens": "a text that shows special tokens would come back as other tokens",
-    "no_stop_trim": "the text of an answer ends before what stopped it; its tokens do not",
-    "stop_regex": "stop strings are looked for in the gateway, as texts",
-    "structural_tag": "its marks differ between chat formats and engines",
-    "guided_whitespace_pattern": "no engine here takes it with a request",
-    "truncate_prompt_tokens": "a shorter prompt is another one: leave messages out instead",
-    "prompt_logprobs": "prompts are not scored",
-    "chat_template": "the chat format is the policy's, the same in every call",
-    "documents": "chat formats here have no place for them: put them into a message",
-    "logits_processors": "an engine would run what an agent sends",
-    "custom_logit_processor": "an engine would run what an agent sends",
-    "custom_params": "of custom_logit_processor",
-    "vllm_xargs": "what they do is not known here",
-    "thinking_token_budget": "no engine here takes it with a request",
-    "lora_path": "which weights answer is the run's business",
-    "typical_p": "no engine here has it",
-    "modalities": "answers are text",
-    "audio": "answers are text",
-    "web_search_options": "nothing here searches the web",
-    "response_format": "this dialect says it otherwise, or not at all",
-    "suffix": "an answer is sampled behind its prompt, not into it",
-    "background": "answers are given while their client waits",
-    "conversation": "conversations are not kept: send the items, or previous_response_id",
-    "max_tool_calls": "no tool is run here",
-    "moderation": "nothing is moderated here",
-    "prompt": "stored prompts are not kept here: send the text",
-    "n": "this API has one answer",
-    "max_tokens": "this dialect's word is max_output_tokens",
-    "max_completion_tokens": "this dialect's word is max_output_tokens",
-    "logprobs": "this API has none",
-    "mcp_servers": "no tool is run here",
-    "container": "no tool is run here",
-    "compaction": "nothing is compacted here",
-    "thread": "conversations are not kept here: send the messages",
-}
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=_MAX)]
-_Word = Annotated[str, msgspec.Meta(min_length=1)]
-
-
-class SamplingWire(msgspec.Struct, kw_only=True):
-    """The fields of sampling that every dialect spells alike; those that are not its API's own come as extra fields."""
-
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, msgspec.Meta(ge=1e-6, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=_MAX)] | None = None
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    frequency_penalty: _Penalty | None = None
-    presence_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
-    logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
-    seed: int | None = None
-    stop_token_ids: list[TokenId] | None = None
-    min_tokens: Annotated[int, msgspec.Meta(ge=0, lt=_MAX)] | None = None
-    bad_words: list[_Word] | None = None
-    allowed_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: Annotated[list[_Word], msgspec.Meta(min_length=1)] | None = None
-    guided_grammar: str | None = None
-    guided_json_object: bool | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
-
-    def sampling(self, **spelt_otherwise: Any) -> Sampling:
-        """These fields as they are, and what the dialect has other words for."""
-        given = dict(zip(_ALIKE, _alike(self), strict=True)) | spelt_otherwise
-        if any(value is not None for value in _constraining(self)):
-            given |= self._constraint(given.get("json_schema"))
-        given |= {name: given[name] or None for name in ("stop_token_ids", "min_tokens", "bad_words")}
-        if given["min_tokens"] and given.get("stop"):
-            raise GatewayError(
-                400,
-                "min_tokens holds the model's own end back, not stop strings; leave one of the two out",
-                param="min_tokens",
-                kind="unsupported_parameter",
-            )
-        return Sampling(**given)
-
-    def _constraint(self, json_schema: dict[str, Any] | None) -> dict[str, Any]:
-        """What the answer must fit, as `Sampling` says it. Raises GatewayError(400) where that is several things."""
-        asked: list[tuple[str, str, Any]] = [] if json_schema is None else [("response_format", "json_schema", "")]
-        for field, name in _CONSTRAINTS.items():
-            if (value := getattr(self, field)) is not None:
-                asked.append((field, name, value))
-        if self.guided_json_object:
-            asked.append(("guided_json_object", "json_schema", {}))
-        for inner, value in (self.structured_outputs or {}).items():
-            if value is None or value is False or inner == "disable_any_whitespace":
-                continue
-            if inner not in _STRUCTURED:
-                raise unsupported(f"structured_outputs.{inner}", value)
-            asked.append((f"structured_outputs.{inner}", _STRUCTURED[inner], {} if inner == "json_object" else value))
-        if len(asked) > 1:
-            fields = ", ".join(field for field, _, _ in asked)
-            raise GatewayError(400, f"an answer fits one constraint, not {fields}; leave one", param=asked[-1][0])
-        if json_schema is not None or not asked:
-            return {}
-        [(field, name, value)] = asked
-        return {name: _constraint_of(field, name, value)}
-
-
-_CONSTRAINTS = {
-    "guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
-    "regex": "regex", "ebnf": "grammar",
-}  # fmt: skip
-_STRUCTURED = {
-    "json": "json_schema", "json_object": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"
-}  # fmt: skip
-_constraining = attrgetter(*_CONSTRAINTS, "guided_json_object", "structured_outputs")
-_NO_SAMPLING = ("guided_json_object", "structured_outputs", "chat_template_kwargs", "enable_thinking")
-_ALIKE = tuple(name for name in SamplingWire.__struct_fields__ if name not in _CONSTRAINTS and name not in _NO_SAMPLING)
-_alike = attrgetter(*_ALIKE)
-
-
-def _constraint_of(field: str, name: str, value: Any) -> Any:
-    """A constraint's value. Raises GatewayError(400) for one of another form than its kind has."""
-    if name == "json_schema" and isinstance(value, str):
-        try:
-            value = msgspec.json.decode(value)
-        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-            raise GatewayError(400, f"{field} is no JSON: {error}", param=field) from error
-    form = {"json_schema": dict[str, Any], "choice": list[str]}.get(name, str)
-    try:
-        return msgspec.convert(value, form)
-    except msgspec.ValidationError as error:
-        raise GatewayError(400, f"{field}: {error}", param=field) from error
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
@@ -397,16 +218,6 @@ def no_request(what: str, error: Exception) -> GatewayError:
     at = _AT.search(str(error))
     return GatewayError(
         400, f"the request body is not a {what or 'JSON'} request: {error}", param=None if at is None else at[1]
-    )
-
-
-def unsupported(name: str, value: Any) -> GatewayError:
-    """A field changes the answer and cannot be honoured."""
-    return GatewayError(
-        400,
-        f"{name}={str(value)[:200]!r} is not supported here{f' ({WHY[name]})' if name in WHY else ''}; leave it out",
-        param=name,
-        kind="unsupported_parameter",
     )
 
 

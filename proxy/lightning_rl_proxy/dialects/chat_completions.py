@@ -10,8 +10,6 @@ from typing import Any
 import msgspec
 
 from lightning_rl_proxy.dialects.base import (
-    ENGINE_FIELDS,
-    ENGINE_OFF,
     NamedTool,
     Opening,
     Request,
@@ -21,9 +19,9 @@ from lightning_rl_proxy.dialects.base import (
     check_prefill,
     no_request,
     sse,
-    unsupported,
 )
 from lightning_rl_proxy.dialects.wire.chat_completions import ChatToolChoice, RelayedWire, ResponseFormat, Wire
+from lightning_rl_proxy.dialects.wire.engine_fields import ENGINE_FIELDS, ENGINE_OFF, unsupported
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, TokenLogprob
 

@@ -9,15 +9,11 @@ from typing import Any
 import msgspec
 
 from lightning_rl_proxy.dialects.base import (
-    ENGINE_FIELDS,
-    ENGINE_OFF,
     Opening,
     Request,
     Tables,
-    TokenId,
     no_request,
     sse,
-    unsupported,
 )
 from lightning_rl_proxy.dialects.chat_completions import (
     PING,
@@ -28,6 +24,8 @@ from lightning_rl_proxy.dialects.chat_completions import (
     usage,
 )
 from lightning_rl_proxy.dialects.wire.completions import Wire
+from lightning_rl_proxy.dialects.wire.engine_fields import ENGINE_FIELDS, ENGINE_OFF, unsupported
+from lightning_rl_proxy.dialects.wire.sampling import TokenId
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, TokenLogprob
 

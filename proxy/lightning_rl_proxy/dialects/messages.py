@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from lightning_rl_proxy.dialects.base import (
-    ENGINE_FIELDS,
-    ENGINE_OFF,
     NamedTool,
     Opening,
     Request,
@@ -31,6 +29,7 @@ from lightning_rl_proxy.dialects.base import (
     left_out,
     sse,
 )
+from lightning_rl_proxy.dialects.wire.engine_fields import ENGINE_FIELDS, ENGINE_OFF
 from lightning_rl_proxy.dialects.wire.messages import (
     Assistant,
     CountWire,

@@ -16,8 +16,6 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from lightning_rl_proxy.dialects.base import (
-    ENGINE_FIELDS,
-    ENGINE_OFF,
     NamedTool,
     Opening,
     Request,
@@ -27,9 +25,9 @@ from lightning_rl_proxy.dialects.base import (
     left_out,
     no_request,
     sse,
-    unsupported,
 )
 from lightning_rl_proxy.dialects.chat_completions import PING, stops, token_logprob
+from lightning_rl_proxy.dialects.wire.engine_fields import ENGINE_FIELDS, ENGINE_OFF, unsupported
 from lightning_rl_proxy.dialects.wire.responses import INCLUDABLE, LOGPROBS, Wire
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, TokenLogprob

@@ -12,7 +12,7 @@ import lightning_rl as lrl
 from lightning_rl.cli.train import _plan
 from lightning_rl.config import ConfigError, compose
 from lightning_rl.config.schema import TrainConfig
-from lightning_rl.ppo.generations import Generations
+from lightning_rl.telemetry.generations import Generations
 from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl.trainer import RunFolderUsed
 from lightning_rl.trajectories.trajectory import Trajectory

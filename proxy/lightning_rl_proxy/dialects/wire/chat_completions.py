@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from lightning_rl_proxy.dialects.base import Count, SamplingWire
 from lightning_rl_proxy.dialects.wire.common import OpenAIUsage, RefusalPart, TextPart
+from lightning_rl_proxy.dialects.wire.sampling import Count, SamplingWire
 
 
 class StreamOptions(msgspec.Struct):

@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from lightning_rl_proxy.dialects.base import Count, SamplingWire
 from lightning_rl_proxy.dialects.wire.common import OpenAIUsage
+from lightning_rl_proxy.dialects.wire.sampling import Count, SamplingWire
 
 
 class Wire(SamplingWire, kw_only=True):

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from lightning_rl_proxy.dialects.base import Count, SamplingWire
+from lightning_rl_proxy.dialects.wire.sampling import Count, SamplingWire
 
 
 class Text(msgspec.Struct, tag="text"):

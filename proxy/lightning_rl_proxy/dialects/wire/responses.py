@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from lightning_rl_proxy.dialects.base import Count, SamplingWire
 from lightning_rl_proxy.dialects.wire.common import SCHEMAS, RefusalPart
+from lightning_rl_proxy.dialects.wire.sampling import Count, SamplingWire
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
