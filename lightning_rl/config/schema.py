@@ -4,6 +4,7 @@ Defaults, validation, typed access and `docs/config.md` all come from these clas
 is `no_effect`, with the reason.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -730,6 +731,117 @@ class AlgorithmSection(Section, frozen=True):
     rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
 
 
+class DistillationLossConfig(Section, frozen=True):
+    """The loss against a teacher (`rl.distillation`)."""
+
+    loss_mode: Annotated[
+        Literal[
+            "k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k2+", "k3+", "low_var_kl+", "abs+",
+            "forward_kl_topk", "forward_kl_tail", "reverse_kl_tail", "jsd_tail",
+        ],
+        effect(
+            "an estimate by the sampled token (those of kl_loss_type), or a divergence over the teacher's topk most "
+            "likely tokens: ..._tail counts all others as one class, forward_kl_topk leaves them out, as verl"
+        ),
+    ] = "k1"  # fmt: skip
+    topk: Annotated[Positive, effect("the teacher's most likely tokens that forward_kl_topk and ..._tail compare")] = 32
+    use_task_rewards: Annotated[
+        bool, effect("false: the teacher's loss alone is minimised; rewards, entropy and the reference count nothing")
+    ] = True
+    distillation_loss_coef: Annotated[
+        NotNegative, effect("what the teacher's loss counts beside the policy's, with use_task_rewards")
+    ] = 1.0
+    loss_max_clamp: Annotated[
+        Above0 | None, effect("a token's loss against the teacher is at most this far from 0; null: no bound")
+    ] = None
+    log_prob_min_clamp: Annotated[
+        float | None, effect("of forward_kl_topk: log probabilities below count as this; null: as they are")
+    ] = None
+    use_policy_gradient: Annotated[
+        bool, effect("the token's negative loss is its advantage in a clipped policy loss; false: a loss to minimise")
+    ] = True
+    control_variate: Annotated[
+        bool,
+        effect(
+            "of k1 with use_policy_gradient: adds reverse_kl_tail to the advantage, and the gradient keeps its mean"
+        ),
+    ] = False
+    clip_ratio: Annotated[NotNegative, effect("of use_policy_gradient: how far the ratio may move either way")] = 0.2
+    clip_ratio_low: Annotated[NotNegative | None, effect("the same, downwards; null: clip_ratio")] = None
+    clip_ratio_high: Annotated[NotNegative | None, effect("the same, upwards; null: clip_ratio")] = None
+
+
+class TeacherModel(Section, frozen=True):
+    """A model whose log probabilities the policy is drawn to."""
+
+    model_path: str | None = None
+    server_urls: list[Annotated[str, Meta(pattern=r"\Ahttps?://[^?#]+\Z")]] | None = None
+    key: str | None = None
+    agents: str | None = None
+
+
+class TeacherUnusable(Explained):
+    """A model of `distillation.teacher_models` that cannot be used as it is written."""
+
+
+class Distillation(Section, frozen=True):
+    """Teachers, which say of each token that the policy sampled how likely they find it (`docs/distillation.md`)."""
+
+    enabled: Annotated[bool, effect("whether there is a teacher")] = False
+    teacher_key: Annotated[
+        str, effect("the field of a task that says which teacher teaches its rollouts, by the teachers' `key`")
+    ] = "data_source"
+    teacher_models: Annotated[
+        dict[str, Any] | None,
+        effect(
+            "teachers by name, each with `model_path` (a folder or a hub's id: it is computed beside the trainer's "
+            "models) or `server_urls` (vLLM servers that have it); of several, each says what it teaches by `key` (the "
+            "tasks whose teacher_key is this) or `agents` (a regular expression of calling agents' names)"
+        ),
+    ] = None
+    distillation_loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
+
+    def __post_init__(self) -> None:
+        self.teachers()
+
+    def teachers(self) -> dict[str, TeacherModel]:
+        """The teachers by name; none where there is no distillation. Raises TeacherUnusable for one that is wrong."""
+        if not self.enabled:
+            return {}
+        given = {name: each for name, each in (self.teacher_models or {}).items() if _names_a_model(each)}
+        found = {name: _teacher(name, each) for name, each in given.items()}
+        if not found:
+            raise TeacherUnusable(
+                "config key distillation.enabled=true needs a teacher: give "
+                "distillation.teacher_models.NAME.model_path (a folder or a hub's id) or .server_urls (vLLM servers)"
+            )
+        for name, teacher in found.items():
+            if len(found) > 1 and teacher.key is None and teacher.agents is None:
+                raise TeacherUnusable(
+                    f"config key distillation.teacher_models.{name}: of several teachers each says what it teaches: "
+                    f"give key (of the tasks whose {self.teacher_key} is this) or agents"
+                )
+        return found
+
+
+def _names_a_model(given: Any) -> bool:
+    return not isinstance(given, dict) or any(value is not None for value in given.values())
+
+
+def _teacher(name: str, given: Any) -> TeacherModel:
+    key = f"distillation.teacher_models.{name}"
+    try:
+        teacher = msgspec.convert(given, TeacherModel)
+        re.compile(teacher.agents or "")
+    except msgspec.ValidationError as error:
+        raise TeacherUnusable(f"config key {key}: {error}; there are model_path, server_urls, key and agents") from None
+    except re.error as error:
+        raise TeacherUnusable(f"config key {key}.agents is no regular expression: {error}") from error
+    if (teacher.model_path is None) == (not teacher.server_urls):
+        raise TeacherUnusable(f"config key {key} needs one of model_path and server_urls")
+    return teacher
+
+
 class CustomRewardFunction(Section, frozen=True):
     """A function in a file, as verl's: `compute_score(data_source, solution_str, ground_truth, extra_info)`."""
 
@@ -985,6 +1097,7 @@ class Config(Section, frozen=True):
     critic: CriticSection = field(default_factory=CriticSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     reward: RewardSection = field(default_factory=RewardSection)
+    distillation: Distillation = field(default_factory=Distillation)
     trainer: TrainerSection = field(default_factory=TrainerSection)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
 

@@ -381,8 +381,23 @@ RULES: list[Rule] = [
     _same("algorithm.filter_groups.max_inflight_gen_batches", "one batch after the other"),
     _off("algorithm.use_pf_ppo", "rows are not sampled again by their rewards: leave it out"),
     _same("algorithm.pf_ppo.*", "read where algorithm.use_pf_ppo is on"),
-    _off("distillation.enabled", "there is no teacher model here: leave the keys of `distillation` out"),
-    _same("distillation.*", "read where distillation is on"),
+    _same(
+        "distillation.n_gpus_per_node distillation.nnodes distillation.teacher_models.*.num_replicas",
+        "a teacher of a folder is computed beside the trainer's models, as the reference is; one behind `server_urls` "
+        "is started by you",
+    ),
+    _same(
+        "distillation.teacher_models.*.inference.*",
+        "no engine is started for a teacher: its folder is computed by the trainer, in the reference's formats, and "
+        "servers are given by `server_urls`",
+    ),
+    _only(
+        "distillation.distillation_loss.policy_loss_mode",
+        ("vanilla",),
+        "the clipped loss, as in verl",
+        "leave it out: the teacher's policy gradient is the clipped one",
+    ),
+    _same("distillation.distillation_loss.*chunked_topk*", "logits are read in chunks, always"),
     # Run.
     _same("transfer_queue.*", "the store is always there"),
     _off("skip.*.enable", "a run that starts with another's store reads its rollouts"),
@@ -463,6 +478,8 @@ DEFAULTS: dict[str, Any] = {
     "critic.ppo_max_token_len_per_gpu": 32768,
     "critic.model.enable_gradient_checkpointing": True,
     "critic.fsdp_config.dtype": "bfloat16",
+    "distillation.distillation_loss.loss_mode": "k3",
+    "distillation.distillation_loss.use_policy_gradient": False,
     "algorithm.adv_estimator": "gae",
     "trainer.total_epochs": 30,
     "trainer.project_name": "verl_examples",

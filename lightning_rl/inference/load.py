@@ -7,6 +7,7 @@ from typing import Any
 import huggingface_hub
 import torch
 import transformers
+from tokenizers import Tokenizer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -48,6 +49,11 @@ def device_of(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+def vocabulary_size(folder: Path) -> int:
+    """How many tokens the tokenizer of a model has; its logits may be more, as padding."""
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size(with_added_tokens=True)
 
 
 def sees(path: str | Path) -> bool:

@@ -12,16 +12,18 @@ from torch import Tensor, nn
 
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, Fsdp
-from lightning_rl.inference.load import load_model, model_folder
+from lightning_rl.inference.load import load_model, model_folder, vocabulary_size
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.estimators import needs_reference
 from lightning_rl.training import lora, shards
 from lightning_rl.training.actor import Actor
+from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.critic import Critic, ValueModel, value_head
 from lightning_rl.training.distributed.process_group import ProcessGroup
 from lightning_rl.training.forward import Forward
 from lightning_rl.training.reference import BaseOfAdapter, Reference
-from lightning_rl.vision import ModelVision
+from lightning_rl.training.teacher import FrozenTeacher, Scores
+from lightning_rl.vision import ModelVision, vision_of
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -48,7 +50,8 @@ class LocalWorkers:
         vision: how its models see images; None: they read text.
 
     `model` is the policy with its adapter; `actor`, `critic` and `reference` (None where there is none) are there after
-    `train`. Raises ConfigError for an adapter that cannot be made.
+    `train`, and so are the `teachers` that have a folder, by name, where the actor is. Raises ConfigError for an
+    adapter that cannot be made.
     """
 
     actor: Actor | None = None
@@ -61,6 +64,7 @@ class LocalWorkers:
         self.roles = frozenset(roles)
         self._pad_id: int = policy.config.get_text_config().pad_token_id or 0
         self._device = next(policy.parameters()).device
+        self.teachers: dict[str, FrozenTeacher] = {}
         model = config.actor_rollout_ref.model
         self._team: ProcessGroup | None = None
         self._values = self._value_model(policy) if "critic" in roles else None
@@ -88,6 +92,11 @@ class LocalWorkers:
             self.actor = Actor(self.model, of_actor, self._pad_id, forward, head)
             if "reference" in self.roles and config.actor_rollout_ref.model.lora_rank:
                 self.reference = BaseOfAdapter(self.model, self._pad_id, forward=forward, **self._bounds())
+            self.teachers = {
+                name: self._teacher(model_folder(teacher.model_path), vocabulary_size(folder))
+                for name, teacher in config.distillation.teachers().items()
+                if teacher.model_path is not None
+            }
         if self._values is not None:
             of_values = self._forward(self._values.trunk, config.critic.fsdp_config)
             if team is not None:
@@ -96,6 +105,10 @@ class LocalWorkers:
             self.critic = Critic(self._values, of_critic, self._pad_id, of_values)
         if "reference" in self.roles and self.reference is None:
             self.reference = self._frozen(folder)
+
+    def teacher_scores(self, name: str, sequences: list[TrainingSequence], top: int) -> list[Scores]:
+        """What one of the teachers says (`Teacher.score`)."""
+        return self.teachers[name].score(sequences, top)
 
     def weights(self) -> dict[str, Tensor]:
         """The policy's weights that are trained, whole, by their names; in a team only the first process has them."""
@@ -153,11 +166,21 @@ class LocalWorkers:
         return values
 
     def _frozen(self, folder: Path) -> Reference:
+        model, forward = self._frozen_model(folder)
+        offload = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
+        return Reference(model, self._pad_id, offload=offload, forward=forward, **self._bounds())
+
+    def _teacher(self, folder: Path, vocabulary: int) -> FrozenTeacher:
+        """The teacher in `folder`, held and run as the reference is."""
+        model, forward = self._frozen_model(folder)
+        offload = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
+        return FrozenTeacher(model, self._pad_id, vocabulary, offload=offload, forward=forward, **self._bounds())
+
+    def _frozen_model(self, folder: Path) -> tuple[nn.Module, Forward]:
         formats = self.config.actor_rollout_ref.ref.fsdp_config
         attention = self.config.actor_rollout_ref.model.attn_implementation
         model = load_model(folder, FORMATS[formats.model_dtype], self._device, attention)
-        forward = self._forward(model, formats)
-        return Reference(model, self._pad_id, offload=formats.param_offload, forward=forward, **self._bounds())
+        return model, self._forward(model, formats, vision_of(folder, model))
 
     def _bounds(self) -> dict[str, int | None]:
         """What the reference computes at once."""
@@ -167,12 +190,12 @@ class LocalWorkers:
         )
         return {"rows": rows or actor.micro_batch_rows, "tokens": None if rows else actor.micro_batch_tokens}
 
-    def _forward(self, model: nn.Module, formats: Fsdp) -> Forward:
+    def _forward(self, model: nn.Module, formats: Fsdp, vision: ModelVision | None = None) -> Forward:
         packed = self.config.actor_rollout_ref.model.use_remove_padding
         autocast = torch.bfloat16 if formats.dtype == "bfloat16" else None
         if self._team is not None:
             return self._team.forward(model, self._pad_id, packed=packed, autocast=autocast)
-        return Forward(model, self._pad_id, packed=packed, autocast=autocast, vision=self._vision)
+        return Forward(model, self._pad_id, packed=packed, autocast=autocast, vision=vision or self._vision)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -6,6 +6,7 @@ sent, and the reference is the policy without it.
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,7 @@ from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.local_workers import FORMATS, LocalWorkers, put, roles_of
 from lightning_rl.ppo.ray_workers import RayWorkers
+from lightning_rl.ppo.teachers import served_teachers
 from lightning_rl.training import checkpoint, lora
 from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import TrainingSequence
@@ -25,6 +27,7 @@ from lightning_rl.training.chat_template import with_template
 from lightning_rl.training.critic import Critic
 from lightning_rl.training.distributed.remote import OfTokens, RemoteActor, RemoteCritic, RemoteReference
 from lightning_rl.training.reference import BaseOfAdapter, Reference
+from lightning_rl.training.teacher import Teacher
 from lightning_rl.vision import vision_of
 
 
@@ -37,6 +40,8 @@ class Models:
         with_critic: whether a critic is trained.
         resumed: the checkpoint that it goes on from; None: it begins.
 
+    `teachers` are there after `train` too, by their names in the config.
+
     `config` has the learning rate that goes with the policy (`learning_rate_by_size`: the config gave none);
     `tokenizer` is the folder of its tokenizer and chat format. `policy` is there at once, `actor`, `critic` and
     `reference` (None where nothing needs them) after `train`. With a shared trunk the actor has the critic's head, and
@@ -47,6 +52,7 @@ class Models:
     actor: Actor | RemoteActor
     critic: Critic | RemoteCritic | None = None
     reference: Reference | BaseOfAdapter | RemoteReference | None = None
+    teachers: Mapping[str, Teacher] = MappingProxyType({})
 
     def __init__(self, config: Config, run_dir: Path, *, with_critic: bool, resumed: Path | None = None) -> None:
         self._roles = roles_of(config, with_critic=with_critic)
@@ -79,15 +85,21 @@ class Models:
         self.send_weights(version if in_process else 0)
 
     def train(self, training_steps: int) -> None:
-        """Make actor, critic and reference, for a run of so many steps. Whoever calls this calls `close`."""
+        """Make actor, critic, reference and teachers, for a run of so many steps. Whoever calls this calls `close`.
+
+        Raises ConfigError for a teacher with another tokenizer than the policy's.
+        """
+        served = served_teachers(self.config, self.policy.folder)
         if self.config.trainer.workers > 1:
             weights = self._resumed or self.policy.folder
             self._crew = RayWorkers(self.config, self._roles, weights, self.policy.folder, training_steps)
             self.actor, self.critic, self.reference = self._crew.actor, self._crew.critic, self._crew.reference
+            self.teachers = served | self._crew.teachers
         else:
             self._own.train(self.policy.folder, training_steps)
             assert self._own.actor is not None
             self.actor, self.critic, self.reference = self._own.actor, self._own.critic, self._own.reference
+            self.teachers = served | self._own.teachers
 
     def close(self) -> None:
         """End the processes that train, where there are any beside this one."""

@@ -39,6 +39,7 @@ from lightning_rl.ppo.models import Models
 from lightning_rl.ppo.reporting import Reporter, memory_advice, rollout_metrics, timed
 from lightning_rl.ppo.rollout_correction import SamplerCheck
 from lightning_rl.ppo.run_state import RunState
+from lightning_rl.ppo.teachers import teach
 from lightning_rl.ppo.token_ledger import TokenLedger
 from lightning_rl.ppo.weight_sync import WeightSync
 from lightning_rl.rewards import GroupReward
@@ -349,6 +350,9 @@ class PPO(Hooks, Algorithm):
             if models.reference is not None:
                 with timed(timing, "ref"):
                     batch.put(reference_log_probs=models.reference.log_probs(batch.sequences))
+            if models.teachers:
+                with timed(timing, "teacher"):
+                    teach(batch, models.teachers, self.config)
             if models.has_values:
                 with timed(timing, "values"):
                     batch.put(values=models.values(batch.sequences))

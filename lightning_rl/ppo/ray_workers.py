@@ -19,7 +19,7 @@ from lightning_rl.rl.losses import LOSSES, loss_named
 from lightning_rl.training.distributed import cluster
 from lightning_rl.training.distributed.group import WorkerGroup
 from lightning_rl.training.distributed.process_group import ProcessGroup
-from lightning_rl.training.distributed.remote import RemoteActor, RemoteCritic, RemoteReference
+from lightning_rl.training.distributed.remote import RemoteActor, RemoteCritic, RemoteReference, RemoteTeacher
 
 
 class RayWorkers:
@@ -58,6 +58,11 @@ class RayWorkers:
             self.critic = RemoteCritic(self._groups["critic"], resolved_config.critic_config(config, training_steps))
         if "reference" in roles:
             self.reference = RemoteReference(self._groups["reference"])
+        self.teachers = {
+            name: RemoteTeacher(self._groups["actor"], name)
+            for name, teacher in config.distillation.teachers().items()
+            if teacher.model_path is not None
+        }
 
     def weights(self) -> dict[str, Tensor]:
         """What was trained of the policy, whole, by name."""

@@ -33,9 +33,11 @@ from lightning_rl.ppo.estimators import (
 from lightning_rl.ppo.schedules import Async, OneStepOff, Schedule
 from lightning_rl.rewards import GroupReward
 from lightning_rl.rewards.training_rewards import Grader
+from lightning_rl.rl import distillation
 from lightning_rl.rl.advantages import Estimator
 from lightning_rl.rl.baselines import OutcomeEstimator
 from lightning_rl.rl.correction import CorrectionRules
+from lightning_rl.rl.distillation import DistillationOptions
 from lightning_rl.rl.losses import loss_named
 from lightning_rl.training import checkpoint, optimizer
 from lightning_rl.training.actor import ActorConfig
@@ -359,10 +361,35 @@ def actor_config(config: Config, training_steps: int) -> ActorConfig:
         entropy_coeff=actor.entropy_coeff,
         param_offload=actor.fsdp_config.param_offload,
         optimizer_offload=actor.fsdp_config.optimizer_offload,
+        distillation=distillation_options(config),
         value_coef=config.critic.value_coef,
         cliprange_value=config.critic.cliprange_value,
         optim=optimizer_config(actor.optim, training_steps, actor.grad_clip),
     )
+
+
+def distillation_options(config: Config) -> DistillationOptions | None:
+    """The loss against the teacher; None where there is none. Raises ConfigError for one that makes no sense."""
+    given = config.distillation.distillation_loss
+    if not config.distillation.enabled:
+        return None
+    options = DistillationOptions(
+        loss_mode=given.loss_mode,
+        topk=given.topk,
+        use_task_rewards=given.use_task_rewards,
+        distillation_loss_coef=given.distillation_loss_coef,
+        loss_max_clamp=given.loss_max_clamp,
+        log_prob_min_clamp=given.log_prob_min_clamp,
+        use_policy_gradient=given.use_policy_gradient,
+        control_variate=given.control_variate,
+        clip_ratio_low=given.clip_ratio if given.clip_ratio_low is None else given.clip_ratio_low,
+        clip_ratio_high=given.clip_ratio if given.clip_ratio_high is None else given.clip_ratio_high,
+    )
+    try:
+        distillation.check(options)
+    except ValueError as error:
+        raise ConfigError(f"distillation.distillation_loss: {error}") from error
+    return options
 
 
 def critic_config(config: Config, training_steps: int) -> CriticConfig:

@@ -21,26 +21,60 @@ def token_log_probs(
     temperature: Tensor,
     *,
     with_entropy: bool = False,
+    candidates: Tensor | None = None,
     chunk: int = CHUNK,
-) -> tuple[Tensor, Tensor | None]:
-    """log softmax(logits[rows] / temperature) at `targets`, and the entropies of these distributions, in nats.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """log softmax(logits[rows] / temperature) at `targets`, the entropies of these distributions, and the log
+    probabilities of other tokens in them, in nats.
 
-    Computed in float32, in float64 where the logits are. Both results have a gradient, once.
+    Computed in float32, in float64 where the logits are. All results have a gradient, once.
 
     Args:
         logits: float [N, V].
         rows: int64 [K], the row of each token's distribution; targets: int64 [K], the tokens; temperature: float [K].
+        candidates: int64 [K, C], other tokens of each distribution, each once; None: none.
         chunk: numbers that are computed at once, at least one row.
 
-    Returns: [K], and [K] or None.
+    Returns: [K]; [K] or None; [K, C] or None.
     """
     at_once = max(1, chunk // max(logits.shape[-1], 1))
     if 2 * len(rows) < len(logits):  # few rows are trained: keep a copy of them for the backward pass, and not the rest
         logits, rows = logits[rows], torch.arange(len(rows), device=rows.device)
-    log_probs, entropies = _Chunked.apply(  # type: ignore[no-untyped-call]
-        logits, rows, targets, temperature, with_entropy, at_once
+    log_probs, entropies, of_candidates = _Chunked.apply(  # type: ignore[no-untyped-call]
+        logits, rows, targets, temperature, candidates, with_entropy, at_once
     )
-    return log_probs, entropies if with_entropy else None
+    return log_probs, entropies if with_entropy else None, None if candidates is None else of_candidates
+
+
+@torch.no_grad()
+def top_log_probs(
+    logits: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    top: int,
+    *,
+    vocabulary: int | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log probabilities as of `token_log_probs`, [K], and of each distribution its `top` most likely tokens, int64
+    [K, top], with their log probabilities, [K, top]; without gradient. They are among the first `vocabulary` tokens
+    (None: all). Raises ValueError where there are not so many.
+    """
+    vocabulary = min(vocabulary or logits.shape[-1], logits.shape[-1])
+    if top > vocabulary:
+        raise ValueError(f"the {top} most likely of {vocabulary} tokens are asked for")
+    at_once = max(1, chunk // max(logits.shape[-1], 1))
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    chosen = torch.empty(len(rows), dtype=exact, device=logits.device)
+    likely = torch.empty(len(rows), top, dtype=torch.int64, device=logits.device)
+    of_likely = torch.empty(len(rows), top, dtype=exact, device=logits.device)
+    for start in range(0, len(rows), at_once):
+        part = slice(start, start + at_once)
+        log_probs = _log_softmax(logits, rows[part], temperature[part])
+        chosen[part] = log_probs.gather(-1, targets[part, None]).squeeze(-1)
+        of_likely[part], likely[part] = log_probs[:, :vocabulary].topk(top, dim=-1)
+    return chosen, likely, of_likely
 
 
 def _log_softmax(logits: Tensor, rows: Tensor, temperature: Tensor) -> Tensor:
@@ -51,26 +85,38 @@ def _log_softmax(logits: Tensor, rows: Tensor, temperature: Tensor) -> Tensor:
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, rows: Tensor, targets: Tensor, temperature: Tensor, with_entropy: bool, at_once: int
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        logits: Tensor,
+        rows: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        candidates: Tensor | None,
+        with_entropy: bool,
+        at_once: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         exact = torch.promote_types(logits.dtype, torch.float32)
         chosen = torch.empty(len(rows), dtype=exact, device=logits.device)
         entropies = torch.empty_like(chosen) if with_entropy else chosen.new_empty(0)
+        of_candidates = chosen.new_empty(0 if candidates is None else candidates.shape)
         for start in range(0, len(rows), at_once):
             part = slice(start, start + at_once)
             log_probs = _log_softmax(logits, rows[part], temperature[part])
             chosen[part] = log_probs.gather(-1, targets[part, None]).squeeze(-1)
+            if candidates is not None:
+                of_candidates[part] = log_probs.gather(-1, candidates[part])
             if with_entropy:
                 entropies[part] = _entropies(log_probs, log_probs.exp())
-        ctx.save_for_backward(logits, rows, targets, temperature, entropies)
+        ctx.save_for_backward(logits, rows, targets, temperature, candidates, entropies)
         ctx.at_once = at_once
-        return chosen, entropies
+        return chosen, entropies, of_candidates
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_chosen: Tensor | None, of_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, rows, targets, temperature, entropies = ctx.saved_tensors
+    def backward(
+        ctx: Any, of_chosen: Tensor | None, of_entropies: Tensor | None, of_candidates: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        logits, rows, targets, temperature, candidates, entropies = ctx.saved_tensors
         gradient = torch.zeros_like(logits)
         for start in range(0, len(rows), ctx.at_once):
             part = slice(start, start + ctx.at_once)
@@ -82,9 +128,12 @@ class _Chunked(torch.autograd.Function):
             if of_chosen is not None:
                 own.addcmul_(probs, of_chosen[part, None], value=-1)
                 own.scatter_add_(-1, targets[part, None], of_chosen[part, None])
+            if of_candidates is not None and candidates is not None:
+                own.addcmul_(probs, of_candidates[part].sum(-1, keepdim=True), value=-1)
+                own.scatter_add_(-1, candidates[part], of_candidates[part])
             own.div_(temperature[part, None].to(own.dtype))
             gradient.index_add_(0, rows[part], own.to(gradient.dtype))
-        return gradient, None, None, None, None, None
+        return gradient, None, None, None, None, None, None
 
 
 def _entropies(log_probs: Tensor, probs: Tensor) -> Tensor:

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_rl.rl.distillation import DistillationOptions, Taught, distillation_loss, policy_gradient
 from lightning_rl.rl.kl import kl_penalty
 from lightning_rl.rl.losses import LossInputs, LossOptions, loss_named
 from lightning_rl.training.batch import MiniBatch, TrainingSequence, by_sequence, canonical_order
 from lightning_rl.training.critic import values_of, weighted_value_loss
-from lightning_rl.training.forward import Forward, Sizes
+from lightning_rl.training.forward import Forward, Outputs, Sizes
 from lightning_rl.training.learner import Learner, LearnerConfig, add_up, means
 from lightning_rl.training.optimizer import Optimizer
 
@@ -29,7 +30,8 @@ class ActorConfig(LearnerConfig, LossOptions):
     `log_prob_rows` are computed at once by `log_probs` (None: as many as in an update). With `kl_loss_coef`, sequences
     need `reference_log_probs`. With `shuffle`, mini-batches come in another order in every pass. With a value head (a
     shared trunk) values are trained in the same update, the value loss counts `value_coef` times, and sequences need
-    `values` and `returns`; `cliprange_value` bounds them. With `param_offload` the weights wait from `offload` on.
+    `values` and `returns`; `cliprange_value` bounds them. With `param_offload` the weights wait from `offload` on. With
+    `distillation` sequences need what its teacher says of their tokens.
     """
 
     entropy_coeff: float
@@ -40,6 +42,7 @@ class ActorConfig(LearnerConfig, LossOptions):
     shuffle: bool = False
     value_coef: float = 0.0
     cliprange_value: float = 0.5
+    distillation: DistillationOptions | None = None
 
 
 _ADVICE = "the model's logits or their advantages are no numbers; lower actor.optim.lr, or look at the last checkpoint"
@@ -157,10 +160,10 @@ class Actor(Learner):
         sums = dict.fromkeys(Sizes._fields, 0.0)
         for micro in self._micro_batches(mini.sequences):
             sums |= {name: sums[name] + size for name, size in self.forward.sizes(micro)._asdict().items()}
-            if self.value_head is None:
-                log_probs, entropies = self.forward.log_probs(micro, with_entropy=True)
-            else:
-                log_probs, entropies, states = self.forward.log_probs_and_hidden(micro)
+            out = self.forward.outputs(
+                micro, candidates=self._teachers_choice(micro), with_hidden=self.value_head is not None
+            )
+            log_probs, entropies = out.log_probs, out.entropies
             tokens = self._tokens(micro, log_probs, constants)
             weights = self._gather(np.full(len(s.trained), mini.weights[s.rollout]) for s in micro)
             policy = self._loss.token_loss(tokens, self.config)
@@ -174,8 +177,13 @@ class Actor(Learner):
                 penalty = kl_penalty(log_probs, reference, self.config.kl_loss_type)
                 found["actor/kl_loss"] = (weights * penalty).sum()
                 loss = loss + self.config.kl_loss_coef * found["actor/kl_loss"]
-            if self.value_head is not None:
-                value_loss, of_values = self._value_loss(states, micro, mini)
+            if self.config.distillation is not None:
+                distilled, of_teacher = self._distillation_loss(self.config.distillation, micro, weights, out, tokens)
+                loss = distilled + (loss if self.config.distillation.use_task_rewards else 0.0)
+                found |= {name: value / trained for name, value in of_teacher.items()}
+                found["distillation/loss"] = distilled.detach()
+            if out.hidden is not None:
+                value_loss, of_values = self._value_loss(out.hidden, micro, mini)
                 loss = loss + self.config.value_coef * value_loss
                 found |= of_values
             loss.backward()  # type: ignore[no-untyped-call]
@@ -191,6 +199,39 @@ class Actor(Learner):
         sums["perf/padding_share"] = 1 - distinct / computed
         sums["perf/shared_share"] = 1 - distinct / in_rows
         return sums
+
+    def _teachers_choice(self, micro: Sequence[TrainingSequence]) -> Tensor | None:
+        """The tokens [K, C] that the teacher finds most likely, where the loss compares them."""
+        options = self.config.distillation
+        if options is None or not options.top:
+            return None
+        return self._gather(_of_teacher(s, "teacher_top_ids") for s in micro)
+
+    def _distillation_loss(
+        self,
+        options: DistillationOptions,
+        micro: Sequence[TrainingSequence],
+        weights: Tensor,
+        out: Outputs,
+        tokens: LossInputs,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss against the teacher, weighted as the policy's and times its coefficient; and what verl's metrics are
+        means of, as sums over tokens."""
+        teacher = self._gather(_of_teacher(s, "teacher_log_probs") for s in micro)
+        top = self._gather(_of_teacher(s, "teacher_top_log_probs") for s in micro) if options.top else None
+        taught = Taught(out.log_probs, teacher, out.candidates, top)
+        each = distillation_loss(taught, options)
+        found = {"distillation/abs_loss": each.abs().sum(), "distillation/taught_share": taught.has_teacher.sum()}
+        if options.use_policy_gradient:
+            policy = policy_gradient(taught, each, tokens, options)
+            summed = (weights * self._importance(micro) * policy.loss).sum()
+            found["distillation/pg_clipfrac"] = policy.clipped.sum()
+        else:
+            summed = (weights * each).sum()
+        if top is not None and out.candidates is not None:
+            found["distillation/teacher_mass"] = torch.nan_to_num(top.exp()).sum()
+            found["distillation/student_mass"] = (out.candidates.exp() * taught.has_teacher[:, None]).sum()
+        return options.coef * summed, found
 
     def _value_loss(
         self, states: Tensor, micro: Sequence[TrainingSequence], mini: MiniBatch
@@ -250,7 +291,7 @@ class Actor(Learner):
         parts = [constants[id(s)] for s in sequences if len(s.trained)]
         return torch.cat(parts) if parts else torch.empty(0, device=self._device)
 
-    def _importance(self, micro: list[TrainingSequence]) -> Tensor | float:
+    def _importance(self, micro: Sequence[TrainingSequence]) -> Tensor | float:
         """The weights of rollout correction [K], where any sequence has them."""
         if all(s.weights is None for s in micro):
             return 1.0
@@ -258,6 +299,14 @@ class Actor(Learner):
 
     def _gather(self, parts: Iterable[np.ndarray[Any, np.dtype[Any]]]) -> Tensor:
         return torch.from_numpy(np.concatenate(list(parts))).to(self._device)
+
+
+def _of_teacher(sequence: TrainingSequence, name: str) -> np.ndarray[Any, np.dtype[Any]]:
+    """What the teacher said of a sequence, which must be set; NaN where a token has no teacher."""
+    values: np.ndarray[Any, np.dtype[Any]] | None = getattr(sequence, name)
+    if values is None:
+        raise ValueError(f"{name} are not set; ask the teacher before the update")
+    return values
 
 
 def _known(sequence: TrainingSequence, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:

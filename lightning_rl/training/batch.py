@@ -20,7 +20,8 @@ from lightning_rl.vision import PlacedImage
 from lightning_rl_adapters.forest import check_held
 from lightning_rl_adapters.rows import Row
 
-_KNOWN_LATER = ("old_log_probs", "weights", "reference_log_probs", "values", "returns")  # None until then
+_OF_TEACHER = ("teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs")
+_KNOWN_LATER = ("old_log_probs", "weights", "reference_log_probs", "values", "returns", *_OF_TEACHER)  # None until then
 OfCalls = Mapping[str, float | NDArray[np.float64]]  # of a call, or of each of the tokens that it sampled
 
 
@@ -33,7 +34,9 @@ class TrainingSequence:
     and `old_log_probs` once they are known. `rollout` indexes the rollout within the batch. `calls` maps each call that
     the row trains to the position of its first sampled token. `cut_context`: tokens before the first are cut off, so
     the sampler saw more than the trainer. `images` are those that the row shows. Float32 [K] where there are any:
-    `weights`, by which the policy's token losses are multiplied (rollout correction), and `reference_log_probs`.
+    `weights`, by which the policy's token losses are multiplied (rollout correction), `reference_log_probs`, and
+    `teacher_log_probs` (NaN where a token has no teacher); of the C tokens that the teacher finds most likely in the
+    place of each, where they are compared, `teacher_top_ids` int64 [K, C] and `teacher_top_log_probs` float32 [K, C].
     """
 
     rollout: int
@@ -47,6 +50,9 @@ class TrainingSequence:
     reference_log_probs: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
+    teacher_log_probs: NDArray[np.float32] | None = None
+    teacher_top_ids: NDArray[np.int64] | None = None
+    teacher_top_log_probs: NDArray[np.float32] | None = None
     calls: dict[str, int] = field(default_factory=dict)
     cut_context: bool = False
     images: tuple[PlacedImage, ...] = ()

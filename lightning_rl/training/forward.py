@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from lightning_rl.rl.logits import token_log_probs
+from lightning_rl.rl.logits import token_log_probs, top_log_probs
 from lightning_rl.training.attention import TreeMask, pairs
 from lightning_rl.training.batch import TrainingSequence, micro_batches
 from lightning_rl.training.packing import Layout, Line, alone, cost, cut, lay_out, shared_lines, sizes, stacked
@@ -37,6 +37,20 @@ class Sizes(NamedTuple):
     rows: int
     distinct: int
     computed: int
+
+
+class Outputs(NamedTuple):
+    """What an update reads of the K trained tokens of a micro-batch, in its order.
+
+    Float [K]: `log_probs` (nats, each at its temperature) and `entropies` of their distributions; [K, C] `candidates`,
+    the log probabilities of other tokens in these, where they are asked for; [K, D] `hidden`, the states that they were
+    sampled from, where these are.
+    """
+
+    log_probs: Tensor
+    entropies: Tensor
+    candidates: Tensor | None
+    hidden: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -134,24 +148,33 @@ class Forward:
         """Log probabilities (nats) of the K trained tokens, in the order of `micro`, [K], each at its temperature; and
         the entropies of their distributions [K], where asked for (else the log probabilities again)."""
         layout = self._layout(micro)
-        return self._of_logits(layout, self._logits(layout), with_entropy)
-
-    def log_probs_and_hidden(self, micro: Sequence[TrainingSequence]) -> tuple[Tensor, Tensor, Tensor]:
-        """Log probabilities and entropies as of `log_probs`, and the states as of `hidden`, in one pass."""
-        layout = self._layout(micro)
-        states: list[Tensor] = []
-        log_probs, entropies = self._of_logits(layout, self._logits(layout, states), with_entropy=True)
-        return log_probs, entropies, states[0][self._tensor(layout.which)]
-
-    def _of_logits(self, layout: Layout, logits: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
-        log_probs, entropies = token_log_probs(
-            logits,
-            self._tensor(layout.which),
-            self._tensor(layout.targets),
-            self._tensor(layout.temperature),
-            with_entropy=with_entropy,
-        )
+        log_probs, entropies, _ = token_log_probs(*self._asked(layout, self._logits(layout)), with_entropy=with_entropy)
         return log_probs, log_probs if entropies is None else entropies
+
+    def outputs(
+        self, micro: Sequence[TrainingSequence], *, candidates: Tensor | None = None, with_hidden: bool = False
+    ) -> Outputs:
+        """Log probabilities and entropies of the trained tokens, those of other tokens in the same distributions
+        (`candidates`, int64 [K, C]), and the hidden states, in one pass."""
+        layout = self._layout(micro)
+        states: list[Tensor] | None = [] if with_hidden else None
+        asked = self._asked(layout, self._logits(layout, states))
+        log_probs, entropies, of_candidates = token_log_probs(*asked, with_entropy=True, candidates=candidates)
+        assert entropies is not None
+        hidden = None if states is None else states[0][self._tensor(layout.which)]
+        return Outputs(log_probs, entropies, of_candidates, hidden)
+
+    def top_log_probs(
+        self, micro: Sequence[TrainingSequence], top: int, vocabulary: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log probabilities [K] of the trained tokens, and of each distribution its `top` most likely tokens among the
+        first `vocabulary` (None: all), int64 [K, top], with their log probabilities [K, top]; without gradient."""
+        layout = self._layout(micro)
+        return top_log_probs(*self._asked(layout, self._logits(layout)), top, vocabulary=vocabulary)
+
+    def _asked(self, layout: Layout, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `rl.logits` is asked: the logits, and of the K trained tokens their rows in them, ids, temperatures."""
+        return logits, self._tensor(layout.which), self._tensor(layout.targets), self._tensor(layout.temperature)
 
     def hidden(self, micro: Sequence[TrainingSequence]) -> Tensor:
         """The last hidden states from which the K trained tokens were sampled (those of the tokens before them), in

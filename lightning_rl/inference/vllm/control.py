@@ -86,6 +86,22 @@ class Control:
         [choice] = self._ask("POST", "/inference/v1/generate", body)["choices"]
         return SampledTokens(choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]])
 
+    def score(self, token_ids: list[int], top: int) -> list[dict[str, Any]]:
+        """For each of these tokens what the model gives for its place at temperature 1: by token id the log probability
+        and the rank, of the token and of the `top` most likely ones. Nothing is known of the first.
+
+        vLLM samples one token for it, which nobody reads. Raises VllmRefused and Unreached.
+        """
+        parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top, "detokenize": False}
+        answer = self._ask("POST", "/inference/v1/generate", {"token_ids": token_ids, "sampling_params": parameters})
+        return [each or {} for each in answer["prompt_logprobs"]]
+
+    def tokenize(self, text: str) -> list[int]:
+        """The token ids that the server writes a text with. Raises VllmRefused and Unreached."""
+        body = {"prompt": text, "add_special_tokens": False}
+        found: list[int] = self._ask("POST", "/tokenize", body)["tokens"]
+        return found
+
     def close(self) -> None:
         """Free its connections."""
         self._pool.clear()

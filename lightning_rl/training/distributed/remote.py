@@ -8,6 +8,7 @@ from lightning_rl.training.batch import MiniBatch, TrainingSequence
 from lightning_rl.training.critic import CriticConfig
 from lightning_rl.training.distributed.group import WorkerGroup
 from lightning_rl.training.learner import Planner
+from lightning_rl.training.teacher import Scores
 
 OfTokens = list[NDArray[np.float32]]
 
@@ -58,6 +59,18 @@ class RemoteCritic(Planner):
     def update(self, plan: list[MiniBatch]) -> dict[str, float]:
         """One update; its metrics are those of the whole batch."""
         found: dict[str, float] = self._group.ask("critic", "update", plan)
+        return found
+
+
+class RemoteTeacher:
+    """As `training.teacher.FrozenTeacher`, of one that the workers have under its name."""
+
+    def __init__(self, group: WorkerGroup, name: str) -> None:
+        self._group, self._name = group, name
+
+    def score(self, sequences: list[TrainingSequence], top: int) -> list[Scores]:
+        """Per sequence what is said of its trained tokens."""
+        found: list[Scores] = self._group.ask(None, "teacher_scores", self._name, sequences, top)
         return found
 
 

@@ -60,4 +60,7 @@ def silent(like: TrainingSequence) -> TrainingSequence:
         reference_log_probs=nothing,
         values=nothing,
         returns=nothing,
+        teacher_log_probs=nothing,
+        teacher_top_ids=None if like.teacher_top_ids is None else like.teacher_top_ids[:0],
+        teacher_top_log_probs=None if like.teacher_top_log_probs is None else like.teacher_top_log_probs[:0],
     )

@@ -72,8 +72,8 @@ def test_a_script_that_relies_on_verls_scorers_has_them(place: Path) -> None:
 
 
 def test_what_is_refused_stands_in_the_table_and_ends_it(place: Path) -> None:
-    with pytest.raises(ConfigError, match=r"distillation\.enabled=True: there is no teacher"):
-        run("--from-verl", "run.sh", *OURS, "distillation.enabled=True", "--dry-run")
+    with pytest.raises(ConfigError, match=r"algorithm\.use_pf_ppo=True: rows are not sampled again"):
+        run("--from-verl", "run.sh", *OURS, "algorithm.use_pf_ppo=True", "--dry-run")
 
 
 def test_it_is_the_configuration(place: Path) -> None:

@@ -38,6 +38,7 @@ from tests.adapters.forests import make_call
 
 ACTOR = "actor_rollout_ref.actor."
 ROLLOUT = "actor_rollout_ref.rollout."
+LOSS = "distillation.distillation_loss."
 CHECKPOINT = Path(__file__).parents[3] / "examples" / "sql_agent" / "checkpoint"
 
 
@@ -115,6 +116,22 @@ def story(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def update(config: Config, _: pytest.MonkeyPatch) -> Any:
     return resolved_config.actor_config(config, 10)
+
+
+def refusal(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What is said of options that make no sense together."""
+    try:
+        return distilled(config, monkeypatch)
+    except ConfigError as error:
+        return str(error)
+
+
+def distilled(config: Config, _: pytest.MonkeyPatch) -> Any:
+    """The loss against a teacher; what its options do is in `rl/test_distillation.py`."""
+    teacher = {"teacher_models": {"big": {"model_path": "x"}}}
+    enabled = msgspec.structs.replace(config.distillation, enabled=True, **teacher)
+    with_it = msgspec.structs.replace(config, distillation=enabled)
+    return resolved_config.distillation_options(with_it)
 
 
 def values(config: Config, _: pytest.MonkeyPatch) -> Any:
@@ -209,6 +226,17 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     (ACTOR + "loss_scale_factor", 5.0, update),
     (ACTOR + "tau_pos", 2.0, update),
     (ACTOR + "tau_neg", 2.0, update),
+    (LOSS + "loss_mode", "jsd_tail", distilled),
+    (LOSS + "topk", 8, distilled),
+    (LOSS + "use_task_rewards", False, distilled),
+    (LOSS + "distillation_loss_coef", 0.5, distilled),
+    (LOSS + "loss_max_clamp", 10.0, distilled),
+    (LOSS + "log_prob_min_clamp", -10.0, distilled),
+    (LOSS + "use_policy_gradient", False, refusal),
+    (LOSS + "control_variate", True, distilled),
+    (LOSS + "clip_ratio", 0.1, distilled),
+    (LOSS + "clip_ratio_low", 0.1, distilled),
+    (LOSS + "clip_ratio_high", 0.3, distilled),
     (ACTOR + "policy_loss.loss_mode", "gspo", update),
     (ACTOR + "policy_loss.clip_cov_ratio", 0.1, update),
     (ACTOR + "policy_loss.clip_cov_lb", 0.1, update),
@@ -341,6 +369,9 @@ ELSEWHERE = {
     "actor_rollout_ref.model.chat_template": (
         "ppo/test_models.py::test_a_chat_template_is_given_to_a_model_that_has_none"
     ),
+    "distillation.enabled": "ppo/test_teachers.py::test_a_run_is_drawn_to_its_teacher",
+    "distillation.teacher_key": "ppo/test_teachers.py::test_tasks_and_agents_say_which_teacher_a_call_has",
+    "distillation.teacher_models": "ppo/test_teachers.py::test_tasks_and_agents_say_which_teacher_a_call_has",
     "actor_rollout_ref.model.lora_rank": "ppo/test_models.py::test_an_adapter_alone_is_trained",
     "actor_rollout_ref.model.lora_alpha": "ppo/test_models.py::test_an_adapter_alone_is_trained",
     "actor_rollout_ref.model.target_modules": "ppo/test_models.py::test_an_adapter_alone_is_trained",

@@ -10,7 +10,7 @@ import pytest
 from lightning_rl.cli.train import _plan
 from lightning_rl.config import ConfigError, compose, keys, notes_of, verl_keys
 from lightning_rl.config.from_verl import leaves
-from lightning_rl.config.schema import TrainConfig
+from lightning_rl.config.schema import TeacherModel, TrainConfig
 from lightning_rl.errors import Explained
 
 DATA = Path(__file__).parents[2] / "data"
@@ -19,7 +19,6 @@ SCRIPTS: dict[str, list[str]] = json.loads((DATA / "verl_scripts.json").read_tex
 OLDER: dict[str, list[str]] = json.loads((DATA / "verl_overrides.json").read_text())  # of verl 0.6.1
 OURS = {key.name: key for key in keys(TrainConfig)}
 REFUSED = {
-    "distillation.enabled=True": 4,
     "reward.reward_model.enable=True": 1,
     "data.custom_cls.path=": 1,
     "bypass_mode=true takes the sampler's": 1,
@@ -84,7 +83,9 @@ def planned(overrides: list[str], place: dict[str, str]) -> str | None:
 
 
 def test_every_key_of_verls_tree_is_known() -> None:
-    assert [key for key in TREE if key not in OURS and verl_keys.rule_of(key) is None] == []
+    by_name = "distillation.teacher_models.teacher_model."  # a dict, whose names are the user's
+    of_teachers = {by_name + name for name in TeacherModel.__struct_fields__}
+    assert [key for key in TREE if key not in OURS.keys() | of_teachers and verl_keys.rule_of(key) is None] == []
 
 
 def test_verls_own_defaults_compose() -> None:
@@ -114,6 +115,9 @@ def test_a_command_stands_on_verls_defaults_where_ours_are_others() -> None:
         "critic.loss_agg_mode",
         "algorithm.filter_groups.max_num_gen_batches",
         "algorithm.rollout_correction.rollout_is",
+        "distillation.distillation_loss.clip_ratio_high",
+        "distillation.distillation_loss.clip_ratio_low",
+        "distillation.teacher_models",
         "trainer.device",
         "trainer.default_local_dir",
     }
@@ -200,7 +204,7 @@ def test_it_is_converted_on_the_command_line_and_in_a_dict(given: str, ours: str
         ("model_engine=megatron", "models are trained by FSDP2"),
         ("data.truncation=middle", "data.overlong says what becomes of a row"),
         ("data.prompt_key=question", "name the column `prompt`"),
-        ("distillation.enabled=true", "there is no teacher model here"),
+        ("distillation.distillation_loss.policy_loss_mode=gspo", "the teacher's policy gradient is the clipped one"),
         ("actor_rollout_ref.rollout.ignore_eos=true", "leave it out"),
         ("actor_rollout_ref.actor.ppo_micro_batch_size=4", "put `_per_gpu` behind it"),
         ("+ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG=INFO", "in the shell that starts the run"),
@@ -219,7 +223,7 @@ def test_a_key_without_effect_is_reported_in_one_line(caplog: pytest.LogCaptureF
             {"trainer": {"balance_batch": True}, "global_profiler": {"tool": None}, "skip": {}},
             command_line=[
                 "actor_rollout_ref.rollout.mode=sync",
-                "distillation.enabled=False",
+                "algorithm.use_pf_ppo=False",
                 "actor_rollout_ref.rollout.multi_turn.format=qwen",
             ],
         )

@@ -1,0 +1,86 @@
+"""Which teacher a call has, by its task and its agent; and whether a teacher reads the policy's tokens."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from tokenizers import Tokenizer
+
+from lightning_rl.config import ConfigError
+from lightning_rl.config.schema import Config, TeacherModel
+from lightning_rl.inference.load import model_folder, vocabulary_size
+from lightning_rl.ppo import resolved_config
+from lightning_rl.ppo.batch import RolloutPart, StepBatch
+from lightning_rl.training.batch import TrainingSequence
+from lightning_rl.training.teacher import ServedTeacher, Teacher, ask_teachers
+
+_PROBES = ("Hello, world!", "def f(x):\n    return x * 2\n", "12345 + 67890 = ?", "naïve café — 東京 🙂")
+_SHOWN = 5  # keys of tasks in a message
+
+
+def served_teachers(config: Config, policy: Path) -> dict[str, Teacher]:
+    """The teachers behind servers, by name, after each teacher's tokenizer was compared with that of the `policy`'s
+    folder. Raises ConfigError for a folder with another one, TeacherRefused for such a server."""
+    served: dict[str, Teacher] = {}
+    for name, teacher in config.distillation.teachers().items():
+        if teacher.model_path is not None:
+            _check_tokenizer(name, model_folder(teacher.model_path), policy)
+        else:
+            made = ServedTeacher(name, teacher.server_urls or (), vocabulary_size(policy))
+            tokenizer = Tokenizer.from_file(str(policy / "tokenizer.json"))
+            made.check([(text, tokenizer.encode(text, add_special_tokens=False).ids) for text in _PROBES])
+            served[name] = made
+    return served
+
+
+def teach(batch: StepBatch, teachers: Mapping[str, Teacher], config: Config) -> None:
+    """Give the batch what its calls' teachers say. Raises ConfigError where not one of its calls has a teacher."""
+    named, key = config.distillation.teachers(), config.distillation.teacher_key
+
+    def teacher_of(sequence: TrainingSequence, call_id: str) -> str | None:
+        part = batch.parts[sequence.rollout]
+        agent = part.trajectory.forest.nodes[call_id].call.agent
+        return next((name for name, each in named.items() if _teaches(each, part, agent, key)), None)
+
+    options = resolved_config.distillation_options(config)
+    ask_teachers(batch.sequences, teachers, teacher_of, 0 if options is None else options.top)
+    taught = (s.teacher_log_probs for s in batch.sequences if s.teacher_log_probs is not None)
+    if batch.sequences and all(len(each) == 0 or (each != each).all() for each in taught):
+        seen = sorted({str(_key_of(part, key)) for part in batch.parts})
+        raise ConfigError(
+            f"no call of the step has a teacher: the tasks' {key} (distillation.teacher_key) is "
+            f"{', '.join(seen[:_SHOWN])}, and the teachers are for "
+            + ", ".join(f"{name}: key={each.key}, agents={each.agents}" for name, each in named.items())
+        )
+
+
+def _teaches(teacher: TeacherModel, part: RolloutPart, agent: str | None, key: str) -> bool:
+    if teacher.key is not None and _key_of(part, key) != teacher.key:
+        return False
+    return teacher.agents is None or re.fullmatch(teacher.agents, agent or "") is not None
+
+
+def _key_of(part: RolloutPart, key: str) -> object:
+    task = part.trajectory.task
+    return task.get(key) if isinstance(task, Mapping) else None
+
+
+def _check_tokenizer(name: str, teacher: Path, policy: Path) -> None:
+    """Raises ConfigError unless both write and read the same ids."""
+    own, other = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (policy, teacher))
+    ids, others = own.get_vocab(with_added_tokens=True), other.get_vocab(with_added_tokens=True)
+    differ = sorted(ids.items() ^ others.items())
+    ends: Sequence[object] = [_end(folder) for folder in (policy, teacher)]
+    if differ or ends[0] != ends[1]:
+        what = f"token {differ[0][0]!r} is not the same id in both" if differ else f"their ends of text are {ends}"
+        raise ConfigError(
+            f"distillation.teacher_models.{name}: the teacher in {teacher} has another tokenizer than the policy in "
+            f"{policy} ({what}), and cannot score its tokens: take a teacher with the same tokenizer"
+        )
+
+
+def _end(folder: Path) -> object:
+    file = folder / "tokenizer_config.json"
+    given = msgspec.json.decode(file.read_bytes()).get("eos_token") if file.is_file() else None
+    return given.get("content") if isinstance(given, dict) else given

@@ -1,0 +1,217 @@
+"""Teachers: what other models say of the tokens that the policy sampled, behind the very tokens that it saw.
+
+A teacher is a frozen model in the trainer's process, as the reference is, or vLLM servers that have one. It is asked
+about whole rows, so each path of a rollout's forest is scored once, however many calls are on it. Which teacher a call
+has is the caller's to say; a token of a call without one is NaN, and has no part in the loss against the teacher.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from lightning_rl.errors import Explained
+from lightning_rl.inference.vllm.control import Control, VllmRefused
+from lightning_rl.training.batch import TrainingSequence
+from lightning_rl.training.forward import Forward
+from lightning_rl.training.offload import Offload
+
+_AT_ONCE = 16  # requests to each server
+TeacherOf = Callable[[TrainingSequence, str], str | None]
+
+
+class TeacherRefused(Explained, ValueError):
+    """A teacher cannot say anything of these tokens."""
+
+
+class Scores(NamedTuple):
+    """What a teacher says of the K trained tokens of a row: `log_probs` (nats), float32 [K]; and where they are asked
+    for its C most likely tokens in the place of each, int64 [K, C], with their log probabilities, float32 [K, C]."""
+
+    log_probs: NDArray[np.float32]
+    top_ids: NDArray[np.int64] | None = None
+    top_log_probs: NDArray[np.float32] | None = None
+
+
+class Teacher(Protocol):
+    """Whoever scores rows."""
+
+    def score(self, sequences: list[TrainingSequence], top: int) -> list[Scores]:
+        """Per sequence what is said of its trained tokens, with the `top` most likely ones (0: without)."""
+        ...
+
+
+def ask_teachers(
+    sequences: Sequence[TrainingSequence], teachers: Mapping[str, Teacher], teacher_of: TeacherOf, top: int
+) -> None:
+    """Give the sequences what their calls' teachers say of their trained tokens: `teacher_log_probs`, and with `top`
+    the `top` most likely tokens of each place.
+
+    `teacher_of` says, of a call in a sequence, by which of `teachers` it is taught (None: by none).
+    """
+    taught: dict[str, list[tuple[TrainingSequence, NDArray[np.int64]]]] = {name: [] for name in teachers}
+    for sequence in sequences:
+        trained = len(sequence.trained)
+        sequence.teacher_log_probs = np.full(trained, np.nan, np.float32)
+        if top:
+            sequence.teacher_top_ids = np.tile(np.arange(top, dtype=np.int64), (trained, 1))
+            sequence.teacher_top_log_probs = np.full((trained, top), np.nan, np.float32)
+        of_teacher: dict[str, list[NDArray[np.int64]]] = {}
+        for call_id, where, _ in sequence.trained_by_call():
+            if (name := teacher_of(sequence, call_id)) is not None:
+                of_teacher.setdefault(name, []).append(where)
+        for name, places in of_teacher.items():
+            taught[name].append((sequence, np.concatenate(places)))
+    for name, rows in taught.items():
+        if rows:
+            for (sequence, where), scores in zip(
+                rows, teachers[name].score([sequence for sequence, _ in rows], top), strict=True
+            ):
+                _put(sequence, where, scores)
+
+
+def _put(sequence: TrainingSequence, where: NDArray[np.int64], scores: Scores) -> None:
+    assert sequence.teacher_log_probs is not None
+    sequence.teacher_log_probs[where] = scores.log_probs[where]
+    if scores.top_ids is not None and scores.top_log_probs is not None:
+        assert sequence.teacher_top_ids is not None
+        assert sequence.teacher_top_log_probs is not None
+        sequence.teacher_top_ids[where] = scores.top_ids[where]
+        sequence.teacher_top_log_probs[where] = scores.top_log_probs[where]
+
+
+class FrozenTeacher:
+    """A causal LM that is never trained. Each token is scored at the temperature at which it was sampled, as the policy
+    is.
+
+    Args:
+        model: on the device that it is used on; its parameters are frozen.
+        pad_id: what fills rows up.
+        vocabulary: tokens that the tokenizer has; logits beyond them, which models are padded with, are no tokens.
+        rows, tokens: bounds of what is computed at once (`Forward.micro_batches`).
+        offload: it waits in main memory between its uses.
+        forward: how the model is run; by default as it is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pad_id: int,
+        vocabulary: int | None = None,
+        *,
+        rows: int | None = None,
+        tokens: int | None = None,
+        offload: bool = False,
+        forward: Forward | None = None,
+    ) -> None:
+        self._forward = forward or Forward(model, pad_id)
+        self._vocabulary = vocabulary
+        self._rows, self._tokens = rows, tokens
+        self._place = Offload(model.requires_grad_(False).eval(), enabled=offload)
+
+    def score(self, sequences: list[TrainingSequence], top: int) -> list[Scores]:
+        """As `Teacher.score`."""
+        with self._place.in_use(), self._forward.without_gradient():
+            found: dict[int, Scores] = {}
+            for micro in self._forward.micro_batches(sequences, rows=self._rows, tokens=self._tokens):
+                sizes = [len(sequence.trained) for sequence in micro]
+                parts: tuple[torch.Tensor, ...] = (
+                    self._forward.top_log_probs(micro, top, self._vocabulary)
+                    if top
+                    else self._forward.log_probs(micro)[:1]
+                )
+                split = zip(*(torch.split(part.cpu(), sizes) for part in parts), strict=True)
+                found |= {id(s): _scores(*own) for s, own in zip(micro, split, strict=True)}
+            return self._forward.gathered(sequences, found)
+
+
+def _scores(log_probs: torch.Tensor, *of_top: torch.Tensor) -> Scores:
+    if not of_top:
+        return Scores(log_probs.float().numpy())
+    ids, top = of_top
+    return Scores(log_probs.float().numpy(), ids.numpy(), top.float().numpy())
+
+
+class ServedTeacher:
+    """A model on vLLM servers, which are asked for the log probabilities of a prompt: the row.
+
+    vLLM gives those of temperature 1, so only tokens that were sampled at it can be taught, and of text alone.
+
+    Args:
+        name: what messages call it.
+        urls: the servers; rows are dealt out among them.
+        vocabulary: tokens that the policy's tokenizer has.
+    """
+
+    def __init__(self, name: str, urls: Sequence[str], vocabulary: int) -> None:
+        self._name, self._vocabulary = name, vocabulary
+        self._servers = [Control(url) for url in urls]
+
+    def score(self, sequences: list[TrainingSequence], top: int) -> list[Scores]:
+        """As `Teacher.score`. Raises TeacherRefused for rows that it cannot score, Unreached and VllmRefused for a
+        server that does not answer or answers with an error."""
+        servers = self._servers
+        with ThreadPoolExecutor(_AT_ONCE * len(servers), f"teacher {self._name}") as pool:
+            asked = [
+                pool.submit(self._score, servers[number % len(servers)], sequence, top)
+                for number, sequence in enumerate(sequences)
+            ]
+            return [each.result() for each in asked]
+
+    def check(self, probe: Sequence[tuple[str, list[int]]]) -> None:
+        """Whether each server writes these texts with these token ids, as the policy does.
+
+        Raises TeacherRefused where it does not, Unreached and VllmRefused as `score`.
+        """
+        for server in self._servers:
+            for text, token_ids in probe:
+                if (found := server.tokenize(text)) != token_ids:
+                    raise TeacherRefused(
+                        f"teacher {self._name}: the server at {server.url} writes {text!r} as the tokens {found}, and "
+                        f"the policy as {token_ids}: a teacher of another tokenizer cannot score the policy's tokens. "
+                        "Take one with the same tokenizer"
+                    )
+
+    def _score(self, server: Control, sequence: TrainingSequence, top: int) -> Scores:
+        if len(sequence.temperature) and not (sequence.temperature == 1).all():
+            raise TeacherRefused(
+                f"teacher {self._name}: rollout {sequence.rollout} of the batch was sampled at temperature "
+                f"{sequence.temperature[sequence.temperature != 1][0]:g}, and vLLM gives the log probabilities of a "
+                "prompt at temperature 1 only: set actor_rollout_ref.rollout.temperature=1, or give the teacher as a "
+                "folder (model_path)"
+            )
+        if sequence.images:
+            raise TeacherRefused(
+                f"teacher {self._name}: rollout {sequence.rollout} of the batch shows images, and a teacher behind "
+                "server_urls scores text alone: give the teacher as a folder (model_path)"
+            )
+        try:
+            given = server.score(sequence.token_ids.tolist(), top)
+        except VllmRefused as error:
+            error.add_note(
+                f"teacher {self._name} was asked about {len(sequence)} tokens, the {top} most likely of each place: "
+                "the server needs --max-model-len of at least one token more, and --max-logprobs of at least so many"
+            )
+            raise
+        scored = [_entry(given[place], int(sequence.token_ids[place]), top) for place in sequence.trained]
+        log_probs = np.asarray([own for own, *_ in scored], np.float32)
+        if not top:
+            return Scores(log_probs)
+        ids = np.asarray([ids for _, ids, _ in scored], np.int64).reshape(-1, top)
+        if ids.size and ids.max() >= self._vocabulary:
+            raise TeacherRefused(
+                f"teacher {self._name} finds token {ids.max()} likely, and the policy's tokenizer has "
+                f"{self._vocabulary} tokens: take a teacher with the same tokenizer"
+            )
+        return Scores(log_probs, ids, np.asarray([likely for *_, likely in scored], np.float32).reshape(-1, top))
+
+
+def _entry(given: Mapping[str, Any], token_id: int, top: int) -> tuple[float, list[int], list[float]]:
+    """Of one place of a prompt: the log probability of its token, and the `top` most likely ones, by rank."""
+    ranked = sorted(given.items(), key=lambda item: item[1]["rank"])[:top]
+    own: float = given[str(token_id)]["logprob"]
+    return own, [int(each) for each, _ in ranked], [entry["logprob"] for _, entry in ranked]

@@ -1,0 +1,131 @@
+"""Teachers of a run: which calls they teach, whose tokenizer they must share, and that the policy comes closer."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM
+
+import lightning_rl as lrl
+from lightning_rl.config import ConfigError, compose
+from lightning_rl.config.schema import TeacherUnusable
+from lightning_rl.ppo.batch import BatchRules, read
+from lightning_rl.ppo.teachers import served_teachers, teach
+from lightning_rl.telemetry.metrics.jsonl import read as read_metrics
+from lightning_rl.training.batch import TrainingSequence
+from lightning_rl.training.teacher import Scores
+from tests.adapters.forests import make_call
+from tests.lightning_rl.ppo.agents import two_calls
+from tests.lightning_rl.ppo.test_batch import rollout
+from tests.lightning_rl.ppo.test_ppo import CHECKPOINT, config
+
+
+class Says:
+    """A teacher that finds every token as likely."""
+
+    def __init__(self, log_prob: float) -> None:
+        self.log_prob = log_prob
+
+    def score(self, sequences: list[TrainingSequence], top: int) -> list[Scores]:
+        return [Scores(np.full(len(sequence.trained), self.log_prob, np.float32)) for sequence in sequences]
+
+
+def settings(teachers: dict[str, Any], **more: Any) -> Any:
+    return compose({"distillation": {"enabled": True, "teacher_models": teachers, **more}})
+
+
+def rolled_out(name: str, agent: str, task: Any) -> Any:
+    """A rollout of one call."""
+    return msgspec.structs.replace(rollout(name, msgspec.structs.replace(make_call(0, None), agent=agent)), task=task)
+
+
+def taught(config: Any) -> list[set[float]]:
+    """By rollout what its tokens were told."""
+    batch = read(
+        [
+            rolled_out("r0", "planner", {"subject": "sums", "data_source": "x"}),
+            rolled_out("r1", "coder", {"subject": "words", "data_source": "x"}),
+        ],
+        BatchRules(),
+    )
+    teach(batch, {name: Says(-float(n)) for n, name in enumerate(config.distillation.teachers(), 1)}, config)
+    return [
+        {float(each) for s in part.sequences if s.teacher_log_probs is not None for each in s.teacher_log_probs}
+        for part in batch.parts
+    ]
+
+
+def test_tasks_and_agents_say_which_teacher_a_call_has() -> None:
+    one = {"model_path": "a"}
+    assert taught(settings({"all": one})) == [{-1.0}, {-1.0}]
+    by_task = {"first": {**one, "key": "sums"}, "second": {**one, "key": "words"}}
+    assert taught(settings(by_task, teacher_key="subject")) == [{-1.0}, {-2.0}]
+    [first, second] = taught(settings({"first": {**one, "agents": "code."}, "second": {**one, "key": "y"}}))
+    assert second == {-1.0}
+    assert all(np.isnan(each) for each in first)
+    with pytest.raises(ConfigError, match=r"the tasks' data_source .* is x, and the teachers are for first: key=sums"):
+        taught(settings(by_task))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "needs a teacher: give distillation.teacher_models.NAME.model_path"),
+        ({"teacher_model": {"model_path": None, "key": None}}, "needs a teacher"),  # verl's own default
+        ({"a": {"path": "x"}}, "teacher_models.a: .*unknown field `path`.*there are model_path, server_urls"),
+        ({"a": {"model_path": "x", "server_urls": ["http://h:1"]}}, "teacher_models.a needs one of model_path"),
+        ({"a": {"model_path": "x"}, "b": {"model_path": "y", "key": "z"}}, "teacher_models.a: of several teachers"),
+        ({"a": {"model_path": "x", "agents": "("}}, "agents is no regular expression"),
+    ],
+)
+def test_teachers_that_cannot_be_used_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(TeacherUnusable, match=message):
+        settings(given)
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(CHECKPOINT, other)
+    assert served_teachers(settings({"big": {"model_path": str(other)}}), CHECKPOINT) == {}
+    vocabulary = json.loads((other / "tokenizer.json").read_text())
+    first, second = list(vocabulary["model"]["vocab"])[:2]
+    ids = vocabulary["model"]["vocab"]
+    ids[first], ids[second] = ids[second], ids[first]
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    with pytest.raises(ConfigError, match=r"teacher_models.big: the teacher in .* has another tokenizer"):
+        served_teachers(settings({"big": {"model_path": str(other)}}), CHECKPOINT)
+
+
+@pytest.mark.e2e
+def test_a_run_is_drawn_to_its_teacher(tmp_path: Path) -> None:
+    """The teacher is the policy with its last layer changed; no reward counts."""
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
+    model.model.norm.weight.data *= 0.3
+    shutil.copytree(CHECKPOINT, tmp_path / "teacher")
+    model.save_pretrained(tmp_path / "teacher")
+    given = {
+        "actor_rollout_ref": {"actor": {"optim": {"lr": 1e-3}, "ppo_epochs": 4}},
+        "distillation": {
+            "enabled": True,
+            "teacher_models": {"big": {"model_path": str(tmp_path / "teacher")}},
+            "distillation_loss": {
+                "loss_mode": "forward_kl_tail",
+                "topk": 16,
+                "use_policy_gradient": False,
+                "use_task_rewards": False,
+            },
+        },
+        "trainer": {"total_training_steps": 5, "val_before_train": False},
+    }
+    merged: Any = OmegaConf.to_container(OmegaConf.merge(config(), given))
+    lrl.Trainer(two_calls, n_runners=4, run_dir=tmp_path / "run").fit(lrl.PPO(merged), [0, 1, 2, 3])
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert rows[-1]["distillation/loss"] < 0.7 * rows[0]["distillation/loss"]
+    assert all(row["distillation/taught_share"] == 1 for row in rows)
+    assert all(0 < row["distillation/teacher_mass"] <= 1.001 for row in rows)
+    assert all(row["tokens/received"] == row["tokens/trained"] for row in rows)

@@ -1,0 +1,160 @@
+"""Teachers: what a frozen model says of rows, which calls it teaches, and the gradient of the loss against it."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_rl.rl.distillation import DistillationOptions, forward_kl, jensen_shannon, reverse_kl
+from lightning_rl.training.actor import Actor
+from lightning_rl.training.batch import TrainingSequence
+from lightning_rl.training.forward import Forward
+from lightning_rl.training.teacher import FrozenTeacher, ServedTeacher, TeacherRefused, ask_teachers
+from lightning_rl_adapters import forest
+from tests.lightning_rl.training.test_actor import (
+    VOCABULARY,
+    config,
+    forests_of_rollouts,
+    merged,
+    per_call,
+    tiny_model,
+    two_answers,
+)
+from tests.random_examples import examples
+
+EVERY = VOCABULARY - 1  # tokens: all but one, whose class then is exact
+
+
+def other_model() -> Any:
+    model = tiny_model()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def taught(sequences: list[TrainingSequence], top: int = 0) -> list[TrainingSequence]:
+    ask_teachers(sequences, {"t": FrozenTeacher(other_model(), 0)}, lambda *_: "t", top)
+    return sequences
+
+
+def distributions(model: Any, sequence: TrainingSequence) -> torch.Tensor:
+    """Log probabilities [K, V] of what the trained tokens were sampled from, by the plain model."""
+    logits = model(torch.from_numpy(sequence.token_ids)[None]).logits[0, sequence.trained - 1]
+    return (logits / torch.from_numpy(sequence.temperature)[:, None]).log_softmax(-1)
+
+
+@settings(max_examples=examples(10), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(forests_of_rollouts(), st.sampled_from([{}, {"rows": 1}, {"tokens": 12}]), st.sampled_from([0, 1, 5]))
+def test_it_says_what_the_model_says_however_much_is_computed_at_once(
+    rollouts: list[forest.Forest], bounds: dict[str, int], top: int
+) -> None:
+    sequences = merged(rollouts)
+    model = other_model()
+    forward = Forward(model, 0, packed=True)
+    for sequence, found in zip(
+        sequences, FrozenTeacher(model, 0, forward=forward, **bounds).score(sequences, top), strict=True
+    ):
+        whole = distributions(model, sequence).detach()
+        own = torch.from_numpy(sequence.token_ids[sequence.trained])
+        assert found.log_probs == pytest.approx(whole.gather(-1, own[:, None])[:, 0].numpy(), abs=1e-5)
+        if top:
+            assert found.top_log_probs == pytest.approx(whole.topk(top).values.numpy(), abs=1e-5)
+            assert found.top_ids is not None
+            assert whole.gather(-1, torch.from_numpy(found.top_ids)).numpy() == pytest.approx(
+                found.top_log_probs, abs=1e-5
+            )
+
+
+def test_ids_beyond_the_tokenizers_are_not_among_the_likely_ones() -> None:
+    [found, *_] = FrozenTeacher(other_model(), 0, vocabulary=6).score(two_answers(), 6)
+    assert found.top_ids is not None
+    assert {int(each) for each in found.top_ids.ravel()} == set(range(6))
+
+
+def gradient(sequences: list[TrainingSequence], options: DistillationOptions, **changes: object) -> torch.Tensor:
+    for sequence in sequences:
+        sequence.old_log_probs = sequence.rollout_log_probs
+    actor = Actor(tiny_model(), config(distillation=options, **changes), pad_id=0)
+    [mini] = actor.plan(sequences, rollouts=10)
+    actor.accumulate(mini)
+    return torch.cat([p.grad.ravel() for p in actor.model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize(
+    ("mode", "divergence"),
+    [("forward_kl_tail", forward_kl), ("reverse_kl_tail", reverse_kl), ("jsd_tail", jensen_shannon)],
+)
+def test_alone_it_draws_the_policy_by_the_divergences_own_gradient(mode: str, divergence: Any) -> None:
+    sequences = taught(two_answers(), EVERY)
+    student, teacher = tiny_model(), other_model()
+    each = [divergence(distributions(student, s), distributions(teacher, s).detach()) for s in sequences]
+    torch.cat(each).mean().backward()
+    expected = torch.cat([p.grad.ravel() for p in student.parameters() if p.grad is not None])
+    options = DistillationOptions(loss_mode=mode, topk=EVERY, use_task_rewards=False, distillation_loss_coef=7.0)
+    torch.testing.assert_close(gradient(sequences, options), expected, atol=1e-6, rtol=1e-4)
+
+
+@settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    forests_of_rollouts(),
+    st.sampled_from(
+        [
+            DistillationOptions(loss_mode="k1", use_policy_gradient=True, loss_max_clamp=2.0),
+            DistillationOptions(loss_mode="k1", use_policy_gradient=True, control_variate=True, topk=4),
+            DistillationOptions(loss_mode="jsd_tail", topk=4, use_task_rewards=False),
+            DistillationOptions(loss_mode="forward_kl_topk", topk=4, log_prob_min_clamp=-10.0),
+        ]
+    ),
+    st.sampled_from([1, 2, None]),
+)
+def test_rows_and_micro_batches_change_nothing(
+    rollouts: list[forest.Forest], options: DistillationOptions, rows: int | None
+) -> None:
+    whole = gradient(taught(merged(rollouts), options.top), options)
+    cut = gradient(taught(per_call(rollouts), options.top), options, micro_batch_rows=rows)
+    torch.testing.assert_close(whole, cut, atol=1e-6, rtol=1e-4)
+
+
+def test_beside_rewards_it_counts_by_its_coefficient() -> None:
+    options = [
+        DistillationOptions(loss_mode="k2", distillation_loss_coef=coef, use_task_rewards=rewards)
+        for coef, rewards in ((0.0, True), (0.5, True), (0.5, False))
+    ]
+    rewards, both, teacher = (gradient(taught(two_answers()), each) for each in options)
+    torch.testing.assert_close(both, rewards + 0.5 * teacher)
+    assert gradient(taught(two_answers()), options[0]).abs().sum() > 0
+
+
+def test_a_policy_that_is_its_own_teacher_learns_nothing_of_it() -> None:
+    sequences = two_answers()
+    ask_teachers(sequences, {"t": FrozenTeacher(tiny_model(), 0)}, lambda *_: "t", 0)
+    options = DistillationOptions(loss_mode="k1", use_policy_gradient=True, use_task_rewards=False)
+    assert gradient(sequences, options).abs().max() < 1e-6
+
+
+def test_each_call_has_its_own_teacher_and_may_have_none() -> None:
+    sequences = two_answers()
+    for number, sequence in enumerate(sequences):
+        sequence.calls = {f"c{number}": int(sequence.trained[0])}
+    teachers = {"a": FrozenTeacher(tiny_model(), 0), "b": FrozenTeacher(other_model(), 0)}
+    ask_teachers(sequences, teachers, lambda _, call_id: {"c0": "b"}.get(call_id), 2)
+    first, second = sequences
+    assert first.teacher_log_probs == pytest.approx(teachers["b"].score([first], 0)[0].log_probs)
+    assert second.teacher_log_probs is not None
+    assert np.isnan(second.teacher_log_probs).all()
+    options = DistillationOptions(loss_mode="jsd_tail", topk=2, use_task_rewards=False)
+    alone = [first]
+    assert gradient(sequences, options).abs().sum() > 0
+    assert gradient(alone, options).abs().sum() > 0
+
+
+def test_a_server_is_not_asked_about_what_it_cannot_score() -> None:
+    sequence = two_answers()[0]
+    sequence.temperature = np.full_like(sequence.temperature, 0.7)
+    with pytest.raises(TeacherRefused, match=r"temperature 0.7, .*set actor_rollout_ref.rollout.temperature=1"):
+        ServedTeacher("big", ["http://127.0.0.1:9"], VOCABULARY).score([sequence], 0)
