@@ -4,7 +4,8 @@
 
 Each run is a process of its own and leaves `<method>/seed-<n>/metrics.jsonl`; runs that are already there are not done
 again. Prints a table of held-out accuracy by step (mean over seeds, and the range at the end) and draws
-`learning.png`. `--only` names methods; with `--list` they are printed.
+`learning.png`. `--only` names methods; with `--list` they are printed. Those that begin with `teacher` are drawn to the
+model that `grpo` makes in 60 steps, which is trained first where it is not there (`teacher/`).
 """
 
 import argparse
@@ -46,6 +47,15 @@ METHODS: dict[str, dict[str, Any]] = {
 METHODS |= {f"{name}-lora": {**changes, **LORA} for name, changes in METHODS.items()}
 DENSE = {"actor_rollout_ref": {"model": {"use_remove_padding": False}}}
 METHODS |= {"grpo-forest_rows": DENSE, "grpo-row_per_call": DENSE}
+ALONE = {"use_task_rewards": False}
+DISTILLED = {
+    "teacher": ALONE,  # by the sampled token, as a policy gradient
+    "teacher-reverse_kl_tail": {"loss_mode": "reverse_kl_tail", "use_policy_gradient": False, **ALONE},
+    "teacher-forward_kl_tail": {"loss_mode": "forward_kl_tail", "use_policy_gradient": False, **ALONE},
+    "teacher-and-rewards": {},
+}
+METHODS |= {name: {"distillation": {"enabled": True, "distillation_loss": loss}} for name, loss in DISTILLED.items()}
+TEACHER_STEPS = 60
 
 
 class RowPerCall(PPO):
@@ -91,6 +101,8 @@ def train(method: str, seed: int, steps: int, folder: Path) -> None:
         "data": {"seed": seed},
         "trainer": {"total_training_steps": steps, "test_freq": 6, "logger": ["jsonl"]},
     }
+    if method in DISTILLED:
+        own["distillation"] = {"teacher_models": {"trained": {"model_path": str(folder.parents[1] / "teacher/model")}}}
     config = compose(OmegaConf.merge(CONFIG, METHODS[method], own))
     algorithm = (RowPerCall if method.endswith("row_per_call") else lrl.PPO)(config)
     tasks = make(folder / "data")
@@ -102,11 +114,16 @@ def run(method: str, seed: int, steps: int, out: Path) -> list[dict[str, float]]
     folder = out / method / f"seed-{seed}"
     if not (folder / "seconds.json").exists():
         started = time.monotonic()
-        words = [sys.executable, __file__, "--steps", str(steps), "--run", json.dumps([method, seed, str(folder)])]
-        root = str(Path(__file__).parents[1])
-        subprocess.run(words, check=True, env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "2"})
+        in_process(method, seed, steps, folder)
         (folder / "seconds.json").write_text(json.dumps(time.monotonic() - started))
     return read(folder / "metrics.jsonl")
+
+
+def in_process(method: str, seed: int, steps: int, folder: Path) -> None:
+    """One run, in a process of its own."""
+    words = [sys.executable, __file__, "--steps", str(steps), "--run", json.dumps([method, seed, str(folder)])]
+    root = str(Path(__file__).parents[1])
+    subprocess.run(words, check=True, env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "2"})
 
 
 def curve(history: list[dict[str, float]]) -> dict[int, float]:
@@ -151,6 +168,8 @@ def main() -> None:
         method, seed, folder = json.loads(arguments.run)
         train(method, seed, arguments.steps, Path(folder))
         return
+    if DISTILLED.keys() & set(arguments.only) and not (arguments.out / "teacher" / "model").exists():
+        in_process("grpo", 100, TEACHER_STEPS, arguments.out / "teacher")
     histories: dict[str, list[list[dict[str, float]]]] = {method: [] for method in arguments.only}
     for seed in arguments.seeds:  # seeds outside, so that methods that are compared ran at about the same time
         for method in arguments.only:

@@ -13,6 +13,7 @@ from lightning_rl.inference.load import load_model
 from lightning_rl.ppo.local_workers import LocalWorkers, put, roles_of
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.distributed.process_group import ProcessGroup
+from lightning_rl.training.teacher import ask_teachers
 
 CHECKPOINT = Path(__file__).parents[4] / "examples" / "sql_agent" / "checkpoint"
 
@@ -106,6 +107,9 @@ class Teller:
             asked["values"] = made.critic.values(batch)
         elif "value head" in made.roles:
             asked["values"] = made.actor.values(batch)
+        for name in made.teachers:
+            ask_teachers(batch, {name: made.teachers[name]}, lambda *_, name=name: name, 4)
+            asked["teacher"] = [sequence.teacher_log_probs for sequence in batch]
         for number, sequence in enumerate(batch):
             sequence.old_log_probs = asked["log probs"][number]
             sequence.reference_log_probs = asked["reference"][number] if "reference" in asked else None

@@ -8,12 +8,22 @@ import torch
 
 from lightning_rl.rl.losses import LOSSES
 from tests.lightning_rl.training.distributed.conftest import Tell
-from tests.lightning_rl.training.distributed.stories import Story, Told
+from tests.lightning_rl.training.distributed.stories import CHECKPOINT, Story, Told
 
 pytestmark = pytest.mark.cluster
 
 A = "actor_rollout_ref.actor."
 NOT_ADDED = {"perf/padding_share", "perf/shared_share"}  # say how the work was cut, which is another with more workers
+
+TEACHER = {
+    "distillation.enabled": True,
+    "distillation.teacher_models": f"{{begun:{{model_path:'{CHECKPOINT}'}}}}",
+    "distillation.distillation_loss.control_variate": True,
+    "distillation.distillation_loss.topk": 4,
+    A
+    + "optim.optimizer": "SGD",  # at first policy and teacher agree, and Adam would make steps of what rounding leaves
+    A + "optim.lr": 0.01,
+}
 
 
 def assert_same(one: Told, other: Told, *, rtol: float, atol: float) -> None:
@@ -77,8 +87,17 @@ def test_every_loss(tell: Tell, mode: str) -> None:
         {"actor_rollout_ref.model.use_remove_padding": False},
         {A + "fsdp_config.param_offload": True, A + "fsdp_config.optimizer_offload": True, A + "shuffle": True},
         {"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 1, A + "ppo_micro_batch_size_per_gpu": 1},
+        TEACHER,
     ],
-    ids=["shared trunk", "adapter", "checkpointing", "whole rows", "offload and shuffle", "micro-batches of a row"],
+    ids=[
+        "shared trunk",
+        "adapter",
+        "checkpointing",
+        "whole rows",
+        "offload and shuffle",
+        "micro-batches of a row",
+        "a teacher",
+    ],
 )
 def test_what_a_run_may_ask_for(tell: Tell, changes: dict[str, Any]) -> None:
     story = Story(changes, with_critic="critic.shared_trunk" in changes)
