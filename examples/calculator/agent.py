@@ -4,13 +4,10 @@ Nothing here knows of training but the last function, which gives the agent the 
 tool call is OpenAI's own: `tools` in the request, `tool_calls` in the answer, a message of role `tool` behind it.
 """
 
-import functools
 import json
 import operator
 import re
 from typing import Any
-
-import openai
 
 from lightning_rl import LLM, rollout
 
@@ -50,16 +47,10 @@ def reward(task: dict[str, str], answer: str) -> float:
     return float(answer.strip() == task["answer"])
 
 
-@functools.cache
-def _client() -> openai.OpenAI:
-    """One for the process: making one costs more than a call. URL and key come with each use."""
-    return openai.OpenAI(base_url="http://unused.invalid/v1", api_key="unused")
-
-
 @rollout
 def calculator_agent(task: dict[str, str], llm: LLM) -> float:
     """Answer `task["question"]`, with as many calls of the calculator as fit in three turns."""
-    client = _client().with_options(base_url=llm.base_url, api_key=llm.api_key)
+    client = llm.openai()
     messages: list[Any] = [{"role": "user", "content": task["question"]}]
     for _ in range(TURNS):
         answer = client.chat.completions.create(model=llm.model, messages=messages, tools=TOOLS, max_tokens=MAX_TOKENS)

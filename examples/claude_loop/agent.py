@@ -3,10 +3,7 @@
 The task and the tool are the calculator's. What is another is the SDK, and so the API that the model is asked by.
 """
 
-import functools
 from typing import Any
-
-import anthropic
 
 from examples.calculator.agent import CALCULATOR, MAX_TOKENS, TURNS, calculate, reward
 from lightning_rl import LLM, rollout
@@ -14,16 +11,10 @@ from lightning_rl import LLM, rollout
 TOOLS: list[Any] = [{"name": "calc", "description": "", "input_schema": CALCULATOR}]
 
 
-@functools.cache
-def _client() -> anthropic.Anthropic:
-    """One for the process: making one costs more than a call. URL and key come with each use."""
-    return anthropic.Anthropic(base_url="http://unused.invalid", api_key="unused")
-
-
 @rollout
 def claude_loop(task: dict[str, str], llm: LLM) -> float:
     """Answer `task["question"]`; the reward is 1.0 where the last answer is the number."""
-    client = _client().with_options(base_url=llm.anthropic_base_url, api_key=llm.api_key)
+    client = llm.anthropic()
     messages: list[Any] = [{"role": "user", "content": task["question"]}]
     for _ in range(TURNS):
         answer = client.messages.create(model=llm.model, messages=messages, tools=TOOLS, max_tokens=MAX_TOKENS)

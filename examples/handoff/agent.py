@@ -6,7 +6,6 @@ so that every recorded call carries its agent's name, by which rewards and train
 
 from typing import Any
 
-import openai
 from agents import (  # type: ignore[import-not-found, unused-ignore]
     Agent,
     AgentsException,
@@ -33,7 +32,7 @@ def desk_and_reckoner(llm: LLM) -> Agent[Any]:
 
     def model(name: str) -> OpenAIChatCompletionsModel:
         behind = llm.for_agent(name)
-        client = openai.AsyncOpenAI(base_url=behind.base_url, api_key=behind.api_key)
+        client = behind.async_openai()
         return OpenAIChatCompletionsModel(model=behind.model, openai_client=client)
 
     settings = ModelSettings(max_tokens=MAX_TOKENS)

@@ -4,14 +4,11 @@ The search is BM25 in a few lines: a document scores by the query's words that i
 long documents for less.
 """
 
-import functools
 import json
 import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-
-import openai
 
 from lightning_rl import LLM, rollout
 
@@ -51,16 +48,10 @@ def find(arguments: str, documents: Sequence[str]) -> str:
     return best(query, documents) if isinstance(query, str) else "error"
 
 
-@functools.cache
-def _client() -> openai.OpenAI:
-    """One for the process: making one costs more than a call. URL and key come with each use."""
-    return openai.OpenAI(base_url="http://unused.invalid/v1", api_key="unused")
-
-
 @rollout
 def search_agent(task: Task, llm: LLM) -> float:
     """Answer `task["question"]` after as many searches as fit in four turns; 1.0 where the answer is right."""
-    client = _client().with_options(base_url=llm.base_url, api_key=llm.api_key)
+    client = llm.openai()
     documents = make_corpus(task["corpus"]).documents
     messages: list[Any] = [{"role": "user", "content": task["question"]}]
     for _ in range(TURNS):

@@ -4,10 +4,7 @@ Nothing here knows of training. `solve` is the agent; it needs only something th
 `sql_agent` gives it the model behind a URL and returns its reward.
 """
 
-import functools
 from collections.abc import Callable
-
-import openai
 
 from lightning_rl import LLM, rollout
 
@@ -42,16 +39,10 @@ def solve(task: dict[str, str], chat: Callable[[list[Message]], str]) -> tuple[f
     return float(same_answer(task["database"], sql, task["gold"])), messages
 
 
-@functools.cache
-def _client() -> openai.OpenAI:
-    """One for the process: making one costs more than a call. URL and key come with each use."""
-    return openai.OpenAI(base_url="http://unused.invalid/v1", api_key="unused")
-
-
 @rollout
 def sql_agent(task: dict[str, str], llm: LLM) -> float:
     """Answer one question with the model behind `llm`; see `solve` for the task and the reward."""
-    client = _client().with_options(base_url=llm.base_url, api_key=llm.api_key)
+    client = llm.openai()
 
     def chat(messages: list[Message]) -> str:
         answer = client.chat.completions.create(

@@ -6,10 +6,19 @@ becomes an `LLM` per rollout and attempt.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-_OF_AN_LLM = frozenset({"base_url", "anthropic_base_url", "api_key", "endpoint", "env", "for_agent"})
+if TYPE_CHECKING:
+    from anthropic import Anthropic, AsyncAnthropic
+    from openai import AsyncOpenAI, OpenAI
+
+_OF_AN_LLM = frozenset(
+    {
+        "base_url", "anthropic_base_url", "api_key", "endpoint", "env", "for_agent", "openai", "async_openai",
+        "anthropic", "async_anthropic", "http_client", "async_http_client",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True, init=False)
@@ -19,6 +28,9 @@ class LLM:
     `base_url` ends in `/v1` (OpenAI SDKs), `anthropic_base_url` does not (Anthropic SDKs). `sampling_parameters` are
     the algorithm's: the gateway applies them by itself, they are here to be read. `LLM(endpoint=..., model=...)`, as
     Agent-lightning's scripts make one, is the same as `base_url=...`.
+
+    `openai()` and its like give clients of this endpoint that share connections with those of other rollouts: making
+    one from nothing loads certificates, which costs more than a call. Closing one of them closes nothing.
     """
 
     model: str
@@ -54,6 +66,44 @@ class LLM:
         """Agent-lightning's base URL: its agents know no key, so this holds the attempt's, which HTTP clients send."""
         scheme, _, rest = self.base_url.partition("://")
         return f"{scheme}://attempt:{quote(self.api_key, safe='')}@{rest}"
+
+    def openai(self, **options: Any) -> "OpenAI":
+        """A client of this endpoint; `options` are those of `openai.OpenAI.with_options` (`timeout`, `max_retries`)."""
+        from lightning_rl.agents.clients import openai_client
+
+        return openai_client().with_options(base_url=self.base_url, api_key=self.api_key, **options)
+
+    def async_openai(self, **options: Any) -> "AsyncOpenAI":
+        """The same for the running event loop. Raises RuntimeError outside of one."""
+        from lightning_rl.agents.clients import async_openai_client
+
+        return async_openai_client().with_options(base_url=self.base_url, api_key=self.api_key, **options)
+
+    def anthropic(self, **options: Any) -> "Anthropic":
+        """As `openai`, a client of Anthropic's SDK, which must be installed."""
+        from lightning_rl.agents.clients import anthropic_client
+
+        return anthropic_client().with_options(base_url=self.anthropic_base_url, api_key=self.api_key, **options)
+
+    def async_anthropic(self, **options: Any) -> "AsyncAnthropic":
+        """As `async_openai`, a client of Anthropic's SDK, which must be installed."""
+        from lightning_rl.agents.clients import async_anthropic_client
+
+        return async_anthropic_client().with_options(base_url=self.anthropic_base_url, api_key=self.api_key, **options)
+
+    @property
+    def http_client(self) -> Any:
+        """The `httpx.Client` of this process, for SDKs and frameworks that take one (`http_client=`)."""
+        from lightning_rl.agents.clients import http_client
+
+        return http_client()
+
+    @property
+    def async_http_client(self) -> Any:
+        """The `httpx.AsyncClient` of the running event loop. Raises RuntimeError outside of one."""
+        from lightning_rl.agents.clients import async_http_client
+
+        return async_http_client()
 
     def env(self) -> dict[str, str]:
         """The environment variables that point OpenAI's and Anthropic's SDKs at this endpoint."""

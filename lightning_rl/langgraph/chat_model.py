@@ -5,10 +5,7 @@ gateway, and within a graph through the door of its node; a message goes out as 
 the gateway finds the call that it continues (`wire.py`).
 """
 
-import asyncio
-import functools
 import inspect
-import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Self
 
@@ -23,6 +20,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_openai.chat_models.base import BaseChatOpenAI
 from pydantic import Field, SecretStr, model_validator
 
+from lightning_rl.agents.clients import async_openai_client, openai_client
 from lightning_rl.agents.resources import LLM
 from lightning_rl.langgraph.endpoint import endpoint_of, node_of, tagged
 from lightning_rl.langgraph.wire import REASONING, to_wire
@@ -145,12 +143,12 @@ class ChatModel(BaseChatOpenAI):
     def _with_client(self, run_manager: CallbackManagerForLLMRun | None) -> Self:
         """The model with the name and the client of one call."""
         model, options = self._endpoint(run_manager, self.http_client)
-        client = _client().with_options(**options)
+        client = openai_client().with_options(**options)
         return self.model_copy(update={"model_name": model, "root_client": client, "client": client.chat.completions})
 
     def _with_async_client(self, run_manager: AsyncCallbackManagerForLLMRun | None) -> Self:
         model, options = self._endpoint(run_manager, self.http_async_client)
-        client = _async_client().with_options(**options)
+        client = async_openai_client().with_options(**options)
         return self.model_copy(
             update={"model_name": model, "root_async_client": client, "async_client": client.chat.completions}
         )
@@ -222,22 +220,3 @@ def _add_reasoning(message: AIMessage, answered: dict[str, Any]) -> None:
     message.additional_kwargs = {name: value for name, value in message.additional_kwargs.items() if value is not None}
     if answered.get(REASONING):
         message.additional_kwargs[REASONING] = answered[REASONING]
-
-
-# Making a client costs more than a call, so they are shared; URL, key and the like come with each use.
-
-
-@functools.cache
-def _client() -> openai.OpenAI:
-    return openai.OpenAI(base_url="http://unused.invalid/v1", api_key="unused")
-
-
-_async_clients: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, openai.AsyncOpenAI]" = weakref.WeakKeyDictionary()
-
-
-def _async_client() -> openai.AsyncOpenAI:
-    """The event loop's own: connections belong to the loop that opened them."""
-    loop = asyncio.get_running_loop()
-    if loop not in _async_clients:
-        _async_clients[loop] = openai.AsyncOpenAI(base_url="http://unused.invalid/v1", api_key="unused")
-    return _async_clients[loop]

@@ -14,7 +14,6 @@ import openai
 from lightning_rl.agents.emit import emit_object
 from lightning_rl.agents.resources import LLM
 from lightning_rl.loops import limits as words
-from lightning_rl.loops.client import client_of
 from lightning_rl.loops.limits import Limits
 from lightning_rl.trajectories.termination import ending
 
@@ -55,7 +54,7 @@ class Conversation:
         self.ended_by: str | None = None
         self.told: dict[str, Any] = {}
         self._loop = loop
-        self._client = client_of(llm)
+        self._client = llm.async_openai()
         self._first_prompt: int | None = None
 
     async def __aenter__(self) -> Self:

@@ -13,7 +13,6 @@ from lightning_rl.agents.resources import LLM
 from lightning_rl.config.schema import UserTurns
 from lightning_rl.errors import Explained
 from lightning_rl.loading import load
-from lightning_rl.loops.client import client_of
 
 TAG = "user"
 Messages = Sequence[Mapping[str, Any]]
@@ -63,7 +62,7 @@ class ModelUser:
         scene = task.get("user_prompt") if isinstance(task, Mapping) else None
         system = "\n\n".join(filter(None, [scene, self._prompt]))
         asked: Any = [{"role": "system", "content": system}, *_from_the_other_side(messages)]
-        answer = await client_of(llm.for_agent(TAG)).chat.completions.create(model=self._name, messages=asked)
+        answer = await llm.for_agent(TAG).async_openai().chat.completions.create(model=self._name, messages=asked)
         said = (answer.choices[0].message.content or "").strip()
         return None if not said or self._done in said else said
 

@@ -23,11 +23,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import cloudpickle
-
 from lightning_rl.agents.agent import Agent
 from lightning_rl.errors import Explained
 from lightning_rl.processes.child import Child, ChildDied
+from lightning_rl.runner.agent_pickle import pickled
 from lightning_rl.runner.payload import LENGTH, ONE_MORE_SLOT, Isolation, Payload
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.errors import StoreError
@@ -278,7 +277,7 @@ def launch(
     "process" each rollout runs in a process of its own, forked from these. `most` rollouts are taken in all where it
     is given. Raises CannotIsolate where isolation cannot be.
     """
-    payload = payload_of(cloudpickle.dumps(agent), url, key, isolation=isolation)
+    payload = payload_of(pickled(agent), url, key, isolation=isolation)
     cores = len(os.sched_getaffinity(0))
     slots = shares(n_runners, cores if most is None else min(cores, most))
     with running(payload, slots, log_dir=log_dir, most=most) as working:

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import cloudpickle
-
 from lightning_rl.agents.agent import Agent
 from lightning_rl.config.schema import RayActors
 from lightning_rl.errors import Explained
 from lightning_rl.processes.child import ChildDied
 from lightning_rl.processes.service_keys import is_loopback
+from lightning_rl.runner.agent_pickle import pickled
 from lightning_rl.runner.launch import payload_of, running, shares
 from lightning_rl.runner.payload import Isolation, Payload
 from lightning_rl.store.client import HttpStore
@@ -226,7 +225,7 @@ def launch(
         check_reach(url, [node["NodeManagerAddress"] for node in nodes], here=ray.util.get_node_ip_address())
         store = HttpStore(url, key, connections=1, patience_seconds=0)
         parts.callback(store.close)
-        payload = payload_of(cloudpickle.dumps(agent), url, key, isolation=isolation)
+        payload = payload_of(pickled(agent), url, key, isolation=isolation)
         remote = _Remote(given)
         slots = seats(given, n_runners, [node["Resources"] for node in nodes])
         hosts = Hosts([_Seat(f"actor {number}", remote, (payload, of_it), store) for number, of_it in enumerate(slots)])

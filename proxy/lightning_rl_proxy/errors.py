@@ -39,14 +39,17 @@ class GatewayError(Exception):
 
 
 class PromptTooLong(GatewayError):
-    """A prompt that does not fit the model's context of `limit` tokens; each dialect says so in its clients' words."""
+    """A prompt that does not fit the model's context of `limit` tokens; each dialect says so in its clients' words.
+
+    The code stands in the text too: LangChain looks for it there, and the `openai` SDK (3.57) shows the text alone.
+    """
 
     def __init__(self, prompt_tokens: int, limit: int) -> None:
         super().__init__(
             400,
             f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
             f"{prompt_tokens} tokens. Please reduce the length of the messages, or raise "
-            "actor_rollout_ref.rollout.max_model_len where the model allows it.",
+            "actor_rollout_ref.rollout.max_model_len where the model allows it. (context_length_exceeded)",
             param="messages",
             code="context_length_exceeded",
         )

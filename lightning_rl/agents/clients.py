@@ -1,0 +1,97 @@
+"""SDK clients whose connections are shared: one of each kind in a process; of asynchronous ones, in an event loop.
+
+Making a client loads certificates, which costs more than a call. A client for one endpoint is a copy that shares the
+connections, so closing it closes nothing.
+"""
+
+import asyncio
+import functools
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import openai
+
+if TYPE_CHECKING:
+    import anthropic
+
+_UNUSED: Any = {"base_url": "http://unused.invalid/v1", "api_key": "unused"}  # every copy has its own
+_of_loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Any]]" = weakref.WeakKeyDictionary()
+
+
+def http_client() -> Any:
+    """The `httpx.Client` of the process, as the `openai` SDK sets one up."""
+    return _http_client(os.getpid())
+
+
+def async_http_client() -> Any:
+    """The `httpx.AsyncClient` of the running event loop. Raises RuntimeError outside of one."""
+    return _in_loop("http", lambda: _kept(openai.DefaultAsyncHttpxClient))
+
+
+def openai_client() -> openai.OpenAI:
+    """A client without an endpoint: `with_options(base_url=..., api_key=...)` gives it one."""
+    return _openai_client(os.getpid())
+
+
+def async_openai_client() -> openai.AsyncOpenAI:
+    """The same, of the running event loop. Raises RuntimeError outside of one."""
+    found: openai.AsyncOpenAI = _in_loop(
+        "openai", lambda: openai.AsyncOpenAI(**_UNUSED, http_client=async_http_client())
+    )
+    return found
+
+
+def anthropic_client() -> "anthropic.Anthropic":
+    """As `openai_client`, of Anthropic's SDK, which must be installed."""
+    return _anthropic_client(os.getpid())
+
+
+def async_anthropic_client() -> "anthropic.AsyncAnthropic":
+    """As `async_openai_client`, of Anthropic's SDK, which must be installed."""
+    import anthropic
+
+    def make() -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(**_UNUSED, http_client=_kept(anthropic.DefaultAsyncHttpxClient))
+
+    found: anthropic.AsyncAnthropic = _in_loop("anthropic", make)
+    return found
+
+
+def _kept(kind: Any) -> Any:
+    """A client of that class which stays open when one of those that use it is closed."""
+
+    class Kept(kind):  # type: ignore[misc]
+        def close(self) -> None:
+            pass
+
+        async def aclose(self) -> None:
+            pass
+
+    return Kept()
+
+
+@functools.cache
+def _http_client(process: int) -> Any:
+    """`process`: one that was forked has none of its parent's, whose connections are not to be shared."""
+    return _kept(openai.DefaultHttpxClient)
+
+
+@functools.cache
+def _openai_client(process: int) -> openai.OpenAI:
+    return openai.OpenAI(**_UNUSED, http_client=_http_client(process))
+
+
+@functools.cache
+def _anthropic_client(process: int) -> "anthropic.Anthropic":
+    import anthropic
+
+    return anthropic.Anthropic(**_UNUSED, http_client=_kept(anthropic.DefaultHttpxClient))
+
+
+def _in_loop(name: str, make: Any) -> Any:
+    """Connections belong to the event loop that opened them, so each has its own client."""
+    own = _of_loops.setdefault(asyncio.get_running_loop(), {})
+    if name not in own:
+        own[name] = make()
+    return own[name]

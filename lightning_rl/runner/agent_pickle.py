@@ -1,0 +1,73 @@
+"""An agent as bytes for the processes that run it: cloudpickle, and what agents hold that it cannot send.
+
+In a script or a notebook an agent travels by value, with the globals that it uses. SDK clients among them are made anew
+where they arrive, with connections of their own, and functions behind `functools.cache` begin with an empty cache.
+"""
+
+import functools
+import inspect
+import io
+import pickle
+from typing import Any
+
+import cloudpickle
+
+from lightning_rl.errors import Explained
+
+_CLIENTS = frozenset({"OpenAI", "AsyncOpenAI", "Anthropic", "AsyncAnthropic"})
+_OPTIONS = ("api_key", "auth_token", "organization", "project", "timeout", "max_retries")
+
+
+class AgentNotPicklable(Explained, TypeError):
+    """An agent holds something that cannot be sent to another process."""
+
+
+def pickled(agent: Any) -> bytes:
+    """The agent as bytes that `pickle.loads` reads in another process. Raises AgentNotPicklable."""
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer).dump(agent)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise AgentNotPicklable(
+            f"the agent cannot be sent to the processes that run it: {error}. It uses something that stays in this "
+            "process, such as a connection, a lock or an open file: make it within the agent, or in a function with "
+            "@functools.cache that the agent calls"
+        ) from error
+    return buffer.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, functools._lru_cache_wrapper) and _travels_by_value(obj):
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
+        kind = type(obj)
+        if kind.__name__ in _CLIENTS and kind.__module__.partition(".")[0] in ("openai", "anthropic"):
+            return _client, (kind, _options(obj))
+        return super().reducer_override(obj)
+
+
+def _travels_by_value(function: Any) -> bool:
+    """Whether another process cannot import it by its name."""
+    return function.__module__ == "__main__" or "<locals>" in function.__qualname__
+
+
+def _cached(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _options(client: Any) -> dict[str, Any]:
+    """What a client was made with. Raises PicklingError for an HTTP client of the user's own, which is not known."""
+    if not type(client._client).__module__.startswith(type(client).__module__.partition(".")[0]):
+        raise pickle.PicklingError(f"a module-level {type(client).__name__} with an http_client of its own")
+    taken = inspect.signature(type(client)).parameters
+    given = {name: getattr(client, name, None) for name in _OPTIONS if name in taken}
+    return {
+        **{name: value for name, value in given.items() if value is not None},
+        "base_url": str(client.base_url),
+        "default_headers": dict(client._custom_headers),
+        "default_query": dict(client._custom_query),
+    }
+
+
+def _client(kind: Any, options: dict[str, Any]) -> Any:
+    return kind(**options)

@@ -1,0 +1,66 @@
+"""Clients of an LLM: each for its endpoint, all over the same connections, which closing one leaves open."""
+
+import asyncio
+import os
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from lightning_rl.agents.resources import LLM
+
+FIRST = LLM("m", "http://127.0.0.1:1/rollout/a/attempt/b/v1", "key-1", "http://127.0.0.1:1/rollout/a/attempt/b")
+SECOND = LLM("m", "http://127.0.0.1:1/rollout/c/attempt/d/v1", "key-2", "http://127.0.0.1:1/rollout/c/attempt/d")
+
+
+def endpoint(client: Any) -> tuple[str, str]:
+    return str(client.base_url).rstrip("/"), client.api_key
+
+
+def test_each_has_its_endpoint_and_shares_connections() -> None:
+    first, second = FIRST.openai(), SECOND.openai(max_retries=0, timeout=3.0)
+    assert isinstance(first, openai.OpenAI)
+    assert (endpoint(first), endpoint(second)) == ((FIRST.base_url, "key-1"), (SECOND.base_url, "key-2"))
+    assert (second.max_retries, second.timeout) == (0, 3.0)
+    assert first.max_retries == openai.DEFAULT_MAX_RETRIES
+    assert first._client is second._client is FIRST.http_client
+    claude = FIRST.anthropic()
+    assert isinstance(claude, anthropic.Anthropic)
+    assert endpoint(claude) == (FIRST.anthropic_base_url, "key-1")
+    assert claude._client is SECOND.anthropic()._client
+
+
+def test_closing_one_leaves_the_others_open() -> None:
+    for make in (FIRST.openai, FIRST.anthropic):
+        with make() as client:
+            pass
+        assert not client._client.is_closed
+    FIRST.http_client.close()
+    assert not FIRST.http_client.is_closed
+
+
+def test_event_loops_have_clients_of_their_own() -> None:
+    async def of_this_loop() -> list[Any]:
+        async with FIRST.async_openai() as client, FIRST.async_anthropic() as claude:
+            assert isinstance(client, openai.AsyncOpenAI)
+            assert isinstance(claude, anthropic.AsyncAnthropic)
+            assert endpoint(client) == (FIRST.base_url, "key-1")
+            assert client._client is SECOND.async_openai()._client is FIRST.async_http_client
+        assert not client._client.is_closed
+        return [client._client, claude._client]
+
+    one, other = asyncio.run(of_this_loop()), asyncio.run(of_this_loop())
+    assert all(a is not b for a, b in zip(one, other, strict=True))
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        FIRST.async_openai()
+
+
+def test_a_forked_process_opens_connections_of_its_own() -> None:
+    ours = FIRST.http_client
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writing, b"own" if FIRST.http_client is not ours and FIRST.openai()._client is not ours else b"same")
+        os._exit(0)
+    assert os.read(reading, 10) == b"own"
+    os.waitpid(child, 0)
