@@ -721,6 +721,13 @@ class AlgorithmSection(Section, frozen=True):
         str | None,
         effect("a regex: only calls of agents (URL tags) whose whole name it matches are trained; null: of all"),
     ] = None
+    train_spans: Annotated[
+        bool,
+        effect(
+            "train on calls that agents' own OpenTelemetry spans tell of with token ids, beside the gateway's; needs "
+            "trainer.schedule=sync"
+        ),
+    ] = False
     filter_groups: FilterGroups = field(default_factory=FilterGroups)
     use_kl_in_reward: Annotated[
         bool, effect("rewards are lowered by kl_ctrl's coefficient times the distance from the reference")
