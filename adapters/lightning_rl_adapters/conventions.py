@@ -15,10 +15,10 @@ import msgspec
 from lightning_rl_adapters import forest, semconv
 from lightning_rl_adapters.call import Call, calls_of, to_span
 from lightning_rl_adapters.call_names import names_of
-from lightning_rl_adapters.convention_spans import ASK_FOR_IDS as ASK_FOR_IDS
-from lightning_rl_adapters.convention_spans import ConventionCall, ConventionChoice, call_of
+from lightning_rl_adapters.instrumented.call_spans import ASK_FOR_IDS as ASK_FOR_IDS
+from lightning_rl_adapters.instrumented.call_spans import ConventionCall, ConventionChoice, call_of
+from lightning_rl_adapters.instrumented.messages import SpanMessages, messages_of
 from lightning_rl_adapters.span import Span
-from lightning_rl_adapters.span_messages import messages_of
 from lightning_rl_adapters.triplet import Triplet, prompt_ids, triplets
 
 USE_THE_GATEWAY = "point the agent's client at the gateway (llm.base_url, llm.api_key), which records the token ids"
@@ -161,15 +161,12 @@ def spans_with_told(spans: Sequence[Span]) -> list[Span]:
     return calls + [span for span in spans if span.span_id not in replaced]
 
 
-def last_conversation(spans: Sequence[Span], model: str | None = None) -> list[dict[str, Any]]:
-    """The messages of the call of `model` (None: of any) that began last among those that spans tell of, with its first
-    answer, in the form of Chat Completions; [] where there is none."""
+def conversations(spans: Sequence[Span], model: str | None = None) -> list[SpanMessages]:
+    """What was said in the calls of `model` (None: of any) that spans tell of, by start time, in the form of Chat
+    Completions."""
     found = _find(spans)
     calls = [said for said in (*found.with_ids, *found.without) if model is None or said.model == model]
-    if not calls:
-        return []
-    told = messages_of(max(calls, key=lambda said: said.span.start_ns).span.attributes)
-    return [*told.prompt, *told.answers[:1]]
+    return [messages_of(said.span.attributes) for said in sorted(calls, key=lambda said: said.span.start_ns)]
 
 
 def triplets_of_otel(told: Told, rewards: Mapping[str, float] | None = None) -> list[OtelTriplet]:

@@ -50,6 +50,10 @@ MEDIA_SHA256: Final = "lightning_rl.image.sha256"
 MEDIA_TYPE: Final = "lightning_rl.image.media_type"
 MEDIA_DATA: Final = "lightning_rl.image.data"
 
+# The tools that an attempt's calls were shown: one span per content, known by the digest that `TOOLS` is.
+TOOLS_SPAN: Final = "lightning_rl.tool_schemas"
+TOOL_SCHEMAS: Final = "lightning_rl.tool_schemas.json"
+
 # What an agent says on its way, one span each.
 REWARD_SPAN: Final = "lightning_rl.reward"
 MESSAGE_SPAN: Final = "lightning_rl.message"

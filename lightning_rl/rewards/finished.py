@@ -29,10 +29,10 @@ def finished_rollout(rollout: Rollout, spans: Sequence[Span], model: str | None 
     attributes = {span.span_id: span.attributes for span in spans}
     messages: list[dict[str, Any]] = []
     for node in path:
-        told = attributes[node.call.call_id]
-        messages += [*(told.get(semconv.INPUT_MESSAGES) or ()), *(told.get(semconv.OUTPUT_MESSAGES) or ())]
-    if not calls:
-        messages = conventions.last_conversation(spans, model)
+        said = attributes[node.call.call_id]
+        messages += [*(said.get(semconv.INPUT_MESSAGES) or ()), *(said.get(semconv.OUTPUT_MESSAGES) or ())]
+    if not calls and (told := conventions.conversations(spans, model)):
+        messages = [*told[-1].prompt, *told[-1].answers[:1]]
     return FinishedRollout(
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id or rollout.rollout_id,

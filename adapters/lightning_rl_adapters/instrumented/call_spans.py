@@ -8,8 +8,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from lightning_rl_adapters import semconv
+from lightning_rl_adapters.instrumented.messages import (
+    ending,
+    first,
+    from_json,
+    from_literal,
+    raw_answers,
+    with_details,
+)
 from lightning_rl_adapters.span import Span
-from lightning_rl_adapters.span_messages import ending, first, from_json, from_literal, raw_answers, with_details
 
 ASK_FOR_IDS = 'ask the engine for token ids: extra_body={"return_token_ids": True, "logprobs": True} (vLLM, SGLang)'
 _KEEP_THE_ANSWER = "openinference-instrumentation-openai, whose spans keep the answer"
