@@ -354,7 +354,7 @@ class Langgraph(Section, frozen=True):
         str | None,
         effect(
             "the graph that is trained, where no agent is given: module:name, or path/to/file.py:name, of a compiled "
-            "graph, a StateGraph, or a function that builds one"
+            "graph, a StateGraph, or a function that builds one; of path/to/file.py alone its `graph`, or its only one"
         ),
     ] = None
     graph_config: GraphConfig = field(default_factory=GraphConfig)
