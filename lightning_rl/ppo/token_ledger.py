@@ -20,8 +20,8 @@ class TokenLedger:
     def __init__(self, account: TokenAccount, store: HttpStore) -> None:
         self.account = account
         self._store = store
-        self._earlier = int(store.state()["tokens_earlier"].get(account.model, 0)) + account.from_spans
-        self._earlier -= account.entered
+        entered = account.entered - account.from_spans  # of those that the gateway counted
+        self._earlier = int(store.state()["tokens_earlier"].get(account.model, 0)) - entered
         self._in_flight: set[str] = set()
 
     def ask(self, rollout_ids: Iterable[str]) -> None:

@@ -64,6 +64,17 @@ def test_a_call_that_gateway_and_span_tell_of_is_trained_once(tmp_path: Path, mo
     assert row["tokens/received"] == row["tokens/trained"] > beside > 0
 
 
+@pytest.mark.long
+def test_the_account_of_a_resumed_run_closes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {"resume_mode": "auto", "save_freq": 1}
+    [first], _ = trained(tmp_path, monkeypatch, asks_both, total_training_steps=1, **more)
+    rows, steps = trained(tmp_path, monkeypatch, asks_both, total_training_steps=2, **more)
+    assert [step.step for step in steps] == [1, 2]
+    last = rows[-1]
+    assert last["tokens/from_spans"] > first["tokens/from_spans"] > 0
+    assert last["tokens/received"] == last["tokens/trained"] > first["tokens/trained"]
+
+
 def test_without_the_key_spans_train_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [row], [step] = trained(tmp_path, monkeypatch, asks_both, spans=False)
     assert [len(rollout.calls) for rollout in step.rollouts] == [1] * 8
