@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_rl.compat.algorithm_function import algo
     from lightning_rl.compat.daemon import AgentModeDaemon
     from lightning_rl.compat.lightning_store import LightningStore, LightningStoreClient, ResourcesUpdate
+    from lightning_rl.compat.llm_proxy import LLMProxy
     from lightning_rl.compat.messages import TraceToMessages
     from lightning_rl.ppo.ppo import PPO, VERL
     from lightning_rl.store.contract import Rollout, RolloutConfig
@@ -50,6 +51,7 @@ _HOME = {
     "algo": "lightning_rl.compat.algorithm_function",
     "LightningStore": "lightning_rl.compat.lightning_store",
     "LightningStoreClient": "lightning_rl.compat.lightning_store",
+    "LLMProxy": "lightning_rl.compat.llm_proxy",
     "ResourcesUpdate": "lightning_rl.compat.lightning_store",
     "TraceToMessages": "lightning_rl.compat.messages",
     "prompt_rollout": "lightning_rl.compat.agent_lightning",
@@ -110,6 +112,7 @@ __all__ = [
     "DummyTracer",
     "Forest",
     "Hook",
+    "LLMProxy",
     "LightningStore",
     "LightningStoreClient",
     "LitAgent",

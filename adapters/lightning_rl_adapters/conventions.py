@@ -1,29 +1,27 @@
-"""What agents' own instrumentation tells of their LLM calls: calls where it has token ids, else what it lacks.
+"""The LLM calls that an agent's own instrumentation tells of: with token ids, with messages alone, or what is missing.
 
-Pure. Invariant: no token id and no logprob is made up: each was written into a span by whoever asked the engine. But
-nobody here saw the engine sample it, so these calls are never `trainable`, and none is of a model's call that the
-gateway recorded itself.
+Pure. Invariants: no token id and no logprob is made up: each was written into a span by whoever asked the engine. None
+of these calls is one that the gateway recorded itself, and none is there twice. Nobody here saw an engine sample them,
+so they are not `trainable`, unless a run says that it trusts its agents' spans (`calls_with_told`).
 """
 
-import ast
-import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import heapq
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from lightning_rl_adapters import forest, semconv
-from lightning_rl_adapters.call import Call
+from lightning_rl_adapters.call import Call, calls_of, to_span
 from lightning_rl_adapters.call_names import names_of
+from lightning_rl_adapters.instrumented.call_spans import ASK_FOR_IDS as ASK_FOR_IDS
+from lightning_rl_adapters.instrumented.call_spans import ConventionCall, ConventionChoice, call_of
+from lightning_rl_adapters.instrumented.messages import SpanMessages, messages_of
 from lightning_rl_adapters.span import Span
-from lightning_rl_adapters.triplet import Triplet, triplets
+from lightning_rl_adapters.triplet import Triplet, prompt_ids, triplets
 
-ASK_FOR_IDS = 'ask the engine for token ids: extra_body={"return_token_ids": True, "logprobs": True} (vLLM, SGLang)'
 USE_THE_GATEWAY = "point the agent's client at the gateway (llm.base_url, llm.api_key), which records the token ids"
-_READABLE = 2**20  # characters of a text that is parsed: a longer one is no answer of a model
-_OPERATIONS = ("chat", "text_completion", "generate_content", "completion")
-_LITELLM, _RAW = "litellm_request", "raw_gen_ai_request"  # its span of a call, and within it of what it sent and got
 
 
 class ConventionDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,156 +41,281 @@ class ConventionDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
     server: str | None = None
 
 
+class MessageCall(msgspec.Struct, frozen=True, kw_only=True):
+    """An LLM call of which messages alone are told, in the form of Chat Completions: what was asked, and the answers,
+    one a choice."""
+
+    call: Call
+    convention: str
+    messages: list[dict[str, Any]]
+    answers: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+
+
 class Told(msgspec.Struct, frozen=True):
     """The LLM calls of an attempt beside the gateway's: those with token ids, and those without; each by start time.
 
-    `conventions` has, for each of `calls`, the convention that told of it.
+    `conventions` has, for each of `calls`, the convention that told of it. `messages` are those without token ids that
+    have messages; the call of each is not `exact`. `answer_ids` leads from the ids of answers to calls, of both.
     """
 
     calls: list[Call]
     conventions: list[str]
     diagnoses: list[ConventionDiagnosis]
+    messages: list[MessageCall] = []
+    answer_ids: dict[str, str] = {}
 
 
 class OtelTriplet(Triplet, kw_only=True):
-    """A triplet of what an agent's instrumentation said. No engine of ours sampled it: it is not `verified`."""
+    """A triplet of what an agent's instrumentation said. No engine of ours sampled it: it is not `verified`.
+
+    Where it is not `exact`, it has no token ids: `prompt_messages` and `response_messages` (one a choice) are what
+    there is of the call, with the `tools` that the model was shown.
+    """
 
     convention: str
     verified: bool = False
+    prompt_messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    response_messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
 
 
-class _ConventionChoice(NamedTuple):
-    ids: list[int] | None
-    logprobs: list[float] | None
-    finish_reason: str
+class _Found(NamedTuple):
+    """The calls of an attempt's spans, by start time: those with token ids and those without."""
 
-
-class _ConventionAnswer(NamedTuple):
-    """What a span says of one request and its answers."""
-
-    answer_id: str | None
-    prompt_ids: list[int] | None
-    choices: list[_ConventionChoice]
-    has_messages: bool
-
-
-class _Convention(NamedTuple):
-    """One way to tell of an LLM call: its name, which spans are such, what they say, and how to get token ids."""
-
-    name: str
-    is_call: Callable[[Span], bool]
-    read: Callable[[Mapping[str, Any]], _ConventionAnswer]
-    advice: str
-
-
-class _ConventionCall(NamedTuple):
-    span: Span
-    convention: _Convention
-    answer: _ConventionAnswer
-
-    @property
-    def name(self) -> str:
-        """What it is of: its answer, or itself where the answer has no id."""
-        return self.answer.answer_id or self.span.span_id
-
-    @property
-    def has_ids(self) -> bool:
-        return self.answer.prompt_ids is not None and any(choice.ids for choice in self.answer.choices)
+    with_ids: list[ConventionCall]
+    without: list[ConventionCall]
 
 
 def read(span: Span) -> list[Call] | ConventionDiagnosis | None:
     """A span's calls, one per choice; what it lacks; None for a span that is no LLM call."""
-    said = _said(span)
+    said = call_of(span)
     if said is None:
         return None
-    return _calls(said) if said.has_ids else _diagnosis(said)
+    return _calls(said) if said.answer.has_ids else _diagnosis(said)
 
 
 def told_of(spans: Sequence[Span]) -> Told:
     """The LLM calls that an attempt's spans tell of, each once, however many layers were instrumented.
 
     What the gateway answered itself is left out: it has these calls, with all their tokens.
+
+    Raises ForestError where the gateway's own calls do not fit together.
     """
-    with_ids, without = _sorted(spans)
-    told = [(call, said.convention.name) for said in with_ids for call in _calls(said)]
-    return Told([call for call, _ in told], [name for _, name in told], [_diagnosis(said) for said in without])
+    found = _find(spans)
+    told = [(call, said.convention.name) for said in found.with_ids for call in _calls(said)]
+    both = (*found.with_ids, *found.without)
+    return Told(
+        [call for call, _ in told],
+        [name for _, name in told],
+        [_diagnosis(said) for said in found.without],
+        [_with_messages(said) for said in found.without if said.answer.has_messages],
+        {said.answer.answer_id: said.span.span_id for said in both if said.answer.answer_id is not None},
+    )
+
+
+def calls_with_told(recorded: Sequence[Call], told: Sequence[Call]) -> list[Call]:
+    """The calls of an attempt for a run that trains on agents' own spans: those that the gateway `recorded`, and those
+    that spans tell of, which become trainable; numbered by when they began.
+
+    A told call whose prompt begins with all the tokens of an earlier one of its model continues it; its prompt ids are
+    then what it adds.
+    """
+    merged = heapq.merge(recorded, told, key=lambda call: call.start_ns)  # leaves the gateway's order as it is
+    names = {call.call_id for call in told}
+    placed: list[Call] = []
+    whole: dict[str, list[int]] = {}
+    for number, call in enumerate(merged):
+        if call.call_id in names:
+            call = _continued(msgspec.structs.replace(call, number=number, trainable=True), placed, whole)
+        else:
+            call = msgspec.structs.replace(call, number=number)
+        before = whole.get(call.parent_id, []) if call.parent_id is not None else []
+        whole[call.call_id] = before + call.prompt_ids + call.response_ids
+        placed.append(call)
+    return placed
+
+
+def spans_with_told(spans: Sequence[Span]) -> list[Span]:
+    """An attempt's spans as a run trains on them that trusts its agent's: what these tell of calls with token ids are
+    spans of calls, as the gateway writes them."""
+    found = _find(spans)
+    told = [call for said in found.with_ids for call in _calls(said)]
+    if not told:
+        return list(spans)
+    messages = {
+        call.call_id: (conversation.prompt, conversation.answers[number : number + 1])
+        for said in found.with_ids
+        if (conversation := messages_of(said.span.attributes))
+        for number, call in enumerate(_calls(said))
+    }
+    recorded = {span.span_id: span for span in spans if span.name == semconv.CALL_SPAN}
+    calls: list[Span] = []
+    for call in calls_with_told(calls_of(spans), told):
+        if call.call_id in messages:
+            prompt, answers = messages[call.call_id]
+            calls.append(to_span(call, **{semconv.INPUT_MESSAGES: prompt, semconv.OUTPUT_MESSAGES: answers}))
+        else:
+            calls.append(msgspec.structs.replace(recorded[call.call_id], number=call.number))
+    replaced = {span.span_id for span in calls}
+    return calls + [span for span in spans if span.span_id not in replaced]
+
+
+def conversations(spans: Sequence[Span], model: str | None = None) -> list[SpanMessages]:
+    """What was said in the calls of `model` (None: of any) that spans tell of, by start time, in the form of Chat
+    Completions."""
+    found = _find(spans)
+    calls = [said for said in (*found.with_ids, *found.without) if model is None or said.model == model]
+    return [messages_of(said.span.attributes) for said in sorted(calls, key=lambda said: said.span.start_ns)]
 
 
 def triplets_of_otel(told: Told, rewards: Mapping[str, float] | None = None) -> list[OtelTriplet]:
-    """The triplets of an attempt by its agent's own spans, in order of start; `rewards` are by call id."""
-    found = triplets(forest.build(told.calls), rewards or {})
-    return [
-        OtelTriplet(**msgspec.structs.asdict(triplet), convention=name)
-        for name, triplet in zip(told.conventions, found, strict=True)
-    ]
+    """The triplets of an attempt by its agent's own spans, in order of start; `rewards` are by call id. Those of calls
+    without token ids have messages, and are not exact."""
+    conventions = dict(zip((call.call_id for call in told.calls), told.conventions, strict=True))
+    messages = {each.call.call_id: each for each in told.messages}
+    grown = forest.build([*told.calls, *(each.call for each in told.messages)])
+    return [_of_otel(each, conventions, messages.get(each.call_id)) for each in triplets(grown, rewards or {})]
 
 
-def _said(span: Span) -> _ConventionCall | None:
-    if span.name.startswith("lightning_rl."):  # the gateway's, or emitted
-        return None
-    convention = next((each for each in CONVENTIONS if each.is_call(span)), None)
-    return None if convention is None else _ConventionCall(span, convention, convention.read(span.attributes))
+def _of_otel(triplet: Triplet, conventions: Mapping[str, str], said: MessageCall | None) -> OtelTriplet:
+    fields = msgspec.structs.asdict(triplet)
+    if said is None:
+        return OtelTriplet(**fields, convention=conventions[triplet.call_id])
+    return OtelTriplet(
+        **fields, convention=said.convention, prompt_messages=said.messages, response_messages=said.answers,
+        tools=said.tools,
+    )  # fmt: skip
 
 
-def _sorted(spans: Sequence[Span]) -> tuple[list[_ConventionCall], list[_ConventionCall]]:
-    """The answers with token ids and those without, by start time, each answer once."""
+def _find(spans: Sequence[Span]) -> _Found:
     recorded = names_of(spans)
-    found = [said for span in spans if (said := _said(span)) is not None and said.answer.answer_id not in recorded]
+    found = [said for span in spans if (said := call_of(span)) is not None and said.answer.answer_id not in recorded]
     found.sort(key=lambda said: (said.span.start_ns, said.span.span_id))
-    with_ids: dict[str, _ConventionCall] = {}
-    for said in found:
-        if said.has_ids:
-            with_ids.setdefault(said.name, said)
-    around = _around(spans, with_ids.values())
-    without: dict[str, _ConventionCall] = {}
-    for said in found:
-        if not said.has_ids and said.name not in with_ids and said.span.span_id not in around:
-            without.setdefault(said.name, said)
-    return list(with_ids.values()), list(without.values())
-
-
-def _around(spans: Iterable[Span], found: Iterable[_ConventionCall]) -> set[str]:
-    """The ids of the spans that these are within: another layer's of the same calls."""
     parents: dict[str, str | None] = {span.span_id: span.attributes.get(semconv.PARENT_SPAN) for span in spans}
-    around: set[str] = set()
+    all_with_ids = [said for said in found if said.answer.has_ids]
+    with_ids = _each_once(all_with_ids, parents, _recorded_tokens(spans) if all_with_ids else set())
+    around = {above for said in all_with_ids for above in _above(said.span.span_id, parents)}
+    names = {said.name for said in all_with_ids}
+    without: dict[str, ConventionCall] = {}
     for said in found:
-        above = parents[said.span.span_id]
-        while above is not None and above not in around:
-            around.add(above)
-            above = parents.get(above)
-    return around
+        if not said.answer.has_ids and said.name not in names and said.span.span_id not in around:
+            without.setdefault(said.name, said)
+    return _Found(with_ids, list(without.values()))
 
 
-def _calls(said: _ConventionCall) -> list[Call]:
-    prompt_ids = said.answer.prompt_ids or []
+_Tokens = tuple[tuple[int, ...], tuple[int, ...]]  # of a prompt, and of an answer
+
+
+def _each_once(
+    found: Sequence[ConventionCall], parents: Mapping[str, str | None], recorded: set[_Tokens]
+) -> list[ConventionCall]:
+    """Those that are not the gateway's, each once.
+
+    A call with the very tokens of one of the gateway's is that one, whatever id its answer has: a proxy between may
+    have given it its own. Of spans with the same tokens, those are two calls that have answers of different ids and
+    are not within each other.
+    """
+    kept: dict[tuple[_Tokens, ...], list[ConventionCall]] = defaultdict(list)
+    ids: set[str] = set()
+    for said in sorted(found, key=lambda said: said.answer.answer_id is None):
+        tokens = _tokens(said)
+        same = kept[tokens]
+        if said.name in ids or not recorded.isdisjoint(tokens):
+            continue
+        if not any(_is_same(said, other, parents) for other in same):
+            same.append(said)
+            ids.add(said.name)
+    once = [said for same in kept.values() for said in same]
+    return sorted(once, key=lambda said: (said.span.start_ns, said.span.span_id))
+
+
+def _is_same(one: ConventionCall, other: ConventionCall, parents: Mapping[str, str | None]) -> bool:
+    """Whether two spans with the same tokens tell of one call."""
+    if one.answer.answer_id is None or other.answer.answer_id is None:
+        return True
+    first, second = one.span.span_id, other.span.span_id
+    return first in _above(second, parents) or second in _above(first, parents)
+
+
+def _above(span_id: str, parents: Mapping[str, str | None]) -> set[str]:
+    """The ids of the spans that this one is within."""
+    above: set[str] = set()
+    parent = parents.get(span_id)
+    while parent is not None and parent not in above:
+        above.add(parent)
+        parent = parents.get(parent)
+    return above
+
+
+def _tokens(said: ConventionCall) -> tuple[_Tokens, ...]:
+    prompt = tuple(said.answer.prompt_ids or ())
+    return tuple((prompt, tuple(choice.ids)) for choice in said.answer.choices if choice.ids)
+
+
+def _recorded_tokens(spans: Sequence[Span]) -> set[_Tokens]:
+    """Prompt and answer of each of the gateway's calls."""
+    nodes = forest.build(calls_of(spans)).nodes.values()
+    return {(tuple(prompt_ids(node)), tuple(node.call.response_ids)) for node in nodes if node.call.exact}
+
+
+def _continued(call: Call, earlier: Sequence[Call], whole: Mapping[str, list[int]]) -> Call:
+    """The call behind the earlier one of its model that has the longest beginning of its prompt, if any has."""
+    parent, length = None, 0
+    for each in earlier:
+        before = whole[each.call_id]
+        comparable = each.exact and each.model == call.model and len(before) >= max(length, 1)
+        if comparable and before == call.prompt_ids[: len(before)]:
+            parent, length = each.call_id, len(before)
+    return msgspec.structs.replace(call, parent_id=parent, prompt_ids=call.prompt_ids[length:])
+
+
+def _calls(said: ConventionCall) -> list[Call]:
     choices = [choice for choice in said.answer.choices if choice.ids]
-    return [_call(said.span, number, prompt_ids, choice) for number, choice in enumerate(choices)]
+    return [_call(said, number, choice) for number, choice in enumerate(choices)]
 
 
-def _call(span: Span, number: int, prompt_ids: list[int], choice: _ConventionChoice) -> Call:
-    assert choice.ids is not None
-    said = span.attributes
-    fits = choice.logprobs is not None and len(choice.logprobs) == len(choice.ids)
+def _call(said: ConventionCall, number: int, choice: ConventionChoice | None) -> Call:
+    """The call of a choice; without one the call that is not exact."""
+    span, temperature = said.span, said.temperature
+    ids = choice.ids or [] if choice is not None else []
+    logprobs = choice.logprobs if choice is not None and len(choice.logprobs or ()) == len(ids) else None
     return Call(
         call_id=f"{span.span_id}#{number}" if number else span.span_id,
         rollout_id=span.rollout_id,
         attempt_id=span.attempt_id,
         number=span.number,
-        model=_model(said),
-        prompt_ids=prompt_ids,
-        response_ids=choice.ids,
-        logprobs=choice.logprobs if fits else None,
-        logprob_kind="raw",  # what engines give unless they are told otherwise
+        model=said.model,
+        prompt_ids=said.answer.prompt_ids or [] if choice is not None else [],
+        response_ids=ids,
+        logprobs=logprobs,
+        logprob_kind=_logprob_kind(temperature),
         versions=[],
-        temperature=_temperature(said),
-        finish_reason=choice.finish_reason,
+        temperature=1.0 if temperature is None else temperature,  # as the APIs have it
+        finish_reason="stop" if choice is None else choice.finish_reason,
+        exact=choice is not None,
         trainable=False,
         start_ns=span.start_ns,
         end_ns=span.end_ns,
     )
 
 
-def _diagnosis(said: _ConventionCall) -> ConventionDiagnosis:
+def _logprob_kind(temperature: float | None) -> str:
+    """Engines give the logprobs of temperature 1 unless they are told otherwise: those of the sampler at 1 alone."""
+    if temperature is None:
+        return "raw"
+    return {1.0: "sampled", 0.0: "greedy"}.get(temperature, "raw")
+
+
+def _with_messages(said: ConventionCall) -> MessageCall:
+    told = messages_of(said.span.attributes)
+    return MessageCall(
+        call=_call(said, 0, None), convention=said.convention.name, messages=told.prompt, answers=told.answers,
+        tools=told.tools,
+    )  # fmt: skip
+
+
+def _diagnosis(said: ConventionCall) -> ConventionDiagnosis:
     span, convention, answer = said
     has = {
         "messages": answer.has_messages,
@@ -204,190 +327,9 @@ def _diagnosis(said: _ConventionCall) -> ConventionDiagnosis:
         span_id=span.span_id,
         name=span.name,
         convention=convention.name,
-        model=_model(span.attributes),
+        model=said.model,
         told=tuple(what for what, there in has.items() if there),
         missing=tuple(what for what, there in has.items() if not there and what != "messages"),
         advice=f"{USE_THE_GATEWAY}; or {convention.advice}",
-        server=_server(span.attributes),
+        server=said.server,
     )
-
-
-# The conventions, the most telling first: a span that has several is read by the first.
-
-
-def _agent_lightning(said: Mapping[str, Any]) -> _ConventionAnswer:
-    """Token ids in attributes of their own, as Agent-lightning's instrumentation of AgentOps writes them."""
-    logprobs = _logprobs({"content": _json(said.get("logprobs.content"))})
-    choice = _ConventionChoice(_ids(said.get("response_token_ids")), logprobs, _finish_reason(said))
-    return _ConventionAnswer(
-        _text(said.get(semconv.RESPONSE_ID)), _ids(said.get("prompt_token_ids")), [choice], _messages(said)
-    )
-
-
-def _openinference(said: Mapping[str, Any]) -> _ConventionAnswer:
-    """The answer is there as it came, in JSON: with token ids, where the engine was asked for them."""
-    return _of_answer(_parsed(said.get("output.value")), has_messages=_messages(said))
-
-
-def _litellm(said: Mapping[str, Any]) -> _ConventionAnswer:
-    """Each field of the answer is an attribute, as Python writes it."""
-    names = ("prompt_token_ids", "choices", "response_token_ids")
-    fields = {name: _literal(_first(said, *_ending(said, f".{name}"))) for name in names}
-    fields["id"] = _first(said, semconv.RESPONSE_ID, *_ending(said, ".id"))
-    return _of_answer(fields, has_messages=_messages(said) or bool(_ending(said, ".messages")))
-
-
-def _messages_alone(said: Mapping[str, Any]) -> _ConventionAnswer:
-    """Messages, numbered or as JSON, and no token ids: neither convention has a name for them."""
-    return _ConventionAnswer(_text(said.get(semconv.RESPONSE_ID)), None, [], _messages(said))
-
-
-def _of_answer(answer: Mapping[str, Any], *, has_messages: bool) -> _ConventionAnswer:
-    """An answer of Chat Completions or Completions in vLLM's words."""
-    told = answer.get("choices")
-    choices = [choice for choice in told if isinstance(choice, dict)] if isinstance(told, list) else []
-    prompt_ids = answer.get("prompt_token_ids") or (choices[0].get("prompt_token_ids") if choices else None)
-    older = answer.get("response_token_ids")  # a list per choice, of vLLM as Agent-lightning patched it
-    by_choice = older if isinstance(older, list) else []
-    return _ConventionAnswer(
-        _text(answer.get("id")),
-        _ids(prompt_ids),
-        [
-            _ConventionChoice(
-                _ids(choice.get("token_ids") or (by_choice[number] if number < len(by_choice) else None)),
-                _logprobs(choice.get("logprobs")),
-                str(choice.get("finish_reason") or "stop"),
-            )
-            for number, choice in enumerate(choices)
-        ],
-        has_messages,
-    )
-
-
-def _is_openinference(span: Span) -> bool:
-    return span.attributes.get("openinference.span.kind") == "LLM"
-
-
-def _is_litellm(span: Span) -> bool:
-    return span.name == _LITELLM or (span.name == _RAW and bool(_ending(span.attributes, ".choices")))
-
-
-def _is_gen_ai(span: Span) -> bool:
-    said = span.attributes
-    return said.get(semconv.OPERATION) in _OPERATIONS and (
-        semconv.REQUEST_MODEL in said or semconv.RESPONSE_MODEL in said
-    )
-
-
-def _is_openllmetry(span: Span) -> bool:
-    return span.attributes.get("llm.request.type") in ("chat", "completion")
-
-
-CONVENTIONS = (
-    _Convention(
-        "agent-lightning",
-        lambda span: bool({"prompt_token_ids", "response_token_ids"} & span.attributes.keys()),
-        _agent_lightning,
-        ASK_FOR_IDS,
-    ),
-    _Convention("openinference", _is_openinference, _openinference, ASK_FOR_IDS),
-    _Convention("litellm", _is_litellm, _litellm, f"{ASK_FOR_IDS}, without streaming"),
-    _Convention(
-        "openllmetry", _is_openllmetry, _messages_alone,
-        f"instrument it with openinference-instrumentation-openai, whose spans keep the answer, and {ASK_FOR_IDS}",
-    ),
-    _Convention(
-        "gen_ai", _is_gen_ai, _messages_alone,
-        f"instrument it with openinference-instrumentation-openai, whose spans keep the answer, and {ASK_FOR_IDS}",
-    ),
-)  # fmt: skip
-
-
-def _messages(said: Mapping[str, Any]) -> bool:
-    numbered = ("llm.input_messages.", "gen_ai.prompt.")
-    return semconv.INPUT_MESSAGES in said or "input.value" in said or any(name.startswith(numbered) for name in said)
-
-
-def _model(said: Mapping[str, Any]) -> str:
-    named = (semconv.RESPONSE_MODEL, "llm.model_name", semconv.REQUEST_MODEL, *_ending(said, ".model"))
-    return str(_first(said, *named) or "unknown")
-
-
-def _temperature(said: Mapping[str, Any]) -> float:
-    """As the agent asked; 1, as the APIs have it, where it did not say."""
-    asked = _first(said, semconv.REQUEST_TEMPERATURE, *_ending(said, ".temperature"))
-    asked = _parsed(said.get("llm.invocation_parameters")).get("temperature", asked)
-    return float(asked) if isinstance(asked, int | float) and math.isfinite(asked) else 1.0
-
-
-def _server(said: Mapping[str, Any]) -> str | None:
-    whole = _text(_first(said, "gen_ai.openai.api_base", "gen_ai.request.base_url"))
-    if whole is not None or "server.address" not in said:
-        return whole
-    port = said.get("server.port")
-    return f"{said['server.address']}{'' if port is None else f':{port}'}"
-
-
-def _finish_reason(said: Mapping[str, Any]) -> str:
-    reasons = said.get(semconv.FINISH_REASONS)
-    return str(reasons[0]) if isinstance(reasons, list) and reasons else "stop"
-
-
-def _ending(said: Mapping[str, Any], end: str) -> list[str]:
-    """litellm's names of a field: `llm.PROVIDER.FIELD`."""
-    return [name for name in said if name.startswith("llm.") and name.endswith(end) and name.count(".") == 2]
-
-
-def _first(said: Mapping[str, Any], *names: str) -> Any:
-    return next((said[name] for name in names if said.get(name) not in (None, "")), None)
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
-
-
-def _ids(value: Any) -> list[int] | None:
-    """A list of token ids, as it is or as JSON; None for anything else."""
-    value = _json(value) if isinstance(value, str) else value
-    if isinstance(value, list) and value and all(type(each) is int and 0 <= each < 2**31 for each in value):
-        return list(value)
-    return None
-
-
-def _logprobs(value: Any) -> list[float] | None:
-    """Of Chat Completions (`content`) or Completions (`token_logprobs`)."""
-    if not isinstance(value, dict):
-        return None
-    content = value.get("content")
-    found = value.get("token_logprobs")
-    if isinstance(content, list) and all(isinstance(each, dict) for each in content):
-        found = [each.get("logprob") for each in content]
-    if not isinstance(found, list) or not found:
-        return None
-    numbers = [float(each) for each in found if isinstance(each, int | float) and math.isfinite(each)]
-    return numbers if len(numbers) == len(found) else None
-
-
-def _json(value: Any) -> Any:
-    if not isinstance(value, str) or len(value) > _READABLE:
-        return None if isinstance(value, str) else value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _parsed(value: Any) -> dict[str, Any]:
-    """A JSON object; an empty one for anything else."""
-    told = _json(value)
-    return told if isinstance(told, dict) else {}
-
-
-def _literal(value: Any) -> Any:
-    """What a text of JSON or of Python's literals says; any other as it is."""
-    if not isinstance(value, str) or len(value) > _READABLE:
-        return value
-    try:
-        return ast.literal_eval(value)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return _json(value) or value

@@ -14,6 +14,8 @@ INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 INPUT_MESSAGES: Final = "gen_ai.input.messages"
 OUTPUT_MESSAGES: Final = "gen_ai.output.messages"
+SYSTEM_INSTRUCTIONS: Final = "gen_ai.system_instructions"
+TOOL_DEFINITIONS: Final = "gen_ai.tool.definitions"
 
 # Ours. Messages and prompt ids are what the call adds to its parent, never the whole history.
 AGENT: Final = "lightning_rl.agent"
@@ -47,6 +49,10 @@ MEDIA_SPAN: Final = "lightning_rl.image"
 MEDIA_SHA256: Final = "lightning_rl.image.sha256"
 MEDIA_TYPE: Final = "lightning_rl.image.media_type"
 MEDIA_DATA: Final = "lightning_rl.image.data"
+
+# The tools that an attempt's calls were shown: one span per content, known by the digest that `TOOLS` is.
+TOOLS_SPAN: Final = "lightning_rl.tool_schemas"
+TOOL_SCHEMAS: Final = "lightning_rl.tool_schemas.json"
 
 # What an agent says on its way, one span each.
 REWARD_SPAN: Final = "lightning_rl.reward"

@@ -33,7 +33,7 @@ _NUMBERED = (
     semconv.OPERATION_NAME, semconv.OPERATION_INPUTS, semconv.OPERATION_OUTPUT, semconv.PARENT_SPAN, semconv.EVENTS,
     semconv.RESOURCE, semconv.STATUS_CODE, semconv.STATUS_DESCRIPTION, semconv.SCOPE, semconv.KIND,
     semconv.TOOLS, semconv.INSTRUCTIONS, semconv.REQUEST,
-    semconv.MEDIA, semconv.MEDIA_SHA256, semconv.MEDIA_TYPE, semconv.MEDIA_DATA,
+    semconv.MEDIA, semconv.MEDIA_SHA256, semconv.MEDIA_TYPE, semconv.MEDIA_DATA, semconv.TOOL_SCHEMAS,
 )  # fmt: skip
 _NUMBERS: dict[str, int] = {name: number for number, name in enumerate(_NUMBERED)}
 

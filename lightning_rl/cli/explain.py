@@ -48,6 +48,7 @@ def run(
             return
         trace = recorded.trace(connection, recorded.find(connection, rollout))
     known = folder.beside(place, trace.rollout)
+    trace = folder.with_trained_calls(known.config, trace)
     told = {**folder.as_trained(known.config), "found": known.found, "not_recorded": known.not_recorded}
     try:
         if call is None:

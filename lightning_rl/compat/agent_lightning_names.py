@@ -47,7 +47,6 @@ _NAMES = {
     "AglRolloutManagerBase RolloutAdapter",
     "lrl.Rollout, as the store gives it": "CompletedRollout EnqueuedRollout",
     "store.enqueue([RolloutRequest(task=...)]) of lightning_rl.store": "EnqueueRolloutRequest",
-    "leave it out: the gateway is always there; other models are in gateway.backends (docs/helpers.md)": "LLMProxy",
     "lrl.algo(function), or a subclass of lrl.Algorithm with prepare, open, run and close": "FastAlgorithm",
     "leave it out: rows come from the forest of calls; whose is lrl.TracerTraceToTriplet(agent_match)": "Adapter "
     "TraceAdapter TraceToTripletBase Tracer",

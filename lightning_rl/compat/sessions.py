@@ -14,11 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from lightning_rl.agents.agent import Agent, as_agent, call_agent
 from lightning_rl.agents.emitted import Emitted
 from lightning_rl.agents.task_fields import check_names, name_of
+from lightning_rl.compat.agent_framework_names import METHODS_INSTEAD
 from lightning_rl.compat.session_batch import EndedSession, SessionBatch, SessionStats, batch_of, short_reason
 from lightning_rl.compat.session_leases import Leases
 from lightning_rl.compat.session_sampling import published
@@ -108,6 +109,13 @@ class AgentFramework:
         self._least = min_successful_sessions
         self._timeout = timeout_seconds
         self._agent_failure = agent_failure
+
+    if not TYPE_CHECKING:  # type checkers report the names that are not there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raises AttributeError, which for a method of verl's says what does its work."""
+            instead = f": {METHODS_INSTEAD[name]}" if name in METHODS_INSTEAD else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
 
     async def __aenter__(self) -> Self:
         self._store = HttpStore(self._url, self._key)

@@ -355,7 +355,7 @@ class Langgraph(Section, frozen=True):
         str | None,
         effect(
             "the graph that is trained, where no agent is given: module:name, or path/to/file.py:name, of a compiled "
-            "graph, a StateGraph, or a function that builds one"
+            "graph, a StateGraph, or a function that builds one; of path/to/file.py alone its `graph`, or its only one"
         ),
     ] = None
     graph_config: GraphConfig = field(default_factory=GraphConfig)
@@ -722,6 +722,13 @@ class AlgorithmSection(Section, frozen=True):
         str | None,
         effect("a regex: only calls of agents (URL tags) whose whole name it matches are trained; null: of all"),
     ] = None
+    train_spans: Annotated[
+        bool,
+        effect(
+            "train on calls that agents' own OpenTelemetry spans tell of with token ids, beside the gateway's; needs "
+            "trainer.schedule=sync"
+        ),
+    ] = False
     filter_groups: FilterGroups = field(default_factory=FilterGroups)
     use_kl_in_reward: Annotated[
         bool, effect("rewards are lowered by kl_ctrl's coefficient times the distance from the reference")

@@ -314,7 +314,7 @@ def _as_they_say(beside: UnroutedRollouts) -> str:
     if beside.with_ids:
         parts.append(
             f"{beside.with_ids} have token ids in the agent's own spans (triplets?source=otel): the gateway did not "
-            "see them sampled, so they are not trained"
+            "see them sampled, so they are trained where algorithm.train_spans=true says so"
         )
     return "; ".join(parts)
 

@@ -16,10 +16,11 @@ from lightning_rl.config import compose
 from lightning_rl.config.schema import TrainConfig
 from lightning_rl.inspect.recorded import NotRecorded
 from lightning_rl.inspect.trained import Found
-from lightning_rl.store.contract import Rollout
+from lightning_rl.store.contract import Rollout, RolloutTrace
 from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.call_filter import selection
 from lightning_rl.trajectories.step_record import StepRecord
+from lightning_rl_adapters.conventions import spans_with_told
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 
 CONFIG = "config.yaml"
@@ -59,6 +60,14 @@ def as_trained(config: TrainConfig | None) -> dict[str, Any]:
         "max_tokens": config.data.max_tokens if drops else None,
         "select": selection(config.algorithm.train_agents, None),
     }
+
+
+def with_trained_calls(config: TrainConfig | None, trace: RolloutTrace) -> RolloutTrace:
+    """The trace with every call that the run trains on: those of agents' own spans too, where it trusts these."""
+    if config is None or not config.algorithm.train_spans:
+        return trace
+    attempts = [msgspec.structs.replace(each, spans=spans_with_told(each.spans)) for each in trace.attempts]
+    return msgspec.structs.replace(trace, attempts=attempts)
 
 
 def steps(run_dir: Path, newest: int) -> list[StepRecord]:

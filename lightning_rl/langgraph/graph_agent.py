@@ -103,7 +103,8 @@ def agent_of(
 
     Args:
         graph: a compiled graph, a `StateGraph`, a function that builds one, anew for every rollout, from a model or
-            from nothing, or where it is to be found: `module:name` or `path/to/file.py:name`.
+            from nothing, or where it is to be found: `module:name`, `path/to/file.py:name`, or `path/to/file.py` alone
+            for its `graph`, or its only one.
         recursion_limit: nodes run at most in one rollout; LangGraph's own limit by default.
         config: more of what `graph.invoke` takes as config: `configurable`, `max_concurrency`, `tags`, ...
         inputs: the graph's input for a task; by default see `input_of`.
@@ -146,11 +147,25 @@ def _checked(graph: Any) -> Any:
     if not isinstance(graph, str):
         _kind(graph)
         return graph
+    if graph.endswith(".py"):
+        graph = f"{graph}:{_only_graph(graph)}"
     place, _, name = graph.rpartition(":")
     if place.endswith(".py"):
         graph = f"{Path(place).expanduser().resolve()}:{name}"
     _kind(load(graph, "graph"))
     return graph
+
+
+def _only_graph(file: str) -> str:
+    """The name of the graph that a file is for: `graph`, or the only compiled graph or StateGraph in it."""
+    there: dict[str, Any] = load(f"{file}:__dict__", "graph")
+    names = [name for name, value in there.items() if isinstance(value, StateGraph | Pregel)]
+    if "graph" in there:
+        return "graph"
+    if len(names) != 1:
+        told = f"several graphs, {', '.join(names)}" if names else "no graph"
+        raise GraphError(f"{file} has no `graph`, and {told}: name the one that is meant, {file}:NAME")
+    return names[0]
 
 
 def _built(graph: Any, model: Any, *, checkpointed: bool) -> Any:

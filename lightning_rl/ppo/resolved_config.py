@@ -149,6 +149,11 @@ def _check_schedule(config: Config) -> None:
             "algorithm.filter_groups.enable=true rolls out as many tasks as a step turns out to need, and "
             "trainer.schedule=one_step_off asks for one step ahead: set trainer.schedule=async or sync"
         )
+    if name != "sync" and config.algorithm.train_spans:
+        raise ConfigError(
+            "algorithm.train_spans=true trains calls of which no span says which weights sampled them, and "
+            f"trainer.schedule={name} bounds how old these may be: leave it out, or set trainer.schedule=sync"
+        )
     if name != "sync" and frees_memory(config):
         raise ConfigError(
             "actor_rollout_ref.rollout.free_cache_engine=true lets the engine rest while the trainer computes, and "

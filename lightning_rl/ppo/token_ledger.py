@@ -10,7 +10,8 @@ from lightning_rl.trajectories.trajectory import Trajectory
 
 
 class TokenLedger:
-    """An account with what it is held against: the tokens that the gateway counted, as the store tells them.
+    """An account with what it is held against: the tokens that the gateway counted, as the store tells them, and those
+    that agents' own spans told of.
 
     Invariant: what was sampled for a rollout, by this process or an earlier one, is pending until it is entered as
     trained or excluded.
@@ -19,7 +20,8 @@ class TokenLedger:
     def __init__(self, account: TokenAccount, store: HttpStore) -> None:
         self.account = account
         self._store = store
-        self._earlier = int(store.state()["tokens_earlier"].get(account.model, 0)) - account.entered
+        entered = account.entered - account.from_spans  # of those that the gateway counted
+        self._earlier = int(store.state()["tokens_earlier"].get(account.model, 0)) - entered
         self._in_flight: set[str] = set()
 
     def ask(self, rollout_ids: Iterable[str]) -> None:
@@ -61,11 +63,12 @@ class TokenLedger:
         """A rollout is entered: its tokens, of this run and of earlier ones, are no longer pending."""
         self._in_flight.discard(trajectory.rollout_id)
         self._earlier -= trajectory.earlier_tokens
+        self.account.from_spans += trajectory.span_tokens
 
     def _whose_tokens(self, trajectories: Sequence[Trajectory]) -> str:
         """Which rollouts do not hold the tokens that the gateway counted for them."""
         received = self._store.tokens_received([trajectory.rollout_id for trajectory in trajectories])
-        recorded = {t.rollout_id: t.sampled_tokens + sum(t.excluded.values()) for t in trajectories}
+        recorded = {t.rollout_id: t.sampled_tokens + sum(t.excluded.values()) - t.span_tokens for t in trajectories}
         wrong = [
             f"{rollout_id} (received {received[rollout_id]}, recorded {tokens})"
             for rollout_id, tokens in recorded.items()

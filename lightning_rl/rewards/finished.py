@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_rl.rewards import FinishedRollout
 from lightning_rl.store.contract import Rollout
-from lightning_rl_adapters import forest, semconv
+from lightning_rl_adapters import conventions, forest, semconv
 from lightning_rl_adapters.call import calls_of
 from lightning_rl_adapters.span import Span
 
@@ -17,7 +17,7 @@ def finished_rollout(rollout: Rollout, spans: Sequence[Span], model: str | None 
     """The rollout as reward functions see it; `spans` are those of its counting attempt.
 
     Its answer is the text of the call of `model` (None: of any) that arrived last, among those that the agent received
-    in full: what was cut off, it never saw.
+    in full: what was cut off, it never saw. Of an agent that made no call at the gateway, its own spans are read.
 
     Raises:
         ForestError: the calls do not fit together; it names the call.
@@ -29,8 +29,10 @@ def finished_rollout(rollout: Rollout, spans: Sequence[Span], model: str | None 
     attributes = {span.span_id: span.attributes for span in spans}
     messages: list[dict[str, Any]] = []
     for node in path:
-        told = attributes[node.call.call_id]
-        messages += [*(told.get(semconv.INPUT_MESSAGES) or ()), *(told.get(semconv.OUTPUT_MESSAGES) or ())]
+        said = attributes[node.call.call_id]
+        messages += [*(said.get(semconv.INPUT_MESSAGES) or ()), *(said.get(semconv.OUTPUT_MESSAGES) or ())]
+    if not calls and (told := conventions.conversations(spans, model)):
+        messages = [*told[-1].prompt, *told[-1].answers[:1]]
     return FinishedRollout(
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id or rollout.rollout_id,

@@ -263,6 +263,10 @@ class HttpStore:
         }
         return self._call("POST", "/engines", body, dict[str, Any])
 
+    def remove_engine(self, engine_id: str) -> dict[str, Any]:
+        """Take an engine out: it gets no new calls, and those in flight end. Raises NotFound."""
+        return self._call("DELETE", f"/engines/{engine_id}", None, dict[str, Any])
+
     def engines(self) -> list[dict[str, Any]]:
         """The registered engines."""
         answer = self._call("GET", "/engines", None, dict[str, list[dict[str, Any]]])

@@ -21,6 +21,7 @@ def reader(
         began_ns=began_ns,
         model=model,
         select=select,
+        spans=config.algorithm.train_spans,
         weights=config.algorithm.credit.weights,
         whole=overlong == "drop_rollout",
     )

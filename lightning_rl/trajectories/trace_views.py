@@ -28,9 +28,11 @@ def triplets_of(trace: AttemptTrace) -> list[triplet.Triplet]:
 
 
 def triplets_of_otel(trace: AttemptTrace) -> dict[str, Any]:
-    """The triplets of the calls that the agent's own spans tell of, with the final reward, and what the others lack."""
+    """The triplets of the calls that the agent's own spans tell of, with the final reward, and what is missing of those
+    that have no token ids."""
     told = conventions.told_of(trace.spans)
-    rewards = _rewards(forest.build(told.calls), trace.attempt)
+    calls = [*told.calls, *(each.call for each in told.messages)]
+    rewards = _rewards(forest.build(calls), trace.attempt)
     return {"triplets": conventions.triplets_of_otel(told, rewards), "diagnoses": told.diagnoses}
 
 

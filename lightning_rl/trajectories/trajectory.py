@@ -15,9 +15,10 @@ from lightning_rl.store.rewards import added_up, rewards_by_call
 from lightning_rl.trajectories.termination import ended_by
 from lightning_rl.trajectories.token_account import ConservationError
 from lightning_rl.trajectories.trace_views import why_excluded
-from lightning_rl_adapters import credit, forest, rows
+from lightning_rl_adapters import conventions, credit, forest, rows
 from lightning_rl_adapters.call import Call, calls_of
 from lightning_rl_adapters.call_names import names_of
+from lightning_rl_adapters.conventions import Told
 from lightning_rl_adapters.credit import Rewards
 from lightning_rl_adapters.forest import Forest
 from lightning_rl_adapters.media import media_of
@@ -34,7 +35,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     `other_calls` went to other models than the policy. `lost_rewards` were for calls that are not there. `ended_by` is
     what ended it, where an agent loop says it (`loops.limits`). `media` has the images that its rows show, by their
     SHA-256. `earlier_tokens` are those of all its attempts that were sampled before the present run of the trainer
-    began. `task` is what it ran on.
+    began. `span_tokens` are those of all its attempts that agents' spans tell of: no gateway counted them. `task` is
+    what it ran on.
     """
 
     rollout_id: str
@@ -53,6 +55,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     lost_rewards: int = 0
     error: ErrorInfo | None = None
     earlier_tokens: int = 0
+    span_tokens: int = 0
     ended_by: str | None = None
     media: dict[str, bytes] = {}
     task: Any = None
@@ -78,6 +81,7 @@ def trajectory_of(
     select: Callable[[Call], bool] | None = None,
     weights: Mapping[str, float] | None = None,
     whole: bool = False,
+    spans: bool = False,
 ) -> Trajectory:
     """Read a rollout's trace.
 
@@ -86,11 +90,11 @@ def trajectory_of(
     `began_ns` (since the epoch) count as earlier.
     With a `model` only its calls are read: the token account is per model, and helpers have no place in the policy's.
     Of these, calls that `select` is false of are context: `not_selected`. `weights` make the final reward of the named
-    ones.
+    ones. With `spans` the calls that agents' own spans tell of with token ids are read beside the gateway's.
 
     Raises ForestError and ConservationError where the records do not fit together.
     """
-    records = _read(trace, model, began_ns)
+    records = _read(trace, model, began_ns, spans=spans)
     rewards = records.rewards if weights is None else credit.weighed(records.rewards, weights)
     judged = _judge(records, rewards, agent_failure, select)
     cut = _cut(records, judged, max_tokens, whole=whole)
@@ -112,6 +116,7 @@ def trajectory_of(
         lost_rewards=records.lost_rewards,
         error=rollout.error,
         earlier_tokens=records.earlier_tokens,
+        span_tokens=records.span_tokens,
         ended_by=records.ended_by,
         media=records.media,
         task=rollout.task,
@@ -131,6 +136,7 @@ class _Records:
     other_calls: int = 0
     lost_rewards: int = 0
     earlier_tokens: int = 0
+    span_tokens: int = 0
     ended_by: str | None = None
     media: dict[str, bytes] = field(default_factory=dict)
 
@@ -151,24 +157,37 @@ class _Judgement:
     left_out: dict[str, int]
 
 
-def _read(trace: RolloutTrace, model: str | None, began_ns: int) -> _Records:
+def _read(trace: RolloutTrace, model: str | None, began_ns: int, *, spans: bool) -> _Records:
     """The calls, rewards and forest of the counting attempt, and the tokens of the others, by reason."""
     rollout = trace.rollout
     records = _Records(rollout, forest.build([]))
     for attempt in trace.attempts:
-        recorded = calls_of(attempt.spans)
+        recorded, told = _calls_of(attempt, spans=spans)
+        names = names_of(attempt.spans) | told.answer_ids
         calls = [call for call in recorded if model is None or call.model == model]
+        by_spans = {call.call_id for call in told.calls}
+        of_gateway = [call for call in calls if call.call_id not in by_spans]
         records.other_calls += len(recorded) - len(calls)
-        records.earlier_tokens += sum(call.sampled_tokens for call in calls if call.end_ns < began_ns)
+        records.earlier_tokens += sum(call.sampled_tokens for call in of_gateway if call.end_ns < began_ns)
+        records.span_tokens += sum(call.sampled_tokens for call in calls if call.call_id in by_spans)
         if attempt.attempt.attempt_id == rollout.counting_attempt_id:
             records.media = media_of(attempt.spans)
             records.forest = forest.build(calls if rollout.mode != "train" else map(_with_known_logprobs, calls))
             records.ended_by = ended_by(attempt.spans)
             ids = {call.call_id for call in recorded}
-            records.rewards, records.lost_rewards = _rewards(attempt, rollout.rewards, rollout.reward, ids)
+            records.rewards, records.lost_rewards = _rewards(attempt, rollout, names, ids)
         elif reason := why_excluded(rollout, attempt.attempt):
             records.excluded[reason] += sum(call.sampled_tokens for call in calls)
     return records
+
+
+def _calls_of(attempt: AttemptTrace, *, spans: bool) -> tuple[list[Call], Told]:
+    """The calls of an attempt, and those of them that its agent's spans tell of."""
+    recorded = calls_of(attempt.spans)
+    if not spans:
+        return recorded, Told([], [], [])
+    told = conventions.told_of(attempt.spans)
+    return conventions.calls_with_told(recorded, told.calls), told
 
 
 def _judge(
@@ -225,14 +244,12 @@ def _metric(trajectory: Trajectory, metric: str) -> float | None:
     return trajectory.reward if metric == "reward" else trajectory.rewards.named.get(metric)
 
 
-def _rewards(
-    trace: AttemptTrace, named: Mapping[str, float], final: float | None, calls: set[str]
-) -> tuple[Rewards, int]:
-    """What the attempt was given, and how many rewards were for calls that it did not make."""
-    given = rewards_by_call(trace.rewards, names_of(trace.spans))
+def _rewards(trace: AttemptTrace, rollout: Rollout, names: Mapping[str, str], calls: set[str]) -> tuple[Rewards, int]:
+    """What the attempt was given, and how many rewards were for calls that it did not make; `names` lead to `calls`."""
+    given = rewards_by_call(trace.rewards, names)
     of_calls = {call_id: added_up(rewards) for call_id, rewards in given.items() if call_id in calls}
     lost = sum(len(rewards) for call_id, rewards in given.items() if call_id not in calls)
-    return Rewards(final=final, named=dict(named), of_calls=of_calls), lost
+    return Rewards(final=rollout.reward, named=dict(rollout.rewards), of_calls=of_calls), lost
 
 
 def _given(rewards: Rewards) -> float | None:

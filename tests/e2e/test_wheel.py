@@ -56,7 +56,7 @@ def test_its_extras_are_the_promised_ones(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = email.message_from_bytes(archive.read(name))
-    promised = {"litellm", "ray", "vllm", "langgraph", "tracking", "mcp", "postgres", "dev", "data"}
+    promised = {"litellm", "ray", "vllm", "langgraph", "tracking", "mcp", "postgres", "dev", "data", "mlflow"}
     assert promised <= set(metadata.get_all("Provides-Extra", []))
     assert metadata["Requires-Python"] == ">=3.11"
 

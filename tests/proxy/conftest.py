@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -16,6 +16,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from lightning_rl.control_plane.protocol import protocol
+from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call, VersionRange, calls_of
 from lightning_rl_adapters.span import Packed, Span, unpack
 from lightning_rl_proxy.address import Address, base_url
@@ -248,6 +249,11 @@ def _pieces(part: EngineTokens) -> Iterator[EngineTokens]:
     """A part token by token: an engine gives more at once where its client is slow."""
     for i, token in enumerate(part.token_ids):
         yield EngineTokens([token], None if part.logprobs is None else part.logprobs[i : i + 1])
+
+
+def calls_in(spans: Iterable[Span]) -> list[Span]:
+    """Those of calls, without what is recorded once of an attempt, as its tools."""
+    return [span for span in spans if span.name == semconv.CALL_SPAN]
 
 
 class Served:

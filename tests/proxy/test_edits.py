@@ -21,7 +21,7 @@ from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
-from tests.proxy.conftest import MODEL, SECRET, MemoryLedger, ScriptedEngine, Served, listening
+from tests.proxy.conftest import MODEL, SECRET, MemoryLedger, ScriptedEngine, Served, calls_in, listening
 from tests.random_examples import examples
 
 Message = dict[str, Any]
@@ -71,7 +71,7 @@ class _Agent:
 
     def spans(self) -> list[Any]:
         self._served.seal(attempt_id=self._attempt_id)
-        mine = [span for span in self._served.ledger.spans if span.attempt_id == self._attempt_id]
+        mine = [span for span in calls_in(self._served.ledger.spans) if span.attempt_id == self._attempt_id]
         return sorted(mine, key=lambda span: span.number)
 
     def rendered(self, messages: list[Message]) -> list[int]:

@@ -10,7 +10,9 @@ import openai
 import pytest
 import urllib3
 
+from lightning_rl.compat.messages import TraceToMessages
 from lightning_rl_adapters import credit, forest, rows, semconv
+from lightning_rl_adapters.tool_schemas import tools_of
 from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.proxy.conftest import EITHER_SERVER, MODEL, Served
@@ -141,6 +143,23 @@ def test_what_clients_change_in_an_echo_still_finds_its_call(served: Served, ech
     served.seal()
     one, two = served.ledger.calls()
     assert two.parent_id == one.call_id
+
+
+def test_tools_are_recorded_once_of_an_attempt_and_give_conversations_theirs(served: Served) -> None:
+    tools: Any = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("run", "look")
+    ]
+    sdk = client(served)
+    answer = say(sdk, [user("one")], tools=tools)
+    history = [user("one"), {"role": "assistant", "content": answer}, user("two")]
+    say(sdk, history, tools=tools)
+    say(sdk, [user("other")], tools=tools[:1])
+    say(sdk, [user("none")])
+    served.seal()
+    held = [span for span in served.ledger.spans if span.name == semconv.TOOLS_SPAN]
+    assert sorted(map(len, tools_of(held).values())) == [1, 2]
+    shown = [row["tools"] for row in TraceToMessages().adapt(served.ledger.spans)]
+    assert shown == [tools, tools, tools[:1], None]
 
 
 def test_tool_calls_are_parsed_and_their_results_continue_the_call(served: Served) -> None:

@@ -231,7 +231,8 @@ def test_a_conversation_with_images_goes_on_with_them_in_their_places_and_none_i
     pair.both("chat/completions", chat(third, tools=tools))
     assert newest(pair).attributes[semconv.PARENT] is not None
     assert [one.image.data for one in pair.two.engine.media[-1]] == [CAT, DOG, CAT]
-    assert given == [semconv.CALL_SPAN]
+    assert given == [semconv.CALL_SPAN]  # the tools are known there, too
+    assert [span.name for span in pair.recorded(pair.two)].count(semconv.TOOLS_SPAN) == 1
     # Another image in the place of one: another branch; one that nobody showed before is recorded, once.
     bird = seeing.picture(3, 16, 24)
     for last in (DOG, bird, bird):

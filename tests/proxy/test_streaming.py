@@ -21,7 +21,7 @@ from lightning_rl_proxy.forest.raw_prompts import PlainText
 from lightning_rl_proxy.rendering.parsing import AnswerParser
 from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
-from tests.proxy.conftest import EITHER_SERVER, Served
+from tests.proxy.conftest import EITHER_SERVER, Served, calls_in
 from tests.random_examples import examples
 
 USER = {"role": "user", "content": "how many?"}
@@ -264,7 +264,7 @@ def test_the_recorded_ids_through_the_serializer_are_the_streamed_events(
     key = {"authorization": f"Bearer {served.key()}"}
     streamed = httpx.post(served.url + path, json=fields, headers=key, timeout=20).content
     served.run(served.gateway._recorder.stored)
-    [span] = served.ledger.spans
+    [span] = calls_in(served.ledger.spans)
     call, request = from_span(span), dialect.parse(fields)
     opening = Opening(
         call_id=call.call_id,

@@ -54,6 +54,7 @@ class LiveForest:
         self.images: dict[str, Image] = {}
         self.image_urls: dict[str, str] = {}
         self.images_recorded: set[str] = set()
+        self.tools_recorded: set[str] = set()  # by their digests
         self._unread: list[list[Answered]] = []  # the answers of each request since the last one
         # What is read, in order of answers: all calls; those behind a head and key; the last at an end; the last that
         # said a message; and, by the key behind it and its tool-call ids, the answer with those ids. `_asked` are whole

@@ -62,6 +62,8 @@ class Recovery:
                 image = _image(span.attributes)
                 self.forest.show(image)
                 self.forest.images_recorded.add(image.sha256)
+            elif span.name == semconv.TOOLS_SPAN:
+                self.forest.tools_recorded.add(span.attributes[semconv.TOOLS])
         for call, attributes in _as_answered(spans):
             self.next_number = max(self.next_number, call.number + 1)
             if call.delivered and semconv.OUTPUT_MESSAGES in attributes and self._is_whole(call):

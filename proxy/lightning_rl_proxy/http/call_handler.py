@@ -23,6 +23,7 @@ from lightning_rl_adapters.call import Call, to_span
 from lightning_rl_adapters.ids import new_call_id
 from lightning_rl_adapters.media import media_span
 from lightning_rl_adapters.span import Span
+from lightning_rl_adapters.tool_schemas import tools_span
 from lightning_rl_proxy.dialects import chat_completions, responses
 from lightning_rl_proxy.dialects.base import Dialect, Events, NamedTool, Opening, Request
 from lightning_rl_proxy.engines.base import Engine, EngineTokens
@@ -178,6 +179,7 @@ class CallHandler:
         else:
             self._count_fork(place)
             self._record_images(attempt, place)
+            self._record_tools(context, place)
         room = _room(request, len(place.prompt_ids) + len(forced))
         reader: Reader = renderer if request.prompt is None else PlainText(renderer)
         choices = [
@@ -219,6 +221,14 @@ class CallHandler:
                     at_ns=self._clock(),
                 )
             )
+
+    def _record_tools(self, context: CallContext, place: Place) -> None:
+        """Tools once, before the first call that shows them."""
+        tools, digest, recorded = context.request.tools, place.asked.tools.hex(), context.attempt.forest.tools_recorded
+        if tools and digest not in recorded:
+            recorded.add(digest)
+            address = context.attempt.address
+            self._record(tools_span(address.rollout_id, address.attempt_id, digest, tools, at_ns=self._clock()))
 
     async def _sample(self, choice: "_SampledChoice", stream: "_AnswerStream") -> ParsedAnswer:
         context, generation = choice.context, choice.generation
@@ -275,6 +285,7 @@ class CallHandler:
             chat_answers = await _each(
                 self._ask(context, place, first + index, index, call_id) for index, call_id in enumerate(call_ids)
             )
+            self._record_tools(context, place)
         if context.dialect is chat_completions and not request.stream:
             return chat_completions.merge([answer.body for answer in chat_answers])
         answers = [relayed_calls.answer_of(answer) for answer in chat_answers]

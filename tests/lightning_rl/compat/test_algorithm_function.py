@@ -15,6 +15,7 @@ from lightning_rl.inspect.dev import Dev
 from lightning_rl.store.contract import Finish
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import to_span
+from tests.adapters.test_conventions import recorded
 from tests.adapters.words import say
 from tests.lightning_rl.runner.conftest import Policy
 
@@ -151,3 +152,11 @@ def test_an_attempts_calls_as_conversations() -> None:
     ]
     rows = agl.TraceToMessages().adapt(spans)
     assert [[message["content"] for message in row["messages"]] for row in rows] == [["a", "b"], ["a", "b", "c", "d"]]
+    assert [row["tools"] for row in rows] == [None, None]
+
+
+def test_calls_that_an_agents_own_spans_tell_of_are_conversations_too() -> None:
+    for name in ("openllmetry", "openllmetry_before_1_0", "openinference"):
+        first, *_, last = agl.TraceToMessages().adapt(recorded(name))
+        assert [message["content"] for message in last["messages"]] == ["Add.", "1 + 2?", "I add."], name
+        assert [tool["function"]["name"] for tool in first["tools"]] == ["add"]

@@ -340,6 +340,9 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
 ]
 # Shown elsewhere, each by tests of its own: of this file, or FILE::TEST below tests/lightning_rl.
 ELSEWHERE = {
+    "algorithm.train_spans": (
+        "ppo/test_ppo_spans.py::test_an_agent_that_never_called_the_gateway_is_trained_from_its_spans"
+    ),
     "actor_rollout_ref.rollout.multi_turn.tool_config_path": (
         "tools/test_config.py::test_both_documented_shapes_give_the_whole_schema"
     ),

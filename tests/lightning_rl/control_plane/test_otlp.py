@@ -131,7 +131,9 @@ def test_what_real_instrumentations_exported_are_triplets_where_they_have_token_
     served.client().finish(*place(claim), Finish(status="succeeded", reward=0.5))
     status, told = served.call("GET", f"{path}?source=otel")
     assert status == 200
-    assert [each["response_token_ids"] for each in told["triplets"]] == [[21, 22, 23]] * 2
+    assert [each["response_token_ids"] for each in told["triplets"]] == [[21, 22, 23], [], [21, 22, 23]]
+    assert [each["exact"] for each in told["triplets"]] == [True, False, True]
+    assert [each["content"] for each in told["triplets"][1]["response_messages"]] == ["I add."]
     assert {(each["verified"], each["convention"]) for each in told["triplets"]} == {(False, "openinference")}
     assert {each["reward"] for each in told["triplets"]} == {0.5}
     [diagnosis] = told["diagnoses"]
@@ -139,6 +141,7 @@ def test_what_real_instrumentations_exported_are_triplets_where_they_have_token_
     assert "llm.base_url" in diagnosis["advice"]
     trace = served.store.traces([claim.rollout.rollout_id])[claim.rollout.rollout_id]
     assert trajectory_of(trace, agent_failure=0.0).sampled_tokens == 0
+    assert trajectory_of(trace, agent_failure=0.0, spans=True).sampled_tokens == 6
     status, wrong = served.call("GET", f"{path}?source=other")
     assert (status, "Invalid enum value 'other'" in wrong["error"]["message"]) == (400, True)
 

@@ -248,7 +248,7 @@ def test_an_agent_that_called_beside_the_gateway_is_told_where_what_is_missing_a
     found = findings(run_of(tmp_path / "2", rollouts=several(2, calls=[], seen="openinference")))
     told_of_ids = found["calls_beside_the_gateway_openinference"].told
     assert "2 have token ids in the agent's own spans (triplets?source=otel)" in told_of_ids
-    assert "they are not trained" in told_of_ids
+    assert "they are trained where algorithm.train_spans=true says so" in told_of_ids
 
 
 def test_a_finding_names_a_rollout_to_look_at(tmp_path: Path) -> None:

@@ -255,6 +255,48 @@ def test_the_agent_of_a_run_is_the_graph_that_its_configuration_names(
     assert len(recorded()[0]) == 1
 
 
+ONE_NODE = """
+from langgraph.graph import START, MessagesState, StateGraph
+from lightning_rl.langgraph import ChatModel
+
+def ask(state):
+    return {"messages": [ChatModel().invoke(state["messages"])]}
+
+draft = StateGraph(MessagesState).add_node("ask", ask).add_edge(START, "ask")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("one", ""), ("two", "graph = draft.compile()"), ("three", "def graph(): return draft")]
+)
+def test_the_path_of_a_file_alone_is_its_graph(
+    served: Served, run: Run, recorded: Recorded, tmp_path: Path, name: str, more: str
+) -> None:
+    """verl's form, in YAML: `path: /path/to/graph.py`."""
+    file = tmp_path / f"graph_{name}.py"
+    file.write_text(ONE_NODE + more)
+    written = tmp_path / "run.yaml"
+    written.write_text(
+        "actor_rollout_ref:\n  rollout:\n    multi_turn:\n      chat_template_kwargs: {enable_thinking: false}\n"
+        f"      langgraph:\n        path: {file}\n        graph_config: {{recursion_limit: 100}}\n"
+    )
+    [agent] = configured_agents(compose(file=written))
+    run(agent_of_run(None, [agent]), "hi")
+    [call] = recorded()[0]
+    assert call.agent == "ask"
+
+
+def test_a_file_of_no_graph_or_of_several_asks_which(tmp_path: Path) -> None:
+    several = (ONE_NODE + "other = draft.compile()", "several graphs, draft, other")
+    for name, (text, told) in {"several": several, "nothing": ("x = 1", "no graph")}.items():
+        file = tmp_path / f"{name}_of_a_test.py"
+        file.write_text(text)
+        with pytest.raises(GraphError, match=f"has no `graph`, and {told}: name the one that is meant, .*:NAME"):
+            agent_of(str(file))
+    with pytest.raises(NotLoadable, match="there is no file"):
+        agent_of(str(tmp_path / "missing.py"))
+
+
 def test_there_is_one_agent_given_or_named() -> None:
     given = as_agent(lambda task: 1.0)
     assert agent_of_run(given, named({})) is given

@@ -7,6 +7,7 @@ import msgspec
 from lightning_rl.rewards.finished import finished_rollout
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call
+from tests.adapters.test_conventions import recorded
 from tests.adapters.words import attempt_of, rollout_of, say
 
 
@@ -74,3 +75,11 @@ def test_it_has_the_task_the_group_and_the_agents_rewards() -> None:
     assert (rollout.rollout_id, rollout.group_id, rollout.task) == ("r", "g", {"question": "?"})
     assert rollout.rewards == {"reward": 1.0, "format": 0.5}
     assert seen([say(1, "a", "b")]).group_id == "r", "a rollout without a group is its own"
+
+
+def test_of_an_agent_that_never_called_the_gateway_its_own_spans_are_read() -> None:
+    attempt = attempt_of([])
+    for name in ("gen_ai", "openllmetry_before_1_0", "openinference"):
+        found = finished_rollout(rollout_of(attempt).rollout, recorded(name), "policy")
+        assert (found.answer, contents(found)[:2]) == ("I add.", ["Add.", "1 + 2?"]), name
+        assert finished_rollout(rollout_of(attempt).rollout, recorded(name), "other").messages == []

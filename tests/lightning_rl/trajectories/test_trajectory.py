@@ -5,11 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from lightning_rl.store.contract import Attempt, AttemptTrace, Rollout, RolloutConfig, RolloutTrace
+from lightning_rl.store.contract import Attempt, AttemptTrace, Reward, Rollout, RolloutConfig, RolloutTrace
 from lightning_rl.trajectories.token_account import ConservationError, TokenAccount
 from lightning_rl.trajectories.trajectory import informative, trajectory_of
 from lightning_rl_adapters.call import to_span
 from tests.adapters.forests import make_call
+from tests.adapters.test_conventions import answer, span
 
 
 def trace(
@@ -131,3 +132,39 @@ def test_a_group_says_something_where_its_rollouts_differ_in_the_reward_that_is_
     lost = [rollout("c", 1.0, 1.0), rollout("c", None, 0.0)]  # takes no part, so it makes no difference
     assert [[t.group_id for t in group] for group in informative([*found, *lost], "reward")] == [["b", "b"]]
     assert [[t.group_id for t in group] for group in informative([*found, *lost], "correct")] == [["a", "a"]]
+
+
+def test_tokens_of_agents_own_spans_are_received_of_every_attempt_and_trained_of_the_one_that_counts() -> None:
+    def told(attempt: str) -> Any:
+        kind = {"openinference__span__kind": "LLM", "llm__model_name": "m"}
+        return msgspec.structs.replace(span(1, **kind, output__value=answer("c1")), attempt_id=attempt)
+
+    both = trace([], [], counting=1)
+    attempts = [
+        msgspec.structs.replace(each, spans=[told(each.attempt.attempt_id)], rewards=[
+            Reward(reward_id="1", value=0.5, name="good", call_id="c1")
+        ])
+        for each in both.attempts
+    ]  # fmt: skip
+    both = msgspec.structs.replace(both, attempts=attempts)
+    found = trajectory_of(both, agent_failure=0.0, max_tokens=100, model="m", spans=True)
+    assert (masked(found), found.excluded, found.span_tokens) == (3, {"superseded": 3}, 6)
+    assert (list(found.rewards.of_calls.values()), found.lost_rewards) == ([{"good": 0.5}], 0)
+    assert found.earlier_tokens == 0
+    untold = trajectory_of(both, agent_failure=0.0, max_tokens=100, model="m")
+    assert (untold.calls, untold.span_tokens, untold.lost_rewards) == (0, 0, 1)
+
+
+def test_what_no_gateway_counted_is_on_both_sides_of_the_account() -> None:
+    account = TokenAccount("m")
+    account.from_spans = 6
+    account.train(13)
+    assert account.check(received=10, pending=3) == {
+        "tokens/received": 16.0, "tokens/trained": 13.0, "tokens/pending": 3.0, "tokens/from_spans": 6.0,
+    }  # fmt: skip
+    again = TokenAccount("m")
+    again.load_state_dict(account.state_dict())
+    assert again.from_spans == 6
+    again.from_spans = 5
+    with pytest.raises(ConservationError, match="handed over 10 tokens and agents' spans told of 5, but 13 trained"):
+        again.check(received=10, pending=3)

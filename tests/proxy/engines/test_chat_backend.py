@@ -15,7 +15,7 @@ from lightning_rl_adapters.span import Span
 from lightning_rl_proxy.engines.chat_backend import LitellmBackend, OpenAIBackend
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.routing.router import Router
-from tests.proxy.conftest import SECRET, MemoryLedger, Served, listening
+from tests.proxy.conftest import SECRET, MemoryLedger, Served, calls_in, listening
 from tests.proxy.engines.service import Service, prompt_ids, running
 from tests.proxy.test_gateway import Message, client, post, say, user
 
@@ -41,7 +41,7 @@ def ask(served: Served, messages: list[Any], **more: Any) -> str:
 
 def spans(served: Served) -> list[Span]:
     served.seal()
-    return sorted(served.ledger.spans, key=lambda span: span.number)
+    return sorted(calls_in(served.ledger.spans), key=lambda span: span.number)
 
 
 def answered(text: str) -> Message:

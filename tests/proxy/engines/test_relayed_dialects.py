@@ -9,8 +9,9 @@ import openai
 import pytest
 
 from lightning_rl_adapters import semconv
+from lightning_rl_adapters.tool_schemas import tools_of
 from lightning_rl_proxy.engines.chat_backend import LitellmBackend, OpenAIBackend
-from tests.proxy.conftest import Served
+from tests.proxy.conftest import Served, calls_in
 from tests.proxy.engines.service import Service, running
 from tests.proxy.test_gateway import client, user
 
@@ -54,7 +55,7 @@ def test_a_message_becomes_a_chat_and_its_answer_a_message(helped: Served, servi
     assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
     assert (answer.stop_reason, answer.usage.input_tokens, answer.usage.output_tokens) == ("tool_use", 11, 5)
     helped.seal()
-    [span] = helped.ledger.spans
+    [span] = calls_in(helped.ledger.spans)
     assert span.attributes[semconv.DIALECT] == "messages"
     assert span.attributes[semconv.SAMPLING_REQUESTED] == {"max_tokens": 50, "stop": ["END"]}
 
@@ -237,7 +238,9 @@ def test_text_tools_and_usage_come_back_in_the_dialect_that_asked(
     [tool] = sent["tools"]
     assert (tool.get("function") or tool)["name"] == "look_up"
     beside.seal()
-    [span] = beside.ledger.spans
+    [span] = calls_in(beside.ledger.spans)
+    [shown] = tools_of(beside.ledger.spans).values()
+    assert [each["function"]["name"] for each in shown] == ["look_up"]
     assert (span.attributes[semconv.OUTPUT_TOKENS], span.attributes[semconv.REQUEST_MODEL]) == (tokens, "helper")
     [message] = span.attributes[semconv.OUTPUT_MESSAGES]
     assert (message["content"], message["tool_calls"][0]["function"]["name"]) == ("let me see", "look_up")

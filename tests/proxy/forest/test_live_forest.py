@@ -21,7 +21,7 @@ from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
-from tests.proxy.conftest import MODEL, SECRET, MemoryLedger, ScriptedEngine, Served, listening
+from tests.proxy.conftest import MODEL, SECRET, MemoryLedger, ScriptedEngine, Served, calls_in, listening
 
 pytestmark = pytest.mark.usefixtures("either_length")
 
@@ -59,7 +59,7 @@ class Story:
 
     def spans(self) -> list[Span]:
         self.served.seal()
-        return sorted(self.served.ledger.spans, key=lambda span: span.number)
+        return sorted(calls_in(self.served.ledger.spans), key=lambda span: span.number)
 
     def forks(self) -> list[tuple[str, dict[str, Any] | None]]:
         """The cause of every fork and where it is, in order of arrival."""

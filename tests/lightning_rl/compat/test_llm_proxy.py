@@ -1,0 +1,88 @@
+"""Agent-lightning's LLMProxy composed by hand: models behind the gateway of a store's server, and out of it again."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+import lightning_rl as agl
+from lightning_rl.control_plane.launch import launch
+from lightning_rl.store.contract import Finish, RolloutRequest
+from tests.lightning_rl.runner.conftest import Policy
+from tests.proxy.engines.service import running
+
+
+def listed(name: str, model: str, **more: Any) -> dict[str, Any]:
+    return {"model_name": name, "litellm_params": {"model": model, **more}}
+
+
+def test_a_composition_by_hand_asks_its_model_and_records_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("THEIR_KEY", "k1")
+    with (
+        running() as service,
+        launch(tmp_path, Policy(), admin_key="admin", runner_key="runner", session=False) as serving,
+    ):
+        service.reply = lambda body: "it is " + body["messages"][0]["content"]
+        store = agl.LightningStoreClient(serving.url, "admin")
+        models = [listed("small", "openai/gpt-small", api_base=service.url, api_key="os.environ/THEIR_KEY")]
+        proxy = agl.LLMProxy(port=4000, model_list=models, store=store)
+        assert "LLMProxy starts no server, so ['port'] have no effect" in caplog.text
+        asyncio.run(proxy.start())
+        assert proxy.is_running()
+        asyncio.run(store.add_resources({"main_llm": proxy.as_resource()}))
+        claim = store.store.start(RolloutRequest(task="x", mode="train"))
+        llm = claim.resources["main_llm"]
+        with openai.OpenAI(base_url=llm["base_url"], api_key=llm["api_key"]) as client:
+            answer = client.chat.completions.create(model=llm["model"], messages=[{"role": "user", "content": "x"}])
+        assert answer.choices[0].message.content == "it is x"
+        store.store.finish(claim.rollout.rollout_id, claim.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
+        [call] = asyncio.run(store.query_spans(claim.rollout.rollout_id))
+        assert call.attributes["gen_ai.response.model"] == "small"
+        [sent] = service.requests
+        assert (sent["model"], service.keys) == ("gpt-small", ["Bearer k1"])
+        with pytest.raises(RuntimeError, match="stop it before another store is set"):
+            proxy.set_store(store)
+        asyncio.run(proxy.update_model_list([listed("other", "openai/gpt-other", api_base=service.url)]))
+        assert [engine["model"] for engine in store.store.engines()] == ["other"]
+        asyncio.run(proxy.stop())
+        assert (proxy.is_running(), store.store.engines()) == (False, [])
+        store.store.close()
+
+
+def test_what_a_proxy_cannot_be_told_is_an_error_that_says_what_does_its_work() -> None:
+    instead = {"middlewares": "takes no middleware", "callbacks": "records token ids", "nonsense": "no such"}
+    for name, why in instead.items():
+        with pytest.raises(TypeError, match=f"LLMProxy takes no '{name}': .*{why}"):
+            agl.LLMProxy(model_list=[], **{name: ["x"]})
+    with pytest.raises(ValueError, match=r"litellm_params \['rpm'\] are not taken"):
+        agl.LLMProxy(model_list=[listed("a", "openai/a", rpm=3)])
+    with pytest.raises(ValueError, match="give model_name, and litellm_params with model"):
+        agl.LLMProxy(model_list=[{"model_name": "a"}])
+    two = agl.LLMProxy(model_list=[listed("a", "openai/a"), listed("b", "openai/b")])
+    with pytest.raises(ValueError, match=r"which of the models \['a', 'b'\]"):
+        two.as_resource()
+    resource = two.as_resource(model="b", sampling_parameters={"temperature": 0.5})
+    assert (resource.model, resource.sampling_parameters) == ("b", {"temperature": 0.5})
+    with pytest.raises(ValueError, match="comes with its claim"):
+        two.as_resource("r", "a", model="b")
+    with pytest.raises(RuntimeError, match="the proxy has no store"):
+        asyncio.run(two.start())
+
+
+def test_a_vllm_server_is_an_engine_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[Any, ...]] = []
+
+    class Store:
+        def register_engine(self, *arguments: Any, **more: Any) -> dict[str, Any]:
+            told.append((*arguments, more["api_key"], more["remote_model"]))
+            return {"engine_id": "e1"}
+
+    store = agl.LightningStoreClient("http://127.0.0.1:9", "k")
+    monkeypatch.setattr(store, "store", Store())
+    model = listed("policy", "hosted_vllm/Qwen/Qwen3-0.6B", api_base="http://127.0.0.1:8000/v1/")
+    asyncio.run(agl.LLMProxy(model_list=[model], store=store).start())
+    assert told == [("policy", "vllm", "http://127.0.0.1:8000", None, None)]
