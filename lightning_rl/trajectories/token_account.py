@@ -1,7 +1,8 @@
 """The conservation law: tokens received from engines = trained + excluded, by reason + pending.
 
-The gateway counts what engines hand over; this account counts what training does with the rows that were cut from the
-recorded spans. The two sides meet only here, so a token lost or doubled anywhere between stops the run.
+Gateways count what engines hand over for the rollouts of a run; this account counts what training does with the rows
+that were cut from the recorded spans. The two sides meet only here, so a token lost or doubled anywhere between stops
+the run.
 """
 
 from collections import Counter
@@ -15,10 +16,14 @@ class ConservationError(Explained, RuntimeError):
 
 
 class TokenAccount:
-    """What became of one model's sampled tokens, cumulative over a run."""
+    """What became of one model's sampled tokens, cumulative over a run.
+
+    `received` counts those that engines handed over for rollouts that were entered.
+    """
 
     def __init__(self, model: str) -> None:
         self.model = model
+        self.received = 0
         self.trained = 0
         self.excluded: Counter[str] = Counter()
 
@@ -38,15 +43,19 @@ class TokenAccount:
 
     def state_dict(self) -> dict[str, Any]:
         """The account, for a checkpoint."""
-        return {"trained": self.trained, "excluded": dict(self.excluded)}
+        return {"received": self.received, "trained": self.trained, "excluded": dict(self.excluded)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with an account that was saved."""
         self.trained, self.excluded = state["trained"], Counter(state["excluded"])
+        self.received = state["received"]
 
-    def check(self, received: int, pending: int) -> dict[str, float]:
-        """The account as metrics. Raises ConservationError where it does not balance."""
-        entered = self.entered
+    def check(self, pending: int) -> dict[str, float]:
+        """The account as metrics; `pending` tokens are of rollouts that were not entered.
+
+        Raises ConservationError where it does not balance.
+        """
+        received, entered = self.received + pending, self.entered
         if received != entered + pending:
             reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(self.excluded.items()))
             raise ConservationError(

@@ -33,8 +33,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     masks of `rows` hold all others. `why_left_out` has the reason of every call that is left out for itself.
     `other_calls` went to other models than the policy. `lost_rewards` were for calls that are not there. `ended_by` is
     what ended it, where an agent loop says it (`loops.limits`). `media` has the images that its rows show, by their
-    SHA-256. `earlier_tokens` are those of all its attempts that were sampled before the present run of the trainer
-    began. `task` is what it ran on.
+    SHA-256. `recorded_tokens` are those of each of its attempts, by attempt id. `task` is what it ran on.
     """
 
     rollout_id: str
@@ -52,7 +51,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     other_calls: int = 0
     lost_rewards: int = 0
     error: ErrorInfo | None = None
-    earlier_tokens: int = 0
+    recorded_tokens: dict[str, int] = {}
     ended_by: str | None = None
     media: dict[str, bytes] = {}
     task: Any = None
@@ -73,7 +72,6 @@ def trajectory_of(
     *,
     agent_failure: float | None,
     max_tokens: int | None = None,
-    began_ns: int = 0,
     model: str | None = None,
     select: Callable[[Call], bool] | None = None,
     weights: Mapping[str, float] | None = None,
@@ -82,15 +80,14 @@ def trajectory_of(
     """Read a rollout's trace.
 
     `agent_failure` is the reward of a rollout whose agent failed or gave none (None: it is left out); rows longer than
-    `max_tokens` are excluded as overlong, with `whole` all the others of the rollout too; calls that ended before
-    `began_ns` (since the epoch) count as earlier.
+    `max_tokens` are excluded as overlong, with `whole` all the others of the rollout too.
     With a `model` only its calls are read: the token account is per model, and helpers have no place in the policy's.
     Of these, calls that `select` is false of are context: `not_selected`. `weights` make the final reward of the named
     ones.
 
     Raises ForestError and ConservationError where the records do not fit together.
     """
-    records = _read(trace, model, began_ns)
+    records = _read(trace, model)
     rewards = records.rewards if weights is None else credit.weighed(records.rewards, weights)
     judged = _judge(records, rewards, agent_failure, select)
     cut = _cut(records, judged, max_tokens, whole=whole)
@@ -111,7 +108,7 @@ def trajectory_of(
         other_calls=records.other_calls,
         lost_rewards=records.lost_rewards,
         error=rollout.error,
-        earlier_tokens=records.earlier_tokens,
+        recorded_tokens=records.recorded_tokens,
         ended_by=records.ended_by,
         media=records.media,
         task=rollout.task,
@@ -130,7 +127,7 @@ class _Records:
     excluded: Counter[str] = field(default_factory=Counter)
     other_calls: int = 0
     lost_rewards: int = 0
-    earlier_tokens: int = 0
+    recorded_tokens: dict[str, int] = field(default_factory=dict)
     ended_by: str | None = None
     media: dict[str, bytes] = field(default_factory=dict)
 
@@ -151,7 +148,7 @@ class _Judgement:
     left_out: dict[str, int]
 
 
-def _read(trace: RolloutTrace, model: str | None, began_ns: int) -> _Records:
+def _read(trace: RolloutTrace, model: str | None) -> _Records:
     """The calls, rewards and forest of the counting attempt, and the tokens of the others, by reason."""
     rollout = trace.rollout
     records = _Records(rollout, forest.build([]))
@@ -159,7 +156,8 @@ def _read(trace: RolloutTrace, model: str | None, began_ns: int) -> _Records:
         recorded = calls_of(attempt.spans)
         calls = [call for call in recorded if model is None or call.model == model]
         records.other_calls += len(recorded) - len(calls)
-        records.earlier_tokens += sum(call.sampled_tokens for call in calls if call.end_ns < began_ns)
+        sampled = sum(call.sampled_tokens for call in calls)
+        records.recorded_tokens[attempt.attempt.attempt_id] = sampled
         if attempt.attempt.attempt_id == rollout.counting_attempt_id:
             records.media = media_of(attempt.spans)
             records.forest = forest.build(calls if rollout.mode != "train" else map(_with_known_logprobs, calls))
@@ -167,7 +165,7 @@ def _read(trace: RolloutTrace, model: str | None, began_ns: int) -> _Records:
             ids = {call.call_id for call in recorded}
             records.rewards, records.lost_rewards = _rewards(attempt, rollout.rewards, rollout.reward, ids)
         elif reason := why_excluded(rollout, attempt.attempt):
-            records.excluded[reason] += sum(call.sampled_tokens for call in calls)
+            records.excluded[reason] += sampled
     return records
 
 
