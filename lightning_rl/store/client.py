@@ -270,6 +270,10 @@ class HttpStore:
         answer = self._call("GET", "/engines", None, dict[str, list[dict[str, Any]]])
         return answer["engines"]
 
+    def remove_engine(self, engine_id: str) -> None:
+        """Take an engine out: it gets no new calls, and those in flight end."""
+        self._call("DELETE", f"/engines/{engine_id}", None, dict[str, Any])
+
     def pause(
         self,
         model: str | None = None,

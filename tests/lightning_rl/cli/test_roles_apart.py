@@ -37,12 +37,23 @@ async def solve(task: dict, llm: LLM) -> float:
         answer = await client.chat.completions.create(model="gpt-4o", messages=chat)
     return len(answer.choices[0].message.content) + random.random()  # so that every group says something
 """
-MODEL = ["--model", "small", "--tokenizer", str(tutorial.checkpoint()), "--renderer", "qwen3"]
+PAGE = Path(__file__).parents[3] / "docs" / "roles-apart.md"
+MODEL = str(tutorial.checkpoint())
 KEYWORDS = [
-    "data.train_files=tasks.jsonl", "data.train_batch_size=2", "data.max_response_length=8",
-    "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.renderer=qwen3", "trainer.save_freq=1",
+    "data.train_batch_size=2", "data.max_response_length=8", "actor_rollout_ref.rollout.n=2", "trainer.save_freq=1",
 ]  # fmt: skip
+AT = "http://127.0.0.1:8080"  # where the page has the server
 WAIT_SECONDS = 120
+
+
+def command(name: str, *changed: tuple[str, str]) -> list[str]:
+    """The words of a command of the page, for the tutorial's model."""
+    [line] = re.findall(rf"^lightning-rl ({name} .*)$", PAGE.read_text(), re.MULTILINE)
+    line = line.replace("Qwen/Qwen3-0.6B", MODEL)
+    for before, after in changed:
+        assert before in line
+        line = line.replace(before, after)
+    return line.split()
 
 
 @dataclass
@@ -63,7 +74,7 @@ class Place:
         )
 
     def train(self, *words: str, at: str = "") -> "subprocess.Popen[str]":
-        return self.start("train", "--json", "--server", at or self.url, *words)
+        return self.start(*command("train", (AT, at or self.url)), "--json", *words)
 
     @property
     def store(self) -> HttpStore:
@@ -90,17 +101,18 @@ def running(place: Place, *words: str, until: str) -> Iterator[str]:
 @contextlib.contextmanager
 def server(place: Place, *words: str) -> Iterator[str]:
     """`lightning-rl serve`; its URL."""
-    with running(place, "serve", *MODEL, "--port", "0", *words, until=r" at (http://\S+)") as url:
+    serve = command("serve", ("--port 8080", "--port 0"))
+    with running(place, *serve, *words, until=r" at (http://\S+)") as url:
         yield url
 
 
 def runner(place: Place, url: str) -> contextlib.AbstractContextManager[str]:
-    return running(place, "runner", "--store", url, "--agent", "my_agent:solve", "--n", "4", until="Logs: ")
+    return running(place, *command("runner", (AT, url)), "--n", "4", until="Logs: ")
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """A server with a runner."""
+    """A server with a runner, as the page starts them."""
     made = written(tmp_path_factory.mktemp("roles"))
     with server(made) as url, runner(made, url):
         made.url = url
@@ -146,12 +158,12 @@ def test_three_commands_train_a_model_and_a_script_is_the_next_run(
     assert len(rollouts) == 8
     check_account(done["metrics"], rollouts, place.store)
     assert place.store.engines() == [], "the trainer's engine is gone with it"
-    assert place.store.resources().resources["main_llm"]["model"] == "small"
+    assert place.store.resources().resources["main_llm"]["model"] == MODEL
 
     monkeypatch.setenv(ADMIN_KEY, KEYS[ADMIN_KEY])
     given = {
         "data": {"train_batch_size": 2, "max_response_length": 8},
-        "actor_rollout_ref": {"rollout": {"n": 2, "renderer": "qwen3"}},
+        "actor_rollout_ref": {"rollout": {"n": 2}},
         "trainer": {"total_training_steps": 1, "logger": []},
     }
     trainer = lrl.Trainer(store=lrl.LightningStoreClient(place.url), run_dir=place.folder / "script")
@@ -179,7 +191,7 @@ def test_a_killed_trainer_leaves_the_server_as_it_was_and_its_run_is_gone_on_wit
     process.kill()
     process.communicate()
     time.sleep(6)  # in which attempts without an engine would fail again and again
-    done = result(place.train("--resume", "killed"))
+    done = result(place.start("train", "--json", "--server", place.url, "--resume", "killed"))
     assert done["steps"] == 3
     assert done["metrics"]["training/policy_version"] == 3, "no rollout was used up while nobody could sample it"
     excluded = sum(value for name, value in done["metrics"].items() if name.startswith("tokens/excluded/"))
@@ -195,7 +207,7 @@ def test_a_run_at_two_gateways_over_postgresql(tmp_path: Path, postgres_url: str
         runner(place, second),
     ):
         place.url = first
-        done = result(place.train(*KEYWORDS, "trainer.total_training_steps=2"))
+        done = result(place.train(*KEYWORDS, "trainer.total_training_steps=2", "trainer.schedule=async"))
         rollouts = of_run(place.store, done["run_dir"])
         check_account(done["metrics"], rollouts, place.store)
         stores = [HttpStore(url, KEYS[ADMIN_KEY]) for url in (first, second)]
