@@ -31,7 +31,7 @@ from lightning_rl.compat.agent_lightning import (
 )
 from lightning_rl.compat.lightning_store import LightningStore, LightningStoreClient
 from lightning_rl.control_plane import launch as server
-from lightning_rl.control_plane.attach import attached, check_server
+from lightning_rl.control_plane.attach import LEASE_SECONDS, attached, check_server
 from lightning_rl.errors import Explained, WorkerDied
 from lightning_rl.files import owned
 from lightning_rl.processes.service_keys import RUNNER_KEY, SHORTEST, is_loopback
@@ -52,6 +52,7 @@ _ORDERS = "Trainer(agent).fit(algorithm, tasks), or Trainer(algorithm=algorithm)
 
 _LOOPBACK = "127.0.0.1"
 _RUN_ID = "run.id"  # in the run folder
+_OWN_LEASE_SECONDS = 86400.0  # a server of ours ends with us; a trainer that is only stopped for a while goes on
 
 
 class RunFolderUsed(Explained, FileExistsError):
@@ -161,7 +162,7 @@ class Trainer:
         give_parts(running, self.adapter, self.initial_resources)
         if isinstance(agent, FunctionAgent) and running.resources is not None:
             agent.check_resources(running.resources)
-        self._run(agent and hooked(agent, self.hooks), running, train_dataset, val_dataset)
+        self._run(None if agent is None else hooked(agent, self.hooks), running, train_dataset, val_dataset)
         return running
 
     def _run(
@@ -203,7 +204,8 @@ class Trainer:
             store, runner_key, serving = self._at_server(run_dir, endpoint, parts)
             _write_private(run_dir / _RUN_ID, algorithm.run_id)
             _write_private(run_dir / "server.url", store.url)
-            attachment = parts.enter_context(attached(store, algorithm.run_id, endpoint))
+            lease_seconds = LEASE_SECONDS if serving is None else _OWN_LEASE_SECONDS
+            attachment = parts.enter_context(attached(store, algorithm.run_id, endpoint, lease_seconds=lease_seconds))
             algorithm.store, algorithm.began_ns = store, attachment.began_ns
             working = parts.enter_context(self._runners(agent, algorithm, endpoint, runner_key, run_dir))
 

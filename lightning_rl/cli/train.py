@@ -95,6 +95,8 @@ def run(
     agent = None if settings.agent is None else load_agent(settings.agent)
     if server is None:
         agent_of_run(agent, configured_agents(settings))  # raises before anything is begun
+    elif agent is not None:
+        raise ConfigError(f"the runners of {server} have the agent: leave agent={settings.agent} out")
     if settings.data.train_files is None and not settings.trainer.val_only:
         raise ConfigError("name the tasks: data.train_files=tasks.jsonl")
     if dry_run:

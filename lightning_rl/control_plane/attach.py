@@ -22,7 +22,7 @@ from lightning_rl.store.client import HttpStore
 from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, StoreError, Unreachable
 from lightning_rl_proxy.rendering.load import load_renderer
 
-_LEASE_SECONDS = 60.0
+LEASE_SECONDS = 60.0
 _RENEWAL_SECONDS = 0.5  # between two words of a run
 
 
@@ -78,7 +78,7 @@ class Attachment:
 
 @contextmanager
 def attached(
-    store: HttpStore, run_id: str, policy: ServedPolicy, *, lease_seconds: float = _LEASE_SECONDS
+    store: HttpStore, run_id: str, policy: ServedPolicy, *, lease_seconds: float = LEASE_SECONDS
 ) -> Iterator[Attachment]:
     """The run with its engines at a server, for as long as the block runs.
 

@@ -7,11 +7,13 @@ costs no rollout an attempt: calls wait until it is there again, or given up.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated
 
 import msgspec
+from sqlalchemy.exc import SQLAlchemyError
 
 from lightning_rl.control_plane.gateways.cluster_rpc import Alone
 from lightning_rl.control_plane.gateways.gateway_control import GatewayDoor, PauseRequest, Pauses, ResumeRequest
@@ -116,7 +118,7 @@ class Runs:
             for run_id, run in list(self._attached.items()):
                 try:
                     await self._look(run_id, run)
-                except StoreError as error:  # another gateway, or the store, does not answer: it is tried again
+                except (StoreError, SQLAlchemyError) as error:  # the store, or another gateway: it is tried again
                     _log.warning("run %s: %s", run_id, error)
 
     async def _look(self, run_id: str, run: _Attached) -> None:
@@ -127,12 +129,19 @@ class Runs:
             await self._clear(run_id, request.model)
             if self._attached.get(run_id) is run:
                 del self._attached[run_id]
-        elif run.silent_seconds() > _SILENT_SECONDS and run.pause is None and self._is_deserted(request.model):
+        elif run.silent_seconds() > _SILENT_SECONDS and run.pause is None and await self._is_deserted(request.model):
             run.pause = PauseRequest(model=request.model, mode="keep", lease_seconds=left + 2 * _LOOK_SECONDS)
-            await self._together.pause(run.pause)
+            try:
+                await self._together.pause(run.pause)
+            except StoreError:
+                run.pause = None
+                raise
 
-    def _is_deserted(self, model: str) -> bool:
+    async def _is_deserted(self, model: str) -> bool:
         """Whether the engines of a model are all away, and its calls do not wait yet."""
+        with contextlib.suppress(TimeoutError):  # one that hangs is found out by its checks
+            async with asyncio.timeout(_LOOK_SECONDS):
+                await self._gateway.check()
         engines = [self._together.engine(info) for info in self._together.engines_of(model)]
         return bool(engines) and all(each.away for each in engines) and not self._pauses.is_paused(model)
 
