@@ -3,6 +3,8 @@
 A run is this process (algorithm and engine), one server child (store, control plane, gateway), and runner children.
 Where the algorithm says so the runners are children of actors on a Ray cluster instead. All live in one run folder: the
 store, the journal, the logs, the metrics and the checkpoints.
+
+A server elsewhere takes the place of the child: the run attaches to either in the same way (`control_plane.attach`).
 """
 
 import itertools
@@ -10,9 +12,11 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from lightning_rl.agents.agent import Agent, FunctionAgent, agent_of_run, as_agent
 from lightning_rl.algorithms.base import Algorithm, Endpoint
@@ -25,7 +29,9 @@ from lightning_rl.compat.agent_lightning import (
     hooked,
     service_of,
 )
+from lightning_rl.compat.lightning_store import LightningStore, LightningStoreClient
 from lightning_rl.control_plane import launch as server
+from lightning_rl.control_plane.attach import LEASE_SECONDS, attached, check_server
 from lightning_rl.errors import Explained, WorkerDied
 from lightning_rl.files import owned
 from lightning_rl.processes.service_keys import RUNNER_KEY, SHORTEST, is_loopback
@@ -42,6 +48,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _ORDERS = "Trainer(agent).fit(algorithm, tasks), or Trainer(algorithm=algorithm).fit(agent, tasks)"
+
+
+_LOOPBACK = "127.0.0.1"
+_RUN_ID = "run.id"  # in the run folder
+_OWN_LEASE_SECONDS = 86400.0  # a server of ours ends with us; a trainer that is only stopped for a while goes on
 
 
 class RunFolderUsed(Explained, FileExistsError):
@@ -72,6 +83,10 @@ class Trainer:
             `{"prompt_template": lrl.PromptTemplate(...)}`. `dev` asks the service of its `main_llm`, an `LLM`.
         hooks: what runs around each attempt (`lrl.Hook`).
         tracer: Agent-lightning's, which has nothing to do: the gateway records the calls.
+        server: the URL of a `lightning-rl serve` that the run attaches to, instead of starting one; its admin key is
+            LIGHTNING_RL_ADMIN_KEY's. Rollouts are left to runners that join the server (`lightning-rl runner`), and the
+            Trainer needs no agent, unless `n_runners` says that some run here, with LIGHTNING_RL_RUNNER_KEY's key.
+        store: Agent-lightning's way to say `server`: a `LightningStoreClient`.
     """
 
     def __init__(
@@ -83,15 +98,19 @@ class Trainer:
         run_dir: str | Path | None = None,
         port: int = 0,
         isolation: Isolation | None = None,
-        host: str = "127.0.0.1",
+        host: str = _LOOPBACK,
         url: str | None = None,
         adapter: Any = None,
         initial_resources: Mapping[str, Any] | None = None,
         hooks: Hook | Sequence[Hook] | None = None,
         tracer: NoTracer | None = None,
+        server: str | None = None,
+        store: LightningStore | None = None,
         **elsewhere: Any,
     ) -> None:
         check_arguments(elsewhere)
+        if server is not None or store is not None:
+            _check_elsewhere(server, store, alone={"port": port, "url": url, "host": host != _LOOPBACK and host})
         if tracer is not None and not isinstance(tracer, NoTracer):
             raise TypeError(f"Trainer takes no tracer {tracer!r:.80}: the gateway records the calls; leave it out")
         if agent is not None and algorithm is not None:
@@ -101,7 +120,12 @@ class Trainer:
         if algorithm is not None:
             check_parts(algorithm, adapter, initial_resources)
         self._runner_key = _runner_key(host, url)
-        if n_runners is not None and n_runners < (0 if self._runner_key else 1):
+        attaches = server is not None or store is not None
+        if n_runners and attaches and not self._runner_key:
+            raise ValueError(
+                f"n_runners is {n_runners}: to run rollouts of that server here, set {RUNNER_KEY} to its key"
+            )
+        if n_runners is not None and n_runners < (0 if self._runner_key or attaches else 1):
             raise ValueError(
                 f"n_runners is {n_runners}; it takes at least one to run an agent, or others that join: for them set "
                 f"{RUNNER_KEY} (docs/runners.md)"
@@ -118,6 +142,8 @@ class Trainer:
         self.isolation = isolation
         self.host = host
         self.url = url
+        self.server = server
+        self.store = store
 
     def fit(
         self,
@@ -136,11 +162,15 @@ class Trainer:
         give_parts(running, self.adapter, self.initial_resources)
         if isinstance(agent, FunctionAgent) and running.resources is not None:
             agent.check_resources(running.resources)
-        self._run(hooked(agent, self.hooks), running, train_dataset, val_dataset)
+        self._run(None if agent is None else hooked(agent, self.hooks), running, train_dataset, val_dataset)
         return running
 
     def _run(
-        self, agent: Agent, algorithm: Algorithm, train_dataset: Sequence[Any] | None, val_dataset: Sequence[Any] | None
+        self,
+        agent: Agent | None,
+        algorithm: Algorithm,
+        train_dataset: Sequence[Any] | None,
+        val_dataset: Sequence[Any] | None,
     ) -> None:
         """Run it, and where a process that trains dies, go on with it as often as the algorithm allows."""
         tasks, held_out = algorithm.prepare(train_dataset, val_dataset)
@@ -161,53 +191,30 @@ class Trainer:
                     _log.warning("%s; this is done now, and at most %d more times", error, left - 1)
 
     def _run_once(
-        self, agent: Agent, algorithm: Algorithm, tasks: Sequence[Any], held_out: Sequence[Any], run_dir: Path
+        self, agent: Agent | None, algorithm: Algorithm, tasks: Sequence[Any], held_out: Sequence[Any], run_dir: Path
     ) -> None:
         """Open the parts, let the algorithm work, and close them."""
         with ExitStack() as parts:
-            if (run_dir / "store.db").exists() and not algorithm.resume:
-                raise RunFolderUsed(
-                    f"{run_dir} holds a run already: resume it (trainer.resume_mode=auto, or `lightning-rl train "
-                    "--resume`), or choose another run_dir"
-                )
+            algorithm.run_id = _run_id(run_dir, resume=algorithm.resume)
             if algorithm.resume and algorithm.is_done(run_dir):
                 return
+            algorithm.shares_server = self._attaches
             parts.callback(algorithm.close)
             endpoint = algorithm.open(run_dir)
-            admin_key, runner_key = secrets.token_urlsafe(24), self._runner_key or secrets.token_urlsafe(24)
-            _write_private(run_dir / "admin.key", admin_key)
-            serving = parts.enter_context(
-                server.launch(
-                    run_dir,
-                    endpoint,
-                    admin_key=admin_key,
-                    runner_key=runner_key,
-                    host=self.host,
-                    port=self.port,
-                    url=self.url,
-                    otlp_endpoint=endpoint.otlp_endpoint,
-                )
-            )
-            _write_private(run_dir / "server.url", serving.url)
-            algorithm.store = HttpStore(serving.url, admin_key)
-            parts.callback(algorithm.store.close)
-            n_runners = algorithm.n_runners or _at_once(endpoint) if self.n_runners is None else self.n_runners
-            isolation = self.isolation or algorithm.isolation
-            if algorithm.ray is None:
-                started: AbstractContextManager[Working | Hosts] = runners.launch(
-                    n_runners, agent, serving.url, runner_key, log_dir=run_dir, isolation=isolation
-                )
-            else:
-                from lightning_rl.runner import on_ray
-
-                started = on_ray.launch(
-                    n_runners, agent, serving.url, runner_key, given=algorithm.ray, isolation=isolation
-                )
-            working = parts.enter_context(started)
+            store, runner_key, serving = self._at_server(run_dir, endpoint, parts)
+            _write_private(run_dir / _RUN_ID, algorithm.run_id)
+            _write_private(run_dir / "server.url", store.url)
+            lease_seconds = LEASE_SECONDS if serving is None else _OWN_LEASE_SECONDS
+            attachment = parts.enter_context(attached(store, algorithm.run_id, endpoint, lease_seconds=lease_seconds))
+            algorithm.store, algorithm.began_ns = store, attachment.began_ns
+            working = parts.enter_context(self._runners(agent, algorithm, endpoint, runner_key, run_dir))
 
             def check() -> None:
-                serving.check()
-                working.check()
+                if serving is not None:
+                    serving.check()
+                attachment.check()
+                if working is not None:
+                    working.check()
                 algorithm.watch()
 
             algorithm.check = check
@@ -220,18 +227,79 @@ class Trainer:
                 error.add_note(f"what was recorded is in {run_dir}; trainer.resume_mode=auto goes on with it")
                 raise
 
-    def _agent_and_algorithm(self, given: Any) -> tuple[Agent, Algorithm]:
-        """The two, of which `given` is the one that the Trainer has not."""
+    @property
+    def _attaches(self) -> bool:
+        """Whether the server is one that runs elsewhere."""
+        return self.server is not None or self.store is not None
+
+    def _at_server(
+        self, run_dir: Path, endpoint: Endpoint, parts: ExitStack
+    ) -> tuple[HttpStore, str, server.Serving | None]:
+        """The store of the server that the run is at, its runners' key, and the server where it is a child of ours."""
+        if self._attaches:
+            store = self._elsewhere(parts)
+            check_server(store, endpoint)
+            return store, self._runner_key or "", None
+        admin_key, runner_key = secrets.token_urlsafe(24), self._runner_key or secrets.token_urlsafe(24)
+        _write_private(run_dir / "admin.key", admin_key)
+        serving = parts.enter_context(
+            server.launch(
+                run_dir,
+                msgspec.structs.replace(endpoint, engines=[]),
+                admin_key=admin_key,
+                runner_key=runner_key,
+                host=self.host,
+                port=self.port,
+                url=self.url,
+                otlp_endpoint=endpoint.otlp_endpoint,
+            )
+        )
+        store = HttpStore(serving.url, admin_key)
+        parts.callback(store.close)
+        return store, runner_key, serving
+
+    def _elsewhere(self, parts: ExitStack) -> HttpStore:
+        """The store of the server elsewhere. Raises StoreKeyMissing where there is no key."""
+        if self.store is not None:
+            return self.store.store
+        assert self.server is not None
+        client = LightningStoreClient(self.server)
+        parts.callback(client.store.close)
+        return client.store
+
+    def _runners(
+        self, agent: Agent | None, algorithm: Algorithm, endpoint: Endpoint, runner_key: str, run_dir: Path
+    ) -> "AbstractContextManager[Working | Hosts | None]":
+        """The runners of the run, None where all rollouts are left to others."""
+        wanted = self.n_runners
+        if wanted is None:
+            wanted = 0 if self._attaches else algorithm.n_runners or _at_once(endpoint)
+        if agent is None or (self._attaches and not wanted):
+            return nullcontext()
+        isolation, url = self.isolation or algorithm.isolation, algorithm.store.url
+        if algorithm.ray is None:
+            return runners.launch(wanted, agent, url, runner_key, log_dir=run_dir, isolation=isolation)
+        from lightning_rl.runner import on_ray
+
+        return on_ray.launch(wanted, agent, url, runner_key, given=algorithm.ray, isolation=isolation)
+
+    def _agent_and_algorithm(self, given: Any) -> tuple[Agent | None, Algorithm]:
+        """The two, of which `given` is the one that the Trainer has not. No agent, where none runs here."""
         if self.algorithm is None:
             if not isinstance(given, Algorithm):
                 raise TypeError(
                     f"fit takes an algorithm first, as in fit(lrl.PPO(config), tasks), got {given!r:.80}; {_ORDERS}"
                 )
-            return agent_of_run(self.agent, given.configured_agents), given
+            return self._agent_of(self.agent, given), given
         if isinstance(given, Algorithm):
             raise TypeError(f"the Trainer has an algorithm, and fit is given another: {_ORDERS}")
         agent, algorithm = None if given is None else as_agent(given), self.algorithm
-        return agent_of_run(agent, algorithm.configured_agents), algorithm
+        return self._agent_of(agent, algorithm), algorithm
+
+    def _agent_of(self, agent: Agent | None, algorithm: Algorithm) -> Agent | None:
+        if self._attaches and not self.n_runners and agent is None:
+            return None
+        return agent_of_run(agent, algorithm.configured_agents)
 
     def dev(
         self,
@@ -292,6 +360,31 @@ def _runner_key(host: str, url: str | None) -> str | None:
         if host in ("0.0.0.0", "::") and url is None:
             raise ValueError(f"{host} is no place to go to: give url, as in url='http://trainer.example:8080'")
     return key
+
+
+def _check_elsewhere(url: str | None, store: LightningStore | None, *, alone: Mapping[str, Any]) -> None:
+    """Raises ValueError for arguments that do not go with a server elsewhere; `alone` are those of one's own."""
+    if url is not None and store is not None:
+        raise ValueError("give server or store, not both: they say the same")
+    if store is not None and not isinstance(store, LightningStore):
+        raise TypeError(f"store takes a LightningStoreClient, got {store!r:.80}; or give server='http://...'")
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise ValueError(f"server={url!r} is no URL; give http://... or https://...")
+    if given := [name for name, value in alone.items() if value]:
+        raise ValueError(f"{', '.join(given)}: the server is elsewhere, and has its own; leave them out")
+
+
+def _run_id(run_dir: Path, *, resume: bool) -> str:
+    """The id of the run in the folder, or a new one. Raises RunFolderUsed for one that is not to be gone on with."""
+    file = run_dir / _RUN_ID
+    if not file.exists() and not (run_dir / "store.db").exists():
+        return secrets.token_hex(3)
+    if not resume:
+        raise RunFolderUsed(
+            f"{run_dir} holds a run already: resume it (trainer.resume_mode=auto, or `lightning-rl train "
+            "--resume`), or choose another run_dir"
+        )
+    return file.read_text() if file.exists() else secrets.token_hex(3)
 
 
 def _unused(folder: Path) -> Path:

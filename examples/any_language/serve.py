@@ -21,7 +21,7 @@ def serving(run_dir: Path) -> Iterator[tuple[str, str]]:
     try:
         endpoint = engine.open(run_dir)
         runner_key = secrets.token_urlsafe(24)
-        with launch(run_dir, endpoint, admin_key=admin_key, runner_key=runner_key, session=False) as server:
+        with launch(run_dir, endpoint, admin_key=admin_key, runner_key=runner_key) as server:
             yield server.url, admin_key
     finally:
         engine.close()

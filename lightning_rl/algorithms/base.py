@@ -41,6 +41,7 @@ class Endpoint(msgspec.Struct, kw_only=True):
     `chat_template_kwargs`: what that format is told besides the messages.
     `special_tokens_in_text`: what a special token is where a message spells it: its letters, or the token.
     `otlp_endpoint`: where every recorded span is sent, too.
+    `served_as`: the name by which it is asked for, where that is not `model`, by which its chat format is known.
     Without `tokenizer` (a folder) every model is a chat backend.
     """
 
@@ -53,15 +54,21 @@ class Endpoint(msgspec.Struct, kw_only=True):
     special_tokens_in_text: str = "text"
     unknown_model: str = "policy"
     otlp_endpoint: str | None = None
+    served_as: str | None = None
 
 
 class Algorithm:
     """Subclass it: `prepare` checks the datasets, `open` starts the engines and says what the gateway serves, and `run`
     does the work.
 
-    The Trainer sets `store` between the last two, and `check`, which raises when one of the run's processes has died:
-    call it while waiting, or wait with `finished`, which does.
+    The Trainer sets `run_id` before `open`: the ids of the run's rollouts end with a dot and it. Between `open` and
+    `run` it sets `store`, `began_ns` (when this session of the run began, by the server's clock) and `check`, which
+    raises when one of the run's processes has died: call it while waiting, or wait with `finished`, which does.
     """
+
+    run_id = ""
+    shares_server = False  # whether other runs may be on the same server
+    began_ns = 0
 
     store: HttpStore
     check: Callable[[], None]
@@ -102,6 +109,10 @@ class Algorithm:
     def run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
         """Do the work; returns when it is done."""
         raise NotImplementedError(f"{type(self).__name__} defines no run(train_dataset, val_dataset)")
+
+    def served_name(self, model: str) -> str:
+        """The name by which a model of this run is asked for: on a shared server, one that no other run has."""
+        return f"{model}-{self.run_id}" if self.shares_server else model
 
     def watch(self) -> None:
         """Raise where something that `open` started has died. Part of `check`."""

@@ -93,9 +93,11 @@ class Baseline(Algorithm):
         from lightning_rl.inference.embedded import EmbeddedPolicy  # loads torch, which a service does without
 
         self.policy = EmbeddedPolicy(self.model)
+        rendered_as, self.policy.name = self.policy.name, self.served_name(self.policy.name)
         self.policy.start()
         return Endpoint(
-            model=self.policy.name,
+            model=rendered_as,
+            served_as=self.policy.name,
             tokenizer=str(self.policy.folder),
             renderer=self.renderer,
             engines=self.policy.registrations(),
@@ -146,14 +148,16 @@ class Baseline(Algorithm):
     def roll_out(self, prefix: str, tasks: Dataset) -> list[RolloutTrace]:
         """The finished rollouts of a dataset, task by task; their ids begin with `prefix`."""
         model = self.policy.name if self.policy is not None else str(self.model)
-        sampling = {"val_sampling_parameters": self.sampling_parameters}
-        self.store.publish({"main_llm": {"type": "proxy_llm", "model": model, **sampling}})
+        main_llm = {"type": "proxy_llm", "model": model, "val_sampling_parameters": self.sampling_parameters}
+        resources_id = f"baseline-{self._digest()}.{self.run_id}"  # the same when the run is resumed
+        self.store.publish({"main_llm": main_llm}, resources_id)
         requests = [
             RolloutRequest(
                 task=task,
                 mode="val",
-                rollout_id=f"{prefix}-{index}-{k}",
+                rollout_id=f"{prefix}-{index}-{k}.{self.run_id}",
                 group_id=f"{prefix}-{index}",
+                resources_id=resources_id,
                 metadata={"task_index": f"{index}-{k}"},
             )
             for index, task in enumerate(tasks)

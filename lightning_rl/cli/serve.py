@@ -9,7 +9,7 @@ import secrets
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from lightning_rl.control_plane.gateways.engines import EngineRequest
     from lightning_rl.control_plane.process import ServerSettings
     from lightning_rl_proxy.http.limits import RequestLimits
-    from lightning_rl_proxy.rendering.tokenizer import SpecialTokens
+
+W = TypeVar("W", bound=str)
 
 ENGINE_KEY = "OPENAI_API_KEY"  # of engines of kind openai
 LOG, ENGINE_LOG = "server.log", "engine.log"
@@ -55,6 +56,17 @@ RendererName = Annotated[str, typer.Option(help="How the model's chats are writt
 TemplateKwargs = Annotated[
     str,
     typer.Option(metavar="JSON", help='What that format is told besides the messages: {"enable_thinking": false}'),
+]
+HistoryWord = Annotated[
+    str,
+    typer.Option(
+        metavar="keep|template",
+        help="The reasoning of earlier turns: kept, or dropped where the chat format drops it.",
+    ),
+]
+UnknownModelWord = Annotated[
+    str,
+    typer.Option(metavar="policy|refuse", help="Whether a model name that nothing serves means the policy."),
 ]
 SpecialTokensWord = Annotated[
     str,
@@ -102,6 +114,8 @@ def run(
     renderer: RendererName = "auto",
     chat_template_kwargs: TemplateKwargs = "{}",
     special_tokens_in_text: SpecialTokensWord = "text",
+    history: HistoryWord = "keep",
+    unknown_model: UnknownModelWord = "policy",
     store: StoreUrl = "sqlite:///run.db",
     run_dir: RunDir = None,
     host: Host = "127.0.0.1",
@@ -119,6 +133,8 @@ def run(
 
     An agent joins with what `POST /api/v1/rollouts/start` answers: a base URL and a key. `LIGHTNING_RL_ADMIN_KEY` is
     the key of that request; without one it is made, and printed. `LIGHTNING_RL_RUNNER_KEY` is that of runners.
+
+    A trainer attaches with `lightning-rl train --server URL`; the engines of its model are then the trainer's to name.
     """
     from lightning_rl.config.otlp_endpoint import traces_url
     from lightning_rl.control_plane.process import ServerSettings, listen_and_serve
@@ -140,7 +156,9 @@ def run(
         tokenizer=None if tokenizer is None else str(tokenizer_folder(tokenizer)),
         renderer=renderer,
         chat_template_kwargs=template_kwargs(chat_template_kwargs),
-        special_tokens_in_text=special_tokens(special_tokens_in_text),
+        special_tokens_in_text=one_of("--special-tokens-in-text", special_tokens_in_text, ("text", "control")),
+        history=one_of("--history", history, ("keep", "template")),
+        unknown_model=one_of("--unknown-model", unknown_model, ("policy", "refuse")),
         engines=tuple(engine_request(word, model) for word in words),
         host=host,
         port=port,
@@ -207,11 +225,12 @@ def template_kwargs(text: str) -> dict[str, Any]:
         ) from error
 
 
-def special_tokens(word: str) -> "SpecialTokens":
-    """What a special token in a message's text is. Raises ServeRefused."""
-    if word not in ("text", "control"):
-        raise ServeRefused(f"--special-tokens-in-text {word}: give text or control")
-    return "text" if word == "text" else "control"
+def one_of(option: str, word: str, words: Sequence[W]) -> W:
+    """The one of `words` that an option names. Raises ServeRefused."""
+    for known in words:
+        if word == known:
+            return known
+    raise ServeRefused(f"{option} {word}: give {' or '.join(words)}")
 
 
 def limits(words: Sequence[str]) -> "RequestLimits":

@@ -34,6 +34,14 @@ def run(
             help="A script that starts verl's trainer, or a YAML file of verl's: say what each key becomes, and train.",
         ),
     ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Attach to this `lightning-rl serve`, whose admin key is LIGHTNING_RL_ADMIN_KEY's; its runners run "
+            "the agent. By default a server and runners are started.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan, or the result, as JSON.")] = False,
 ) -> None:
@@ -54,6 +62,9 @@ def run(
     ```
 
     `--dry-run` prints the plan and every key. Ctrl-C stops; `--resume RUN_DIR` goes on.
+
+    `--server http://host:8080` attaches to a server that runs; rollouts are left to the runners that join it, and no
+    agent is named here.
 
     `--from-verl run.sh` trains with what a script of verl's says: its overrides over verl's defaults, and those that
     are written here over both. The script itself is not run.
@@ -82,13 +93,16 @@ def run(
             typer.echo(_table(notes))
     settings = compose(base=base, file=config, command_line=given, schema=TrainConfig)
     agent = None if settings.agent is None else load_agent(settings.agent)
-    agent_of_run(agent, configured_agents(settings))  # raises before anything is begun
+    if server is None:
+        agent_of_run(agent, configured_agents(settings))  # raises before anything is begun
+    elif agent is not None:
+        raise ConfigError(f"the runners of {server} have the agent: leave agent={settings.agent} out")
     if settings.data.train_files is None and not settings.trainer.val_only:
         raise ConfigError("name the tasks: data.train_files=tasks.jsonl")
     if dry_run:
         _show(_plan(settings, run_dir), settings, notes, as_json=as_json)
         return
-    _train(agent, settings, run_dir, as_json=as_json)
+    _train(agent, settings, run_dir, server, as_json=as_json)
 
 
 def _of_verl(file: Path, further: list[str]) -> tuple[dict[str, Any], Path | None, list[str]]:
@@ -119,19 +133,20 @@ def _table(notes: "list[Note]") -> str:
     return "\n".join([*(f"{given:<{width}}  {became}".rstrip() for given, became in lines), f"{counted}", ""])
 
 
-def _train(agent: Any, settings: "TrainConfig", run_dir: Path | None, *, as_json: bool) -> None:
+def _train(agent: Any, settings: "TrainConfig", run_dir: Path | None, server: str | None, *, as_json: bool) -> None:
     from lightning_rl.ppo.ppo import PPO
     from lightning_rl.trainer import Trainer
 
     algorithm = PPO(settings)
     algorithm.console = not as_json
-    trainer = Trainer(agent, run_dir=run_dir)
+    trainer = Trainer(agent, run_dir=run_dir, server=server)
     began = time.monotonic()
     try:
         trainer.fit(algorithm)
     except KeyboardInterrupt:
         if trainer.run_dir is not None and (trainer.run_dir / CONFIG).exists():
-            typer.echo(f"\nInterrupted. Go on with: lightning-rl train --resume {trainer.run_dir}", err=True)
+            at = "" if server is None else f" --server {server}"
+            typer.echo(f"\nInterrupted. Go on with: lightning-rl train --resume {trainer.run_dir}{at}", err=True)
         raise
     last = algorithm.history[-1] if algorithm.history else {}
     checkpoint = algorithm.run_dir / "checkpoints" / f"step-{algorithm.step}"

@@ -40,7 +40,6 @@ ARGUMENTS = {
     "n_workers": "n_runners",
     "daemon": "runners always end with the trainer",
     "runner": "n_runners says how many there are",
-    "store": "the store is store.db of run_dir",
     "strategy": "there is one: a server process and runner processes beside the trainer",
     "triplet_exporter": "rows come from the forest of calls",
 }

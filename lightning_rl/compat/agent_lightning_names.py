@@ -3,14 +3,14 @@ AttributeError's message. The names that it has are attributes of `lightning_rl`
 
 _NOT_TRACED = "leave it out: the gateway records the calls, and nothing is instrumented"
 _TYPE = "a type of theirs that nothing here takes; annotate with Any"
-_ONE_STORE = "leave it out: the store is store.db of the run folder, or a database (docs/store.md)"
+_ONE_STORE = "leave it out: the store is store.db of the run folder, or that of lightning-rl serve (docs/store.md)"
 _PROMPTS = "an algorithm of your own that publishes prompts, lrl.algo"
 _SPANS = "lrl.Span, as GET /api/v1/rollouts/{id}/attempts/{id}/spans gives it"
 _ATTRIBUTES = "attributes are plain dicts; emit_reward(..., attributes=...) flattens them"
 _COMPONENTS = "lightning_rl.loading.load('module:name', 'what it is')"
 _ENVIRONMENT = "os.environ"
 _REWARDS = "rollout.reward and rollout.rewards of the store's rollout"
-_STRATEGY = "leave it out: there is one, a server process and runner processes beside the trainer"
+_STRATEGY = "leave it out: a server process and runner processes beside the trainer, or lrl.Trainer(server=URL)"
 _RUNNER = "call the agent's function, or lrl.Trainer(agent).dev(tasks)"
 _SERVER = "lightning-rl serve"
 _OLD = "of Agent-lightning's version 0.1; lrl.Trainer and lightning-rl serve do its work"
@@ -24,7 +24,7 @@ _NAMES = {
     _TYPE: "AgentDataset AttemptStatus AttributeValue Attributes GenericResponse LoadedDataset OptionalDefaults "
     "PaginatedResult ParallelWorkerBase Resource ResourceUnion RolloutLegacy RolloutRawResult RolloutRawResultLegacy "
     "StatusCode Task TaskIfAny TaskInput Worker WorkerStatus Attempt RolloutMode RolloutStatus LaunchMode",
-    _ONE_STORE: "InMemoryLightningStore LightningStoreCapabilities LightningStoreServer "
+    _ONE_STORE: "InMemoryLightningStore LightningStoreCapabilities "
     "LightningStoreStatistics LightningStoreThreaded CollectionBasedLightningStore LightningCollections "
     "InMemoryLightningCollections Collection KeyValue Queue DequeBasedQueue DictBasedKeyValue ListBasedCollection "
     "AtomicLabels AtomicMode FilterField FilterOptions SortOptions",
@@ -40,7 +40,7 @@ _NAMES = {
     _STRATEGY: "ClientServerExecutionStrategy ExecutionStrategy SharedMemoryExecutionStrategy ExecutionEvent "
     "MultiprocessingEvent ThreadingEvent",
     _RUNNER: "LegacyAgentRunner LitAgentRunner Runner TaskRunner",
-    _SERVER: "PythonServerLauncher PythonServerLauncherArgs",
+    _SERVER: "LightningStoreServer PythonServerLauncher PythonServerLauncherArgs",
     _OLD: "AgentLightningClient AgentLightningServer AgentLightningTrainer DevTaskLoader",
     _PADDING: "get_left_padded_ids_and_attention_mask get_right_padded_ids_and_attention_mask",
     "lrl.Trainer(agent).fit(lrl.VERL(config), tasks)": "run_ppo AglAsyncRolloutManager AglRolloutManager "

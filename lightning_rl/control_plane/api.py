@@ -13,14 +13,14 @@ from fastapi import Response
 from fastapi.openapi.utils import get_openapi
 from starlette.routing import BaseRoute
 
-from lightning_rl.control_plane.routes import attempts, engines, gateways, resources, rollouts, traces, workers
+from lightning_rl.control_plane.routes import attempts, engines, gateways, resources, rollouts, runs, traces, workers
 from lightning_rl.control_plane.routes.route import ApiRoute, ErrorAnswer, JsonBody, UrlQuery
 from lightning_rl_proxy.http import openapi
 
 # Where no route has the method, the first one of the path says which there are.
 ROUTES: Sequence[ApiRoute] = [
     route
-    for noun in (attempts, workers, traces, rollouts, resources, engines, gateways)
+    for noun in (attempts, workers, traces, rollouts, resources, engines, runs, gateways)
     for route in noun.router.routes
     if isinstance(route, ApiRoute)
 ]

@@ -22,11 +22,13 @@ from lightning_rl.control_plane.gateways.engines import EngineRequest, Engines
 from lightning_rl.control_plane.gateways.gateway_control import GatewayDoor, Pauses, Receive, Scope, Send
 from lightning_rl.control_plane.gateways.membership import Membership
 from lightning_rl.control_plane.gateways.notifications import Notifications
+from lightning_rl.control_plane.gateways.runs import Runs
 from lightning_rl.control_plane.limits import Bounded
 from lightning_rl.control_plane.routes.auth import Keys
 from lightning_rl.control_plane.routes.claims import Claims
 from lightning_rl.control_plane.routes.route import error_response
 from lightning_rl.control_plane.routes.services import Services
+from lightning_rl.control_plane.server_info import ServerInfo
 from lightning_rl.control_plane.sweeper import Sweeper
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread
@@ -73,8 +75,8 @@ def create_app(
     keys: Keys,
     gateway_url: str,
     attach_engine: Callable[[EngineRequest], Awaitable[str]],
+    info: ServerInfo,
     sweep_seconds: float = 1.0,
-    session: bool = False,
     limits: RequestLimits | None = None,
     collectors: Sequence[Collector] = (),
     fleet: Membership | None = None,
@@ -85,15 +87,16 @@ def create_app(
         sql: the thread that all work on `store` runs in; the gateway's ledger shares it.
         gateway_url: where agents reach the gateway.
         attach_engine: makes the gateway use an engine; the name by which it knows it.
-        session: one process asks for all rollouts, and this server ends with it. What an earlier one left running is
-            lost at once, whoever works on it; what it left queued is claimed when it is asked for again, and not
-            before: other weights would sample it.
+        info: what the server says of itself.
         collectors: what else counts itself, for /metrics.
         fleet: this gateway's part in a store that several servers share.
     """
     limits = limits or RequestLimits()
     signals, pauses = Notifications(), Pauses(gateway)
-    together = Alone(gateway, pauses) if fleet is None else Peers(gateway, pauses, fleet, store.secret)
+    engines = Engines(attach_engine, gateway)
+    together = Alone(gateway, pauses, engines)
+    if fleet is not None:
+        together = Peers(gateway, pauses, engines, fleet, store.secret)
     sweeper = Sweeper(store, sql, gateway, pauses, signals, seconds=sweep_seconds, fleet=fleet)
     server = Services(
         store=store,
@@ -111,14 +114,16 @@ def create_app(
         ),
         gateway=gateway,
         pauses=pauses,
-        engines=Engines(attach_engine, gateway),
+        engines=engines,
         together=together,
+        runs=Runs(store, sql, gateway, pauses, together, model=info.model, end=sweeper.end),
+        info=info,
         end=sweeper.end,
         limits=limits,
         collectors=collectors,
         started=asyncio.Event(),
     )
-    life = _Life(server, sweeper, fleet, session=session)
+    life = _Life(server, sweeper, fleet)
     control_plane = FastAPI(
         routes=[*otlp.router.routes, *ROUTES, *operations.router.routes],
         middleware=[Middleware(Bounded, limits=limits)],
@@ -134,11 +139,10 @@ def create_app(
 class _Life:
     """How a server starts and stops."""
 
-    def __init__(self, server: Services, sweeper: Sweeper, fleet: Membership | None, *, session: bool) -> None:
+    def __init__(self, server: Services, sweeper: Sweeper, fleet: Membership | None) -> None:
         self._server = server
         self._sweeper = sweeper
         self._fleet = fleet
-        self._session = session
         self._tasks: list[asyncio.Task[None]] = []
         self.start_error: Exception | None = None
 
@@ -151,6 +155,7 @@ class _Life:
             self.start_error = error
             raise
         self._tasks.append(asyncio.create_task(self._sweeper.run()))
+        self._tasks.append(asyncio.create_task(self._server.runs.watch()))
         self._server.started.set()
         try:
             yield
@@ -159,8 +164,7 @@ class _Life:
 
     async def _start(self) -> None:
         store, sql, gateway, fleet = self._server.store, self._server.sql, self._server.gateway, self._fleet
-        if not self._session:
-            await sql.run(store.renew_leases)
+        await sql.run(store.renew_leases)
         if fleet is not None:
             await fleet.join()
             self._tasks.append(asyncio.create_task(fleet.run(self._load, gateway.held, gateway.settle)))
@@ -168,7 +172,7 @@ class _Life:
         gateway_id = None if fleet is None else fleet.gateway_id
         if gateway.journal_damaged:
             await self._sweeper.end(await sql.run(store.running, why="journal", gateway_id=gateway_id))
-        elif not self._session:
+        else:
             for open_then in await sql.run(store.running, why="server", gateway_id=gateway_id):
                 gateway.interrupted(open_then.rollout_id, open_then.attempt_id, "the server was started anew meanwhile")
         if fleet is not None:
@@ -176,9 +180,6 @@ class _Life:
         before = await sql.run(store.recorded_calls)
         gateway.restore(before.tokens, before.newest_ns)
         await self._server.together.adopt()
-        if self._session:
-            await self._sweeper.end(await sql.run(store.running, why="session"))
-            await sql.run(store.shelve)
 
     async def _stop(self) -> None:
         gateway = self._server.gateway

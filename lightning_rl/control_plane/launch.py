@@ -54,14 +54,11 @@ def launch(
     host: str = "127.0.0.1",
     port: int = 0,
     url: str | None = None,
-    session: bool = True,
     otlp_endpoint: str | None = None,
 ) -> Iterator[Serving]:
     """A server whose files are in `run_dir`, for as long as the block runs; `url` is where others reach it, by default
     where it listens.
 
-    `session`: this process asks for all rollouts, by ids that it would give them again. So attempts that still run in
-    the store are lost, and rollouts that are queued there wait until they are asked for again.
     `otlp_endpoint`: where every span that it records is sent, too.
     Its alarms are logged here as warnings. Raises ServerNotStarted when something stands in the way that the user can
     remove, and ChildDied, with the end of `server.log`, when it ended otherwise.
@@ -82,7 +79,6 @@ def launch(
         "host": host,
         "port": port,
         "url": url,
-        "session": session,
         "otlp_endpoint": otlp_endpoint,
     }
     child = Child(

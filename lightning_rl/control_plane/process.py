@@ -36,6 +36,7 @@ from lightning_rl.control_plane.gateways.membership import LEASE_SECONDS, Member
 from lightning_rl.control_plane.gateways.store_ledger import StoreLedger
 from lightning_rl.control_plane.protocol import protocol
 from lightning_rl.control_plane.routes.auth import Keys
+from lightning_rl.control_plane.server_info import info_of
 from lightning_rl.errors import Explained
 from lightning_rl.files import RunFolderBusy, owned, write_whole
 from lightning_rl.processes import logs
@@ -82,8 +83,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     host: str = "127.0.0.1"
     port: int = 0
     url: str | None = None
-    lease_seconds: float = LEASE_SECONDS  # of this gateway among several; a new session has so long to take over
-    session: bool = False  # see `launch`
+    lease_seconds: float = LEASE_SECONDS  # of this gateway among several
     otlp_endpoint: str | None = None  # where spans are sent, too
     limits: RequestLimits = RequestLimits()
 
@@ -264,7 +264,7 @@ async def _app(
         ),
         gateway_url=url,
         attach_engine=attacher(router, renderer),
-        session=settings.session,
+        info=info_of(settings, renderer),
         limits=settings.limits,
         collectors=collectors,
         fleet=fleet,

@@ -255,7 +255,7 @@ class RowReader:
         config, model = self._config, self._model(trace.rollout.resources_id)
         if config is None or model is None:
             return trajectory_of(trace, agent_failure=0.0)
-        return reader(config, model, selection(config.algorithm.train_agents, None), 0)(trace)
+        return reader(config, model, selection(config.algorithm.train_agents, None))(trace)
 
     def _rows(self, trajectory: Trajectory, found: trained.Found | None) -> list[Row]:
         """The rows, without those calls that the step left out, which its record alone knows."""

@@ -26,6 +26,7 @@ from lightning_rl.control_plane.gateways.resolve import PROXY_LLM
 from lightning_rl.control_plane.gateways.store_ledger import StoreLedger
 from lightning_rl.control_plane.process import JOURNAL
 from lightning_rl.control_plane.routes.auth import Keys
+from lightning_rl.control_plane.server_info import ServerInfo
 from lightning_rl.errors import Explained
 from lightning_rl.inspect.replay_engine import (
     Divergence,
@@ -284,6 +285,7 @@ def _served(
                     keys=Keys(admin=key, runner=""),
                     gateway_url=url,
                     attach_engine=_no_engine,
+                    info=ServerInfo(model=policy),
                 )
                 await server.serve(sockets=[listening])
             finally:

@@ -110,6 +110,11 @@ class InFlight:
         return len(self._groups)
 
     @property
+    def rollout_ids(self) -> list[str]:
+        """The rollouts of the groups in flight, those that have ended too."""
+        return [rollout_id for group in self._groups for rollout_id in group.rollout_ids]
+
+    @property
     def waiting(self) -> list[str]:
         """The rollouts in flight that have not ended, as far as is known here."""
         return sorted(rollout_id for group in self._groups for rollout_id in group.waiting)

@@ -55,7 +55,7 @@ class Purpose:
     mode: Mode
     step: int
     run: str
-    resources_id: str | None = None
+    resources_id: str
     ahead: bool = False
 
 
@@ -101,8 +101,10 @@ class Collector:
         self.ledger = ledger
         self._reporter = reporter
         self._watchdog = Watchdog(algorithm.store, algorithm.watchdog_seconds)
-        self._read_one = reader(config, state.account.model, rules.select, state.began_ns)
-        self._greedy_resources = publish_resources(algorithm.store, config, state.account.model, rules.batch.estimator)
+        self._read_one = reader(config, state.account.model, rules.select)
+        self._resources, self._greedy_resources = publish_resources(
+            algorithm.store, config, state.account.model, rules.batch.estimator
+        )
         self.greedy: dict[str, float] = {}
         batches = shuffled_batches(config, dataset)
         self._supply = islice(batches, state.batches_taken if rules.schedule is None else 0, None)
@@ -133,7 +135,11 @@ class Collector:
             f"{name}/reward": reward,
             f"{name}/calls": float(np.mean([t.calls for t in trajectories])),
             "timing_s/testing" if name == "val" else "timing_s/tuning": timing["testing"],
-        } | self.ledger.check(trajectories), reward
+        } | self.check_tokens(), reward
+
+    def check_tokens(self) -> dict[str, float]:
+        """See `TokenLedger.check`."""
+        return self.ledger.check([] if self.in_flight is None else self.in_flight.rollout_ids)
 
     def roll_out(
         self, name: Literal["train", "val", "tune"], tasks: Tasks, n: int, *, generation: int = 0
@@ -146,7 +152,8 @@ class Collector:
         step = self._state.step
         prefix = f"{name}-{self._config.data.seed}-{step}" + (f".{generation}" if generation else "")
         mode: Mode = "train" if name == "train" else "val"
-        sampled, greedy = self._requests(Purpose(name=prefix, mode=mode, step=step, run=self._state.run_id), tasks, n)
+        sampled, greedy = self._requests(self._purpose(prefix, mode, step), tasks, n)
+        self.ledger.ask(str(request.rollout_id) for request in sampled + greedy)
         trajectories = self._read(
             partial(self._algorithm.finished, sampled + greedy),
             traced=(f"{name} {step}", [str(request.group_id) for request in sampled]),
@@ -270,9 +277,14 @@ class Collector:
     def _requests_of_group(self, batch: int, task: tuple[int, Any]) -> list[RolloutRequest]:
         """The rollouts of a group: what `sync` would request in step `batch`."""
         name = f"train-{self._config.data.seed}-{batch}"
-        purpose = Purpose(name=name, mode="train", step=batch, run=self._state.run_id, ahead=True)
+        purpose = self._purpose(name, "train", batch, ahead=True)
         sampled, greedy = self._requests(purpose, [task], self._config.actor_rollout_ref.rollout.n)
         return sampled + greedy
+
+    def _purpose(self, name: str, mode: Mode, step: int, *, ahead: bool = False) -> Purpose:
+        return Purpose(
+            name=name, mode=mode, step=step, run=self._state.run_id, resources_id=self._resources, ahead=ahead
+        )
 
     def _requests(self, purpose: Purpose, tasks: Tasks, n: int) -> tuple[list[RolloutRequest], list[RolloutRequest]]:
         """`n` rollouts of each task, and the greedy ones that they are compared with."""
@@ -356,12 +368,12 @@ def why_not(rule: FilterGroups, schedule: Schedule, group: list[Trajectory], ver
 
 def publish_resources(
     store: HttpStore, config: Config, policy: str, estimator: Estimator | OutcomeEstimator
-) -> str | None:
+) -> tuple[str, str | None]:
     """Publish the policy as `main_llm`, with its sampling in training and in validation, and the frozen models of
     `gateway.backends` by their names.
 
-    Before it, where the estimator needs greedy rollouts, a greedy one, whose id is the same when the run is resumed:
-    returns that id.
+    Before it, where the estimator needs greedy rollouts, a greedy one. Returns the ids of both, which are the same when
+    the run is resumed.
     """
     main_llm = {"type": "proxy_llm", "model": policy, **resolved_config.sampling_parameters(config)}
     frozen: dict[str, dict[str, Any]] = {
@@ -370,10 +382,14 @@ def publish_resources(
     greedy_id = None
     if needs_greedy(estimator):
         greedy = {**frozen, "main_llm": {**main_llm, "sampling_parameters": resolved_config.greedy_sampling(config)}}
-        digest = hashlib.blake2b(msgspec.json.encode(greedy), digest_size=8).hexdigest()
-        greedy_id = store.publish(greedy, f"greedy-{digest}").resources_id
-    store.publish({**frozen, "main_llm": main_llm})
-    return greedy_id
+        greedy_id = _published(store, "greedy", greedy)
+    return _published(store, "policy", {**frozen, "main_llm": main_llm}), greedy_id
+
+
+def _published(store: HttpStore, name: str, resources: dict[str, dict[str, Any]]) -> str:
+    """Publish resources under an id that says what they are."""
+    digest = hashlib.blake2b(msgspec.json.encode(resources), digest_size=8).hexdigest()
+    return store.publish(resources, f"{name}-{digest}").resources_id
 
 
 def _is_greedy(trajectory: Trajectory) -> bool:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from omegaconf import DictConfig
 
@@ -258,10 +259,12 @@ class PPO(Hooks, Algorithm):
         models = self._models = Models(self.config, run_dir, with_critic=with_critic, resumed=resumed)
         self.config = models.config
         write_whole(run_dir / "config.yaml", to_yaml(self.config).encode())
+        rendered_as, models.policy.name = models.policy.name, self.served_name(models.policy.name)
         self.state = RunState(self.config, run_dir, models.policy.name, resumed)
         models.start(self.state.saved_version)
         engines = [*models.policy.registrations(), *helpers]
-        return resolved_config.endpoint(self.config, models.policy.name, models.tokenizer, engines)
+        endpoint = resolved_config.endpoint(self.config, rendered_as, models.tokenizer, engines)
+        return msgspec.structs.replace(endpoint, served_as=models.policy.name)
 
     def _begin_from(self, run_dir: Path) -> Path | None:
         """The checkpoint of another run that this one begins with, in its own folder; None where it begins anew."""
@@ -290,7 +293,7 @@ class PPO(Hooks, Algorithm):
         state.restore(self.models, weights, synchronous=self.rules.schedule is None)
         written, kept = self.run_dir / "metrics.jsonl", state.step if state.resumed else None
         self.history = jsonl.keep_until(written, kept) if self.resume else []
-        state.begin_session(self.store.state())
+        state.begin_session(self.run_id, self.began_ns)
         reporting.note_end(self.run_dir, None)
         self.on_init_end()
         reporter = Reporter(self.config, self.rules, state, self.models, total, console=self._shows)
@@ -374,7 +377,7 @@ class PPO(Hooks, Algorithm):
             metrics["training/mismatch_kl"] = metrics.get("rollout_corr/k3_kl", metrics["actor/first_k3_kl"])
         metrics |= collected.metrics
         rolled_out, spent = collected.rolled_out, timing["gen" if self.rules.schedule is None else "step"]
-        return metrics | rollout_metrics(rolled_out, spent, version) | parts.ledger.check(rolled_out)
+        return metrics | rollout_metrics(rolled_out, spent, version) | parts.rollouts.check_tokens()
 
     def _set_old_log_probs(self, batch: StepBatch) -> dict[str, float]:
         """Old log probabilities: the sampler's (bypass) or the trainer's own; and how far the two are apart."""

@@ -4,7 +4,6 @@ Invariant: a run that resumes from a checkpoint continues as if it had never sto
 session's id, its first version) is read anew when a run is opened.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,11 +104,11 @@ class RunState:
         checkpoint.set_rng_state(saved["rng"])
         weights.restore(self.policy_version)
 
-    def begin_session(self, store_state: Mapping[str, Any]) -> None:
-        """Note when this session began and under which id, as the store says it."""
+    def begin_session(self, run_id: str, began_ns: int) -> None:
+        """Note the run's id, and when this session of it began, by the server's clock."""
         self.began_version = self.policy_version
-        self.run_id = str(store_state["store_id"])
-        self.began_ns = int(store_state["began_ns"])  # calls before it are of earlier sessions
+        self.run_id = run_id
+        self.began_ns = began_ns  # calls before it are of earlier sessions
 
     def save(self, models: Models, in_flight: dict[str, Any] | None) -> Path:
         """Write a checkpoint that `transformers` loads and that a run resumes from; returns its folder.

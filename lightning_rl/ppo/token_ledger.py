@@ -1,32 +1,32 @@
-"""The account of tokens, held against what the gateway counted: checked after every step, whatever is in flight."""
+"""The account of tokens, held against what gateways counted: checked after every step, whatever is in flight."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
 
 from lightning_rl.ppo.batch import StepBatch
 from lightning_rl.store.client import HttpStore
 from lightning_rl.trajectories.token_account import ConservationError, TokenAccount
 from lightning_rl.trajectories.trajectory import Trajectory
+from lightning_rl_proxy.recording.ledger import AttemptTokens
 
 
 class TokenLedger:
-    """An account with what it is held against: the tokens that the gateway counted, as the store tells them, and those
+    """An account with what it is held against: the tokens that gateways counted for the rollouts of this run, and those
     that agents' own spans told of.
 
-    Invariant: what was sampled for a rollout, by this process or an earlier one, is pending until it is entered as
-    trained or excluded.
+    An attempt whose gateway is gone counts with what is recorded of it. Invariant: a rollout that was asked for is in
+    flight until it is entered, once, as trained or excluded.
     """
 
     def __init__(self, account: TokenAccount, store: HttpStore) -> None:
         self.account = account
         self._store = store
-        entered = account.entered - account.from_spans  # of those that the gateway counted
-        self._earlier = int(store.state()["tokens_earlier"].get(account.model, 0)) - entered
-        self._in_flight: set[str] = set()
+        self._asked: set[str] = set()  # and not entered yet
+        self._entered: dict[str, Mapping[str, int]] = {}  # since the last check: what each attempt recorded
+        self._checked: set[str] = set()  # entered before that
 
     def ask(self, rollout_ids: Iterable[str]) -> None:
         """Take note of rollouts that are asked for: their tokens are pending until they are entered."""
-        self._in_flight.update(rollout_ids)
+        self._asked.update(rollout_ids)
 
     def enter(self, batch: StepBatch) -> None:
         """Enter every token of a step's rollouts as trained or excluded."""
@@ -45,38 +45,62 @@ class TokenLedger:
                 self.account.exclude(earlier, tokens)
         self.account.exclude(reason, trajectory.sampled_tokens - sum(trajectory.left_out.values()))
 
-    def check(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    def check(self, in_flight: Collection[str] = ()) -> dict[str, float]:
         """The account as metrics, and how often the gateway began a conversation anew, by cause.
 
-        Raises ConservationError naming those of `trajectories` whose records are not what engines handed over.
+        Raises ConservationError naming the rollouts whose records are not what engines handed over, and those that were
+        asked for and are neither entered nor `in_flight`.
         """
-        state, sealed = self._store.unread(sorted(self._in_flight))
-        pending = int(state["tokens_pending"]) + sealed + self._earlier
-        forks = {f"gateway/{name}": float(n) for name, n in state["counters"].items() if name.startswith("fork_")}
+        if forgotten := sorted(self._asked.difference(in_flight)):
+            raise ConservationError(f"rollouts were neither trained nor excluded, and are not in flight: {forgotten}")
+        counted = self._store.tokens_of(sorted([*self._asked, *self._entered]))
+        wrong = self._receive(counted)
+        pending = sum(self._handed_over(each) for each in counted.values() if each.rollout_id in self._asked)
+        counters = self._store.state()["counters"]
+        forks = {f"gateway/{name}": float(n) for name, n in counters.items() if name.startswith("fork_")}
         try:
-            return forks | self.account.check(self._received(state), pending)
+            return forks | self.account.check(pending)
         except ConservationError as error:
-            error.add_note(self._whose_tokens(trajectories))
+            error.add_note(_whose_tokens(wrong))
             raise
 
     def _settle(self, trajectory: Trajectory) -> None:
-        """A rollout is entered: its tokens, of this run and of earlier ones, are no longer pending."""
-        self._in_flight.discard(trajectory.rollout_id)
-        self._earlier -= trajectory.earlier_tokens
-        self.account.from_spans += trajectory.span_tokens
+        """A rollout is entered: its tokens are no longer pending. What was entered before is not received again."""
+        self._asked.discard(trajectory.rollout_id)
+        if trajectory.rollout_id not in self._checked | self._entered.keys():
+            self._entered[trajectory.rollout_id] = trajectory.recorded_tokens
+            self.account.receive_spans(trajectory.span_tokens)
 
-    def _whose_tokens(self, trajectories: Sequence[Trajectory]) -> str:
-        """Which rollouts do not hold the tokens that the gateway counted for them."""
-        received = self._store.tokens_received([trajectory.rollout_id for trajectory in trajectories])
-        recorded = {t.rollout_id: t.sampled_tokens + sum(t.excluded.values()) - t.span_tokens for t in trajectories}
+    def _receive(self, counted: Mapping[str, AttemptTokens]) -> list[str]:
+        """Enter what engines handed over for the rollouts that were entered since the last check; those of which the
+        records say otherwise."""
+        lost = 0
+        received = {
+            rollout_id: sum(tokens for attempt_id, tokens in recorded.items() if attempt_id not in counted)
+            for rollout_id, recorded in self._entered.items()
+        }
+        for each in counted.values():
+            if each.rollout_id in received:
+                given_up = each.lost.get(self.account.model, 0)
+                received[each.rollout_id] += self._handed_over(each) - given_up
+                lost += given_up
+        self.account.received += sum(received.values()) + lost
+        self.account.exclude("recording_lost", lost)
         wrong = [
-            f"{rollout_id} (received {received[rollout_id]}, recorded {tokens})"
-            for rollout_id, tokens in recorded.items()
-            if received.get(rollout_id, tokens) != tokens
+            f"{rollout_id} (received {received[rollout_id]}, recorded {sum(recorded.values())})"
+            for rollout_id, recorded in self._entered.items()
+            if received[rollout_id] != sum(recorded.values())
         ]
-        if wrong:
-            return f"these rollouts do not hold what engines handed over for them: {', '.join(wrong)}"
-        return "each rollout of this step holds what engines handed over for it: the loss is outside of them"
+        self._checked.update(self._entered)
+        self._entered.clear()
+        return wrong
 
-    def _received(self, state: Mapping[str, Any]) -> int:
-        return int(state["models"][self.account.model]["tokens_received"])
+    def _handed_over(self, attempt: AttemptTokens) -> int:
+        return attempt.received.get(self.account.model, 0)
+
+
+def _whose_tokens(wrong: list[str]) -> str:
+    """Which rollouts do not hold the tokens that gateways counted for them."""
+    if wrong:
+        return f"these rollouts do not hold what engines handed over for them: {', '.join(wrong)}"
+    return "each rollout of this step holds what engines handed over for it: the loss is outside of them"

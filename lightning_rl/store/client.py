@@ -43,6 +43,7 @@ from lightning_rl.store.contract import (
 from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, StoreUnwritable, Unreachable
 from lightning_rl.store.idempotency import body_of
 from lightning_rl_adapters.ids import new_id
+from lightning_rl_proxy.recording.ledger import AttemptTokens
 
 T = TypeVar("T")
 
@@ -84,7 +85,8 @@ class HttpStore:
         self, base_url: str, key: str, *, connections: int = 32, patience_seconds: float = _PATIENCE_SECONDS
     ) -> None:
         self.patience_seconds = patience_seconds
-        self._root = base_url.rstrip("/") + "/api/v1"
+        self.url = base_url.rstrip("/")
+        self._root = self.url + "/api/v1"
         self._headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
         self._pool = urllib3.PoolManager(maxsize=connections, retries=_RETRY)
 
@@ -298,15 +300,32 @@ class HttpStore:
         """The gateway's state."""
         return self._call("GET", "/state", None, dict[str, Any])
 
-    def tokens_received(self, rollout_ids: Sequence[str]) -> dict[str, int]:
-        """What engines handed over for these rollouts, as far as the gateway remembers them."""
+    def tokens_of(self, rollout_ids: Sequence[str]) -> dict[str, AttemptTokens]:
+        """What engines handed over for the attempts at these rollouts, by attempt id, as far as gateways remember."""
         asked = {"rollout_ids": list(rollout_ids)}
-        return self._call("POST", "/state/tokens", asked, dict[str, dict[str, Any]])["tokens_received"]
+        return self._call("POST", "/state/tokens", asked, dict[str, dict[str, AttemptTokens]])["attempts"]
 
-    def unread(self, rollout_ids: Sequence[str]) -> tuple[dict[str, Any], int]:
-        """The gateway's state, and at that very moment the tokens of the sealed attempts of these rollouts."""
-        answer = self._call("POST", "/state/tokens", {"rollout_ids": list(rollout_ids)}, dict[str, dict[str, Any]])
-        return answer["state"], sum(answer["tokens_sealed"].values())
+    # Runs
+
+    def server(self) -> dict[str, Any]:
+        """Version and model of the server, and how it writes chats."""
+        return self._call("GET", "/server", None, dict[str, Any])
+
+    def begin_run(self, run_id: str, model: str, lease_seconds: float) -> int:
+        """Attach a run whose engines sample `model`; when it began, in nanoseconds since the epoch.
+
+        Attempts at rollouts that end with `.` and the run's id are lost where they run, and wait where they are queued.
+        """
+        body = {"model": model, "lease_seconds": lease_seconds}
+        return int(self._call("POST", f"/runs/{run_id}/begin", body, dict[str, Any])["began_ns"])
+
+    def renew_run(self, run_id: str) -> None:
+        """Say that a run's trainer lives. Raises Conflict where the run is not attached any more."""
+        self._call("POST", f"/runs/{run_id}/heartbeat", {}, dict[str, Any])
+
+    def end_run(self, run_id: str) -> None:
+        """Detach a run: its engines are out, and nothing of it is handed to runners."""
+        self._call("POST", f"/runs/{run_id}/end", {}, dict[str, Any])
 
     def _call(self, method: str, path: str, body: Any, answer: type[T], wait_seconds: float = 0) -> T:
         response = self._patiently(method, path, body, wait_seconds)

@@ -198,6 +198,11 @@ def ended_attempts(connection: sa.Connection, attempt_ids: Sequence[str]) -> set
     }
 
 
+def of_run(rollout_id: sa.Column[Any], run_id: str) -> sa.ColumnElement[bool]:
+    """Whether a rollout of this id is of that run."""
+    return rollout_id.endswith(f".{run_id}", autoescape=True)
+
+
 def shelved(connection: sa.Connection, rollout_ids: Sequence[str], until: float) -> list[str]:
     """The ids of those of the rollouts that are queued, and may be claimed at `until` and not before."""
     table = schema.rollouts.c

@@ -9,16 +9,13 @@ from lightning_rl.trajectories.trajectory import Trajectory, trajectory_of
 from lightning_rl_adapters.call import Call
 
 
-def reader(
-    config: Config, model: str, select: Callable[[Call], bool] | None, began_ns: int
-) -> Callable[[RolloutTrace], Trajectory]:
+def reader(config: Config, model: str, select: Callable[[Call], bool] | None) -> Callable[[RolloutTrace], Trajectory]:
     """What reads a finished rollout as the trajectory of `model`."""
     overlong = config.data.overlong
     return partial(
         trajectory_of,
         agent_failure=agent_failure(config),
         max_tokens=None if overlong.startswith("truncate") else config.data.max_tokens,
-        began_ns=began_ns,
         model=model,
         select=select,
         spans=config.algorithm.train_spans,

@@ -34,9 +34,9 @@ class Trajectory(msgspec.Struct, kw_only=True):
     masks of `rows` hold all others. `why_left_out` has the reason of every call that is left out for itself.
     `other_calls` went to other models than the policy. `lost_rewards` were for calls that are not there. `ended_by` is
     what ended it, where an agent loop says it (`loops.limits`). `media` has the images that its rows show, by their
-    SHA-256. `earlier_tokens` are those of all its attempts that were sampled before the present run of the trainer
-    began. `span_tokens` are those of all its attempts that agents' spans tell of: no gateway counted them. `task` is
-    what it ran on.
+    SHA-256. `recorded_tokens` are those that its gateways recorded for each of its attempts, by attempt id;
+    `span_tokens` are those of all its attempts that agents' spans tell of: no gateway counted them. `task` is what it
+    ran on.
     """
 
     rollout_id: str
@@ -54,7 +54,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     other_calls: int = 0
     lost_rewards: int = 0
     error: ErrorInfo | None = None
-    earlier_tokens: int = 0
+    recorded_tokens: dict[str, int] = {}
     span_tokens: int = 0
     ended_by: str | None = None
     media: dict[str, bytes] = {}
@@ -76,7 +76,6 @@ def trajectory_of(
     *,
     agent_failure: float | None,
     max_tokens: int | None = None,
-    began_ns: int = 0,
     model: str | None = None,
     select: Callable[[Call], bool] | None = None,
     weights: Mapping[str, float] | None = None,
@@ -86,15 +85,14 @@ def trajectory_of(
     """Read a rollout's trace.
 
     `agent_failure` is the reward of a rollout whose agent failed or gave none (None: it is left out); rows longer than
-    `max_tokens` are excluded as overlong, with `whole` all the others of the rollout too; calls that ended before
-    `began_ns` (since the epoch) count as earlier.
+    `max_tokens` are excluded as overlong, with `whole` all the others of the rollout too.
     With a `model` only its calls are read: the token account is per model, and helpers have no place in the policy's.
     Of these, calls that `select` is false of are context: `not_selected`. `weights` make the final reward of the named
     ones. With `spans` the calls that agents' own spans tell of with token ids are read beside the gateway's.
 
     Raises ForestError and ConservationError where the records do not fit together.
     """
-    records = _read(trace, model, began_ns, spans=spans)
+    records = _read(trace, model, spans=spans)
     rewards = records.rewards if weights is None else credit.weighed(records.rewards, weights)
     judged = _judge(records, rewards, agent_failure, select)
     cut = _cut(records, judged, max_tokens, whole=whole)
@@ -115,7 +113,7 @@ def trajectory_of(
         other_calls=records.other_calls,
         lost_rewards=records.lost_rewards,
         error=rollout.error,
-        earlier_tokens=records.earlier_tokens,
+        recorded_tokens=records.recorded_tokens,
         span_tokens=records.span_tokens,
         ended_by=records.ended_by,
         media=records.media,
@@ -135,7 +133,7 @@ class _Records:
     excluded: Counter[str] = field(default_factory=Counter)
     other_calls: int = 0
     lost_rewards: int = 0
-    earlier_tokens: int = 0
+    recorded_tokens: dict[str, int] = field(default_factory=dict)
     span_tokens: int = 0
     ended_by: str | None = None
     media: dict[str, bytes] = field(default_factory=dict)
@@ -157,7 +155,7 @@ class _Judgement:
     left_out: dict[str, int]
 
 
-def _read(trace: RolloutTrace, model: str | None, began_ns: int, *, spans: bool) -> _Records:
+def _read(trace: RolloutTrace, model: str | None, *, spans: bool) -> _Records:
     """The calls, rewards and forest of the counting attempt, and the tokens of the others, by reason."""
     rollout = trace.rollout
     records = _Records(rollout, forest.build([]))
@@ -168,8 +166,10 @@ def _read(trace: RolloutTrace, model: str | None, began_ns: int, *, spans: bool)
         by_spans = {call.call_id for call in told.calls}
         of_gateway = [call for call in calls if call.call_id not in by_spans]
         records.other_calls += len(recorded) - len(calls)
-        records.earlier_tokens += sum(call.sampled_tokens for call in of_gateway if call.end_ns < began_ns)
-        records.span_tokens += sum(call.sampled_tokens for call in calls if call.call_id in by_spans)
+        recorded_tokens = sum(call.sampled_tokens for call in of_gateway)
+        span_tokens = sum(call.sampled_tokens for call in calls if call.call_id in by_spans)
+        records.recorded_tokens[attempt.attempt.attempt_id] = recorded_tokens
+        records.span_tokens += span_tokens
         if attempt.attempt.attempt_id == rollout.counting_attempt_id:
             records.media = media_of(attempt.spans)
             records.forest = forest.build(calls if rollout.mode != "train" else map(_with_known_logprobs, calls))
@@ -177,7 +177,7 @@ def _read(trace: RolloutTrace, model: str | None, began_ns: int, *, spans: bool)
             ids = {call.call_id for call in recorded}
             records.rewards, records.lost_rewards = _rewards(attempt, rollout, names, ids)
         elif reason := why_excluded(rollout, attempt.attempt):
-            records.excluded[reason] += sum(call.sampled_tokens for call in calls)
+            records.excluded[reason] += recorded_tokens + span_tokens
     return records
 
 

@@ -34,7 +34,7 @@ from lightning_rl_proxy.http.keys import KeyRefused, sent_key, verify_attempt_ke
 from lightning_rl_proxy.http.limits import RequestLimits, announced_bytes
 from lightning_rl_proxy.http.open_attempts import OpenAttempts
 from lightning_rl_proxy.recording.clock import Clock
-from lightning_rl_proxy.recording.ledger import AttemptInfo, Ledger, NoNotes, Notes
+from lightning_rl_proxy.recording.ledger import AttemptInfo, AttemptTokens, Ledger, NoNotes, Notes
 from lightning_rl_proxy.recording.recorder import Recorder
 from lightning_rl_proxy.rendering.base import Renderer
 from lightning_rl_proxy.routing.load_balancer import ModelLoad
@@ -67,12 +67,13 @@ _log = logging.getLogger(__name__)
 class GatewayLoad(NamedTuple):
     """How busy the models are that have token engines, and the attempts that make them so.
 
-    `starting` attempts were opened moments ago and have not called yet; they, too, are among the `open_attempts`.
+    `starting` attempts were opened moments ago and have not called yet, by their policy (every policy is there); they,
+    too, are among the `open_attempts`.
     """
 
     policy: str
     models: dict[str, ModelLoad]
-    starting: int
+    starting: dict[str, int]
     open_attempts: int
 
 
@@ -125,7 +126,6 @@ class Gateway:
         self.attempts = OpenAttempts(
             ledger, self._recorder, self._delivery, self._failures, renderer, lambda: router.capacity_freed()
         )
-        self._earlier: dict[str, int] = {}  # tokens received by earlier processes, by model
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -175,14 +175,10 @@ class Gateway:
         """Calls of this attempt may have found no gateway; `what` happened, for `failure_of`."""
         self._failures.note((rollout_id, attempt_id), b"", what)
 
-    def tokens_received(self, rollout_ids: Sequence[str]) -> dict[str, int]:
-        """What engines handed over for these rollouts, as far as this process remembers their attempts."""
-        return self.attempts.tokens_received(rollout_ids)
-
-    def tokens_sealed(self, rollout_ids: Sequence[str]) -> dict[str, int]:
-        """What engines handed over for the sealed attempts of these rollouts, and was not given up, as far as this
-        process remembers. Together with `tokens_pending` of a state it is what no reader of the store may know yet."""
-        return self.attempts.tokens_sealed(rollout_ids)
+    def tokens_of(self, rollout_ids: Sequence[str]) -> dict[str, AttemptTokens]:
+        """What engines handed over for the attempts at these rollouts, by attempt id; those whose calls did not come in
+        at this process, and those that it forgot, are left out."""
+        return self.attempts.tokens_of(rollout_ids)
 
     def settle(self, attempts: Iterable[tuple[str, str]]) -> None:
         """Note of those of the attempts of which nothing is on its way that the store has all their calls."""
@@ -198,9 +194,12 @@ class Gateway:
         """Whether records of this attempt were given up, so that it has to fail as infrastructure does."""
         return self._recorder.is_lost(rollout_id, attempt_id)
 
+    def now_ns(self) -> int:
+        """Now, by the clock of recorded calls, since the epoch."""
+        return self._clock()
+
     def restore(self, received: dict[str, int], newest_ns: int = 0) -> None:
         """Begin the counts of received tokens, and the times of calls, where an earlier gateway's records end."""
-        self._earlier = dict(received)
         self.router.restore(received)
         self._clock.begin_after(newest_ns)
 
@@ -228,24 +227,22 @@ class Gateway:
 
         `append_only` says in which situations a chat template is proven to continue at token level; null where the
         renderer was made for the model. `tokens_lost` were sampled for records that were given up; no store will ever
-        tell of them. `tokens_earlier`, per model, are those received that earlier processes recorded. Every call that
-        this process recorded ends after `began_ns`, every earlier one before it.
+        tell of them.
         """
         return {
             "models": self.router.state(),
             "engines": self.router.engines(),
             "open_attempts": len(self.attempts),
-            "began_ns": self._clock.began_ns,
             "tokens_pending": self.attempts.tokens_pending(),
-            "tokens_lost": self._recorder.tokens_lost.total(),
-            "tokens_earlier": self._earlier,
+            "tokens_lost": sum(lost.total() for lost in self._recorder.tokens_lost.values()),
             "counters": dict(self.counters),
             "append_only": None if self._renderer is None else self._renderer.append_only,
         } | self._recorder.state()
 
     def load(self) -> GatewayLoad:
         """How busy the engines are, and what is about to call them."""
-        return GatewayLoad(self.router.policy, self.router.loads(), self.attempts.starting(), len(self.attempts))
+        policy = self.router.policy
+        return GatewayLoad(policy, self.router.loads(), self.attempts.starting(policy), len(self.attempts))
 
     def when_capacity_freed(self, tell: Callable[[], None]) -> None:
         """Call `tell` whenever `load` may have become less, and now and then."""
@@ -290,7 +287,7 @@ class Gateway:
         elif scope["method"] == "GET" and door.path.startswith("/v1/models/"):
             await respond(send, 200, self._models(door.path.removeprefix("/v1/models/")))
         elif route == ("POST", "/v1/messages/count_tokens"):
-            await respond(send, 200, await self._count_tokens(await self._read(headers, receive)))
+            await respond(send, 200, await self._count_tokens(attempt, await self._read(headers, receive)))
         elif route == ("POST", "/v1/embeddings"):
             await respond(send, 200, await self._embed(attempt, await self._read(headers, receive)))
         elif scope["method"] == "POST" and door.path in _DIALECTS:
@@ -346,11 +343,11 @@ class Gateway:
         self.limits.check_messages(fields)
         return fields
 
-    async def _count_tokens(self, body: bytes) -> bytes:
+    async def _count_tokens(self, attempt: LiveAttempt, body: bytes) -> bytes:
         """How long a request's prompt is; no call, and so not recorded."""
         fields = self._fields(body)
         request = messages.parse_count(fields)
-        model = self.router.resolve(request.model)
+        model = self.router.resolve(request.model, attempt.info.policy)
         if self._renderer is None or self.router.is_backend(model):
             raise GatewayError(400, f"model {model!r} is a chat service: its tokens cannot be counted here")
         return messages.count(await self._call_handler.count_tokens(request, self._renderer, len(body)))

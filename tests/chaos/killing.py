@@ -315,8 +315,8 @@ def check_weights(run: Training, folder: Path) -> None:
     """A run that nobody disturbs, over the same recorded rollouts, ends with the same weights, bit by bit."""
     with training(folder) as unbroken:
         unbroken.run_dir.mkdir()
-        shutil.copy(run.run_dir / "store.db", unbroken.run_dir / "store.db")
-        shutil.copy(run.run_dir / "config.yaml", unbroken.run_dir / "config.yaml")
+        for name in ("store.db", "run.id", "config.yaml"):
+            shutil.copy(run.run_dir / name, unbroken.run_dir / name)
         unbroken.finish()
         check(unbroken)
         ends = [each.run_dir / "model" / "model.safetensors" for each in (run, unbroken)]

@@ -66,6 +66,7 @@ class MemoryLedger:
         self.mode = "train"
         self.sampling: dict[str, float | int] = {"temperature": 1.0, "max_tokens": 64}
         self.failures = 0
+        self.policy: str | None = None  # of every attempt; None: the server's
 
     async def attempt(self, rollout_id: str, attempt_id: str) -> AttemptInfo | None:
         if rollout_id == "unknown":
@@ -77,6 +78,7 @@ class MemoryLedger:
             open=attempt_id not in self.closed,
             sampling=self.sampling,
             seed_key=rollout_id,
+            policy=self.policy,
         )
 
     async def add_spans(self, spans: Sequence[Packed]) -> None:

@@ -273,6 +273,15 @@ def test_any_model_name_means_the_policy_and_is_recorded(served: Served) -> None
     assert (span.attributes[semconv.REQUEST_MODEL], span.attributes[semconv.RESPONSE_MODEL]) == ("gpt-4o", "policy")
 
 
+def test_any_model_name_means_the_policy_of_its_own_attempt(served: Served) -> None:
+    """Of a run that has a server with others: its `main_llm` is another model than the server's."""
+    served.ledger.policy = "run-2"
+    with pytest.raises(openai.APIStatusError, match="no engine serves model 'run-2'"):
+        say(client(served).with_options(max_retries=0), [user("one")], model="gpt-4o")
+    assert say(client(served), [user("one")], model="policy") == "ok"
+    assert served.gateway.load().starting.keys() == {"policy"}, "only what was opened by a claim is about to call"
+
+
 def test_unknown_model_names_can_be_refused(served: Served) -> None:
     served.gateway.router._refuses_unknown = True
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4o'"):

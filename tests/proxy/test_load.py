@@ -30,16 +30,16 @@ def say(served: Served, attempt_id: str) -> None:
 
 def test_an_attempt_that_was_handed_out_is_expected_to_call_until_it_has_or_is_over(served: Served) -> None:
     capacity_freed: list[int] = []
-    served.gateway.when_capacity_freed(lambda: capacity_freed.append(served.gateway.load().starting))
+    served.gateway.when_capacity_freed(lambda: capacity_freed.append(served.gateway.load().starting["policy"]))
     opened(served, "a1")
     opened(served, "a2")
-    assert served.gateway.load().starting == 2
+    assert served.gateway.load().starting["policy"] == 2
     say(served, "a1")
     say(served, "a1")
-    assert served.gateway.load().starting == 1
+    assert served.gateway.load().starting["policy"] == 1
     served.seal(attempt_id="a2")
     now = served.gateway.load()
-    assert (now.policy, now.starting, now.open_attempts, now.models["policy"].calls) == ("policy", 0, 1, 0)
+    assert (now.policy, now.starting["policy"], now.open_attempts, now.models["policy"].calls) == ("policy", 0, 1, 0)
     assert 1 in capacity_freed
     assert capacity_freed[-1] == 0
 
@@ -48,7 +48,7 @@ def test_an_attempt_that_does_not_call_for_long_is_busy_with_something_else(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened(served, "a1")
-    assert served.gateway.load().starting == 1
+    assert served.gateway.load().starting["policy"] == 1
     monkeypatch.setattr(open_attempts, "_STARTING_SECONDS", -1.0)
-    assert served.gateway.load().starting == 0
+    assert served.gateway.load().starting["policy"] == 0
     assert served.gateway.load().open_attempts == 1

@@ -61,7 +61,7 @@ def attempt(folder: Path, server: Listens, mode: str = "train", *, tokenizer: Pa
     """An open attempt behind a gateway of its own, which renders as the model in `tokenizer` says."""
     engine = {"model": MODEL, "kind": "vllm", "url": server.url, "policy_version": 3}
     policy = Policy(tokenizer=str(tokenizer), engines=[engine])
-    with launch(folder, policy, admin_key="a", runner_key="r", session=False) as serving:
+    with launch(folder, policy, admin_key="a", runner_key="r") as serving:
         store = HttpStore(serving.url, "a")
         store.enqueue([RolloutRequest(task=1, rollout_id="r1", mode=mode)])
         (claim,) = store.claim("w")

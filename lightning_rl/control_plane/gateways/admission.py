@@ -34,17 +34,15 @@ class LoadDoor(Protocol):
 def room(load: GatewayLoad, handing_out: int = 0) -> float:
     """How many rollouts may begin, beside `handing_out` that are about to; infinite where no engine says what it bears.
 
-    A rollout is expected to call the policy; whatever else it may call must not have a queue either. As many as the
-    policy has engines may run in any case.
+    A rollout is expected to call its policy, which of them is not known before it is handed out; whatever else it may
+    call must not have a queue either. As many as a policy has engines may run in any case.
     """
-    about_to_call = load.starting + handing_out
     free = math.inf
     for name, model in load.models.items():
         if model.capacity is not None:
-            expected = about_to_call if name == load.policy else 0
+            expected = load.starting[name] + handing_out if name in load.starting else 0
             free = min(free, model.capacity - model.calls - expected)
-    policy = load.models.get(load.policy)
-    least = max(1, 0 if policy is None else policy.engines)
+    least = max([1, *(load.models[name].engines for name in load.starting if name in load.models)])
     return max(free, least - load.open_attempts - handing_out, 0)
 
 

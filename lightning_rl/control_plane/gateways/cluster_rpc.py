@@ -1,5 +1,5 @@
-"""What one server does for all gateways of a store: it seals an attempt wherever its calls are, pauses and resumes
-everywhere.
+"""What one server does for all gateways of a store: it seals an attempt wherever its calls are, registers engines,
+pauses and resumes everywhere, and adds up what each has counted.
 
 Invariants: a pause is made when the calls of every live gateway are parked, or nowhere; and what is resumed goes on
 everywhere. A gateway that does not answer is asked until its lease is over: from then on it answers nobody. Gateways
@@ -9,19 +9,24 @@ ask each other with a key that is made of the store's secret.
 import asyncio
 import contextlib
 import hmac
+import logging
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
+from lightning_rl.control_plane.gateways.engines import EngineInfo, EngineRequest, Engines
 from lightning_rl.control_plane.gateways.gateway_control import GatewayDoor, PauseRequest, Pauses, ResumeRequest
 from lightning_rl.control_plane.gateways.membership import Membership
 from lightning_rl.store.contract import ErrorInfo, Finish, GatewayInfo, Owner
-from lightning_rl.store.errors import Conflict, StoreUnwritable
+from lightning_rl.store.errors import Conflict, Invalid, StoreUnwritable
+from lightning_rl_proxy.recording.ledger import AttemptTokens
 
 T = TypeVar("T")
 
 ASKED = "x-lightning-rl-gateway"  # the header that says which gateway is meant: a URL may lead to another one by now
+_log = logging.getLogger(__name__)
 _AGAIN_SECONDS = 0.5
 _ANSWER_SECONDS = 60.0  # beyond what a request itself may take
 _RECORDING_LOST = ErrorInfo(
@@ -65,6 +70,22 @@ class Sealed(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(error, message=told, infrastructure=True)
 
 
+class EngineId(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine that is meant."""
+
+    engine_id: str
+
+
+class RolloutIds(msgspec.Struct, frozen=True, kw_only=True):
+    """The rollouts that are meant."""
+
+    rollout_ids: list[str]
+
+
+def _received(tokens: AttemptTokens) -> int:
+    return sum(tokens.received.values())
+
+
 class Unanswered(Exception):
     """Another gateway did not answer, or could not do it; the message says why."""
 
@@ -79,9 +100,10 @@ class Alone:
 
     placed_as: str | None = None
 
-    def __init__(self, gateway: GatewayDoor, pauses: Pauses) -> None:
+    def __init__(self, gateway: GatewayDoor, pauses: Pauses, engines: Engines) -> None:
         self._gateway = gateway
         self._pauses = pauses
+        self._engines = engines
 
     async def seal(self, rollout_id: str, attempt_id: str) -> Sealed:
         """Seal an attempt where its calls are: then all of them are stored, or it says why they are not."""
@@ -95,6 +117,30 @@ class Alone:
         """See `Pauses`."""
         await self._pauses.resume(request)
 
+    async def register(self, request: EngineRequest) -> EngineInfo:
+        """Register an engine. Raises as `Engines.register`."""
+        return self.engine(await self._engines.register(request))
+
+    async def remove_engine(self, engine_id: str) -> EngineInfo:
+        """Take an engine out. Raises NotFound."""
+        return await self._engines.remove(engine_id)
+
+    def engines_of(self, model: str) -> list[EngineInfo]:
+        """The token engines of a model that are registered here."""
+        return self._engines.of(model)
+
+    async def tokens_of(self, rollout_ids: Sequence[str]) -> dict[str, AttemptTokens]:
+        """What engines handed over for the attempts at these rollouts, by attempt id, as far as is remembered."""
+        return self._gateway.tokens_of(rollout_ids)
+
+    def engine(self, info: EngineInfo) -> EngineInfo:
+        """A registered engine as it is now."""
+        return self._engines.told(info, self._gateway.state()["engines"])
+
+    def engine_requests(self) -> list[EngineRequest]:
+        """What registers the token engines of this gateway at another one."""
+        return self._engines.requests(self._gateway.state()["engines"])
+
     async def live(self) -> list[GatewayInfo]:
         """The gateways that share the store: none is known."""
         return []
@@ -104,7 +150,8 @@ class Alone:
         return False
 
     async def adopt(self) -> None:
-        """Take over from the others, having just joined: which weights their models have, and what is paused."""
+        """Take over from the others, having just joined: their token engines, which weights their models have, and what
+        is paused."""
 
     async def close(self) -> None:
         """Free the connections."""
@@ -130,8 +177,10 @@ class Alone:
 class Peers(Alone):
     """One of several servers of a store."""
 
-    def __init__(self, gateway: GatewayDoor, pauses: Pauses, fleet: Membership, secret: bytes) -> None:
-        super().__init__(gateway, pauses)
+    def __init__(
+        self, gateway: GatewayDoor, pauses: Pauses, engines: Engines, fleet: Membership, secret: bytes
+    ) -> None:
+        super().__init__(gateway, pauses, engines)
         self._fleet = fleet
         self.placed_as = fleet.url
         self._headers = {"authorization": f"Bearer {peer_key(secret)}", "content-type": "application/json"}
@@ -173,8 +222,10 @@ class Peers(Alone):
         self._pauses.check(request.model)
         here = asyncio.create_task(self._pauses.pause(request))
         await asyncio.sleep(0)  # who joins from here on hears of it from us, and the others are in the list
-        others = [self._patiently(each, "pause", request, request.deadline_seconds) for each in await self._others()]
-        failures = [each for each in await asyncio.gather(here, *others, return_exceptions=True) if each is not None]
+        seconds, done = request.deadline_seconds, dict[str, Any]
+        others = [self._patiently(each, "pause", request, done, seconds) for each in await self._others()]
+        answers = await asyncio.gather(here, *others, return_exceptions=True)
+        failures = [each for each in answers if isinstance(each, BaseException)]
         if failures:
             await self.resume(ResumeRequest(model=request.model))
             raise Conflict("; ".join(map(str, failures)))
@@ -197,15 +248,24 @@ class Peers(Alone):
             raise Conflict("; ".join(map(str, failures)))
 
     async def _resume_at(self, others: list[GatewayInfo], request: ResumeRequest) -> list[BaseException]:
-        asked = (self._patiently(each, "resume", request) for each in others)
-        return [each for each in await asyncio.gather(*asked, return_exceptions=True) if each is not None]
+        asked = (self._patiently(each, "resume", request, dict[str, Any]) for each in others)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return [each for each in answers if isinstance(each, BaseException)]
 
     async def adopt(self) -> None:
         """See `Alone`."""
         for other in self._fleet.others:
             with contextlib.suppress(Unanswered):  # gone, most likely; each of those that live knows it
+                for request in await self._ask(other, "engines", {}, list[EngineRequest]):
+                    await self._adopt_engine(request)
                 for model, told in (await self._ask(other, "pauses", {}, dict[str, ModelPause])).items():
                     await self._adopt(model, told)
+
+    async def _adopt_engine(self, request: EngineRequest) -> None:
+        try:
+            await self._engines.register(request)
+        except (Conflict, Invalid) as error:
+            _log.warning("engine %s of model %s is not used here: %s", request.url, request.model, error)
 
     async def _adopt(self, model: str, told: ModelPause) -> None:
         here = self._gateway.state()["models"].get(model)
@@ -216,6 +276,40 @@ class Peers(Alone):
         if told.paused:
             await self._pauses.pause(PauseRequest(model=model, mode="keep", lease_seconds=told.lease_seconds))
 
+    async def register(self, request: EngineRequest) -> EngineInfo:
+        """Register an engine at every gateway. Raises as `Alone`, and Conflict where another gateway cannot use it."""
+        info = await super().register(request)
+        failures = await self._everywhere("engine", request)
+        if failures:
+            await self.remove_engine(info.engine_id)
+            raise Conflict("; ".join(map(str, failures)))
+        return info
+
+    async def remove_engine(self, engine_id: str) -> EngineInfo:
+        """Take an engine out at every gateway. Raises NotFound where this one has it not."""
+        removed = await super().remove_engine(engine_id)
+        await self._everywhere("remove_engine", EngineId(engine_id=engine_id))
+        return removed
+
+    async def tokens_of(self, rollout_ids: Sequence[str]) -> dict[str, AttemptTokens]:
+        """See `Alone`: of all gateways that live. Whoever takes an attempt over counts on from what is recorded, so the
+        highest count is its last owner's."""
+        found = await super().tokens_of(rollout_ids)
+        asked = RolloutIds(rollout_ids=list(rollout_ids))
+        answers = (self._patiently(each, "tokens", asked, dict[str, AttemptTokens]) for each in await self._others())
+        for told in await asyncio.gather(*answers):
+            for attempt_id, tokens in (told or {}).items():
+                found[attempt_id] = max(
+                    found.get(attempt_id, tokens), tokens, key=lambda one: sum(one.received.values())
+                )
+        return found
+
+    async def _everywhere(self, what: str, request: msgspec.Struct) -> list[BaseException]:
+        """Ask every other gateway; what those answered that could not do it."""
+        asked = (self._patiently(each, what, request, dict[str, Any]) for each in await self._others())
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return [answer for answer in answers if isinstance(answer, BaseException)]
+
     def is_meant(self, gateway_id: str) -> bool:
         """See `Alone`."""
         return gateway_id == self._fleet.gateway_id
@@ -223,17 +317,18 @@ class Peers(Alone):
     async def _others(self) -> list[GatewayInfo]:
         return [each for each in await self._fleet.live() if each.gateway_id != self._fleet.gateway_id]
 
-    async def _patiently(self, other: GatewayInfo, what: str, request: msgspec.Struct, seconds: float = 0) -> None:
-        """Ask until the gateway has done it, or is gone."""
+    async def _patiently(
+        self, other: GatewayInfo, what: str, request: msgspec.Struct, answer: type[T], seconds: float = 0
+    ) -> T | None:
+        """Ask until the gateway answers; None where it is gone. Raises Unanswered where it cannot do it."""
         while True:
             try:
-                await self._ask(other, what, request, dict[str, Any], seconds)
-                return
+                return await self._ask(other, what, request, answer, seconds)
             except Unanswered as error:
                 if isinstance(error.__cause__, aiohttp.ClientResponseError):
                     raise
             if other.gateway_id not in {each.gateway_id for each in await self._others()}:
-                return
+                return None
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _ask(self, gateway: GatewayInfo | Owner, what: str, body: Any, answer: type[T], seconds: float = 0) -> T:

@@ -15,6 +15,8 @@ import msgspec
 from lightning_rl.store.errors import Conflict, NotFound
 from lightning_rl_proxy.engines.base import EngineUnavailable
 
+_BACKENDS = ("openai", "litellm")  # the kinds of chat backends
+
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What answers for `model` at `url`.
@@ -45,7 +47,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def is_backend(self) -> bool:
         """Whether it is a chat backend."""
-        return self.kind in ("openai", "litellm")
+        return self.kind in _BACKENDS
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +129,21 @@ class Engines:
                 raise Conflict(f"engine {request.url}: {error}; POST /resume tells of new weights") from error
         except EngineUnavailable as error:
             raise Conflict(f"engine {request.url} does not have the weights: {error}") from error
+
+    def of(self, model: str) -> list[EngineInfo]:
+        """The token engines of a model."""
+        return [info for info in self._known.values() if info.model == model and info.kind not in _BACKENDS]
+
+    def requests(self, now: Mapping[str, Mapping[str, Any]]) -> list[EngineRequest]:
+        """What registers the token engines as they are `now` at another gateway."""
+        told = (self.told(info, now) for info in self._known.values() if info.kind not in _BACKENDS)
+        return [
+            msgspec.convert(
+                {"model": each.model, "kind": each.kind, "url": each.url, "policy_version": each.policy_version},
+                EngineRequest,
+            )
+            for each in told
+        ]
 
     async def remove(self, engine_id: str) -> EngineInfo:
         """Take an engine out; it may be registered again. Raises NotFound."""

@@ -15,7 +15,7 @@ from lightning_rl.control_plane.gateways.engines import EngineDoor
 from lightning_rl.store.errors import Conflict, NotFound
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
 from lightning_rl_proxy.recording.alerts import ALARMS
-from lightning_rl_proxy.recording.ledger import AttemptInfo
+from lightning_rl_proxy.recording.ledger import AttemptInfo, AttemptTokens
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -78,12 +78,12 @@ class GatewayDoor(EngineDoor, LoadDoor, Protocol):
         """Calls of the attempt may have found no gateway."""
         ...
 
-    def tokens_received(self, rollout_ids: Sequence[str]) -> dict[str, int]:
-        """What engines handed over for these rollouts, as far as is remembered."""
+    def tokens_of(self, rollout_ids: Sequence[str]) -> dict[str, AttemptTokens]:
+        """What engines handed over for the attempts at these rollouts, by attempt id, as far as is remembered."""
         ...
 
-    def tokens_sealed(self, rollout_ids: Sequence[str]) -> dict[str, int]:
-        """What engines handed over for the sealed attempts of these rollouts, and was not given up."""
+    def now_ns(self) -> int:
+        """Now, by the clock of recorded calls, since the epoch."""
         ...
 
     def restore(self, received: dict[str, int], newest_ns: int = 0) -> None:
@@ -136,6 +136,7 @@ class Pauses:
         self._gateway = gateway
         self._leases: dict[str | None, asyncio.Task[None]] = {}
         self._ends: dict[str | None, float] = {}  # of the leases, by the loop's clock
+        self._latest: dict[str | None, PauseRequest] = {}  # of what is paused
 
     async def pause(self, request: PauseRequest) -> None:
         """Park the requests of a model.
@@ -144,6 +145,7 @@ class Pauses:
         """
         self.check(request.model)
         self._end_lease(request.model)
+        self._latest[request.model] = request
         if request.lease_seconds is not None:
             self._ends[request.model] = asyncio.get_running_loop().time() + request.lease_seconds
             lease = self._expire(request.model, request.lease_seconds)
@@ -157,9 +159,19 @@ class Pauses:
     async def resume(self, request: ResumeRequest) -> None:
         """Let parked requests go on. Raises NotFound for a model that no engine serves."""
         self.check(request.model)
-        for model in list(self._leases) if request.model is None else [request.model]:
+        for model in {*self._leases, *self._latest} if request.model is None else [request.model]:
             self._end_lease(model)
+            self._latest.pop(model, None)
         await self._gateway.resume(request.model, request.policy_version)
+
+    def holds(self, request: PauseRequest) -> bool:
+        """Whether that is what its model is paused by."""
+        return self._latest.get(request.model) is request
+
+    def is_paused(self, model: str) -> bool:
+        """Whether calls of the model wait; not where nothing ever served it."""
+        now = self._gateway.state()["models"].get(model)
+        return now is not None and bool(now["paused"])
 
     def any_paused(self) -> bool:
         """Whether any model is paused now."""
@@ -189,6 +201,7 @@ class Pauses:
             seconds,
         )
         del self._leases[model]
+        self._latest.pop(model, None)
         await self._gateway.resume(model)
 
     def _end_lease(self, model: str | None) -> None:

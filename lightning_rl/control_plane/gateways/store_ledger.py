@@ -88,6 +88,7 @@ def _open_info(rollout: Rollout, attempt_id: str, resources: dict[str, dict[str,
         open=True,
         sampling=policy.sampling(rollout.mode) if policy is not None else {},
         seed_key=seed_key(rollout),
+        policy=None if policy is None else policy.model,
         sampling_defaults=policy.defaults() if policy is not None else {},
     )
 

@@ -1,6 +1,5 @@
 """Engines: registered, listed, taken out, paused and resumed; and what the gateway says of itself."""
 
-import hashlib
 from typing import Annotated, Any
 
 import msgspec
@@ -12,6 +11,7 @@ from lightning_rl.control_plane.routes.requests import TracesBody
 from lightning_rl.control_plane.routes.required_key import ADMIN
 from lightning_rl.control_plane.routes.route import ApiRoute, JsonBody
 from lightning_rl.control_plane.routes.services import Server, Services
+from lightning_rl_proxy.recording.ledger import AttemptTokens
 
 router = APIRouter(prefix="/api/v1", tags=["engines"], route_class=ApiRoute)
 
@@ -23,21 +23,17 @@ class EnginesAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokensAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens that engines handed over, by rollout id: all of them, and those of sealed attempts. `state`: the gateway's
-    at that moment."""
+    """Tokens that engines handed over, by attempt id."""
 
-    tokens_received: dict[str, int]
-    tokens_sealed: dict[str, int]
-    state: dict[str, Any]
+    attempts: dict[str, AttemptTokens]
 
 
 @router.post("/engines", status_code=201, dependencies=[ADMIN])
 async def register_engine(
     server: Server, body: Annotated[EngineRequest, Depends(JsonBody(EngineRequest))]
 ) -> EngineInfo:
-    """Register an engine; again with the model's policy version, it is believed to have those weights."""
-    info = await server.engines.register(body)
-    return server.engines.told(info, server.gateway.state()["engines"])
+    """Register an engine at every gateway; again with the model's policy version, it is believed to have them."""
+    return await server.together.register(body)
 
 
 @router.get("/engines", dependencies=[ADMIN])
@@ -48,8 +44,8 @@ async def list_engines(server: Server) -> EnginesAnswer:
 
 @router.delete("/engines/{engine_id}", dependencies=[ADMIN])
 async def remove_engine(server: Server, engine_id: str) -> EngineInfo:
-    """Take an engine out: it gets no new calls, and those in flight end."""
-    return await server.engines.remove(engine_id)
+    """Take an engine out at every gateway: it gets no new calls, and those in flight end."""
+    return await server.together.remove_engine(engine_id)
 
 
 @router.post("/pause", dependencies=[ADMIN])
@@ -80,19 +76,10 @@ async def get_state(server: Server) -> dict[str, Any]:
 async def count_tokens_of_rollouts(
     server: Server, body: Annotated[TracesBody, Depends(JsonBody(TracesBody))]
 ) -> TokensAnswer:
-    """What engines handed over for these rollouts, as far as the gateway remembers them."""
-    return TokensAnswer(
-        tokens_received=server.gateway.tokens_received(body.rollout_ids),
-        tokens_sealed=server.gateway.tokens_sealed(body.rollout_ids),
-        state=_state(server),
-    )
-
-
-def store_id(secret: bytes) -> str:
-    """What tells a store from others in few letters; nothing of the secret can be told from it."""
-    return hashlib.blake2b(secret, digest_size=3, person=b"store id").hexdigest()
+    """What engines handed over for the attempts at these rollouts, as far as the gateways of the store remember."""
+    return TokensAnswer(attempts=await server.together.tokens_of(body.rollout_ids))
 
 
 def _state(server: Services) -> dict[str, Any]:
     claims = {"claims_held_back": server.signals.held_back, "claims_waiting": server.claims.waiting}
-    return server.gateway.state() | claims | {"store_id": store_id(server.store.secret)}
+    return server.gateway.state() | claims

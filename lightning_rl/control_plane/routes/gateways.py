@@ -1,17 +1,21 @@
 """The gateways of a store, and what they ask each other."""
 
+import contextlib
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends
 
-from lightning_rl.control_plane.gateways.cluster_rpc import ModelPause, Sealed
+from lightning_rl.control_plane.gateways.cluster_rpc import EngineId, ModelPause, RolloutIds, Sealed
+from lightning_rl.control_plane.gateways.engines import EngineInfo, EngineRequest
 from lightning_rl.control_plane.gateways.gateway_control import PauseRequest, ResumeRequest
 from lightning_rl.control_plane.routes.requests import SealBody
 from lightning_rl.control_plane.routes.required_key import ADMIN, PEER
 from lightning_rl.control_plane.routes.route import ApiRoute, JsonBody
 from lightning_rl.control_plane.routes.services import Server
 from lightning_rl.store.contract import GatewayInfo
+from lightning_rl.store.errors import NotFound
+from lightning_rl_proxy.recording.ledger import AttemptTokens
 
 router = APIRouter(prefix="/api/v1", tags=["gateways"], route_class=ApiRoute)
 
@@ -54,3 +58,33 @@ async def resume_here(
 async def list_pauses_here(server: Server) -> dict[str, ModelPause]:
     """How the models stand at this gateway."""
     return server.together.told()
+
+
+@router.post("/peers/engines", dependencies=[PEER])
+async def list_engines_here(server: Server) -> list[EngineRequest]:
+    """What registers the token engines of this gateway at another one."""
+    return server.together.engine_requests()
+
+
+@router.post("/peers/engine", dependencies=[PEER])
+async def register_engine_here(
+    server: Server, body: Annotated[EngineRequest, Depends(JsonBody(EngineRequest))]
+) -> EngineInfo:
+    """Register an engine at this gateway."""
+    return server.together.engine(await server.engines.register(body))
+
+
+@router.post("/peers/remove_engine", dependencies=[PEER])
+async def remove_engine_here(server: Server, body: Annotated[EngineId, Depends(JsonBody(EngineId))]) -> dict[str, Any]:
+    """Take an engine out at this gateway, where it is there."""
+    with contextlib.suppress(NotFound):
+        await server.engines.remove(body.engine_id)
+    return {}
+
+
+@router.post("/peers/tokens", dependencies=[PEER])
+async def count_tokens_here(
+    server: Server, body: Annotated[RolloutIds, Depends(JsonBody(RolloutIds))]
+) -> dict[str, AttemptTokens]:
+    """What engines handed over for the attempts at these rollouts, as far as this gateway remembers."""
+    return server.gateway.tokens_of(body.rollout_ids)

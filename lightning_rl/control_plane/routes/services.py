@@ -12,8 +12,10 @@ from lightning_rl.control_plane.gateways.cluster_rpc import Alone
 from lightning_rl.control_plane.gateways.engines import Engines
 from lightning_rl.control_plane.gateways.gateway_control import GatewayDoor, Pauses
 from lightning_rl.control_plane.gateways.notifications import Notifications
+from lightning_rl.control_plane.gateways.runs import Runs
 from lightning_rl.control_plane.routes.auth import Keys
 from lightning_rl.control_plane.routes.claims import Claims
+from lightning_rl.control_plane.server_info import ServerInfo
 from lightning_rl.store.contract import Overdue, Rollout
 from lightning_rl.store.life_cycle import ENDED
 from lightning_rl.store.sql import SqlStore
@@ -37,6 +39,8 @@ class Services:
     pauses: Pauses
     engines: Engines
     together: Alone
+    runs: Runs
+    info: ServerInfo
     end: Callable[[Sequence[Overdue]], Awaitable[list[Rollout]]]
     limits: RequestLimits
     collectors: Sequence[Collector]

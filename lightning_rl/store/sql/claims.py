@@ -187,11 +187,14 @@ class ClaimOperations(RolloutOperations):
         *,
         why: Literal["worker", "session", "server", "journal"],
         gateway_id: str | None = None,
+        run_id: str | None = None,
     ) -> list[Overdue]:
-        """The running attempts, to be ended for that reason; those of these workers, or that gateway, where named."""
+        """The running attempts, to be ended for that reason; those of these workers, that gateway, or that run, where
+        named."""
         of = sa.true() if worker_ids is None else schema.attempts.c.worker_id.in_(worker_ids)
         at = sa.true() if gateway_id is None else schema.attempts.c.attempt_id.in_(queries.placed_at(gateway_id))
-        rows = connection.execute(sa.select(schema.attempts).where(queries.RUNNING, of, at)).all()
+        run = sa.true() if run_id is None else queries.of_run(schema.attempts.c.rollout_id, run_id)
+        rows = connection.execute(sa.select(schema.attempts).where(queries.RUNNING, of, at, run)).all()
         return [Overdue(rollout_id=row.rollout_id, attempt_id=row.attempt_id, why=why) for row in rows]
 
     @writes

@@ -24,7 +24,7 @@ _TAKE_UP = (
     .where(schema.rollouts.c.rollout_id == sa.bindparam("taken_up"), schema.rollouts.c.status == "queued")
     .values(claimable_at=None)
 )
-_UNTIL_ASKED_FOR = float("inf")  # `claimable_at` of what a session that is over has left queued
+_UNTIL_ASKED_FOR = float("inf")  # `claimable_at` of what a run has left queued
 _SHELVE = sa.update(schema.rollouts).where(schema.rollouts.c.status == "queued").values(claimable_at=_UNTIL_ASKED_FOR)
 _LONGEST_POSITION = 18  # digits, so that any database holds it
 
@@ -35,7 +35,7 @@ class RolloutOperations(ResourceOperations):
     @writes
     def enqueue(self, connection: sa.Connection, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """The rollouts asked for, in that order; those whose id is there already stay as they are, but that they may
-        be claimed where a session that is over had left them queued.
+        be claimed where their run had left them queued.
 
         Raises:
             Conflict: an id is there with another body.
@@ -112,9 +112,9 @@ class RolloutOperations(ResourceOperations):
         return dict(self._ended + Counter(queries.counts(connection, first_open)))
 
     @writes
-    def shelve(self, connection: sa.Connection) -> None:
-        """Nobody claims what is queued now until it is asked for again: a session is over that has asked for it."""
-        connection.execute(_SHELVE)
+    def shelve(self, connection: sa.Connection, run_id: str) -> None:
+        """Nobody claims what of a run is queued now until it is asked for again: its trainer is gone."""
+        connection.execute(_SHELVE.where(queries.of_run(schema.rollouts.c.rollout_id, run_id)))
 
     def _enqueue(self, connection: sa.Connection, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         latest = self._latest_resources_id(connection)

@@ -3,9 +3,12 @@
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from lightning_rl_adapters.call import calls_of
+from lightning_rl_adapters.span import Span
 from lightning_rl_proxy.address import Address
 from lightning_rl_proxy.forest.incremental_decode import IncrementalDecode
 from lightning_rl_proxy.forest.live_forest import LiveForest
@@ -17,7 +20,11 @@ from lightning_rl_proxy.rendering.base import Renderer
 
 
 class LiveAttempt:
-    """What a gateway holds of an attempt while it is open. `checked_at`: when the ledger was last asked for `info`."""
+    """What a gateway holds of an attempt while it is open. `checked_at`: when the ledger was last asked for `info`.
+
+    `tokens_received` are those that engines handed over here, `tokens_recovered` those of calls that were recorded
+    before the attempt came here; both by model.
+    """
 
     def __init__(
         self, address: Address, info: AttemptInfo, checked_at: float, renderer: Renderer | None = None
@@ -30,7 +37,8 @@ class LiveAttempt:
         self.sealed = not info.open
         self.inflight: dict[bytes, list[InflightRequest]] = {}
         self.unrecorded: set[InflightRequest] = set()  # of them, those whose calls are not recorded yet
-        self.tokens_received = 0
+        self.tokens_received = Counter[str]()  # by model
+        self.tokens_recovered = _recorded_tokens(info.spans)
         self.called_at: float | None = None  # when a call last began or ended, by the monotonic clock
         self.in_flight = 0  # answers that are being worked on
         # How often a body was answered with 5xx: so many of its retries are sampled anew, equal calls or not.
@@ -108,3 +116,12 @@ class LiveAttempt:
 
 def _has_failed(task: asyncio.Task[bytes]) -> bool:
     return task.cancelling() > 0 or (task.done() and (task.cancelled() or task.exception() is not None))
+
+
+def _recorded_tokens(spans: Sequence[Span]) -> Counter[str]:
+    """The sampled tokens of recorded calls, by model; a chat backend's are nobody's to count."""
+    tokens = Counter[str]()
+    for call in calls_of(spans):
+        if call.trainable:
+            tokens[call.model] += call.sampled_tokens
+    return tokens

@@ -103,7 +103,7 @@ class CallHandler:
     ) -> Coroutine[Any, Any, bytes]:
         """What answers a request; it gives the answer's last bytes. Raises GatewayError for what cannot be answered."""
         requested = body.fields.get("model")
-        model = self._router.resolve(requested if isinstance(requested, str) else "")
+        model = self._router.resolve(requested if isinstance(requested, str) else "", attempt.info.policy)
         backend = self._router.is_backend(model)
         if backend and dialect is chat_completions:
             request = chat_completions.parse_relayed(body.whole())
@@ -234,7 +234,7 @@ class CallHandler:
         context, generation = choice.context, choice.generation
 
         def take(tokens: EngineTokens) -> bool:
-            context.attempt.tokens_received += len(tokens.token_ids)
+            context.attempt.tokens_received[context.model] += len(tokens.token_ids)
             stream.add(choice.index, choice.push(tokens))
             return not choice.ended
 
@@ -307,7 +307,7 @@ class CallHandler:
         attempt, request, model = context.attempt, context.request, context.model
         fields = request.fields if context.dialect is chat_completions else relayed_calls.fields_of(request)
         # What an attempt publishes is about its policy: a judge beside it keeps the temperature that it was given.
-        policy = model == self._router.policy
+        policy = model == (attempt.info.policy or self._router.policy)
         fields = {**attempt.info.sampling_defaults, **fields} if policy else fields
         sent = relayed_calls.body_of(fields, attempt.info.sampling if policy else {}, index)
         start_ns = self._clock()

@@ -11,7 +11,7 @@ from lightning_rl_proxy.errors import GatewayError, closed
 from lightning_rl_proxy.http.attempt import LiveAttempt
 from lightning_rl_proxy.http.delivery import Delivery
 from lightning_rl_proxy.http.failures import CallFailures
-from lightning_rl_proxy.recording.ledger import AttemptInfo, Ledger
+from lightning_rl_proxy.recording.ledger import AttemptInfo, AttemptTokens, Ledger
 from lightning_rl_proxy.recording.recorder import Recorder
 from lightning_rl_proxy.rendering.base import Renderer
 
@@ -44,8 +44,9 @@ class OpenAttempts:
         self._attempts: dict[tuple[str, str], LiveAttempt] = {}
         self._asking: dict[tuple[str, str], asyncio.Task[AttemptInfo | None]] = {}  # of which the ledger is asked now
         self._starting: dict[tuple[str, str], float] = {}  # since when, the oldest first
+        self._policies: set[str] = set()  # of attempts that were opened here
         # The ledger says that an attempt is closed a moment after it was sealed; in between, this does.
-        self._sealed: dict[tuple[str, str], int] = {}  # the tokens that each was handed
+        self._sealed: dict[tuple[str, str], Counter[str] | None] = {}  # with its tokens by model, if it was open here
         self._endings: dict[tuple[str, str], str] = {}  # of those of them whose late calls were refused
 
     def __len__(self) -> int:
@@ -60,6 +61,8 @@ class OpenAttempts:
         name = (info.rollout_id, info.attempt_id)
         if name not in self._attempts:
             self._attempts[name] = LiveAttempt(address, info, now)
+            if info.policy is not None:
+                self._policies.add(info.policy)
             self._starting[name] = now
 
     def names(self) -> list[tuple[str, str]]:
@@ -83,12 +86,18 @@ class OpenAttempts:
         attempt = self._attempts.get(name)
         return attempt is not None and (attempt.in_flight > 0 or bool(attempt.unrecorded))
 
-    def starting(self) -> int:
-        """How many attempts were opened moments ago and have not called yet."""
+    def starting(self, policy: str) -> dict[str, int]:
+        """How many attempts were opened moments ago and have not called yet, by their policy: `policy` where they name
+        none. Every policy of an attempt that was opened here is there."""
         late = time.monotonic() - _STARTING_SECONDS
         while self._starting and self._starting[first := next(iter(self._starting))] < late:
             del self._starting[first]
-        return len(self._starting)
+        counted = Counter(self._starting_policy(name) or policy for name in self._starting)
+        return {name: counted[name] for name in {policy, *self._policies}}
+
+    def _starting_policy(self, name: tuple[str, str]) -> str | None:
+        attempt = self._attempts.get(name)
+        return None if attempt is None else attempt.info.policy
 
     async def find(self, address: Address) -> LiveAttempt:
         """The open attempt at that address. Raises GatewayError (404, 409 or 503) where no such attempt is open."""
@@ -124,15 +133,15 @@ class OpenAttempts:
     async def seal(self, rollout_id: str, attempt_id: str) -> None:
         """End an attempt: later calls get 409, calls in flight are aborted, and on return its records are durable."""
         name = (rollout_id, attempt_id)
-        self._sealed.setdefault(name, 0)
+        self._sealed.setdefault(name, None)
         if len(self._sealed) > _SEALED_REMEMBERED:
             del self._sealed[next(iter(self._sealed))]
         attempt = self._attempts.pop(name, None)
         if attempt is not None:
             cancelled = self._delivery.close(attempt)
-            self._sealed[name] = attempt.tokens_received
+            self._sealed[name] = _tokens(attempt)
             await asyncio.gather(*cancelled, return_exceptions=True)  # each records what it was handed
-            self._sealed[name] = attempt.tokens_received
+            self._sealed[name] = _tokens(attempt)
         self.has_begun(name)
         await self._recorder.stored()
 
@@ -148,33 +157,22 @@ class OpenAttempts:
         if self._starting.pop(name, None) is not None:
             self._capacity_freed()
 
-    def tokens_received(self, rollout_ids: Sequence[str]) -> dict[str, int]:
-        """What engines handed over for these rollouts, as far as this process remembers their attempts."""
-        wanted = set(rollout_ids)
-        received: Counter[str] = Counter()
-        for (rollout_id, _), tokens in self._sealed.items():
-            if rollout_id in wanted:
-                received[rollout_id] += tokens
-        for (rollout_id, _), attempt in self._attempts.items():
-            if rollout_id in wanted:
-                received[rollout_id] += attempt.tokens_received
-        return dict(received)
-
-    def tokens_sealed(self, rollout_ids: Sequence[str]) -> dict[str, int]:
-        """What engines handed over for the sealed attempts of these rollouts, and was not given up, as far as this
-        process remembers. Together with `tokens_pending` of a state it is what no reader of the store may know yet."""
+    def tokens_of(self, rollout_ids: Sequence[str]) -> dict[str, AttemptTokens]:
+        """What engines handed over for the attempts at these rollouts, by attempt id: those that are or were open here,
+        as far as this process remembers."""
         wanted, lost = set(rollout_ids), self._recorder.tokens_lost
-        sealed: Counter[str] = Counter()
-        for name, tokens in self._sealed.items():
-            if name[0] in wanted:
-                sealed[name[0]] += tokens - lost.get(name, 0)
-        return dict(sealed)
+        counted = {name: tokens for name, tokens in self._sealed.items() if name[0] in wanted and tokens is not None}
+        counted |= {name: _tokens(attempt) for name, attempt in self._attempts.items() if name[0] in wanted}
+        return {
+            name[1]: AttemptTokens(rollout_id=name[0], received=dict(tokens), lost=dict(lost.get(name, {})))
+            for name, tokens in counted.items()
+        }
 
     def tokens_pending(self) -> int:
         """What engines handed over for open attempts, and for records that were given up."""
         lost = self._recorder.tokens_lost
-        gone = sum(tokens for name, tokens in lost.items() if name not in self._attempts)  # open ones' are pending
-        return gone + sum(attempt.tokens_received for attempt in self._attempts.values())
+        gone = sum(tokens.total() for name, tokens in lost.items() if name not in self._attempts)  # the rest is pending
+        return gone + sum(attempt.tokens_received.total() for attempt in self._attempts.values())
 
     async def _closed(self, name: tuple[str, str]) -> GatewayError:
         """The refusal of a call that came after its attempt was sealed: with how it ended, once the ledger knows."""
@@ -199,6 +197,11 @@ class OpenAttempts:
             return await self._ledger.attempt(*name)
         finally:
             del self._asking[name]
+
+
+def _tokens(attempt: LiveAttempt) -> Counter[str]:
+    """What engines handed over for an attempt, by model."""
+    return attempt.tokens_recovered + attempt.tokens_received
 
 
 def _unrecordable(attempt_id: str) -> GatewayError:

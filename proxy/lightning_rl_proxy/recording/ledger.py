@@ -13,9 +13,9 @@ class AttemptInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the store says of one attempt.
 
     `sampling` replaces the agent's own sampling parameters (empty: the agent's hold), `sampling_defaults` hold where a
-    request has none. `seed_key` is mixed into the seed of every call, so that the rollouts of a group differ and two
-    validations agree. `spans` are what was recorded of it so far, by a gateway that is gone. `ended` says how and when
-    it ended, where it is not open.
+    request has none. `policy` is the model of its `main_llm`; None: the server's. `seed_key` is mixed into the seed of
+    every call, so that the rollouts of a group differ and two validations agree. `spans` are what was recorded of it so
+    far, by a gateway that is gone. `ended` says how and when it ended, where it is not open.
     """
 
     rollout_id: str
@@ -24,9 +24,21 @@ class AttemptInfo(msgspec.Struct, frozen=True, kw_only=True):
     open: bool
     sampling: dict[str, float | int]
     seed_key: str
+    policy: str | None = None
     sampling_defaults: dict[str, Any] = {}
     spans: Sequence[Span] = ()
     ended: str | None = None
+
+
+class AttemptTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens that engines handed over for one attempt, by model, those that an earlier gateway recorded included.
+
+    `lost` are those of them whose records were given up.
+    """
+
+    rollout_id: str
+    received: dict[str, int]
+    lost: dict[str, int] = {}
 
 
 class Ledger(Protocol):

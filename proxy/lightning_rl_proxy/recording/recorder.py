@@ -61,7 +61,8 @@ class Recorder:
     """Owns one journal file; one recorder per gateway.
 
     `max_waiting` records, or `max_waiting_bytes` of them, may wait for the ledger. `counters` counts `journal_errors`,
-    and by `recording_lost` the records that were given up; `tokens_lost`, by attempt, the tokens sampled for these.
+    and by `recording_lost` the records that were given up; `tokens_lost`, by attempt and model, the tokens sampled for
+    these.
     `taken` is told of the attempts of which the ledger has taken records.
     """
 
@@ -87,7 +88,7 @@ class Recorder:
         self._handed: list[_Waiting] = []  # those that the ledger is taking now; all are older than the pending ones
         self._waiting_bytes = 0
         self._recorded = 0
-        self.tokens_lost: Counter[tuple[str, str]] = Counter()
+        self.tokens_lost: dict[_Name, Counter[str]] = {}
         self._wake = asyncio.Event()
         self._urgent = asyncio.Event()
         self._progress = asyncio.Condition()
@@ -204,7 +205,7 @@ class Recorder:
 
     def _give_up(self, attempt: _Name) -> None:
         """Drop what waits of an attempt, but for what the ledger is taking now, and remember the attempt."""
-        self.tokens_lost[attempt] = 0
+        self.tokens_lost[attempt] = Counter()
         self._behind.begin(
             f"{self._waiting()} calls wait for the store; attempts that call before it takes them are retried"
         )
@@ -224,7 +225,7 @@ class Recorder:
     def _drop(self, span: Span) -> None:
         self._counters["recording_lost"] += 1
         if span.name == semconv.CALL_SPAN and (call := from_span(span)).trainable:
-            self.tokens_lost[span.rollout_id, span.attempt_id] += call.sampled_tokens
+            self.tokens_lost[span.rollout_id, span.attempt_id][call.model] += call.sampled_tokens
 
     def _append(self) -> None:
         """Write what the journal lacks, as far as the disk lets us."""

@@ -1,5 +1,6 @@
 """A `tokenizer.json`, read without transformers: text to token ids and back."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from functools import lru_cache
@@ -39,6 +40,11 @@ class FastTokenizer:
         self._controls = Controls(self._tokenizer) if special_tokens == "text" else None
         self.long_texts = LongTexts(self._tokenizer)
         self._encode_short = lru_cache(_SHORT_TEXTS)(self._encode)
+
+    def vocabulary_digest(self) -> str:
+        """The digest of which text has which id."""
+        entries = sorted(self._tokenizer.get_vocab(with_added_tokens=True).items())
+        return hashlib.blake2b(json.dumps(entries).encode(), digest_size=8).hexdigest()
 
     def encode(self, text: str, *args: Any, **kwargs: Any) -> list[int]:
         """Token ids of `text`, without added special tokens."""

@@ -75,7 +75,7 @@ class Generation:
 class Router:
     """The engines and chat backends by model. Calls of a paused model wait.
 
-    `unknown_model`: names that nothing serves mean the model `policy`, or are refused.
+    `unknown_model`: names that nothing serves mean the policy of their attempt, by default `policy`, or are refused.
     """
 
     def __init__(self, policy: str, *, unknown_model: Literal["policy", "refuse"] = "policy") -> None:
@@ -138,13 +138,17 @@ class Router:
             raise EngineUnavailable(f"model {pool.model!r} is paused; register engine {name} again when it goes on")
         await self._watch.confirm_weights(pool, replica)
 
-    def resolve(self, requested: str) -> str:
-        """The model that a requested name means. Raises UnknownModel where unknown ones are refused."""
+    def resolve(self, requested: str, policy: str | None = None) -> str:
+        """The model that a requested name means; `policy` is the attempt's, where it is another than the server's.
+
+        Raises UnknownModel where unknown names are refused.
+        """
+        policy = policy or self.policy
         if requested in self._engines or requested in self._backends:
             return requested
-        if self._refuses_unknown and requested != self.policy:
+        if self._refuses_unknown and requested != policy:
             raise UnknownModel(requested, [*self._engines, *self._backends])
-        return self.policy
+        return policy
 
     @property
     def has_backends(self) -> bool:

@@ -217,7 +217,7 @@ def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], mes
 @pytest.mark.parametrize("value", [object(), float("nan"), {1, 2}])
 def test_a_task_that_is_no_json_value_is_named(value: Any, tmp_path: Path) -> None:
     with pytest.raises(
-        TaskError, match=r"the task of rollout train-[0-9a-f]+-1-0 is no JSON value .* make it of dicts"
+        TaskError, match=r"the task of rollout train-[0-9a-f]+-1-0\.[0-9a-f]+ is no JSON value .* make it of dicts"
     ):
         lrl.Trainer(agent, run_dir=tmp_path).fit(lrl.Baseline(), [{"i": 0}, {"i": value}])
 

@@ -52,7 +52,7 @@ class Policy:
 def serving(folder: Path, **where: Any) -> Iterator[HttpStore]:
     """A server whose runners come from elsewhere; its store with the admin key, and its URL."""
     folder.mkdir()
-    with launch(folder, Policy(), admin_key="admin", runner_key=KEY, session=False, **where) as server:
+    with launch(folder, Policy(), admin_key="admin", runner_key=KEY, **where) as server:
         store = HttpStore(server.url, "admin")
         store.url = server.url  # type: ignore[attr-defined]
         yield store

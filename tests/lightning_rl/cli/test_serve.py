@@ -174,6 +174,19 @@ def test_what_a_special_token_in_a_message_is_stands_in_the_command(tmp_path: Pa
         assert asked.json() == {"input_tokens": len(renderer.render(said, None))}
 
 
+def test_history_and_unknown_models_are_as_the_command_says(tmp_path: Path) -> None:
+    words = ["--tokenizer", TOKENIZER, "--renderer", "qwen3", "--history", "template", "--unknown-model", "refuse"]
+    with serving(tmp_path, *words, **{ADMIN_KEY: "mine"}) as server:
+        told = server.pool.request(
+            "GET", f"{server.url}/api/v1/server", headers={"authorization": "Bearer mine"}
+        ).json()
+        assert (told["history"], told["unknown_model"]) == ("template", "refuse")
+        llm = server.post("/api/v1/rollouts/start", {"task": 1}, "mine").json()["resources"]["main_llm"]
+        sdk = openai.OpenAI(base_url=llm["base_url"], api_key=llm["api_key"], max_retries=0)
+        with sdk, pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4o'"):
+            sdk.chat.completions.create(model="gpt-4o", messages=[{"role": "user", "content": "one"}])
+
+
 def test_what_is_printed_for_curl_works_in_a_shell(tmp_path: Path) -> None:
     with serving(tmp_path, "--tokenizer", TOKENIZER, "--engine", NOWHERE) as server:
         [export] = re.findall(r"export \S+", server.printed)
@@ -250,6 +263,8 @@ def test_keys_that_are_not_safe_there_are_refused(
         ),
         (["--chat-template-kwargs", "enable_thinking"], "--chat-template-kwargs enable_thinking: "),
         (["--chat-template-kwargs", "[1]"], "give a JSON object"),
+        (["--history", "none"], "--history none: give keep or template"),
+        (["--unknown-model", "any"], "--unknown-model any: give policy or refuse"),
         (["--special-tokens-in-text", "letters"], "--special-tokens-in-text letters: give text or control"),
         (["--store", "mysql://x/y"], "--store mysql://x/y is neither a SQLite file nor a PostgreSQL database"),
         (["--store", "sqlite://"], "--store sqlite:// is neither a SQLite file nor"),

@@ -200,6 +200,10 @@ def test_tasks_may_be_in_any_of_the_known_files(place: Path) -> None:
         (["agent=my_agent:solve", "data.train_files=task.jsonl"], "task.jsonl"),
         (["agent=my_agent:solve", "data.train_files=tasks.jsonl"], "4 tasks are fewer than data.train_batch_size=32"),
         (["agent=my_agent:solve", "data.train_file=tasks.jsonl"], "did you mean 'data.train_files'?"),
+        (
+            ["agent=my_agent:solve", "data.train_files=tasks.jsonl", "--server", "http://127.0.0.1:9"],
+            "the runners of http://127.0.0.1:9 have the agent: leave agent=my_agent:solve out",
+        ),
         (["--resume", "nowhere"], "holds no run of `lightning-rl train`"),
         (["--config", "nowhere.yaml"], "there is no configuration file"),
     ],

@@ -121,7 +121,7 @@ def test_an_endpoint_holds_a_key_of_any_letters() -> None:
     ("argument", "instead"),
     [
         ({"tracer": object()}, "the gateway records the calls"),
-        ({"store": object()}, r"store\.db"),
+        ({"store": object()}, r"LightningStoreClient"),
         ({"n_workers": 3}, "n_runners"),
         ({"initial_resources": {}}, r"gateway\.backends"),
         ({"n_runner": 3}, "no argument 'n_runner'"),

@@ -80,7 +80,7 @@ def test_a_store_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("LIGHTNING_RL_ADMIN_KEY", raising=False)
     with pytest.raises(StoreKeyMissing, match="set LIGHTNING_RL_ADMIN_KEY"):
         agl.LightningStoreClient("http://127.0.0.1:9")
-    with launch(tmp_path, Policy(), admin_key="admin", runner_key="runner", session=False) as serving:
+    with launch(tmp_path, Policy(), admin_key="admin", runner_key="runner") as serving:
         asyncio.run(_use(agl.LightningStoreClient(serving.url, "admin")))
 
 

@@ -30,7 +30,7 @@ class Server(NamedTuple):
         return AgentFramework(self.url, "admin", runners, **how)
 
     def received(self, rollout_ids: list[str]) -> int:
-        return sum(self.store.tokens_received(rollout_ids).values())
+        return sum(sum(each.received.values()) for each in self.store.tokens_of(rollout_ids).values())
 
 
 @pytest.fixture(scope="module")

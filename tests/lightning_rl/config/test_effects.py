@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import msgspec
@@ -92,10 +93,8 @@ class _Models:
 
 
 class _Store:
-    def state(self) -> dict[str, Any]:
-        return {"store_id": "s", "began_ns": 0, "tokens_earlier": {}}
-
-    def publish(self, resources: Any, resources_id: str | None = None) -> None: ...
+    def publish(self, resources: Any, resources_id: str) -> Any:
+        return SimpleNamespace(resources_id=resources_id)
 
 
 def vllm(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:

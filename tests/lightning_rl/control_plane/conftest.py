@@ -12,6 +12,7 @@ import uvicorn
 
 from lightning_rl.control_plane.app import create_app
 from lightning_rl.control_plane.routes.auth import Keys
+from lightning_rl.control_plane.server_info import ServerInfo
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread
@@ -75,8 +76,11 @@ class FakeGateway:
     def is_lost(self, rollout_id: str, attempt_id: str) -> bool:
         return attempt_id in self.lost
 
-    def tokens_received(self, rollout_ids) -> dict[str, int]:
+    def tokens_of(self, rollout_ids):
         return {}
+
+    def now_ns(self) -> int:
+        return time.time_ns()
 
     def restore(self, received, newest_ns=0) -> None:
         self.asked.append(("carry_on", received))
@@ -102,16 +106,13 @@ class FakeGateway:
             raise self.refuses
 
     def load(self) -> GatewayLoad:
-        return GatewayLoad("m", {"m": self.model}, self.starting, self.open_attempts)
+        return GatewayLoad("m", {"m": self.model}, {"m": self.starting}, self.open_attempts)
 
     def when_capacity_freed(self, tell) -> None:
         self.capacity_freed = tell
 
     def eased_in_its_loop(self) -> None:
         self.loop.call_soon_threadsafe(self.capacity_freed)
-
-    def tokens_sealed(self, rollout_ids) -> dict[str, int]:
-        return {}
 
     def state(self) -> dict[str, Any]:
         model = {"in_flight": self.in_flight, "paused": self.paused, "tokens_received": 7, "engines": 1}
@@ -170,6 +171,7 @@ def served(tmp_path):
             gateway_url=url,
             attach_engine=attach,
             sweep_seconds=0.02,
+            info=ServerInfo(model="m"),
         )
         server.config.app = app
         served.append(app)

@@ -62,11 +62,19 @@ CONTROL = {
     ("DELETE", "/engines/e"): ("admin", 404),
     ("POST", "/pause"): ("admin", 400),
     ("POST", "/resume"): ("admin", 400),
+    ("GET", "/server"): ("admin", 200),
+    ("POST", "/runs/x/begin"): ("admin", 400),
+    ("POST", "/runs/x/heartbeat"): ("admin", 409),
+    ("POST", "/runs/x/end"): ("admin", 200),
     ("GET", "/gateways"): ("admin", 200),
     ("POST", "/peers/seal"): ("peer", 409),  # which gateway is meant was not said
     ("POST", "/peers/pause"): ("peer", 409),
     ("POST", "/peers/resume"): ("peer", 409),
     ("POST", "/peers/pauses"): ("peer", 409),
+    ("POST", "/peers/engines"): ("peer", 409),
+    ("POST", "/peers/engine"): ("peer", 409),
+    ("POST", "/peers/remove_engine"): ("peer", 409),
+    ("POST", "/peers/tokens"): ("peer", 409),
     ("GET", "/state"): ("admin", 200),
     ("POST", "/state/tokens"): ("admin", 400),
 }
@@ -149,6 +157,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_the_table_has_every_route_of_the_control_plane() -> None:
     there = {(method, route.path) for route in ROUTES for method in (route.methods or set()) - {"HEAD"}}
     named = {"r": "{rollout_id}", "a": "{attempt_id}", "none": "{resources_id}", "e": "{engine_id}"}
+    named |= {"x": "{run_id}"}
     table = {(method, "/".join(named.get(part, part) for part in path.split("/"))) for method, path in CONTROL}
     assert {(method, "/api/v1" + path) for method, path in table} == there
 

@@ -133,8 +133,8 @@ def test_what_nobody_foresaw_at_the_start_has_its_log(tmp_path) -> None:
         pass
 
 
-def test_received_tokens_are_counted_on_after_a_restart_and_dead_sessions_are_ended(tmp_path) -> None:
-    request = RolloutRequest(task=1, rollout_id="r1", config=RolloutConfig(max_attempts=1))
+def test_received_tokens_are_counted_on_after_a_restart_and_what_a_dead_trainer_left_is_ended(tmp_path) -> None:
+    request = RolloutRequest(task=1, rollout_id="r1.run", config=RolloutConfig(max_attempts=1))
     with launch(tmp_path, POLICY, admin_key="a", runner_key="r") as serving:
         store = HttpStore(serving.url, "a")
         store.enqueue([request])
@@ -149,24 +149,26 @@ def test_received_tokens_are_counted_on_after_a_restart_and_dead_sessions_are_en
     with launch(tmp_path, POLICY, admin_key="a", runner_key="r") as serving:
         store = HttpStore(serving.url, "a")
         assert store.state()["models"]["policy"]["tokens_received"] == 12
-        trace = store.traces(["r1"])["r1"]
+        assert store.rollout("r1.run").status == "running"
+        store.begin_run("run", "policy", 60)
+        trace = store.traces(["r1.run"])["r1.run"]
         assert (trace.rollout.status, trace.attempts[0].attempt.status) == ("queued", "lost")
         assert trace.attempts[0].attempt.error.type == "SessionEnded"
         assert len(trace.attempts[0].spans) == 2
-        assert store.claim("w") == [], "nobody has asked for it in this session"
+        assert store.claim("w") == [], "nobody has asked for it since"
         store.enqueue([request])
         (second,) = store.claim("w")
-    with launch(tmp_path, POLICY, admin_key="a", runner_key="r", session=False) as serving:
+    with launch(tmp_path, POLICY, admin_key="a", runner_key="r") as serving:
         store = HttpStore(serving.url, "a")
         assert store.state()["models"]["policy"]["tokens_received"] == 12
-        store.finish("r1", second.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
+        store.finish("r1.run", second.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
 
 
 def span(attempt_id: str, number: int, tokens: int):
     return to_span(
         Call(
             call_id=f"c{number}",
-            rollout_id="r1",
+            rollout_id="r1.run",
             attempt_id=attempt_id,
             number=number,
             model="policy",

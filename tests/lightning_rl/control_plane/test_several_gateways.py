@@ -412,3 +412,31 @@ def test_behind_a_front_with_backups_agent_and_runner_notice_nothing_but_a_pause
     runner.finish(*place(claim), Finish(status="succeeded", reward=1.0))
     told = calls(two, claim)
     assert [call.parent_id for call in told] == [None, told[0].call_id]
+
+
+def test_an_engine_is_every_gateways_and_what_each_counted_is_added_up(fleet: Fleet) -> None:
+    one = fleet.start("one", engines=[])
+    two = fleet.start("two", engines=[])
+    info = one.store.register_engine("policy", "embedded", fleet.sampler["url"], 4)
+    assert [each["engine_id"] for each in two.store.engines()] == [info["engine_id"]]
+    late = fleet.start("late", engines=[])
+    assert [each["policy_version"] for each in late.store.engines()] == [4], "who joins learns of it"
+    assert late.store.state()["models"]["policy"]["policy_version"] == 4
+
+    requests = [RolloutRequest(task=n, rollout_id=f"r{n}.run", config=PATIENT) for n in range(6)]
+    one.store.enqueue(requests)
+    claims = two.store.claim("w", limit=6)
+    at = Counter(claim.resources["main_llm"]["base_url"].split("/rollout/")[0] for claim in claims)
+    assert sorted(at.values()) == [2, 2, 2]
+    for claim in claims:
+        llm = claim.resources["main_llm"]
+        with openai.OpenAI(base_url=llm["base_url"], api_key=llm["api_key"]) as sdk:
+            sdk.chat.completions.create(model="policy", messages=MESSAGES, max_tokens=8)
+    counted = [server.store.tokens_of([each.rollout_id for each in requests]) for server in (one, two, late)]
+    assert counted[0] == counted[1] == counted[2]
+    assert {attempt_id: sum(each.received.values()) > 0 for attempt_id, each in counted[0].items()} == {
+        claim.attempt.attempt_id: True for claim in claims
+    }
+
+    two.store.remove_engine(info["engine_id"])
+    assert [server.store.engines() for server in (one, two, late)] == [[], [], []]

@@ -40,7 +40,7 @@ def vocabulary() -> tuple[int, ...]:
 def behind_a_gateway(folder: Path, server: StandIn) -> Iterator[tuple[HttpStore, Claim]]:
     with serving(server.app) as url:
         engine = {"model": "policy", "kind": "sglang", "url": url, "policy_version": 3}
-        with launch(folder, Policy(engines=[engine]), admin_key="a", runner_key="r", session=False) as running:
+        with launch(folder, Policy(engines=[engine]), admin_key="a", runner_key="r") as running:
             store = HttpStore(running.url, "a")
             store.enqueue([RolloutRequest(task=1, rollout_id="r1", mode="train")])
             (claim,) = store.claim("w")

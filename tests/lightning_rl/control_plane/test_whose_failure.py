@@ -148,9 +148,9 @@ def test_an_agent_that_fails_after_its_server_was_started_anew_is_tried_again(tm
     """What raised may be a refused connection in any client's words; who asked meanwhile is not known."""
     with engine() as sampler:
         policy = Policy(engines=[sampler])
-        with launch(tmp_path, policy, admin_key="a", runner_key="r", session=False) as serving:
+        with launch(tmp_path, policy, admin_key="a", runner_key="r") as serving:
             claim = HttpStore(serving.url, "a").start(RolloutRequest(task=1))
-        with launch(tmp_path, policy, admin_key="a", runner_key="r", session=False) as serving:
+        with launch(tmp_path, policy, admin_key="a", runner_key="r") as serving:
             server = Server(serving.url, HttpStore(serving.url, "a"))
             stored = server.failed(claim, OSError("connection refused"))
             assert (stored.error.infrastructure, server.status(claim)) == (True, "queued")

@@ -125,7 +125,8 @@ def assert_same_end(one: Path, other: Path) -> None:
 
 def test_a_killed_run_ends_with_the_weights_of_an_unbroken_one(resumed: Path, tmp_path: Path) -> None:
     """The unbroken one begins with the store of the killed one alone, and so samples nothing."""
-    shutil.copy(resumed / "store.db", tmp_path / "store.db")
+    for name in ("store.db", "run.id"):
+        shutil.copy(resumed / name, tmp_path / name)
     before = stored(tmp_path)
     train(tmp_path)
     assert stored(tmp_path) == before

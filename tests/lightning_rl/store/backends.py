@@ -18,6 +18,7 @@ from lightning_rl.control_plane.gateways.engine_registration import attacher
 from lightning_rl.control_plane.gateways.membership import Membership
 from lightning_rl.control_plane.gateways.store_ledger import StoreLedger
 from lightning_rl.control_plane.routes.auth import Keys
+from lightning_rl.control_plane.server_info import ServerInfo
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import (
     Attempt,
@@ -184,7 +185,7 @@ def served(
         keys = Keys(admin="admin", runner="runner", peer=peer_key(store.secret))
         app = create_app(
             store, gateway, sql=sql, keys=keys, gateway_url=url, attach_engine=attacher(router, None),
-            sweep_seconds=sweep_seconds, fleet=one,
+            sweep_seconds=sweep_seconds, fleet=one, info=ServerInfo(model="m"),
         )  # fmt: skip
         server.config.app = app
         releases.append(app.release)

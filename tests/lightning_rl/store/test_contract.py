@@ -110,18 +110,24 @@ def test_pages_go_on_at_the_cursor_and_filter(store) -> None:
 
 
 def test_what_is_shelved_is_claimed_when_it_is_asked_for_again(store) -> None:
-    store.enqueue([request(name) for name in ("r1", "r2", "r3")])
+    store.enqueue([request(name) for name in ("r1.one", "r2.one", "r3.one", "r4.1one")])
     (under_way,) = store.claim("w")
-    store.shelve()
-    assert store.claim("w", limit=9) == []
+    store.shelve("one")
+    assert [claim.rollout.rollout_id for claim in store.claim("w", limit=9)] == ["r4.1one"], "another run's goes on"
     assert not store.claimable()
-    store.enqueue([request("r2"), request("r4")])
+    store.enqueue([request("r2.one"), request("r5.one")])
     assert store.claimable()
-    assert [claim.rollout.rollout_id for claim in store.claim("w", limit=9)] == ["r2", "r4"]
-    store.finish("r1", under_way.attempt.attempt_id, INFRASTRUCTURE)
-    assert store.rollout("r1").status == "queued"  # its retry is this session's own
-    assert store.rollout("r3").status == "queued"
-    assert store.cancel("r3").status == "cancelled"
+    assert [claim.rollout.rollout_id for claim in store.claim("w", limit=9)] == ["r2.one", "r5.one"]
+    store.finish("r1.one", under_way.attempt.attempt_id, INFRASTRUCTURE)
+    assert store.rollout("r1.one").status == "queued"  # its retry is asked for by nobody else
+    assert store.rollout("r3.one").status == "queued"
+    assert store.cancel("r3.one").status == "cancelled"
+
+
+def test_the_running_attempts_of_a_run_are_told_from_the_others(store) -> None:
+    store.enqueue([request("r1.one"), request("r1.two"), request("one")])
+    assert len(store.claim("w", limit=3)) == 3
+    assert [late.rollout_id for late in store.running(why="session", run_id="one")] == ["r1.one"]
 
 
 def test_claims_take_the_oldest_first_and_each_once(store) -> None:

@@ -78,9 +78,11 @@ def test_the_account_balances_or_stops_the_run() -> None:
     account = TokenAccount("m")
     account.train(10)
     account.exclude("validation", 5)
-    assert account.check(received=18, pending=3)["tokens/excluded/validation"] == 5
+    account.received = 15
+    assert account.check(pending=3)["tokens/excluded/validation"] == 5
+    account.received = 16
     with pytest.raises(ConservationError, match="handed over 19 tokens, but 10 trained \\+ 5 excluded"):
-        account.check(received=19, pending=3)
+        account.check(pending=3)
 
 
 def test_helpers_have_no_place_in_the_policys_account() -> None:
@@ -150,21 +152,24 @@ def test_tokens_of_agents_own_spans_are_received_of_every_attempt_and_trained_of
     found = trajectory_of(both, agent_failure=0.0, max_tokens=100, model="m", spans=True)
     assert (masked(found), found.excluded, found.span_tokens) == (3, {"superseded": 3}, 6)
     assert (list(found.rewards.of_calls.values()), found.lost_rewards) == ([{"good": 0.5}], 0)
-    assert found.earlier_tokens == 0
+    assert found.recorded_tokens == {"a0": 0, "a1": 0}
     untold = trajectory_of(both, agent_failure=0.0, max_tokens=100, model="m")
     assert (untold.calls, untold.span_tokens, untold.lost_rewards) == (0, 0, 1)
 
 
 def test_what_no_gateway_counted_is_on_both_sides_of_the_account() -> None:
     account = TokenAccount("m")
-    account.from_spans = 6
+    account.received = 7
+    account.receive_spans(6)
     account.train(13)
-    assert account.check(received=10, pending=3) == {
+    assert account.check(pending=3) == {
         "tokens/received": 16.0, "tokens/trained": 13.0, "tokens/pending": 3.0, "tokens/from_spans": 6.0,
     }  # fmt: skip
     again = TokenAccount("m")
     again.load_state_dict(account.state_dict())
     assert again.from_spans == 6
-    again.from_spans = 5
-    with pytest.raises(ConservationError, match="handed over 10 tokens and agents' spans told of 5, but 13 trained"):
-        again.check(received=10, pending=3)
+    again.train(1)
+    with pytest.raises(
+        ConservationError, match=r"handed over 16 tokens \(6 of them told of by agents' spans\), but 14"
+    ):
+        again.check(pending=3)

@@ -435,7 +435,7 @@ def test_an_attempt_that_records_beyond_the_bound_is_given_up_and_the_others_go_
         assert recorder.is_lost("r", "b")
         assert not recorder.is_lost("r", "a")
         assert counters["recording_lost"] == 49
-        assert recorder.tokens_lost == {("r", "b"): 49 * 4}
+        assert recorder.tokens_lost == {("r", "b"): {"policy": 49 * 4}}
         assert recorder.state()["records_waiting"] == 4
         recorder.record(call_span("a", 3))
         recorder.record(call_span("c", 0))
@@ -525,8 +525,8 @@ def test_recording_that_falls_behind_fails_the_attempt_and_never_the_service(
     lost = state["tokens_lost"]
     assert lost
     assert state["tokens_pending"] == lost
-    assert (
-        sum(served.gateway.tokens_sealed(["r1", "r2"]).values()) + lost == state["models"]["policy"]["tokens_received"]
-    )
-    assert served.gateway.tokens_sealed(["r2"]) == {}
+    counted = served.gateway.tokens_of(["r1", "r2"])
+    assert sum(each.received["policy"] for each in counted.values()) == state["models"]["policy"]["tokens_received"]
+    assert {name: each.lost for name, each in counted.items()} == {"a1": {"policy": lost}, "a2": {}, "a3": {}}
+    assert served.gateway.tokens_of(["r2"]) == {}
     assert state["models"]["policy"]["tokens_received"] == sum(call.sampled_tokens for call in calls) + lost

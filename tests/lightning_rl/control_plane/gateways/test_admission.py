@@ -23,7 +23,7 @@ def load(
     capacity: int | None, *, calls: int = 0, starting: int = 0, running: int = 0, engines: int = 1, **others: ModelLoad
 ) -> GatewayLoad:
     policy = ModelLoad(engines=engines, calls=calls, waiting=0, capacity=capacity)
-    return GatewayLoad("policy", {"policy": policy, **others}, starting, running)
+    return GatewayLoad("policy", {"policy": policy, **others}, {"policy": starting}, running)
 
 
 loads = st.builds(
@@ -49,7 +49,7 @@ def test_what_begins_and_what_calls_is_never_more_than_the_engines_bear(now: Gat
     policy, free = now.models["policy"], room(now, handing_out)
     running = now.open_attempts + handing_out
     if policy.capacity is not None and free:
-        expected = policy.calls + now.starting + handing_out + free
+        expected = policy.calls + now.starting["policy"] + handing_out + free
         assert expected <= policy.capacity or running + free <= max(1, policy.engines)
 
 
@@ -62,7 +62,7 @@ def test_a_call_that_ends_never_takes_room_away(now: GatewayLoad, handing_out: i
 
 def test_there_is_no_bound_where_nobody_says_what_the_engines_bear() -> None:
     assert room(load(None, calls=1000, starting=1000, running=2000)) == math.inf
-    assert room(GatewayLoad("policy", {}, 3, 3)) == math.inf  # chat backends alone
+    assert room(GatewayLoad("policy", {}, {"policy": 3}, 3)) == math.inf  # chat backends alone
 
 
 def test_agents_that_are_busy_with_their_tools_count_for_nothing() -> None:

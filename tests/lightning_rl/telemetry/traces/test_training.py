@@ -40,6 +40,12 @@ def untraced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
+def copy_recorded(run_dir: Path, other: Path) -> None:
+    """What another run goes on from: the recorded rollouts, and the run's id, which ends their ids."""
+    for name in ("store.db", "run.id"):
+        shutil.copy(run_dir / name, other / name)
+
+
 def assert_same_end(one: Path, other: Path) -> None:
     ends = [run_dir / "checkpoints" / f"step-{STEPS}" for run_dir in (one, other)]
     weights = [(end / "model.safetensors").read_bytes() for end in ends]
@@ -56,7 +62,7 @@ def test_mlflow_shows_the_rollouts_and_changes_nothing(
     from mlflow.tracking import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    shutil.copy(untraced / "store.db", tmp_path / "store.db")
+    copy_recorded(untraced, tmp_path)
     rows = train(tmp_path, backend="mlflow", token2text=True, max_samples_per_step_per_worker=3)
     assert stored(tmp_path) == stored(untraced)
     assert_same_end(untraced, tmp_path)
@@ -86,7 +92,7 @@ def test_an_otlp_endpoint_changes_nothing_even_where_it_takes_nothing(
     receiver: Receiver,  # noqa: F811
 ) -> None:
     receiver.status = 400
-    shutil.copy(untraced / "store.db", tmp_path / "store.db")
+    copy_recorded(untraced, tmp_path)
     train(tmp_path, backend="otlp", otlp_endpoint=receiver.url)
     assert receiver.came.is_set()
     assert_same_end(untraced, tmp_path)

@@ -68,7 +68,8 @@ def test_a_run_that_loses_a_worker_ends_as_one_that_trains_alone(local_ray: None
     assert [row["step"] for row in jsonl.read(tmp_path / "two" / "metrics.jsonl")] == [1, 2, 3]
 
     (tmp_path / "one").mkdir()
-    shutil.copy(tmp_path / "two" / "store.db", tmp_path / "one")
+    for name in ("store.db", "run.id"):
+        shutil.copy(tmp_path / "two" / name, tmp_path / "one")
     alone = run(tmp_path / "one", n_gpus_per_node=1)
     assert alone.sampled == [1, 2, 3]
     for ours, theirs in zip(weights(tmp_path / "one"), weights(tmp_path / "two"), strict=True):

@@ -1,0 +1,189 @@
+"""Attaching a training run to a server that runs: one that the Trainer has started, or one elsewhere.
+
+Invariant: a run that is attached says so again and again, from a thread of its own. When its trainer is gone, the
+server takes its engines out, and nothing of it is handed to runners any more.
+"""
+
+import contextlib
+import shlex
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+
+from lightning_rl.control_plane.server_info import Served, ServerInfo, info_of
+from lightning_rl.errors import Explained
+from lightning_rl.processes.service_keys import ADMIN_KEY, is_loopback
+from lightning_rl.store.client import HttpStore
+from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, StoreError, Unreachable
+from lightning_rl_proxy.rendering.load import load_renderer
+
+LEASE_SECONDS = 60.0
+_RENEWAL_SECONDS = 0.5  # between two words of a run
+
+
+class CannotAttach(Explained, ValueError):
+    """What keeps a run from a server, for its user to remove."""
+
+
+class RunGivenUp(Explained, RuntimeError):
+    """The server does not know the run any more."""
+
+
+class ServedPolicy(Served, Protocol):
+    """What a run needs a server to serve."""
+
+    tokenizer: str | None
+    renderer: str
+    engines: list[dict[str, Any]]
+    served_as: str | None
+
+
+class Attachment:
+    """An attached run. `began_ns`: when it began, by the server's clock, since the epoch."""
+
+    def __init__(self, store: HttpStore, run_id: str, began_ns: int) -> None:
+        self.began_ns = began_ns
+        self._store = store
+        self._run_id = run_id
+        self._refused: StoreError | None = None
+        self._ended = threading.Event()
+        self._renewing = threading.Thread(target=self._renew, name="the run's lease", daemon=True)
+        self._renewing.start()
+
+    def check(self) -> None:
+        """Raises RunGivenUp where the server has given the run up."""
+        if self._refused is not None:
+            raise RunGivenUp(f"{self._refused}; go on with the run from its folder (trainer.resume_mode=auto)")
+
+    def close(self) -> None:
+        """Say no more that the run lives."""
+        self._ended.set()
+        self._renewing.join()
+
+    def _renew(self) -> None:
+        while not self._ended.wait(_RENEWAL_SECONDS):
+            try:
+                self._store.renew_run(self._run_id)
+            except (Unreachable, NotAllowed):
+                continue  # whoever asks for rollouts finds out, and says so
+            except (Conflict, NotFound) as error:
+                self._refused = error
+                return
+
+
+@contextmanager
+def attached(
+    store: HttpStore, run_id: str, policy: ServedPolicy, *, lease_seconds: float = LEASE_SECONDS
+) -> Iterator[Attachment]:
+    """The run with its engines at a server, for as long as the block runs.
+
+    Raises CannotAttach where the server cannot use an engine.
+    """
+    began_ns = store.begin_run(run_id, policy.served_as or policy.model, lease_seconds)
+    attachment = Attachment(store, run_id, began_ns)
+    try:
+        for engine in policy.engines:
+            _register(store, engine)
+        yield attachment
+    finally:
+        attachment.close()
+        with contextlib.suppress(StoreError):  # a server that is gone, or started anew, has none of it
+            store.end_run(run_id)
+
+
+def _register(store: HttpStore, engine: Mapping[str, Any]) -> None:
+    given = dict(engine)
+    try:
+        store.register_engine(given.pop("model"), given.pop("kind"), given.pop("url", None), **given)
+    except (Conflict, Invalid) as error:
+        if is_loopback(urlsplit(engine.get("url") or "").hostname or "") and not is_loopback(
+            urlsplit(store.url).hostname or ""
+        ):
+            error.add_note(
+                f"{engine['url']} is an address of this machine alone: train on the server's machine, or with engines "
+                "that it reaches (actor_rollout_ref.rollout.server_urls)"
+            )
+        raise
+
+
+def check_server(store: HttpStore, policy: ServedPolicy) -> None:
+    """Whether the server is there, takes the key, and means the same tokens as the run. Raises CannotAttach."""
+    try:
+        there = msgspec.convert(store.server(), ServerInfo)
+    except NotAllowed as error:
+        raise CannotAttach(
+            f"{store.url} refuses the key: set {ADMIN_KEY} to the one that it was started with"
+        ) from error
+    except NotFound as error:
+        raise CannotAttach(f"{store.url} is no lightning_rl server, or one of another version: {error}") from error
+    except Unreachable as error:
+        raise CannotAttach(
+            f"nothing answers at {store.url}: start it with `{serve_command(policy)}` ({error})"
+        ) from error
+    here = _wanted(policy)
+    if there.version != here.version:
+        raise CannotAttach(f"{store.url} is lightning-rl {there.version}, and this is {here.version}: install the same")
+    differing = _differences(here, there)
+    if differing:
+        raise CannotAttach(
+            f"{store.url} does not serve this run: {'; '.join(differing)}. Start it with `{serve_command(policy)}`"
+        )
+
+
+def _wanted(policy: ServedPolicy) -> ServerInfo:
+    """What a server would say of itself that was started for this run."""
+    renderer = None
+    if policy.tokenizer is not None:
+        renderer = load_renderer(
+            Path(policy.tokenizer),
+            policy.renderer,
+            policy.model,
+            history=policy.history,
+            chat_template_kwargs=policy.chat_template_kwargs,
+            special_tokens_in_text=policy.special_tokens_in_text,
+        )
+    return info_of(policy, renderer)
+
+
+def _differences(here: ServerInfo, there: ServerInfo) -> list[str]:
+    """What of the server is not as the run needs it, in words; a run without a tokenizer needs nothing."""
+    if here.vocabulary is None:
+        return []
+    if there.vocabulary is None:
+        return ["it has no tokenizer"]
+    names = ["history", "chat_template_kwargs", "special_tokens_in_text", "unknown_model"]
+    if here.otlp_endpoint is not None:
+        names.append("otlp_endpoint")
+    found = [
+        f"its {name} is {getattr(there, name)!r}, not {getattr(here, name)!r}"
+        for name in names
+        if getattr(there, name) != getattr(here, name)
+    ]
+    if there.vocabulary != here.vocabulary:
+        found.append("its tokenizer is another one")
+    elif there.chats != here.chats and not found:
+        found.append("its renderer writes chats otherwise")
+    return found
+
+
+def serve_command(policy: ServedPolicy) -> str:
+    """The command that starts a server for a run."""
+    words = ["lightning-rl", "serve", "--model", policy.model]
+    if policy.tokenizer is not None:
+        words += ["--tokenizer", policy.tokenizer, "--renderer", policy.renderer]
+    for option, value, default in (
+        ("--history", policy.history, "keep"),
+        ("--special-tokens-in-text", policy.special_tokens_in_text, "text"),
+        ("--unknown-model", policy.unknown_model, "policy"),
+        ("--otlp-endpoint", policy.otlp_endpoint, None),
+    ):
+        if value is not None and value != default:
+            words += [option, value]
+    if policy.chat_template_kwargs:
+        words += ["--chat-template-kwargs", msgspec.json.encode(policy.chat_template_kwargs).decode()]
+    return shlex.join(words)

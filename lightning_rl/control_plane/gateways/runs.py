@@ -1,0 +1,170 @@
+"""The training runs that are attached to a server, each under a lease that its trainer renews.
+
+A rollout is a run's when its id ends with `.` and the run's id. Invariants: when a run begins, ends or is given up,
+nothing of it runs on: attempts that run are lost, rollouts that are queued wait until they are asked for again (other
+weights would sample them), and the engines of its model are out. A trainer that is silent, and its engines with it,
+costs no rollout an attempt: calls wait until it is there again, or given up.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated
+
+import msgspec
+from sqlalchemy.exc import SQLAlchemyError
+
+from lightning_rl.control_plane.gateways.cluster_rpc import Alone
+from lightning_rl.control_plane.gateways.gateway_control import GatewayDoor, PauseRequest, Pauses, ResumeRequest
+from lightning_rl.control_plane.gateways.resolve import PROXY_LLM
+from lightning_rl.store.contract import Overdue, ResourcesRequest, Rollout
+from lightning_rl.store.errors import Conflict, NotFound, StoreError
+from lightning_rl.store.sql import SqlStore
+from lightning_rl.store.sql_thread import SqlThread
+from lightning_rl_proxy.recording.alerts import ALARMS
+
+_LOOK_SECONDS = 0.5  # between two looks at the runs
+_SILENT_SECONDS = 2.0  # after which a trainer whose engines are away is believed to be gone, too
+_POLICY = "main_llm"
+_LATEST = "latest"
+_log = logging.getLogger(__name__)
+
+
+class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run that attaches: the model that its engines sample, and for how long it may be silent."""
+
+    model: str
+    lease_seconds: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An attached run. Calls of earlier trainers of it ended before `began_ns`, since the epoch."""
+
+    run_id: str
+    model: str
+    began_ns: int
+
+
+class _Attached:
+    """A run that is attached; `heard_at` is by the loop's clock."""
+
+    def __init__(self, request: RunRequest) -> None:
+        self.request = request
+        self.heard_at = asyncio.get_running_loop().time()
+        self.pause: PauseRequest | None = None  # made since its trainer is silent
+
+    def silent_seconds(self) -> float:
+        return asyncio.get_running_loop().time() - self.heard_at
+
+
+class Runs:
+    """The runs that are attached to one server.
+
+    Args:
+        model: what `main_llm` is again when the model of a run is gone.
+        end: ends running attempts.
+        gateway: the gateway of the server.
+    """
+
+    def __init__(
+        self,
+        store: SqlStore,
+        sql: SqlThread,
+        gateway: GatewayDoor,
+        pauses: Pauses,
+        together: Alone,
+        *,
+        model: str,
+        end: Callable[[Sequence[Overdue]], Awaitable[list[Rollout]]],
+    ) -> None:
+        self._store = store
+        self._sql = sql
+        self._gateway = gateway
+        self._pauses = pauses
+        self._together = together
+        self._model = model
+        self._end = end
+        self._attached: dict[str, _Attached] = {}
+        self._clearing = asyncio.Lock()  # a run that begins waits until what its last lease left is cleared away
+
+    async def begin(self, run_id: str, request: RunRequest) -> RunInfo:
+        """Attach a run; what an earlier trainer of it left here is cleared away first."""
+        self._attached.pop(run_id, None)
+        await self._clear(run_id, request.model)
+        self._attached[run_id] = _Attached(request)
+        return RunInfo(run_id=run_id, model=request.model, began_ns=self._gateway.now_ns())
+
+    async def heartbeat(self, run_id: str) -> None:
+        """Renew the lease of a run. Raises Conflict where it is not attached."""
+        run = self._attached.get(run_id)
+        if run is None:
+            raise Conflict(f"run {run_id} is not attached here: its lease was over, or the server was started anew")
+        run.heard_at = asyncio.get_running_loop().time()
+        pause, run.pause = run.pause, None
+        if pause is not None and self._pauses.holds(pause):
+            await self._together.resume(ResumeRequest(model=pause.model))
+
+    async def end(self, run_id: str) -> None:
+        """Detach a run; one that is not attached stays so."""
+        run = self._attached.pop(run_id, None)
+        if run is not None:
+            await self._clear(run_id, run.request.model)
+
+    async def watch(self) -> None:
+        """Look after the runs until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            for run_id, run in list(self._attached.items()):
+                try:
+                    await self._look(run_id, run)
+                except (StoreError, SQLAlchemyError) as error:  # the store, or another gateway: it is tried again
+                    _log.warning("run %s: %s", run_id, error)
+
+    async def _look(self, run_id: str, run: _Attached) -> None:
+        request = run.request
+        left = request.lease_seconds - run.silent_seconds()
+        if left <= 0:
+            ALARMS.error("run %s was not heard of for %g s: it is given up", run_id, request.lease_seconds)
+            await self._clear(run_id, request.model)
+            if self._attached.get(run_id) is run:
+                del self._attached[run_id]
+        elif run.silent_seconds() > _SILENT_SECONDS and run.pause is None and await self._is_deserted(request.model):
+            run.pause = PauseRequest(model=request.model, mode="keep", lease_seconds=left + 2 * _LOOK_SECONDS)
+            try:
+                await self._together.pause(run.pause)
+            except StoreError:
+                run.pause = None
+                raise
+
+    async def _is_deserted(self, model: str) -> bool:
+        """Whether the engines of a model are all away, and its calls do not wait yet."""
+        with contextlib.suppress(TimeoutError):  # one that hangs is found out by its checks
+            async with asyncio.timeout(_LOOK_SECONDS):
+                await self._gateway.check()
+        engines = [self._together.engine(info) for info in self._together.engines_of(model)]
+        return bool(engines) and all(each.away for each in engines) and not self._pauses.is_paused(model)
+
+    async def _clear(self, run_id: str, model: str) -> None:
+        async with self._clearing:
+            await self._sql.run(self._store.shelve, run_id)
+            running = await self._sql.run(self._store.running, why="session", run_id=run_id)
+            for attempt in running:
+                await self._together.seal(attempt.rollout_id, attempt.attempt_id)
+            await self._end(running)
+            await self._sql.run(self._store.shelve, run_id)  # what that has queued again
+            for engine in self._together.engines_of(model):
+                await self._together.remove_engine(engine.engine_id)
+            if self._pauses.is_paused(model):
+                await self._together.resume(ResumeRequest(model=model))
+            await self._sql.run(self._publish_own, model)
+
+    def _publish_own(self, gone: str) -> None:
+        """Rollouts that name no resources get the server's own model again, where they would get one that is gone."""
+        try:
+            latest = self._store.resources(_LATEST).resources.get(_POLICY, {})
+        except NotFound:
+            return
+        if gone != self._model and latest.get("model") == gone:
+            own = {_POLICY: {"type": PROXY_LLM, "model": self._model}}
+            self._store.publish(ResourcesRequest(resources=own))

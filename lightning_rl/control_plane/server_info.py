@@ -1,0 +1,66 @@
+"""What a server says of itself, so that who attaches to it knows whether both mean the same tokens."""
+
+from importlib.metadata import version
+from typing import Any, Protocol
+
+import msgspec
+
+from lightning_rl_proxy.rendering.base import Renderer
+from lightning_rl_proxy.rendering.fingerprint import fingerprint_of
+
+VERSION = version("lightning-rl")
+
+
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """How a server was started: the model that it serves, and how chats are written.
+
+    `vocabulary` and `chats` are digests of its tokenizer and of conversations in its chat format; None where it has no
+    tokenizer.
+    """
+
+    model: str
+    version: str = VERSION
+    vocabulary: str | None = None
+    chats: str | None = None
+    history: str = "keep"
+    chat_template_kwargs: dict[str, Any] = {}
+    special_tokens_in_text: str = "text"
+    unknown_model: str = "policy"
+    otlp_endpoint: str | None = None
+
+
+class Served(Protocol):
+    """What `info_of` reads: the settings of a server, or what a run needs of one."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def history(self) -> Any: ...
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any]: ...
+
+    @property
+    def special_tokens_in_text(self) -> Any: ...
+
+    @property
+    def unknown_model(self) -> Any: ...
+
+    @property
+    def otlp_endpoint(self) -> str | None: ...
+
+
+def info_of(served: Served, renderer: Renderer | None) -> ServerInfo:
+    """What a server with these settings, and this renderer, says of itself."""
+    prints = None if renderer is None else fingerprint_of(renderer)
+    return ServerInfo(
+        model=served.model,
+        vocabulary=None if prints is None else prints.vocabulary,
+        chats=None if prints is None else prints.chats,
+        history=served.history,
+        chat_template_kwargs=served.chat_template_kwargs,
+        special_tokens_in_text=served.special_tokens_in_text,
+        unknown_model=served.unknown_model,
+        otlp_endpoint=served.otlp_endpoint,
+    )

@@ -1,0 +1,188 @@
+"""A run attaches to a server: what both must agree on, what the server keeps of it, and what becomes of it when its
+trainer is gone."""
+
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rl.algorithms.base import Endpoint
+from lightning_rl.control_plane import attach
+from lightning_rl.control_plane.attach import CannotAttach, RunGivenUp, attached, check_server, serve_command
+from lightning_rl.control_plane.launch import launch
+from lightning_rl.store.client import HttpStore
+from lightning_rl.store.contract import RolloutRequest
+from lightning_rl.store.errors import Conflict
+from tests.lightning_rl.control_plane.test_process import TOKENIZER
+
+AWAY = "http://127.0.0.1:9"  # where no engine is
+
+
+def endpoint(**changed: Any) -> Endpoint:
+    given: dict[str, Any] = {"model": "policy", "tokenizer": str(TOKENIZER), "renderer": "qwen3", "engines": []}
+    return Endpoint(**given | changed)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpStore]:
+    with launch(tmp_path_factory.mktemp("server"), endpoint(), admin_key="admin", runner_key="runner") as serving:
+        yield HttpStore(serving.url, "admin")
+
+
+def test_a_server_that_was_started_for_the_same_model_is_taken(store: HttpStore) -> None:
+    check_server(store, endpoint(served_as="policy-1a2b3c"))
+    check_server(store, endpoint(tokenizer=None, renderer="auto"))  # of a service, which takes messages
+
+
+def other_tokenizer(folder: Path) -> str:
+    """The tokenizer with one token more."""
+    shutil.copytree(TOKENIZER, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    file = folder / "tokenizer.json"
+    told = json.loads(file.read_text())
+    last = max(token["id"] for token in told["added_tokens"])
+    told["added_tokens"].append({**told["added_tokens"][-1], "id": last + 1, "content": "<|another|>"})
+    file.write_text(json.dumps(told))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"history": "template"}, "its history is 'keep', not 'template'"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "its chat_template_kwargs is {}, not"),
+        ({"special_tokens_in_text": "control"}, "its special_tokens_in_text is 'text', not 'control'"),
+        ({"unknown_model": "refuse"}, "its unknown_model is 'policy', not 'refuse'"),
+        ({"otlp_endpoint": "http://127.0.0.1:4318"}, "its otlp_endpoint is None, not"),
+        ({"renderer": "template"}, "its renderer writes chats otherwise"),
+        ({"tokenizer": other_tokenizer}, "its tokenizer is another one"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_server_that_writes_other_tokens_is_refused_with_the_command_to_start_it(
+    store: HttpStore, tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    given = {name: value(tmp_path / "other") if callable(value) else value for name, value in changed.items()}
+    run = endpoint(**given)
+    with pytest.raises(CannotAttach, match=message) as refused:
+        check_server(store, run)
+    assert f"Start it with `{serve_command(run)}`" in str(refused.value)
+    option = {"tokenizer": "tokenizer"}.get(next(iter(changed)), next(iter(changed)).replace("_", "-"))
+    assert f"--{option} " in serve_command(run)
+
+
+class NotOurs(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def test_what_is_no_server_of_this_version_or_refuses_the_key_is_named(
+    store: HttpStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        CannotAttach, match="refuses the key: set LIGHTNING_RL_ADMIN_KEY to the one that it was started with"
+    ):
+        check_server(HttpStore(store.url, "wrong"), endpoint())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(
+        CannotAttach, match=rf"nothing answers at {url}: start it with `lightning-rl serve --model policy"
+    ):
+        check_server(HttpStore(url, "admin"), endpoint())
+    with ThreadingHTTPServer(("127.0.0.1", 0), NotOurs) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        with pytest.raises(CannotAttach, match="is no lightning_rl server, or one of another version"):
+            check_server(HttpStore(f"http://127.0.0.1:{other.server_port}", "admin"), endpoint())
+        other.shutdown()
+    monkeypatch.setattr(attach, "_wanted", lambda policy: _older(policy))
+    with pytest.raises(CannotAttach, match=r"is lightning-rl \S+, and this is 0\.0\.1: install the same"):
+        check_server(store, endpoint())
+
+
+def _older(policy: Endpoint) -> Any:
+    from lightning_rl.control_plane.server_info import ServerInfo
+
+    return ServerInfo(model=policy.model, version="0.0.1")
+
+
+def engine(model: str) -> dict[str, Any]:
+    return {"model": model, "kind": "embedded", "url": AWAY, "policy_version": 3}
+
+
+def models(store: HttpStore) -> list[str]:
+    return [each["model"] for each in store.engines()]
+
+
+def test_a_run_has_its_engines_at_the_server_as_long_as_it_is_attached(store: HttpStore) -> None:
+    own = endpoint(served_as="policy-one", engines=[engine("policy-one")])
+    with attached(store, "one", own) as run:
+        store.publish({"main_llm": {"type": "proxy_llm", "model": "policy-one"}})
+        assert models(store) == ["policy-one"]
+        assert store.state()["models"]["policy-one"]["policy_version"] == 3
+        run.check()
+    assert models(store) == []
+    assert store.resources().resources["main_llm"]["model"] == "policy", "what names no resources goes on"
+    with attached(
+        store, "one", endpoint(served_as="policy-one", engines=[engine("policy-one") | {"policy_version": 1}])
+    ):
+        assert store.state()["models"]["policy-one"]["policy_version"] == 1, "it goes on from an older checkpoint"
+
+
+def test_a_run_that_the_server_does_not_know_any_more_stops(store: HttpStore, eventually: Callable[..., None]) -> None:
+    with attached(store, "two", endpoint(served_as="policy-two")) as run:
+        store.end_run("two")
+
+        def stopped() -> bool:
+            try:
+                run.check()
+            except RunGivenUp as error:
+                return "is not attached here" in str(error)
+            return False
+
+        eventually(stopped)
+
+
+def test_what_a_silent_trainer_has_queued_waits_and_what_runs_is_lost(
+    store: HttpStore, eventually: Callable[..., None]
+) -> None:
+    store.begin_run("gone", "policy-gone", 1.0)
+    store.register_engine("policy-gone", "embedded", AWAY)
+    store.enqueue([RolloutRequest(task=1, rollout_id=name) for name in ("r1.gone", "r2.gone", "r1.other")])
+    assert [claim.rollout.rollout_id for claim in store.claim("w")] == ["r1.gone"]
+    eventually(lambda: models(store) == [])
+    [attempt] = store.rollout("r1.gone").attempts
+    assert (attempt.status, attempt.error and attempt.error.type) == ("lost", "SessionEnded")
+    assert [claim.rollout.rollout_id for claim in store.claim("w", limit=9)] == ["r1.other"]
+    with pytest.raises(Conflict, match="its lease was over"):
+        store.renew_run("gone")
+    store.begin_run("gone", "policy-gone", 60)
+    store.enqueue([RolloutRequest(task=1, rollout_id="r2.gone")])
+    assert [claim.rollout.rollout_id for claim in store.claim("w", limit=9)] == ["r2.gone"]
+    store.end_run("gone")
+
+
+def test_calls_wait_for_a_trainer_that_is_silent_and_its_engines_with_it(
+    store: HttpStore, eventually: Callable[..., None]
+) -> None:
+    store.begin_run("quiet", "policy-quiet", 60)
+    store.register_engine("policy-quiet", "embedded", AWAY)
+
+    def paused() -> bool:
+        return bool(store.state()["models"]["policy-quiet"]["paused"])
+
+    eventually(paused)
+    store.renew_run("quiet")
+    assert not paused()
+    eventually(paused)
+    store.pause("policy-quiet", mode="keep", lease_seconds=30)  # the trainer is there, and updates weights
+    store.renew_run("quiet")
+    assert paused(), "only the pause that was made for it ends with its silence"
+    store.end_run("quiet")
+    assert not paused()
