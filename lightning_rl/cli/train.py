@@ -69,10 +69,7 @@ def run(
     `--from-verl run.sh` trains with what a script of verl's says: its overrides over verl's defaults, and those that
     are written here over both. The script itself is not run.
     """
-    from lightning_rl.agents.agent import agent_of_run, load_agent
-    from lightning_rl.config import ConfigError, compose, notes_of
-    from lightning_rl.config.schema import TrainConfig
-    from lightning_rl.loops.configured import configured_agents
+    from lightning_rl.config import ConfigError
 
     given = list(overrides or ())
     if resume is not None:
@@ -82,27 +79,49 @@ def run(
         if not config.is_file():
             raise ConfigError(f"{resume.resolve()} holds no run of `lightning-rl train`: there is no {CONFIG} in it")
         given.append("trainer.resume_mode=auto")
-    base: dict[str, Any] = {}
-    notes: list[Note] | None = None
-    if from_verl is not None:
-        if config is not None:
-            raise ConfigError("--from-verl names the configuration: leave --config and --resume out")
-        base, config, given = _of_verl(from_verl, given)
-        notes = notes_of(file=config, command_line=given, schema=TrainConfig, theirs=True)
-        if not as_json:
-            typer.echo(_table(notes))
-    settings = compose(base=base, file=config, command_line=given, schema=TrainConfig)
-    agent = None if settings.agent is None else load_agent(settings.agent)
-    if server is None:
-        agent_of_run(agent, configured_agents(settings))  # raises before anything is begun
-    elif agent is not None:
-        raise ConfigError(f"the runners of {server} have the agent: leave agent={settings.agent} out")
+    if from_verl is not None and config is not None:
+        raise ConfigError("--from-verl names the configuration: leave --config and --resume out")
+    settings, notes = _settings(config, given, from_verl)
+    if notes is not None and not as_json:
+        typer.echo(_table(notes))
+    agent = _agent(settings, server)
     if settings.data.train_files is None and not settings.trainer.val_only:
         raise ConfigError("name the tasks: data.train_files=tasks.jsonl")
     if dry_run:
         _show(_plan(settings, run_dir), settings, notes, as_json=as_json)
         return
     _train(agent, settings, run_dir, server, as_json=as_json)
+
+
+def _settings(
+    config: Path | None, given: list[str], from_verl: Path | None
+) -> tuple["TrainConfig", "list[Note] | None"]:
+    """The configuration, and what became of each key of verl's. Raises ConfigError."""
+    from lightning_rl.config import compose, notes_of
+    from lightning_rl.config.schema import TrainConfig
+
+    if from_verl is None:
+        return compose(base={}, file=config, command_line=given, schema=TrainConfig), None
+    base, config, given = _of_verl(from_verl, given)
+    notes = notes_of(file=config, command_line=given, schema=TrainConfig, theirs=True)
+    return compose(base=base, file=config, command_line=given, schema=TrainConfig), notes
+
+
+def _agent(settings: "TrainConfig", server: str | None) -> Any:
+    """The agent that is named; None where the runners of a `server` have it, or loops of the configuration run.
+
+    Raises ConfigError where there is none, or one too many.
+    """
+    from lightning_rl.agents.agent import agent_of_run, load_agent
+    from lightning_rl.config import ConfigError
+    from lightning_rl.loops.configured import configured_agents
+
+    agent = None if settings.agent is None else load_agent(settings.agent)
+    if server is None:
+        agent_of_run(agent, configured_agents(settings))  # raises before anything is begun
+    elif agent is not None:
+        raise ConfigError(f"the runners of {server} have the agent: leave agent={settings.agent} out")
+    return agent
 
 
 def _of_verl(file: Path, further: list[str]) -> tuple[dict[str, Any], Path | None, list[str]]:

@@ -23,12 +23,12 @@ from lightning_rl.control_plane.gateways.gateway_control import GatewayDoor, Pau
 from lightning_rl.control_plane.gateways.membership import Membership
 from lightning_rl.control_plane.gateways.notifications import Notifications
 from lightning_rl.control_plane.gateways.runs import Runs
+from lightning_rl.control_plane.gateways.server_info import ServerInfo
 from lightning_rl.control_plane.limits import Bounded
 from lightning_rl.control_plane.routes.auth import Keys
 from lightning_rl.control_plane.routes.claims import Claims
 from lightning_rl.control_plane.routes.route import error_response
 from lightning_rl.control_plane.routes.services import Services
-from lightning_rl.control_plane.server_info import ServerInfo
 from lightning_rl.control_plane.sweeper import Sweeper
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread

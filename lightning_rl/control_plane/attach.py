@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from lightning_rl.control_plane.server_info import Served, ServerInfo, info_of
+from lightning_rl.control_plane.gateways.server_info import Served, ServerInfo, info_of
 from lightning_rl.errors import Explained
 from lightning_rl.processes.service_keys import ADMIN_KEY, is_loopback
 from lightning_rl.store.client import HttpStore

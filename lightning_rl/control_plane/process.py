@@ -33,10 +33,10 @@ from lightning_rl.control_plane.gateways.cluster_rpc import peer_key
 from lightning_rl.control_plane.gateways.engine_registration import attacher
 from lightning_rl.control_plane.gateways.engines import EngineRequest
 from lightning_rl.control_plane.gateways.membership import LEASE_SECONDS, Membership
+from lightning_rl.control_plane.gateways.server_info import info_of
 from lightning_rl.control_plane.gateways.store_ledger import StoreLedger
 from lightning_rl.control_plane.protocol import protocol
 from lightning_rl.control_plane.routes.auth import Keys
-from lightning_rl.control_plane.server_info import info_of
 from lightning_rl.errors import Explained
 from lightning_rl.files import RunFolderBusy, owned, write_whole
 from lightning_rl.processes import logs

@@ -23,10 +23,10 @@ from lightning_rl.agents.emitted import Emitted
 from lightning_rl.control_plane.app import create_app
 from lightning_rl.control_plane.gateways.engines import EngineRequest
 from lightning_rl.control_plane.gateways.resolve import PROXY_LLM
+from lightning_rl.control_plane.gateways.server_info import ServerInfo
 from lightning_rl.control_plane.gateways.store_ledger import StoreLedger
 from lightning_rl.control_plane.process import JOURNAL
 from lightning_rl.control_plane.routes.auth import Keys
-from lightning_rl.control_plane.server_info import ServerInfo
 from lightning_rl.errors import Explained
 from lightning_rl.inspect.replay_engine import (
     Divergence,

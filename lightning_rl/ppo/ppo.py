@@ -34,12 +34,11 @@ from lightning_rl.ppo import reporting, resolved_config, rollout_correction, run
 from lightning_rl.ppo import tasks as tasks_of_run
 from lightning_rl.ppo.batch import StepBatch
 from lightning_rl.ppo.collector import Collector
-from lightning_rl.ppo.early_stopping import TuningRecord
 from lightning_rl.ppo.estimators import needs_critic
 from lightning_rl.ppo.models import Models
 from lightning_rl.ppo.reporting import Reporter, memory_advice, rollout_metrics, timed
 from lightning_rl.ppo.rollout_correction import SamplerCheck
-from lightning_rl.ppo.run_state import RunState
+from lightning_rl.ppo.run_state import RunState, TuningRecord
 from lightning_rl.ppo.teachers import teach
 from lightning_rl.ppo.token_ledger import TokenLedger
 from lightning_rl.ppo.weight_sync import WeightSync

@@ -4,18 +4,79 @@ Invariant: a run that resumes from a checkpoint continues as if it had never sto
 session's id, its first version) is read anew when a run is opened.
 """
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config
-from lightning_rl.ppo.early_stopping import TuningRecord
 from lightning_rl.ppo.estimators import kl_controller_of
 from lightning_rl.ppo.models import Models
 from lightning_rl.ppo.weight_sync import WeightSync
 from lightning_rl.training import checkpoint
 from lightning_rl.trajectories.token_account import TokenAccount
+
+
+class TuningRecord:
+    """The best step so far, and when to stop looking for a better one: what the rewards on a tuning set say of a run.
+
+    They go by the tuning set alone: a validation set that a choice was made by would no longer be one.
+
+    Args:
+        patience: end after so many measurements in a row without a rise that counts; None: never early.
+        min_delta: a rise counts where it is more than this, above the last one that counted.
+    """
+
+    def __init__(self, patience: int | None = None, min_delta: float = 0.0) -> None:
+        self.patience = patience
+        self.min_delta = min_delta
+        self.best_step: int | None = None
+        self.best_reward = -math.inf
+        self._reference = -math.inf  # the last reward that counted as a rise
+        self._without_rise = 0
+        self._last = -math.inf
+
+    def measured(self, step: int, reward: float) -> bool:
+        """Enter the mean reward on the tuning tasks after `step`; whether it is the best so far (the first of equals).
+
+        However little it is better by, the best is the best; `min_delta` is a matter of patience alone.
+        """
+        best = reward > self.best_reward
+        if best:
+            self.best_step, self.best_reward = step, reward
+        if reward > self._reference + self.min_delta:
+            self._reference, self._without_rise = reward, 0
+        else:
+            self._without_rise += 1
+        self._last = reward
+        return best
+
+    @property
+    def stop(self) -> str | None:
+        """Why the run ends here, in a sentence; None where it goes on."""
+        if self.patience is None or self._without_rise < self.patience:
+            return None
+        least = f" by more than {self.min_delta:g}" if self.min_delta else ""
+        times = "measurement" if self._without_rise == 1 else f"{self._without_rise} measurements"
+        best = "" if self.best_step is None else f"; the best is {self.best_reward:.4g}, of step {self.best_step}"
+        return f"the reward on the tuning tasks, now {self._last:.4g}, has not risen{least} in the last {times}{best}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured, for a checkpoint; patience and min_delta are the config's."""
+        return {
+            "best_step": self.best_step,
+            "best_reward": self.best_reward,
+            "reference": self._reference,
+            "without_rise": self._without_rise,
+            "last": self._last,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        self.best_step, self.best_reward = state["best_step"], state["best_reward"]
+        self._reference, self._without_rise = state["reference"], state["without_rise"]
+        self._last = state["last"]
 
 
 def begin_from(given: Path, run_dir: Path) -> Path:

@@ -8,7 +8,9 @@ import functools
 import inspect
 import io
 import pickle
-from typing import Any
+from collections import ChainMap
+from types import CodeType
+from typing import Any, ClassVar
 
 import cloudpickle
 
@@ -36,7 +38,15 @@ def pickled(agent: Any) -> bytes:
     return buffer.getvalue()
 
 
+def _code_in_its_file(code: CodeType) -> tuple[Any, ...]:
+    """As cloudpickle's, with the file that the code is from, so that an agent's traceback shows its lines."""
+    kind, given = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return kind, tuple(code.co_filename if each == "<dynamic-code>" else each for each in given)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    dispatch_table: ClassVar[Any] = ChainMap({CodeType: _code_in_its_file}, cloudpickle.Pickler.dispatch_table)
+
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, functools._lru_cache_wrapper) and _travels_by_value(obj):
             return _cached, (obj.__wrapped__, obj.cache_parameters())

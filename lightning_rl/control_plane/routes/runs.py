@@ -6,10 +6,10 @@ import msgspec
 from fastapi import APIRouter, Depends
 
 from lightning_rl.control_plane.gateways.runs import RunInfo, RunRequest
+from lightning_rl.control_plane.gateways.server_info import ServerInfo
 from lightning_rl.control_plane.routes.required_key import ADMIN
 from lightning_rl.control_plane.routes.route import ApiRoute, JsonBody
 from lightning_rl.control_plane.routes.services import Server
-from lightning_rl.control_plane.server_info import ServerInfo
 
 router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=ApiRoute)
 

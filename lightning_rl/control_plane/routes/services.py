@@ -13,9 +13,9 @@ from lightning_rl.control_plane.gateways.engines import Engines
 from lightning_rl.control_plane.gateways.gateway_control import GatewayDoor, Pauses
 from lightning_rl.control_plane.gateways.notifications import Notifications
 from lightning_rl.control_plane.gateways.runs import Runs
+from lightning_rl.control_plane.gateways.server_info import ServerInfo
 from lightning_rl.control_plane.routes.auth import Keys
 from lightning_rl.control_plane.routes.claims import Claims
-from lightning_rl.control_plane.server_info import ServerInfo
 from lightning_rl.store.contract import Overdue, Rollout
 from lightning_rl.store.life_cycle import ENDED
 from lightning_rl.store.sql import SqlStore

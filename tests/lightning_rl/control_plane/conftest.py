@@ -11,8 +11,8 @@ import urllib3
 import uvicorn
 
 from lightning_rl.control_plane.app import create_app
+from lightning_rl.control_plane.gateways.server_info import ServerInfo
 from lightning_rl.control_plane.routes.auth import Keys
-from lightning_rl.control_plane.server_info import ServerInfo
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread

@@ -107,7 +107,7 @@ def test_what_is_no_server_of_this_version_or_refuses_the_key_is_named(
 
 
 def _older(policy: Endpoint) -> Any:
-    from lightning_rl.control_plane.server_info import ServerInfo
+    from lightning_rl.control_plane.gateways.server_info import ServerInfo
 
     return ServerInfo(model=policy.model, version="0.0.1")
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rl.ppo.early_stopping import TuningRecord
+from lightning_rl.ppo.run_state import TuningRecord
 
 rewards = st.lists(st.floats(-2, 2) | st.sampled_from([0.0, 1.0, math.nan]), max_size=12)
 rules = st.tuples(st.none() | st.integers(1, 4), st.floats(0, 1) | st.just(0.0))

@@ -16,9 +16,9 @@ from lightning_rl.control_plane.app import create_app
 from lightning_rl.control_plane.gateways.cluster_rpc import peer_key
 from lightning_rl.control_plane.gateways.engine_registration import attacher
 from lightning_rl.control_plane.gateways.membership import Membership
+from lightning_rl.control_plane.gateways.server_info import ServerInfo
 from lightning_rl.control_plane.gateways.store_ledger import StoreLedger
 from lightning_rl.control_plane.routes.auth import Keys
-from lightning_rl.control_plane.server_info import ServerInfo
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import (
     Attempt,
