@@ -20,7 +20,6 @@ from lightning_rl.errors import Explained
 from lightning_rl.processes.service_keys import ADMIN_KEY, is_loopback
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, StoreError, Unreachable
-from lightning_rl_proxy.rendering.load import load_renderer
 
 LEASE_SECONDS = 60.0
 _RENEWAL_SECONDS = 0.5  # between two words of a run
@@ -137,6 +136,8 @@ def check_server(store: HttpStore, policy: ServedPolicy) -> None:
 
 def _wanted(policy: ServedPolicy) -> ServerInfo:
     """What a server would say of itself that was started for this run."""
+    from lightning_rl_proxy.rendering.load import load_renderer
+
     renderer = None
     if policy.tokenizer is not None:
         renderer = load_renderer(

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 import msgspec
 
 from lightning_rl_proxy.rendering.base import Renderer
-from lightning_rl_proxy.rendering.fingerprint import fingerprint_of
 
 VERSION = version("lightning-rl")
 
@@ -53,6 +52,8 @@ class Served(Protocol):
 
 def info_of(served: Served, renderer: Renderer | None) -> ServerInfo:
     """What a server with these settings, and this renderer, says of itself."""
+    from lightning_rl_proxy.rendering.fingerprint import fingerprint_of
+
     prints = None if renderer is None else fingerprint_of(renderer)
     return ServerInfo(
         model=served.model,
