@@ -1,11 +1,12 @@
 """What a server says of itself, so that who attaches to it knows whether both mean the same tokens."""
 
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from lightning_rl_proxy.rendering.base import Renderer
+if TYPE_CHECKING:
+    from lightning_rl_proxy.rendering.base import Renderer
 
 VERSION = version("lightning-rl")
 
@@ -50,7 +51,7 @@ class Served(Protocol):
     def otlp_endpoint(self) -> str | None: ...
 
 
-def info_of(served: Served, renderer: Renderer | None) -> ServerInfo:
+def info_of(served: Served, renderer: "Renderer | None") -> ServerInfo:
     """What a server with these settings, and this renderer, says of itself."""
     from lightning_rl_proxy.rendering.fingerprint import fingerprint_of
 
