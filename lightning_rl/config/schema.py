@@ -963,8 +963,9 @@ class TrainerSection(Section, frozen=True):
     sampler_tolerance: Annotated[
         Above0 | None,
         effect(
-            "largest difference of log probabilities, sampler to trainer, on the first batch; above it training stops; "
-            "null: 0.0001, with vLLM 0.001, and 0.5 where any of the two computes in bfloat16"
+            "largest difference of log probabilities, sampler to trainer, on the first batch, where both compute in "
+            "float32, and the mean difference where one computes in bfloat16; above it training stops; null: 0.0001, "
+            "with vLLM 0.001; of the mean 0.1"
         ),
     ] = None
     nnodes: Annotated[

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_rl.errors import Explained
 from lightning_rl.inference.load import device_of, load_model, located
-from lightning_rl.inference.weight_check import SampledTokens, prove
+from lightning_rl.inference.weight_check import FLOAT32, SampledTokens, Tolerance, prove
 
 _PATH = "/update_weights_from_disk"
 _CONNECT_SECONDS = 10.0
@@ -41,7 +41,7 @@ class SGLangPolicy:
         weights: a checkpoint whose weights are sampled and trained instead of those at `path`.
         device: of `model`: cpu, cuda, or auto.
         train_dtype: of `model`, and of what the servers are sent.
-        tolerance: how far log probabilities of server and model may be apart, in nats.
+        tolerance: how far log probabilities of server and model may be apart.
 
     `name` is what the gateway calls it, `folder` holds its tokenizer, `model` is the one that is trained.
     """
@@ -57,7 +57,7 @@ class SGLangPolicy:
         weights: Path | None = None,
         device: str = "auto",
         train_dtype: torch.dtype = torch.float32,
-        tolerance: float = 1e-3,
+        tolerance: Tolerance = FLOAT32,
         attention: str | None = None,
     ) -> None:
         self.folder, self.name = located(path)

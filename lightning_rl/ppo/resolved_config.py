@@ -21,6 +21,7 @@ from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, Optim, RolloutSection, ValKwargs
 from lightning_rl.inference.load import device_of
 from lightning_rl.inference.vllm.command import Options
+from lightning_rl.inference.weight_check import Tolerance
 from lightning_rl.ppo import rollout_correction
 from lightning_rl.ppo.batch import BatchRules
 from lightning_rl.ppo.estimators import (
@@ -502,13 +503,13 @@ def loaded_renderer(config: Config, folder: Path) -> Renderer:
             raise ConfigError(str(error)) from error
 
 
-def sampler_tolerance(config: Config) -> float:
-    """How far log probabilities of sampler and trainer may be apart, in nats. In float32 they are 1e-5 apart, vLLM's up
-    to 1e-4; with bfloat16 on either side, single tokens of a small model by 0.05 to 0.26."""
-    formats = config.actor_rollout_ref.actor.fsdp_config
-    rounded = {"bf16", "bfloat16"} & {formats.model_dtype, formats.dtype, config.actor_rollout_ref.rollout.dtype}
-    exact = 1e-4 if config.actor_rollout_ref.rollout.name == "embedded" else 1e-3
-    return config.trainer.sampler_tolerance or (0.5 if rounded else exact)
+def sampler_tolerance(config: Config) -> Tolerance:
+    """How far log probabilities of sampler and trainer may be apart. In float32 they are 1e-5 apart, vLLM's up to 1e-4;
+    with bfloat16 on either side single tokens differ by much more, so the mean is judged."""
+    formats, given = config.actor_rollout_ref.actor.fsdp_config, config.trainer.sampler_tolerance
+    if {"bf16", "bfloat16"} & {formats.model_dtype, formats.dtype, config.actor_rollout_ref.rollout.dtype}:
+        return Tolerance(mean=given or 0.1)
+    return Tolerance(largest=given or (1e-4 if config.actor_rollout_ref.rollout.name == "embedded" else 1e-3))
 
 
 def vllm_options(config: Config) -> Options:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import RolloutCorrection
 from lightning_rl.errors import Explained
+from lightning_rl.inference.weight_check import Tolerance, largest_and_mean
 from lightning_rl.ppo.batch import RolloutPart, StepBatch
 from lightning_rl.rl import correction
 from lightning_rl.rl.correction import CorrectionRules
@@ -31,12 +32,14 @@ class SamplerCheck:
     Args:
         bypass: take the sampler's as the old ones; then only the first batch is compared.
         off_policy: the schedule trains tokens of older weights, too.
-        tolerance: how far the two may be apart on the first batch that the current weights sampled, in nats.
+        tolerance: how far the two may be apart on the first batch that the current weights sampled.
         began_ns: when this session began, since the epoch.
         began_version: the policy version that this session began with.
     """
 
-    def __init__(self, *, bypass: bool, off_policy: bool, tolerance: float, began_ns: int, began_version: int) -> None:
+    def __init__(
+        self, *, bypass: bool, off_policy: bool, tolerance: Tolerance, began_ns: int, began_version: int
+    ) -> None:
         self._bypass = bypass
         self._off_policy = off_policy
         self._tolerance = tolerance
@@ -59,21 +62,21 @@ class SamplerCheck:
         own = trainers(sequences)
         if not self._bypass:
             batch.put(old_log_probs=own)
-        gaps, of_these_weights = [np.zeros(1, np.float32)], [np.zeros(1, np.float32)]
+        gaps, of_these_weights = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
         for sequence, log_probs in zip(sequences, own, strict=True):
             if not sequence.cut_context:
                 gaps.append(np.abs(log_probs - sequence.rollout_log_probs))
                 of_these_weights.append(gaps[-1][self._sampled_by(version, batch, sequence)])
         gap = np.concatenate(gaps)
-        largest = float(np.nanmax(gap))
-        self._compared = self._compared or sum(map(len, of_these_weights)) > 1
-        if first and np.nanmax(np.concatenate(of_these_weights)) > self._tolerance:
+        largest, mean = largest_and_mean(gap)
+        self._compared = self._compared or any(map(len, of_these_weights))
+        if first and (apart := self._tolerance.exceeded_by(np.concatenate(of_these_weights))) is not None:
             raise SamplerMismatch(
-                f"on the first batch sampler and trainer log probabilities differ by up to {largest:.3g} "
-                f"(trainer.sampler_tolerance is {self._tolerance:g}): the engine does not run the model that is "
-                "trained; check its weights, dtype, chat format and cache"
+                f"on the first batch the log probabilities of sampler and trainer are {apart}: the engine does not run "
+                "the model that is trained; check its weights, its dtype (actor_rollout_ref.rollout.dtype, which is "
+                "best the trainer's), chat format and cache"
             )
-        return {"training/rollout_probs_diff_max": largest, "training/rollout_probs_diff_mean": float(np.nanmean(gap))}
+        return {"training/rollout_probs_diff_max": largest, "training/rollout_probs_diff_mean": mean}
 
     def _sampled_by(self, version: int, batch: StepBatch, sequence: TrainingSequence) -> NDArray[np.bool_]:
         """Which trained tokens of a sequence the weights `version` sampled, [K].

@@ -64,8 +64,9 @@ class Control:
         self._order("/reset_encoder_cache")  # the features of images that were shown before
 
     def sleep(self) -> None:
-        """Leave the GPU to others: weights and cache give their memory back until `wake`. Raises WeightsRefused."""
-        self._order("/sleep?level=1")
+        """Leave the GPU to others: weights and cache are given up until `wake`, and nothing of them is kept in main
+        memory, so whoever wakes it sends all weights. Raises WeightsRefused."""
+        self._order("/sleep?level=2")
 
     def wake(self, *tags: str) -> None:
         """Take the memory of `weights` or of `kv_cache` again. Raises WeightsRefused."""

@@ -4,6 +4,7 @@ Invariants: a server samples under a version only after it has taken the file of
 shapes are the trained model's; and what it then gives as log probabilities is compared with the model's own.
 """
 
+import gc
 import logging
 import shutil
 import threading
@@ -22,7 +23,7 @@ from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.control import Control, Unreached
 from lightning_rl.inference.vllm.server import VllmNotStarted, VllmServer
 from lightning_rl.inference.vllm.transfer import transfer_of
-from lightning_rl.inference.weight_check import SampledTokens, prove
+from lightning_rl.inference.weight_check import FLOAT32, SampledTokens, Tolerance, prove
 from lightning_rl.vision import vision_of
 
 _RESTARTS = 3  # of one server; what ends it more often will not go away by itself
@@ -51,7 +52,7 @@ class VllmPolicy:
         weights: a checkpoint whose weights are sampled and trained instead of those at `path`.
         device: of `model`: cpu, cuda, or auto.
         train_dtype: of `model`.
-        tolerance: how far log probabilities of server and model may be apart, in nats.
+        tolerance: how far log probabilities of server and model may be apart.
 
     `name` is what the gateway calls it, `folder` holds its tokenizer, `model` is the one that is trained. `on_outage`
     is called, from another thread, with True when no server is left that could answer, and with False when one is back.
@@ -69,7 +70,7 @@ class VllmPolicy:
         weights: Path | None = None,
         device: str = "auto",
         train_dtype: torch.dtype = torch.float32,
-        tolerance: float = 1e-3,
+        tolerance: Tolerance = FLOAT32,
         attention: str | None = None,
     ) -> None:
         self.folder, self.name = located(path)
@@ -126,13 +127,10 @@ class VllmPolicy:
             raise ValueError("vLLM takes the whole model's weights, not some of them")
         state = weights.state_dict() if isinstance(weights, nn.Module) else weights
         saved = _as_saved(self.model, state)
-        self.wake()
         with self._lock:
             self._transfer.offer(saved, version)
             self._version = version
-            well = [member for member in self._members if not member.away]
-            with ThreadPoolExecutor(max(len(well), 1)) as pool:
-                list(pool.map(self._give, well))
+            self._wake_and_give()
         while all(member.away for member in self._members):
             self.check()
             self._over.wait(_WATCH_SECONDS)
@@ -151,10 +149,24 @@ class VllmPolicy:
                 member.control.sleep()
 
     def wake(self) -> None:
-        """See `sleep`."""
+        """See `sleep`: the servers have the present weights again, and room for what they compute."""
+        if self._asleep:
+            with self._lock:
+                self._wake_and_give()
+
+    def _wake_and_give(self) -> None:
+        """Give every server the present weights. Those that sleep get memory for weights before, and for their cache
+        after, so that it never stands beside what a transfer needs."""
+        if self._asleep:
+            _free_unused_memory()
+            for member in self._members:
+                member.control.wake("weights")
+        well = [member for member in self._members if not member.away]
+        with ThreadPoolExecutor(max(len(well), 1)) as pool:
+            list(pool.map(self._give, well))
         if self._asleep:
             for member in self._members:
-                member.control.wake("weights", "kv_cache")
+                member.control.wake("kv_cache")
             self._asleep = False
 
     def check(self) -> None:
@@ -237,6 +249,13 @@ class VllmPolicy:
             self._give(member)
         if alone and not member.away:
             self.on_outage(False)
+
+
+def _free_unused_memory() -> None:
+    """Give what the trainer's allocator keeps for later back to the GPU, for the servers that share it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _as_saved(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

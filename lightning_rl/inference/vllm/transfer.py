@@ -12,7 +12,8 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
+from urllib.parse import urlsplit
 
 import torch
 from safetensors.torch import save_file
@@ -22,6 +23,7 @@ from lightning_rl.errors import Explained
 from lightning_rl.inference.vllm.control import Control
 
 Way = Literal["file", "ipc", "nccl"]
+_BUFFER_BYTES: Final = 2**28  # vLLM's own is 2**30, which a card of 24 GB has no room for
 
 
 class NoVllm(Explained, ModuleNotFoundError):
@@ -130,14 +132,32 @@ class DeviceTransfer:
         if self._way == "ipc":
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-            return IPCTrainerInitInfo(rank=0, packed=True)
+            return IPCTrainerInitInfo(
+                rank=0, packed=True, packed_buffer_size_bytes=buffer_bytes(self._weights, self._dtype)
+            )
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        with socket.create_server(("127.0.0.1", 0)) as free:
+        address = address_towards(control.url)
+        with socket.create_server((address, 0)) as free:
             port = free.getsockname()[1]
         return NCCLTrainerInitInfo(
-            rank=0, master_address="127.0.0.1", master_port=port, world_size=1 + control.world_size()
+            rank=0, master_address=address, master_port=port, world_size=1 + control.world_size()
         )
+
+
+def buffer_bytes(weights: Mapping[str, Tensor], dtype: torch.dtype) -> int:
+    """The size of the buffer that packed weights are sent in: a tensor is not cut, so the largest must fit. The
+    embedding of a model of 7B is larger than vLLM's own default, 1 GiB."""
+    return max([_BUFFER_BYTES, *(t.numel() * _sent_dtype(t, dtype).itemsize for t in weights.values())])
+
+
+def address_towards(url: str) -> str:
+    """The address of this machine that a server at `url` reaches it by. Raises OSError where there is no way to it."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((parts.hostname or "127.0.0.1", parts.port or 80))  # of UDP: nothing is sent
+        address: str = way.getsockname()[0]
+        return address
 
 
 class _Client:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.policy import VllmPolicy
-from lightning_rl.inference.vllm.transfer import FileTransfer, transfer_of
+from lightning_rl.inference.vllm.transfer import FileTransfer, address_towards, buffer_bytes, transfer_of
 
 CHECKPOINT = Path(__file__).parents[4] / "examples" / "sql_agent" / "checkpoint"
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "n": torch.tensor([7])}
@@ -70,7 +70,21 @@ def test_vllms_own_transfers_need_vllm_in_the_trainers_environment(tmp_path: Pat
         transfer_of("ipc", tmp_path, torch.float32)
 
 
-def test_a_policy_sleeps_once_and_is_awake_for_its_weights(tmp_path: Path) -> None:
+def test_the_buffer_of_packed_weights_holds_the_largest_tensor() -> None:
+    def sized(rows: int) -> dict[str, Any]:
+        return {"embedding": torch.empty(rows, 3584, device="meta"), "norm": torch.empty(3584, device="meta")}
+
+    assert buffer_bytes(sized(1000), torch.bfloat16) == 2**28
+    assert buffer_bytes(sized(152064), torch.bfloat16) == 152064 * 3584 * 2 > 2**30  # of Qwen2.5-7B
+    assert buffer_bytes(sized(152064), torch.float32) == 152064 * 3584 * 4
+
+
+def test_a_server_is_told_the_address_that_it_reaches_the_trainer_by() -> None:
+    assert address_towards("http://127.0.0.1:8000") == "127.0.0.1"
+    assert address_towards("http://localhost:8000/") == "127.0.0.1"
+
+
+def test_a_policy_sleeps_once_and_has_its_weights_before_its_cache(tmp_path: Path) -> None:
     options = Options(python="", dtype="float32", device="cuda", processed_logprobs=False, sleeps=True)
     policy = VllmPolicy(CHECKPOINT, options, tmp_path, device="cpu", urls=["http://127.0.0.1:1"])
     asked: list[str] = []
@@ -84,4 +98,9 @@ def test_a_policy_sleeps_once_and_is_awake_for_its_weights(tmp_path: Path) -> No
     policy.sleep()
     policy.update_weights(policy.model, 1)
     policy.wake()
-    assert asked == ["sleep", "wake ('weights', 'kv_cache')", "give", "prove"]
+    woken = ["wake ('weights',)", "give", "wake ('kv_cache',)"]
+    assert asked == ["sleep", *woken, "prove"]
+    asked.clear()
+    policy.sleep()
+    policy.wake()  # nothing was trained: a server that slept has no weights of its own any more
+    assert asked == ["sleep", *woken]
