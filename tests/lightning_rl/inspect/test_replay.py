@@ -42,7 +42,8 @@ def again(run_dir: Path, kind: str, agent: Any = every_way, setting: GatewaySetu
 
 def read(run_dir: Path, kind: str) -> tuple[RolloutTrace, dict[str, Any]]:
     with recorded.opened(run_dir) as connection:
-        trace = recorded.trace(connection, recorded.find(connection, f"-{KINDS.index(kind)}-0"))
+        name = f"-{KINDS.index(kind)}-0.{(run_dir / 'run.id').read_text()}"
+        trace = recorded.trace(connection, recorded.find(connection, name))
         return trace, resources_of(connection, trace.rollout.resources_id)
 
 
