@@ -17,8 +17,7 @@ from torch import nn
 from lightning_rl.errors import Explained
 from lightning_rl.inference.vllm.control import Control, VllmRefused
 from lightning_rl.training.batch import TrainingSequence
-from lightning_rl.training.forward import Forward
-from lightning_rl.training.offload import Offload
+from lightning_rl.training.reference import Reference
 
 _AT_ONCE = 16  # requests to each server
 TeacherOf = Callable[[TrainingSequence, str], str | None]
@@ -84,34 +83,18 @@ def _put(sequence: TrainingSequence, where: NDArray[np.int64], scores: Scores) -
         sequence.teacher_top_log_probs[where] = scores.top_log_probs[where]
 
 
-class FrozenTeacher:
+class FrozenTeacher(Reference):
     """A causal LM that is never trained. Each token is scored at the temperature at which it was sampled, as the policy
     is.
 
     Args:
-        model: on the device that it is used on; its parameters are frozen.
-        pad_id: what fills rows up.
+        model, pad_id, options: as of `Reference`.
         vocabulary: tokens that the tokenizer has; logits beyond them, which models are padded with, are no tokens.
-        rows, tokens: bounds of what is computed at once (`Forward.micro_batches`).
-        offload: it waits in main memory between its uses.
-        forward: how the model is run; by default as it is.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        pad_id: int,
-        vocabulary: int | None = None,
-        *,
-        rows: int | None = None,
-        tokens: int | None = None,
-        offload: bool = False,
-        forward: Forward | None = None,
-    ) -> None:
-        self._forward = forward or Forward(model, pad_id)
+    def __init__(self, model: nn.Module, pad_id: int, vocabulary: int | None = None, **options: Any) -> None:
+        super().__init__(model, pad_id, **options)
         self._vocabulary = vocabulary
-        self._rows, self._tokens = rows, tokens
-        self._place = Offload(model.requires_grad_(False).eval(), enabled=offload)
 
     def score(self, sequences: list[TrainingSequence], top: int) -> list[Scores]:
         """As `Teacher.score`."""
