@@ -811,6 +811,11 @@ class Distillation(Section, frozen=True):
     def __post_init__(self) -> None:
         self.teachers()
 
+    @property
+    def without_rewards(self) -> bool:
+        """Whether rewards have no part in training."""
+        return self.enabled and not self.distillation_loss.use_task_rewards
+
     def teachers(self) -> dict[str, TeacherModel]:
         """The teachers by name; none where there is no distillation. Raises TeacherUnusable for one that is wrong."""
         if not self.enabled:

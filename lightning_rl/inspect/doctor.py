@@ -126,7 +126,7 @@ def _groups_without_variance(evidence: Evidence) -> Finding | None:
     groups = [group for group in _groups(evidence) if len(group) > 1]
     alike = [group for group in groups if _alike(group)]
     share = _share(len(alike), len(groups)) or 0.0
-    if share < MUCH:
+    if share < MUCH or not evidence.settings.rewards_count:
         return None
     return Finding(
         name="groups_without_variance",
@@ -144,7 +144,7 @@ def _groups_of_one(evidence: Evidence) -> Finding | None:
     groups = _groups(evidence)
     lone = [group[0].rollout_id for group in groups if len(group) == 1]
     share = _share(len(lone), len(groups)) or 0.0
-    if not lone:
+    if not lone or not evidence.settings.rewards_count:
         return None
     silent = evidence.settings.groups_of_one != "raw"
     return Finding(

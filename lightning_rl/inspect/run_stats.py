@@ -54,6 +54,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     weights: Mapping[str, float] = {}
     bypass_mode: bool = False
     groups_of_one: str = "zero"
+    rewards_count: bool = True
     learning_rate: float | None = None
 
 
@@ -128,6 +129,7 @@ def settings_of(config: Config) -> RunSettings:
         weights=config.algorithm.credit.weights or {},
         bypass_mode=config.algorithm.rollout_correction.bypass_mode,
         groups_of_one=config.algorithm.groups_of_one,
+        rewards_count=not config.distillation.without_rewards,
         learning_rate=config.actor_rollout_ref.actor.optim.lr,
     )
 

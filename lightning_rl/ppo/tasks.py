@@ -96,6 +96,8 @@ def grader_of(config: Config, given: Grader | None, found: Datasets) -> Grader |
         return given
     if (why := unscored([*train, *val, *(tune or ())])) is None:
         return Grader(DataSourceReward(), concurrency=1)
+    if config.distillation.without_rewards:
+        return None
     raise ConfigError(
         f"nothing gives the rollouts a reward: the loop {loops.default} gives none, there is no reward function and no "
         f"judge (reward.judge.model), and {why}"

@@ -34,6 +34,11 @@ from tests.lightning_rl.inspect.runs import (
 BUG = ErrorInfo(type="ValueError", message="no")
 LOST = ErrorInfo(type="EngineError", message="gone", infrastructure=True)
 GOOD: dict[str, Any] = {"calls": TALK}
+TEACHER_ALONE = {
+    "enabled": True,
+    "teacher_models": {"big": {"model_path": "x"}},
+    "distillation_loss": {"use_task_rewards": False},
+}
 BYPASS = {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
 LENGTHS = [8.0] * 4 + [64.0] * 4
 
@@ -157,6 +162,10 @@ WELL: list[tuple[dict[str, Any], str]] = [
     ({}, ""),
     ({"steps": steps_of(([1.0, 1.0], 0.0), *[([0.0, 1.0], 1.0)] * 2)}, "groups_without_variance"),
     ({"steps": steps_of(*[([1.0, 1.0], 0.5)] * 4)}, "groups_without_variance"),  # calls had rewards of their own
+    (
+        {"steps": steps_of(*[([1.0, 1.0], 0.0)] * 4), "config": {"distillation": TEACHER_ALONE}},
+        "groups_without_variance",
+    ),
     ({"rollouts": several(3, calls=[msgspec.structs.replace(INEXACT, trainable=False)])}, "missing_token_ids"),
     ({"rollouts": forked(10, ForkCause.NEW_CONVERSATION)}, "drift_new_conversation"),
     ({"rollouts": forked(10, ForkCause.TRUNCATED_BY_CLIENT)}, "drift_truncated_by_client"),

@@ -100,4 +100,7 @@ def test_a_run_without_rewards_does_not_begin(
             ConfigError, match=r"nothing gives the rollouts a reward: .*custom_reward_function\.path=FILE"
         ):
             PPO(config({}, rollout)).prepare(tasks, None)
+        teacher = {"teacher_models": {"big": {"model_path": "x"}}, "distillation_loss": {"use_task_rewards": False}}
+        alone = config({}, rollout) | {"distillation": {"enabled": True, **teacher}}
+        assert PPO(alone).prepare(tasks, None)[0] == tasks
     assert PPO(config({}, rollout), reward=lambda group: [0.0 for _ in group]).prepare(tasks, None)[0] == tasks
