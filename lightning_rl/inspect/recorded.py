@@ -80,6 +80,11 @@ def newest_run(runs: Path = Path("runs")) -> Path:
 def opened(run_dir: Path) -> Iterator[sa.Connection]:
     """The run's store as it stands now, for reading. Raises NotRecorded where there is none that can be read."""
     store = run_dir / STORE
+    if not store.is_file() and (attached := run_dir / "server.url").is_file():
+        raise NotRecorded(
+            f"{run_dir.resolve()} is of a run that was attached to the server at {attached.read_text()}, which has its "
+            "rollouts: `lightning-rl rollouts list --url` lists them; this command reads the store of a run alone"
+        )
     if not store.is_file():
         raise NotRecorded(f"{run_dir.resolve()} holds no run: there is no {STORE} in it; name another with --run-dir")
     with ExitStack() as close:
