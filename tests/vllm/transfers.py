@@ -23,6 +23,8 @@ WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.ones(4),
 class Server:
     """Keeps what it was told."""
 
+    url = "http://127.0.0.1:8000"
+
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
 
