@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from lightning_rl import tutorial
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config
-from lightning_rl.inference.load import device_of, sees
+from lightning_rl.inference.load import device_of, is_model_id, sees
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.estimators import needs_critic, needs_reference
 from lightning_rl.ppo.local_workers import FORMATS
@@ -33,7 +33,7 @@ def model_folder_here(config: Config) -> Path | None:
     path = config.actor_rollout_ref.model.path
     folder = tutorial.checkpoint() if path is None else Path(path)
     if not folder.is_dir():
-        if path is None or path.count("/") != 1 or path.startswith((".", "/")):
+        if path is None or not is_model_id(path):
             raise ConfigError(f"actor_rollout_ref.model.path={path!r} is neither a folder nor a model id (owner/name)")
         cached = huggingface_hub.try_to_load_from_cache(path, "config.json")
         if not isinstance(cached, str):
@@ -99,7 +99,23 @@ def needed_bytes(config: Config, numbers: int) -> int:
     each = -(-each // config.trainer.workers)
     if ours.rollout.name == "embedded":
         each += held if ours.rollout.dtype is None else FORMATS[ours.rollout.dtype].itemsize
-    return numbers * each
+    return numbers * each + _teachers_bytes(config)
+
+
+def check_teachers(config: Config) -> None:
+    """Raises ConfigError for a teacher whose path is neither a folder nor a model id."""
+    for name, teacher in config.distillation.teachers().items():
+        key, path = f"distillation.teacher_models.{name}.model_path", teacher.model_path
+        if path is not None and not Path(path).is_dir() and not is_model_id(path):
+            raise ConfigError(f"{key}={path!r} is neither a folder nor a model id (owner/name)")
+
+
+def _teachers_bytes(config: Config) -> int:
+    """Of the teachers whose folders are here; what the hub has is not known."""
+    held = FORMATS[config.actor_rollout_ref.ref.fsdp_config.model_dtype].itemsize
+    paths = [teacher.model_path for teacher in config.distillation.teachers().values()]
+    folders = [Path(path) for path in paths if path is not None and Path(path).is_dir()]
+    return -(-held * sum(parameters(folder) for folder in folders) // config.trainer.workers)
 
 
 def _available() -> int:

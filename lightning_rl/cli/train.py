@@ -201,6 +201,7 @@ def _plan(settings: "TrainConfig", run_dir: Path | None) -> dict[str, Any]:
     resolved_config.resume_from(settings)
     model = settings.actor_rollout_ref.model.path
     folder = plan.model_folder_here(settings)
+    plan.check_teachers(settings)
     found = tasks.datasets(settings, None, None, None)
     try:
         scored = tasks.grader_of(settings, algorithm.rules.grader, found) is not algorithm.rules.grader

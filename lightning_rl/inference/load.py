@@ -18,6 +18,11 @@ from lightning_rl.errors import Explained
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 
+def is_model_id(path: str) -> bool:
+    """Whether a path may be the id of a model at the hub: owner/name."""
+    return path.count("/") == 1 and not path.startswith((".", "/"))
+
+
 def model_folder(path: str) -> Path:
     """The folder of a model: `path` itself, or, for a model id such as `Qwen/Qwen3-0.6B`, its copy from the hub.
 
@@ -26,7 +31,7 @@ def model_folder(path: str) -> Path:
     folder = Path(path)
     if folder.is_dir():
         return folder
-    if path.count("/") != 1 or path.startswith((".", "/")):
+    if not is_model_id(path):
         raise FileNotFoundError(f"model {path!r} is neither a folder nor a model id (owner/name)")
     try:
         return Path(huggingface_hub.snapshot_download(path))

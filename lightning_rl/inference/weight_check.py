@@ -1,5 +1,6 @@
 """Does an engine sample from the weights it was given? Its log probabilities of some tokens, beside the model's."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,8 +22,8 @@ class Tolerance(NamedTuple):
     """How far log probabilities of sampler and trainer may be apart, in nats: those of the worst token (`largest`),
     or the mean over tokens; None: not judged by it.
 
-    In float32 each token agrees. In bfloat16 single tokens of a healthy run differ by 0.3 and more, and the mean by
-    0.01 to 0.05: it tells weights that are wrong or old, where it is 0.2 and more.
+    In float32 each token agrees. In bfloat16 others report single tokens of healthy runs that differ by 0.3 and more,
+    and means of 0.01 to 0.05; of weights that are wrong or old, means of 0.2 and more.
     """
 
     largest: float | None = None
@@ -74,7 +75,8 @@ def prove(
     tokens = torch.tensor([prompt + said.token_ids], device=next(model.parameters()).device)
     own = model(input_ids=tokens).logits[0, _PROMPT - 1 : -1].float().log_softmax(-1)
     own = own.gather(-1, tokens[0, _PROMPT:, None])[:, 0].cpu()
-    if (apart := tolerance.exceeded_by((own - torch.tensor(said.logprobs)).abs().numpy())) is not None:
+    gaps = (own - torch.tensor(said.logprobs)).abs().nan_to_num(nan=math.inf)  # none of these is unknown
+    if (apart := tolerance.exceeded_by(gaps.numpy())) is not None:
         raise EngineMismatch(
             f"the log probabilities of {engine} and of the weights of version {version} are {apart}: it does not "
             "compute what is trained; check its dtype, quantization and further flags"

@@ -85,7 +85,7 @@ class LocalWorkers:
         """
         config, self._team = self.config, team
         if "actor" in self.roles:
-            forward = self._forward(self.model, config.actor_rollout_ref.actor.fsdp_config)
+            forward = self._forward(self.model, config.actor_rollout_ref.actor.fsdp_config, self._vision)
             head, of_actor = self._value_head, resolved_config.actor_config(config, training_steps)
             if head is not None and team is not None:
                 team.shard(head)
@@ -98,7 +98,7 @@ class LocalWorkers:
                 if teacher.model_path is not None
             }
         if self._values is not None:
-            of_values = self._forward(self._values.trunk, config.critic.fsdp_config)
+            of_values = self._forward(self._values.trunk, config.critic.fsdp_config, self._vision)
             if team is not None:
                 team.shard(self._values.head)
             of_critic = resolved_config.critic_config(config, training_steps)
@@ -190,12 +190,12 @@ class LocalWorkers:
         )
         return {"rows": rows or actor.micro_batch_rows, "tokens": None if rows else actor.micro_batch_tokens}
 
-    def _forward(self, model: nn.Module, formats: Fsdp, vision: ModelVision | None = None) -> Forward:
+    def _forward(self, model: nn.Module, formats: Fsdp, vision: ModelVision | None) -> Forward:
         packed = self.config.actor_rollout_ref.model.use_remove_padding
         autocast = torch.bfloat16 if formats.dtype == "bfloat16" else None
         if self._team is not None:
             return self._team.forward(model, self._pad_id, packed=packed, autocast=autocast)
-        return Forward(model, self._pad_id, packed=packed, autocast=autocast, vision=vision or self._vision)
+        return Forward(model, self._pad_id, packed=packed, autocast=autocast, vision=vision)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

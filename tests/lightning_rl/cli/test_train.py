@@ -147,6 +147,10 @@ def test_the_plan_looks_at_the_model_the_interpreter_and_memory(place: Path) -> 
     vllm = "actor_rollout_ref.rollout.name=vllm"
     for overrides, message in (
         (["actor_rollout_ref.model.path=./nowhere"], "is neither a folder nor a model id"),
+        (
+            ["distillation.enabled=true", "distillation.teacher_models={big:{model_path:./gone}}"],
+            "distillation.teacher_models.big.model_path='./gone' is neither a folder nor a model id",
+        ),
         (["actor_rollout_ref.model.path=lacks"], "has no *.safetensors"),
         (["actor_rollout_ref.model.path=bare"], "no renderer is known for model 'bare'"),
         ([vllm, "actor_rollout_ref.rollout.python=./nowhere"], "is no Python that starts"),

@@ -1,9 +1,15 @@
 """How far log probabilities of sampler and trainer may be apart: by the worst token, or by the mean."""
 
+import math
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from lightning_rl.inference.weight_check import FLOAT32, Tolerance
+from lightning_rl.inference.load import load_model
+from lightning_rl.inference.weight_check import FLOAT32, EngineMismatch, SampledTokens, Tolerance, prove
+
+CHECKPOINT = Path(__file__).parents[3] / "examples" / "sql_agent" / "checkpoint"
 
 ROUNDED = Tolerance(mean=0.1)
 # What engines in bfloat16 show beside a trainer in it: mostly 0.01 to 0.05, single tokens 0.3 and more.
@@ -29,3 +35,12 @@ def test_tokens_without_a_log_probability_are_not_judged() -> None:
     for nothing in (np.full(3, np.nan), np.zeros(0)):
         assert FLOAT32.exceeded_by(nothing) is None
         assert ROUNDED.exceeded_by(nothing) is None
+
+
+@pytest.mark.parametrize("tolerance", [FLOAT32, ROUNDED])
+def test_an_engine_that_gives_no_numbers_does_not_compute_what_is_trained(tolerance: Tolerance) -> None:
+    def sample(prompt: list[int], n: int) -> SampledTokens:
+        return SampledTokens([5] * n, [math.nan] * n)
+
+    with pytest.raises(EngineMismatch, match="inf apart"):
+        prove(load_model(CHECKPOINT), sample, engine="vLLM", version=1, tolerance=tolerance)
