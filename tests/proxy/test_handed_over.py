@@ -32,7 +32,7 @@ from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
 from tests import seeing
-from tests.proxy.conftest import MODEL, SECRET, TOKENIZER, MemoryLedger, ScriptedEngine, Served, listening
+from tests.proxy.conftest import MODEL, SECRET, TOKENIZER, MemoryLedger, ScriptedEngine, Served, calls_in, listening
 from tests.random_examples import examples
 
 CAT, DOG = seeing.picture(1, 16, 24), seeing.picture(2, 16, 24)
@@ -328,7 +328,7 @@ class Agent:
             self.texts.append(body["prompt"] + answer["choices"][0]["text"])
             self.texts.append(body["prompt"] + answer["choices"][0]["text"] + "<|im_end|>")
         elif door == "completions":
-            last = max(self.pair.recorded(self.pair.one), key=lambda span: span.number)
+            last = max(calls_in(self.pair.recorded(self.pair.one)), key=lambda span: span.number)
             self.ids.append(body["prompt"] + from_span(last).response_ids)
 
 
