@@ -10,7 +10,7 @@ import hashlib
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +24,9 @@ from transformers import AutoImageProcessor
 
 Ints = NDArray[np.int64]
 
-# Whose images are one run of features each, which the language model takes as embeddings and knows nothing else of.
-FAMILIES = {"qwen2_vl", "qwen2_5_vl"}
+# Whose images are one run of features each, in positions of three dimensions; Qwen3-VL adds features to the states
+# behind its first layers too (DeepStack, arXiv 2406.04334).
+FAMILIES = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"}
 _KEPT_BYTES = 2**28  # of patches
 
 
@@ -75,7 +76,9 @@ class ModelVision:
 
     def __init__(self, folder: Path, config: Any) -> None:
         self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
-        self.merge_size: int = config.vision_config.spatial_merge_size
+        tower = config.vision_config
+        self.merge_size: int = tower.spatial_merge_size
+        self._patch_values: int = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
         self._kept: OrderedDict[str, Patches] = OrderedDict()
         self._kept_bytes = 0
         self._lock = threading.Lock()
@@ -125,19 +128,29 @@ class ModelVision:
         found[:, at:] = place + np.arange(length - at)
         return found, place - at
 
-    def inputs(self, model: Any, token_ids: Tensor, images: Sequence[Sequence[PlacedImage]]) -> dict[str, Tensor]:
-        """What `model` is given for whole rows [B, T], padded to the right, that show these images each."""
-        width = token_ids.shape[1]
-        places = np.stack([self.positions(width, own)[0] for own in images], axis=1)
-        shown = [
+    def shown(self, images: Sequence[Sequence[PlacedImage]]) -> list[PlacedFeatures]:
+        """The features of whole rows that show these images each, row by row."""
+        return [
             PlacedFeatures(row, one.start, self.patches(one), 0, one.length)
             for row, own in enumerate(images)
             for one in own
         ]
-        return {
-            "inputs_embeds": embedded(model, token_ids, shown),
-            "position_ids": torch.from_numpy(places).to(token_ids.device),
-        }
+
+    def row_positions(self, width: int, images: Sequence[Sequence[PlacedImage]]) -> Tensor:
+        """`positions` of whole rows, padded to the right to `width`, int64 [3, B, width]."""
+        return torch.from_numpy(np.stack([self.positions(width, own)[0] for own in images], axis=1))
+
+    def run(self, model: nn.Module, token_ids: Tensor, images: Sequence[Sequence[PlacedImage]], **given: Any) -> Any:
+        """The output of `model` for whole rows [B, T], padded to the right, that show these images each."""
+        positions = self.row_positions(token_ids.shape[1], images).to(token_ids.device)
+        with showing(model, self.shown(images)):
+            return model(input_ids=token_ids, position_ids=positions, **given)
+
+    @property
+    def blank(self) -> Patches:
+        """The smallest image, of zeros: one feature."""
+        side = self.merge_size
+        return Patches(torch.zeros(side * side, self._patch_values), (1, side, side))
 
     def _merge(self, axis: int) -> int:
         return self.merge_size if axis else 1
@@ -180,19 +193,74 @@ def vision_of(folder: Path, model: nn.Module) -> ModelVision | None:
     return ModelVision(folder, config)
 
 
-def embedded(model: Any, token_ids: Tensor, shown: Sequence[PlacedFeatures]) -> Tensor:
-    """The embeddings of tokens [B, T, D] with the features of images in their places."""
-    embeddings: Tensor = model.get_input_embeddings()(token_ids)
-    if not shown:
-        return embeddings
+@contextlib.contextmanager
+def showing(model: nn.Module, shown: Sequence[PlacedFeatures], unseen: Patches | None = None) -> Iterator[None]:
+    """Inside, `model` reads the features of `shown` in their places of its `input_ids` [B, T].
+
+    They are computed within its forward pass, where a model in shards has its weights together. `unseen` goes through
+    the tower too and changes nothing: a model in shards runs its tower on all workers or on none.
+    """
+    if not shown and unseen is None:
+        yield
+        return
+    core = _core(model)
+    of_layers: dict[str, Any] = {}
+
+    def embed(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert not args
+        token_ids = given["input_ids"]
+        embeddings, deep, places = _embedded(core, token_ids, shown, unseen)
+        of_layers.clear()
+        if deep:
+            where = torch.zeros(token_ids.shape, dtype=torch.bool, device=token_ids.device)
+            where[places] = True
+            of_layers.update(visual_pos_masks=where, deepstack_visual_embeds=deep)
+        return (), given | {"input_ids": None, "inputs_embeds": embeddings}
+
+    def add(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, given | of_layers
+
+    hooks = [
+        core.register_forward_pre_hook(embed, with_kwargs=True),
+        core.language_model.register_forward_pre_hook(add, with_kwargs=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _core(model: nn.Module) -> Any:
+    """The part of `model` that has the tower and the language model side by side."""
+    return [part for part in model.modules() if hasattr(part, "visual") and hasattr(part, "language_model")][-1]
+
+
+def _embedded(
+    core: Any, token_ids: Tensor, shown: Sequence[PlacedFeatures], unseen: Patches | None
+) -> tuple[Tensor, list[Tensor], tuple[Tensor, Tensor]]:
+    """The embeddings of tokens [B, T, D] with the features of images in their places; what is added behind each of the
+    first layers there [N, D], where the family does that; and the rows [N] and columns [N], in their order."""
+    embeddings: Tensor = core.get_input_embeddings()(token_ids)
     device = embeddings.device
-    features = model.get_image_features(
-        torch.cat([one.patches.pixels for one in shown]).to(device),
-        torch.tensor([one.patches.grid for one in shown], device=device),
+    read = [*(one.patches for one in shown), *([] if unseen is None else [unseen])]
+    seen = core.get_image_features(
+        torch.cat([one.pixels for one in read]).to(device),
+        torch.tensor([one.grid for one in read], device=device),
         return_dict=True,
-    ).pooler_output
-    rows = np.repeat([one.row for one in shown], [one.length for one in shown])
-    columns = np.concatenate([one.column + np.arange(one.length) for one in shown])
-    chosen = [own[one.first : one.first + one.length] for one, own in zip(shown, features, strict=True)]
-    places = torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device)
-    return embeddings.index_put(places, torch.cat(chosen).to(embeddings.dtype))
+    )
+    deep = getattr(seen, "deepstack_features", None) or []
+    if unseen is not None:  # times 0, so that the tower has a gradient on every worker
+        for features in (seen.pooler_output, *deep):
+            embeddings = embeddings + 0 * features[-1].sum().to(embeddings.dtype)
+    rows = np.repeat([one.row for one in shown], [one.length for one in shown]).astype(np.int64)
+    columns = np.concatenate([np.empty(0, np.int64), *(one.column + np.arange(one.length) for one in shown)])
+    order = np.lexsort((columns, rows))
+    places = torch.from_numpy(rows[order]).to(device), torch.from_numpy(columns[order]).to(device)
+
+    def chosen(features: Sequence[Tensor]) -> Tensor:
+        parts = [own[one.first : one.first + one.length] for one, own in zip(shown, features, strict=False)]
+        together = torch.cat(parts) if parts else embeddings.new_empty(0, embeddings.shape[-1])
+        return together[torch.from_numpy(order).to(device)].to(embeddings.dtype)
+
+    return embeddings.index_put(places, chosen(seen.pooler_output)), [chosen(one) for one in deep], places

@@ -1,5 +1,5 @@
-"""A tiny model that sees: Qwen2-VL's architecture with random weights, its tokenizer, chat template and image processor
-in a folder, as a real one has them. A token is a byte, so whatever is asked fits."""
+"""Tiny models that see: an architecture of each family with random weights, its tokenizer, chat template and image
+processor in a folder, as a real one has them. A token is a byte, so whatever is asked fits."""
 
 import base64
 import io
@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers import CONFIG_MAPPING, AutoImageProcessor, AutoModelForImageTextToText
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 SPECIAL = (
@@ -44,29 +45,53 @@ TEMPLATE = """\
 """
 
 
-def make_folder(folder: Path, *, seed: int = 0, template: str = TEMPLATE, **text: Any) -> Path:
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
+_OWN_TEXT = {"qwen3_vl": {"head_dim": 8}}
+
+
+def _tower(family: str, hidden: int) -> dict[str, Any]:
+    """What the families' vision configs call their sizes; `hidden` is the language model's."""
+    if family == "qwen2_vl":
+        return {"embed_dim": 32, "hidden_size": hidden, "mlp_ratio": 2}
+    of_all = {"hidden_size": 32, "out_hidden_size": hidden}
+    own = {
+        "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
+        "qwen3_vl": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        "glm4v": {"image_size": 32},
+    }
+    return of_all | own[family]
+
+
+def make_folder(
+    folder: Path, *, seed: int = 0, template: str = TEMPLATE, family: str = "qwen2_vl", **text: Any
+) -> Path:
     """The model in `folder`; `text` replaces values of its text config."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = _tokenizer(folder, template)
-    Qwen2VLImageProcessorPil(
-        patch_size=4, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 8 * 8, "longest_edge": 8 * 8 * 16}
-    ).save_pretrained(folder)
-    config = Qwen2VLConfig(
+    frames = 2 if family == "glm4v" else 1  # whose bounds count the pixels of both
+    processor = Glm4vImageProcessorPil if family == "glm4v" else Qwen2VLImageProcessorPil
+    size = {"shortest_edge": 8 * 8 * frames, "longest_edge": 8 * 8 * 16 * frames}
+    processor(patch_size=4, merge_size=2, temporal_patch_size=2, size=size).save_pretrained(folder)
+    ends = {"image_start_token_id": "<|vision_start|>", "image_end_token_id": "<|vision_end|>"}
+    if family != "glm4v":
+        ends = {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+    hidden = text.get("hidden_size", 32)
+    config = CONFIG_MAPPING[family](
         text_config={
             "vocab_size": 256 + len(SPECIAL), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
             "bos_token_id": None, "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"],
-        } | text,
+        } | _OWN_TEXT.get(family, {}) | text,
         vision_config={
-            "depth": 2, "embed_dim": 32, "hidden_size": text.get("hidden_size", 32), "num_heads": 2, "mlp_ratio": 2,
-            "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
-        },
+            "depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2,
+            "in_channels": 3, "intermediate_size": 64,
+        } | _tower(family, hidden),
         image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
+        **{name: ids[token] for name, token in ends.items()},
     )  # fmt: skip
     torch.manual_seed(seed)
-    model = Qwen2VLForConditionalGeneration(config)
+    model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():  # what stands where must show in the logprobs
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -128,7 +153,8 @@ def plain_log_probs(
     given: dict[str, Any] = {}
     if pictures:
         images = [Image.open(io.BytesIO(data)).convert("RGB") for data in pictures]
-        given = dict(Qwen2VLImageProcessorPil.from_pretrained(folder)(images=images, return_tensors="pt"))
+        processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        given = dict(processor(images=images, return_tensors="pt"))
         given["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False, **given).logits[0, :-1].float() / temperature

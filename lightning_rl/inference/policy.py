@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_rl.inference import fused
 from lightning_rl.inference.cache import SlotCache
-from lightning_rl.vision import PlacedFeatures, embedded
+from lightning_rl.vision import PlacedFeatures, showing
 
 Ints = NDArray[np.int64]
 
@@ -90,15 +90,15 @@ class Policy:
         inputs = torch.from_numpy(tokens).to(self.device)
         if self.decoder is not None:
             return self.decoder.forward(inputs, seen, mask)
-        read = {"inputs_embeds": embedded(self.model, inputs, shown)} if shown else {"input_ids": inputs}
-        output = self.model(
-            **read,
-            attention_mask=mask,
-            position_ids=seen if places is None else torch.from_numpy(places).to(self.device),
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with showing(self.model, shown):
+            output = self.model(
+                input_ids=inputs,
+                attention_mask=mask,
+                position_ids=seen if places is None else torch.from_numpy(places).to(self.device),
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         logits: Tensor = output.logits[:, -1]
         return logits
 

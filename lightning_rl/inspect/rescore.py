@@ -53,8 +53,9 @@ def log_probs(folder: Path, path: Sequence[Call], media: Mapping[str, bytes] = M
     with torch.inference_mode():
         ids = torch.tensor([token_ids])
         images = _images(path, media)
-        read = {"input_ids": ids} if vision is None or not images else vision.inputs(model, ids, [images])
-        logits = model(**read, use_cache=False, logits_to_keep=sampled + 1).logits[0, :-1].float()
+        asked = {"use_cache": False, "logits_to_keep": sampled + 1}
+        output = vision.run(model, ids, [images], **asked) if vision and images else model(input_ids=ids, **asked)
+        logits = output.logits[0, :-1].float()
         found = torch.log_softmax(logits / temperature, dim=-1).gather(-1, ids[0, -sampled:, None]).squeeze(-1)
     values: list[float] = found.tolist()
     return values

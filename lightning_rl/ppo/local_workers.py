@@ -194,7 +194,7 @@ class LocalWorkers:
         packed = self.config.actor_rollout_ref.model.use_remove_padding
         autocast = torch.bfloat16 if formats.dtype == "bfloat16" else None
         if self._team is not None:
-            return self._team.forward(model, self._pad_id, packed=packed, autocast=autocast)
+            return self._team.forward(model, self._pad_id, packed=packed, autocast=autocast, vision=vision)
         return Forward(model, self._pad_id, packed=packed, autocast=autocast, vision=vision)
 
 

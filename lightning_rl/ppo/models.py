@@ -65,11 +65,6 @@ class Models:
         self.config = config = resolved_config.with_learning_rate(config, parameters)
         self._crew: RayWorkers | None = None
         vision = vision_of(self.policy.folder, self.policy.model)
-        if vision is not None and config.trainer.workers > 1:
-            raise ConfigError(
-                f"{self.policy.folder} is a model that sees, and several workers train models of text alone: set "
-                "trainer.nnodes=1 and trainer.n_gpus_per_node=1"
-            )
         self._own = LocalWorkers(config, self.policy.model, () if config.trainer.workers > 1 else self._roles, vision)
         self.model: nn.Module = self._own.model
 

@@ -20,6 +20,7 @@ from lightning_rl.training.distributed import cluster
 from lightning_rl.training.distributed.group import WorkerGroup
 from lightning_rl.training.distributed.process_group import ProcessGroup
 from lightning_rl.training.distributed.remote import RemoteActor, RemoteCritic, RemoteReference, RemoteTeacher
+from lightning_rl.vision import vision_of
 
 
 class RayWorkers:
@@ -115,7 +116,7 @@ def _built(
     torch.manual_seed(config.data.seed + team.rank)
     held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
     policy = load_model(weights, held, attention=config.actor_rollout_ref.model.attn_implementation)
-    made = LocalWorkers(config, policy, roles)
+    made = LocalWorkers(config, policy, roles, vision_of(folder, policy))
     made.train(folder, training_steps, team)
     return made
 

@@ -22,7 +22,7 @@ from lightning_rl.rl.logits import token_log_probs, top_log_probs
 from lightning_rl.training.attention import TreeMask, pairs
 from lightning_rl.training.batch import TrainingSequence, micro_batches
 from lightning_rl.training.packing import Layout, Line, alone, cost, cut, lay_out, shared_lines, sizes, stacked
-from lightning_rl.vision import ModelVision
+from lightning_rl.vision import ModelVision, showing
 
 GAIN: Final = 0.95  # rows are packed where that costs at most so much of the plain way: building a mask costs a little
 _FAILURES: Final = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)  # of a model asked too much
@@ -114,12 +114,18 @@ class Forward:
     ) -> Iterator[list[TrainingSequence]]:
         """Parts of `sequences` that are computed at once: at most `rows` rows, or `tokens` computed tokens, padding
         included (None: no bound); a single row that is longer stands alone. Rows that share much stay together."""
-        if self.packed and any(s.images for s in sequences):  # which are not packed; those of text alone may be
-            text = [s for s in sequences if not s.images]
-            shown = micro_batches([s for s in sequences if s.images], rows=rows, tokens=tokens)
-            return chain(self.micro_batches(text, rows=rows, tokens=tokens), shown)
+        if not self.packed:
+            return micro_batches(list(sequences), rows=rows, tokens=tokens)
+        text = [s for s in sequences if not s.images]  # rows with images are not packed
+        shown = micro_batches([s for s in sequences if s.images], rows=rows, tokens=tokens)
+        return chain(self._of_text(text, rows, tokens), shown)
+
+    def _of_text(
+        self, sequences: Sequence[TrainingSequence], rows: int | None, tokens: int | None
+    ) -> Iterator[list[TrainingSequence]]:
+        """`micro_batches` of rows of text alone, packed where that costs less."""
         plain = list(micro_batches(list(sequences), rows=rows, tokens=tokens))
-        if not self.packed or len(sequences) < 2:
+        if len(sequences) < 2:
             return iter(plain)
         ways = [list(self._packed_micro_batches(sequences, rows, tokens, weight)) for weight in self._weights()]
         return iter(min([plain, *ways], key=lambda parts: sum(self._plan(part).cost for part in parts)))
@@ -240,7 +246,7 @@ class Forward:
                 kept.append(chosen[0])
             return chosen
 
-        with self._precision():
+        with self._precision(), self._seeing(layout):
             if not self._narrow:
                 whole = self.model(**inputs, **({} if kept is None else {"output_hidden_states": True}))
                 if kept is not None:
@@ -254,7 +260,7 @@ class Forward:
     def _states(self, layout: Layout, inputs: dict[str, Any] | None = None) -> Tensor:
         """Of the K trained tokens, in their order, the hidden states [K, D] before them."""
         inputs = self._inputs(layout) if inputs is None else inputs
-        with self._precision():
+        with self._precision(), self._seeing(layout):
             if self._narrow:
                 states = self._before_head(inputs)
             elif self._head is not None:
@@ -276,23 +282,29 @@ class Forward:
         return seen[0]
 
     def _inputs(self, layout: Layout) -> dict[str, Any]:
-        if any(layout.images):
-            return self._seen_inputs(layout)
         inputs = {"input_ids": self._tensor(layout.token_ids), "use_cache": False}
+        if any(layout.images):  # each row alone, its first token in the first column
+            assert not layout.masked
+            positions = self._vision_of(layout).row_positions(layout.token_ids.shape[1], layout.images)
+            inputs["position_ids"] = positions.to(self.device)
         if layout.masked:
             inputs["position_ids"] = self._tensor(layout.position_ids)
             inputs["attention_mask"] = self._mask(layout)
         return inputs
 
-    def _seen_inputs(self, layout: Layout) -> dict[str, Any]:
-        """What rows with images are computed from: each alone in its row, its first token in the first column."""
+    def _seeing(self, layout: Layout) -> AbstractContextManager[Any]:
+        """Inside, the model sees the images of these rows."""
+        if not any(layout.images):
+            return nullcontext()
+        return showing(self.model, self._vision_of(layout).shown(layout.images))
+
+    def _vision_of(self, layout: Layout) -> ModelVision:
         if self._vision is None:
             raise ValueError(
-                "rows show images, and nothing is known of how this model sees them (`Forward(vision=...)`)"
+                f"{sum(map(bool, layout.images))} rows show images, and nothing is known of how this model sees them "
+                "(`Forward(vision=...)`)"
             )
-        assert not layout.masked
-        inputs = self._vision.inputs(self.model, self._tensor(layout.token_ids), layout.images)
-        return inputs | {"use_cache": False}
+        return self._vision
 
     def _mask(self, layout: Layout) -> Tensor:
         end = self._tensor(layout.end)

@@ -50,5 +50,5 @@ def trainers_log_probs(policy: VllmPolicy, token_ids: Sequence[int], images: Seq
     vision = vision_of(policy.folder, model)
     assert vision is not None
     ids = torch.tensor([list(token_ids)])
-    logits = model(**vision.inputs(model, ids, [images]), use_cache=False).logits[0, :-1].float()
+    logits = vision.run(model, ids, [images], use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]

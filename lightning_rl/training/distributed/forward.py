@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.distributed.work_partition import parts, silent
 from lightning_rl.training.forward import Forward
+from lightning_rl.training.packing import Layout
+from lightning_rl.vision import ModelVision, showing
 
 T = TypeVar("T")
 
@@ -23,7 +25,7 @@ class ShardedForward(Forward):
     """`Forward` of a model that `fully_shard` has cut.
 
     Args:
-        model, pad_id, packed, autocast: as of `Forward`.
+        model, pad_id, packed, autocast, vision: as of `Forward`.
         talk: the group over which workers tell each other numbers; not the one that carries weights and gradients.
     """
 
@@ -35,9 +37,10 @@ class ShardedForward(Forward):
         talk: dist.ProcessGroup,
         packed: bool = False,
         autocast: torch.dtype | None = None,
+        vision: ModelVision | None = None,
     ) -> None:
         self._talk = talk
-        super().__init__(model, pad_id, packed=packed, autocast=autocast)
+        super().__init__(model, pad_id, packed=packed, autocast=autocast, vision=vision)
 
     def micro_batches(
         self, sequences: Sequence[TrainingSequence], *, rows: int | None, tokens: int | None
@@ -68,6 +71,16 @@ class ShardedForward(Forward):
     def without_gradient(self) -> AbstractContextManager[Any]:
         """Not the inference mode: FSDP2 keeps the room into which it gathers weights, and trains in it later."""
         return torch.no_grad()
+
+    def _seeing(self, layout: Layout) -> AbstractContextManager[Any]:
+        """As of `Forward`; where rows of another worker show images, the tower runs here too."""
+        if self._vision is None:
+            return super()._seeing(layout)
+        some_see = torch.tensor(any(layout.images), dtype=torch.int)
+        dist.all_reduce(some_see, dist.ReduceOp.MAX, group=self._talk)
+        if any(layout.images) or not some_see:
+            return super()._seeing(layout)
+        return showing(self.model, [], self._vision.blank)
 
 
 def _on_cpu(value: T) -> T:

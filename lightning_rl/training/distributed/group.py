@@ -95,6 +95,7 @@ class WorkerGroup:
             self._ray.get(asked)
         except self._ray.exceptions.RayTaskError as error:
             cause: Exception = error.cause
+            cause.add_note(f"Where it was raised, in a worker of {self.name}:\n{error}")
             return cause
         except self._ray.exceptions.RayError as error:
             gone: Exception = error

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_rl.training.distributed.forward import ShardedForward
+from lightning_rl.vision import ModelVision
 
 _PATIENCE = timedelta(minutes=30)  # of a collective: a worker may compute long before it comes to it
 
@@ -36,7 +37,13 @@ class ProcessGroup:
         self._mesh: DeviceMesh = init_device_mesh(device, (size,))
 
     def forward(
-        self, model: nn.Module, pad_id: int, *, packed: bool = False, autocast: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        pad_id: int,
+        *,
+        packed: bool = False,
+        autocast: torch.dtype | None = None,
+        vision: ModelVision | None = None,
     ) -> ShardedForward:
         """Cut `model` into shards; how it is run then. With `autocast` weights travel in that format, and gradients are
         added up in float32."""
@@ -48,7 +55,7 @@ class ProcessGroup:
         for layer in _layers(model):
             self._shard(layer, policy)
         self._shard(model, policy)
-        return ShardedForward(model, pad_id, talk=self._talk, packed=packed, autocast=autocast)
+        return ShardedForward(model, pad_id, talk=self._talk, packed=packed, autocast=autocast, vision=vision)
 
     def shard(self, head: nn.Module) -> None:
         """Cut a small module that stands beside its model."""

@@ -24,9 +24,27 @@ _HEAD = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
 _MAX_PIXELS = 2**26  # of an image as it is sent: a small file may unfold to very many
 _MAX_ASPECT = 200  # the families' own bound
 _ROLES = ("user", "tool", "system")
-# Families whose images are patches in a grid, merged `merge_size` x `merge_size`, in one run of placeholders; the name
-# under which their config has the placeholder's id.
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+
+
+
+class _Defaults(NamedTuple):
+    """What a family has where a model's folder does not say: the placeholder's id, the bounds of pixels, and whether
+    these count the pixels of a patch's frames, too."""
+
+    token_id: int
+    min_pixels: int
+    max_pixels: int
+    counts_frames: bool
+
+
+_QWEN = _Defaults(151655, 56 * 56, 28 * 28 * 1280, False)
+# Families whose images are patches in a grid, merged `merge_size` x `merge_size`, in one run of placeholders.
+FAMILIES = {
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "glm4v": _Defaults(151343, 112 * 112, 28 * 28 * 15000, True),
+}
 
 
 class Image(NamedTuple):
@@ -52,28 +70,38 @@ class Shown(NamedTuple):
 
 
 class Vision(NamedTuple):
-    """How a model's prompts hold images: the placeholder's id and text, and the rule from size to features."""
+    """How a model's prompts hold images: the placeholder's id, and the rule from size to features.
+
+    `frames` of a patch's are counted in the bounds of pixels, of the families that do that (GLM-4V), which also enlarge
+    an image until its short side is a unit; None: neither.
+    """
 
     token_id: int
     patch_size: int
     merge_size: int
     min_pixels: int
     max_pixels: int
+    frames: int | None = None
 
     def features(self, image: Image) -> int:
         """How many features the model has of an image. Raises GatewayError(400) for one it cannot take."""
         width, height = image.size
-        if max(width, height) > _MAX_ASPECT * min(width, height):
-            raise _refused(
-                f"an image of {width} x {height} pixels is too narrow: at most {_MAX_ASPECT} to 1 can be read"
-            )
         unit = self.patch_size * self.merge_size
+        if self.frames is not None and min(width, height) < unit:
+            scale = max(unit / height, unit / width)
+            width, height = int(width * scale), int(height * scale)
+        if max(width, height) / min(width, height) > _MAX_ASPECT:
+            raise _refused(
+                f"an image of {image.size[0]} x {image.size[1]} pixels is too narrow: at most {_MAX_ASPECT} to 1 can "
+                "be read"
+            )
+        frames = self.frames or 1
         rows, columns = round(height / unit) * unit, round(width / unit) * unit
-        if rows * columns > self.max_pixels:
-            shrunk = math.sqrt(height * width / self.max_pixels)
+        if frames * rows * columns > self.max_pixels:
+            shrunk = math.sqrt(frames * height * width / self.max_pixels)
             rows, columns = (max(unit, math.floor(side / shrunk / unit) * unit) for side in (height, width))
-        elif rows * columns < self.min_pixels:
-            grown = math.sqrt(self.min_pixels / (height * width))
+        elif frames * rows * columns < self.min_pixels:
+            grown = math.sqrt(self.min_pixels / (frames * height * width))
             rows, columns = (math.ceil(side * grown / unit) * unit for side in (height, width))
         return (rows // unit) * (columns // unit)
 
@@ -114,9 +142,10 @@ def vision_of(folder: Path) -> Vision | None:
     config = _json(folder / "config.json")
     if "vision_config" not in config:
         return None
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ValueError(f"{folder}: images of {family!r} models are not known here; known are {', '.join(FAMILIES)}")
+    name = config.get("model_type")
+    family = FAMILIES.get(name)
+    if family is None:
+        raise ValueError(f"{folder}: images of {name!r} models are not known here; known are {', '.join(FAMILIES)}")
     said = _json(folder / "preprocessor_config.json") or _json(folder / "processor_config.json").get("image_processor")
     if not isinstance(said, dict):
         raise ValueError(
@@ -124,11 +153,12 @@ def vision_of(folder: Path) -> Vision | None:
         )
     size = said.get("size") or {}
     return Vision(
-        token_id=config.get("image_token_id", 151655),  # the families' default, as transformers has it
+        token_id=config.get("image_token_id", family.token_id),
         patch_size=said.get("patch_size", 14),
         merge_size=said.get("merge_size", 2),
-        min_pixels=said.get("min_pixels") or size.get("shortest_edge", 56 * 56),
-        max_pixels=said.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280),
+        min_pixels=said.get("min_pixels") or size.get("shortest_edge", family.min_pixels),
+        max_pixels=said.get("max_pixels") or size.get("longest_edge", family.max_pixels),
+        frames=said.get("temporal_patch_size", 2) if family.counts_frames else None,
     )
 
 

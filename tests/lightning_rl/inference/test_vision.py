@@ -28,9 +28,9 @@ OTHER = seeing.picture(3, 16, 24)
 FEATURES = {CAT: 6, DOG: 10, OTHER: 6}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return seeing.make_folder(tmp_path_factory.mktemp("seeing") / "model")
+@pytest.fixture(scope="module", params=seeing.FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return seeing.make_folder(tmp_path_factory.mktemp("seeing") / "model", family=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -135,22 +135,26 @@ def test_a_placeholder_that_the_policy_samples_is_a_token(folder: Path, policy: 
     more, shown = prompt(DOG, "?")
     images += tuple(one._replace(start=one.start + len(answered)) for one in shown)
     [output] = sampled(policy, [request("f", answered + more, images)])
-    # By hand: embeddings with features in their places, at the positions of the parts.
+    # By hand: embeddings with features in their places, at the positions of the parts, and what is added to states.
     model, vision = policy.model, policy.vision
     assert vision is not None
     whole = torch.tensor([answered + more + output.token_ids])
+    types = torch.zeros_like(whole, dtype=torch.int)
+    deep: list[list[torch.Tensor]] = []
     with torch.no_grad():
         embeddings = model.get_input_embeddings()(whole)
         for one in images:
             pixels, grid = vision.patches(one)
-            own = model.get_image_features(pixels, torch.tensor([grid]), return_dict=True).pooler_output[0]
-            embeddings[0, one.start : one.end] = own
-        types = torch.zeros_like(whole, dtype=torch.int)
-        for one in images:
+            own = model.get_image_features(pixels, torch.tensor([grid]), return_dict=True)
+            embeddings[0, one.start : one.end] = own.pooler_output[0]
             types[0, one.start : one.end] = 1
+            deep.append([layer[0] for layer in getattr(own, "deepstack_features", [])])
         grids = torch.tensor([vision.patches(one).grid for one in images])
         places, _ = model.model.get_rope_index(whole, types, image_grid_thw=grids)
-        logits = model(inputs_embeds=embeddings, position_ids=places, use_cache=False).logits[0, :-1]
+        layers = [torch.cat(layer) for layer in zip(*deep, strict=True)]
+        added = {"visual_pos_masks": types.bool(), "deepstack_visual_embeds": layers} if layers else {}
+        states = model.model.language_model(inputs_embeds=embeddings, position_ids=places, use_cache=False, **added)
+        logits = model.lm_head(states.last_hidden_state)[0, :-1]
     want = logits.log_softmax(-1).gather(1, whole[0, 1:, None])[-12:, 0]
     np.testing.assert_allclose(output.logprobs, want.numpy(), atol=1e-5)
 

@@ -37,9 +37,9 @@ def digest(data: bytes) -> str:
     return sha256(data).hexdigest()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return seeing.make_folder(tmp_path_factory.mktemp("seeing") / "model")
+@pytest.fixture(scope="module", params=seeing.FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return seeing.make_folder(tmp_path_factory.mktemp("seeing") / "model", family=request.param)
 
 
 @pytest.fixture(scope="module")

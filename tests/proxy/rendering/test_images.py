@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pillow
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from lightning_rl_adapters import credit, forest, rows, semconv
@@ -296,19 +297,25 @@ def test_a_broken_header_is_no_image_and_no_crash(rest: bytes, head: bytes) -> N
         assert min(size) >= 0
 
 
+@pytest.mark.parametrize("frames", [None, 2])
 @given(st.integers(1, 400), st.integers(1, 400), st.sampled_from([(4, 64, 1024), (14, 3136, 100_352)]))
 @example(16, 3000, (14, 3136, 100_352))
+@example(27, 5400, (14, 3136, 100_352))
 @settings(max_examples=examples(60))
 def test_features_are_counted_as_the_models_processor_counts_them(
-    width: int, height: int, rule: tuple[int, int, int]
+    frames: int | None, width: int, height: int, rule: tuple[int, int, int]
 ) -> None:
+    """Qwen's, and GLM-4V's, which counts the frames of a patch."""
     patch, least, most = rule
-    vision = Vision(token_id=0, patch_size=patch, merge_size=2, min_pixels=least, max_pixels=most)
+    vision = Vision(token_id=0, patch_size=patch, merge_size=2, min_pixels=least, max_pixels=most, frames=frames)
     size = {"shortest_edge": least, "longest_edge": most}
-    processor = Qwen2VLImageProcessorPil(patch_size=patch, merge_size=2, size=size)
+    kind = Glm4vImageProcessorPil if frames else Qwen2VLImageProcessorPil
+    processor = kind(patch_size=patch, merge_size=2, size=size)
     image = Image("", "image/png", b"", (width, height))
-    if max(width, height) > 200 * min(width, height):
+    try:
+        counted = processor.get_number_of_image_patches(height, width) // 4
+    except ValueError:  # its own bound
         with pytest.raises(GatewayError, match="too narrow"):
             vision.features(image)
         return
-    assert vision.features(image) == processor.get_number_of_image_patches(height, width) // 4
+    assert vision.features(image) == counted

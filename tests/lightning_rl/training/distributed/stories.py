@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,41 @@ from lightning_rl.ppo.local_workers import LocalWorkers, put, roles_of
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.distributed.process_group import ProcessGroup
 from lightning_rl.training.teacher import ask_teachers
+from lightning_rl.vision import PlacedImage, vision_of
+from tests.seeing import PAD, picture
 
 CHECKPOINT = Path(__file__).parents[4] / "examples" / "sql_agent" / "checkpoint"
+
+
+SHOWN = {picture(1, 16, 24): 6, picture(2, 40, 16): 10}  # images, and the tokens that stand for each
+
+
+def rows_with_images(seed: int, rollouts: int = 4) -> list[TrainingSequence]:
+    """Rollouts of one row, of which about half show one or two images; of an odd seed, the first two are text alone."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for rollout in range(rollouts):
+        token_ids, images = list(rng.integers(10, 250, 4)), []
+        for data in sorted(SHOWN)[: rng.integers(0, 3) if rollout > 1 or seed % 2 == 0 else 0]:
+            images.append(PlacedImage(len(token_ids), SHOWN[data], sha256(data).hexdigest(), data))
+            token_ids += [PAD] * SHOWN[data] + [7]
+        trained = np.arange(len(token_ids), len(token_ids) + rng.integers(2, 20))
+        token_ids += list(rng.integers(10, 250, len(trained)))
+        some = np.ones(len(trained), np.float32)
+        found.append(
+            TrainingSequence(
+                rollout=rollout,
+                token_ids=np.array(token_ids),
+                trained=trained,
+                rollout_log_probs=-3 * some,
+                advantages=rng.normal(size=len(trained)).astype(np.float32),
+                temperature=some,
+                returns=rng.normal(size=len(trained)).astype(np.float32),
+                calls={f"{rollout}": int(trained[0])},
+                images=tuple(images),
+            )
+        )
+    return found
 
 
 def rows(seed: int, rollouts: int = 4) -> list[TrainingSequence]:
@@ -53,6 +87,7 @@ class Story:
     dtype: torch.dtype = torch.float32
     rollouts: int = 4
     begin: dict[str, Any] | None = None  # `Told.end` of another
+    seeing: Path | None = None  # a model whose rows show images
 
 
 @dataclass
@@ -81,17 +116,19 @@ class Teller:
             **story.changes,
         }
         config = compose(command_line=[f"{key}={value}" for key, value in keys.items()])
-        made = LocalWorkers(
-            config, load_model(CHECKPOINT, story.dtype), roles_of(config, with_critic=story.with_critic)
-        )
-        made.train(CHECKPOINT, 10, self._team)
+        folder = story.seeing or CHECKPOINT
+        model = load_model(folder, story.dtype)
+        roles = roles_of(config, with_critic=story.with_critic)
+        made = LocalWorkers(config, model, roles, vision_of(folder, model))
+        made.train(folder, 10, self._team)
         if story.begin is not None:
             begin = copy.deepcopy(story.begin)  # an optimizer trains on in the state that it is given
             put(begin["weights"], made.model)
             made.load_state_dict(begin["state"])
         metrics, numbers = [], []
         for seed in story.seeds:
-            found, asked = self._step(made, rows(seed, story.rollouts))
+            batch = (rows if story.seeing is None else rows_with_images)(seed, story.rollouts)
+            found, asked = self._step(made, batch)
             metrics.append(found)
             numbers.append(asked)
         weights = made.weights()

@@ -1,5 +1,6 @@
 """Two and four workers come to the numbers of one: metrics, weights, optimizer states. Over gloo, on the CPU."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,8 +8,9 @@ import pytest
 import torch
 
 from lightning_rl.rl.losses import LOSSES
+from tests import seeing
 from tests.lightning_rl.training.distributed.conftest import Tell
-from tests.lightning_rl.training.distributed.stories import CHECKPOINT, Story, Told
+from tests.lightning_rl.training.distributed.stories import CHECKPOINT, Story, Told, rows_with_images
 
 pytestmark = pytest.mark.cluster
 
@@ -102,6 +104,21 @@ def test_every_loss(tell: Tell, mode: str) -> None:
 def test_what_a_run_may_ask_for(tell: Tell, changes: dict[str, Any]) -> None:
     story = Story(changes, with_critic="critic.shared_trunk" in changes)
     assert_same(tell(1, story), tell(2, story), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", pytest.param("qwen3_vl", marks=pytest.mark.long)])
+def test_rows_that_show_images(tell: Tell, tmp_path: Path, family: str) -> None:
+    """Some workers' rows show none while others' do, and of one mini-batch none of all: the tower then stays as it is.
+
+    Adam, so a gradient of zero would move the tower where none leaves it alone.
+    """
+    folder = seeing.make_folder(tmp_path, family=family)
+    story = Story({A + "use_kl_loss": True}, with_critic=True, seeing=folder, dtype=torch.float64)
+    shown = [[bool(row.images) for row in rows_with_images(seed)] for seed in story.seeds]
+    assert any(any(step) and not all(step) for step in shown)
+    one, two = tell(1, story), tell(2, story)
+    assert any("visual" in name for name in one.weights)
+    assert_same(one, two, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.long
