@@ -95,6 +95,7 @@ def _setting(
         chat_template_kwargs=chat_template_kwargs(config),
         special_tokens_in_text=config.gateway.special_tokens_in_text,
         unknown_model=config.gateway.unknown_model,
+        allowed_media_domains=config.gateway.allowed_media_domains,
     )
 
 

@@ -96,6 +96,14 @@ OtlpEndpoint = Annotated[
         "OTEL_EXPORTER_OTLP_HEADERS.",
     ),
 ]
+MediaDomains = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="HOST[:PORT]",
+        help="A host from which images are fetched that agents name by an http(s) URL; every other URL is refused. May "
+        "repeat.",
+    ),
+]
 LimitWords = Annotated[
     list[str] | None,
     typer.Option(
@@ -122,6 +130,7 @@ def run(
     port: Port = 8080,
     url: PublicUrl = None,
     otlp_endpoint: OtlpEndpoint = None,
+    allowed_media_domain: MediaDomains = None,
     limit: LimitWords = None,
 ) -> None:
     """Serve a model to agents anywhere, and record their calls token by token. Ctrl-C ends it.
@@ -164,6 +173,7 @@ def run(
         port=port,
         url=_url(url, host, port),
         otlp_endpoint=None if otlp_endpoint is None else traces_url(otlp_endpoint, "--otlp-endpoint"),
+        allowed_media_domains=media_domains(allowed_media_domain or []),
         limits=limits(limit or ()),
     )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -231,6 +241,17 @@ def one_of(option: str, word: str, words: Sequence[W]) -> W:
         if word == known:
             return known
     raise ServeRefused(f"{option} {word}: give {' or '.join(words)}")
+
+
+def media_domains(words: list[str]) -> list[str]:
+    """Hosts that images are fetched from. Raises ServeRefused."""
+    from lightning_rl_proxy.rendering.image_fetcher import ImageFetcher
+
+    try:
+        ImageFetcher(words)
+    except ValueError as error:
+        raise ServeRefused(f"--allowed-media-domain: {error}") from error
+    return words
 
 
 def limits(words: Sequence[str]) -> "RequestLimits":

@@ -20,6 +20,7 @@ TopP = Annotated[float, Meta(gt=0, le=1)]
 Above0 = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Files = str | list[str] | None
+Host = Annotated[str, Meta(pattern=r"^([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?$")]
 
 
 def effect(text: str) -> Meta:
@@ -1076,6 +1077,13 @@ class GatewayConfig(Section, frozen=True):
             "token itself, as with vLLM and SGLang; prompts of Completions are their author's own (`docs/gateway.md`)"
         ),
     ] = "text"
+    allowed_media_domains: Annotated[
+        list[Host],
+        effect(
+            "hosts, `images.example.com` or `127.0.0.1:8000`, from which the gateway fetches images that agents name "
+            "by an http(s) URL; every other URL is a 400 (`docs/multimodal.md`)"
+        ),
+    ] = field(default_factory=list)
     backends: Annotated[
         dict[str, Any] | None,
         effect(

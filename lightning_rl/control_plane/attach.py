@@ -160,6 +160,8 @@ def _differences(here: ServerInfo, there: ServerInfo) -> list[str]:
     names = ["history", "chat_template_kwargs", "special_tokens_in_text", "unknown_model"]
     if here.otlp_endpoint is not None:
         names.append("otlp_endpoint")
+    if here.allowed_media_domains:
+        names.append("allowed_media_domains")
     found = [
         f"its {name} is {getattr(there, name)!r}, not {getattr(here, name)!r}"
         for name in names
@@ -185,6 +187,8 @@ def serve_command(policy: ServedPolicy) -> str:
     ):
         if value is not None and value != default:
             words += [option, value]
+    for host in policy.allowed_media_domains:
+        words += ["--allowed-media-domain", host]
     if policy.chat_template_kwargs:
         words += ["--chat-template-kwargs", msgspec.json.encode(policy.chat_template_kwargs).decode()]
     return shlex.join(words)

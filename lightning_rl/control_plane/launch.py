@@ -24,6 +24,7 @@ class ServedPolicy(Protocol):
     chat_template_kwargs: dict[str, Any]
     special_tokens_in_text: str
     unknown_model: str
+    allowed_media_domains: list[str]
     engines: list[dict[str, Any]]
 
 
@@ -75,6 +76,7 @@ def launch(
         "chat_template_kwargs": endpoint.chat_template_kwargs,
         "special_tokens_in_text": endpoint.special_tokens_in_text,
         "unknown_model": endpoint.unknown_model,
+        "allowed_media_domains": endpoint.allowed_media_domains,
         "engines": endpoint.engines,
         "host": host,
         "port": port,

@@ -79,6 +79,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     chat_template_kwargs: dict[str, Any] = {}
     special_tokens_in_text: SpecialTokens = "text"
     unknown_model: Literal["policy", "refuse"] = "policy"
+    allowed_media_domains: list[str] = []
     engines: tuple[EngineRequest, ...] = ()
     host: str = "127.0.0.1"
     port: int = 0
@@ -250,6 +251,7 @@ async def _app(
         router=router,
         limits=settings.limits,
         notes=fleet,
+        allowed_media_domains=settings.allowed_media_domains,
     )
 
     await sql.run(_publish_policy, store, settings.model)

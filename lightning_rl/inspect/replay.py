@@ -68,6 +68,7 @@ class GatewaySetup(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
     special_tokens_in_text: SpecialTokens = "text"
     unknown_model: Literal["policy", "refuse"] = "policy"
+    allowed_media_domains: list[str] = []
 
 
 class ReplayEnding(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +122,7 @@ def replay(trace: RolloutTrace, agent: Agent, resources: dict[str, dict[str, Any
     recording = Recording(attempt, None if renderer is None else renderer.tokenizer.decode)
     with (
         tempfile.TemporaryDirectory(prefix="replay-") as place,
-        _served(Path(place), recording, renderer, policy, setting.unknown_model) as store,
+        _served(Path(place), recording, renderer, policy, setting) as store,
     ):
         claim = _claimed(store, trace, published)
         now = _run(agent, claim, recording)
@@ -256,7 +257,7 @@ def _served(
     recording: Recording,
     renderer: Renderer | None,
     policy: str,
-    unknown_model: Literal["policy", "refuse"],
+    setting: GatewaySetup,
 ) -> Iterator[HttpStore]:
     """A store, a server and a gateway of their own, in a thread, with the recording behind every model."""
     key = secrets.token_urlsafe(24)
@@ -276,7 +277,8 @@ def _served(
                     secret=store.secret,
                     journal=place / JOURNAL,
                     renderer=hearing,
-                    router=_router(recording, renderer, policy, unknown_model),
+                    router=_router(recording, renderer, policy, setting.unknown_model),
+                    allowed_media_domains=setting.allowed_media_domains,
                 )
                 config.app = create_app(
                     store,

@@ -572,6 +572,7 @@ def endpoint(config: Config, policy: str, tokenizer: Path, engines: list[dict[st
         special_tokens_in_text=config.gateway.special_tokens_in_text,
         unknown_model=config.gateway.unknown_model,
         otlp_endpoint=config.gateway.otlp_endpoint,
+        allowed_media_domains=config.gateway.allowed_media_domains,
         engines=engines,
     )
 

@@ -37,6 +37,7 @@ from lightning_rl_proxy.recording.clock import Clock
 from lightning_rl_proxy.recording.ledger import AttemptInfo, AttemptTokens, Ledger, NoNotes, Notes
 from lightning_rl_proxy.recording.recorder import Recorder
 from lightning_rl_proxy.rendering.base import Renderer
+from lightning_rl_proxy.rendering.image_fetcher import ImageFetcher
 from lightning_rl_proxy.routing.load_balancer import ModelLoad
 from lightning_rl_proxy.routing.router import Router
 
@@ -98,6 +99,7 @@ class Gateway:
         parked_seconds: float = 20.0,
         limits: RequestLimits | None = None,
         notes: Notes | None = None,
+        allowed_media_domains: Sequence[str] = (),
     ) -> None:
         self.router = router
         self.limits = limits or RequestLimits()
@@ -117,7 +119,10 @@ class Gateway:
         self._notes = notes or NoNotes()
         self._noted = notes is not None
         self._recorder = Recorder(journal, ledger, counters=self.counters, taken=self.settle)
-        self._call_handler = CallHandler(router, renderer, self.counters, self._recorder.record, self._clock)
+        self._image_fetcher = ImageFetcher(allowed_media_domains)
+        self._call_handler = CallHandler(
+            router, renderer, self.counters, self._recorder.record, self._clock, self._image_fetcher
+        )
         self._failures = CallFailures()
         self.patience = Patience(grace_seconds, ping_seconds, parked_seconds)
         self._delivery = Delivery(
@@ -141,6 +146,7 @@ class Gateway:
             self._delivery.close(attempt)
         await self._recorder.stop()
         await self.router.close()
+        await self._image_fetcher.close()
 
     def open(self, info: AttemptInfo) -> None:
         """Tell of an attempt that was opened just now, so that its first call need not ask the ledger."""

@@ -19,13 +19,14 @@ MAKE = f"{PYTHON.parent}/pip install --no-deps --target {TORCHVISION} torchvisio
 PATH = f"{Path(__file__).parent / 'torchvision_ops'}{os.pathsep}{TORCHVISION}"  # of vLLM's Python
 
 
-def make_folder(folder: Path) -> Path:
+def make_folder(folder: Path, family: str = "qwen2_vl") -> Path:
     """A tiny model in dimensions that vLLM takes on a CPU. Raises FileNotFoundError where vLLM's Qwen2-VL would not
     even be imported."""
     if not TORCHVISION.exists():
         raise FileNotFoundError(f"{TORCHVISION} is not there; vLLM's Qwen2-VL needs torchvision: {MAKE}")
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]}
-    return seeing.make_folder(folder, hidden_size=128, intermediate_size=128, rope_parameters=rope)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "rope_parameters": rope}
+    return seeing.make_folder(folder, family=family, **sizes, **({"head_dim": 32} if family == "qwen3_vl" else {}))
 
 
 @contextmanager

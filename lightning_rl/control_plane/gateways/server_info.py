@@ -27,6 +27,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     special_tokens_in_text: str = "text"
     unknown_model: str = "policy"
     otlp_endpoint: str | None = None
+    allowed_media_domains: list[str] = []
 
 
 class Served(Protocol):
@@ -50,6 +51,9 @@ class Served(Protocol):
     @property
     def otlp_endpoint(self) -> str | None: ...
 
+    @property
+    def allowed_media_domains(self) -> list[str]: ...
+
 
 def info_of(served: Served, renderer: "Renderer | None") -> ServerInfo:
     """What a server with these settings, and this renderer, says of itself."""
@@ -65,4 +69,5 @@ def info_of(served: Served, renderer: "Renderer | None") -> ServerInfo:
         special_tokens_in_text=served.special_tokens_in_text,
         unknown_model=served.unknown_model,
         otlp_endpoint=served.otlp_endpoint,
+        allowed_media_domains=sorted(served.allowed_media_domains),
     )

@@ -43,6 +43,7 @@ from lightning_rl_proxy.rendering.base import (
     Renderer,
     written,
 )
+from lightning_rl_proxy.rendering.image_fetcher import ImageFetcher
 from lightning_rl_proxy.rendering.parsing import AnswerParser, Reader
 from lightning_rl_proxy.routing.router import Generation, Router, no_engine
 from lightning_rl_proxy.sampling import effective
@@ -90,7 +91,9 @@ class CallHandler:
         counters: Counter[str],
         record: Callable[[Span], None],
         clock: Clock,
+        image_fetcher: ImageFetcher,
     ) -> None:
+        self._image_fetcher = image_fetcher
         self._clock = clock
         self._router = router
         self._renderer = renderer
@@ -117,7 +120,7 @@ class CallHandler:
             return self._relay(context)
         if self._renderer is None:
             raise no_engine(model)
-        _check_images(request, self._renderer)
+        self._check_images(request, self._renderer)
         _check_ways(request, attempt, self._renderer)
         attempt.history.keep(body, request.messages)
         new_bytes = _new_text(request) if body.read else len(body.body)
@@ -171,6 +174,8 @@ class CallHandler:
         attempt, request, model = context.attempt, context.request, context.model
         earlier = [one.live for one in _earlier(context)]
         first = 0 if earlier else attempt.take_numbers(request.n)
+        if renderer.vision is not None:
+            await self._fetch_images(attempt, request)
         renderer, place = await self._placed(context, renderer, long=long)
         forced = _forced(request, place, renderer)
         if earlier:  # told again where it was asked, though equal calls may have been answered since
@@ -205,6 +210,33 @@ class CallHandler:
         if context.dialect is responses:
             context.inflight.responses[responses.response_id(choices[0].call_id)] = responses.kept(request, answers[0])
         return stream.end(answers)
+
+    def _check_images(self, request: Request, renderer: Renderer) -> None:
+        """Raises GatewayError(400) for images that no prompt can hold: of a model that reads text, or that are neither
+        in the request nor at a host that they are fetched from."""
+        if renderer.vision is not None:
+            for where, url in images.urls(request.messages):
+                if not images.is_data(url):
+                    self._image_fetcher.check(where, url)
+            return
+        for index, message in enumerate(request.messages[request.known :], start=request.known):
+            if isinstance(message.get("content"), list):
+                raise GatewayError(
+                    400,
+                    f"message {index} holds an image; this model takes text",
+                    param=f"messages[{index}].content",
+                    kind="unsupported_parameter",
+                )
+
+    async def _fetch_images(self, attempt: LiveAttempt, request: Request) -> None:
+        """Fetch what the attempt has not fetched yet: in all its calls a URL means the same image."""
+        forest = attempt.forest
+        named = {url: where for where, url in images.urls(request.messages) if not images.is_data(url)}
+        missing = [(where, url) for url, where in named.items() if url not in forest.image_urls]
+        fetched = await asyncio.gather(*(self._image_fetcher.fetch(where, url) for where, url in missing))
+        for (_, url), image in zip(missing, fetched, strict=True):
+            forest.show(image)
+            forest.image_urls.setdefault(url, image.sha256)  # another call may have been faster
 
     def _record_images(self, attempt: LiveAttempt, place: Place) -> None:
         """Each image once, before the first call that shows it."""
@@ -609,22 +641,6 @@ def _parsed(dialect: Dialect, body: DecodedBody, attempt: LiveAttempt) -> Reques
     if previous not in attempt.responses:
         raise responses.unknown_previous(previous)
     return responses.continued(request, attempt.responses[previous])
-
-
-def _check_images(request: Request, renderer: Renderer) -> None:
-    """Raises GatewayError(400) for images that no prompt can hold: of a model that reads text, or not of a data URL."""
-    if renderer.vision is not None:
-        for where, url in images.urls(request.messages):
-            images.check(where, url)
-        return
-    for index, message in enumerate(request.messages[request.known :], start=request.known):
-        if isinstance(message.get("content"), list):
-            raise GatewayError(
-                400,
-                f"message {index} holds an image; this model takes text",
-                param=f"messages[{index}].content",
-                kind="unsupported_parameter",
-            )
 
 
 def _find(context: CallContext, renderer: Renderer, kwargs: dict[str, Any]) -> tuple[Renderer, Place]:

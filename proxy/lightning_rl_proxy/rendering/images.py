@@ -24,7 +24,7 @@ _HEAD = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
 _MAX_PIXELS = 2**26  # of an image as it is sent: a small file may unfold to very many
 _MAX_ASPECT = 200  # the families' own bound
 _ROLES = ("user", "tool", "system")
-
+_BEGINNINGS = {b"\x89PNG": "image/png", b"GIF8": "image/gif", b"RIFF": "image/webp", b"\xff\xd8": "image/jpeg"}
 
 
 class _Defaults(NamedTuple):
@@ -143,7 +143,7 @@ def vision_of(folder: Path) -> Vision | None:
     if "vision_config" not in config:
         return None
     name = config.get("model_type")
-    family = FAMILIES.get(name)
+    family = FAMILIES.get(str(name))
     if family is None:
         raise ValueError(f"{folder}: images of {name!r} models are not known here; known are {', '.join(FAMILIES)}")
     said = _json(folder / "preprocessor_config.json") or _json(folder / "processor_config.json").get("image_processor")
@@ -183,27 +183,33 @@ def urls(messages: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
             yield where, url
 
 
-def check(where: str, url: str) -> None:
-    """Raises GatewayError(400) for a URL that does not hold the image itself."""
-    if _HEAD.match(url) is None:
-        raise _refused(f"{where} is at {url[:60]!r}; images are not fetched here: send it as data:image/png;base64,...")
+def is_data(url: str) -> bool:
+    """Whether the URL holds the image itself."""
+    return _HEAD.match(url) is not None
 
 
 def read(where: str, url: str) -> Image:
     """The image of a data URL. Raises GatewayError(400) for any other URL, and for what is no image."""
-    check(where, url)
+    if not is_data(url):
+        raise _refused(f"{where} is at {url[:60]!r}; send it as data:image/png;base64,...")
     head, _, text = url.partition(",")
-    media_type = head.removeprefix("data:").partition(";")[0].lower()
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise _refused(f"{where} is not base64: {error}") from error
+    return image_of(where, data, head.removeprefix("data:").partition(";")[0].lower())
+
+
+def image_of(where: str, data: bytes, media_type: str | None = None) -> Image:
+    """The image that these bytes are, by default of the type that they begin like. Raises GatewayError(400) for what is
+    no image, or a too large one."""
     size = size_of(data)
     if size is None or min(size) < 1:
         raise _refused(f"{where} is no PNG, JPEG, GIF or WebP image")
     if size[0] * size[1] > _MAX_PIXELS:
         raise _refused(f"{where} has {size[0]} x {size[1]} pixels; at most {_MAX_PIXELS} are read: send it smaller")
-    return Image(hashlib.sha256(data).hexdigest(), media_type, data, size)
+    known = media_type or next(name for begin, name in _BEGINNINGS.items() if data.startswith(begin))
+    return Image(hashlib.sha256(data).hexdigest(), known, data, size)
 
 
 def size_of(data: bytes) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +36,14 @@ NOWHERE = [{"model": "policy", "kind": "embedded", "url": "http://127.0.0.1:9"}]
 WAIT_SECONDS = 120
 
 
-@dataclass
-class Policy:
-    model: str = "policy"
-    tokenizer: str = str(tutorial.checkpoint())
-    renderer: str = "qwen3"
-    history: str = "keep"
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    special_tokens_in_text: str = "text"
-    unknown_model: str = "policy"
-    engines: list[dict[str, Any]] = field(default_factory=lambda: list(NOWHERE))
+policy_of = partial(Endpoint, model="policy", tokenizer=str(tutorial.checkpoint()), renderer="qwen3", engines=NOWHERE)
 
 
 @contextlib.contextmanager
 def serving(folder: Path, **where: Any) -> Iterator[HttpStore]:
     """A server whose runners come from elsewhere; its store with the admin key, and its URL."""
     folder.mkdir()
-    with launch(folder, Policy(), admin_key="admin", runner_key=KEY, **where) as server:
+    with launch(folder, policy_of(), admin_key="admin", runner_key=KEY, **where) as server:
         store = HttpStore(server.url, "admin")
         store.url = server.url  # type: ignore[attr-defined]
         yield store

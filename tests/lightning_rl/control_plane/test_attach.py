@@ -59,6 +59,7 @@ def other_tokenizer(folder: Path) -> str:
         ({"special_tokens_in_text": "control"}, "its special_tokens_in_text is 'text', not 'control'"),
         ({"unknown_model": "refuse"}, "its unknown_model is 'policy', not 'refuse'"),
         ({"otlp_endpoint": "http://127.0.0.1:4318"}, "its otlp_endpoint is None, not"),
+        ({"allowed_media_domains": ["h"]}, r"its allowed_media_domains is \[\], not \['h'\]"),
         ({"renderer": "template"}, "its renderer writes chats otherwise"),
         ({"tokenizer": other_tokenizer}, "its tokenizer is another one"),
     ],
@@ -72,7 +73,7 @@ def test_a_server_that_writes_other_tokens_is_refused_with_the_command_to_start_
     with pytest.raises(CannotAttach, match=message) as refused:
         check_server(store, run)
     assert f"Start it with `{serve_command(run)}`" in str(refused.value)
-    option = {"tokenizer": "tokenizer"}.get(next(iter(changed)), next(iter(changed)).replace("_", "-"))
+    option = next(iter(changed)).replace("_", "-").removesuffix("s" if "domains" in next(iter(changed)) else "")
     assert f"--{option} " in serve_command(run)
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import urllib3
 
 from lightning_rl.agents.agent import as_agent
+from lightning_rl.algorithms.base import Endpoint
 from lightning_rl.control_plane.api import ROUTES
 from lightning_rl.control_plane.gateways.engines import EngineRequest
 from lightning_rl.control_plane.launch import launch
@@ -94,16 +96,7 @@ KEYS = ["none", "admin", "damaged admin", "runner", "damaged runner", "attempt"]
 KEYS += ["damaged attempt", "forged attempt", "expired attempt", "other attempt", "closed attempt"]
 
 
-@dataclass
-class Policy:
-    engines: list[dict[str, Any]]
-    model: str = "policy"
-    tokenizer: str | None = None
-    renderer: str = "auto"
-    history: str = "keep"
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    special_tokens_in_text: str = "text"
-    unknown_model: str = "policy"
+policy_of = partial(Endpoint, model="policy", tokenizer=None, renderer="auto")
 
 
 @dataclass
@@ -127,7 +120,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     run_dir = tmp_path_factory.mktemp("run")
     with running() as service:
         engine = {"model": "policy", "kind": "openai", "url": service.url, "api_key": "sk-of-the-service"}
-        with launch(run_dir, Policy([engine]), admin_key=ADMIN, runner_key=RUNNER) as serving:
+        with launch(run_dir, policy_of(engines=[engine]), admin_key=ADMIN, runner_key=RUNNER) as serving:
             server = Server(serving.url, run_dir, serving.pid)
             store = HttpStore(serving.url, ADMIN)
             llm, other, closed = (store.start(RolloutRequest(task=1)).resources["main_llm"] for _ in range(3))

@@ -1,13 +1,14 @@
 """Chat backends as the control plane knows them: registered once, keys forgotten, a server without a tokenizer."""
 
 import asyncio
-from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import msgspec
 import openai
 import pytest
 
+from lightning_rl.algorithms.base import Endpoint
 from lightning_rl.control_plane.gateways.engine_registration import attacher
 from lightning_rl.control_plane.gateways.engines import EngineRequest
 from lightning_rl.control_plane.launch import ServerNotStarted, launch
@@ -125,22 +126,13 @@ def test_triplets_and_rows_say_what_is_not_exact(served) -> None:
     assert (triplet["exact"], triplet["reward"], triplet["prompt_token_ids"]) == (False, 1.0, [])
 
 
-@dataclass
-class Policy:
-    model: str
-    tokenizer: str | None = None
-    renderer: str = "auto"
-    history: str = "keep"
-    special_tokens_in_text: str = "text"
-    unknown_model: str = "policy"
-    engines: list = field(default_factory=list)
-    chat_template_kwargs: dict = field(default_factory=dict)
+policy_of = partial(Endpoint, tokenizer=None, renderer="auto", engines=[])
 
 
 def test_an_agent_runs_on_a_service_behind_a_server_without_a_tokenizer(tmp_path) -> None:
     with running() as service:
         engine = {"model": "gpt", "kind": "openai", "url": service.url, "api_key": KEY}
-        with launch(tmp_path, Policy("gpt", engines=[engine]), admin_key="a", runner_key="r") as serving:
+        with launch(tmp_path, policy_of(model="gpt", engines=[engine]), admin_key="a", runner_key="r") as serving:
             admin, runner = HttpStore(serving.url, "a"), HttpStore(serving.url, "r")
             assert admin.state()["models"]["gpt"]["trainable"] is False
             with pytest.raises(Invalid, match="started without a tokenizer"):
@@ -163,6 +155,6 @@ def test_a_chat_only_server_that_is_given_a_token_engine_says_why_it_cannot_star
     engine = {"model": "m", "kind": "vllm", "url": "http://127.0.0.1:1"}
     with (
         pytest.raises(ServerNotStarted, match="started without a tokenizer"),
-        launch(tmp_path, Policy("m", engines=[engine]), admin_key="a", runner_key="r"),
+        launch(tmp_path, policy_of(model="m", engines=[engine]), admin_key="a", runner_key="r"),
     ):
         pass

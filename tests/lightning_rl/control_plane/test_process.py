@@ -10,12 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from lightning_rl.algorithms.base import Endpoint
 from lightning_rl.control_plane.launch import ServerNotStarted, launch
 from lightning_rl.processes.child import ChildDied
 from lightning_rl.store.client import HttpStore
@@ -27,24 +28,14 @@ from lightning_rl_proxy.recording.recorder import Recorder
 TOKENIZER = Path(__file__).parents[3] / "examples/sql_agent/checkpoint"
 
 
-@dataclass
-class Policy:
-    model: str = "policy"
-    tokenizer: str = str(TOKENIZER)
-    renderer: str = "qwen3"
-    history: str = "keep"
-    special_tokens_in_text: str = "text"
-    unknown_model: str = "policy"
-    engines: list = field(default_factory=list)
-    chat_template_kwargs: dict = field(default_factory=dict)
+policy_of = partial(Endpoint, model="policy", tokenizer=str(TOKENIZER), renderer="qwen3", engines=[])
 
-
-POLICY = Policy(engines=[{"model": "policy", "kind": "embedded", "url": "http://127.0.0.1:1"}])
+POLICY = policy_of(engines=[{"model": "policy", "kind": "embedded", "url": "http://127.0.0.1:1"}])
 
 
 def test_a_server_runs_as_long_as_its_block_and_keeps_what_it_answered(tmp_path) -> None:
     engine = {"model": "policy", "kind": "embedded", "url": "http://127.0.0.1:1", "policy_version": 2}
-    with launch(tmp_path, Policy(engines=[engine]), admin_key="a", runner_key="r") as serving:
+    with launch(tmp_path, policy_of(engines=[engine]), admin_key="a", runner_key="r") as serving:
         serving.check()
         store = HttpStore(serving.url, "a")
         assert store.state()["models"]["policy"]["policy_version"] == 2
@@ -55,7 +46,7 @@ def test_a_server_runs_as_long_as_its_block_and_keeps_what_it_answered(tmp_path)
         os.kill(serving.pid, signal.SIGKILL)
         with pytest.raises(ChildDied, match="the server ended with status -9"):
             check_for_long(serving)
-    with launch(tmp_path, Policy(), admin_key="a", runner_key="r") as serving:
+    with launch(tmp_path, policy_of(), admin_key="a", runner_key="r") as serving:
         assert HttpStore(serving.url, "a").rollout("r1").reward == 1.0
 
 
@@ -67,7 +58,7 @@ def check_for_long(serving) -> None:
 
 
 def test_a_long_poll_does_not_hold_up_the_stop(tmp_path) -> None:
-    with launch(tmp_path, Policy(), admin_key="a", runner_key="r") as serving:
+    with launch(tmp_path, policy_of(), admin_key="a", runner_key="r") as serving:
         answers = []
         store = HttpStore(serving.url, "r")
         poll = threading.Thread(target=lambda: answers.append(store.claim("w", wait_seconds=500)))
@@ -82,7 +73,7 @@ def refusal(run_dir: Path, **given) -> str:
     port = given.pop("port", 0)
     with (
         pytest.raises(ServerNotStarted) as told,
-        launch(run_dir, Policy(**given), admin_key="a", runner_key="r", port=port),
+        launch(run_dir, policy_of(**given), admin_key="a", runner_key="r", port=port),
     ):
         pass
     assert "\n" not in str(told.value)
@@ -128,7 +119,7 @@ def test_what_nobody_foresaw_at_the_start_has_its_log(tmp_path) -> None:
     (broken / "tokenizer.json").write_text("{")
     with (
         pytest.raises(ChildDied, match=r"status 1; the end of .*server\.log:\n(.|\n)*Traceback"),
-        launch(tmp_path, Policy(tokenizer=str(broken)), admin_key="a", runner_key="r"),
+        launch(tmp_path, policy_of(tokenizer=str(broken)), admin_key="a", runner_key="r"),
     ):
         pass
 

@@ -223,10 +223,12 @@ def test_the_image_of_a_responses_tool_output_goes_into_the_next_prompt(seen: Se
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("https://example.com/cat.png", "not fetched here"),
+        ("https://example.com/cat.png", "allowed_media_domains"),
+        ("file:///etc/passwd", "http(s) URLs"),
+        ("sha256:" + "0" * 64, "http(s) URLs"),
         ("data:image/png;base64,@@", "base64"),
         ("data:image/png;base64," + base64.b64encode(b"no picture at all").decode(), "is no PNG"),
-        ("data:text/plain;base64,AAAA", "not fetched here"),
+        ("data:text/plain;base64,AAAA", "http(s) URLs"),
     ],
 )
 def test_what_is_no_image_is_refused_by_its_place(seen: Served, url: str, why: str) -> None:
