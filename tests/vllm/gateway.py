@@ -2,12 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import openai
 
+from lightning_rl.algorithms.base import Endpoint
 from lightning_rl.control_plane.launch import launch
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Claim, Finish, RolloutRequest
@@ -22,18 +23,6 @@ class Listens(Protocol):
     """A vLLM server, or whoever knows where it is."""
 
     url: str
-
-
-@dataclass
-class Policy:
-    model: str = MODEL
-    tokenizer: str = str(CHECKPOINT)
-    renderer: str = "auto"
-    history: str = "keep"
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    special_tokens_in_text: str = "text"
-    unknown_model: str = "policy"
-    engines: list = field(default_factory=list)
 
 
 @dataclass
@@ -60,7 +49,7 @@ class Attempt:
 def attempt(folder: Path, server: Listens, mode: str = "train", *, tokenizer: Path = CHECKPOINT) -> Iterator[Attempt]:
     """An open attempt behind a gateway of its own, which renders as the model in `tokenizer` says."""
     engine = {"model": MODEL, "kind": "vllm", "url": server.url, "policy_version": 3}
-    policy = Policy(tokenizer=str(tokenizer), engines=[engine])
+    policy = Endpoint(model=MODEL, tokenizer=str(tokenizer), renderer="auto", engines=[engine])
     with launch(folder, policy, admin_key="a", runner_key="r") as serving:
         store = HttpStore(serving.url, "a")
         store.enqueue([RolloutRequest(task=1, rollout_id="r1", mode=mode)])

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,12 @@ def make_folder(folder: Path, family: str = "qwen2_vl") -> Path:
     if not TORCHVISION.exists():
         raise FileNotFoundError(f"{TORCHVISION} is not there; vLLM's Qwen2-VL needs torchvision: {MAKE}")
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]}
+    own: dict[str, Any] = {}
+    if family == "qwen3_vl":  # whose sections are interleaved, which vLLM does where the config says so
+        rope |= {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+        own = {"head_dim": 32}
     sizes = {"hidden_size": 128, "intermediate_size": 128, "rope_parameters": rope}
-    return seeing.make_folder(folder, family=family, **sizes, **({"head_dim": 32} if family == "qwen3_vl" else {}))
+    return seeing.make_folder(folder, family=family, **sizes, **own)
 
 
 @contextmanager

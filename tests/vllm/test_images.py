@@ -26,7 +26,7 @@ END = seeing.PAD - seeing.SPECIAL.index("<|image_pad|>") + seeing.SPECIAL.index(
 LIKE_TEXT = {"logit_bias": {str(END): -100, str(seeing.PAD): -100}}
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl", "glm4v"])
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("seeing") / "model", request.param)
 

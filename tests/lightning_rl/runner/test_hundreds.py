@@ -14,7 +14,7 @@ from lightning_rl.agents.resources import LLM
 from lightning_rl.control_plane.launch import launch
 from lightning_rl.store.client import HttpStore
 from lightning_rl_adapters.call import calls_of
-from tests.lightning_rl.runner.conftest import Policy, Server
+from tests.lightning_rl.runner.conftest import Server, policy_of
 from tests.lightning_rl.runner.runs import asked
 from tests.proxy.engines.vllm_stand_in import serving
 
@@ -71,7 +71,7 @@ def test_three_hundred_rollouts_run_at_once_in_two_processes(tmp_path: Path, mon
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     engine = Engine()
     with serving(engine.app) as url:
-        policy = Policy(engines=[{"model": "policy", "kind": "embedded", "url": url, "policy_version": 0}])
+        policy = policy_of(engines=[{"model": "policy", "kind": "embedded", "url": url, "policy_version": 0}])
         with launch(tmp_path, policy, admin_key="admin", runner_key="runner") as started:
             store = HttpStore(started.url, "admin")
             server = Server(started.url, store, "runner")

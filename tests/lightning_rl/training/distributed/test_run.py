@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 import lightning_rl as lrl
 from lightning_rl.telemetry.metrics import jsonl
+from tests import seeing
+from tests.e2e.test_images import looker
 from tests.lightning_rl.ppo.agents import two_calls
 from tests.lightning_rl.training.distributed.stories import CHECKPOINT
 
@@ -59,6 +61,23 @@ def run(run_dir: Path, *, losses: int = 0, **trainer: Any) -> Unlucky:
     ppo.losses = losses
     lrl.Trainer(two_calls, n_runners=4, run_dir=run_dir).fit(ppo, [0, 1, 2, 3])
     return ppo
+
+
+def test_a_model_that_sees_is_trained_by_two_workers(local_ray: None, tmp_path: Path) -> None:
+    """The workers' log probabilities of rows with images are the engine's, before and after an update."""
+    folder = seeing.make_folder(tmp_path / "model", family="qwen3_vl")
+    changes = {"model": {"path": str(folder)}, "rollout": {"n": 2, "max_model_len": 600}}
+    config = CONFIG | {"actor_rollout_ref": CONFIG["actor_rollout_ref"] | changes}
+    config["trainer"] = CONFIG["trainer"] | {"total_training_steps": 2, "save_freq": -1}
+    lrl.Trainer(looker, n_runners=2, run_dir=tmp_path / "run").fit(
+        lrl.PPO(config), [{"seed": seed} for seed in range(4)]
+    )
+    metrics = jsonl.read(tmp_path / "run" / "metrics.jsonl")
+    assert len(metrics) == 2
+    assert all(line["training/rollout_probs_diff_max"] < 1e-4 for line in metrics)
+    assert all(line["tokens/trained"] == line["tokens/received"] for line in metrics[-1:])
+    begun, ended = (load_file(at / "model.safetensors") for at in (folder, tmp_path / "run" / "model"))
+    assert any("visual" in name and not torch.equal(tensor, begun[name]) for name, tensor in ended.items())
 
 
 @pytest.mark.long
