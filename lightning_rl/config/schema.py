@@ -104,6 +104,13 @@ class Model(Section, frozen=True):
             "no other, as where scores are capped (Gemma 2)"
         ),
     ] = None
+    override_config: Annotated[
+        dict[str, Any],
+        effect(
+            "values that replace those of the model's config.json, by name: `{max_position_embeddings: 65536}`; "
+            "trainer, engines and checkpoints have them"
+        ),
+    ] = field(default_factory=dict)
     enable_gradient_checkpointing: Annotated[
         bool, effect("compute activations twice instead of keeping them: less memory, more time")
     ] = False
@@ -146,6 +153,13 @@ class Fsdp(Section, frozen=True):
     optimizer_offload: Annotated[
         bool, effect("the optimizer's state waits in main memory between updates; on a CPU it is there anyway")
     ] = False
+    fsdp_size: Annotated[
+        Annotated[int, Meta(ge=-1)],
+        effect(
+            "of several workers: so many hold a model in shards together, and each such group holds a whole one "
+            "(hybrid sharding); -1: all of them"
+        ),
+    ] = -1
 
 
 class RefFsdp(Fsdp, frozen=True):
@@ -457,6 +471,9 @@ class RolloutSection(Section, frozen=True):
     temperature: Annotated[Above0, effect("of training; replaces the agent's")] = 1.0
     top_p: Annotated[TopP, effect("the smallest set of tokens with this probability; 1: all")] = 1.0
     top_k: Annotated[Annotated[int, Meta(ge=-1)], effect("the most likely tokens; -1: all")] = -1
+    ignore_eos: Annotated[
+        bool, effect("a call goes on behind the model's end token, until it is as long as it may be: to measure speed")
+    ] = False
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
         effect("in what the engine computes; null: as the actor's parameters are held"),

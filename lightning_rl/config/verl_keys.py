@@ -112,6 +112,7 @@ def _offloaded(old: str, new: str) -> Rule:
 
 _FORMATS = {name: name for name in ("float32", "bfloat16")} | {"fp32": "float32", "bf16": "bfloat16"}
 _HELD = {"fp32": "fp32", "bf16": "bf16", "float32": "fp32", "bfloat16": "bf16"}
+_LOAD_FORMATS = {"dummy_dtensor": "dummy", "dummy_hf": "dummy", "dtensor": "auto", "hf": "auto"}  # verl's own names
 _NO_HALF = "models compute in float32 or bfloat16"
 _FINAL = ("score", "seq_reward", "seq_final_reward")
 _BY_THE_UPDATE = "log probabilities are computed in micro-batches as the update's are"
@@ -139,15 +140,14 @@ def _fsdp_rules(old: str, new: str) -> list[Rule]:
         _to(f"{old}dtype", f"{new}dtype", _FORMATS, _NO_HALF),
         _to(f"{old}mixed_precision.param_dtype", f"{new}dtype", _FORMATS, _NO_HALF),
         _same(f"{old}mixed_precision.*", "gradients and buffers are float32"),
-        *(_moved(old, new, "param_offload optimizer_offload") if old != new else []),
+        *(_moved(old, new, "param_offload optimizer_offload fsdp_size") if old != new else []),
         _offloaded(old, new),
+        _same(f"{old}reshard_after_forward", "a layer always gives up its weights behind its forward pass"),
         _same(
             " ".join(
                 f"{old}{name}"
                 for name in (
                     "wrap_policy*",
-                    "reshard_after_forward",
-                    "fsdp_size",
                     "forward_prefetch",
                     "use_orig_params",
                     "use_no_sync_for_gradient_accumulation",
@@ -206,9 +206,8 @@ RULES: list[Rule] = [
     # Models.
     _to("actor_rollout_ref.model.override_config.attn_implementation", "actor_rollout_ref.model.attn_implementation"),
     _off(
-        "*.model.override_config *.model.override_config.*",
-        "a model's config is what stands in its folder: change config.json there; "
-        "`actor_rollout_ref.model.attn_implementation` is a key",
+        "critic.model.override_config critic.model.override_config.*",
+        "a critic's config is the policy's, or what stands in its folder: change config.json there",
     ),
     _off(
         "*.model.hf_config_path actor_rollout_ref.model.tokenizer_path *.model.external_lib",
@@ -281,10 +280,15 @@ RULES: list[Rule] = [
     _off(f"{_ROLLOUT}nnodes", "engines on machines of their own are started by you: rollout.server_urls"),
     _same(f"{_ROLLOUT}n_gpus_per_node", "an engine takes tensor_model_parallel_size x data_parallel_size GPUs"),
     _only(f"{_ROLLOUT}do_sample", (True,), "training samples", "a group of equal rollouts teaches nothing"),
-    _off(f"{_ROLLOUT}ignore_eos", "a call ends where the model ends it: leave it out"),
     _same(f"{_ROLLOUT}calculate_log_probs", "every sampled token is recorded with its log probability"),
     _same(f"{_ROLLOUT}logprobs_mode", "asked of the engine when it is registered"),
-    _same(f"{_ROLLOUT}load_format", "an engine gets the trainer's weights before it is asked"),
+    Rule(
+        (f"{_ROLLOUT}load_format",),
+        f"`{_VLLM}load_format`; the engine gets the trainer's weights before it is asked",
+        ("auto", "dummy", "safetensors", "dummy_dtensor", "dummy_hf", "dtensor", "hf"),
+        f"set {_VLLM}load_format",
+        lambda value, _: {f"{_VLLM}load_format": _LOAD_FORMATS.get(value, value)},
+    ),
     _same(f"{_ROLLOUT}skip_tokenizer_init", "engines are given token ids, and give token ids"),
     *[
         _to(f"{_ROLLOUT}{name}", f"{_VLLM}{flag}")

@@ -1,18 +1,23 @@
 """Finding a model, and reading it from disk for an engine, in evaluation mode."""
 
+import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lightning_rl import tutorial
 from lightning_rl.errors import Explained
+
+_OLD_NAMES = {"rope_theta", "rope_scaling"}  # of what `rope_parameters` holds, which `transformers` still takes
 
 # Notebooks without ipywidgets get it from tqdm, whose progress bars we do not show.
 warnings.filterwarnings("ignore", message="IProgress not found")
@@ -47,6 +52,39 @@ def located(path: str | Path | None) -> tuple[Path, str]:
     """
     folder = tutorial.checkpoint() if path is None else model_folder(str(path))
     return folder, folder.name if path is None or Path(path).is_dir() else str(path)
+
+
+class ModelConfigRefused(Explained, ValueError):
+    """Values that a model's config.json cannot have."""
+
+
+def with_config(folder: Path, changes: Mapping[str, Any], into: Path) -> Path:
+    """The model in `folder` with other values in its config.json: the folder `into`, whose other files are links.
+
+    Values of a nested section replace those of their names there. Raises ModelConfigRefused for what the model's class
+    does not take.
+    """
+    known = AutoConfig.from_pretrained(folder).to_dict().keys() | _OLD_NAMES
+    if unknown := sorted(changes.keys() - known):
+        raise ModelConfigRefused(f"the config of the model in {folder} has no {', '.join(unknown)}")
+    into.mkdir(parents=True, exist_ok=True)
+    for file in folder.iterdir():
+        link = into / file.name
+        if file.name != "config.json" and not link.exists():
+            link.symlink_to(file.resolve())
+    config = _merged(json.loads((folder / "config.json").read_text()), changes)
+    (into / "config.json").write_text(json.dumps(config, indent=2))
+    try:
+        AutoConfig.from_pretrained(into)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ModelConfigRefused(f"{dict(changes)} does not fit the model in {folder}: {error}") from error
+    return into
+
+
+def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """`old` with the values of `new`; of sections that both have, name by name."""
+    nested = {name for name, value in new.items() if isinstance(value, Mapping) and isinstance(old.get(name), Mapping)}
+    return {**old, **new, **{name: _merged(old[name], new[name]) for name in nested}}
 
 
 def device_of(name: str) -> torch.device:

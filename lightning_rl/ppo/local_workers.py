@@ -88,7 +88,7 @@ class LocalWorkers:
             forward = self._forward(self.model, config.actor_rollout_ref.actor.fsdp_config, self._vision)
             head, of_actor = self._value_head, resolved_config.actor_config(config, training_steps)
             if head is not None and team is not None:
-                team.shard(head)
+                team.shard(head, config.actor_rollout_ref.actor.fsdp_config.fsdp_size)
             self.actor = Actor(self.model, of_actor, self._pad_id, forward, head)
             if "reference" in self.roles and config.actor_rollout_ref.model.lora_rank:
                 self.reference = BaseOfAdapter(self.model, self._pad_id, forward=forward, **self._bounds())
@@ -100,7 +100,7 @@ class LocalWorkers:
         if self._values is not None:
             of_values = self._forward(self._values.trunk, config.critic.fsdp_config, self._vision)
             if team is not None:
-                team.shard(self._values.head)
+                team.shard(self._values.head, config.critic.fsdp_config.fsdp_size)
             of_critic = resolved_config.critic_config(config, training_steps)
             self.critic = Critic(self._values, of_critic, self._pad_id, of_values)
         if "reference" in self.roles and self.reference is None:
@@ -194,7 +194,14 @@ class LocalWorkers:
         packed = self.config.actor_rollout_ref.model.use_remove_padding
         autocast = torch.bfloat16 if formats.dtype == "bfloat16" else None
         if self._team is not None:
-            return self._team.forward(model, self._pad_id, packed=packed, autocast=autocast, vision=vision)
+            return self._team.forward(
+                model,
+                self._pad_id,
+                packed=packed,
+                autocast=autocast,
+                vision=vision,
+                fsdp_size=formats.fsdp_size,
+            )
         return Forward(model, self._pad_id, packed=packed, autocast=autocast, vision=vision)
 
 

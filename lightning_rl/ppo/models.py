@@ -14,6 +14,7 @@ from torch import nn
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.embedded import EmbeddedPolicy
+from lightning_rl.inference.load import ModelConfigRefused, located, with_config
 from lightning_rl.inference.sglang import SGLangPolicy
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.ppo import resolved_config
@@ -148,11 +149,28 @@ class Models:
 
 def _policy(config: Config, run_dir: Path, weights: Path | None) -> EmbeddedPolicy | VllmPolicy | SGLangPolicy:
     """The policy with the engine that the config names."""
+    path, changes = config.actor_rollout_ref.model.path, config.actor_rollout_ref.model.override_config
+    if not changes:
+        return _sampled(config, path, run_dir, weights)
+    folder, name = located(path)
+    try:
+        changed = with_config(folder, changes, run_dir / "model-config" / folder.name)
+    except ModelConfigRefused as error:
+        raise ConfigError(f"config key actor_rollout_ref.model.override_config: {error}") from error
+    policy = _sampled(config, changed, run_dir, weights)
+    policy.name = name  # by which its renderer is found
+    return policy
+
+
+def _sampled(
+    config: Config, path: str | Path | None, run_dir: Path, weights: Path | None
+) -> EmbeddedPolicy | VllmPolicy | SGLangPolicy:
+    """The model at `path` with the engine that the config names."""
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
     if rollout.name == "embedded":
         return EmbeddedPolicy(
-            model.path,
+            path,
             weights=weights,
             trained=True,
             device=config.trainer.device,
@@ -172,5 +190,5 @@ def _policy(config: Config, run_dir: Path, weights: Path | None) -> EmbeddedPoli
         "attention": model.attn_implementation,
     }
     if rollout.name == "sglang":
-        return SGLangPolicy(model.path, run_dir, urls=urls, **common)
-    return VllmPolicy(model.path, resolved_config.vllm_options(config), run_dir, urls=urls, **common)
+        return SGLangPolicy(path, run_dir, urls=urls, **common)
+    return VllmPolicy(path, resolved_config.vllm_options(config), run_dir, urls=urls, **common)

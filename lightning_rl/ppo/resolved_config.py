@@ -267,7 +267,19 @@ def _check_workers(config: Config) -> None:
             f"trainer.nnodes={trainer.nnodes} needs a Ray cluster: start one (docs/distributed.md), and set "
             "RAY_ADDRESS to its address"
         )
-    optimizers = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.optim, "critic": config.critic.optim}
+    policy = config.actor_rollout_ref
+    sections = {
+        "actor_rollout_ref.actor": policy.actor.fsdp_config,
+        "actor_rollout_ref.ref": policy.ref.fsdp_config,
+        "critic": config.critic.fsdp_config,
+    }
+    for key, formats in sections.items():
+        if formats.fsdp_size == 0 or trainer.workers % formats.fsdp_size:
+            raise ConfigError(
+                f"{key}.fsdp_config.fsdp_size={formats.fsdp_size}: {asked} are not so many groups of "
+                f"{formats.fsdp_size} workers; give a divisor of {trainer.workers}, or -1"
+            )
+    optimizers = {"actor_rollout_ref.actor": policy.actor.optim, "critic": config.critic.optim}
     for key, optim in optimizers.items():
         if optim.optimizer_impl != "torch.optim" or optim.optimizer not in _ELEMENTWISE:
             raise ConfigError(
@@ -538,11 +550,12 @@ def sampling_parameters(config: Config) -> dict[str, dict[str, float | int]]:
     """What replaces the agents' own sampling, in training and in validation."""
     rollout, limit = config.actor_rollout_ref.rollout, config.data.max_response_length
     agents_own = config.gateway.sampling == "agent"
+    greedy = not rollout.val_kwargs.do_sample
+    endless: dict[str, float | int] = {"ignore_eos": True} if rollout.ignore_eos else {}
     return {
-        "sampling_parameters": {"max_tokens": limit} if agents_own else _sampling(rollout, limit),
-        "val_sampling_parameters": _sampling(rollout.val_kwargs, limit)
-        if rollout.val_kwargs.do_sample
-        else greedy_sampling(config),
+        "sampling_parameters": ({"max_tokens": limit} if agents_own else _sampling(rollout, limit)) | endless,
+        "val_sampling_parameters": (greedy_sampling(config) if greedy else _sampling(rollout.val_kwargs, limit))
+        | endless,
     }
 
 

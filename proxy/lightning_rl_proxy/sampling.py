@@ -93,7 +93,7 @@ def effective(
         choice=requested.choice,
         grammar=requested.grammar,
         min_tokens=least if least is None or limit is None else min(least, limit),
-        ignore_eos=requested.ignore_eos,
+        ignore_eos=bool(algorithm.get("ignore_eos")) or requested.ignore_eos,
         stop_token_ids=requested.stop_token_ids,
         bad_words=requested.bad_words,
         allowed_token_ids=requested.allowed_token_ids,

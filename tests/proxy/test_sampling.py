@@ -1,5 +1,6 @@
 """Effective sampling: the algorithm's values replace the agent's, the smaller limit wins, seeds are mixed."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +20,14 @@ def test_what_the_algorithm_leaves_open_is_the_agents() -> None:
     found = effective(asked, {"temperature": 1.0}, seed_key="r", number=0)
     assert (found.temperature, found.top_p, found.top_k, found.max_tokens) == (1.0, 0.2, -1, None)
     assert (found.presence_penalty, found.stop) == (0.5, ["x"])
+
+
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_an_end_token_that_the_algorithm_ignores_ends_nothing(asked: bool | None) -> None:
+    requested = Sampling(ignore_eos=asked)
+    found = effective(requested, {"ignore_eos": True}, seed_key="k", number=0)
+    assert found.ignore_eos
+    assert effective(requested, {}, seed_key="k", number=0).ignore_eos == asked
 
 
 def test_penalties_that_the_algorithm_turns_off_are_off() -> None:

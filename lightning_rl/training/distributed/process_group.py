@@ -34,7 +34,9 @@ class ProcessGroup:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
         self.rank = rank
         self._talk: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        self._mesh: DeviceMesh = init_device_mesh(device, (size,))
+        self._size, self._device = size, device
+        whole: DeviceMesh = init_device_mesh(device, (size,))
+        self._meshes = {-1: whole, size: whole}
 
     def forward(
         self,
@@ -44,28 +46,43 @@ class ProcessGroup:
         packed: bool = False,
         autocast: torch.dtype | None = None,
         vision: ModelVision | None = None,
+        fsdp_size: int = -1,
     ) -> ShardedForward:
         """Cut `model` into shards; how it is run then. With `autocast` weights travel in that format, and gradients are
-        added up in float32."""
+        added up in float32.
+
+        Args:
+            model, pad_id, packed, autocast, vision: as of `Forward`.
+            fsdp_size: how many workers hold a whole model together; -1: all of them.
+        """
         policy = MixedPrecisionPolicy(
             param_dtype=autocast,
             reduce_dtype=None if autocast is None else torch.float32,
             cast_forward_inputs=False,  # masks stay what they are; autocast sees to the rest
         )
+        mesh = self._mesh(fsdp_size)
         for layer in _layers(model):
-            self._shard(layer, policy)
-        self._shard(model, policy)
+            _shard(layer, mesh, policy)
+        _shard(model, mesh, policy)
         return ShardedForward(model, pad_id, talk=self._talk, packed=packed, autocast=autocast, vision=vision)
 
-    def shard(self, head: nn.Module) -> None:
+    def shard(self, head: nn.Module, fsdp_size: int = -1) -> None:
         """Cut a small module that stands beside its model."""
-        self._shard(head, MixedPrecisionPolicy())
+        _shard(head, self._mesh(fsdp_size), MixedPrecisionPolicy())
 
-    def _shard(self, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-        # Resharded at once, the outermost too: else it would keep weights of before an update that it slept through.
-        cut: FSDPModule = fully_shard(module, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
-        cut.set_gradient_divide_factor(1.0)
-        cut.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    def _mesh(self, fsdp_size: int) -> DeviceMesh:
+        """The workers, in groups of `fsdp_size` that hold a model each; the config has seen that this can be."""
+        if fsdp_size not in self._meshes:
+            groups = (self._size // fsdp_size, fsdp_size)
+            self._meshes[fsdp_size] = init_device_mesh(self._device, groups, mesh_dim_names=("replicate", "shard"))
+        return self._meshes[fsdp_size]
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    # Resharded at once, the outermost too: else it would keep weights of before an update that it slept through.
+    cut: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    cut.set_gradient_divide_factor(1.0)
+    cut.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
 
 def _layers(model: Any) -> list[nn.Module]:

@@ -290,6 +290,7 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     (ROLLOUT + "temperature", 0.5, sampling),
     (ROLLOUT + "top_p", 0.5, sampling),
     (ROLLOUT + "top_k", 5, sampling),
+    (ROLLOUT + "ignore_eos", True, sampling),
     (ROLLOUT + "multi_turn.chat_template_kwargs", {"enable_thinking": False}, template_kwargs),
     (ROLLOUT + "multi_turn.max_parallel_calls", 2, tool_limits),
     (ROLLOUT + "multi_turn.max_tool_response_length", 7, tool_limits),
@@ -338,7 +339,10 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     ("gateway.sampling", "agent", sampling),
 ]
 # Shown elsewhere, each by tests of its own: of this file, or FILE::TEST below tests/lightning_rl.
+_IN_GROUPS = "training/distributed/test_equal.py::test_groups_of_workers_that_hold_a_whole_model_each"
 ELSEWHERE = {
+    **{f"{name}fsdp_config.fsdp_size": _IN_GROUPS for name in (ACTOR, "actor_rollout_ref.ref.", "critic.")},
+    "actor_rollout_ref.model.override_config": "ppo/test_models.py::test_the_config_of_a_model_has_what_overrides_it",
     "algorithm.train_spans": (
         "ppo/test_ppo_spans.py::test_an_agent_that_never_called_the_gateway_is_trained_from_its_spans"
     ),

@@ -335,3 +335,47 @@ def test_a_state_of_other_models_is_refused() -> None:
         models(with_critic=True).load_state_dict(models().state_dict())
     with pytest.raises(ConfigError, match="the checkpoint has its adapter, the config"):
         models().load_state_dict(models(**LORA).state_dict())
+
+
+def test_the_config_of_a_model_has_what_overrides_it(tmp_path: Path) -> None:
+    changes = {"max_position_embeddings": 600, "rope_parameters": {"rope_theta": 5000.0}}
+    config = compose(
+        {
+            "actor_rollout_ref": {
+                "model": {"path": str(CHECKPOINT), "override_config": changes},
+                "actor": {"use_kl_loss": True},
+            },
+            "trainer": {"device": "cpu"},
+        }
+    )
+    made = Models(config, tmp_path, with_critic=False)
+    made.train(10)
+    made.export(tmp_path / "export")
+    assert made.policy.name == CHECKPOINT.name
+    assert made.policy.engine.max_model_len == 600
+    assert made.reference is not None
+    exported = load_model(tmp_path / "export").config
+    for found in (made.model.config, made.policy.engine._policy.model.config, made.reference._forward.model.config, exported):
+        assert (found.max_position_embeddings, found.rope_parameters["rope_theta"]) == (600, 5000.0)
+    assert load_model(CHECKPOINT).config.max_position_embeddings != 600  # the folder itself stays as it is
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"), [({"max_postion": 6}, "has no max_postion"), ({"hidden_size": "wide"}, "does not fit")]
+)
+def test_what_a_models_config_does_not_take_is_named(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
+    config = compose({"actor_rollout_ref": {"model": {"path": str(CHECKPOINT), "override_config": changes}}})
+    with pytest.raises(ConfigError, match=rf"actor_rollout_ref.model.override_config: .*{why}"):
+        Models(config, tmp_path, with_critic=False)
+
+
+@pytest.mark.parametrize("fsdp_size", [0, 3])
+def test_groups_of_workers_are_a_part_of_all(fsdp_size: int) -> None:
+    config = compose(
+        {
+            "actor_rollout_ref": {"actor": {"fsdp_config": {"fsdp_size": fsdp_size}}},
+            "trainer": {"n_gpus_per_node": 4},
+        }
+    )
+    with pytest.raises(ConfigError, match=rf"fsdp_size={fsdp_size}: .* give a divisor of 4"):
+        resolved_config._check_workers(config)

@@ -106,6 +106,14 @@ def test_what_a_run_may_ask_for(tell: Tell, changes: dict[str, Any]) -> None:
     assert_same(tell(1, story), tell(2, story), rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.parametrize("fsdp_size", [2, pytest.param(1, marks=pytest.mark.long)])
+def test_groups_of_workers_that_hold_a_whole_model_each(tell: Tell, fsdp_size: int) -> None:
+    """Hybrid sharding."""
+    keys = {f"{name}fsdp_config.fsdp_size": fsdp_size for name in (A, "actor_rollout_ref.ref.", "critic.")}
+    story = Story({A + "use_kl_loss": True, A + "ppo_epochs": 2, **keys}, with_critic=True)
+    assert_same(tell(1, story), tell(4, story), rtol=1e-3, atol=2e-5)
+
+
 @pytest.mark.parametrize("family", ["qwen2_vl", pytest.param("qwen3_vl", marks=pytest.mark.long)])
 def test_rows_that_show_images(tell: Tell, tmp_path: Path, family: str) -> None:
     """Some workers' rows show none while others' do, and of one mini-batch none of all: the tower then stays as it is.
