@@ -26,13 +26,14 @@ from lightning_rl.runner.executors import Executor, InProcess
 from lightning_rl.runner.isolated import ForkServer
 from lightning_rl.runner.leases import ActiveClaims
 from lightning_rl.runner.payload import LENGTH, Payload
+from lightning_rl.runner.results import Results
 from lightning_rl.runner.slots import Slots
 from lightning_rl.runner.worker import Worker
 from lightning_rl.store.client import HttpStore
 from lightning_rl_proxy.recording.alerts import ALARMS
 
+_CONNECTIONS = 4  # of heartbeats, claims, results, and those of lost claims
 _FINISH_SECONDS = 5.0  # for results that are on their way when the process is stopped
-_TAKERS = 4  # threads that take rollouts, each one at a time, so that every process gets its share
 _MOST_THREADS = 100_000  # more than there are slots, and agents that hang until the process ends
 _log = logging.getLogger(__name__)
 
@@ -94,13 +95,15 @@ class _Process:
         url, key = self._payload["url"], self._payload["key"]
         signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
         threading.Thread(target=self._hear_parent, name="parent", daemon=True).start()
-        store = HttpStore(url, key, connections=self._payload["slots"] + _TAKERS)
+        store = HttpStore(url, key, connections=_CONNECTIONS)
         active = ActiveClaims()
+        results = Results(store, active, self._stop)
         worker = Worker(
             store=store,
             worker_id=self._payload["worker_id"],
             slots=self._slots,
             active=active,
+            results=results,
             runs=runs,
             deliver=Delivery(url, key, connections=self._payload["slots"]),
             stop=self._stop,
@@ -109,8 +112,8 @@ class _Process:
         )
         self._start("heartbeats", lambda: active.keep_leases(store))
         tell({"started": True}, self._parent)
-        for _ in range(_TAKERS):
-            self._start("taker", worker.take)
+        self._start("results", results.send)
+        self._start("taker", worker.take)
         self._stop.wait()
         self._slots.close()
         store.patience_seconds = 0

@@ -36,21 +36,33 @@ class Slots:
         self._tell_empty = empty
         self._tell_ended = ended
 
-    def take(self) -> bool:
-        """Wait for a free one and take it, to begin a rollout; False when there will be none."""
+    @property
+    def open(self) -> bool:
+        """Whether more rollouts may begin, now or later."""
+        with self._changed:
+            return not (self._retired or self._closed)
+
+    def take(self, most: int = 1) -> int:
+        """Wait for free ones, and take `most` of them at most, to begin rollouts; how many, 0 when there will be none.
+
+        No more than half of the free ones are taken at once, so that other processes get their share of the rollouts.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._may_take() or self._retired or self._closed)
             if self._retired or self._closed:
-                return False
-            self._free -= 1
-            self._taken += 1
-            return True
+                return 0
+            left = self._free if self._most is None else self._most - self._taken
+            number = min(most, (self._free + 1) // 2, left)
+            self._free -= number
+            self._taken += number
+            return number
 
-    def put_back(self) -> None:
-        """There was no rollout for one that was taken."""
-        with self._changed:
-            self._taken -= 1
-            self._return(1)
+    def put_back(self, number: int = 1) -> None:
+        """There was no rollout for so many that were taken."""
+        if number:
+            with self._changed:
+                self._taken -= number
+                self._return(number)
 
     def begun(self) -> None:
         """There is a rollout for one that was taken."""

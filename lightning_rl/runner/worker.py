@@ -9,19 +9,20 @@ import threading
 from collections.abc import Callable, Sequence
 
 from lightning_rl.runner import output_capture
-from lightning_rl.runner.error_classification import error_info
 from lightning_rl.runner.executors import Executor, Run
 from lightning_rl.runner.leases import ActiveClaims
 from lightning_rl.runner.outcome import Outcome, SpanBatch
 from lightning_rl.runner.output_capture import Printed
+from lightning_rl.runner.results import Result, Results
 from lightning_rl.runner.slots import Slots
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.contract import RUNNER_STOPPED, Claim, ErrorInfo, Finish, Log
-from lightning_rl.store.errors import Conflict, Invalid, NotFound, StoreError, Unreachable
+from lightning_rl.store.contract import RUNNER_STOPPED, Claim, Ending, ErrorInfo, Finish, Log
+from lightning_rl.store.errors import StoreError, Unreachable
 from lightning_rl_adapters.ids import new_id
 
 CLAIM_WAIT_SECONDS = 10.0
 LEFT_SECONDS = 5.0  # for an agent whose claim was lost to end by itself
+_CLAIMED_TOGETHER = 64
 _BACKOFF_SECONDS = 0.2
 _MAX_BACKOFF_SECONDS = 5.0
 _STOPPED_FINISH = Finish(
@@ -59,6 +60,7 @@ class Worker:
         worker_id: str,
         slots: Slots,
         active: ActiveClaims,
+        results: Results,
         runs: Executor,
         deliver: Callable[[str, Sequence[SpanBatch]], None],
         stop: threading.Event,
@@ -69,6 +71,7 @@ class Worker:
         self._worker_id = worker_id
         self._slots = slots
         self._active = active
+        self._results = results
         self._runs = runs
         self._deliver = deliver
         self._stop = stop
@@ -77,28 +80,31 @@ class Worker:
         self._running: dict[str, _Running] = {}
 
     def take(self) -> None:
-        """Take rollouts for as long as there are slots; a server that is not there is tried again, by the same claim
-        id, for it may have claimed some and died before it said so."""
-        backoff, claim_id = _BACKOFF_SECONDS, new_id("c")
-        while self._slots.take():
-            try:
-                claims = self._store.claim(self._worker_id, wait_seconds=CLAIM_WAIT_SECONDS, claim_id=claim_id)
-            except Unreachable as error:
-                self._slots.put_back()
-                _log.warning("no claim: %s", error)
-                self._stop.wait(backoff)
-                backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
-                continue
-            backoff, claim_id = _BACKOFF_SECONDS, new_id("c")
-            still_ours = [claim for claim in claims if claim.attempt.status == "running"]
-            if not still_ours:
-                self._slots.put_back()
+        """Take rollouts for as long as there are slots."""
+        while number := self._slots.take(_CLAIMED_TOGETHER):
+            still_ours = [claim for claim in self._claimed(number) if claim.attempt.status == "running"]
+            self._slots.put_back(number - len(still_ours))
             for claim in still_ours:
                 if self._stop.is_set():  # it came too late
                     self._refuse(claim)
                 else:
                     self._slots.begun()
                     self.begin(claim)
+
+    def _claimed(self, number: int) -> list[Claim]:
+        """So many rollouts at most; a server that is not there is asked again by the same claim id, for it may have
+        claimed some and died before it said so."""
+        backoff, claim_id = _BACKOFF_SECONDS, new_id("c")
+        while self._slots.open:
+            try:
+                return self._store.claim(
+                    self._worker_id, limit=number, wait_seconds=CLAIM_WAIT_SECONDS, claim_id=claim_id
+                )
+            except Unreachable as error:
+                _log.warning("no claim: %s", error)
+                self._stop.wait(backoff)
+                backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
+        return []
 
     def begin(self, claim: Claim) -> None:
         """Run the agent on a claimed rollout; returns soon."""
@@ -131,7 +137,7 @@ class Worker:
         self._active.remove(claim)
 
     def _end(self, running: _Running, outcome: Outcome) -> None:
-        """The agent is done: make its result durable."""
+        """The agent is done: its result is sent."""
         running.over.set()
         claim, rollout_id = running.claim, running.claim.rollout.rollout_id
         failed = outcome.finish.error
@@ -144,33 +150,20 @@ class Worker:
             return
         if outcome.spans:
             self._deliver(rollout_id, outcome.spans)
-        backoff, ours = _BACKOFF_SECONDS, True
-        while ours:
-            try:
-                self._report(running, outcome)
-            except Unreachable as away:
-                _log.warning("rollout %s is not finished yet: %s", rollout_id, away)
-                ours = not self._stop.wait(backoff) and self._active.holds(claim)
-                backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
-            except (Conflict, NotFound) as refused:
-                _log.warning("dropped the result of rollout %s: %s", rollout_id, refused)
-                ours = False
-            else:
-                ours = False
-                self._finished()
+        ending = Ending(
+            rollout_id=rollout_id,
+            attempt_id=claim.attempt.attempt_id,
+            finish=outcome.finish,
+            rewards=list(outcome.rewards),
+        )
+        self._results.put(Result(claim, ending, running.log(), lambda taken: self._over(claim, taken)))
+
+    def _over(self, claim: Claim, taken: bool) -> None:
+        if taken:
+            self._finished()
         self._active.remove(claim)
         del self._running[claim.attempt.attempt_id]
         self._slots.give_back()
-
-    def _report(self, running: _Running, outcome: Outcome) -> None:
-        self._keep(running, running.log())
-        if outcome.rewards:
-            self._store.add_rewards(*running.place, outcome.rewards)
-        try:
-            self._store.finish(*running.place, outcome.finish)
-        except Invalid as error:
-            refused = Finish(status="failed", error=error_info(error, running.claim))
-            self._store.finish(*running.place, refused)
 
     def _keep(self, running: _Running, log: Log | None) -> None:
         if log is not None:

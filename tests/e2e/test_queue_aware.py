@@ -18,7 +18,7 @@ from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.runner.launch import launch as launch_runners
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutConfig, RolloutRequest
-from tests.lightning_rl.control_plane.test_process import Policy
+from tests.lightning_rl.control_plane.test_process import policy_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -73,7 +73,7 @@ def test_the_queue_of_a_small_engine_stays_short_and_all_rollouts_end(tmp_path: 
     policy = EmbeddedPolicy(None, device="cpu", threads=1, max_num_seqs=PLACES)
     policy.start()
     names = [f"r{number}" for number in range(ROLLOUTS)]
-    settings = Policy(model=policy.name, tokenizer=str(tutorial.checkpoint()), engines=policy.registrations())
+    settings = policy_of(model=policy.name, tokenizer=str(tutorial.checkpoint()), engines=policy.registrations())
     try:
         with launch(tmp_path, settings, admin_key="a", runner_key="r") as running, watched(policy) as waiting:
             store = HttpStore(running.url, "a")
@@ -95,7 +95,7 @@ def test_a_run_whose_engine_is_away_ends_its_rollouts_instead_of_holding_them_ba
     policy = EmbeddedPolicy(None, device="cpu", threads=1, max_num_seqs=PLACES)
     policy.start()
     names = [f"r{number}" for number in range(3 * PLACES)]
-    settings = Policy(model=policy.name, tokenizer=str(tutorial.checkpoint()), engines=policy.registrations())
+    settings = policy_of(model=policy.name, tokenizer=str(tutorial.checkpoint()), engines=policy.registrations())
     with launch(tmp_path, settings, admin_key="a", runner_key="r") as running:
         store = HttpStore(running.url, "a")
         end = time.monotonic() + 20
@@ -112,7 +112,7 @@ def test_a_paused_model_takes_as_many_rollouts_as_it_bears_and_the_others_when_i
     policy = EmbeddedPolicy(None, device="cpu", threads=1, max_num_seqs=PLACES)
     policy.start()
     names = [f"r{number}" for number in range(3 * PLACES)]
-    settings = Policy(model=policy.name, tokenizer=str(tutorial.checkpoint()), engines=policy.registrations())
+    settings = policy_of(model=policy.name, tokenizer=str(tutorial.checkpoint()), engines=policy.registrations())
     try:
         with launch(tmp_path, settings, admin_key="a", runner_key="r") as running:
             store = HttpStore(running.url, "a")

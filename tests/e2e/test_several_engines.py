@@ -20,7 +20,7 @@ from lightning_rl.inference.server import EngineServer
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Finish, RolloutRequest
 from lightning_rl_adapters.call import calls_of
-from tests.lightning_rl.control_plane.test_process import Policy
+from tests.lightning_rl.control_plane.test_process import policy_of
 
 pytestmark = pytest.mark.e2e
 
@@ -93,7 +93,7 @@ def away(store: HttpStore) -> list[str | None]:
 
 
 def test_agents_do_not_notice_that_an_engine_went_and_came_back(tmp_path: Path, site: Site) -> None:
-    settings = Policy(tokenizer=str(tutorial.checkpoint()), engines=[site.add(), site.add()])
+    settings = policy_of(tokenizer=str(tutorial.checkpoint()), engines=[site.add(), site.add()])
     turns = threading.Semaphore(0)
     with launch(tmp_path, settings, admin_key="a", runner_key="r") as running, ThreadPoolExecutor(AGENTS) as pool:
         store = HttpStore(running.url, "a")
@@ -118,7 +118,7 @@ def test_agents_do_not_notice_that_an_engine_went_and_came_back(tmp_path: Path, 
 
 
 def test_an_engine_that_missed_an_update_comes_back_when_it_has_it(tmp_path: Path, site: Site) -> None:
-    settings = Policy(tokenizer=str(tutorial.checkpoint()), engines=[site.add(), site.add()])
+    settings = policy_of(tokenizer=str(tutorial.checkpoint()), engines=[site.add(), site.add()])
     with launch(tmp_path, settings, admin_key="a", runner_key="r") as running:
         store = HttpStore(running.url, "a")
         site.stop(1)

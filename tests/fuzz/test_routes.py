@@ -18,7 +18,7 @@ from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutRequest
 from tests.fuzz.laws import share
 from tests.lightning_rl.control_plane.test_killed import engine
-from tests.lightning_rl.control_plane.test_process import Policy
+from tests.lightning_rl.control_plane.test_process import policy_of
 
 CONTROL = [(method, route.path) for route in ROUTES for method in sorted((route.methods or set()) - {"HEAD"})]
 ADMIN = [*CONTROL, ("POST", "/v1/traces"), ("GET", "/metrics"), ("GET", "/healthz")]
@@ -75,7 +75,10 @@ IDS = ["r1", "latest", "%ff", "%00", "%ed%a0%80", "..", "é", "a" * 300]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, str]]:
     """Its URL, its admin key, the key of an open attempt."""
     folder = tmp_path_factory.mktemp("run")
-    with engine() as sampler, launch(folder, Policy(engines=[sampler]), admin_key="admin", runner_key="r") as serving:
+    with (
+        engine() as sampler,
+        launch(folder, policy_of(engines=[sampler]), admin_key="admin", runner_key="r") as serving,
+    ):
         claim = HttpStore(serving.url, "admin").start(RolloutRequest(task=1, rollout_id="r1"))
         yield serving.url, "admin", claim.resources["main_llm"]["api_key"]
 

@@ -26,7 +26,7 @@ from lightning_rl.store.errors import NotAllowed
 from lightning_rl.store.sql import SqlStore
 from tests.adapters.words import say
 from tests.lightning_rl.inspect.runs import TALK, open_store, record
-from tests.lightning_rl.runner.conftest import Policy
+from tests.lightning_rl.runner.conftest import policy_of
 
 BUG = ErrorInfo(type="KeyError", message="'gold'", traceback="Traceback\n  File agent.py\nKeyError: 'gold'")
 LATE = 30.0  # seconds, after which a test that waits has failed
@@ -147,7 +147,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     """A server whose engine is gone, and its folder, which a run holds."""
     folder = tmp_path_factory.mktemp("server")
     gone = {"model": "policy", "kind": "embedded", "url": "http://127.0.0.1:9"}
-    with owned(folder), launch(folder, Policy(engines=[gone]), admin_key="admin", runner_key="runner") as serving:
+    with owned(folder), launch(folder, policy_of(engines=[gone]), admin_key="admin", runner_key="runner") as serving:
         (folder / KEY_FILE).write_text("admin")
         (folder / URL_FILE).write_text(serving.url)
         yield serving.url, folder

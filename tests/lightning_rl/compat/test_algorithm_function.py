@@ -17,7 +17,7 @@ from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import to_span
 from tests.adapters.test_conventions import recorded
 from tests.adapters.words import say
-from tests.lightning_rl.runner.conftest import Policy
+from tests.lightning_rl.runner.conftest import policy_of
 
 PROMPTS = ["Answer {question}.", "Please, {question}!", "{question}?"]
 
@@ -80,7 +80,7 @@ def test_a_store_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("LIGHTNING_RL_ADMIN_KEY", raising=False)
     with pytest.raises(StoreKeyMissing, match="set LIGHTNING_RL_ADMIN_KEY"):
         agl.LightningStoreClient("http://127.0.0.1:9")
-    with launch(tmp_path, Policy(), admin_key="admin", runner_key="runner") as serving:
+    with launch(tmp_path, policy_of(), admin_key="admin", runner_key="runner") as serving:
         asyncio.run(_use(agl.LightningStoreClient(serving.url, "admin")))
 
 

@@ -10,7 +10,7 @@ import pytest
 import lightning_rl as agl
 from lightning_rl.control_plane.launch import launch
 from lightning_rl.store.contract import Finish, RolloutRequest
-from tests.lightning_rl.runner.conftest import Policy
+from tests.lightning_rl.runner.conftest import policy_of
 from tests.proxy.engines.service import running
 
 
@@ -24,7 +24,7 @@ def test_a_composition_by_hand_asks_its_model_and_records_the_call(
     monkeypatch.setenv("THEIR_KEY", "k1")
     with (
         running() as service,
-        launch(tmp_path, Policy(), admin_key="admin", runner_key="runner") as serving,
+        launch(tmp_path, policy_of(), admin_key="admin", runner_key="runner") as serving,
     ):
         service.reply = lambda body: "it is " + body["messages"][0]["content"]
         store = agl.LightningStoreClient(serving.url, "admin")

@@ -17,7 +17,7 @@ from lightning_rl.loops import AgentFramework, SingleTurnAgent
 from lightning_rl.store.client import HttpStore
 from lightning_rl_adapters import semconv
 from tests.lightning_rl.control_plane.test_full_disk import Engine
-from tests.lightning_rl.control_plane.test_process import Policy
+from tests.lightning_rl.control_plane.test_process import policy_of
 
 TOKENS = 3  # of every answer
 
@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as engine:
         threading.Thread(target=engine.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{engine.server_port}"
-        policy = Policy(engines=[{"model": "policy", "kind": "embedded", "url": url}])
+        policy = policy_of(engines=[{"model": "policy", "kind": "embedded", "url": url}])
         with launch(tmp_path_factory.mktemp("sessions"), policy, admin_key="admin", runner_key="runner") as serving:
             store = HttpStore(serving.url, "admin")
             store.publish({"main_llm": {"type": "proxy_llm", "model": "policy"}})

@@ -23,7 +23,7 @@ from lightning_rl.store.contract import Finish, RolloutConfig, RolloutRequest
 from lightning_rl.store.errors import StoreUnwritable
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_proxy.recording.recorder import replay
-from tests.lightning_rl.control_plane.test_process import Policy, journal, refusal, span
+from tests.lightning_rl.control_plane.test_process import journal, policy_of, refusal, span
 from tests.lightning_rl.store.test_sql import damaged
 
 
@@ -77,7 +77,7 @@ def eventually(what) -> None:
 
 def test_a_run_outlives_a_full_disk(tmp_path, engine, caplog) -> None:
     config = RolloutConfig(unresponsive_seconds=1, timeout_seconds=2)
-    with launch(tmp_path, Policy(engines=[engine]), admin_key="a", runner_key="r") as serving:
+    with launch(tmp_path, policy_of(engines=[engine]), admin_key="a", runner_key="r") as serving:
         store = HttpStore(serving.url, "a")
         store.enqueue([RolloutRequest(task=1, rollout_id="r1", config=config)])
         (claim,) = store.claim("w")
@@ -128,7 +128,7 @@ def test_a_store_that_was_taken_away_is_told_and_nothing_is_answered_as_durable(
     away = tmp_path / "away"
     away.mkdir()
     names = ["store.db-wal"] if how == "its log deleted" else ["store.db", "store.db-wal", "store.db-shm"]
-    with launch(tmp_path, Policy(engines=[engine]), admin_key="a", runner_key="r") as serving:
+    with launch(tmp_path, policy_of(engines=[engine]), admin_key="a", runner_key="r") as serving:
         store = HttpStore(serving.url, "a", patience_seconds=0)
         claim = store.start(RolloutRequest(task=1, rollout_id="r1"))
         place = ("r1", claim.attempt.attempt_id)
@@ -149,6 +149,6 @@ def test_a_store_that_was_taken_away_is_told_and_nothing_is_answered_as_durable(
 
 
 def test_a_pause_that_nobody_ends_is_told_of_in_the_trainers_process(tmp_path, engine, caplog) -> None:
-    with launch(tmp_path, Policy(engines=[engine]), admin_key="a", runner_key="r") as serving:
+    with launch(tmp_path, policy_of(engines=[engine]), admin_key="a", runner_key="r") as serving:
         HttpStore(serving.url, "a").pause(mode="keep", lease_seconds=0.05)
         eventually(lambda: any("was not ended within its lease" in line for line in alarms(caplog)))

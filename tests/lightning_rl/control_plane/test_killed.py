@@ -24,7 +24,7 @@ from lightning_rl.store.contract import Finish, RolloutRequest
 from lightning_rl.store.errors import Conflict, Unreachable
 from lightning_rl_adapters.call import calls_of
 from lightning_rl_proxy.recording.recorder import replay
-from tests.lightning_rl.control_plane.test_process import TOKENIZER, Policy
+from tests.lightning_rl.control_plane.test_process import TOKENIZER, policy_of
 
 PROGRAM = """
 import functools, os, signal, sys
@@ -214,7 +214,7 @@ def check_survives(folder: Path, step: str, number: int, *, stream: bool = False
         told = sum(len(calls) for calls in seen.answered.values())
         left = [span.span_id for span in replay(folder / "gateway.journal").records]
         assert len(left) == len(set(left)) >= told, "every answer was in the journal before its last byte left"
-        with launch(folder, Policy(engines=[sampler]), admin_key="a", runner_key="r") as serving:
+        with launch(folder, policy_of(engines=[sampler]), admin_key="a", runner_key="r") as serving:
             store = HttpStore(serving.url, "a")
             check_stored(store, seen, exactly=seen.finished)
             for rollout_id, attempt_id in seen.attempts.items():  # the runner tries again what was not answered
@@ -263,7 +263,7 @@ def test_a_damaged_journal_costs_open_attempts_and_nothing_else(tmp_path) -> Non
         data = bytearray(journal.read_bytes())
         data[len(data) // 2] ^= 1
         journal.write_bytes(data)
-        with launch(tmp_path, Policy(engines=[sampler]), admin_key="a", runner_key="r") as serving:
+        with launch(tmp_path, policy_of(engines=[sampler]), admin_key="a", runner_key="r") as serving:
             store = HttpStore(serving.url, "a")
             with pytest.raises(Conflict):
                 store.finish("r1", claim.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
@@ -289,7 +289,7 @@ def test_a_retry_of_what_a_kill_cut_off_hears_the_answer_that_is_recorded(tmp_pa
             with pytest.raises(httpx.TransportError):
                 httpx.post(url + door, json=asked, headers=headers)
         left = [span.span_id for span in replay(tmp_path / "gateway.journal").records]
-        with launch(tmp_path, Policy(engines=[sampler]), admin_key="a", runner_key="r") as serving:
+        with launch(tmp_path, policy_of(engines=[sampler]), admin_key="a", runner_key="r") as serving:
             headers |= {"x-stainless-retry-count": "1"}
             again = httpx.post(serving.url + door, json=asked, headers=headers).raise_for_status().json()
             heard = again["id"].removeprefix("chatcmpl-")

@@ -19,7 +19,7 @@ from lightning_rl.control_plane.launch import launch
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Claim, RolloutRequest
 from tests.lightning_rl.control_plane.test_killed import sampled
-from tests.lightning_rl.control_plane.test_process import Policy
+from tests.lightning_rl.control_plane.test_process import policy_of
 
 OPEN, STREAMS, MUTE, TOKENS = 2000, 300, 20, 15
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "stream": True}
@@ -78,7 +78,7 @@ async def all_streams(url: str, claims: list[Claim]) -> list[int]:
 
 @pytest.mark.long
 def test_many_attempts_slow_streams_and_clients_that_never_read(tmp_path, engine) -> None:
-    policy = Policy(engines=[engine])
+    policy = policy_of(engines=[engine])
     with launch(tmp_path, policy, admin_key="a", runner_key="r") as serving, ExitStack() as clients:
         store = HttpStore(serving.url, "a")
         store.enqueue([RolloutRequest(task=i) for i in range(OPEN)])

@@ -21,7 +21,7 @@ from lightning_rl.store.errors import Conflict, Invalid
 from lightning_rl_adapters.call import Call, calls_of
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
-from tests.lightning_rl.control_plane.test_process import TOKENIZER, Policy
+from tests.lightning_rl.control_plane.test_process import TOKENIZER, policy_of
 from tests.proxy.engines.sglang_stand_in import StandIn, log_softmax, logits
 from tests.proxy.engines.vllm_stand_in import serving
 
@@ -40,7 +40,7 @@ def vocabulary() -> tuple[int, ...]:
 def behind_a_gateway(folder: Path, server: StandIn) -> Iterator[tuple[HttpStore, Claim]]:
     with serving(server.app) as url:
         engine = {"model": "policy", "kind": "sglang", "url": url, "policy_version": 3}
-        with launch(folder, Policy(engines=[engine]), admin_key="a", runner_key="r") as running:
+        with launch(folder, policy_of(engines=[engine]), admin_key="a", runner_key="r") as running:
             store = HttpStore(running.url, "a")
             store.enqueue([RolloutRequest(task=1, rollout_id="r1", mode="train")])
             (claim,) = store.claim("w")
@@ -129,7 +129,7 @@ def test_a_prompt_that_does_not_fit_is_told_as_clients_know_it(tmp_path: Path, v
 
 def test_servers_are_registered_by_request_or_refused(tmp_path: Path) -> None:
     with serving(StandIn().app) as good, serving(StandIn(version="0.5.2").app) as old:
-        with launch(tmp_path, Policy(engines=[]), admin_key="a", runner_key="r") as running:
+        with launch(tmp_path, policy_of(engines=[]), admin_key="a", runner_key="r") as running:
             store = HttpStore(running.url, "a")
             assert store.register_engine("policy", "sglang", good, 3)["kind"] == "sglang"
             assert store.state()["models"]["policy"]["policy_version"] == 3
@@ -140,7 +140,7 @@ def test_servers_are_registered_by_request_or_refused(tmp_path: Path) -> None:
         poor = {"model": "policy", "kind": "sglang", "url": old}
         with (
             pytest.raises(ServerNotStarted, match=r"SGLang 0\.5\.2"),
-            launch(tmp_path, Policy(engines=[poor]), admin_key="a", runner_key="r"),
+            launch(tmp_path, policy_of(engines=[poor]), admin_key="a", runner_key="r"),
         ):
             pass
 

@@ -15,12 +15,12 @@ from lightning_rl.files import owned
 from lightning_rl.runner.leases import ActiveClaims
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Finish, RolloutConfig, RolloutRequest
-from tests.lightning_rl.control_plane.test_process import Policy
+from tests.lightning_rl.control_plane.test_process import policy_of
 
 
 def test_no_attempt_is_lost_while_the_server_stands_still(tmp_path: Path) -> None:
     config = RolloutConfig(unresponsive_seconds=2, timeout_seconds=3)
-    with launch(tmp_path, Policy(), admin_key="a", runner_key="r") as serving:
+    with launch(tmp_path, policy_of(), admin_key="a", runner_key="r") as serving:
         store = HttpStore(serving.url, "a")
         store.enqueue([RolloutRequest(task=1, rollout_id="r1", config=config)])
         (claim,) = store.claim("w")
@@ -44,7 +44,7 @@ def test_a_server_waits_for_an_earlier_one_in_its_folder(tmp_path: Path) -> None
     answers = threading.Event()
 
     def serve() -> None:
-        with launch(tmp_path, Policy(), admin_key="a", runner_key="r"):
+        with launch(tmp_path, policy_of(), admin_key="a", runner_key="r"):
             answers.set()
 
     serving = threading.Thread(target=serve)
@@ -65,6 +65,6 @@ def test_a_server_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Mon
         pass
     with (
         pytest.raises(ServerNotStarted, match="cannot be written"),
-        launch(tmp_path / "nowhere", Policy(), admin_key="a", runner_key="r"),
+        launch(tmp_path / "nowhere", policy_of(), admin_key="a", runner_key="r"),
     ):
         pass

@@ -12,7 +12,7 @@ from lightning_rl.store.client import HttpStore
 from lightning_rl.store.errors import Conflict, Invalid
 from lightning_rl_proxy.routing.router import Router
 from lightning_rl_proxy.sampling import Sampling
-from tests.lightning_rl.control_plane.test_process import Policy
+from tests.lightning_rl.control_plane.test_process import policy_of
 from tests.proxy.engines.vllm_stand_in import StandIn, serving
 
 
@@ -45,7 +45,7 @@ def test_a_refused_engine_is_invalid_and_an_absent_one_a_conflict() -> None:
 def test_a_server_registers_at_its_start_and_by_request_what_has_all_flags(tmp_path: Path) -> None:
     with serving(StandIn().app) as good, serving(StandIn(dev_mode=False).app) as poor:
         first = {"model": "policy", "kind": "vllm", "url": good}
-        with launch(tmp_path, Policy(engines=[first]), admin_key="a", runner_key="r") as running:
+        with launch(tmp_path, policy_of(engines=[first]), admin_key="a", runner_key="r") as running:
             store = HttpStore(running.url, "a")
             assert store.state()["models"]["policy"]["engines"] == 1
             with pytest.raises(Invalid, match="VLLM_SERVER_DEV_MODE=1"):
@@ -62,6 +62,6 @@ def test_a_server_whose_engine_lacks_a_flag_does_not_start_and_names_it(tmp_path
         poor = {"model": "policy", "kind": "vllm", "url": url}
         with (
             pytest.raises(ServerNotStarted, match="--enable-scale-out"),
-            launch(tmp_path, Policy(engines=[poor]), admin_key="a", runner_key="r"),
+            launch(tmp_path, policy_of(engines=[poor]), admin_key="a", runner_key="r"),
         ):
             pass

@@ -19,7 +19,7 @@ from lightning_rl.runner.error_classification import error_info
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Attempt, Claim, ErrorInfo, Finish, RolloutConfig, RolloutRequest
 from tests.lightning_rl.control_plane.test_killed import Streams, engine
-from tests.lightning_rl.control_plane.test_process import Policy
+from tests.lightning_rl.control_plane.test_process import policy_of
 
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -79,7 +79,7 @@ def door(claim: Claim) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("run")
-    with engine() as sampler, launch(folder, Policy(engines=[sampler]), admin_key="a", runner_key="r") as serving:
+    with engine() as sampler, launch(folder, policy_of(engines=[sampler]), admin_key="a", runner_key="r") as serving:
         yield Server(serving.url, HttpStore(serving.url, "a"))
 
 
@@ -147,7 +147,7 @@ def test_a_deadline_behind_a_failure_of_ours_is_no_agents(server, broken, eventu
 def test_an_agent_that_fails_after_its_server_was_started_anew_is_tried_again(tmp_path) -> None:
     """What raised may be a refused connection in any client's words; who asked meanwhile is not known."""
     with engine() as sampler:
-        policy = Policy(engines=[sampler])
+        policy = policy_of(engines=[sampler])
         with launch(tmp_path, policy, admin_key="a", runner_key="r") as serving:
             claim = HttpStore(serving.url, "a").start(RolloutRequest(task=1))
         with launch(tmp_path, policy, admin_key="a", runner_key="r") as serving:

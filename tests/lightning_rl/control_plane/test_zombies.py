@@ -17,7 +17,7 @@ from lightning_rl.store.errors import Conflict
 from lightning_rl.trajectories.trajectory import trajectory_of
 from lightning_rl_adapters.call import calls_of
 from tests.lightning_rl.control_plane.test_full_disk import Engine
-from tests.lightning_rl.control_plane.test_process import Policy
+from tests.lightning_rl.control_plane.test_process import policy_of
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 DIALECTS = {
@@ -48,7 +48,7 @@ def store(tmp_path):
     with ThreadingHTTPServer(("127.0.0.1", 0), SlowEngine) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         engine = {"model": "policy", "kind": "embedded", "url": f"http://127.0.0.1:{server.server_port}"}
-        with launch(tmp_path, Policy(engines=[engine]), admin_key="a", runner_key="r") as serving:
+        with launch(tmp_path, policy_of(engines=[engine]), admin_key="a", runner_key="r") as serving:
             yield HttpStore(serving.url, "a", patience_seconds=0)
             SlowEngine.may.set()
         server.shutdown()

@@ -30,7 +30,7 @@ from lightning_rl_adapters.rows import Row
 from lightning_rl_adapters.span import Span
 from tests.adapters.words import attempt_of, ids, say
 from tests.lightning_rl.inspect.runs import TALK, call_record, open_store, record, rollout_record, step_of, write_run
-from tests.lightning_rl.runner.conftest import Policy
+from tests.lightning_rl.runner.conftest import policy_of
 from tests.random_examples import examples
 
 DOC = Path(__file__).parents[3] / "docs" / "tools.md"
@@ -174,7 +174,7 @@ def test_spans_are_those_of_the_server_and_calls_alone_where_asked(run_dir: Path
 
 def test_our_own_server_takes_the_lines(tmp_path: Path) -> None:
     gone = {"model": "policy", "kind": "embedded", "url": "http://127.0.0.1:9"}
-    with launch(tmp_path, Policy(engines=[gone]), admin_key="admin", runner_key="runner") as serving:
+    with launch(tmp_path, policy_of(engines=[gone]), admin_key="admin", runner_key="runner") as serving:
         store = HttpStore(serving.url, "admin")
         claim = store.start(RolloutRequest(task=1, rollout_id="r"))
         spans = _moved(attempt_of(TALK).spans, claim.attempt.attempt_id)

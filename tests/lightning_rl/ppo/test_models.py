@@ -355,7 +355,12 @@ def test_the_config_of_a_model_has_what_overrides_it(tmp_path: Path) -> None:
     assert made.policy.engine.max_model_len == 600
     assert made.reference is not None
     exported = load_model(tmp_path / "export").config
-    for found in (made.model.config, made.policy.engine._policy.model.config, made.reference._forward.model.config, exported):
+    for found in (
+        made.model.config,
+        made.policy.engine._policy.model.config,
+        made.reference._forward.model.config,
+        exported,
+    ):
         assert (found.max_position_embeddings, found.rope_parameters["rope_theta"]) == (600, 5000.0)
     assert load_model(CHECKPOINT).config.max_position_embeddings != 600  # the folder itself stays as it is
 

@@ -9,7 +9,7 @@ from lightning_rl.control_plane.launch import launch
 from lightning_rl.store.client import HttpStore
 
 CHECKPOINT = Path(__file__).parents[3] / "examples/sql_agent/checkpoint"
-policy_of = partial(Endpoint, model="policy", tokenizer=str(CHECKPOINT), renderer="qwen3")
+policy_of = partial(Endpoint, model="policy", tokenizer=str(CHECKPOINT), renderer="qwen3", engines=[])
 
 
 @dataclass

@@ -20,6 +20,7 @@ from lightning_rl.runner.executors import InProcess
 from lightning_rl.runner.launch import launch
 from lightning_rl.runner.leases import ActiveClaims
 from lightning_rl.runner.outcome import SpanBatch
+from lightning_rl.runner.results import Results
 from lightning_rl.runner.slots import Slots
 from lightning_rl.runner.worker import Worker
 from lightning_rl.store.client import HttpStore
@@ -56,9 +57,12 @@ def work(server, agent, deliver) -> AttemptTrace:
     (claim,) = store.claim("here", wait_seconds=10)
     finished = threading.Event()
     slots = Slots(1, freed=lambda _: None, empty=lambda: None)
+    active, stop = ActiveClaims(), threading.Event()
+    results = Results(store, active, stop)
+    spawn(results.send)
     worker = Worker(
-        store=store, worker_id="here", slots=slots, active=ActiveClaims(), runs=InProcess(as_agent(agent), spawn),
-        deliver=deliver, stop=threading.Event(), finished=finished.set, hangs=lambda: None,
+        store=store, worker_id="here", slots=slots, active=active, results=results,
+        runs=InProcess(as_agent(agent), spawn), deliver=deliver, stop=stop, finished=finished.set, hangs=lambda: None,
     )  # fmt: skip
     worker.begin(claim)
     assert finished.wait(60)
@@ -182,17 +186,18 @@ def test_nothing_is_sent_where_nothing_was_emitted(server) -> None:
 
 
 def test_rewards_that_are_posted_again_count_once(server, monkeypatch) -> None:
-    finish, refused = HttpStore.finish, []
+    finish, lost = HttpStore.finish_many, []
 
-    def first_lost(self, *args):
-        if not refused:
-            refused.append(args)
+    def first_answer_lost(self, *args):
+        answer = finish(self, *args)
+        if not lost:
+            lost.append(args)
             raise Unreachable("gone")
-        return finish(self, *args)
+        return answer
 
-    monkeypatch.setattr(HttpStore, "finish", first_lost)
+    monkeypatch.setattr(HttpStore, "finish_many", first_answer_lost)
     trace = work(server, emitting, lambda *_: None)
-    assert (len(refused), trace.attempt.reward) == (1, 1.0)
+    assert (len(lost), trace.attempt.reward) == (1, 1.0)
     assert [(reward.call_id, reward.value) for reward in trace.rewards] == [("resp_c", 0.5)]
 
 

@@ -18,8 +18,8 @@ class LosingAnswers:
         self.store = store
         self.lost = lost
 
-    def claim(self, worker_id: str, *, wait_seconds: float, claim_id: str) -> list[Claim]:
-        claims = self.store.claim(worker_id, claim_id=claim_id)
+    def claim(self, worker_id: str, *, limit: int, wait_seconds: float, claim_id: str) -> list[Claim]:
+        claims = self.store.claim(worker_id, limit=limit, claim_id=claim_id)
         if self.lost.pop(0):
             raise Unreachable("no answer")
         return claims
@@ -30,8 +30,8 @@ def begun(store: Any, wanted: int) -> list[str]:
     attempts: list[str] = []
     slots = Slots(1, freed=lambda _: None, empty=lambda: None)
     worker = Worker(
-        store=store, worker_id="w", slots=slots, active=ActiveClaims(), runs=None, deliver=lambda *_: None,
-        stop=threading.Event(), finished=lambda: None, hangs=lambda: None,
+        store=store, worker_id="w", slots=slots, active=ActiveClaims(), results=None, runs=None,
+        deliver=lambda *_: None, stop=threading.Event(), finished=lambda: None, hangs=lambda: None,
     )  # fmt: skip
 
     def begin(claim: Claim) -> None:

@@ -39,6 +39,16 @@ def test_as_many_begin_as_may_and_never_more(number: int, most: int, claims: lis
     assert slots.take() == (begun < most)
 
 
+def test_several_are_taken_at_once_and_half_is_left_for_others() -> None:
+    slots = Slots(8, freed=lambda _: None, empty=lambda: None, most=7)
+    assert [slots.take(64) for _ in range(3)] == [4, 2, 1]
+    slots.put_back(3)
+    assert slots.take(1) == 1
+    assert slots.take(64) == 2
+    slots.close()
+    assert slots.take(64) == 0
+
+
 def test_no_slot_is_taken_for_what_may_not_begin() -> None:
     slots = Slots(4, freed=lambda _: None, empty=lambda: None, most=2)
     assert slots.take()
