@@ -479,6 +479,7 @@ def _record(part: RolloutPart, mini_batch: int | None, weight: float) -> Rollout
                 trained_tokens=len(places),
                 kept=None if len(places) == len(node.call.response_ids) else places.tolist(),
                 old_log_probs=b"" if old is None else pack_logprobs(old[where].tolist()),
+                advantages=pack_logprobs(sequence.advantages[where].tolist()) if part.tokens else b"",
             )
         else:
             rejected = "rejected" if call_id in part.rejected else None

@@ -1,0 +1,5 @@
+"""placeholder"""
+
+
+def run() -> None:
+    """Write a report."""
