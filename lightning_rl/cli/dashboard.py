@@ -10,7 +10,7 @@ from lightning_rl.errors import Explained
 from lightning_rl.processes.service_keys import ADMIN_KEY, SHORTEST, is_loopback
 
 if TYPE_CHECKING:
-    from lightning_rl.viewer.run import Run
+    from lightning_rl.viewer.run import ViewedRun
 
 PORT = 8199
 _KEY_FILE = "admin.key"  # in the folder of a run
@@ -53,16 +53,16 @@ def run(
     serve(app, host, port, lambda place: typer.echo(f"{names} at {place}{asked}   Ctrl-C ends it"))
 
 
-def _runs(folders: list[Path], url: str | None) -> "list[Run]":
+def _runs(folders: list[Path], url: str | None) -> "list[ViewedRun]":
     from lightning_rl.inspect.rollout_source import PagedStore
-    from lightning_rl.viewer.run import Run
+    from lightning_rl.viewer.run import ViewedRun
     from lightning_rl.viewer.run_folder import runs_below
 
     if url is not None:
         if len(folders) > 1:
             raise typer.BadParameter("--url goes with one folder at most: that of the run whose rollouts are there")
-        return [Run(folders[0] if folders else None, PagedStore(url, _key(folders)), None if folders else url)]
-    return [Run(run_dir) for run_dir in runs_below(folders or [Path("runs")])]
+        return [ViewedRun(folders[0] if folders else None, PagedStore(url, _key(folders)), None if folders else url)]
+    return [ViewedRun(run_dir) for run_dir in runs_below(folders or [Path("runs")])]
 
 
 def _key(folders: list[Path]) -> str:

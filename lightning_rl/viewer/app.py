@@ -20,7 +20,7 @@ from starlette.staticfiles import StaticFiles
 
 from lightning_rl.errors import Explained
 from lightning_rl.viewer.access import COOKIE, Access, Guard, session_of
-from lightning_rl.viewer.run import Run, encoded
+from lightning_rl.viewer.run import ViewedRun, encoded
 from lightning_rl.viewer.search import WrongQuery
 
 STATIC = Path(__file__).parent / "static"
@@ -34,7 +34,7 @@ class _Login(msgspec.Struct):
     key: str
 
 
-def create_app(runs: Sequence[Run], access: Access) -> FastAPI:
+def create_app(runs: Sequence[ViewedRun], access: Access) -> FastAPI:
     """The application for these runs, which it closes at its end."""
     by_key = keyed(runs)
 
@@ -104,9 +104,9 @@ def _add_pages(app: FastAPI, access: Access) -> None:
         return answer
 
 
-def keyed(runs: Sequence[Run]) -> dict[str, Run]:
+def keyed(runs: Sequence[ViewedRun]) -> dict[str, ViewedRun]:
     """The runs by what stands for them in URLs: their names, told apart where two are the same."""
-    found: dict[str, Run] = {}
+    found: dict[str, ViewedRun] = {}
     for run in runs:
         name = re.sub(r"[^A-Za-z0-9._~-]+", "-", run.name) or "run"
         key, number = name, 2

@@ -38,7 +38,7 @@ class Run:
 
     def __init__(self, run_dir: str | Path | None = None) -> None:
         self.run_dir = newest_run() if run_dir is None else Path(run_dir)
-        self._run: viewed.Run | None = None
+        self._run: viewed.ViewedRun | None = None
 
     def __repr__(self) -> str:
         return f"Run({str(self.run_dir)!r})"
@@ -50,9 +50,9 @@ class Run:
             self._run = None
 
     @property
-    def _read(self) -> viewed.Run:
+    def _read(self) -> viewed.ViewedRun:
         if self._run is None:
-            self._run = viewed.Run(self.run_dir)
+            self._run = viewed.ViewedRun(self.run_dir)
             self._run.start(behind=False)
         return self._run
 

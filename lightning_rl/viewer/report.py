@@ -18,7 +18,7 @@ from lightning_rl.files import write_whole
 from lightning_rl.inspect.recorded import STORE, NotRecorded
 from lightning_rl.viewer import run_folder
 from lightning_rl.viewer.bundle import document
-from lightning_rl.viewer.run import Run
+from lightning_rl.viewer.run import ViewedRun
 
 LARGEST = 5_000_000  # bytes: larger pages open slowly, or not at all
 KEY = "run"  # what stands for the run in the file's addresses
@@ -46,22 +46,22 @@ def write(run_dir: Path, output: Path) -> Path:
             if not wanted:
                 raise TooLarge(
                     f"the report of {run_dir.resolve()} would have {len(text):,} bytes without a single rollout, and "
-                    f"opens well up to {LARGEST:,}: its metrics.jsonl is too long; look at it with lightning-rl dashboard"
+                    f"opens well up to {LARGEST:,}: its metrics.jsonl is too long; use lightning-rl dashboard"
                 )
             wanted //= 2
 
 
 @contextlib.contextmanager
-def _read(run_dir: Path) -> Iterator[Run]:
+def _read(run_dir: Path) -> Iterator[ViewedRun]:
     """The run, read once."""
-    run = Run(run_dir)
+    run = ViewedRun(run_dir)
     with contextlib.closing(run):
         if (run_dir / STORE).is_file():
             run.start(behind=False)
         yield run
 
 
-def _document(run: Run, wanted: int) -> str:
+def _document(run: ViewedRun, wanted: int) -> str:
     assert run.run_dir is not None
     has_store = (run.run_dir / STORE).is_file()
     tasks = run.answer("tasks", {}) if has_store else {"mode": None, "tasks": []}
@@ -84,7 +84,7 @@ def _document(run: Run, wanted: int) -> str:
     return document(f"{run.name}: report of a training run", answers, _plain(answers[_path("summary")], report))
 
 
-def rollout_document(run: Run, rollout_id: str) -> str:
+def rollout_document(run: ViewedRun, rollout_id: str) -> str:
     """One rollout as a file. Raises NotRecorded."""
     answers = _of_rollouts(run, [rollout_id])
     told = answers[_path(f"rollouts/{rollout_id}")]
@@ -108,7 +108,7 @@ def _how_telling(task: Mapping[str, Any]) -> tuple[float, float]:
     return before - after, -after
 
 
-def _pairs(run: Run, mode: str, tasks: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _pairs(run: ViewedRun, mode: str, tasks: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Of each task a rollout of its first step and one of its last: those nearest the means of their steps."""
     for task in tasks:
         rows = run.answer(f"tasks/{task['task_key']}", {"mode": mode})["rollouts"]
@@ -119,7 +119,7 @@ def _pairs(run: Run, mode: str, tasks: Iterable[Mapping[str, Any]]) -> Iterator[
         yield {"task": task["task"], "before": task["before"], "after": task["after"], "rows": sides}
 
 
-def _of_rollouts(run: Run, rollout_ids: Iterable[str]) -> dict[str, Any]:
+def _of_rollouts(run: ViewedRun, rollout_ids: Iterable[str]) -> dict[str, Any]:
     """What the page asks of these rollouts: each whole, the tokens of its calls, its images."""
     answers: dict[str, Any] = {}
     for rollout_id in sorted(rollout_ids):

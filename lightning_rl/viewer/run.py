@@ -4,7 +4,6 @@ Invariant: page, report and notebook's cell ask the same paths, so what one show
 """
 
 import functools
-import json
 import platform
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -36,7 +35,7 @@ _CURVES = (
 )  # fmt: skip
 
 
-class Run:
+class ViewedRun:
     """One run folder, or a server, and its index. `start` begins to read it, `close` ends that.
 
     Args:
@@ -265,6 +264,14 @@ def encoded(value: Any) -> bytes:
     try:
         return msgspec.json.encode(value, enc_hook=str)
     except UnicodeEncodeError:
-        return msgspec.json.encode(
-            json.loads(json.dumps(value, default=str).encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-        )
+        return msgspec.json.encode(_whole_characters(msgspec.to_builtins(value, enc_hook=str)))
+
+
+def _whole_characters(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, list):
+        return [_whole_characters(each) for each in value]
+    if isinstance(value, dict):
+        return {_whole_characters(name): _whole_characters(inner) for name, inner in value.items()}
+    return value

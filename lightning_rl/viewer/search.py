@@ -169,11 +169,11 @@ def _filters(query: Mapping[str, str]) -> tuple[list[str], list[Any]]:
     if query.get("excluded"):
         where.append("position IN (SELECT position FROM exclusions WHERE reason = ?)")
         values.append(query["excluded"])
-    if words := (query.get("text") or "").strip():
+    for term in _terms(query.get("text") or ""):  # each anywhere in the rollout
         where.append(
             "position IN (SELECT position FROM texts WHERE id IN (SELECT rowid FROM words WHERE words MATCH ?))"
         )
-        values.append(_match(words))
+        values.append(term)
     return where, values
 
 
@@ -187,10 +187,10 @@ def _number(query: Mapping[str, str], name: str) -> float | None:
         raise WrongQuery(f"{name}={given!r} is no number") from error
 
 
-def _match(words: str) -> str:
-    """What FTS5 is asked: all of the words, in any order; the last may go on; what stands in quotation marks is one."""
-    terms = [phrase or word.replace('"', "") for phrase, word in _TERM.findall(words)]
+def _terms(words: str) -> list[str]:
+    """What FTS5 is asked, one term at a time; the last word may go on; what stands in quotation marks is one."""
+    terms = [phrase or word.replace('"', "") for phrase, word in _TERM.findall(words.strip())]
     quoted = [f'"{term}"' for term in terms if term]
-    if not quoted:
-        return '""'
-    return " ".join(quoted) if words.endswith('"') else " ".join(quoted) + "*"
+    if quoted and not words.rstrip().endswith('"'):
+        quoted[-1] += "*"
+    return quoted or ['""'] * bool(words.strip())
