@@ -116,8 +116,8 @@ def account(rows: list[dict[str, float]]) -> dict[str, Any] | None:
     return {
         "step": int(last["step"]),
         "received": last["tokens/received"],
-        "trained": last["tokens/trained"],
-        "pending": last["tokens/pending"],
+        "trained": last.get("tokens/trained", 0.0),
+        "pending": last.get("tokens/pending", 0.0),
         "excluded": {name.removeprefix(prefix): n for name, n in sorted(last.items()) if name.startswith(prefix)},
     }
 

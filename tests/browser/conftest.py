@@ -64,6 +64,15 @@ class Watched:
         assert not elsewhere
 
 
+def until(page: Any, holds: str, seconds: float = 30.0) -> None:
+    """Wait until an expression holds. The page's own policy forbids Playwright to do so in it."""
+    for _ in range(int(seconds / 0.05)):
+        if page.evaluate(holds):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"it never held: {holds}")
+
+
 @pytest.fixture
 def watch(browser: Any) -> Iterator[Callable[..., Watched]]:
     """Pages of the browser, each of its own context."""

@@ -9,6 +9,8 @@ from urllib.parse import urlencode
 
 import pytest
 
+from tests.browser.conftest import until
+
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
 VIEWS = {
@@ -51,13 +53,11 @@ def test_rollouts_are_filtered_sorted_searched_and_opened_by_keyboard(runs: str,
     page = seen.open(runs + "#/run/quickstart/rollouts", "a.row")
     page.keyboard.press("/")
     page.keyboard.type("group by")
-    page.wait_for_function(
-        "document.querySelector('.count').textContent !== '' && location.hash.includes('text=group')"
-    )
+    until(page, "document.querySelector('.count').textContent !== '' && location.hash.includes('text=group')")
     page.select_option("select[aria-label='mode']", "train")
     page.get_by_role("button", name="reward", exact=True).click()
-    page.wait_for_function("location.hash.includes('sort=-reward') && location.hash.includes('mode=train')")
-    page.wait_for_function("document.querySelectorAll('a.row').length > 3")
+    until(page, "location.hash.includes('sort=-reward') && location.hash.includes('mode=train')")
+    until(page, "document.querySelectorAll('a.row').length > 3")
     assert set(page.locator("a.row .cell-mode").all_inner_texts()) == {"train"}
     address = page.url
     page.locator(".scroller").focus()
@@ -88,7 +88,7 @@ def test_a_rollout_is_read_down_to_its_tokens(runs: str, watch: Callable[..., An
     name = first(runs, "quickstart", mode="train", sort="-advantage")
     page = seen.open(f"{runs}#/run/quickstart/rollout/{name}", ".call")
     assert "SELECT" in page.locator(".message.answer").first.inner_text()
-    assert page.locator("svg .node.trained").count() == page.locator(".call").count()
+    assert page.locator("svg .node.trained").count() == page.locator("article.call").count()
     page.keyboard.press("4")  # colour by logprob
     page.wait_for_selector(".token.sampled")
     token = page.locator(".token.sampled").nth(1)
@@ -114,7 +114,7 @@ def test_tokens_are_coloured_by_choice(runs: str, watch: Callable[..., Any], col
     seen = watch()
     name = first(runs, "quickstart", mode="train", sort="-advantage")
     page = seen.open(f"{runs}#/run/quickstart/rollout/{name}?colour={colour}", ".token.sampled")
-    page.wait_for_function("document.querySelector('.legend-place').textContent.length > 3")
+    until(page, "document.querySelector('.legend-place').textContent.length > 3")
     coloured = page.locator(".token.sampled").evaluate_all("all => all.filter(one => one.style.backgroundColor).length")
     equal = colour in ("difference", "ratio")  # this run takes the sampler's logprobs for the trainer's
     assert (coloured > 0) is not equal
@@ -123,14 +123,14 @@ def test_tokens_are_coloured_by_choice(runs: str, watch: Callable[..., Any], col
 
 def test_a_call_is_copied_as_curl_and_as_json(runs: str, watch: Callable[..., Any]) -> None:
     page = watch().open(f"{runs}#/run/quickstart/rollout/{first(runs, 'quickstart', sort='-calls')}", ".call")
-    page.locator(".call").nth(1).get_by_role("button", name="curl").click()
+    page.locator("article.call").nth(1).get_by_role("button", name="curl").click()
     page.wait_for_selector("text=copied")
     curl = page.evaluate("navigator.clipboard.readText()")
     assert curl.startswith('curl "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY"')
     body = json.loads(curl.partition(" -d '")[2][:-1].replace("'\\''", "'"))
     assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
-    page.locator(".call").nth(1).get_by_role("button", name="JSON").click()
-    page.wait_for_function("navigator.clipboard.readText().then(text => text.startsWith('{'))")
+    page.locator("article.call").nth(1).get_by_role("button", name="JSON").click()
+    until(page, "navigator.clipboard.readText().then(text => text.startsWith('{'))")
     assert json.loads(page.evaluate("navigator.clipboard.readText()"))["number"] == 2
 
 
@@ -154,12 +154,12 @@ def test_a_graphs_branches_are_drawn_with_their_causes(runs: str, watch: Callabl
     page = seen.open(f"{runs}#/run/langgraph/rollout/{first(runs, 'langgraph')}", ".forest .node")
     assert page.locator(".forest .node").count() == 6  # three drafts, two ways on, one edited history
     assert page.locator(".forest .edge").count() == 2
-    causes = page.locator(".forest text.cause").all_inner_texts()
+    causes = page.locator(".forest text.cause").all_text_contents()
     assert any("edited text" in cause for cause in causes)
     assert re.search(r"calls \d, \d all continue call \d", page.locator("aside").inner_text())
     page.locator(".forest .node").nth(4).focus()
     page.keyboard.press("Enter")
-    page.wait_for_function("location.hash.includes('call=5')")
+    until(page, "location.hash.includes('call=5')")
     assert page.locator(".waterfall .bar.call").count() == 6
     seen.is_well(runs)
 
@@ -167,7 +167,7 @@ def test_a_graphs_branches_are_drawn_with_their_causes(runs: str, watch: Callabl
 def test_images_are_seen_where_the_model_saw_them(runs: str, watch: Callable[..., Any]) -> None:
     seen = watch()
     page = seen.open(f"{runs}#/run/images/rollout/{first(runs, 'images')}", ".image img")
-    page.wait_for_function("document.querySelectorAll('.image img').length === 3")
+    until(page, "document.querySelectorAll('.image img').length === 3")
     assert page.locator(".image img").evaluate_all("all => all.every(one => one.naturalWidth > 8)")
     assert page.locator(".image img").first.get_attribute("src").startswith("data:image/png;base64,")
     seen.is_well(runs)
@@ -179,7 +179,7 @@ def test_curves_of_runs_lie_over_one_another_by_step_and_by_time(runs: str, watc
     assert page.locator("table.list").first.locator("tbody tr").count() == 3
     assert page.locator(".curve").first.locator("polyline, circle").count() > 2
     page.select_option("select[aria-label='by']", "seconds")
-    page.wait_for_function("document.querySelector('.axes').textContent.includes(' s')")
+    until(page, "document.querySelector('.axes').textContent.includes(' s')")
     page.select_option("select[aria-label='add a metric']", "actor/grad_norm")
     page.wait_for_selector("text=gradient norm")
     assert page.locator("td.mono", has_text="actor_rollout_ref.model.path").count() == 1  # the configs differ there

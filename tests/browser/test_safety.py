@@ -22,7 +22,7 @@ from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import ErrorInfo, Finish, Log, RolloutRequest
 from lightning_rl.viewer import report
 from tests.browser import real_runs
-from tests.browser.conftest import dashboard
+from tests.browser.conftest import dashboard, until
 from tests.browser.test_pages import ask, first
 from tests.lightning_rl.inspect.runs import metrics_of, open_store, write_run
 from tests.lightning_rl.viewer.viewed import add_rollout, message, record_of, small_run
@@ -98,7 +98,7 @@ def test_nothing_that_an_agent_wrote_runs(hostile_run: Path, watch: Callable[...
         page = seen.open(f"{url}#/", "table.list")
         assert page.evaluate("globalThis.broken") is None
         page = seen.open(f"{url}#/run/{key}/rollout/train-0", ".call")
-        said = page.locator(".call").first.inner_text()
+        said = page.locator("article.call").first.inner_text()
         assert all(text in said for text in CORPUS[:3])  # it is shown, as what it is
         assert "\\u202egnirts" in said  # a character that turns text around it is named
         seen.is_well(url)
@@ -142,7 +142,7 @@ def test_a_report_of_the_quickstart_opens_offline_from_a_file(quickstart_run: Pa
         "lightning-rl quickstart --seed 0",
     ):
         assert told in text, told
-    page.locator(".pair .column header a").first.click()
+    page.locator("a", has_text="then, whole").first.click()
     page.wait_for_selector(".call .token")
     assert page.locator(".forest .node").count() >= 1
     page.locator("a", has_text="the report").click()
@@ -251,13 +251,13 @@ def test_a_run_is_watched_while_it_is_written(tmp_path: Path, watch: Callable[..
             steps = set()
             while "finished" not in page.locator(".rollout-head").inner_text():
                 steps.add(page.locator(".rollout-head .big").inner_text())
-                engines = page.locator("section").first.inner_text()
+                engines = page.locator(".two").inner_text()
                 assert KEY not in page.content()
                 page.wait_for_timeout(400)
             assert len(steps) > 3  # it went on by itself
             assert "embedded" in engines or "Engines run while the run does." in engines
             page = seen.open(f"{url}#/run/growing/rollouts", "a.row")
-            page.wait_for_function("document.querySelector('.count').textContent.includes('4,184')", timeout=30_000)
+            until(page, "document.querySelector('.count').textContent.includes('4,184')")
             seen.is_well(url)
         assert run.wait(120) == 0
     finally:
@@ -276,7 +276,7 @@ def test_many_updates_leave_the_page_as_large_as_it_was(tmp_path: Path, watch: C
             with (run_dir / "metrics.jsonl").open("ab") as file:
                 file.write(json.dumps(metrics_of(3 + number)).encode() + b"\n")
             page.wait_for_timeout(500)
-        page.wait_for_function("document.querySelector('.rollout-head').textContent.includes('14')", timeout=15_000)
+        until(page, "document.querySelector('.rollout-head').textContent.includes('14')")
         assert page.evaluate(count) < before * 1.5 + 200
 
 
@@ -311,7 +311,7 @@ def test_the_rollouts_of_a_server_are_looked_at_over_its_control_plane(
             page = seen.open(f"{url}#/run/{key}/rollouts", "a.row")
             assert page.locator("a.row").count() == 3
             store.finish(claim.rollout.rollout_id, claim.attempt.attempt_id, Finish(status="succeeded", reward=0.5))
-            page.wait_for_function("document.body.textContent.includes('0.500')", timeout=15_000)
+            until(page, "document.body.textContent.includes('0.500')")
             assert first(url, key, status="succeeded") == claim.rollout.rollout_id
             page = seen.open(f"{url}#/run/{key}/now", ".tile")
             assert "calls in flight" in page.locator(".tiles").inner_text()

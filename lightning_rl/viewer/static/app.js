@@ -18,7 +18,7 @@ const KEYS = [
 const COLOUR_KEYS = ["text", "mask", "advantage", "logprob", "trainer", "difference", "ratio", "entropy", "version"];
 const LOOK_AGAIN_MS = 2000;
 
-const page = { runs: [], at: null, view: {}, turn: 0, versions: {} };
+const page = { runs: [], at: null, view: {}, turn: 0, stamp: "" };
 const root = document.getElementById("app");
 const bar = h("header", { class: "bar" }), notice = h("div", { role: "status" }), main = h("main", { id: "main", tabindex: -1 });
 
@@ -47,6 +47,7 @@ async function show() {
   const mine = ++page.turn, at = addressOf(location.hash);
   page.at = at;
   page.view = {};
+  page.stamp = stampOf();
   if (at.run && !page.runs.some((run) => run.key === at.run)) await readRuns();
   drawBar();
   document.title = `${[at.name || (at.view === "runs" ? "runs" : at.view), at.run].filter(Boolean).join(" · ")} · lightning_rl`;
@@ -86,18 +87,22 @@ async function lookAgain() {
     replaced(notice, h("p", { class: "problem" }, error.message));
     return;
   }
-  const { run } = page.at, told = page.runs.find((each) => each.key === run);
-  const stamp = JSON.stringify(run ? [told?.version, told?.steps, told?.state] : page.runs.map((each) => [each.key, each.steps, each.state]));
-  const before = page.versions[run];
-  page.versions[run] = stamp;
+  const told = page.runs.find((each) => each.key === page.at.run), before = page.stamp;
+  page.stamp = stampOf();
   drawBar();
-  if (before === undefined || (before === stamp && !(page.at.view === "now" && told?.state === "running"))) return;
+  if (before === page.stamp && !(page.at.view === "now" && told?.state === "running")) return;
   try {
     await page.view.refresh?.();
     page.view.fresh?.();
   } catch (error) {
     replaced(notice, h("p", { class: "problem" }, error.message));
   }
+}
+
+// What is another one once what is shown may be out of date.
+function stampOf() {
+  const { run } = page.at, told = page.runs.find((each) => each.key === run);
+  return JSON.stringify(run ? [told?.version, told?.steps, told?.state] : page.runs.map((each) => [each.key, each.steps, each.state]));
 }
 
 function turnTheme() {

@@ -31,11 +31,13 @@ export async function rolloutView(place, { run, name, query, go }) {
   drawForest();
   const details = detailsOf(state, choose, forest);
   replaced(aside, details);
-  const drawTalk = () => replaced(talk, toolbar(state, (by) => { state.by = by; go({ ...query, colour: by === "text" ? null : by }, true); drawTalk(); }), conversation(state));
+  const colour = (by) => { state.by = by; go({ ...query, colour: by === "text" ? null : by }, true); drawTalk(); };
+  const drawTalk = () => replaced(talk, toolbar(state, colour), conversation(state));
   drawTalk();
   place.append(h("div", { class: "two" }, talk, aside));
   if (state.chosen) requestAnimationFrame(() => state.parts.get(state.chosen)?.scrollIntoView({ block: "start" }));
-  return { rollout, colour: (by) => { state.by = by; drawTalk(); } };
+  const open = ["queued", "running"].includes(rollout.status); // what is over does not change
+  return { rollout, colour, refresh: open ? () => rolloutView(place, { run, name, query, go }) : undefined };
 }
 
 function headOf(run, rollout) {
