@@ -214,7 +214,7 @@ class ServerSource:
             for span in attempt.spans
             if (one := called(msgspec.msgpack.encode(span))) is not None
         ]
-        return found, self._read / max(self._read + len(self._unread), 1)
+        return found, self._read / (self._read + len(self._unread)) if self._unread else 1.0
 
     def trace(self, rollout_id: str) -> RolloutTrace:
         """See `Source`."""

@@ -81,9 +81,9 @@ def test_what_weights_make_of_a_call_now_is_what_they_made_of_it_then(run_dir: P
 
 def test_the_record_has_the_entropy_of_each_trained_token(run_dir: Path) -> None:
     [step] = step_record.read_all(run_dir)
-    [row] = jsonl.read(run_dir / "metrics.jsonl")
+    row = jsonl.read(run_dir / "metrics.jsonl")[-1]
     of_tokens = []
-    for one in (call for rollout in step.rollouts for call in rollout.calls.values()):
+    for one in (each for rollout in step.rollouts for each in rollout.calls.values()):
         found = unpack_logprobs(one.entropies)
         assert len(found) == one.trained_tokens
         of_tokens += found
