@@ -73,7 +73,8 @@ def _fill_step(connection: sqlite3.Connection, run_dir: Path, step: int, numbers
         )
         connection.execute(
             "INSERT INTO attempts (attempt_id, rollout_id, sequence, status, worker_id, unresponsive_seconds, "
-            "lease_expires_at, started_at, ended_at, reward, rewards) VALUES (?, ?, 1, 'succeeded', 'w', 30, ?, ?, ?, ?, ?)",
+            "lease_expires_at, started_at, ended_at, reward, rewards) "
+            "VALUES (?, ?, 1, 'succeeded', 'w', 30, ?, ?, ?, ?, ?)",
             (attempt, name, at, at, at + 1, reward, msgspec.json.encode({"reward": reward})),
         )
         calls = {}
@@ -182,9 +183,8 @@ def in_the_browser(url: str) -> None:
             print(f"{'view ' + name:<45} {milliseconds(lambda v=view, s=shows: opened(v, s), 5):8.0f} ms")
         opened("rollouts", "a.row")
         words = iter(["lakes", "birds 17", "ships where", "cars 5", "planes 99"])
-        print(
-            f"{'search, from the last key to the new rows':<45} {milliseconds(lambda: filtered(next(words)), 5):8.0f} ms"
-        )
+        taken = milliseconds(lambda: filtered(next(words)), 5)
+        print(f"{'search, from the last key to the new rows':<45} {taken:8.0f} ms")
         browser.close()
 
 

@@ -28,6 +28,7 @@ Query = Mapping[str, str]
 _TRACES = 32  # rollouts that are kept read, for the calls that are asked next
 _FIRST_SECONDS = 2.0  # that an answer waits for the first rollouts of a run
 _OF_THE_FOLDER = ("summary", "metrics", "config", "doctor")  # what needs no index
+_OF_ALL = ("tasks", "groups")  # what compares rollouts of the whole run
 _CURVES = (
     "critic/score/mean", "val/reward", "tune/reward", "actor/entropy", "actor/ppo_kl", "actor/pg_clipfrac",
     "actor/grad_norm", "response_length/mean", "num_turns/mean", "training/rollout_probs_diff_mean",
@@ -107,7 +108,8 @@ class ViewedRun:
     def answer(self, path: str, query: Query) -> Any:
         """What the page asks at `path` below the run. Raises NotRecorded, WrongQuery, what reading the run raises."""
         if path not in _OF_THE_FOLDER:
-            self.indexer.begun.wait(_FIRST_SECONDS)
+            begun = self.indexer.ready if path.startswith(_OF_ALL) else self.indexer.begun
+            begun.wait(_FIRST_SECONDS)
         if (known := self._paths.get(path)) is not None:
             return known(query)
         noun, _, rest = path.partition("/")

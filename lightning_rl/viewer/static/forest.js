@@ -67,7 +67,7 @@ export function forestPicture(attempt, { chosen = null, onchoose = () => {} } = 
     const words = [`call ${call.number}`, call.agent, call.continues === null ? "begins a tree" : `continues call ${call.continues}`, why ? `not trained: ${why}` : "trained", fork ? `fork: ${CAUSES[fork.cause] ?? fork.cause}` : null].filter(Boolean).join(", ");
     const node = s("g", { class: `node ${state}${chosen === call.number ? " chosen" : ""}`, tabindex: 0, role: "button", "aria-label": words, transform: `translate(${x} ${y})`, onclick: () => onchoose(call.number), onkeydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); onchoose(call.number); } } },
       s("title", {}, words),
-      fork ? s("text", { class: "cause", x: 0, y: -3 }, `⑂ ${fork.cause.replaceAll("_", " ")}`) : null,
+      fork ? s("text", { class: "cause", x: 0, y: -3 }, `fork: ${fork.cause.replaceAll("_", " ")}`) : null,
       s("rect", { width: NODE.width, height: NODE.height, rx: 4 }),
       s("text", { x: 8, y: 15 }, `#${call.number}${call.agent ? ` ${plainText(call.agent).slice(0, 11)}` : ""}`),
       s("text", { class: "small", x: 8, y: 29 }, `${number(call.prompt_tokens)} + ${number(call.sampled_tokens)}`),
