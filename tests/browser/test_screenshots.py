@@ -15,10 +15,11 @@ from tests.browser.test_pages import ask, first
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
 # Where this machine keeps things is no part of a picture.
-PLACES = """([root, shown]) => {
+PLACES = r"""([root, shown]) => {
   const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walk.nextNode()) {
-    const text = walk.currentNode.textContent.replaceAll(root, shown).replace(/\\/tmp\\/[\\w./-]*?\\/(\\w+)$/, "~/runs/$1");
+    let text = walk.currentNode.textContent.replaceAll(root, shown);
+    text = text.replace(/\/tmp\/[\w./-]*?\/(\w+)$/, "~/runs/$1");
     if (text !== walk.currentNode.textContent) walk.currentNode.textContent = text;
   }
 }"""
