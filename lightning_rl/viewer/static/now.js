@@ -29,7 +29,7 @@ function progress(now) {
 
 function tiles(now) {
   const { counts } = now.rollouts, server = now.server ?? {};
-  const parked = Object.values(server.models ?? {}).filter((model) => model.paused).reduce((sum, model) => sum + (model.in_flight ?? 0), 0);
+  const parked = Object.values(server.models ?? {}).reduce((sum, model) => sum + (model.parked ?? 0), 0);
   const shown = [
     ["running", counts.running ?? 0], ["queued", counts.queued ?? 0], ["succeeded", counts.succeeded ?? 0], ["failed", counts.failed ?? 0],
     ...(now.server && !server.problem ? [["calls in flight", server.in_flight], ["calls parked", parked], ["open attempts", server.open_attempts], ["tokens pending", server.tokens_pending]] : []),
