@@ -25,6 +25,7 @@ from lightning_rl.viewer.indexer import Indexer
 from lightning_rl.viewer.source import FolderSource, ServerSource, Source
 
 Query = Mapping[str, str]
+_RUN_ID = "run.id"  # in the folder: what ends the ids of the run's rollouts
 _TRACES = 32  # rollouts that are kept read, for the calls that are asked next
 _FIRST_SECONDS = 2.0  # that an answer waits for the first rollouts of a run
 _OF_THE_FOLDER = ("summary", "metrics", "config", "doctor")  # what needs no index
@@ -101,7 +102,8 @@ class ViewedRun:
 
     def _source(self) -> Source:
         if self._store is not None:
-            return ServerSource(self._store)
+            file = None if self.run_dir is None else self.run_dir / _RUN_ID
+            return ServerSource(self._store, file.read_text() if file is not None and file.is_file() else None)
         assert self.run_dir is not None
         return FolderSource(self.run_dir)
 

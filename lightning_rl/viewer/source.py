@@ -161,10 +161,11 @@ class FolderSource:
 
 
 class ServerSource:
-    """A running server, asked over its control plane."""
+    """A running server, asked over its control plane; with `run_id` the rollouts of that run alone."""
 
-    def __init__(self, store: PagedStore) -> None:
+    def __init__(self, store: PagedStore, run_id: str | None = None) -> None:
         self.store = store
+        self._of_run = "" if run_id is None else f".{run_id}"
         self._cursor: str | None = None
         self._seen: dict[str, int] = {}  # of the last page, which was not full
         self._count = 0
@@ -180,7 +181,8 @@ class ServerSource:
         """See `Source`; the oldest come first, as the server lists them."""
         while True:
             rollouts, following = self.store.page(self._cursor, _CHUNK // 2)
-            fresh = [rollout for rollout in rollouts if rollout.rollout_id not in self._seen]
+            ours = [rollout for rollout in rollouts if rollout.rollout_id.endswith(self._of_run)]
+            fresh = [rollout for rollout in ours if rollout.rollout_id not in self._seen]
             placed = list(enumerate(fresh, start=self._count + 1))
             self._count += len(fresh)
             self._note(fresh)

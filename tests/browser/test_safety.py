@@ -314,7 +314,7 @@ def test_the_rollouts_of_a_server_are_looked_at_over_its_control_plane(
             until(page, "document.body.textContent.includes('0.500')")
             assert first(url, key, status="succeeded") == claim.rollout.rollout_id
             page = seen.open(f"{url}#/run/{key}/now", ".tile")
-            assert "calls in flight" in page.locator(".tiles").inner_text()
+            assert "calls parked" in page.locator(".tiles").inner_text()
             assert KEY not in page.content()
             seen.is_well(url)
         store.close()

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
+from lightning_rl.cli import dashboard
 from lightning_rl.files import owned
 from lightning_rl.inspect.recorded import NotRecorded
+from lightning_rl.processes.service_keys import ADMIN_KEY
+from lightning_rl.store.contract import Rollout, RolloutConfig
 from lightning_rl.viewer import run_folder, tokens
 from lightning_rl.viewer.indexer import Indexer
 from lightning_rl.viewer.live import waiting
 from lightning_rl.viewer.run import ViewedRun, encoded
+from lightning_rl.viewer.source import ServerSource
 from lightning_rl_adapters import semconv
 from tests.lightning_rl.inspect.runs import open_store
 from tests.lightning_rl.viewer.viewed import PIXEL, PNG, SVG, add_rollout, read, small_run, turn, with_image
@@ -234,3 +238,44 @@ def test_answers_are_json_that_every_browser_reads() -> None:
     told = json.loads(encoded({"nan": float("nan"), "half": "\ud83d", "path": Path("x")}))
     assert told["nan"] is None
     assert told["path"] == "x"
+
+
+class _Pages:
+    """A server's list of rollouts, a page at a time."""
+
+    def __init__(self, *pages: list[Rollout]) -> None:
+        self.pages = list(pages)
+        self.asked: list[str | None] = []
+
+    def page(self, cursor: str | None, limit: int) -> tuple[list[Rollout], str | None]:
+        self.asked.append(cursor)
+        at = int(cursor or 0)
+        return self.pages[at], str(at + 1) if at + 1 < len(self.pages) else None
+
+
+def _rollout(rollout_id: str) -> Rollout:
+    return Rollout(
+        rollout_id=rollout_id, task={}, mode="train", status="queued", group_id=None, agent=None, resources_id=None,
+        config=RolloutConfig(), metadata={}, attempt_count=0, created_at=0.0,
+    )  # fmt: skip
+
+
+def test_of_a_servers_rollouts_those_of_the_run_are_listed_each_once() -> None:
+    server: Any = _Pages([_rollout("a.one"), _rollout("b.two")], [_rollout("c.one")])
+    source = ServerSource(server, "one")
+    assert [[rollout.rollout_id for _, rollout in page] for page in source.arrived()] == [["a.one"], ["c.one"]]
+    server.pages[1].append(_rollout("d.one"))
+    assert [(position, rollout.rollout_id) for page in source.arrived() for position, rollout in page] == [(3, "d.one")]
+    assert server.asked == [None, "1", "1"]
+
+
+def test_a_run_that_attached_to_a_server_is_looked_at_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "server.url").write_text("http://127.0.0.1:1/")
+    (tmp_path / "run.id").write_text("one")
+    monkeypatch.setenv(ADMIN_KEY, "an-admin-key-of-32-characters-xx")
+    [run] = dashboard._runs([tmp_path], None)
+    assert run._store is not None
+    assert run._store.url == "http://127.0.0.1:1"
+    monkeypatch.delenv(ADMIN_KEY)
+    [run] = dashboard._runs([tmp_path], None)
+    assert run._store is None
