@@ -7,9 +7,11 @@ SDKS := .venv-sdk3/.made .venv-sdk-litellm/.made
 ORACLE := .venv-oracle
 VLLM := .venv-vllm
 AGENTS := .venv-agents
+BROWSER := .venv-browser
+CHROMIUM ?= /usr/bin/chromium
 SERVICES := tests/lightning_rl/control_plane tests/lightning_rl/runner tests/lightning_rl/store
 CLUSTER := tests/cluster tests/lightning_rl/training/distributed
-FAST := not e2e and not chaos and not package and not sdk and not vllm and not agents and not cluster
+FAST := not e2e and not chaos and not package and not sdk and not vllm and not agents and not cluster and not browser
 ASKING := forest/test_live_forest test_call_names test_gateway http/test_limits test_logs http/test_openapi test_parking \
   recording/test_recorder test_retries routing/test_router test_streaming rendering/test_chat_templates \
   forest/test_raw_prompts
@@ -17,7 +19,7 @@ PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # One thread each: several processes on the same cores stand in each other's way with more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: quickstart test test-all test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents docs lint types check bench clean
+.PHONY: quickstart test test-all test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents test-browser screenshots docs lint types check bench clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/lightning-rl quickstart $(ARGS)
@@ -29,7 +31,7 @@ test: $(VENV)/.dev
 # three times as many random examples.
 test-all: export EXAMPLES = all
 test-all: test test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle \
-  test-agents test-vllm test-vllm-training test-vllm-gateway
+  test-agents test-browser test-vllm test-vllm-training test-vllm-gateway
 	$(PYTEST) tests $(SERVICES:%=--ignore %) --ignore tests/oracle -m "$(FAST) and long" -n 3 --dist loadscope
 
 # Those that start processes and databases by the hundred: servers, runners, and the store over each database.
@@ -92,6 +94,15 @@ test-agents: $(VENV)/.dev $(AGENTS)/.made
 	OMP_NUM_THREADS=1 $(AGENTS)/bin/python -m pytest tests/e2e/test_examples.py tests/e2e/test_sql_graph.py \
 	  tests/e2e/test_autogen.py tests/e2e/test_instrumented_clients.py -m "not e2e" $(ARGS)
 
+# The dashboard and a report in a real browser, over real runs. Chromium is the system's (`apt-get install chromium`);
+# CHROMIUM names another one. The second also writes the pictures of docs/dashboard.md.
+test-browser: $(VENV)/.dev $(BROWSER)/.made
+	OMP_NUM_THREADS=1 CHROMIUM=$(CHROMIUM) $(BROWSER)/bin/python -m pytest tests/browser -m browser $(ARGS)
+
+screenshots: $(VENV)/.dev $(BROWSER)/.made
+	OMP_NUM_THREADS=1 CHROMIUM=$(CHROMIUM) SCREENSHOTS=docs/images $(BROWSER)/bin/python -m pytest tests/browser/test_screenshots.py \
+	  -m browser $(ARGS)
+
 docs: $(VENV)/.dev $(SDKS)
 	$(BIN)/python -m lightning_rl.config.reference > docs/config.md
 	$(BIN)/python -m tests.sdk.matrix
@@ -147,6 +158,13 @@ $(AGENTS)/.made: Makefile $(VENV)/.dev
 	$(AGENTS)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps $(AUTOGEN) $(INSTRUMENTATION)
 	touch $@
 
+# Playwright's package is large, so it is in an environment of its own; all else comes from .venv.
+$(BROWSER)/.made: Makefile $(VENV)/.dev
+	$(BIN)/python -m venv --clear $(BROWSER)
+	echo "import site; site.addsitedir('$$($(BIN)/$(PURELIB))')" > $$($(BROWSER)/bin/$(PURELIB))/ours.pth
+	$(BROWSER)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) "playwright>=1.50,<2"
+	touch $@
+
 # A real vLLM for the CPU. What comes with it and is not needed breaks the imports of transformers here.
 $(VLLM)/.made:
 	$(PYTHON) -m venv --clear $(VLLM)
@@ -160,4 +178,4 @@ $(VLLM)/seeing/.made: $(VLLM)/.made
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(dir $(SDKS)) $(ORACLE) $(VLLM) $(AGENTS) dist build
+	rm -rf $(VENV) $(dir $(SDKS)) $(ORACLE) $(VLLM) $(AGENTS) $(BROWSER) dist build

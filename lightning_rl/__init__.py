@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lightning_rl.ppo.ppo import PPO, VERL
     from lightning_rl.store.contract import Rollout, RolloutConfig
     from lightning_rl.trainer import Trainer
+    from lightning_rl.viewer.notebook import Run
     from lightning_rl_adapters.call import Call
     from lightning_rl_adapters.forest import Forest
     from lightning_rl_adapters.rows import Row
@@ -90,6 +91,7 @@ _HOME = {
     "Rollout": "lightning_rl.store.contract",
     "RolloutConfig": "lightning_rl.store.contract",
     "Trainer": "lightning_rl.trainer",
+    "Run": "lightning_rl.viewer.notebook",
     "Call": "lightning_rl_adapters.call",
     "Forest": "lightning_rl_adapters.forest",
     "Row": "lightning_rl_adapters.rows",
@@ -125,6 +127,7 @@ __all__ = [
     "Rollout",
     "RolloutConfig",
     "Row",
+    "Run",
     "Span",
     "TraceToMessages",
     "TracerTraceToTriplet",

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from lightning_rl.inspect.dev import Dev
     from lightning_rl.runner.launch import Working
     from lightning_rl.runner.on_ray import Hosts
+    from lightning_rl.viewer.notebook import Run
 
 
 _log = logging.getLogger(__name__)
@@ -164,6 +165,16 @@ class Trainer:
             agent.check_resources(running.resources)
         self._run(None if agent is None else hooked(agent, self.hooks), running, train_dataset, val_dataset)
         return running
+
+    @property
+    def run(self) -> "Run":
+        """The run that `fit` made, to look at: `trainer.run.rollout(id)` draws one in a notebook. Raises RuntimeError
+        before `fit`."""
+        from lightning_rl.viewer.notebook import Run
+
+        if self.run_dir is None:
+            raise RuntimeError("there is no run to look at yet: call fit first, or lrl.Run(folder) for another one")
+        return Run(self.run_dir)
 
     def _run(
         self,

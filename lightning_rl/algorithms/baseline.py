@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shlex
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -125,6 +126,7 @@ class Baseline(Algorithm):
             if tasks:
                 self.evaluations.append(self.evaluate(name, tasks))
                 print(self.evaluations[-1])
+        print(f"to look at its rollouts: lightning-rl dashboard {shlex.quote(str(self.run_dir))}")
         write_whole(self.run_dir / "evaluations.json", msgspec.json.encode(self.evaluations) + b"\n")
 
     def evaluate(self, name: str, tasks: Dataset) -> Evaluation:

@@ -5,7 +5,19 @@ from typing import Annotated
 import typer
 
 import lightning_rl
-from lightning_rl.cli import doctor, explain, export, quickstart, replay, rollouts, runner, serve, train
+from lightning_rl.cli import (
+    dashboard,
+    doctor,
+    explain,
+    export,
+    quickstart,
+    replay,
+    report,
+    rollouts,
+    runner,
+    serve,
+    train,
+)
 
 app = typer.Typer(
     name="lightning-rl",
@@ -18,6 +30,8 @@ app.command("quickstart")(quickstart.run)
 app.command("train")(train.run)
 app.command("serve")(serve.run)
 app.command("runner")(runner.run)
+app.command("dashboard")(dashboard.run)
+app.command("report")(report.run)
 app.command("explain")(explain.run)
 app.command("doctor")(doctor.run)
 app.add_typer(rollouts.app, name="rollouts")

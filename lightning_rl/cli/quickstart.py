@@ -6,6 +6,7 @@ It is the tutorial's own `train.py` that runs; this file only finds it, and tell
 import contextlib
 import importlib
 import itertools
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -45,8 +46,9 @@ def run(
 
 
 def tell(algorithm: "PPO", run_dir: Path, tutorial: Any, console: "Console") -> None:
-    """The summary: questions before and after, the curve, the account of tokens, the run folder, what is next."""
+    """The summary: questions before and after, curve, account of tokens, folder, report, what is next."""
     from lightning_rl.cli import curve
+    from lightning_rl.viewer import report
 
     history = algorithm.history
     steps, accuracy = curve.points(history, "val/reward")
@@ -70,7 +72,9 @@ def tell(algorithm: "PPO", run_dir: Path, tutorial: Any, console: "Console") -> 
     console.print(
         f"held-out accuracy, sampled: {accuracy[0]:.3f} -> {accuracy[-1]:.3f} in {int(steps[-1])} steps\n"
         f"curve       {png}\nmetrics     {run_dir / 'metrics.jsonl'}\nstore       {run_dir / 'store.db'}\n"
-        f"model       {run_dir / 'model'}  (transformers loads it)\n\n"
+        f"model       {run_dir / 'model'}  (transformers loads it)\n"
+        f"report      {report.write(run_dir, run_dir / 'report.html')}  (opens in a browser)\n"
+        f"look at it  lightning-rl dashboard {shlex.quote(str(run_dir))}\n\n"
         f"Next: read {Path(tutorial.__file__).parent / 'agent.py'} (nothing in it knows of training) and train.py "
         "beside it, change the reward or a hyperparameter, and run it again.",
         soft_wrap=True,

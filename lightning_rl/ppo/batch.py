@@ -479,6 +479,8 @@ def _record(part: RolloutPart, mini_batch: int | None, weight: float) -> Rollout
                 trained_tokens=len(places),
                 kept=None if len(places) == len(node.call.response_ids) else places.tolist(),
                 old_log_probs=b"" if old is None else pack_logprobs(old[where].tolist()),
+                advantages=pack_logprobs(sequence.advantages[where].tolist()) if part.tokens else b"",
+                entropies=b"" if sequence.entropies is None else _packed_entropies(sequence.entropies, where),
             )
         else:
             rejected = "rejected" if call_id in part.rejected else None
@@ -495,6 +497,10 @@ def _record(part: RolloutPart, mini_batch: int | None, weight: float) -> Rollout
         overlong_penalty=part.penalty,
         kl_penalty=part.kl_penalty,
     )
+
+
+def _packed_entropies(entropies: Any, where: NDArray[np.int64]) -> bytes:
+    return pack_logprobs(entropies.float().cpu().numpy()[where].tolist())
 
 
 def _credited(given: Credit | None, estimate: Estimate | None) -> CallRecord:

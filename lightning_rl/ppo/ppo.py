@@ -366,9 +366,11 @@ class PPO(Hooks, Algorithm):
             state.update_kl_coef(batch.kl, len(batch.parts))
             parts.ledger.enter(batch)
             plan = models.actor.plan(batch.sequences, len(collected.trained))
-            self._write_record(step_batch.records(batch, plan))
             parts.reporter.write_generations("train", self.step, collected.trained)
-            metrics |= self._update(batch, plan, timing) if plan else reporting.skipped(batch, self.step)
+            try:
+                metrics |= self._update(batch, plan, timing) if plan else reporting.skipped(batch, self.step)
+            finally:  # an update that fails is looked into, too
+                self._write_record(step_batch.records(batch, plan))
             models.actor.offload()
             parts.weights.wake()
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}

@@ -63,6 +63,7 @@ class Reporter:
         self.warnings = Problems(state.run_dir, max_tokens=config.data.max_tokens)
         if console:
             _print_defaults(config, models)
+            print(f"to look at the run as it goes: lightning-rl dashboard {shlex.quote(str(state.run_dir))}")
         trainer = config.trainer
         names = [name for name in trainer.logger if name != "console" or console]
         about = {"name": trainer.experiment_name or state.run_dir.name, "config": msgspec.to_builtins(config)}
@@ -245,7 +246,9 @@ def summary_lines(run_dir: Path, history: Sequence[Mapping[str, float]], rollout
     text.append(f"{'run':<12}{run_dir}")
     if (run_dir / "model").is_dir():
         text.append(f"{'model':<12}{run_dir / 'model'}")
-    text.append(f"{'next':<12}lightning-rl doctor {folder}")
+    text.append(f"{'next':<12}lightning-rl dashboard {folder}")
+    text.append(f"{'':<12}lightning-rl report {folder}")
+    text.append(f"{'':<12}lightning-rl doctor {folder}")
     if rollout is not None:
         text.append(f"{'':<12}lightning-rl explain {rollout} --run-dir {folder}")
     return text

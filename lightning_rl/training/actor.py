@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_rl.rl.distillation import DistillationOptions, Taught, distillation_loss, policy_gradient
 from lightning_rl.rl.kl import kl_penalty
 from lightning_rl.rl.losses import LossInputs, LossOptions, loss_named
-from lightning_rl.training.batch import MiniBatch, TrainingSequence, by_sequence, canonical_order
+from lightning_rl.training.batch import MiniBatch, TrainingSequence, by_sequence, canonical_order, note_entropies
 from lightning_rl.training.critic import values_of, weighted_value_loss
 from lightning_rl.training.forward import Forward, Outputs, Sizes
 from lightning_rl.training.learner import Learner, LearnerConfig, add_up, means
@@ -164,6 +164,7 @@ class Actor(Learner):
                 micro, candidates=self._teachers_choice(micro), with_hidden=self.value_head is not None
             )
             log_probs, entropies = out.log_probs, out.entropies
+            note_entropies(micro, entropies)
             tokens = self._tokens(micro, log_probs, constants)
             weights = self._gather(np.full(len(s.trained), mini.weights[s.rollout]) for s in micro)
             policy = self._loss.token_loss(tokens, self.config)

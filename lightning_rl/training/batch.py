@@ -33,7 +33,8 @@ class TrainingSequence:
     distribution); float32 [K] each: `rollout_log_probs` (NaN where the engine gave none), `advantages`, `temperature`,
     and `old_log_probs` once they are known. `rollout` indexes the rollout within the batch. `calls` maps each call that
     the row trains to the position of its first sampled token. `cut_context`: tokens before the first are cut off, so
-    the sampler saw more than the trainer. `images` are those that the row shows. Float32 [K] where there are any:
+    the sampler saw more than the trainer. `images` are those that the row shows. `entropies` (nats) [K] are those that
+    the actor's first pass over the row found, where it was made in this process. Float32 [K] where there are any:
     `weights`, by which the policy's token losses are multiplied (rollout correction), `reference_log_probs`, and
     `teacher_log_probs` (NaN where a token has no teacher); of the C tokens that the teacher finds most likely in the
     place of each, where they are compared, `teacher_top_ids` int64 [K, C] and `teacher_top_log_probs` float32 [K, C].
@@ -56,6 +57,7 @@ class TrainingSequence:
     calls: dict[str, int] = field(default_factory=dict)
     cut_context: bool = False
     images: tuple[PlacedImage, ...] = ()
+    entropies: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -116,6 +118,14 @@ class TrainingSequence:
             given = of_calls.get(call_id, 0.0)
             found[where] = given[places] if isinstance(given, np.ndarray) else given
         return found
+
+
+def note_entropies(sequences: Sequence[TrainingSequence], entropies: torch.Tensor) -> None:
+    """Keep the entropies [K] of the trained tokens of `sequences`, joined in their order, of the first pass alone."""
+    parts = torch.split(entropies.detach(), [len(sequence.trained) for sequence in sequences])
+    for sequence, own in zip(sequences, parts, strict=True):
+        if sequence.entropies is None:
+            sequence.entropies = own  # not brought over from its device yet: that would wait for it
 
 
 def canonical_order(sequences: Sequence[TrainingSequence]) -> NDArray[np.int64]:

@@ -31,8 +31,9 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokens (`StepRecord.estimator`) these are means over the call's tokens, and the credit is the return from each on.
     `weight` is that of each of its trained tokens in the loss of `mini_batch` (from 0). `kept` are the places of its
     trained tokens among those it sampled, None for all of them; `old_log_probs` (float32 bytes,
-    `span.unpack_logprobs`) are theirs as the trainer computed them before the update. `left_out` is why none of it is
-    trained.
+    `span.unpack_logprobs`) are theirs as the trainer computed them before the update. `advantages`, packed in the same
+    way, are theirs under an estimator of tokens, and `entropies` (nats) those of the distributions that they were
+    sampled from, where the trainer computed them; empty otherwise. `left_out` is why none of it is trained.
     """
 
     credit: float | None = None
@@ -47,6 +48,8 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
     old_log_probs: bytes = b""
     left_out: str | None = None
     plus: PlusRecord | None = None
+    advantages: bytes = b""
+    entropies: bytes = b""
 
 
 class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):

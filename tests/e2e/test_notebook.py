@@ -71,6 +71,10 @@ class Notebook:
     def __init__(self, client: NotebookClient) -> None:
         self._client = client
 
+    def shown(self) -> str:
+        """The HTML that the last cell shows."""
+        return "".join(output.get("data", {}).get("text/html", "") for output in self._client.nb.cells[-1].outputs)
+
     def run(self, source: str) -> str:
         """What the new cell prints, or shows as its value. An error that it ends with is raised."""
         cell = nbformat.v4.new_code_cell(source)
@@ -124,6 +128,7 @@ def test_cells_train_an_agent_that_cells_define(notebook: Notebook) -> None:
     printed = notebook.run(fit("first"))
     assert "step 1/1  reward" in printed
     assert "rror" not in printed
+    assert "<svg" in notebook.shown()  # the curve, without widgets
     assert notebook.run("trained.history[-1]['critic/rewards/mean'] >= 0, len(trained.history)") == "(True, 1)"
     assert notebook.children() == []
 

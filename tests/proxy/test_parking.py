@@ -66,6 +66,20 @@ def test_the_state_says_for_how_long_a_model_is_paused(served: Served) -> None:
     assert told() is None
 
 
+def test_the_state_says_how_many_calls_are_parked(served: Served) -> None:
+    def parked() -> Any:
+        return served.gateway.state()["models"]["policy"]["parked"]
+
+    served.run(lambda: served.gateway.pause("policy"))
+    assert parked() == 0
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(ask, served) for _ in range(2)]
+        served.eventually(lambda: parked() == 2)
+        served.run(lambda: served.gateway.resume("policy"))
+        assert [call.result(20) for call in calls] == ["ok", "ok"]
+    assert parked() == 0
+
+
 @pytest.mark.parametrize("drain_seconds", [0, 0.05])
 def test_what_has_not_ended_by_the_deadline_freezes_and_goes_on(served: Served, drain_seconds: float) -> None:
     served.engine.steps = asyncio.Semaphore(0)

@@ -45,8 +45,10 @@ def open_trackers(
     trackers: list[Tracker] = []
     if "console" in names:
         from lightning_rl.telemetry.metrics.console import ConsoleTracker
+        from lightning_rl.telemetry.metrics.notebook import NotebookTracker, in_notebook
 
-        trackers.append(ConsoleTracker(total_steps, began_at=began_at))
+        shown = NotebookTracker if in_notebook() else ConsoleTracker
+        trackers.append(shown(total_steps, began_at=began_at))
     if "jsonl" in names:
         from lightning_rl.telemetry.metrics.jsonl import JsonlTracker
 

@@ -88,6 +88,7 @@ class Router:
         self._ended: asyncio.Event | None = None  # for those who wait until a call ends
         self._paused: dict[str, asyncio.Event] = {}
         self._paused_at: dict[str, float] = {}  # by the monotonic clock
+        self._parked: Counter[str] = Counter()  # calls that wait for the end of a pause
         self._asked: Counter[str] = Counter()  # calls of token engines, also those that wait here
         self.capacity_freed: Callable[[], None] = lambda: None  # called where the engines may bear more than before
         self._watch = EngineHealth(self._engines.values(), lambda: self.capacity_freed())
@@ -293,8 +294,8 @@ class Router:
         return model in self._paused
 
     def state(self) -> dict[str, dict[str, int | float | bool | None]]:
-        """Per model: engines (or backends), calls in flight, tokens received, paused (and for how long), policy
-        version, trainable.
+        """Per model: engines (or backends), calls in flight, parked by a pause, tokens received, paused (and for how
+        long), policy version, trainable.
 
         And of token engines, what waits in their queues, and how many calls they bear at once.
         """
@@ -343,7 +344,11 @@ class Router:
 
     async def _not_paused(self, model: str) -> None:
         while (gate := self._paused.get(model)) is not None:
-            await gate.wait()
+            self._parked[model] += 1
+            try:
+                await gate.wait()
+            finally:
+                self._parked[model] -= 1
 
     async def _take(
         self, model: str, home: Engine | None, tried: list[Replica[Engine]]
@@ -383,6 +388,7 @@ class Router:
         return {
             "engines": len(pool.replicas),
             "in_flight": pool.in_flight,
+            "parked": self._parked[pool.model],
             "paused": pool.model in self._paused,
             "paused_seconds": None if paused_at is None else time.monotonic() - paused_at,
         }

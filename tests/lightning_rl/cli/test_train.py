@@ -80,9 +80,10 @@ def test_a_run_ends_with_what_came_of_it_and_a_finished_one_says_so_at_once(plac
     lines = done.stdout.splitlines()
     run, (rate,) = place / "run", [line for line in lines if line.startswith("learning rate: ")]
     assert rate.startswith("learning rate: 0.0003, by the model's size")
-    assert re.fullmatch(r"reward {6}\d\.\d{3} -> \d\.\d{3} \(step 1 to 2\)", lines[-5])
-    assert lines[-4:-1] == [
-        f"run         {run}", f"model       {run / 'model'}", f"next        lightning-rl doctor {run}",
+    assert re.fullmatch(r"reward {6}\d\.\d{3} -> \d\.\d{3} \(step 1 to 2\)", lines[-7])
+    assert lines[-6:-1] == [
+        f"run         {run}", f"model       {run / 'model'}", f"next        lightning-rl dashboard {run}",
+        f"            lightning-rl report {run}", f"            lightning-rl doctor {run}",
     ]  # fmt: skip
     explain = lines[-1].split()
     assert explain[:2] == ["lightning-rl", "explain"]
@@ -90,7 +91,7 @@ def test_a_run_ends_with_what_came_of_it_and_a_finished_one_says_so_at_once(plac
     before = (run / "store.db").stat().st_mtime_ns
     again = lightning_rl(place, "train", "--resume", "run").stdout.splitlines()
     assert again[0] == "this run is finished, with 2 of 2 steps: there is nothing left to do"
-    assert again[1:] == lines[-5:]
+    assert again[1:] == lines[-7:]
     assert (run / "store.db").stat().st_mtime_ns == before
 
 

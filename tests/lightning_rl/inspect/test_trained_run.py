@@ -10,6 +10,9 @@ import pytest
 
 import lightning_rl as lrl
 from lightning_rl.inspect import call, recorded, rescore
+from lightning_rl.telemetry.metrics import jsonl
+from lightning_rl.trajectories import step_record
+from lightning_rl_adapters.span import unpack_logprobs
 from tests.lightning_rl.ppo.agents import two_calls
 
 ROOT = Path(__file__).parents[3]
@@ -74,6 +77,18 @@ def test_what_weights_make_of_a_call_now_is_what_they_made_of_it_then(run_dir: P
     assert len(path) == 2
     assert rescore.log_probs(CHECKPOINT, path) == pytest.approx(path[-1].logprobs, abs=1e-4)
     assert rescore.log_probs(rescore.newest(run_dir), path) != pytest.approx(path[-1].logprobs, abs=1e-4)
+
+
+def test_the_record_has_the_entropy_of_each_trained_token(run_dir: Path) -> None:
+    [step] = step_record.read_all(run_dir)
+    row = jsonl.read(run_dir / "metrics.jsonl")[-1]
+    of_tokens = []
+    for one in (each for rollout in step.rollouts for each in rollout.calls.values()):
+        found = unpack_logprobs(one.entropies)
+        assert len(found) == one.trained_tokens
+        of_tokens += found
+    assert min(of_tokens) >= 0
+    assert sum(of_tokens) / len(of_tokens) == pytest.approx(row["actor/entropy"], rel=0.2)  # of several mini-batches
 
 
 def test_validation_is_explained_as_what_it_is(run_dir: Path) -> None:

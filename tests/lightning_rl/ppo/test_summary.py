@@ -19,7 +19,9 @@ def test_rewards_before_and_after_the_folder_and_the_next_commands(tmp_path: Pat
         "tuning      0.500 (step 8)",
         f"run         {run_dir}",
         f"model       {run_dir / 'model'}",
-        f"next        lightning-rl doctor '{run_dir}'",
+        f"next        lightning-rl dashboard '{run_dir}'",
+        f"            lightning-rl report '{run_dir}'",
+        f"            lightning-rl doctor '{run_dir}'",
         f"            lightning-rl explain train-0-8-1-0.4f2a1c --run-dir '{run_dir}'",
     ]
 
@@ -27,7 +29,9 @@ def test_rewards_before_and_after_the_folder_and_the_next_commands(tmp_path: Pat
 def test_a_run_without_steps_says_where_it_is(tmp_path: Path) -> None:
     assert reporting.summary_lines(tmp_path, [], None) == [
         f"run         {tmp_path}",
-        f"next        lightning-rl doctor {tmp_path}",
+        f"next        lightning-rl dashboard {tmp_path}",
+        f"            lightning-rl report {tmp_path}",
+        f"            lightning-rl doctor {tmp_path}",
     ]
 
 

@@ -445,7 +445,7 @@ def test_state_models_and_pauses_know_backends(helped: Served, service: Service)
     ask(helped, [user("one")])
     state = helped.gateway.state()["models"]
     assert state["helper"] == {
-        "engines": 1, "in_flight": 0, "tokens_received": 0, "paused": False, "paused_seconds": None,
+        "engines": 1, "in_flight": 0, "parked": 0, "tokens_received": 0, "paused": False, "paused_seconds": None,
         "policy_version": 0, "trainable": False,
         "waiting": 0, "capacity": None,
     }  # fmt: skip

@@ -1,0 +1,28 @@
+"""`lightning-rl report`: a run as one file that opens everywhere."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def run(
+    folder: Annotated[Path | None, typer.Argument(help="The run's folder; by default the newest below runs/.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file; by default report.html in the run's folder.")
+    ] = None,
+) -> None:
+    """Write a run's report to one HTML file: curves, token account, findings, rollouts before and after, the config.
+
+    It needs no server and no network, has at most 5 MB, and shows the run as it stands now.
+
+    ```
+    lightning-rl report runs/20261231-120000 -o report.html
+    ```
+    """
+    from lightning_rl.inspect.recorded import newest_run
+    from lightning_rl.viewer.report import write
+
+    run_dir = folder or newest_run()
+    file = write(run_dir, output or run_dir / "report.html")
+    typer.echo(f"{file} ({file.stat().st_size / 1e6:.1f} MB)")

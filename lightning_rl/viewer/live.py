@@ -1,0 +1,144 @@
+"""What happens in a run right now: who waits for what, what is open, how its engines are, and what `doctor` says.
+
+A server is asked with the admin key of its run's folder or of the environment; what comes back holds no key.
+"""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lightning_rl.errors import Explained
+from lightning_rl.inspect.doctor import diagnose
+from lightning_rl.inspect.rollout_source import PagedStore
+from lightning_rl.inspect.run_stats import gather
+from lightning_rl.store.errors import StoreError
+from lightning_rl.viewer.index import Index
+from lightning_rl.viewer.run_folder import KEY_FILE, URL_FILE
+
+_OPEN = 50  # rollouts that are listed
+_REST = 20  # looks of the doctor take at most a share of 1 / _REST of the time
+
+
+def server_of(run_dir: Path) -> PagedStore | None:
+    """The server of a run that is alive, by the key in its folder; None where there is no such key."""
+    url, key = run_dir / URL_FILE, run_dir / KEY_FILE
+    if not (url.is_file() and key.is_file()):
+        return None
+    return PagedStore(url.read_text().strip(), key.read_text().strip())
+
+
+def at_server(store: PagedStore) -> dict[str, Any]:
+    """What a server says of itself; `problem` where it does not answer."""
+    try:
+        state, engines, workers = store.state(), store.engines(), store.workers()
+    except (StoreError, OSError) as error:
+        return {"problem": f"the server does not answer: {error}"}
+    models = state.get("models", {})
+    return {
+        "engines": [_engine(each) for each in engines],
+        "models": models,
+        "workers": [{"worker": each.worker_id, "attempts": len(each.attempts)} for each in workers],
+        "open_attempts": state.get("open_attempts", 0),
+        "in_flight": sum(model.get("in_flight") or 0 for model in models.values()),
+        "counters": state.get("counters", {}),
+        "records_waiting": state.get("records_waiting", 0),
+        "claims_held_back": state.get("claims_held_back", 0),
+        "claims_waiting": state.get("claims_waiting", 0),
+        "tokens_pending": state.get("tokens_pending", 0),
+    }
+
+
+def _engine(told: dict[str, Any]) -> dict[str, Any]:
+    return {name: told.get(name) for name in ("model", "kind", "url", "policy_version", "away", "in_flight")}
+
+
+def open_rollouts(index: Index) -> dict[str, Any]:
+    """The rollouts that are queued or run, the oldest first."""
+    query = (
+        "SELECT rollout_id, status, mode, step, agent, task, created, attempts FROM rollouts "
+        "WHERE status IN ('queued', 'running') ORDER BY status = 'queued', position LIMIT ?"
+    )
+    with index.reading() as connection:
+        counted = dict(map(tuple, connection.execute("SELECT status, count(*) FROM rollouts GROUP BY 1")))
+        return {"counts": counted, "open": [dict(row) for row in connection.execute(query, (_OPEN,))]}
+
+
+def waiting(server: dict[str, Any] | None, counts: dict[str, int], state: str) -> list[dict[str, str]]:
+    """Who waits, and for what, in words; the nearest cause first."""
+    if state != "running":
+        return []
+    found: list[dict[str, str]] = []
+    told = server or {}
+    for name, model in told.get("models", {}).items():
+        if model.get("paused"):
+            found.append(
+                {"who": f"calls of {name}", "what": "new weights: the model is paused while they are handed over"}
+            )
+        if model.get("waiting"):
+            found.append({"who": f"{model['waiting']} calls", "what": f"a place at the engines of {name}"})
+    for engine in told.get("engines", ()):
+        if engine["away"]:
+            found.append(
+                {"who": f"engine {engine['url'] or engine['kind']}", "what": f"being well again: {engine['away']}"}
+            )
+    if told.get("claims_held_back"):
+        found.append({"who": f"{told['claims_held_back']} runners", "what": "engines that bear one more rollout"})
+    running, queued = counts.get("running", 0), counts.get("queued", 0)
+    if running:
+        found.append(
+            {"who": "the trainer", "what": f"{running} rollouts that run" + f", {queued} queued" * bool(queued)}
+        )
+    elif queued:
+        found.append({"who": f"{queued} rollouts", "what": "a runner that takes them"})
+    elif told.get("claims_waiting"):
+        found.append(
+            {"who": f"{told['claims_waiting']} runners", "what": "the trainer: it computes an update, or saves"}
+        )
+    if told.get("records_waiting"):
+        found.append({"who": f"{told['records_waiting']} records", "what": "the store, on their way from the journal"})
+    return found
+
+
+class Doctor:
+    """The doctor's findings on a run folder, looked for again as the run goes on; never twice at once.
+
+    A look reads the whole store, so the next one comes when enough time has passed that all looks together stay cheap.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._lock = threading.Lock()
+        self._next = 0.0
+        self._written = -1.0
+        self._told: dict[str, Any] = {"findings": [], "looked_at": {}, "pending": True}
+
+    def findings(self, *, wait: bool = False) -> dict[str, Any]:
+        """What is known now; a new look begins behind it where one is due. `wait` takes it at once."""
+        if wait:
+            self._look()
+        elif time.monotonic() >= self._next and self._lock.acquire(blocking=False):
+            threading.Thread(target=self._look_behind, name="viewer-doctor", daemon=True).start()
+        return self._told
+
+    def _look_behind(self) -> None:
+        try:
+            self._look()
+        finally:
+            self._lock.release()
+
+    def _look(self) -> None:
+        metrics = self._run_dir / "metrics.jsonl"
+        written = metrics.stat().st_mtime if metrics.is_file() else 0.0
+        if written == self._written:
+            return
+        began = time.monotonic()
+        try:
+            found = diagnose(gather(self._run_dir))
+            self._told = {"findings": msgspec.to_builtins(found.findings), "looked_at": found.looked_at}
+            self._written = written
+        except Explained as error:
+            self._told = {"findings": [], "looked_at": {}, "problem": str(error)}
+        self._next = time.monotonic() + _REST * (time.monotonic() - began)

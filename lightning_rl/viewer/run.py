@@ -1,0 +1,281 @@
+"""A run that is looked at: every question of the page by its path, answered with JSON-able values.
+
+Invariant: page, report and notebook's cell ask the same paths, so what one shows the others show.
+"""
+
+import functools
+import platform
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lightning_rl.config.schema import TrainConfig
+from lightning_rl.errors import Explained
+from lightning_rl.inspect import folder
+from lightning_rl.inspect.recorded import STORE, NotRecorded
+from lightning_rl.inspect.rollout_source import PagedStore
+from lightning_rl.inspect.trained import Found
+from lightning_rl.store.contract import RolloutTrace
+from lightning_rl.viewer import live, rollout_view, run_folder, search
+from lightning_rl.viewer.index import Index
+from lightning_rl.viewer.indexer import Indexer
+from lightning_rl.viewer.source import FolderSource, ServerSource, Source
+
+Query = Mapping[str, str]
+_RUN_ID = "run.id"  # in the folder: what ends the ids of the run's rollouts
+_TRACES = 32  # rollouts that are kept read, for the calls that are asked next
+_FIRST_SECONDS = 2.0  # that an answer waits for the first rollouts of a run
+_OF_THE_FOLDER = ("summary", "metrics", "config", "doctor")  # what needs no index
+_OF_ALL = ("tasks", "groups")  # what compares rollouts of the whole run
+_CURVES = (
+    "critic/score/mean", "val/reward", "tune/reward", "actor/entropy", "actor/ppo_kl", "actor/pg_clipfrac",
+    "actor/grad_norm", "response_length/mean", "num_turns/mean", "training/rollout_probs_diff_mean",
+    "training/staleness/mean", "perf/tokens_per_s", "timing_s/step",
+)  # fmt: skip
+
+
+class ViewedRun:
+    """One run folder, or a server, and its index. `start` begins to read it, `close` ends that.
+
+    Args:
+        run_dir: the run's folder; None where there is only a server.
+        store: the server that has the run's rollouts; None: the folder's own store has them.
+        name: what the page calls it.
+    """
+
+    def __init__(self, run_dir: Path | None, store: PagedStore | None = None, name: str | None = None) -> None:
+        self.run_dir = run_dir
+        self.name = name or (run_dir.name if run_dir is not None else "server")
+        self._store = store
+        self._index: Index | None = None
+        self._indexer: Indexer | None = None
+        self._doctor = None if run_dir is None else live.Doctor(run_dir)
+        self._trace = functools.lru_cache(_TRACES)(self._read_trace)
+        self._server: PagedStore | None = None
+        self._paths: dict[str, Callable[[Query], Any]] = {
+            "summary": lambda _: self.summary(),
+            "metrics": self.metrics,
+            "config": lambda _: {"config": self.settings(), "versions": versions()},
+            "now": lambda _: self.now(),
+            "doctor": lambda _: {} if self._doctor is None else self._doctor.findings(),
+            "choices": lambda _: search.choices(self.index),
+            "rollouts": lambda query: search.page(self.index, query),
+            "groups": lambda query: search.groups(self.index, query),
+            "tasks": lambda query: search.tasks(self.index, query),
+        }
+
+    @property
+    def index(self) -> Index:
+        """The run's index, which is begun when it is first asked for."""
+        self.start()
+        assert self._index is not None
+        return self._index
+
+    @property
+    def indexer(self) -> Indexer:
+        """What keeps the index up to date."""
+        self.start()
+        assert self._indexer is not None
+        return self._indexer
+
+    def start(self, *, behind: bool = True) -> None:
+        """Begin to read the run: in a thread, or (`behind` false) at once and once."""
+        if self._index is not None:
+            return
+        self._index = Index()
+        self._indexer = Indexer(self._index, self._source(), self.run_dir)
+        if behind:
+            self._indexer.start()
+        else:
+            self._indexer.look()
+
+    def close(self) -> None:
+        """Read no more, and remove the index."""
+        if self._indexer is not None and self._index is not None:
+            self._indexer.close()
+            self._index.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _source(self) -> Source:
+        if self._store is not None:
+            file = None if self.run_dir is None else self.run_dir / _RUN_ID
+            return ServerSource(self._store, file.read_text() if file is not None and file.is_file() else None)
+        assert self.run_dir is not None
+        return FolderSource(self.run_dir)
+
+    def answer(self, path: str, query: Query) -> Any:
+        """What the page asks at `path` below the run. Raises NotRecorded, WrongQuery, what reading the run raises."""
+        if path not in _OF_THE_FOLDER:
+            begun = self.indexer.ready if path.startswith(_OF_ALL) else self.indexer.begun
+            begun.wait(_FIRST_SECONDS)
+        if (known := self._paths.get(path)) is not None:
+            return known(query)
+        noun, _, rest = path.partition("/")
+        match noun, rest.split("/"):
+            case "rollouts", [rollout_id]:
+                return self.rollout(rollout_id)
+            case "rollouts", [rollout_id, "calls", attempt, number]:
+                return self.call(rollout_id, attempt, number, query)
+            case "rollouts", [rollout_id, "images", sha256]:
+                return rollout_view.data_url(self._trace_of(rollout_id), sha256)
+            case "groups", [group_id]:
+                return {"rollouts": search.group(self.index, group_id)}
+            case "tasks", [task_key]:
+                return search.task(self.index, task_key, query)
+        raise NotRecorded(f"there is nothing at {path!r}")
+
+    def summary(self) -> dict[str, Any]:
+        """The run in a line."""
+        told: dict[str, Any] = {"name": self.name, "folder": None, "state": "running", "problem": None}
+        if self.run_dir is not None:
+            told |= _of_folder(self.run_dir)
+        if self._indexer is not None:
+            told["problem"] = self._indexer.problem or told["problem"]
+            told["indexed"] = self._indexer.words
+            told["listed"] = self._indexer.ready.is_set()
+            told["version"] = self.index.version
+        return told
+
+    def metrics(self, query: Query) -> dict[str, Any]:
+        """The curves of the metrics in `names` (with commas; by default the usual ones), and the names of all."""
+        rows = self._rows()
+        names = [name for name in (query.get("names") or "").split(",") if name] or list(_CURVES)
+        known = sorted({name for row in rows for name in row} - {"step"})
+        return {"names": known, "series": run_folder.series(rows, names)}
+
+    def now(self) -> dict[str, Any]:
+        """What happens now."""
+        state = "running" if self.run_dir is None else run_folder.state(self.run_dir)
+        rows, config = self._rows(), self.settings()
+        server = None
+        if self._store is not None:
+            server = live.at_server(self._store)
+        elif state == "running" and self.run_dir is not None:
+            self._server = self._server or live.server_of(self.run_dir)
+            server = None if self._server is None else live.at_server(self._server)
+        rollouts = live.open_rollouts(self.index)
+        last = rows[-1] if rows else None
+        return {
+            "state": state,
+            "step": None if last is None else int(last["step"]),
+            "steps": config.get("trainer.total_training_steps"),
+            "last": last,
+            "account": run_folder.account(rows),
+            "server": server,
+            "rollouts": rollouts,
+            "waiting": live.waiting(server, rollouts["counts"], state),
+            "doctor": {} if self._doctor is None else self._doctor.findings(),
+        }
+
+    def rollout(self, rollout_id: str) -> dict[str, Any]:
+        """One rollout laid open, with its neighbours in its group."""
+        trace = self._trace_of(rollout_id)
+        told = rollout_view.rollout(trace, self.config, self._found(trace))
+        group = search.group(self.index, trace.rollout.group_id) if trace.rollout.group_id else []
+        told["group"] = [{name: row[name] for name in ("rollout_id", "reward", "advantage", "status")} for row in group]
+        return told
+
+    def call(self, rollout_id: str, attempt: str, number: str, query: Query) -> dict[str, Any]:
+        """One call, with its tokens from `start` on."""
+        start = query.get("start") or "0"
+        if not (attempt.isdecimal() and number.isdecimal() and start.isdecimal()):
+            raise search.WrongQuery(f"attempt {attempt!r}, call {number!r} and start {start!r} are numbers")
+        trace, place = self._trace_of(rollout_id), (int(attempt), int(number))
+        return rollout_view.call(trace, place, self.config, self._found(trace), self.decode, int(start))
+
+    def image(self, rollout_id: str, sha256: str) -> tuple[bytes, str]:
+        """An image of a rollout, and its media type."""
+        return rollout_view.image(self._trace_of(rollout_id), sha256)
+
+    def diagnosis(self) -> dict[str, Any]:
+        """What the doctor finds, looked for now."""
+        return {} if self._doctor is None else self._doctor.findings(wait=True)
+
+    @functools.cached_property
+    def config(self) -> TrainConfig | None:
+        """The run's keys with their types; None where it has none, or of another release."""
+        try:
+            return None if self.run_dir is None else folder.config_of(self.run_dir)
+        except Explained:
+            return None
+
+    @functools.cached_property
+    def decode(self) -> Callable[[list[int]], str] | None:
+        """What makes text of token ids; None where the model's tokenizer is not on this machine."""
+        return None if self.run_dir is None else folder.decoder(self.run_dir, self.config)
+
+    def settings(self) -> dict[str, Any]:
+        """The run's keys, flat, without secrets."""
+        return {} if self.run_dir is None else run_folder.config(self.run_dir)
+
+    def _rows(self) -> list[dict[str, float]]:
+        return [] if self.run_dir is None else run_folder.metrics(self.run_dir)
+
+    def _found(self, trace: RolloutTrace) -> Found | None:
+        """What a step made of the rollout: the index has it, or until it does, the step's record."""
+        found = self.index.found(trace.rollout.rollout_id)
+        if found is not None or self.run_dir is None or self.indexer.stepped.is_set():
+            return found
+        return folder.beside(self.run_dir, trace.rollout).found
+
+    def _trace_of(self, rollout_id: str) -> RolloutTrace:
+        open_rollouts = self.index.open_rollouts()
+        if rollout_id in open_rollouts:
+            return self._read_trace(rollout_id)  # it changes from one look to the next
+        return self._trace(rollout_id)
+
+    def _read_trace(self, rollout_id: str) -> RolloutTrace:
+        return self.indexer.read(rollout_id)
+
+
+def _of_folder(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"folder": str(run_dir), "state": run_folder.state(run_dir), "problem": None}
+    try:
+        rows = run_folder.metrics(run_dir)
+        config = run_folder.config(run_dir)
+    except Explained as error:
+        return found | {"problem": str(error)}
+    timed = run_folder.series(rows, ["critic/score/mean", "val/reward"])
+    return found | {
+        "steps": int(rows[-1]["step"]) if rows else 0,
+        "seconds": max((points["seconds"][-1] for points in timed.values()), default=0.0),
+        "best": run_folder.best(rows),
+        "account": run_folder.account(rows),
+        "written": (run_dir / run_folder.METRICS).stat().st_mtime if rows else None,
+        "model": config.get("actor_rollout_ref.model.path"),
+        "has_store": (run_dir / STORE).is_file(),
+        "curve": timed.get("val/reward") or timed.get("critic/score/mean"),
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions of what a run stands on, as they are here."""
+    found = {"python": platform.python_version()}
+    for name in ("lightning-rl", "torch", "transformers", "renderers", "vllm"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def encoded(value: Any) -> bytes:
+    """JSON that a browser reads: what is no number is null, and half a character a question mark."""
+    try:
+        return msgspec.json.encode(value, enc_hook=str)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_whole_characters(msgspec.to_builtins(value, enc_hook=str)))
+
+
+def _whole_characters(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, list):
+        return [_whole_characters(each) for each in value]
+    if isinstance(value, dict):
+        return {_whole_characters(name): _whole_characters(inner) for name, inner in value.items()}
+    return value

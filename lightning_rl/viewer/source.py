@@ -1,0 +1,230 @@
+"""Where the viewer reads rollouts: the store in a run's folder, or a running server over its control plane.
+
+Invariant: nothing is changed at either place. A folder is read as one moment of its store; a server is asked with the
+admin key, which never leaves this process.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import sqlalchemy as sa
+
+from lightning_rl.inspect import recorded
+from lightning_rl.inspect.explain import words_of
+from lightning_rl.inspect.rollout_source import PagedStore
+from lightning_rl.store import queries, schema
+from lightning_rl.store.contract import Rollout, RolloutTrace
+from lightning_rl.store.life_cycle import ENDED
+from lightning_rl.store.records import rollout_of
+from lightning_rl.viewer.index import Called
+from lightning_rl_adapters import semconv
+from lightning_rl_adapters.span import unpacked
+
+Placed = tuple[int, Rollout]  # a rollout with its position in the run
+_CHUNK = 2000
+_SPANS = sa.text("SELECT rowid, record FROM spans WHERE rowid > :after AND rowid <= :last ORDER BY rowid LIMIT :most")
+_SPANS_NOW = sa.text("SELECT coalesce(max(rowid), 0) FROM spans")
+
+
+class Source(Protocol):
+    """Where the rollouts of a run are."""
+
+    def moment(self) -> "Any":
+        """A context in which what follows is read of one moment."""
+        ...
+
+    def arrived(self) -> Iterator[list[Placed]]:
+        """The rollouts that were asked for since this was called last; all, the first time."""
+        ...
+
+    def changed(self, known: dict[str, int]) -> Iterator[list[Placed]]:
+        """Those of the `known` open rollouts that may have become something else, and those with late rewards."""
+        ...
+
+    def calls(self, most: int) -> tuple[list[Called], float]:
+        """At most about `most` calls that were not told yet, oldest first, and which share of all is told now."""
+        ...
+
+    def trace(self, rollout_id: str) -> RolloutTrace:
+        """All that was recorded in a rollout. Raises NotRecorded."""
+        ...
+
+    def close(self) -> None:
+        """Leave the place."""
+        ...
+
+
+class _Attributes(msgspec.Struct):
+    cause: str | None = msgspec.field(name=semconv.FORK_CAUSE, default=None)
+    sampled: int = msgspec.field(name=semconv.OUTPUT_TOKENS, default=0)
+    ids: bytes = msgspec.field(name=semconv.RESPONSE_IDS, default=b"")
+    asked: list[dict[str, Any]] | None = msgspec.field(name=semconv.INPUT_MESSAGES, default=None)
+    answered: list[dict[str, Any]] | None = msgspec.field(name=semconv.OUTPUT_MESSAGES, default=None)
+
+
+class _CallSpan(recorded.Named):
+    attributes: _Attributes
+
+
+_CALL = msgspec.msgpack.Decoder(_CallSpan)
+_NAME = msgspec.msgpack.Decoder(recorded.Named)
+
+
+def called(record: bytes) -> Called | None:
+    """The call that a span's record, as a map, tells of; None for another span."""
+    if _NAME.decode(record).name != semconv.CALL_SPAN:
+        return None
+    span = _CALL.decode(record)
+    said = span.attributes
+    return Called(
+        rollout_id=span.rollout_id,
+        sampled=len(said.ids) // 4 or said.sampled,
+        forked=said.cause is not None,
+        text="\n".join(words_of(message) for message in [*(said.asked or ()), *(said.answered or ())]),
+    )
+
+
+class FolderSource:
+    """The store in a run's folder, its run alive or over."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._newest = 0
+        self._span = self._last_span = 0
+        self._reward = -1
+        self._connection: sa.Connection | None = None
+
+    @contextmanager
+    def moment(self) -> Iterator[None]:
+        """See `Source`. Raises NotRecorded."""
+        with recorded.opened(self.run_dir) as connection:
+            self._connection = connection
+            try:
+                yield
+            finally:
+                self._connection = None
+
+    @property
+    def _reading(self) -> sa.Connection:
+        assert self._connection is not None, "read within `moment`"
+        return self._connection
+
+    def arrived(self) -> Iterator[list[Placed]]:
+        """See `Source`; the newest come first, so that a list can begin with them."""
+        position = schema.rollouts.c.position
+        self._last_span = self._reading.execute(_SPANS_NOW).scalar_one()  # later ones may be of rollouts yet to come
+        last = self._reading.execute(sa.select(sa.func.max(position))).scalar_one() or 0
+        before, after = last + 1, self._newest
+        query = queries.ROLLOUTS.where(position > after).order_by(position.desc()).limit(_CHUNK)
+        while rows := self._reading.execute(query.where(position < before)).all():
+            before = rows[-1].position
+            yield [(row.position, rollout_of(row)) for row in rows]
+        self._newest = last
+
+    def changed(self, known: dict[str, int]) -> Iterator[list[Placed]]:
+        """See `Source`."""
+        late = self._with_late_rewards()
+        names = [*known, *(name for name in late if name not in known)]
+        for start in range(0, len(names), _CHUNK):
+            position = schema.rollouts.c.rollout_id.in_(names[start : start + _CHUNK])
+            rows = self._reading.execute(queries.ROLLOUTS.where(position)).all()
+            placed = [(row.position, rollout_of(row)) for row in rows]
+            yield [each for each in placed if each[1].status in ENDED or each[1].attempt_count]
+
+    def _with_late_rewards(self) -> list[str]:
+        """The rollouts that were given rewards since this was asked last; none, the first time."""
+        table, after = schema.rewards.c, self._reward
+        self._reward = self._reading.execute(sa.select(sa.func.max(table.position))).scalar_one() or 0
+        if after < 0:
+            return []
+        asked = sa.select(table.rollout_id).where(table.position > after).distinct()
+        return list(self._reading.execute(asked).scalars())
+
+    def calls(self, most: int) -> tuple[list[Called], float]:
+        """See `Source`."""
+        asked = {"after": self._span, "last": self._last_span, "most": most}
+        rows = self._reading.execute(_SPANS, asked).all()
+        self._span = rows[-1].rowid if rows else self._last_span
+        found = [one for row in rows if (one := called(unpacked(row.record))) is not None]
+        return found, self._span / self._last_span if self._last_span else 1.0
+
+    def trace(self, rollout_id: str) -> RolloutTrace:
+        """See `Source`."""
+        with recorded.opened(self.run_dir) as connection:
+            return recorded.trace(connection, recorded.find(connection, rollout_id))
+
+    def close(self) -> None:
+        """See `Source`."""
+
+
+class ServerSource:
+    """A running server, asked over its control plane; with `run_id` the rollouts of that run alone."""
+
+    def __init__(self, store: PagedStore, run_id: str | None = None) -> None:
+        self.store = store
+        self._of_run = "" if run_id is None else f".{run_id}"
+        self._cursor: str | None = None
+        self._seen: dict[str, int] = {}  # of the last page, which was not full
+        self._count = 0
+        self._unread: list[str] = []  # rollouts that have ended, whose calls are not told yet
+        self._read = 0
+
+    @contextmanager
+    def moment(self) -> Iterator[None]:
+        """See `Source`: each answer is of its own moment."""
+        yield
+
+    def arrived(self) -> Iterator[list[Placed]]:
+        """See `Source`; the oldest come first, as the server lists them."""
+        while True:
+            rollouts, following = self.store.page(self._cursor, _CHUNK // 2)
+            ours = [rollout for rollout in rollouts if rollout.rollout_id.endswith(self._of_run)]
+            fresh = [rollout for rollout in ours if rollout.rollout_id not in self._seen]
+            placed = list(enumerate(fresh, start=self._count + 1))
+            self._count += len(fresh)
+            self._note(fresh)
+            yield placed
+            last = following is None
+            self._seen = {rollout.rollout_id: 0 for rollout in rollouts} if last else {}
+            if last:
+                return
+            self._cursor = following
+
+    def changed(self, known: dict[str, int]) -> Iterator[list[Placed]]:
+        """See `Source`: those that have ended; a server tells of no late rewards."""
+        names = list(known)
+        for start in range(0, len(names), _CHUNK // 2):
+            ended = self.store.wait(names[start : start + _CHUNK // 2], 0)
+            self._note(ended)
+            yield [(known[rollout.rollout_id], rollout) for rollout in ended]
+
+    def _note(self, rollouts: Iterable[Rollout]) -> None:
+        self._unread += [rollout.rollout_id for rollout in rollouts if rollout.status in ENDED and rollout.attempt_id]
+
+    def calls(self, most: int) -> tuple[list[Called], float]:
+        """See `Source`: of rollouts that have ended."""
+        names, self._unread = self._unread[: most // 20], self._unread[most // 20 :]
+        self._read += len(names)
+        traces = self.store.traces(names) if names else {}
+        found = [
+            one
+            for trace in traces.values()
+            for attempt in trace.attempts
+            for span in attempt.spans
+            if (one := called(msgspec.msgpack.encode(span))) is not None
+        ]
+        return found, self._read / (self._read + len(self._unread)) if self._unread else 1.0
+
+    def trace(self, rollout_id: str) -> RolloutTrace:
+        """See `Source`."""
+        found = self.store.traces([rollout_id]).get(rollout_id)
+        if found is None:
+            raise recorded.NotRecorded(f"the server knows no rollout {rollout_id!r}: give its whole id")
+        return found
+
+    def close(self) -> None:
+        """See `Source`."""
+        self.store.close()

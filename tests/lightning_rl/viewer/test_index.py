@@ -1,0 +1,141 @@
+"""Lists of rollouts: filters, sorting by anything, pages behind a key, words; and a run that goes on."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rl.inspect.recorded import NotRecorded
+from lightning_rl.store.contract import Finish, Reward, RolloutRequest
+from lightning_rl.trajectories import step_record
+from lightning_rl.viewer import search
+from lightning_rl.viewer.run import ViewedRun
+from lightning_rl.viewer.search import WrongQuery
+from tests.lightning_rl.inspect.runs import open_store
+from tests.lightning_rl.viewer.viewed import add_rollout, read, record_of, small_run, turn
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ViewedRun]:
+    viewed = read(small_run(tmp_path_factory.mktemp("small")))
+    yield viewed
+    viewed.close()
+
+
+def names(run: ViewedRun, **query: Any) -> list[str]:
+    return [row["rollout_id"] for row in run.answer("rollouts", {k: str(v) for k, v in query.items()})["rollouts"]]
+
+
+def test_the_newest_come_first_and_each_has_what_became_of_it(run: ViewedRun) -> None:
+    assert names(run)[:3] == ["train-3-open", "val-2", "train-2-failed"]
+    [row] = run.answer("rollouts", {"text": "lakes", "step": "2", "reward_min": "1"})["rollouts"]
+    told = ("status", "mode", "group_id", "reward", "calls", "sampled", "trained", "advantage", "trained_step")
+    assert [row[name] for name in told] == ["succeeded", "train", "g2", 1.0, 2, 4, 2, 1.0, 2]
+
+
+def test_filters_go_together(run: ViewedRun) -> None:
+    assert names(run, mode="val") == ["val-2", "val-0"]
+    assert names(run, status="failed") == ["train-2-failed"]
+    assert names(run, step=1, reward_max=0.5) == ["train-1-0"]
+    assert names(run, group_id="g1", sort="position") == ["train-1-0", "train-1-1"]
+    assert names(run, excluded="validation", sort="position") == ["val-0", "val-2"]
+    assert names(run, excluded="open") == ["train-3-open"]
+    assert names(run, mode="val", status="failed") == []
+
+
+def test_a_search_finds_words_of_tasks_prompts_and_answers(run: ViewedRun) -> None:
+    assert names(run, text="count cars") == ["val-2"]
+    assert names(run, text="BIRDS") == ["train-2-failed"]
+    assert names(run, text='"from lakes" done', step=1, sort="position") == ["train-1-0", "train-1-1"]
+    assert names(run, text='"lakes from"') == []
+    assert names(run, text="lak", step=1) == ["train-1-1", "train-1-0"]  # the last word may go on
+    assert names(run, text="count(*) ' OR 1=1 --") == []
+    assert names(run, text='"') == []
+
+
+@pytest.mark.parametrize("column", search.COLUMNS)
+@pytest.mark.parametrize("down", ["", "-"])
+def test_pages_behind_a_key_are_the_whole_list_sorted_by_anything(run: ViewedRun, column: str, down: str) -> None:
+    whole = names(run, sort=down + column, limit=500)
+    assert sorted(whole) == sorted(names(run))
+    paged: list[str] = []
+    after = ""
+    while after is not None:
+        page = run.answer("rollouts", {"sort": down + column, "limit": "2", "after": after})
+        paged += [row["rollout_id"] for row in page["rollouts"]]
+        after = page["next"]
+    assert paged == whole
+    values = [row[column] for row in run.answer("rollouts", {"sort": down + column, "limit": "500"})["rollouts"]]
+    known = list(itertools.takewhile(lambda value: value is not None, values))
+    assert known == sorted(known, reverse=bool(down))
+    assert values[len(known) :] == [None] * (len(values) - len(known))  # what has no value comes last
+
+
+@pytest.mark.parametrize(
+    "query", [{"sort": "reward; DROP TABLE rollouts"}, {"after": "nonsense"}, {"step": "three"}, {"sort": "record"}]
+)
+def test_a_wrong_query_is_refused_in_words(run: ViewedRun, query: dict[str, str]) -> None:
+    with pytest.raises(WrongQuery, match=r"there is no column|is no key|is no number"):
+        run.answer("rollouts", query)
+    assert len(names(run)) == 8
+
+
+def test_choices_say_how_many_rollouts_each_has(run: ViewedRun) -> None:
+    known = run.answer("choices", {})
+    assert known["mode"] == {"train": 6, "val": 2}
+    assert known["status"] == {"succeeded": 6, "failed": 1, "running": 1}
+    assert known["excluded"]["validation"] == 2
+    assert (known["steps"], known["rollouts"]) == ([0, 3], 8)
+
+
+def test_groups_and_tasks_stand_side_by_side(run: ViewedRun) -> None:
+    found = run.answer("groups", {"step": "2"})
+    assert [(each["group_id"], each["n"], each["mean"], each["low"], each["high"]) for each in found["groups"]] == [
+        ("g2", 2, 0.5, 0.0, 1.0)
+    ]
+    assert [row["advantage"] for row in run.answer("groups/g2", {})["rollouts"]] == [1.0, -1.0]
+    [task] = run.answer("tasks", {})["tasks"]
+    assert (task["first"], task["last"], task["before"], task["after"]) == (0, 2, 0.0, 1.0)
+    rows = run.answer(f"tasks/{task['task_key']}", {"mode": "val"})["rollouts"]
+    assert [row["rollout_id"] for row in rows] == ["val-0", "val-2"]
+
+
+def test_a_run_that_goes_on_is_followed(tmp_path: Path) -> None:
+    run_dir = small_run(tmp_path / "run")
+    run = read(run_dir)
+    with open_store(run_dir) as store:
+        add_rollout(store, "train-3-new", [turn("otters", "swim")], step=3, group="g3")
+        rollout = store.rollout("train-3-open")
+        assert rollout.attempt_id is not None
+        store.finish("train-3-open", rollout.attempt_id, Finish(status="succeeded", reward=0.25))
+        done = store.rollout("train-2-1")
+        assert done.attempt_id is not None
+        store.add_rewards("train-2-1", done.attempt_id, [Reward(value=0.75)], late=True)
+        store.enqueue([RolloutRequest(task="later", rollout_id="train-4-queued")])
+    step_record.write(run_dir, record_of(3, {"train-3-new": (1.0, 2.0, 1)}))
+    run.indexer.look()
+    assert names(run)[:2] == ["train-4-queued", "train-3-new"]
+    assert names(run, text="otters") == ["train-3-new"]
+    by_name = {row["rollout_id"]: row for row in run.answer("rollouts", {})["rollouts"]}
+    assert (by_name["train-3-open"]["status"], by_name["train-3-open"]["reward"]) == ("succeeded", 0.25)
+    assert by_name["train-2-1"]["reward"] == 0.75
+    assert by_name["train-3-new"]["advantage"] == 2.0
+    step_record.write(run_dir, record_of(3, {"train-3-new": (1.0, -2.0, 1)}))  # a resumed run writes it anew
+    run.indexer.look()
+    assert run.answer("rollouts", {"text": "otters"})["rollouts"][0]["advantage"] == -2.0
+    run.close()
+    assert not run.index.path.exists()  # nothing is left behind
+
+
+def test_one_rollout_is_read_without_its_steps_others(run: ViewedRun) -> None:
+    found = run.index.found("train-1-1")
+    assert found is not None
+    step, record = found
+    assert (step.step, step.rule, len(step.rollouts), record.reward) == (1, "final", 1, 1.0)
+
+
+def test_what_is_no_path_of_the_page_is_named(run: ViewedRun) -> None:
+    with pytest.raises(NotRecorded, match="nothing at 'secrets'"):
+        run.answer("secrets", {})

@@ -1,0 +1,281 @@
+"""What the page is told of one rollout, of tokens, of a folder; and what it is told of broken ones."""
+
+import base64
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rl.cli import dashboard
+from lightning_rl.files import owned
+from lightning_rl.inspect.recorded import NotRecorded
+from lightning_rl.processes.service_keys import ADMIN_KEY
+from lightning_rl.store.contract import Rollout, RolloutConfig
+from lightning_rl.viewer import run_folder, tokens
+from lightning_rl.viewer.indexer import Indexer
+from lightning_rl.viewer.live import waiting
+from lightning_rl.viewer.run import ViewedRun, encoded
+from lightning_rl.viewer.source import ServerSource
+from lightning_rl_adapters import semconv
+from tests.lightning_rl.inspect.runs import open_store
+from tests.lightning_rl.viewer.viewed import PIXEL, PNG, SVG, add_rollout, read, small_run, turn, with_image
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[ViewedRun]:
+    viewed = read(small_run(tmp_path / "run"))
+    yield viewed
+    viewed.close()
+
+
+def test_a_rollout_has_its_conversation_forest_credit_and_time(run: ViewedRun) -> None:
+    told = run.answer("rollouts/train-2-1", {})
+    [attempt] = told["attempts"]
+    first, second = attempt["calls"]
+    assert (first["messages"][0]["content"], first["answer"][0]["content"]) == (
+        "count the lakes",
+        "SELECT 1 FROM lakes",
+    )
+    assert (first["continues"], second["continues"]) == (None, 1)
+    assert first["training"]["advantage"] == 1.0
+    assert first["end"] - first["start"] == pytest.approx(0.5, abs=1e-6)
+    assert [row["reward"] for row in told["group"]] == [1.0, 0.0]
+    assert told["training"]["step"] == 2
+
+
+def test_a_failure_has_its_error_and_what_it_printed(run: ViewedRun) -> None:
+    told = run.answer("rollouts/train-2-failed", {})
+    assert told["error"] == "ValueError: no such table"
+    assert told["attempts"][0]["log"] == {"stdout": "printed by it", "stderr": "", "traceback": "Traceback: line 7"}
+
+
+def test_tokens_come_in_columns_with_what_sampler_and_trainer_said(run: ViewedRun) -> None:
+    told = run.answer("rollouts/train-2-1/calls/1/2", {})
+    sampled = told["tokens"]["sampled"]
+    assert sampled["id"] == [4, 5]
+    assert sampled["mask"] == [1, 0]
+    assert sampled["logprob"] == [-0.5, -1.5]
+    assert sampled["trainer"] == [-0.75, None]
+    assert sampled["advantage"] == [1.0, None]
+    assert sampled["version"] == [1, 1]
+    assert told["tokens"]["prompt"]["id"] == [1, 2, 3]
+    assert [message["content"] for message in told["request"]["messages"]] == [
+        "count the lakes", "SELECT 1 FROM lakes", "empty",
+    ]  # fmt: skip
+    assert run.answer("rollouts/train-2-1/calls/1/2", {"start": "1"})["tokens"]["sampled"]["id"] == [5]
+
+
+@pytest.mark.parametrize("path", ["calls/1/9", "calls/2/1"])
+def test_a_call_that_there_is_not_is_named(run: ViewedRun, path: str) -> None:
+    with pytest.raises(NotRecorded, match="has no call"):
+        run.answer(f"rollouts/train-2-1/{path}", {})
+
+
+def test_a_character_of_several_tokens_is_whole_on_its_first() -> None:
+    pieces = {1: b"a", 2: "é".encode()[:1], 3: "é".encode()[1:], 4: b" b"}
+
+    def decode(ids: list[int]) -> str:
+        return b"".join(pieces[one] for one in ids).decode(errors="replace")
+
+    assert tokens.texts([1, 2, 3, 4], decode) == ["a", "é", "", " b"]
+    assert tokens.texts([1, 2], decode) == ["a", "\ufffd"]
+    assert tokens.texts([1, 2], None) == [None, None]
+
+
+def test_images_are_shown_where_they_are_raster_images_alone(tmp_path: Path) -> None:
+    import hashlib
+
+    drawn = hashlib.sha256(SVG).hexdigest()
+    with open_store(tmp_path) as store:
+        add_rollout(store, "seen", [with_image(), with_image(drawn)], images=[PNG, SVG])
+    run = read(tmp_path)
+    assert run.answer(f"rollouts/seen/images/{PIXEL}", {}) == f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+    with pytest.raises(NotRecorded, match="no PNG, JPEG, GIF or WebP"):
+        run.answer(f"rollouts/seen/images/{drawn}", {})
+    with pytest.raises(NotRecorded, match="has no image"):
+        run.answer("rollouts/seen/images/none", {})
+    run.close()
+
+
+def test_long_texts_are_cut_with_a_note_and_the_call_has_them_whole(tmp_path: Path) -> None:
+    long = "x" * 100_000
+    with open_store(tmp_path) as store:
+        add_rollout(store, "long", [turn(long, "ok")])
+    run = read(tmp_path)
+    shown = run.answer("rollouts/long", {})["attempts"][0]["calls"][0]["messages"][0]["content"]
+    assert shown.endswith("… 84,000 more characters")
+    assert run.answer("rollouts/long/calls/1/1", {})["messages"][0]["content"] == long
+    run.close()
+
+
+def test_forks_and_branches_are_told_with_their_cause(tmp_path: Path) -> None:
+    cause = {semconv.FORK_CAUSE: "edited_text", semconv.FORK_AT: {"message": 1}}
+    talk = [turn("a", "b"), turn("c", "d", after=1), turn("e", "f", after=1), turn("g", "h", after=0, attributes=cause)]
+    with open_store(tmp_path) as store:
+        add_rollout(store, "forked", talk)
+    run = read(tmp_path)
+    forks = run.answer("rollouts/forked", {})["attempts"][0]["forks"]
+    assert [(fork["calls"], fork["cause"], fork["after"]) for fork in forks] == [
+        ([2, 3], None, 1), ([4], "edited_text", None),
+    ]  # fmt: skip
+    assert run.answer("rollouts", {})["rollouts"][0]["forks"] == 1
+    run.close()
+
+
+def test_the_summary_has_state_steps_and_the_best_value(run: ViewedRun) -> None:
+    told = run.answer("summary", {})
+    assert (told["state"], told["steps"], told["problem"]) == ("stopped", 2, None)
+    assert (told["best"]["label"], told["best"]["value"], told["best"]["step"]) == ("held-out reward", 1.0, 2)
+    assert told["account"]["trained"] == 200.0
+    assert run.run_dir is not None
+    (run.run_dir / "finished.json").write_text("{}")
+    assert run.answer("summary", {})["state"] == "finished"
+
+
+def test_a_run_that_is_held_is_running_and_looking_never_takes_its_lock(run: ViewedRun) -> None:
+    assert run.run_dir is not None
+    with owned(run.run_dir):
+        assert run_folder.state(run.run_dir) == "running"
+    assert run_folder.state(run.run_dir) == "stopped"
+
+
+def test_curves_go_by_step_and_by_time(tmp_path: Path) -> None:
+    rows = [{"step": 1.0, "timing_s/step": 2.0, "r": 0.5}, {"step": 2.0, "timing_s/step": 3.0, "r": 0.75}]
+    assert run_folder.series(rows, ["r", "none"]) == {
+        "r": {"step": [1.0, 2.0], "seconds": [2.0, 5.0], "value": [0.5, 0.75]}
+    }
+
+
+def test_no_key_is_told(tmp_path: Path) -> None:
+    run_dir = small_run(tmp_path / "run")
+    (run_dir / "admin.key").write_text("the-admin-key-of-this-run")
+    (run_dir / "config.yaml").write_text(
+        "gateway:\n  api_key: sk-hidden\n  store: postgresql://me:hunter2@host/db\n  max_tokens: 7\ntrainer: {}\n"
+    )
+    run = read(run_dir)
+    said = b"".join(encoded(run.answer(path, {})) for path in ("summary", "config", "now", "doctor", "choices"))
+    for secret in (b"the-admin-key-of-this-run", b"sk-hidden", b"hunter2"):
+        assert secret not in said
+    assert run.settings()["gateway.max_tokens"] == 7
+    run.close()
+
+
+def test_half_a_line_of_metrics_is_left_out_and_a_broken_one_told(run: ViewedRun) -> None:
+    assert run.run_dir is not None
+    file = run.run_dir / "metrics.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole + b'{"step": 3, "critic/sc')
+    assert run.answer("summary", {})["steps"] == 2
+    file.write_bytes(whole + b"nonsense\n")
+    assert "metrics.jsonl cannot be read" in run.answer("summary", {})["problem"]
+
+
+def looked(run_dir: Path) -> Indexer:
+    run = ViewedRun(run_dir)
+    run.indexer.begun.wait(20)
+    run.close()
+    return run._indexer  # type: ignore[return-value]
+
+
+def test_a_newer_store_is_told_in_words(tmp_path: Path) -> None:
+    run_dir = small_run(tmp_path / "run")
+    with sqlite3.connect(run_dir / "store.db") as store:
+        store.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
+    store.close()
+    problem = looked(run_dir).problem
+    assert problem is not None
+    assert "schema version 99" in problem
+
+
+def test_a_broken_store_and_a_folder_without_one_are_told_in_words(tmp_path: Path) -> None:
+    for name, content, told in (("broken", b"no database" * 99, "cannot be read"), ("none", None, "holds no run")):
+        run_dir = tmp_path / name
+        run_dir.mkdir()
+        (run_dir / "metrics.jsonl").write_bytes(b'{"step":1,"critic/score/mean":0.5}\n')
+        if content is not None:
+            (run_dir / "store.db").write_bytes(content)
+        problem = looked(run_dir).problem
+        assert problem is not None
+        assert told in problem
+
+
+def test_a_damaged_step_record_is_told_and_the_rest_is_shown(tmp_path: Path) -> None:
+    run_dir = small_run(tmp_path / "run")
+    (run_dir / "steps" / "000001.msgpack").write_bytes(b"half")
+    run = read(run_dir)
+    problem = run.answer("summary", {})["problem"]
+    assert "000001.msgpack cannot be read" in problem
+    assert run.index.found("train-2-1") is not None
+    run.close()
+
+
+def test_runs_are_found_below_a_folder_and_a_folder_without_any_is_named(tmp_path: Path) -> None:
+    small_run(tmp_path / "project" / "one")
+    small_run(tmp_path / "two")
+    assert {path.name for path in run_folder.runs_below([tmp_path])} == {"one", "two"}
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotRecorded, match="there is no run in"):
+        run_folder.runs_below([tmp_path / "empty"])
+    with pytest.raises(NotRecorded, match="there is no folder"):
+        run_folder.runs_below([tmp_path / "nowhere"])
+
+
+def test_what_is_waited_for_is_said() -> None:
+    paused: dict[str, Any] = {"models": {"policy": {"paused": True, "waiting": 3}}, "engines": []}
+    said = waiting(paused, {"running": 4, "queued": 2}, "running")
+    assert [(each["who"], each["what"].partition(":")[0]) for each in said] == [
+        ("calls of policy", "new weights"), ("3 calls", "a place at the engines of policy"),
+        ("the trainer", "4 rollouts that run, 2 queued"),
+    ]  # fmt: skip
+    assert waiting(None, {"queued": 2}, "running")[0]["who"] == "2 rollouts"
+    assert waiting(paused, {}, "finished") == []
+
+
+def test_answers_are_json_that_every_browser_reads() -> None:
+    told = json.loads(encoded({"nan": float("nan"), "half": "\ud83d", "path": Path("x")}))
+    assert told["nan"] is None
+    assert told["path"] == "x"
+
+
+class _Pages:
+    """A server's list of rollouts, a page at a time."""
+
+    def __init__(self, *pages: list[Rollout]) -> None:
+        self.pages = list(pages)
+        self.asked: list[str | None] = []
+
+    def page(self, cursor: str | None, limit: int) -> tuple[list[Rollout], str | None]:
+        self.asked.append(cursor)
+        at = int(cursor or 0)
+        return self.pages[at], str(at + 1) if at + 1 < len(self.pages) else None
+
+
+def _rollout(rollout_id: str) -> Rollout:
+    return Rollout(
+        rollout_id=rollout_id, task={}, mode="train", status="queued", group_id=None, agent=None, resources_id=None,
+        config=RolloutConfig(), metadata={}, attempt_count=0, created_at=0.0,
+    )  # fmt: skip
+
+
+def test_of_a_servers_rollouts_those_of_the_run_are_listed_each_once() -> None:
+    server: Any = _Pages([_rollout("a.one"), _rollout("b.two")], [_rollout("c.one")])
+    source = ServerSource(server, "one")
+    assert [[rollout.rollout_id for _, rollout in page] for page in source.arrived()] == [["a.one"], ["c.one"]]
+    server.pages[1].append(_rollout("d.one"))
+    assert [(position, rollout.rollout_id) for page in source.arrived() for position, rollout in page] == [(3, "d.one")]
+    assert server.asked == [None, "1", "1"]
+
+
+def test_a_run_that_attached_to_a_server_is_looked_at_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "server.url").write_text("http://127.0.0.1:1/")
+    (tmp_path / "run.id").write_text("one")
+    monkeypatch.setenv(ADMIN_KEY, "an-admin-key-of-32-characters-xx")
+    [run] = dashboard._runs([tmp_path], None)
+    assert run._store is not None
+    assert run._store.url == "http://127.0.0.1:1"
+    monkeypatch.delenv(ADMIN_KEY)
+    [run] = dashboard._runs([tmp_path], None)
+    assert run._store is None
