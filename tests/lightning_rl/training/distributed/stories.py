@@ -4,6 +4,7 @@ import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ import torch
 from lightning_rl.config import compose
 from lightning_rl.inference.load import load_model
 from lightning_rl.ppo.local_workers import LocalWorkers, put, roles_of
+from lightning_rl.training import output_layer
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.distributed.process_group import ProcessGroup
 from lightning_rl.training.teacher import ask_teachers
@@ -53,6 +55,7 @@ class Story:
     dtype: torch.dtype = torch.float32
     rollouts: int = 4
     begin: dict[str, Any] | None = None  # `Told.end` of another
+    logits_at_once: int = output_layer.ROWS_CHUNK
 
 
 @dataclass
@@ -72,6 +75,10 @@ class Teller:
         self._team = team
 
     def tell(self, story: Story) -> Told:
+        with patch.object(output_layer, "ROWS_CHUNK", story.logits_at_once):
+            return self._tell(story)
+
+    def _tell(self, story: Story) -> Told:
         keys = {
             "actor_rollout_ref.rollout.n": 1,
             "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
