@@ -1,4 +1,4 @@
-"""What a model says of itself, in its config and its modules, of how its forward pass may be run; and rows to try it on."""
+"""What a model's config and modules say of how its forward pass may be run; and rows to try it on."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
