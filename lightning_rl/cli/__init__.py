@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import lightning_rl
-from lightning_rl.cli import doctor, explain, export, quickstart, replay, rollouts, runner, serve, train
+from lightning_rl.cli import doctor, explain, export, plan, quickstart, replay, rollouts, runner, serve, train
 
 app = typer.Typer(
     name="lightning-rl",
@@ -16,6 +16,7 @@ app = typer.Typer(
 )
 app.command("quickstart")(quickstart.run)
 app.command("train")(train.run)
+app.command("plan")(plan.run)
 app.command("serve")(serve.run)
 app.command("runner")(runner.run)
 app.command("explain")(explain.run)

@@ -35,6 +35,7 @@ from lightning_rl.ppo import tasks as tasks_of_run
 from lightning_rl.ppo.batch import StepBatch
 from lightning_rl.ppo.collector import Collector
 from lightning_rl.ppo.estimators import needs_critic
+from lightning_rl.ppo.memory.plan import refuse_what_cannot_fit
 from lightning_rl.ppo.models import Models
 from lightning_rl.ppo.reporting import Reporter, memory_advice, rollout_metrics, timed
 from lightning_rl.ppo.rollout_correction import SamplerCheck
@@ -254,6 +255,7 @@ class PPO(Hooks, Algorithm):
         write_whole(run_dir / "config.yaml", to_yaml(self.config).encode())
         resumed = checkpoint.latest(run_dir / "checkpoints") if self.resume else self._begin_from(run_dir)
         torch.manual_seed(self.config.data.seed)
+        refuse_what_cannot_fit(self.config)
         with_critic = needs_critic(self.config, self.rules.batch.estimator)
         models = self._models = Models(self.config, run_dir, with_critic=with_critic, resumed=resumed)
         self.config = models.config

@@ -5,6 +5,9 @@ log-softmax that is kept for the backward pass. Here each of them is as large as
 the gradient of the logits is whole. The backward pass computes a chunk's log-softmax again, from the same logits.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +49,28 @@ def token_log_probs(
     return log_probs, entropies if with_entropy else None, None if candidates is None else of_candidates
 
 
+_SKIPPED: ContextVar[bool] = ContextVar("repeats are skipped", default=False)
+
+
+def parts(total: int, size: int) -> Iterator[slice]:
+    """`total` rows in parts of `size`, the last may be smaller."""
+    starts: Sequence[int] = range(0, total, size)
+    if _SKIPPED.get() and len(starts) > 3:
+        starts = (*starts[:2], starts[-1])
+    return (slice(start, start + size) for start in starts)
+
+
+@contextmanager
+def repeats_skipped() -> Iterator[None]:
+    """For a block in which tensors have no numbers: of parts of one size the third and later ones are skipped, which
+    take what the second takes."""
+    token = _SKIPPED.set(True)
+    try:
+        yield
+    finally:
+        _SKIPPED.reset(token)
+
+
 @torch.no_grad()
 def top_log_probs(
     logits: Tensor,
@@ -69,8 +94,7 @@ def top_log_probs(
     chosen = torch.empty(len(rows), dtype=exact, device=logits.device)
     likely = torch.empty(len(rows), top, dtype=torch.int64, device=logits.device)
     of_likely = torch.empty(len(rows), top, dtype=exact, device=logits.device)
-    for start in range(0, len(rows), at_once):
-        part = slice(start, start + at_once)
+    for part in parts(len(rows), at_once):
         log_probs = _log_softmax(logits, rows[part], temperature[part])
         chosen[part] = log_probs.gather(-1, targets[part, None]).squeeze(-1)
         of_likely[part], likely[part] = log_probs[:, :vocabulary].topk(top, dim=-1)
@@ -159,8 +183,7 @@ def of_tokens(
     chosen = torch.empty(len(rows), dtype=exact, device=logits.device)
     entropies = torch.empty_like(chosen) if with_entropy else chosen.new_empty(0)
     of_candidates = chosen.new_empty(0 if candidates is None else candidates.shape)
-    for start in range(0, len(rows), at_once):
-        part = slice(start, start + at_once)
+    for part in parts(len(rows), at_once):
         log_probs = _log_softmax(logits, rows[part], temperature[part])
         chosen[part] = log_probs.gather(-1, targets[part, None]).squeeze(-1)
         if candidates is not None:
@@ -173,8 +196,7 @@ def of_tokens(
 def gradient_of_logits(logits: Tensor, rows: Tensor, asked: Asked, upstream: Upstream, *, at_once: int) -> Tensor:
     """The gradient by `logits` [N, V], in their number format."""
     gradient = torch.zeros_like(logits)
-    for start in range(0, len(rows), at_once):
-        part = slice(start, start + at_once)
+    for part in parts(len(rows), at_once):
         of, above = asked.part(part), upstream.part(part)
         log_probs = _log_softmax(logits, rows[part], of.temperature)
         probs = log_probs.exp()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from lightning_rl.rl.logits import CHUNK, Asked, Upstream, gradient_of_logits, of_tokens, top_log_probs
+from lightning_rl.rl.logits import CHUNK, Asked, Upstream, gradient_of_logits, of_tokens, parts, top_log_probs
 
 ROWS_CHUNK = 2**25  # logits that are there at once: 128 MiB of float32; fewer would read the weights too often
 _BLOCK = 2**25  # numbers of the layer's gradient that are computed at once, where they are then cast
@@ -112,12 +112,11 @@ def top_log_probs_of_states(
     """As `rl.logits.top_log_probs` of the logits of `states` [K, D], which are never whole."""
     ready, at_once = layer.cast(), layer.rows_at_once(chunk)
     found = []
-    for start in range(0, max(len(states), 1), at_once):
-        part = slice(start, start + at_once)
+    for part in parts(max(len(states), 1), at_once):
         logits = ready.logits(states[part])
         rows = torch.arange(len(logits), device=logits.device)
         found.append(top_log_probs(logits, rows, targets[part], temperature[part], top, vocabulary=vocabulary))
-    log_probs, likely, of_likely = (torch.cat(parts) for parts in zip(*found, strict=True))
+    log_probs, likely, of_likely = (torch.cat(own) for own in zip(*found, strict=True))
     return log_probs, likely, of_likely
 
 
@@ -142,8 +141,7 @@ class _OfStates(torch.autograd.Function):
         chosen = torch.empty(len(states), dtype=exact, device=states.device)
         entropies = torch.empty_like(chosen) if with_entropy else chosen.new_empty(0)
         of_candidates = chosen.new_empty(0 if candidates is None else candidates.shape)
-        for start in range(0, len(states), at_once):
-            part = slice(start, start + at_once)
+        for part in parts(len(states), at_once):
             logits = ready.logits(states[part])
             found = of_tokens(
                 logits,
@@ -179,8 +177,7 @@ class _OfStates(torch.autograd.Function):
         by_states = torch.empty_like(states) if ctx.needs_input_grad[0] else None
         by_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
         by_bias = torch.zeros_like(bias, dtype=exact) if ctx.needs_input_grad[2] else None
-        for start in range(0, len(states), ctx.at_once):
-            part = slice(start, start + ctx.at_once)
+        for part in parts(len(states), ctx.at_once):
             own = states[part].to(ready.weight.dtype)
             logits = ready.logits(own)
             rows = torch.arange(len(logits), device=logits.device)
@@ -207,6 +204,5 @@ def _add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:
         total.addmm_(gradient.t(), states)
         return
     rows = max(1, _BLOCK // max(states.shape[-1], 1))
-    for start in range(0, len(total), rows):
-        part = slice(start, start + rows)
+    for part in parts(len(total), rows):
         total[part] += gradient[:, part].t().mm(states)

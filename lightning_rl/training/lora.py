@@ -177,9 +177,9 @@ def _require_own_weights(model: nn.Module) -> None:
     """An adapter on one of two tied modules would part them, and no state dict of the tied model could hold it."""
     base: Any = model.get_base_model()  # type: ignore[operator]
     names: dict[int, list[str]] = {}
-    for name, tensor in base.state_dict().items():
-        names.setdefault(tensor.data_ptr(), []).append(name.replace(_WRAPPED, "."))
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name.replace(_WRAPPED, "."))
     for name, layer in _layers(model).items():
-        same = names[layer.get_base_layer().weight.data_ptr()]
+        same = names[id(layer.get_base_layer().weight)]
         if len(same) > 1:
             raise ValueError(f"{' and '.join(same)} are one weight: leave {name} out of target_modules")

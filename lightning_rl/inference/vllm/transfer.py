@@ -23,7 +23,7 @@ from lightning_rl.errors import Explained
 from lightning_rl.inference.vllm.control import Control
 
 Way = Literal["file", "ipc", "nccl"]
-_BUFFER_BYTES: Final = 2**28  # vLLM's own is 2**30, which a card of 24 GB has no room for
+BUFFER_BYTES: Final = 2**28  # vLLM's own is 2**30, which a card of 24 GB has no room for
 
 
 class NoVllm(Explained, ModuleNotFoundError):
@@ -148,7 +148,7 @@ class DeviceTransfer:
 def buffer_bytes(weights: Mapping[str, Tensor], dtype: torch.dtype) -> int:
     """The size of the buffer that packed weights are sent in: a tensor is not cut, so the largest must fit. The
     embedding of a model of 7B is larger than vLLM's own default, 1 GiB."""
-    return max([_BUFFER_BYTES, *(t.numel() * _sent_dtype(t, dtype).itemsize for t in weights.values())])
+    return max([BUFFER_BYTES, *(t.numel() * _sent_dtype(t, dtype).itemsize for t in weights.values())])
 
 
 def address_towards(url: str) -> str:
