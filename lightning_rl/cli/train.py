@@ -45,9 +45,7 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")] = False,
     gpus: Annotated[
         str | None,
-        typer.Option(
-            metavar="GIB", help="Of --dry-run: does it fit on these GPUs, as of `lightning-rl plan`?"
-        ),
+        typer.Option(metavar="GIB", help="Of --dry-run: does it fit on these GPUs, as of `lightning-rl plan`?"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan, or the result, as JSON.")] = False,
 ) -> None:

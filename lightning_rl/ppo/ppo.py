@@ -288,14 +288,17 @@ class PPO(Hooks, Algorithm):
         """Train on `train_dataset` and report on `val_dataset`."""
         state, total = self.state, self.steps(len(train_dataset))
         self._total_steps = total
-        self.models.train(total)
         weights = WeightSync(self.config, self.store, self.models)
+        weights.sleep()  # the trainer is made in the engine's room
+        self.models.train(total)
         weights.watch_outages()
         state.restore(self.models, weights, synchronous=self.rules.schedule is None)
         written, kept = self.run_dir / "metrics.jsonl", state.step if state.resumed else None
         self.history = jsonl.keep_until(written, kept) if self.resume else []
         state.begin_session(self.run_id, self.began_ns)
         reporting.note_end(self.run_dir, None)
+        self.models.actor.offload()
+        weights.wake()
         self.on_init_end()
         reporter = Reporter(self.config, self.rules, state, self.models, total, console=self._shows)
         try:

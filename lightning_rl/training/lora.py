@@ -91,7 +91,9 @@ def merged(model: nn.Module) -> dict[str, Tensor]:
     """
     base: Any = model.get_base_model()  # type: ignore[operator]
     state = {name.replace(_WRAPPED, "."): tensor for name, tensor in base.state_dict().items() if ".lora_" not in name}
-    return state | {name: tensor.to(state[name].dtype) for name, tensor in changed(model).items()}
+    for name, layer in _layers(model).items():  # one by one: each is made in float32
+        state[f"{name}.weight"] = _with_adapter(layer).to(state[f"{name}.weight"].dtype)
+    return state
 
 
 def save(model: nn.Module, folder: Path) -> None:

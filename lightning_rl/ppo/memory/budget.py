@@ -124,9 +124,11 @@ class _Count:
         ours = self._config.actor_rollout_ref
         by_file = ours.rollout.weight_transfer == "file"
         more = {"engine": engine.weights}
+        if ours.model.lora_rank and not ours.actor.fsdp_config.param_offload:
+            more["others"] = self._traced.actor.weights  # a merged copy
         if not by_file:  # they are sent from the GPU, by a buffer that the largest tensor fits in
             more["weights"] = self._held(self._traced.actor, "weights") * ours.actor.fsdp_config.param_offload
-            more["others"] = max(BUFFER_BYTES, self._largest_tensor())
+            more["others"] = more.get("others", 0) + max(BUFFER_BYTES, self._largest_tensor())
         return self._phase("new weights for vLLM", more, awake=False)
 
     def _phase(self, name: str, more: Mapping[str, int], *, awake: bool) -> Phase:
@@ -154,6 +156,8 @@ class _Count:
             if held is not None:
                 parts["weights"] += self._held(held, "weights") * (not place.param_offload)
                 parts["optimizer"] += self._held(held, "optimizer") * (not place.optimizer_offload)
+        if self._workers > 1 and (ours.rollout.name == "embedded" or ours.rollout.weight_transfer != "file"):
+            parts["weights"] += traced.actor.weights  # the trainer's own copy, from which the engine gets its weights
         if ours.rollout.name == "embedded":
             rows = min(ours.rollout.max_num_seqs, self._config.data.train_batch_size * ours.rollout.n)
             parts["engine"] += traced.parameters * sampled_dtype(self._config).itemsize

@@ -10,6 +10,7 @@ import msgspec
 
 from lightning_rl.config import keys
 from lightning_rl.config.schema import Config
+from lightning_rl.ppo.local_workers import FORMATS
 from lightning_rl.ppo.memory.budget import Budget, budget
 from lightning_rl.ppo.memory.gpus import Hardware
 from lightning_rl.ppo.memory.traced_step import TracedStep, trace
@@ -37,6 +38,7 @@ class Planner:
         self._config, self._model, self._hardware = config, model, hardware
         self._given = {key.name for key in keys(type(config)) if _value(config, key.name) != key.default}
         self._traced: dict[str, TracedStep] = {}
+        self._parameters = 0
 
     def config(self, changes: Mapping[str, Any]) -> Config:
         """The configuration with changes."""
@@ -50,6 +52,7 @@ class Planner:
         if same not in self._traced:
             lengths = config.data.max_prompt_length, config.data.max_response_length
             self._traced[same] = trace(config, self._model, lengths, on_gpu=True)
+            self._parameters = self._traced[same].parameters
         return self._traced[same]
 
     def budget(self, config: Config) -> Budget:
@@ -61,9 +64,18 @@ class Planner:
         changes: Keys = {}
         for step in self._steps():
             changes |= {key: value for key, value in step.items() if key not in self._given}
-            if self.budget(self.config(changes)).fits:
+            config = self.config(changes)
+            if self._least(config) < self._hardware.gpu.memory and self.budget(config).fits:
                 return self._tidied(changes)
         return None
+
+    def _least(self, config: Config) -> int:
+        """Bytes below which an update cannot be, known without tracing it: weights, and what Adam makes of them."""
+        ours = config.actor_rollout_ref
+        held = FORMATS[ours.actor.fsdp_config.model_dtype].itemsize
+        low_bit = ours.actor.optim.optimizer_impl.startswith("torchao.")
+        each = held if ours.model.lora_rank else 2 * held + (1 if low_bit else 2 * held)
+        return self._parameters * each // config.trainer.workers if "Adam" in ours.actor.optim.optimizer else 0
 
     def _tidied(self, changes: Keys) -> Keys:
         """Without those that turn out not to be needed, the dearest first."""

@@ -2,8 +2,8 @@
 
 A matrix of p weights takes 2p operations a token forward and 4p backward (Kaplan et al., arXiv 2001.08361), 2p more
 where activations are computed again; an adapter leaves out the 2p of the weights' own gradients. Sampling reads all
-weights and the cache for each token of a batch. Both ends of a range are guesses of the share that is reached (`_REACHED`) on
-the slowest and the fastest card of a size: expect a factor of three between them, and nothing measured.
+weights and the cache for each token of a batch. Both ends of a range are guesses of the share that is reached
+(`_REACHED`, `_READ`) on the slowest and the fastest card of a size: nothing is measured.
 """
 
 from dataclasses import dataclass

@@ -32,7 +32,7 @@ def test_a_plan_as_json_and_its_status(model: str) -> None:
     assert fits["memory"] == 24 * 2**30
     low, high = fits["trained_tokens_per_second"]
     assert 0 < low < high
-    small = runner.invoke(app, ["plan", "--gpu", "0.3", "--json", model])
+    small = runner.invoke(app, ["plan", "--gpu", "0.01", "--json", model])
     assert small.exit_code == 1
     assert json.loads(small.output)["as_given"]["problems"]
 
