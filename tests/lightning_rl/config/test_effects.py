@@ -500,6 +500,7 @@ ELSEWHERE = {
     "algorithm.rollout_correction.rollout_rs": "test_the_correction_is_what_the_keys_say",
     "algorithm.rollout_correction.rollout_rs_threshold": "test_the_correction_is_what_the_keys_say",
     "algorithm.rollout_correction.rollout_token_veto_threshold": "test_the_correction_is_what_the_keys_say",
+    "trainer.memory_check": ("ppo/memory/test_plan.py::test_a_run_that_cannot_fit_is_refused_with_the_phase_and_a_way"),
     "trainer.all_failed": (
         "cli/test_train.py::test_an_agent_that_fails_in_all_rollouts_of_a_step_ends_the_run_with_its_traceback"
     ),
