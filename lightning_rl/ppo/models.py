@@ -110,6 +110,7 @@ class Models:
             assert self._own.actor is not None
             self.actor, self.critic, self.reference = self._own.actor, self._own.critic, self._own.reference
             self.teachers = served | self._own.teachers
+        self.actor.offload()  # until the first step asks for it
 
     def close(self) -> None:
         """End the processes that train, where there are any beside this one."""

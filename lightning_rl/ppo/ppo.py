@@ -297,7 +297,6 @@ class PPO(Hooks, Algorithm):
         self.history = jsonl.keep_until(written, kept) if self.resume else []
         state.begin_session(self.run_id, self.began_ns)
         reporting.note_end(self.run_dir, None)
-        self.models.actor.offload()
         weights.wake()
         self.on_init_end()
         reporter = Reporter(self.config, self.rules, state, self.models, total, console=self._shows)
