@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lightning_rl.config import compose
-from lightning_rl.ppo.ppo import PPO
+from lightning_rl.ppo_algorithm import PPO
 from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl.trajectories.trajectory import Trajectory
 from lightning_rl_adapters.rows import Row

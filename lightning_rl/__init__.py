@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lightning_rl.compat.lightning_store import LightningStore, LightningStoreClient, ResourcesUpdate
     from lightning_rl.compat.llm_proxy import LLMProxy
     from lightning_rl.compat.messages import TraceToMessages
-    from lightning_rl.ppo.ppo import PPO, VERL
+    from lightning_rl.ppo_algorithm import PPO, VERL
     from lightning_rl.store.contract import Rollout, RolloutConfig
     from lightning_rl.trainer import Trainer
     from lightning_rl.viewer.notebook import Run
@@ -79,8 +79,8 @@ _HOME = {
     "setup_logging": "lightning_rl.compat.agent_lightning",
     "Algorithm": "lightning_rl.algorithms.base",
     "Baseline": "lightning_rl.algorithms.baseline",
-    "PPO": "lightning_rl.ppo.ppo",
-    "VERL": "lightning_rl.ppo.ppo",
+    "PPO": "lightning_rl.ppo_algorithm",
+    "VERL": "lightning_rl.ppo_algorithm",
     "emit_exception": "lightning_rl.agents.emit",
     "emit_message": "lightning_rl.agents.emit",
     "emit_object": "lightning_rl.agents.emit",

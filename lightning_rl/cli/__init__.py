@@ -10,6 +10,7 @@ from lightning_rl.cli import (
     doctor,
     explain,
     export,
+    plan,
     quickstart,
     replay,
     report,
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command("quickstart")(quickstart.run)
 app.command("train")(train.run)
+app.command("plan")(plan.run)
 app.command("serve")(serve.run)
 app.command("runner")(runner.run)
 app.command("dashboard")(dashboard.run)

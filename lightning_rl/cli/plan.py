@@ -1,126 +1,48 @@
-"""What a run would need, found without beginning it: the model's files, vLLM's interpreter, memory.
+"""`lightning-rl plan`: whether a run fits on GPUs, which need not be here, and with which keys."""
 
-Nothing is taken from a network and nothing is written. What is missing is a ConfigError that names it.
-"""
-
-import subprocess
-import sys
+import json
 from pathlib import Path
+from typing import Annotated
 
-import huggingface_hub
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-from lightning_rl import tutorial
-from lightning_rl.config import ConfigError
-from lightning_rl.config.schema import Config
-from lightning_rl.inference.load import device_of, is_model_id, sees
-from lightning_rl.ppo import resolved_config
-from lightning_rl.ppo.estimators import needs_critic, needs_reference
-from lightning_rl.ppo.local_workers import FORMATS
-
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_VERSION = "import importlib.metadata as m; print(m.version('vllm'))"
-_ASK_SECONDS = 60
-_GB = 1e9
+import typer
 
 
-def model_folder_here(config: Config) -> Path | None:
-    """The model's folder; None where it is the hub's, and not on this machine yet.
+def run(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Keys of the run, as `lightning-rl train` takes them."),
+    ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            "--gpus",
+            "--gpu",
+            metavar="GIB",
+            help="24: a card of 24 GiB; 8x80: eight of 80; 2x8x80: two machines of eight. By default the cards here.",
+        ),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A YAML file of keys; the command line wins over it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Say what a run needs of GPUs, and which keys make it fit.
 
-    Raises ConfigError for a folder that lacks what a run reads of it, or whose chats nobody can write.
+    Of the model its config.json is enough. The step of the run is traced without numbers, so the answer is that of its
+    own code:
+
+    ```
+    lightning-rl plan --gpu 24 actor_rollout_ref.model.path=path/to/model data.max_response_length=2048
+    ```
+
+    Ends with status 1 where nothing that is known makes it fit.
     """
-    path = config.actor_rollout_ref.model.path
-    folder = tutorial.checkpoint() if path is None else Path(path)
-    if not folder.is_dir():
-        if path is None or not is_model_id(path):
-            raise ConfigError(f"actor_rollout_ref.model.path={path!r} is neither a folder nor a model id (owner/name)")
-        cached = huggingface_hub.try_to_load_from_cache(path, "config.json")
-        if not isinstance(cached, str):
-            return None
-        folder = Path(cached).parent
-    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
-    missing += [] if any(next(folder.glob(name), None) for name in _WEIGHTS) else ["*.safetensors"]
-    if missing:
-        lacks = ", no ".join(missing)
-        raise ConfigError(f"the model in {folder} has no {lacks}: give actor_rollout_ref.model.path another")
-    resolved_config.loaded_renderer(config, folder)
-    return folder
+    from lightning_rl import tutorial
+    from lightning_rl.config import compose
+    from lightning_rl.config.schema import TrainConfig
+    from lightning_rl.memory.plan import Plan, hardware_of, model_config
 
-
-def engine(config: Config) -> str:
-    """The engine, with vLLM's version where a run starts one. Raises ConfigError where it could not."""
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name != "vllm" or rollout.server_urls:
-        return rollout.name
-    python = rollout.python or sys.executable
-    try:
-        told = subprocess.run([python, "-c", _VERSION], capture_output=True, text=True, timeout=_ASK_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"actor_rollout_ref.rollout.python={python!r} is no Python that starts: {error}") from error
-    if told.returncode:
-        raise ConfigError(
-            f"there is no vLLM in the environment of {python}: install it there (`pip install vllm`), or set "
-            "actor_rollout_ref.rollout.python to the interpreter of one that has it"
-        )
-    return f"vllm {told.stdout.strip()} of {python}"
-
-
-def parameters(folder: Path) -> int:
-    """How many numbers the model has, by its config."""
-    kind = AutoModelForImageTextToText if sees(folder) else AutoModelForCausalLM
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in kind.from_config(AutoConfig.from_pretrained(folder)).parameters())
-
-
-def memory(config: Config, numbers: int) -> str:
-    """What weights, gradients and optimizers take, and what there is; activations and caches come on top of it."""
-    needed, device = needed_bytes(config, numbers), device_of(config.trainer.device)
-    available = torch.cuda.mem_get_info()[0] if device.type == "cuda" else _available()
-    said = (
-        f"{needed / _GB:.1f} GB for weights, gradients and optimizers, beside activations and caches; "
-        f"{available / _GB:.1f} GB are free"
-    )
-    if needed <= available:
-        return said
-    return f"{said}: IT DOES NOT FIT; set actor_rollout_ref.model.lora_rank, or take a smaller model"
-
-
-def needed_bytes(config: Config, numbers: int) -> int:
-    """Of the processes that train, on one device: each model with what its update holds, and the embedded engine."""
-    ours, critic = config.actor_rollout_ref, config.critic
-    held = FORMATS[ours.actor.fsdp_config.model_dtype].itemsize
-    update = 0 if ours.model.lora_rank else 3 * held  # gradients, and Adam's two averages
-    each = held + update
-    if needs_critic(config, resolved_config.rules(config, None, None).estimator) and not critic.shared_trunk:
-        each += 4 * FORMATS[critic.fsdp_config.model_dtype].itemsize
-    if needs_reference(config) and not ours.model.lora_rank:
-        each += FORMATS[ours.ref.fsdp_config.model_dtype].itemsize
-    each = -(-each // config.trainer.workers)
-    if ours.rollout.name == "embedded":
-        each += held if ours.rollout.dtype is None else FORMATS[ours.rollout.dtype].itemsize
-    return numbers * each + _teachers_bytes(config)
-
-
-def check_teachers(config: Config) -> None:
-    """Raises ConfigError for a teacher whose path is neither a folder nor a model id."""
-    for name, teacher in config.distillation.teachers().items():
-        key, path = f"distillation.teacher_models.{name}.model_path", teacher.model_path
-        if path is not None and not Path(path).is_dir() and not is_model_id(path):
-            raise ConfigError(f"{key}={path!r} is neither a folder nor a model id (owner/name)")
-
-
-def _teachers_bytes(config: Config) -> int:
-    """Of the teachers whose folders are here; what the hub has is not known."""
-    held = FORMATS[config.actor_rollout_ref.ref.fsdp_config.model_dtype].itemsize
-    paths = [teacher.model_path for teacher in config.distillation.teachers().values()]
-    folders = [Path(path) for path in paths if path is not None and Path(path).is_dir()]
-    return -(-held * sum(parameters(folder) for folder in folders) // config.trainer.workers)
-
-
-def _available() -> int:
-    """What Linux says can be had without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError("/proc/meminfo does not say how much memory there is")
+    settings = compose(file=config, command_line=list(overrides or ()), schema=TrainConfig)
+    hardware, settings = hardware_of(settings, gpus)
+    plan = Plan(settings, model_config(settings.actor_rollout_ref.model.path or tutorial.checkpoint()), hardware)
+    typer.echo(json.dumps(plan.as_json()) if as_json else "\n".join(plan.lines()))
+    if not plan.fits:
+        raise typer.Exit(1)

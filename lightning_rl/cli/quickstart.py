@@ -19,7 +19,7 @@ from lightning_rl import tutorial as tutorial_place
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lightning_rl.ppo.ppo import PPO
+    from lightning_rl.ppo_algorithm import PPO
 
 
 def run(

@@ -43,6 +43,10 @@ def run(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")] = False,
+    gpus: Annotated[
+        str | None,
+        typer.Option(metavar="GIB", help="Of --dry-run: does it fit on these GPUs, as of `lightning-rl plan`?"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan, or the result, as JSON.")] = False,
 ) -> None:
     """Train an agent on tasks from files.
@@ -81,6 +85,8 @@ def run(
         given.append("trainer.resume_mode=auto")
     if from_verl is not None and config is not None:
         raise ConfigError("--from-verl names the configuration: leave --config and --resume out")
+    if gpus is not None and not dry_run:
+        raise ConfigError("--gpus says on which GPUs a plan is made: add --dry-run")
     settings, notes = _settings(config, given, from_verl)
     if notes is not None and not as_json:
         typer.echo(_table(notes))
@@ -88,7 +94,7 @@ def run(
     if settings.data.train_files is None and not settings.trainer.val_only:
         raise ConfigError("name the tasks: data.train_files=tasks.jsonl")
     if dry_run:
-        _show(_plan(settings, run_dir), settings, notes, as_json=as_json)
+        _show(_plan(settings, run_dir, gpus), settings, notes, as_json=as_json)
         return
     _train(agent, settings, run_dir, server, as_json=as_json)
 
@@ -153,7 +159,7 @@ def _table(notes: "list[Note]") -> str:
 
 
 def _train(agent: Any, settings: "TrainConfig", run_dir: Path | None, server: str | None, *, as_json: bool) -> None:
-    from lightning_rl.ppo.ppo import PPO
+    from lightning_rl.ppo_algorithm import PPO
     from lightning_rl.trainer import Trainer
 
     algorithm = PPO(settings)
@@ -184,15 +190,15 @@ def _train(agent: Any, settings: "TrainConfig", run_dir: Path | None, server: st
         typer.echo("\n".join(algorithm.summary()))
 
 
-def _plan(settings: "TrainConfig", run_dir: Path | None) -> dict[str, Any]:
+def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None) -> dict[str, Any]:
     """What a run with these settings would do, and needs. Raises what it would raise before its first step, but for
     rewards that nothing gives: the plan says so, beside all the rest."""
     from lightning_rl import tutorial
-    from lightning_rl.cli import plan
+    from lightning_rl.cli import preflight
     from lightning_rl.config import ConfigError
     from lightning_rl.loops.loop_registry import loops_of
     from lightning_rl.ppo import resolved_config, tasks
-    from lightning_rl.ppo.ppo import PPO
+    from lightning_rl.ppo_algorithm import PPO
     from lightning_rl.telemetry import metrics
 
     algorithm, data, rollout = PPO(settings), settings.data, settings.actor_rollout_ref.rollout
@@ -200,8 +206,8 @@ def _plan(settings: "TrainConfig", run_dir: Path | None) -> dict[str, Any]:
     metrics.check_names(settings.trainer.logger)
     resolved_config.resume_from(settings)
     model = settings.actor_rollout_ref.model.path
-    folder = plan.model_folder_here(settings)
-    plan.check_teachers(settings)
+    folder = preflight.model_folder_here(settings)
+    preflight.check_teachers(settings)
     found = tasks.datasets(settings, None, None, None)
     try:
         scored = tasks.grader_of(settings, algorithm.rules.grader, found) is not algorithm.rules.grader
@@ -209,15 +215,15 @@ def _plan(settings: "TrainConfig", run_dir: Path | None) -> dict[str, Any]:
     except ConfigError as error:
         rewards = f"NONE, AND IT WOULD NOT BEGIN: {error}"
     train, val, _ = found if folder is None else tasks.without_overlong(settings, folder, found)
-    numbers = None if folder is None else plan.parameters(folder)
+    numbers = None if folder is None else preflight.parameters(folder)
     unknown = "not known before the model is here"
     return {
         "agent": settings.agent or rollout.multi_turn.langgraph.path or (loops and loops.default),
         "model": model or f"{tutorial.checkpoint()} (the tutorial's; name yours: actor_rollout_ref.model.path)",
         "parameters": unknown if numbers is None else numbers,
         "learning_rate": unknown if numbers is None else resolved_config.learning_rate(settings, numbers),
-        "memory": unknown if numbers is None else plan.memory(settings, numbers),
-        "engine": plan.engine(settings),
+        "memory": unknown if folder is None else preflight.memory(settings, folder, gpus),
+        "engine": preflight.engine(settings),
         "rewards": rewards,
         "train_tasks": len(train),
         "val_tasks": len(val),

@@ -1005,6 +1005,13 @@ class TrainerSection(Section, frozen=True):
     colocate: Annotated[
         bool, effect("the same workers hold actor, critic and reference; false: each has nnodes x n_gpus_per_node")
     ] = True
+    memory_check: Annotated[
+        bool,
+        effect(
+            "on GPUs: refuse a run that by its plan (`lightning-rl plan`) needs more memory than they have, before a "
+            "model is loaded; false: begin"
+        ),
+    ] = True
     all_failed: Annotated[
         Literal["stop", "go_on"],
         effect(

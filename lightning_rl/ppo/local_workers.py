@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, Fsdp
+from lightning_rl.inference.device_memory import free_unused_memory
 from lightning_rl.inference.load import load_model, model_folder, vocabulary_size
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.estimators import needs_reference
@@ -109,6 +110,10 @@ class LocalWorkers:
     def teacher_scores(self, name: str, sequences: list[TrainingSequence], top: int) -> list[Scores]:
         """What one of the teachers says (`Teacher.score`)."""
         return self.teachers[name].score(sequences, top)
+
+    def free_unused_memory(self) -> None:
+        """Give back what this process keeps for later."""
+        free_unused_memory()
 
     def weights(self) -> dict[str, Tensor]:
         """The policy's weights that are trained, whole, by their names; in a team only the first process has them."""

@@ -5,6 +5,7 @@ sent, and the reference is the policy without it.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config
+from lightning_rl.inference.device_memory import free_unused_memory
 from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.inference.load import ModelConfigRefused, located, with_config
 from lightning_rl.inference.sglang import SGLangPolicy
@@ -66,8 +68,11 @@ class Models:
         self.config = config = resolved_config.with_learning_rate(config, parameters)
         self._crew: RayWorkers | None = None
         vision = vision_of(self.policy.folder, self.policy.model)
+        if isinstance(self.policy, VllmPolicy):
+            self.policy.make_room = self._make_room
         self._own = LocalWorkers(config, self.policy.model, () if config.trainer.workers > 1 else self._roles, vision)
         self.model: nn.Module = self._own.model
+        self._device = next(self.policy.model.parameters()).device
 
     def start(self, version: int = 0) -> None:
         """Start the engine, and give it the weights that training begins with, those of this policy version. Whoever
@@ -77,6 +82,10 @@ class Models:
         adapter that is loaded later.
         """
         in_process = isinstance(self.policy, EmbeddedPolicy) and not self.config.actor_rollout_ref.model.lora_rank
+        offload = self.config.actor_rollout_ref.actor.fsdp_config.param_offload
+        if isinstance(self.policy, VllmPolicy) and offload and not self._sent_from_gpu:
+            self.model.to("cpu")  # until `train`: the engine may need its room
+            free_unused_memory()
         self.policy.start()
         self.send_weights(version if in_process else 0)
 
@@ -92,10 +101,12 @@ class Models:
             self.actor, self.critic, self.reference = self._crew.actor, self._crew.critic, self._crew.reference
             self.teachers = served | self._crew.teachers
         else:
+            self.model.to(self._device)
             self._own.train(self.policy.folder, training_steps)
             assert self._own.actor is not None
             self.actor, self.critic, self.reference = self._own.actor, self._own.critic, self._own.reference
             self.teachers = served | self._own.teachers
+        self.actor.offload()  # until the first step asks for it
 
     def close(self) -> None:
         """End the processes that train, where there are any beside this one."""
@@ -113,14 +124,35 @@ class Models:
 
     def send_weights(self, version: int) -> None:
         """Give the engine what was trained, as policy version `version`; returns when it samples with it."""
+        if isinstance(self.policy, VllmPolicy) and not self._sent_from_gpu and hasattr(self, "actor"):
+            self.actor.offload()  # with param_offload the file is written from main memory
         if self._crew is not None:
             put(self._crew.weights(), self.model)
         if not self.config.actor_rollout_ref.model.lora_rank:
             self.policy.update_weights(self.model, version)
         elif self.policy.takes_changes:
             self.policy.update_weights(lora.changed(self.model), version, partial=True)
+        elif isinstance(self.policy, VllmPolicy):
+            self.policy.update_weights(partial(lora.merged, self.model), version)
         else:
             self.policy.update_weights(lora.merged(self.model), version)
+
+    @property
+    def _sent_from_gpu(self) -> bool:
+        """Whether weights go from GPU to GPU, and by no file."""
+        return self.config.actor_rollout_ref.rollout.weight_transfer != "file"
+
+    def _make_room(self, what: str) -> None:
+        """Before an engine on the same GPUs takes memory: with `param_offload` the weights wait in main memory,
+        unless they are sent from the GPU now; and no allocator keeps what it does not use."""
+        if hasattr(self, "actor"):
+            if what == "weights" and self._sent_from_gpu:
+                self.actor.onload()
+            else:
+                self.actor.offload()
+        if self._crew is not None:
+            self._crew.free_unused_memory()
+        free_unused_memory()
 
     def export(self, folder: Path) -> None:
         """Write policy and tokenizer to `folder`, as `transformers` (or, an adapter alone, `peft`) loads them."""
@@ -182,9 +214,12 @@ def _sampled(
             attention=model.attn_implementation,
         )
     urls = rollout.server_urls or ()
+    apart = (
+        config.trainer.workers > 1 and rollout.weight_transfer == "file"
+    )  # others train, and the file is written here
     common: dict[str, Any] = {
         "weights": weights,
-        "device": config.trainer.device,
+        "device": "cpu" if apart else config.trainer.device,
         "train_dtype": held,
         "tolerance": resolved_config.sampler_tolerance(config),
         "attention": model.attn_implementation,

@@ -70,6 +70,11 @@ class RayWorkers:
         found: dict[str, Tensor] = self._groups["actor"].ask(None, "weights")
         return found
 
+    def free_unused_memory(self) -> None:
+        """Have all workers give back what they keep for later."""
+        for group in self._all:
+            group.ask(None, "free_unused_memory")
+
     def state_dict(self) -> dict[str, Any]:
         """As of `LocalWorkers`, of all groups."""
         found: dict[str, Any] = {}

@@ -5,7 +5,10 @@ log-softmax that is kept for the backward pass. Here each of them is as large as
 the gradient of the logits is whole. The backward pass computes a chunk's log-softmax again, from the same logits.
 """
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +49,28 @@ def token_log_probs(
     return log_probs, entropies if with_entropy else None, None if candidates is None else of_candidates
 
 
+_SKIPPED: ContextVar[bool] = ContextVar("repeats are skipped", default=False)
+
+
+def parts(total: int, size: int) -> Iterator[slice]:
+    """`total` rows in parts of `size`, the last may be smaller."""
+    starts: Sequence[int] = range(0, total, size)
+    if _SKIPPED.get() and len(starts) > 3:
+        starts = (*starts[:2], starts[-1])
+    return (slice(start, start + size) for start in starts)
+
+
+@contextmanager
+def repeats_skipped() -> Iterator[None]:
+    """For a block in which tensors have no numbers: of parts of one size the third and later ones are skipped, which
+    take what the second takes."""
+    token = _SKIPPED.set(True)
+    try:
+        yield
+    finally:
+        _SKIPPED.reset(token)
+
+
 @torch.no_grad()
 def top_log_probs(
     logits: Tensor,
@@ -69,8 +94,7 @@ def top_log_probs(
     chosen = torch.empty(len(rows), dtype=exact, device=logits.device)
     likely = torch.empty(len(rows), top, dtype=torch.int64, device=logits.device)
     of_likely = torch.empty(len(rows), top, dtype=exact, device=logits.device)
-    for start in range(0, len(rows), at_once):
-        part = slice(start, start + at_once)
+    for part in parts(len(rows), at_once):
         log_probs = _log_softmax(logits, rows[part], temperature[part])
         chosen[part] = log_probs.gather(-1, targets[part, None]).squeeze(-1)
         of_likely[part], likely[part] = log_probs[:, :vocabulary].topk(top, dim=-1)
@@ -95,18 +119,8 @@ class _Chunked(torch.autograd.Function):
         at_once: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        exact = torch.promote_types(logits.dtype, torch.float32)
-        chosen = torch.empty(len(rows), dtype=exact, device=logits.device)
-        entropies = torch.empty_like(chosen) if with_entropy else chosen.new_empty(0)
-        of_candidates = chosen.new_empty(0 if candidates is None else candidates.shape)
-        for start in range(0, len(rows), at_once):
-            part = slice(start, start + at_once)
-            log_probs = _log_softmax(logits, rows[part], temperature[part])
-            chosen[part] = log_probs.gather(-1, targets[part, None]).squeeze(-1)
-            if candidates is not None:
-                of_candidates[part] = log_probs.gather(-1, candidates[part])
-            if with_entropy:
-                entropies[part] = _entropies(log_probs, log_probs.exp())
+        found = of_tokens(logits, rows, targets, temperature, candidates, with_entropy=with_entropy, at_once=at_once)
+        chosen, entropies, of_candidates = found
         ctx.save_for_backward(logits, rows, targets, temperature, candidates, entropies)
         ctx.at_once = at_once
         return chosen, entropies, of_candidates
@@ -117,23 +131,87 @@ class _Chunked(torch.autograd.Function):
         ctx: Any, of_chosen: Tensor | None, of_entropies: Tensor | None, of_candidates: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         logits, rows, targets, temperature, candidates, entropies = ctx.saved_tensors
-        gradient = torch.zeros_like(logits)
-        for start in range(0, len(rows), ctx.at_once):
-            part = slice(start, start + ctx.at_once)
-            log_probs = _log_softmax(logits, rows[part], temperature[part])
-            probs = log_probs.exp()
-            own = torch.zeros_like(probs)
-            if of_entropies is not None:
-                own = _of_entropy(log_probs, probs, entropies[part]).mul_(of_entropies[part, None])
-            if of_chosen is not None:
-                own.addcmul_(probs, of_chosen[part, None], value=-1)
-                own.scatter_add_(-1, targets[part, None], of_chosen[part, None])
-            if of_candidates is not None and candidates is not None:
-                own.addcmul_(probs, of_candidates[part].sum(-1, keepdim=True), value=-1)
-                own.scatter_add_(-1, candidates[part], of_candidates[part])
-            own.div_(temperature[part, None].to(own.dtype))
-            gradient.index_add_(0, rows[part], own.to(gradient.dtype))
+        gradient = gradient_of_logits(
+            logits,
+            rows,
+            Asked(targets, temperature, candidates, entropies),
+            Upstream(of_chosen, of_entropies, of_candidates),
+            at_once=ctx.at_once,
+        )
         return gradient, None, None, None, None, None, None
+
+
+class Asked(NamedTuple):
+    """Of K tokens: ids int64 [K], temperatures [K], other tokens int64 [K, C] or None, and the entropies [K] of their
+    distributions (empty where they were not asked for)."""
+
+    targets: Tensor
+    temperature: Tensor
+    candidates: Tensor | None
+    entropies: Tensor
+
+    def part(self, part: slice) -> "Asked":
+        """Those of some tokens."""
+        candidates = None if self.candidates is None else self.candidates[part]
+        return Asked(self.targets[part], self.temperature[part], candidates, self.entropies[part])
+
+
+class Upstream(NamedTuple):
+    """The gradients of a loss by log probabilities [K], entropies [K] and those of candidates [K, C]; None: 0."""
+
+    log_probs: Tensor | None
+    entropies: Tensor | None
+    candidates: Tensor | None
+
+    def part(self, part: slice) -> "Upstream":
+        """Those of some tokens."""
+        return Upstream(*(None if gradient is None else gradient[part] for gradient in self))
+
+
+def of_tokens(
+    logits: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    candidates: Tensor | None,
+    *,
+    with_entropy: bool,
+    at_once: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `token_log_probs` returns, without a gradient, `at_once` tokens at once; empty for what is not asked for."""
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    chosen = torch.empty(len(rows), dtype=exact, device=logits.device)
+    entropies = torch.empty_like(chosen) if with_entropy else chosen.new_empty(0)
+    of_candidates = chosen.new_empty(0 if candidates is None else candidates.shape)
+    for part in parts(len(rows), at_once):
+        log_probs = _log_softmax(logits, rows[part], temperature[part])
+        chosen[part] = log_probs.gather(-1, targets[part, None]).squeeze(-1)
+        if candidates is not None:
+            of_candidates[part] = log_probs.gather(-1, candidates[part])
+        if with_entropy:
+            entropies[part] = _entropies(log_probs, log_probs.exp())
+    return chosen, entropies, of_candidates
+
+
+def gradient_of_logits(logits: Tensor, rows: Tensor, asked: Asked, upstream: Upstream, *, at_once: int) -> Tensor:
+    """The gradient by `logits` [N, V], in their number format."""
+    gradient = torch.zeros_like(logits)
+    for part in parts(len(rows), at_once):
+        of, above = asked.part(part), upstream.part(part)
+        log_probs = _log_softmax(logits, rows[part], of.temperature)
+        probs = log_probs.exp()
+        own = torch.zeros_like(probs)
+        if above.entropies is not None:
+            own = _of_entropy(log_probs, probs, of.entropies).mul_(above.entropies[:, None])
+        if above.log_probs is not None:
+            own.addcmul_(probs, above.log_probs[:, None], value=-1)
+            own.scatter_add_(-1, of.targets[:, None], above.log_probs[:, None])
+        if above.candidates is not None and of.candidates is not None:
+            own.addcmul_(probs, above.candidates.sum(-1, keepdim=True), value=-1)
+            own.scatter_add_(-1, of.candidates, above.candidates)
+        own.div_(of.temperature[:, None].to(own.dtype))
+        gradient.index_add_(0, rows[part], own.to(gradient.dtype))
+    return gradient
 
 
 def _entropies(log_probs: Tensor, probs: Tensor) -> Tensor:

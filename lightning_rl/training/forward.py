@@ -1,9 +1,10 @@
 """Rows through a causal LM: per trained token its log probability and entropy, or the hidden state it was sampled from.
 
 What actor, critic and reference share. Tokens that rows begin with alike are computed once (`training.packing`), of
-their attention only what is seen where that pays (`training.attention`), and only the places whose distributions are
-needed go through the head. Whether a model allows each is tried when a `Forward` is made, both ways on a few tokens;
-one that does not goes the plain way, with the same results.
+their attention only what is seen where that pays (`training.layers`), and only the places whose distributions are
+needed go through the head, by chunks where all their logits at once would be large. Whether a model allows
+each is tried when a `Forward` is made, both ways on a few tokens; one that does not goes the plain way, with the same
+results.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,21 +15,29 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from lightning_rl.rl.logits import token_log_probs, top_log_probs
-from lightning_rl.training.attention import TreeMask, pairs
 from lightning_rl.training.batch import TrainingSequence, micro_batches
+from lightning_rl.training.layers.attention import TreeMask, pairs
+from lightning_rl.training.layers.output_layer import Around, OutputLayer, output_layer
+from lightning_rl.training.model_traits import (
+    apart,
+    attention_window,
+    evaluating,
+    grouped_heads,
+    output_embeddings,
+    probe_rows,
+    refusal_of,
+    text_config,
+    tolerance,
+)
 from lightning_rl.training.packing import Layout, Line, alone, cost, cut, lay_out, shared_lines, sizes, stacked
 from lightning_rl.vision import ModelVision, showing
 
 GAIN: Final = 0.95  # rows are packed where that costs at most so much of the plain way: building a mask costs a little
 _FAILURES: Final = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)  # of a model asked too much
-_WINDOWS: Final = ("sliding_window", "attention_chunk_size", "window_size")
 T = TypeVar("T")
-_ATTENTION: Final = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
 class Sizes(NamedTuple):
@@ -79,6 +88,7 @@ class Forward:
     Attributes:
         packed: whether the model allows it; `unpacked_because` says why not, or that it was not asked for.
         by_segments: whether attention over packed rows may leave out what is hidden; only where that is faster it does.
+        whole_logits_because: why logits are whole also where they are large; None: they are not (`output_layer`).
     """
 
     def __init__(
@@ -96,18 +106,31 @@ class Forward:
         self._pad_id = pad_id
         self._autocast = autocast
         self._dtype = next(model.parameters()).dtype if autocast is None else autocast
-        self._config = _text_config(model)
+        self._config = text_config(model)
         self._attention = 1 / (6 * getattr(self._config, "hidden_size", 1024))  # 4 T D for 2 x 12 D^2 of other work
-        self._longest = _window(self._config)
-        self._head = _head(model)
-        self._groups = _groups(self._config) if self.device.type == "cpu" else 1  # others repeat keys behind a mask
+        self._longest = attention_window(self._config)
+        self._head = output_embeddings(model)
+        on_cpu = self.device.type == "cpu"
+        self._groups = grouped_heads(self._config) if on_cpu else 1  # others repeat keys behind a mask
         self._narrow = False
         self.by_segments = False
-        with _evaluating(model), torch.no_grad():  # not inference mode: what a model keeps must stay good for training
+        self._output_layer: OutputLayer | None = None
+        self.whole_logits_because: str | None = None
+        self.unpacked_because: str | None = None
+        self._try(packed=packed)
+        self.packed = self.unpacked_because is None
+
+    def _try(self, *, packed: bool) -> None:
+        """Find out what the model allows."""
+        with evaluating(self.model), torch.no_grad():  # not inference mode: what it keeps must stay good for training
             if self._head is not None:
                 self._narrow = self._head_is_narrowable()
+            found = self._found_output_layer()
             self.unpacked_because = self._refusal() if packed else "it was not asked for"
-        self.packed = self.unpacked_because is None
+        if isinstance(found, str):
+            self.whole_logits_because = found
+        else:
+            self._output_layer = found
 
     def micro_batches(
         self, sequences: Sequence[TrainingSequence], *, rows: int | None, tokens: int | None
@@ -153,8 +176,7 @@ class Forward:
     def log_probs(self, micro: Sequence[TrainingSequence], *, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
         """Log probabilities (nats) of the K trained tokens, in the order of `micro`, [K], each at its temperature; and
         the entropies of their distributions [K], where asked for (else the log probabilities again)."""
-        layout = self._layout(micro)
-        log_probs, entropies, _ = token_log_probs(*self._asked(layout, self._logits(layout)), with_entropy=with_entropy)
+        log_probs, entropies, _ = self._of_tokens(self._layout(micro), with_entropy=with_entropy)
         return log_probs, log_probs if entropies is None else entropies
 
     def outputs(
@@ -164,8 +186,8 @@ class Forward:
         (`candidates`, int64 [K, C]), and the hidden states, in one pass."""
         layout = self._layout(micro)
         states: list[Tensor] | None = [] if with_hidden else None
-        asked = self._asked(layout, self._logits(layout, states))
-        log_probs, entropies, of_candidates = token_log_probs(*asked, with_entropy=True, candidates=candidates)
+        found = self._of_tokens(layout, with_entropy=True, candidates=candidates, kept=states)
+        log_probs, entropies, of_candidates = found
         assert entropies is not None
         hidden = None if states is None else states[0][self._tensor(layout.which)]
         return Outputs(log_probs, entropies, of_candidates, hidden)
@@ -176,7 +198,47 @@ class Forward:
         """Log probabilities [K] of the trained tokens, and of each distribution its `top` most likely tokens among the
         first `vocabulary` (None: all), int64 [K, top], with their log probabilities [K, top]; without gradient."""
         layout = self._layout(micro)
+        if (layer := self._layer_by_chunks(layout)) is not None:
+            targets, temperature = self._tensor(layout.targets), self._tensor(layout.temperature)
+            return layer.top_log_probs(self._around(layout), targets, temperature, top, vocabulary)
         return top_log_probs(*self._asked(layout, self._logits(layout)), top, vocabulary=vocabulary)
+
+    def _of_tokens(
+        self,
+        layout: Layout,
+        *,
+        with_entropy: bool,
+        candidates: Tensor | None = None,
+        kept: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As `token_log_probs`, of the K trained tokens; the hidden states at `layout.at` [U, D] go into `kept`."""
+        if (layer := self._layer_by_chunks(layout)) is not None:
+            targets, temperature = self._tensor(layout.targets), self._tensor(layout.temperature)
+            around = self._around(layout, kept)
+            return layer.token_log_probs(around, targets, temperature, with_entropy=with_entropy, candidates=candidates)
+        asked = self._asked(layout, self._logits(layout, kept))
+        return token_log_probs(*asked, with_entropy=with_entropy, candidates=candidates)
+
+    def _layer_by_chunks(self, layout: Layout) -> OutputLayer | None:
+        """The output layer, where it is worth running by chunks: all logits at once would be more than one chunk."""
+        layer = self._output_layer
+        return layer if layer is not None and layer.is_large(len(layout.at)) else None
+
+    def _around(self, layout: Layout, kept: list[Tensor] | None = None) -> Around:
+        """The forward pass over a layout, and what of the output layer's input is of the K trained tokens."""
+
+        def logits() -> Tensor:
+            with self._precision():
+                found: Tensor = self.model(**self._inputs(layout)).logits
+            return found
+
+        def states(given: Tensor) -> Tensor:
+            at = given.flatten(0, 1)[self._tensor(layout.at)]
+            if kept is not None:
+                kept.append(at)
+            return at[self._tensor(layout.which)]
+
+        return Around(logits, states)
 
     def _asked(self, layout: Layout, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What `rl.logits` is asked: the logits, and of the K trained tokens their rows in them, ids, temperatures."""
@@ -331,7 +393,7 @@ class Forward:
 
     def _head_is_narrowable(self) -> bool:
         """Whether the head, given some places alone, gives the logits of these places."""
-        rows = _probe_rows(self._config)
+        rows = probe_rows(self._config)
         layout = lay_out(rows, alone(rows), self._pad_id, masked=False)
         whole = self._logits(layout)
         self._narrow = True
@@ -341,7 +403,17 @@ class Forward:
             return False
         finally:
             self._narrow = False
-        return narrow.shape == whole.shape and _apart(narrow, whole) <= _tolerance(self._dtype) * _apart(whole)
+        return narrow.shape == whole.shape and apart(narrow, whole) <= tolerance(self._dtype) * apart(whole)
+
+    def _found_output_layer(self) -> OutputLayer | str:
+        """The output layer, or why logits must be whole."""
+        if self._head is None:
+            return "it has no output layer"
+        if not self._narrow:
+            return "its output layer needs all places"
+        rows = probe_rows(self._config)
+        layout = lay_out(rows, alone(rows), self._pad_id, masked=False)
+        return output_layer(self.model, self._head, self._config, lambda: self._logits(layout), self._autocast)
 
     def _refusal(self) -> str | None:
         """Why the model cannot compute packed rows; None: it can.
@@ -349,8 +421,8 @@ class Forward:
         Compared are hidden states, both ways. How large an error would be is measured too: by what happens to them
         when rows see each other.
         """
-        rows = _probe_rows(self._config)
-        reason = _refusal_of(self._config)
+        rows = probe_rows(self._config)
+        reason = refusal_of(self._config)
         if reason is not None:
             return reason
         if self._longest is not None and self._longest < max(map(len, rows)):
@@ -362,8 +434,8 @@ class Forward:
         except _FAILURES as error:
             return f"it takes no mask and positions of ours: {type(error).__name__}: {str(error)[:200]}"
         wrong = self._states(lay_out(rows, lines, self._pad_id, masked=False))
-        most = _tolerance(self._dtype) * _apart(wrong, right)
-        if _apart(found, right) > most:
+        most = tolerance(self._dtype) * apart(wrong, right)
+        if apart(found, right) > most:
             return "packed rows gave other hidden states than rows alone"
         cut = lay_out(rows, lines, self._pad_id, masked=True, segments=True)
         self.by_segments = self._allows_segments(cut, right, most)
@@ -376,7 +448,7 @@ class Forward:
             found = self._states(layout, inputs)
         except _FAILURES:
             return False
-        return inputs["attention_mask"].used > 0 and _apart(found, right) <= most
+        return inputs["attention_mask"].used > 0 and apart(found, right) <= most
 
     def _tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
@@ -393,75 +465,3 @@ def additive_mask(end: Tensor, dtype: torch.dtype) -> Tensor:
     place = torch.arange(end.shape[-1], device=end.device)
     hidden = (place[:, None] < place) | (place[:, None] >= end[:, None, None, :])
     return torch.zeros(hidden.shape, dtype=dtype, device=end.device).masked_fill_(hidden, torch.finfo(dtype).min)
-
-
-def _head(model: nn.Module) -> nn.Module | None:
-    """The layer from hidden states to logits; None: the model is a bare trunk."""
-    found = getattr(model, "get_output_embeddings", lambda: None)()
-    return found if isinstance(found, nn.Module) else None
-
-
-def _text_config(model: nn.Module) -> Any:
-    config = getattr(model, "config", None)
-    return config.get_text_config() if isinstance(config, PreTrainedConfig) else None
-
-
-def _groups(config: Any) -> int:
-    """How many heads of queries share a key; tried with the model like all else."""
-    heads = getattr(config, "num_attention_heads", None)
-    keys = getattr(config, "num_key_value_heads", None)
-    return heads // keys if isinstance(heads, int) and isinstance(keys, int) and 0 < keys <= heads else 1
-
-
-def _window(config: Any) -> int | None:
-    """How many tokens attention sees at least, in each layer; None: all before."""
-    windows = [getattr(config, name, None) for name in _WINDOWS]
-    return min((window for window in windows if isinstance(window, int) and window > 0), default=None)
-
-
-def _refusal_of(config: Any) -> str | None:
-    """What in a model's config rules packed rows out; longer rows than those tried would show it."""
-    if config is None:
-        return "it is no model of transformers"
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
-    if other:
-        return f"it has layers that are no attention over tokens: {', '.join(other)}"
-    attention = config._attn_implementation
-    if attention not in (None, "eager", "sdpa"):
-        return f"its attention is {attention!r}, which takes no mask of ours; set attn_implementation=sdpa"
-    return None
-
-
-def _probe_rows(config: Any) -> list[TrainingSequence]:
-    """A few rows of the model's vocabulary: a tree of three with two forks, and one that shares nothing."""
-    ids = np.random.default_rng(0).permutation(min(getattr(config, "vocab_size", 32), 1000))
-    ids = np.resize(ids, 18)
-    rows = [ids[:9], [*ids[:5], *ids[9:12]], [*ids[:3], *ids[12:14]], ids[14:18]]
-    return [_probe_row(np.asarray(row, dtype=np.int64)) for row in rows]
-
-
-def _probe_row(token_ids: NDArray[np.int64]) -> TrainingSequence:
-    each = np.ones(len(token_ids) - 1, dtype=np.float32)
-    trained = np.arange(1, len(token_ids))
-    return TrainingSequence(0, token_ids, trained, -each, each, each)
-
-
-def _apart(a: Tensor, b: Tensor | float = 0.0) -> float:
-    return float(torch.linalg.vector_norm((a - b).double()))
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    """What rounding may do, as a share of a real difference."""
-    return {torch.float64: 1e-6, torch.float32: 1e-3}.get(dtype, 0.25)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and then each part's own mode again."""
-    training = [part for part in model.modules() if part.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True

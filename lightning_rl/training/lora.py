@@ -91,7 +91,9 @@ def merged(model: nn.Module) -> dict[str, Tensor]:
     """
     base: Any = model.get_base_model()  # type: ignore[operator]
     state = {name.replace(_WRAPPED, "."): tensor for name, tensor in base.state_dict().items() if ".lora_" not in name}
-    return state | {name: tensor.to(state[name].dtype) for name, tensor in changed(model).items()}
+    for name, layer in _layers(model).items():  # one by one: each is made in float32
+        state[f"{name}.weight"] = _with_adapter(layer).to(state[f"{name}.weight"].dtype)
+    return state
 
 
 def save(model: nn.Module, folder: Path) -> None:
@@ -177,9 +179,9 @@ def _require_own_weights(model: nn.Module) -> None:
     """An adapter on one of two tied modules would part them, and no state dict of the tied model could hold it."""
     base: Any = model.get_base_model()  # type: ignore[operator]
     names: dict[int, list[str]] = {}
-    for name, tensor in base.state_dict().items():
-        names.setdefault(tensor.data_ptr(), []).append(name.replace(_WRAPPED, "."))
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name.replace(_WRAPPED, "."))
     for name, layer in _layers(model).items():
-        same = names[layer.get_base_layer().weight.data_ptr()]
+        same = names[id(layer.get_base_layer().weight)]
         if len(same) > 1:
             raise ValueError(f"{' and '.join(same)} are one weight: leave {name} out of target_modules")

@@ -24,6 +24,14 @@ _CANNOT_STEP = {
 }
 
 
+FUSED = (
+    "Adam",
+    "AdamW",
+    "SGD",
+    "Adagrad",
+)  # of torch.optim: on a GPU one kernel, without temporary copies of all weights
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """verl's `optim`, resolved.
@@ -154,6 +162,8 @@ def lr_factor(step: int, config: OptimizerConfig) -> float:
 def _built(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     kind = _class(config)
     arguments = _arguments(kind, config)
+    if parameters[0].device.type == "cuda" and _may_be_fused(config):
+        arguments["fused"] = True
     try:
         return kind(parameters, **arguments)
     except (TypeError, ValueError) as error:
@@ -164,9 +174,10 @@ def _class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     try:
         module = importlib.import_module(config.optimizer_impl)
     except ImportError as error:
+        extra = "pip install 'lightning-rl[torchao]'" if config.optimizer_impl.startswith("torchao") else "install it"
         raise ValueError(
             f"{config.section}.optimizer_impl={config.optimizer_impl!r} cannot be imported ({error}); "
-            "install it, or take torch.optim"
+            f"{extra}, or take torch.optim"
         ) from error
     kind: Any = getattr(module, config.optimizer, None)
     if not _is_optimizer(kind):
@@ -196,6 +207,11 @@ def _arguments(kind: type[torch.optim.Optimizer], config: OptimizerConfig) -> di
     given = {"betas": config.betas, "weight_decay": config.weight_decay}
     own = {name: value for name, value in given.items() if name in names}
     return {"lr": config.lr, **own, **config.arguments}
+
+
+def _may_be_fused(config: OptimizerConfig) -> bool:
+    chosen = {"fused", "foreach", "differentiable"} & set(config.arguments)
+    return config.optimizer_impl == "torch.optim" and config.optimizer in FUSED and not chosen
 
 
 def _is_optimizer(kind: object) -> bool:

@@ -13,8 +13,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_rl.training.attention import Segment, Size
 from lightning_rl.training.batch import TrainingSequence
+from lightning_rl.training.layers.attention import Segment, Size
 from lightning_rl.vision import PlacedImage
 
 Ints = NDArray[np.int64]

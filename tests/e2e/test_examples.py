@@ -28,7 +28,7 @@ from examples.search.train import teach as teach_search
 from lightning_rl.agents.resources import LLM
 from lightning_rl.config import compose
 from lightning_rl.config.schema import TrainConfig
-from lightning_rl.ppo.ppo import PPO
+from lightning_rl.ppo_algorithm import PPO
 from lightning_rl.store.contract import Rollout, RolloutTrace
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.telemetry.metrics.jsonl import read

@@ -4,7 +4,6 @@ Invariants: a server samples under a version only after it has taken the file of
 shapes are the trained model's; and what it then gives as log probabilities is compared with the model's own.
 """
 
-import gc
 import logging
 import shutil
 import threading
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from lightning_rl.inference.device_memory import free_unused_memory
 from lightning_rl.inference.load import device_of, load_model, located
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.control import Control, Unreached
@@ -56,6 +56,7 @@ class VllmPolicy:
 
     `name` is what the gateway calls it, `folder` holds its tokenizer, `model` is the one that is trained. `on_outage`
     is called, from another thread, with True when no server is left that could answer, and with False when one is back.
+    `make_room` is called before servers that sleep take memory, for their `weights` or for their `kv_cache`.
     """
 
     takes_changes = False  # vLLM packs weights together, so it wants all of them
@@ -77,6 +78,7 @@ class VllmPolicy:
         model: Any = load_model(weights or self.folder, train_dtype, device_of(device), attention)
         self.model = model
         self.on_outage: Callable[[bool], None] = lambda away: None
+        self.make_room: Callable[[str], None] = lambda what: free_unused_memory()
         context = options.context or model.config.get_text_config().max_position_embeddings
         sees = vision_of(self.folder, model) is not None
         self._options = msgspec.structs.replace(options, model=str(self.folder), context=context, sees=sees)
@@ -113,11 +115,17 @@ class VllmPolicy:
             for member in self._members
         ]
 
-    def update_weights(self, weights: nn.Module | Mapping[str, Tensor], version: int, *, partial: bool = False) -> None:
+    def update_weights(
+        self,
+        weights: nn.Module | Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]],
+        version: int,
+        *,
+        partial: bool = False,
+    ) -> None:
         """Give every server new weights; returns when all that run sample with them. Calls should wait meanwhile.
 
         Args:
-            weights: the model, or its whole state dict.
+            weights: the model, its whole state dict, or what makes one whenever they are sent.
             version: the policy version of every token sampled from here on.
             partial: not possible here (`takes_changes`).
 
@@ -125,8 +133,12 @@ class VllmPolicy:
         """
         if partial:
             raise ValueError("vLLM takes the whole model's weights, not some of them")
-        state = weights.state_dict() if isinstance(weights, nn.Module) else weights
-        saved = _as_saved(self.model, state)
+
+        def saved() -> dict[str, Tensor]:
+            if isinstance(weights, nn.Module):
+                return _as_saved(self.model, weights.state_dict())
+            return _as_saved(self.model, weights() if callable(weights) else weights)
+
         with self._lock:
             self._transfer.offer(saved, version)
             self._version = version
@@ -156,15 +168,16 @@ class VllmPolicy:
 
     def _wake_and_give(self) -> None:
         """Give every server the present weights. Those that sleep get memory for weights before, and for their cache
-        after, so that it never stands beside what a transfer needs."""
+        after, so that it never stands beside what a transfer needs. Before either the trainer makes room."""
         if self._asleep:
-            _free_unused_memory()
+            self.make_room("weights")
             for member in self._members:
                 member.control.wake("weights")
         well = [member for member in self._members if not member.away]
         with ThreadPoolExecutor(max(len(well), 1)) as pool:
             list(pool.map(self._give, well))
         if self._asleep:
+            self.make_room("kv_cache")
             for member in self._members:
                 member.control.wake("kv_cache")
             self._asleep = False
@@ -249,13 +262,6 @@ class VllmPolicy:
             self._give(member)
         if alone and not member.away:
             self.on_outage(False)
-
-
-def _free_unused_memory() -> None:
-    """Give what the trainer's allocator keeps for later back to the GPU, for the servers that share it."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _as_saved(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

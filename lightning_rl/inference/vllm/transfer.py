@@ -10,7 +10,7 @@ import importlib.util
 import pickle
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 from urllib.parse import urlsplit
@@ -23,7 +23,8 @@ from lightning_rl.errors import Explained
 from lightning_rl.inference.vllm.control import Control
 
 Way = Literal["file", "ipc", "nccl"]
-_BUFFER_BYTES: Final = 2**28  # vLLM's own is 2**30, which a card of 24 GB has no room for
+Weights = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]  # or what gives the present ones when they are sent
+BUFFER_BYTES: Final = 2**28  # vLLM's own is 2**30, which a card of 24 GB has no room for
 
 
 class NoVllm(Explained, ModuleNotFoundError):
@@ -33,7 +34,7 @@ class NoVllm(Explained, ModuleNotFoundError):
 class Transfer(Protocol):
     """`offer` what is sent from now on, then `give` it to each server; `forget` what a restarted one was told."""
 
-    def offer(self, weights: Mapping[str, Tensor], version: int) -> None: ...
+    def offer(self, weights: Weights, version: int) -> None: ...
 
     def give(self, control: Control) -> None:
         """Returns when the server samples with what was offered. Raises WeightsRefused or Unreached."""
@@ -68,8 +69,9 @@ class FileTransfer:
         self._file: Path | None = None
         self._version = 0
 
-    def offer(self, weights: Mapping[str, Tensor], version: int) -> None:
+    def offer(self, weights: Weights, version: int) -> None:
         """See `Transfer`."""
+        weights = _present(weights)
         self._outbox.mkdir(parents=True, exist_ok=True)
         self._shapes = self._shapes or {name: list(tensor.shape) for name, tensor in weights.items()}
         file = self._outbox / f"version-{version}.safetensors"
@@ -95,46 +97,47 @@ class FileTransfer:
 
 
 class DeviceTransfer:
-    """vLLM's own: `ipc` or `nccl`. What is offered must not change until it is given."""
+    """vLLM's own: `ipc` or `nccl`. What is offered must not change until it is given. Weights that a function makes are
+    not held in between: whoever has them may move them."""
 
     def __init__(self, way: Way, dtype: torch.dtype) -> None:
         self._way = way
         self._dtype = dtype
         self._ends: dict[Control, Any] = {}  # our ends of the transfers
         self._one_at_a_time = threading.Lock()
-        self._weights: Mapping[str, Tensor] = {}
+        self._offered: Weights = {}
         self._version = 0
 
-    def offer(self, weights: Mapping[str, Tensor], version: int) -> None:
+    def offer(self, weights: Weights, version: int) -> None:
         """See `Transfer`."""
-        self._weights, self._version = weights, version
+        self._offered, self._version = weights, version
 
     def give(self, control: Control) -> None:
         """See `Transfer`."""
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-        source = _source(self._weights, self._dtype)
+        weights = _present(self._offered)
+        source = _source(weights, self._dtype)
         with self._one_at_a_time:
             if control not in self._ends:
                 self._ends[control] = WeightTransferTrainerFactory.trainer_init(
-                    self._told(control), client=_Client(control), source=source
+                    self._told(control, weights), client=_Client(control), source=source
                 )
             end = self._ends[control]
             end.source, end.client.version = source, self._version
             end.send_weights()
+            end.source = None  # it would hold them
 
     def forget(self, control: Control) -> None:
         """See `Transfer`."""
         if (end := self._ends.pop(control, None)) is not None:
             end.shutdown()
 
-    def _told(self, control: Control) -> Any:
+    def _told(self, control: Control, weights: Mapping[str, Tensor]) -> Any:
         if self._way == "ipc":
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-            return IPCTrainerInitInfo(
-                rank=0, packed=True, packed_buffer_size_bytes=buffer_bytes(self._weights, self._dtype)
-            )
+            return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=buffer_bytes(weights, self._dtype))
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         address = address_towards(control.url)
@@ -145,10 +148,14 @@ class DeviceTransfer:
         )
 
 
+def _present(weights: Weights) -> Mapping[str, Tensor]:
+    return weights() if callable(weights) else weights
+
+
 def buffer_bytes(weights: Mapping[str, Tensor], dtype: torch.dtype) -> int:
     """The size of the buffer that packed weights are sent in: a tensor is not cut, so the largest must fit. The
     embedding of a model of 7B is larger than vLLM's own default, 1 GiB."""
-    return max([_BUFFER_BYTES, *(t.numel() * _sent_dtype(t, dtype).itemsize for t in weights.values())])
+    return max([BUFFER_BYTES, *(t.numel() * _sent_dtype(t, dtype).itemsize for t in weights.values())])
 
 
 def address_towards(url: str) -> str:

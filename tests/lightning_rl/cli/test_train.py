@@ -50,7 +50,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 
 def lightning_rl(place: Path, *words: str, fails: bool = False, traceback: bool = False) -> Any:
     if "--dry-run" in words:
-        import lightning_rl.ppo.ppo  # noqa: F401  # loaded once, not in every fork
+        import lightning_rl.ppo_algorithm  # noqa: F401  # loaded once, not in every fork
 
         done = forked(place, place, words, os.environ | OFFLINE)
     else:
@@ -138,7 +138,9 @@ def test_the_plan_looks_at_the_model_the_interpreter_and_memory(place: Path) -> 
     plan = json.loads(lightning_rl(place, "train", *words, "--json").stdout)["plan"]
     assert plan["learning_rate"] == 3e-4
     assert 500_000 < plan["parameters"] < 2_000_000
-    assert re.fullmatch(r"0\.0 GB for weights, .*; \d+\.\d GB are free", plan["memory"])
+    assert re.fullmatch(r"\d\.\d GB at most \(.*\); \d+\.\d GB are free", plan["memory"])
+    on_a_gpu = json.loads(lightning_rl(place, "train", *words, "--json", "--gpus", "24").stdout)["plan"]
+    assert re.fullmatch(r"\d\.\d GiB at most \(.*\), on 24 GiB", on_a_gpu["memory"])
     shutil.copytree(tutorial.checkpoint(), place / "lacks")
     (place / "lacks" / "model.safetensors").unlink()
     shutil.copytree(tutorial.checkpoint(), place / "bare")

@@ -9,7 +9,7 @@ import pytest
 from lightning_rl.config import ConfigError, compose, to_yaml
 from lightning_rl.config.backends import registrations
 from lightning_rl.config.schema import BackendRefused
-from lightning_rl.ppo.ppo import PPO
+from lightning_rl.ppo_algorithm import PPO
 
 KEY = "sk-nobody-may-see-this"
 OPENAI = {"kind": "openai", "url": "https://helper.example/v1"}

@@ -20,10 +20,10 @@ from lightning_rl.inference.load import load_model
 from lightning_rl.loading import NotLoadable
 from lightning_rl.ppo import collector, reporting, resolved_config
 from lightning_rl.ppo.local_workers import LocalWorkers
-from lightning_rl.ppo.ppo import PPO
 from lightning_rl.ppo.run_state import RunState
 from lightning_rl.ppo.schedules import Async, OneStepOff
 from lightning_rl.ppo.tasks import tasks_of
+from lightning_rl.ppo_algorithm import PPO
 from lightning_rl.rewards import FinishedRollout
 from lightning_rl.rl.advantages import ESTIMATORS
 from lightning_rl.rl.correction import correct
@@ -505,6 +505,7 @@ ELSEWHERE = {
     "algorithm.rollout_correction.rollout_rs": "test_the_correction_is_what_the_keys_say",
     "algorithm.rollout_correction.rollout_rs_threshold": "test_the_correction_is_what_the_keys_say",
     "algorithm.rollout_correction.rollout_token_veto_threshold": "test_the_correction_is_what_the_keys_say",
+    "trainer.memory_check": ("memory/test_plan.py::test_a_run_that_cannot_fit_is_refused_with_the_phase_and_a_way"),
     "trainer.all_failed": (
         "cli/test_train.py::test_an_agent_that_fails_in_all_rollouts_of_a_step_ends_the_run_with_its_traceback"
     ),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_rl.config import ConfigError
-from lightning_rl.ppo.ppo import PPO
+from lightning_rl.ppo_algorithm import PPO
 
 TOOL = '''
 from lightning_rl.tools import function_tool

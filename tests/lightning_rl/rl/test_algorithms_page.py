@@ -5,7 +5,7 @@ import re
 import pytest
 
 from lightning_rl.config import compose
-from lightning_rl.ppo.ppo import PPO
+from lightning_rl.ppo_algorithm import PPO
 from lightning_rl.rl.advantages import ESTIMATORS
 from lightning_rl.rl.aggregation import MODES
 from lightning_rl.rl.losses import LOSSES

@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -24,10 +28,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lightning_rl.training import attention
-from lightning_rl.training.attention import TreeMask
+from lightning_rl.training import lora
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.forward import Forward
+from lightning_rl.training.layers import attention, output_layer
+from lightning_rl.training.layers.attention import TreeMask
 from tests.random_examples import examples
 
 VOCABULARY = 40
@@ -220,6 +225,116 @@ def test_caps_and_scales_behind_the_head_are_the_models_own() -> None:
         torch.testing.assert_close(
             Forward(model, 0, packed=packed).log_probs(rows)[0], by_hand(model, rows), rtol=0, atol=1e-6
         )
+
+
+@contextmanager
+def by_chunks(rows: int = 3) -> Iterator[None]:
+    """Logits of so many places are there at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output_layer, "ROWS_CHUNK", rows * VOCABULARY)
+        yield
+
+
+HEADS = {
+    "a layer of its own": llama,
+    "tied to the embedding": qwen3,
+    "capped": lambda: made(Gemma2ForCausalLM, Gemma2Config, final_logit_softcapping=0.5, query_pre_attn_scalar=16),
+    "divided": lambda: made(GraniteForCausalLM, GraniteConfig, logits_scaling=4.0),
+    "multiplied": lambda: made(CohereForCausalLM, CohereConfig, logit_scale=0.25),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("packed", [True, False])
+def test_logits_by_chunks_have_the_numbers_and_the_gradient_of_whole_ones(head: str, packed: bool) -> None:
+    model: Any = HEADS[head]()
+    forward, rows = Forward(model, 0, packed=packed), group(0)
+    assert forward.whole_logits_because is None
+    expected = values(forward, rows)
+    tops = forward.top_log_probs(rows, 5, VOCABULARY - 2)
+    seen: list[Any] = []
+    hook = model.register_forward_hook(lambda _, __, out: seen.append(out.logits.shape))
+    with by_chunks():
+        for found, known in zip(values(forward, rows), expected, strict=True):
+            assert_close(found, known)
+        with torch.no_grad():
+            for part, own in zip(forward.top_log_probs(rows, 5, VOCABULARY - 2), tops, strict=True):
+                assert_close(part, own)
+        candidates = tops[1]
+        out = forward.outputs(rows, candidates=candidates, with_hidden=True)
+        assert out.candidates is not None
+        assert out.hidden is not None
+        assert_close(out.candidates, tops[2])
+        assert_close(out.hidden, forward.hidden(rows))
+        found_gradient = gradient(model, (out.candidates.sin() * 0.1).sum() + out.hidden.sum())
+    hook.remove()
+    assert all(shape[-1] != VOCABULARY or shape[:-1].numel() == 1 for shape in seen)
+    whole = forward.outputs(rows, candidates=candidates, with_hidden=True)
+    assert whole.candidates is not None
+    assert whole.hidden is not None
+    assert_close(found_gradient, gradient(model, (whole.candidates.sin() * 0.1).sum() + whole.hidden.sum()))
+
+
+def test_few_logits_are_computed_at_once() -> None:
+    """So that nothing of small models is computed in another order."""
+    model = llama()
+    shapes: list[int] = []
+    forward = Forward(model, 0)
+    model.register_forward_hook(lambda _, __, out: shapes.append(out.logits.shape[-1]))
+    forward.log_probs(group(0))
+    assert shapes == [VOCABULARY]
+
+
+def test_chunks_in_bfloat16_are_as_near_as_bfloat16_is() -> None:
+    model = made(LlamaForCausalLM, LlamaConfig).float()
+    forward, rows = Forward(model, 0, autocast=torch.bfloat16), group(0)
+    assert forward.whole_logits_because is None
+    expected = forward.log_probs(rows)[0]
+    whole = gradient(model, expected.sum())
+    with by_chunks():
+        found = forward.log_probs(rows)[0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        own = gradient(model, found.sum())
+    assert torch.nn.functional.cosine_similarity(own, whole, dim=0) > 0.999
+
+
+class Shifted(LlamaForCausalLM):
+    """Does something with its logits that nobody knows of."""
+
+    def forward(self, **inputs: Any) -> Any:
+        outputs = super().forward(**inputs)
+        outputs.logits = outputs.logits - outputs.logits.amax(-1, keepdim=True) / 2
+        return outputs
+
+
+def with_adapter_on_the_head() -> Any:
+    return lora.adapted(llama(), rank=2, alpha=4, targets=["lm_head", "q_proj"])
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: llama(Shifted), "does something with its logits that is not known here"),
+        (lambda: llama(LooksAround), "needs all places"),
+        (with_adapter_on_the_head, "is a Linear of peft, and no nn.Linear alone"),
+    ],
+    ids=["unknown logits", "looks around", "adapter on the head"],
+)
+def test_logits_are_whole_where_chunks_would_not_be_right(model: Any, reason: str) -> None:
+    forward, rows = Forward(model(), 0), group(0)
+    assert reason in str(forward.whole_logits_because)
+    expected = forward.log_probs(rows)[0]
+    with by_chunks():
+        assert torch.equal(forward.log_probs(rows)[0], expected)
+
+
+def test_an_adapter_elsewhere_leaves_the_chunks_and_a_frozen_layer_without_gradient() -> None:
+    model = lora.adapted(llama(), rank=2, alpha=4, targets="all-linear")
+    forward, rows = Forward(model, 0), group(0)
+    expected = gradient(model, forward.log_probs(rows)[0].sum())
+    with by_chunks():
+        assert_close(gradient(model, forward.log_probs(rows)[0].sum()), expected)
+    assert model.get_output_embeddings().weight.grad is None
 
 
 class LooksAround(LlamaForCausalLM):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from lightning_rl.inference.load import load_model
 from lightning_rl.ppo.local_workers import LocalWorkers, put, roles_of
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.distributed.process_group import ProcessGroup
+from lightning_rl.training.layers import output_layer
 from lightning_rl.training.teacher import ask_teachers
 from lightning_rl.vision import PlacedImage, vision_of
 from tests.seeing import PAD, picture
@@ -88,6 +90,7 @@ class Story:
     rollouts: int = 4
     begin: dict[str, Any] | None = None  # `Told.end` of another
     seeing: Path | None = None  # a model whose rows show images
+    logits_at_once: int = output_layer.ROWS_CHUNK
 
 
 @dataclass
@@ -107,6 +110,10 @@ class Teller:
         self._team = team
 
     def tell(self, story: Story) -> Told:
+        with patch.object(output_layer, "ROWS_CHUNK", story.logits_at_once):
+            return self._tell(story)
+
+    def _tell(self, story: Story) -> Told:
         keys = {
             "actor_rollout_ref.rollout.n": 1,
             "actor_rollout_ref.actor.ppo_mini_batch_size": 2,

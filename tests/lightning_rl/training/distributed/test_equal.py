@@ -129,6 +129,19 @@ def test_rows_that_show_images(tell: Tell, tmp_path: Path, family: str) -> None:
     assert_same(one, two, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"critic.shared_trunk": "true"}, {"actor_rollout_ref.model.lora_rank": 2}, TEACHER],
+    ids=["all weights", "shared trunk", "adapter", "a teacher"],
+)
+def test_logits_by_chunks(tell: Tell, changes: dict[str, Any]) -> None:
+    """The layer that runs by chunks is one of the shards that FSDP gathers, forward and backward."""
+    keys = {A + "entropy_coeff": 0.01, A + "ppo_max_token_len_per_gpu": 96} | changes
+    whole, chunks = (Story(keys, seeds=[0, 1], logits_at_once=size) for size in (2**25, 8192))
+    assert_same(tell(1, whole), tell(1, chunks), rtol=1e-3, atol=2e-5)
+    assert_same(tell(1, whole), tell(2, chunks), rtol=1e-3, atol=2e-5)
+
+
 @pytest.mark.long
 def test_fewer_rows_than_workers(tell: Tell) -> None:
     story = Story(rollouts=1, with_critic=True)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightning_rl.training import attention
-from lightning_rl.training.attention import Segment, Size, TreeMask, calls, pairs
+from lightning_rl.training.layers import attention
+from lightning_rl.training.layers.attention import Segment, Size, TreeMask, calls, pairs
 from tests.random_examples import examples
 
 SIZES = st.builds(Size, st.integers(0, 30), st.integers(1, 30))

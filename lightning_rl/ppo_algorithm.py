@@ -29,6 +29,7 @@ from lightning_rl.config.schema import Config
 from lightning_rl.files import write_whole
 from lightning_rl.inference.load import located
 from lightning_rl.loops.configured import configured_agents
+from lightning_rl.memory.plan import refuse_what_cannot_fit
 from lightning_rl.ppo import batch as step_batch
 from lightning_rl.ppo import reporting, resolved_config, rollout_correction, run_state
 from lightning_rl.ppo import tasks as tasks_of_run
@@ -254,6 +255,7 @@ class PPO(Hooks, Algorithm):
         write_whole(run_dir / "config.yaml", to_yaml(self.config).encode())
         resumed = checkpoint.latest(run_dir / "checkpoints") if self.resume else self._begin_from(run_dir)
         torch.manual_seed(self.config.data.seed)
+        refuse_what_cannot_fit(self.config)
         with_critic = needs_critic(self.config, self.rules.batch.estimator)
         models = self._models = Models(self.config, run_dir, with_critic=with_critic, resumed=resumed)
         self.config = models.config
@@ -286,14 +288,16 @@ class PPO(Hooks, Algorithm):
         """Train on `train_dataset` and report on `val_dataset`."""
         state, total = self.state, self.steps(len(train_dataset))
         self._total_steps = total
-        self.models.train(total)
         weights = WeightSync(self.config, self.store, self.models)
+        weights.sleep()  # the trainer is made in the engine's room
+        self.models.train(total)
         weights.watch_outages()
         state.restore(self.models, weights, synchronous=self.rules.schedule is None)
         written, kept = self.run_dir / "metrics.jsonl", state.step if state.resumed else None
         self.history = jsonl.keep_until(written, kept) if self.resume else []
         state.begin_session(self.run_id, self.began_ns)
         reporting.note_end(self.run_dir, None)
+        weights.wake()
         self.on_init_end()
         reporter = Reporter(self.config, self.rules, state, self.models, total, console=self._shows)
         try:

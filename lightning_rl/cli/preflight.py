@@ -1,0 +1,118 @@
+"""What a run would need, found without beginning it: the model's files, vLLM's interpreter, memory.
+
+Nothing is taken from a network and nothing is written. What is missing is a ConfigError that names it.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from lightning_rl import tutorial
+from lightning_rl.config import ConfigError
+from lightning_rl.config.schema import Config
+from lightning_rl.inference.load import device_of, is_model_id, sees
+from lightning_rl.memory.budget import budget
+from lightning_rl.memory.gpus import GIB, Hardware, card
+from lightning_rl.memory.plan import Plan, hardware_of, model_config
+from lightning_rl.memory.traced_step import trace
+from lightning_rl.ppo import resolved_config
+from lightning_rl.ppo.local_workers import FORMATS
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_VERSION = "import importlib.metadata as m; print(m.version('vllm'))"
+_ASK_SECONDS = 60
+_GB = 1e9
+
+
+def model_folder_here(config: Config) -> Path | None:
+    """The model's folder; None where it is the hub's, and not on this machine yet.
+
+    Raises ConfigError for a folder that lacks what a run reads of it, or whose chats nobody can write.
+    """
+    path = config.actor_rollout_ref.model.path
+    folder = tutorial.checkpoint() if path is None else Path(path)
+    if not folder.is_dir():
+        if path is None or not is_model_id(path):
+            raise ConfigError(f"actor_rollout_ref.model.path={path!r} is neither a folder nor a model id (owner/name)")
+        cached = huggingface_hub.try_to_load_from_cache(path, "config.json")
+        if not isinstance(cached, str):
+            return None
+        folder = Path(cached).parent
+    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+    missing += [] if any(next(folder.glob(name), None) for name in _WEIGHTS) else ["*.safetensors"]
+    if missing:
+        lacks = ", no ".join(missing)
+        raise ConfigError(f"the model in {folder} has no {lacks}: give actor_rollout_ref.model.path another")
+    resolved_config.loaded_renderer(config, folder)
+    return folder
+
+
+def engine(config: Config) -> str:
+    """The engine, with vLLM's version where a run starts one. Raises ConfigError where it could not."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "vllm" or rollout.server_urls:
+        return rollout.name
+    python = rollout.python or sys.executable
+    try:
+        told = subprocess.run([python, "-c", _VERSION], capture_output=True, text=True, timeout=_ASK_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"actor_rollout_ref.rollout.python={python!r} is no Python that starts: {error}") from error
+    if told.returncode:
+        raise ConfigError(
+            f"there is no vLLM in the environment of {python}: install it there (`pip install vllm`), or set "
+            "actor_rollout_ref.rollout.python to the interpreter of one that has it"
+        )
+    return f"vllm {told.stdout.strip()} of {python}"
+
+
+def parameters(folder: Path) -> int:
+    """How many numbers the model has, by its config."""
+    kind = AutoModelForImageTextToText if sees(folder) else AutoModelForCausalLM
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in kind.from_config(AutoConfig.from_pretrained(folder)).parameters())
+
+
+def memory(config: Config, folder: Path, stated: str | None = None) -> str:
+    """Whether the run fits on the GPUs that it trains on, or that are `stated`, and on a CPU in this machine's memory:
+    its fullest phase (`memory`).
+    """
+    if stated is not None or device_of(config.trainer.device).type == "cuda":
+        hardware, config = hardware_of(config, stated)
+        return Plan(config, model_config(folder), hardware).summary()
+    model, available = model_config(folder), _available()
+    lengths = config.data.max_prompt_length, config.data.max_response_length
+    traced = trace(config, model, lengths)
+    fullest = budget(config, model, traced, Hardware(card(available / GIB))).fullest
+    needed = (fullest.total + _teachers_bytes(config)) * config.trainer.workers
+    said = f"{needed / _GB:.1f} GB at most ({fullest.name}); {available / _GB:.1f} GB are free"
+    if needed <= available:
+        return said
+    return f"{said}: IT DOES NOT FIT; set actor_rollout_ref.model.lora_rank, or take a smaller model"
+
+
+def check_teachers(config: Config) -> None:
+    """Raises ConfigError for a teacher whose path is neither a folder nor a model id."""
+    for name, teacher in config.distillation.teachers().items():
+        key, path = f"distillation.teacher_models.{name}.model_path", teacher.model_path
+        if path is not None and not Path(path).is_dir() and not is_model_id(path):
+            raise ConfigError(f"{key}={path!r} is neither a folder nor a model id (owner/name)")
+
+
+def _teachers_bytes(config: Config) -> int:
+    """Of the teachers whose folders are here; what the hub has is not known."""
+    held = FORMATS[config.actor_rollout_ref.ref.fsdp_config.model_dtype].itemsize
+    paths = [teacher.model_path for teacher in config.distillation.teachers().values()]
+    folders = [Path(path) for path in paths if path is not None and Path(path).is_dir()]
+    return -(-held * sum(parameters(folder) for folder in folders) // config.trainer.workers)
+
+
+def _available() -> int:
+    """What Linux says can be had without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError("/proc/meminfo does not say how much memory there is")

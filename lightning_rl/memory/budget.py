@@ -1,0 +1,184 @@
+"""The memory of the fullest GPU in each phase of a run, part by part, beside what the card has.
+
+A run's models take turns, and so do trainer and engine (`WeightSync`). What a phase holds is: what everybody holds
+between its uses, what its own model holds while it computes, and the engine, awake or asleep.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_rl.config.schema import Config, Fsdp
+from lightning_rl.inference.vllm.transfer import BUFFER_BYTES
+from lightning_rl.memory.engine import Engine, cache_bytes, sampled_dtype, vllm_engine
+from lightning_rl.memory.gpus import CONTEXT, FRAGMENTATION, Hardware
+from lightning_rl.memory.traced_step import Held, TracedStep
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "kv cache", "engine", "others")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes of each of `PARTS` on the fullest GPU."""
+
+    name: str
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The phases of a run on its hardware; `engine` is vLLM on the same GPUs, and `at_once` how many rows of full
+    length its cache has room for (0: none, so nothing is sampled)."""
+
+    hardware: Hardware
+    phases: list[Phase]
+    engine: Engine | None = None
+    at_once: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def fullest(self) -> Phase:
+        """The phase that takes most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase has room."""
+        return not self.problems
+
+
+def budget(config: Config, model: Any, traced: TracedStep, hardware: Hardware) -> Budget:
+    """What `traced` takes on `hardware` as the config places it."""
+    count = _Count(config, model, traced, hardware)
+    phases, engine = count.phases(), count.engine
+    length = config.data.max_tokens
+    at_once = 0 if engine is None else engine.tokens // length
+    problems = [
+        f"{phase.name}: {phase.total / 1e9:.1f} GB of {hardware.gpu.memory / 1e9:.1f} GB"
+        for phase in phases
+        if phase.total > hardware.gpu.memory
+    ]
+    if engine is not None and at_once < 1:
+        problems.append(
+            f"vLLM's share ({engine.share / 1e9:.1f} GB) has no room for its weights ({engine.weights / 1e9:.1f} GB) "
+            f"and a row of {length} tokens"
+        )
+    if config.trainer.workers > hardware.count:
+        problems.append(f"{config.trainer.workers} workers are asked for, and there are {hardware.count} GPUs")
+    return Budget(hardware, phases, engine, at_once, problems)
+
+
+class _Count:
+    """Adds up the phases of a run."""
+
+    def __init__(self, config: Config, model: Any, traced: TracedStep, hardware: Hardware) -> None:
+        self._config, self._model, self._traced = config, model, traced
+        self._workers = config.trainer.workers
+        self._gpu = hardware.gpu
+        self.engine = vllm_engine(config, model, traced.parameters, hardware.gpu)
+
+    def phases(self) -> list[Phase]:
+        """All of them, in the order of a step."""
+        ours, critic, traced = self._config.actor_rollout_ref, self._config.critic, self._traced
+        found = [self._phase("rollouts", {}, awake=True)]
+        computing = {"weights": self._held(traced.actor, "weights") * ours.actor.fsdp_config.param_offload}
+        found.append(self._computing("log probabilities", traced.actor, ours.actor.fsdp_config, scoring=True))
+        if traced.reference is not None:
+            found.append(self._computing("reference", traced.reference, ours.ref.fsdp_config, computing, scoring=True))
+        if traced.critic is not None:
+            found.append(self._computing("update of the critic", traced.critic, critic.fsdp_config, computing))
+        found.append(self._computing("update of the policy", traced.actor, ours.actor.fsdp_config))
+        if self.engine is not None and self.engine.asleep is not None:
+            found.append(self._sending(self.engine))
+        return found
+
+    def _computing(
+        self,
+        name: str,
+        held: Held,
+        place: Fsdp,
+        beside: Mapping[str, int] | None = None,
+        *,
+        scoring: bool = False,
+    ) -> Phase:
+        """A phase in which one model computes."""
+        weights, optimizer = self._held(held, "weights"), self._held(held, "optimizer")
+        more = dict(beside or {})
+        more["weights"] = more.get("weights", 0) + weights * place.param_offload
+        passing = held.scoring - held.weights - held.optimizer
+        if not scoring:
+            more["gradients"] = self._held(held, "gradients")
+            more["optimizer"] = optimizer * place.optimizer_offload
+            more["logits"] = held.logits
+            step = held.step - held.weights - held.optimizer - held.gradients
+            passing = max(held.activations, step - held.logits)
+        more["activations"] = max(0, passing) + self._gathered()
+        return self._phase(name, more, awake=False)
+
+    def _sending(self, engine: Engine) -> Phase:
+        """New weights on their way: vLLM has room for its weights, and not yet for its cache."""
+        ours = self._config.actor_rollout_ref
+        by_file = ours.rollout.weight_transfer == "file"
+        more = {"engine": engine.weights}
+        if ours.model.lora_rank and not ours.actor.fsdp_config.param_offload:
+            more["others"] = self._traced.actor.weights  # a merged copy
+        if not by_file:  # they are sent from the GPU, by a buffer that the largest tensor fits in
+            more["weights"] = self._held(self._traced.actor, "weights") * ours.actor.fsdp_config.param_offload
+            more["others"] = more.get("others", 0) + max(BUFFER_BYTES, self._largest_tensor())
+        return self._phase("new weights for vLLM", more, awake=False)
+
+    def _phase(self, name: str, more: Mapping[str, int], *, awake: bool) -> Phase:
+        parts = dict.fromkeys(PARTS, 0) | self._between()
+        for part, size in more.items():
+            parts[part] += size
+        parts["others"] += CONTEXT + round(FRAGMENTATION * (sum(parts.values()) - parts["engine"] - parts["kv cache"]))
+        if (engine := self.engine) is not None:
+            if awake:
+                parts["kv cache"] += max(0, engine.cache)
+                parts["engine"] += engine.share - max(0, engine.cache)
+            else:
+                parts["engine"] += engine.resting
+        return Phase(name, parts)
+
+    def _between(self) -> dict[str, int]:
+        """What every phase finds: models and optimizers that do not wait in main memory, and the embedded engine."""
+        ours, critic, traced = self._config.actor_rollout_ref, self._config.critic, self._traced
+        parts = dict.fromkeys(PARTS, 0)
+        for held, place in (
+            (traced.actor, ours.actor.fsdp_config),
+            (traced.critic, critic.fsdp_config),
+            (traced.reference, ours.ref.fsdp_config),
+        ):
+            if held is not None:
+                parts["weights"] += self._held(held, "weights") * (not place.param_offload)
+                parts["optimizer"] += self._held(held, "optimizer") * (not place.optimizer_offload)
+        if self._workers > 1 and (ours.rollout.name == "embedded" or ours.rollout.weight_transfer != "file"):
+            parts["weights"] += traced.actor.weights  # the trainer's own copy, from which the engine gets its weights
+        if ours.rollout.name == "embedded":
+            rows = min(ours.rollout.max_num_seqs, self._config.data.train_batch_size * ours.rollout.n)
+            parts["engine"] += traced.parameters * sampled_dtype(self._config).itemsize
+            parts["kv cache"] += rows * self._config.data.max_tokens * cache_bytes(self._config, self._model)
+        return parts
+
+    def _held(self, held: Held, part: str) -> int:
+        """A worker's share of it."""
+        return -(-int(getattr(held, part)) // self._workers)
+
+    def _gathered(self) -> int:
+        """What FSDP gathers of shards at once: two units whole, and the gradient of one, summed in float32."""
+        if self._workers == 1:
+            return 0
+        text = self._model.get_text_config()
+        layers = text.num_hidden_layers
+        outside = text.vocab_size * text.hidden_size * (1 if text.tie_word_embeddings else 2)
+        unit: int = max((self._traced.parameters - outside) // layers, outside)
+        each = 2 if self._config.actor_rollout_ref.actor.fsdp_config.dtype == "bfloat16" else 4
+        return unit * (2 * each + 4)
+
+    def _largest_tensor(self) -> int:
+        text = self._model.get_text_config()
+        return int(text.vocab_size * text.hidden_size * sampled_dtype(self._config).itemsize)

@@ -1,0 +1,168 @@
+"""Whether a run fits on its GPUs, for people, for programs, and for the run itself, before anything is loaded.
+
+Invariant: the model's config.json is all that is read of it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+from transformers import AutoConfig
+
+from lightning_rl.config import ConfigError
+from lightning_rl.config.schema import Config
+from lightning_rl.inference.load import device_of, located
+from lightning_rl.memory import gpus
+from lightning_rl.memory.budget import PARTS, Budget, budget
+from lightning_rl.memory.choices import Keys, Planner, advice
+from lightning_rl.memory.gpus import GIB, Hardware
+from lightning_rl.memory.speed import Speed, speed
+from lightning_rl.memory.traced_step import TracedStep, trace
+
+C = TypeVar("C", bound=Config)
+_WIDTH: Final = 48
+_SIGNS: Final = dict(zip(PARTS, "WGOALKE.", strict=True))
+
+
+class DoesNotFit(ConfigError):
+    """A run needs more memory than its GPUs have."""
+
+
+class Plan:
+    """A run's budget on some hardware, with what would make it fit where it does not.
+
+    Attributes:
+        changes: keys that make it fit; {}: it fits as it is; None: none are known.
+        budget, speed: with these changes, or as it is where there are none.
+        as_given: its budget without them.
+    """
+
+    def __init__(self, config: Config, model: Any, hardware: Hardware) -> None:
+        planner = Planner(config, model, hardware)
+        self.hardware = hardware
+        self.as_given: Budget = planner.budget(planner.config({}))
+        self.changes: Keys | None = {} if self.as_given.fits else planner.fitting()
+        self.config: Config = planner.config(self.changes or {})
+        self.traced: TracedStep = planner.traced(self.config)
+        self.budget: Budget = planner.budget(self.config)
+        self.speed: Speed = speed(self.config, model, self.traced, self.budget)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a way."""
+        return self.changes is not None
+
+    def summary(self) -> str:
+        """In a sentence, whether it fits as it is."""
+        fullest = self.as_given.fullest
+        if self.as_given.fits:
+            return f"{fullest.total / GIB:.1f} GiB at most ({fullest.name}), on {self.hardware}"
+        words = " ".join(f"{key}={_written(value)}" for key, value in (self.changes or {}).items())
+        way = f"it would with {words}" if words else advice(self.config)
+        return f"IT DOES NOT FIT on {self.hardware} ({'; '.join(self.as_given.problems)}): {way}"
+
+    def lines(self) -> list[str]:
+        """What a person reads."""
+        said = [f"{self.traced.parameters / 1e9:.2f} billion parameters on {self.hardware}"]
+        if self.as_given.fits:
+            said.append("it fits as it is")
+        else:
+            said += [f"as given it does not fit: {problem}" for problem in self.as_given.problems]
+            said += ["" if self.changes else f"and no keys make it fit: {advice(self.config)}"]
+            said += [f"  {key}={_written(value)}" for key, value in (self.changes or {}).items()]
+            said += ["", "with these keys it fits:"] if self.changes else []
+        return [*said, *self._bars(), *(self._expectations() if self.fits else [])]
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for a program; bytes, tokens a second, seconds."""
+        return {
+            "parameters": self.traced.parameters,
+            "fits": self.fits,
+            "as_given": {"fits": self.as_given.fits, "problems": self.as_given.problems},
+            "changes": self.changes,
+            "phases": [{"name": one.name, "bytes": dict(one.parts), "total": one.total} for one in self.budget.phases],
+            "memory": self.hardware.gpu.memory,
+            "rows_at_once": self.budget.at_once or None,
+            "sampled_tokens_per_second": self.speed.sampled,
+            "trained_tokens_per_second": self.speed.trained,
+            "step_seconds": self.speed.step,
+        }
+
+    def _bars(self) -> list[str]:
+        legend = ", ".join(f"{sign} {part}" for part, sign in _SIGNS.items())
+        bars = [bar(phase.parts, self.hardware.gpu.memory) for phase in self.budget.phases]
+        names = max(len(phase.name) for phase in self.budget.phases)
+        return [
+            f"the fullest GPU, GiB of {self.hardware.gpu.memory / GIB:.0f} ({legend}):",
+            *(
+                f"  {phase.name:<{names}} {phase.total / GIB:6.1f} |{drawn}|"
+                for phase, drawn in zip(self.budget.phases, bars, strict=True)
+            ),
+        ]
+
+    def _expectations(self) -> list[str]:
+        cache = f"; room for {self.budget.at_once} rows of full length at once" if self.budget.at_once else ""
+        return [
+            f"expected by arithmetic, measured on no GPU: {_range(self.speed.sampled)} tokens/s sampled, "
+            f"{_range(self.speed.trained)} tokens/s trained, {_range(self.speed.step)} s a step{cache}"
+        ]
+
+
+def bar(parts: Mapping[str, int], memory: int) -> str:
+    """`memory` as so many characters, each part by its sign; what is beyond it is drawn too."""
+    drawn, before = "", 0
+    for part, size in parts.items():
+        before += size
+        drawn += _SIGNS[part] * (round(before / memory * _WIDTH) - len(drawn))
+    return f"{drawn:<{_WIDTH}}"
+
+
+def hardware_of(config: C, stated: str | None) -> tuple[Hardware, C]:
+    """The GPUs that are stated, or those here, and the configuration with as many workers as are stated, where it names
+    no number itself. Raises ConfigError where there are none."""
+    if stated is None:
+        if (found := gpus.here()) is None:
+            raise ConfigError("there is no GPU here: say which ones are meant, --gpus 24 or --gpus 8x80")
+        return found, config
+    hardware, trainer = gpus.stated(stated), config.trainer
+    if trainer.workers == 1:
+        trainer = msgspec.structs.replace(trainer, n_gpus_per_node=hardware.per_node, nnodes=hardware.nodes)
+    return hardware, msgspec.structs.replace(config, trainer=trainer)
+
+
+def model_config(path: str | Path) -> Any:
+    """The config of a model: of a folder, or of a hub's id whose config.json is here. Raises ConfigError."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"actor_rollout_ref.model.path={str(path)!r}: its config.json cannot be read: {error}"
+        ) from error
+
+
+def refuse_what_cannot_fit(config: Config, hardware: Hardware | None = None) -> None:
+    """Raises DoesNotFit for a run that needs more than its GPUs have (None: those here, where it trains on them), with
+    what to do."""
+    if hardware is None and device_of(config.trainer.device).type == "cuda":
+        hardware = gpus.here()
+    if hardware is None or not config.trainer.memory_check:
+        return
+    folder, _ = located(config.actor_rollout_ref.model.path)
+    model, lengths = model_config(folder), (config.data.max_prompt_length, config.data.max_response_length)
+    found = budget(config, model, trace(config, model, lengths, on_gpu=True), hardware)
+    if not found.fits:
+        raise DoesNotFit(
+            f"the run does not fit on {hardware}: {'; '.join(found.problems)}. `lightning-rl plan` with the same keys "
+            "says what would; trainer.memory_check=false begins nevertheless"
+        )
+
+
+def _range(ends: tuple[float, float]) -> str:
+    return " to ".join(f"{end:,.0f}" if end >= 10 else f"{end:.1f}" for end in ends)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_written(each)}" for key, each in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)

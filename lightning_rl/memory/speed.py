@@ -1,0 +1,61 @@
+"""How fast a run may be on its cards: floating-point operations and bytes that must be read, over what cards reach.
+
+A matrix of p weights takes 2p operations a token forward and 4p backward (Kaplan et al., arXiv 2001.08361), 2p more
+where activations are computed again; an adapter leaves out the 2p of the weights' own gradients. Sampling reads all
+weights and the cache for each token of a batch. Both ends of a range are guesses of the share that is reached
+(`_REACHED`, `_READ`) on the slowest and the fastest card of a size: nothing is measured.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lightning_rl.config.schema import Config
+from lightning_rl.memory.budget import Budget
+from lightning_rl.memory.engine import cache_bytes, sampled_dtype
+from lightning_rl.memory.traced_step import TracedStep
+
+_REACHED: Final = (0.2, 0.45)  # of a card's operations, in training
+_READ: Final = (0.4, 0.8)  # of its bandwidth, in sampling
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Lowest and highest: tokens a second that are sampled and trained, and the seconds of a step."""
+
+    sampled: tuple[float, float]
+    trained: tuple[float, float]
+    step: tuple[float, float]
+
+
+def speed(config: Config, model: Any, traced: TracedStep, budget: Budget) -> Speed:
+    """What to expect of a run that fits."""
+    rollout, length = config.actor_rollout_ref.rollout, config.data.max_tokens
+    rollouts = config.data.train_batch_size * rollout.n
+    servers = rollout.data_parallel_size if rollout.name == "vllm" else 1
+    at_once = max(1, min(rollout.max_num_seqs, -(-rollouts // servers), budget.at_once or rollouts))
+    training, scoring = _operations(config, model, traced)
+    sampled, trained = [], []
+    for end in (0, 1):
+        gpu = budget.hardware.gpu
+        cards = rollout.tensor_model_parallel_size
+        read = traced.parameters * sampled_dtype(config).itemsize + at_once * length / 2 * cache_bytes(config, model)
+        seconds = max(
+            read / (gpu.bandwidth[end] * _READ[end] * cards),
+            2 * traced.parameters * at_once / (gpu.flops[end] * _REACHED[end] * cards),
+        )
+        sampled.append(at_once * servers / seconds)
+        trained.append(config.trainer.workers * gpu.flops[end] * _REACHED[end] / (training + scoring))
+    of_response, of_all = rollouts * config.data.max_response_length, rollouts * length
+    slow, fast = (of_response / sampled[end] + of_all / trained[end] for end in (0, 1))
+    return Speed((sampled[0], sampled[1]), (trained[0], trained[1]), (fast, slow))
+
+
+def _operations(config: Config, model: Any, traced: TracedStep) -> tuple[float, float]:
+    """Floating-point operations of a token: in an update, and where its log probabilities are computed."""
+    ours, text = config.actor_rollout_ref, model.get_text_config()
+    attention = 2 * text.num_hidden_layers * text.hidden_size * config.data.max_tokens  # causal: half of the square
+    forward = 2 * traced.parameters + attention
+    times = 2 if ours.model.lora_rank else 3
+    times += ours.model.enable_gradient_checkpointing
+    scored = 1 + (traced.reference is not None)
+    return times * forward * ours.actor.ppo_epochs, scored * forward

@@ -1,0 +1,43 @@
+"""`lightning-rl plan` and the plan of `--dry-run`, as a person types them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lightning_rl.cli import app
+from tests.lightning_rl.memory.models import SMALL
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A folder with a config.json and nothing else."""
+    SMALL.save_pretrained(tmp_path)
+    return f"actor_rollout_ref.model.path={tmp_path}"
+
+
+def test_a_plan_of_a_model_of_which_only_its_config_is_here(model: str) -> None:
+    found = CliRunner().invoke(app, ["plan", "--gpu", "24", model])
+    assert found.exit_code == 0, found.output
+    assert "it fits as it is" in found.output
+    assert "update of the policy" in found.output
+    assert "tokens/s sampled" in found.output
+
+
+def test_a_plan_as_json_and_its_status(model: str) -> None:
+    runner = CliRunner()
+    fits = json.loads(runner.invoke(app, ["plan", "--gpus", "8x24", "--json", model]).output)
+    assert fits["changes"] == {}
+    assert fits["memory"] == 24 * 2**30
+    low, high = fits["trained_tokens_per_second"]
+    assert 0 < low < high
+    small = runner.invoke(app, ["plan", "--gpu", "0.01", "--json", model])
+    assert small.exit_code == 1
+    assert json.loads(small.output)["as_given"]["problems"]
+
+
+def test_gpus_are_named_where_there_are_none(model: str) -> None:
+    found = CliRunner().invoke(app, ["plan", model])
+    assert found.exit_code == 1
+    assert "say which ones are meant" in str(found.exception)

@@ -1,0 +1,152 @@
+"""The sizes that people use, on the cards that they have: what fits, with which keys, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rl.config import ConfigError, compose
+from lightning_rl.config.schema import Config
+from lightning_rl.memory.budget import PARTS, budget
+from lightning_rl.memory.gpus import GIB, stated
+from lightning_rl.memory.plan import DoesNotFit, Plan, bar, refuse_what_cannot_fit
+from lightning_rl.memory.traced_step import Held, TracedStep
+from tests.lightning_rl.memory.models import QWEN_7B, QWEN_15B, SMALL
+
+ROLLOUT, ACTOR, MODEL = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor.", "actor_rollout_ref.model."
+LONG = ["data.max_prompt_length=2048", "data.max_response_length=2048", f"{ROLLOUT}name=vllm", f"{ROLLOUT}n=8"]
+
+
+def configured(*words: str) -> Config:
+    return compose(command_line=[*LONG, *words])
+
+
+def planned(model: Any, gpus: str, *words: str) -> Plan:
+    return Plan(configured(*words), model, stated(gpus))
+
+
+def test_a_model_of_1_5_billion_is_trained_whole_on_24_gib_beside_vllm() -> None:
+    """bfloat16 weights, stochastically rounded, with states of 8 bits; vLLM sleeps while they are updated."""
+    plan = planned(QWEN_15B, "24")
+    assert not plan.as_given.fits  # float32: 16 bytes a parameter, and vLLM awake
+    assert plan.fits
+    assert plan.changes is not None
+    assert plan.changes[f"{ACTOR}optim.optimizer"] == "AdamW8bit"
+    assert plan.changes[f"{ACTOR}optim.override_optimizer_config"] == {"bf16_stochastic_round": True}
+    assert plan.changes[f"{ROLLOUT}free_cache_engine"] is True
+    assert plan.budget.fullest.total < 0.9 * 24 * GIB
+    assert plan.budget.at_once >= 8  # a group at once
+
+
+def test_an_adapter_of_7_billion_is_trained_on_24_gib_beside_vllm() -> None:
+    """Two copies of the weights are 28 GiB, so the trainer's wait in main memory while vLLM has its own."""
+    plan = planned(QWEN_7B, "24", f"{MODEL}lora_rank=16")
+    assert plan.fits
+    assert plan.changes is not None
+    assert plan.changes[f"{ACTOR}fsdp_config.param_offload"] is True
+    assert plan.changes[f"{ROLLOUT}free_cache_engine"] is True
+    assert plan.budget.at_once >= 8
+    sending = next(phase for phase in plan.budget.phases if phase.name == "new weights for vLLM")
+    assert sending.parts["weights"] == 0
+    assert sending.parts["engine"] > 14 * GIB
+
+
+def test_a_model_of_7_billion_is_trained_whole_on_eight_of_80_gib() -> None:
+    plan = planned(QWEN_7B, "8x80", "trainer.n_gpus_per_node=8", f"{ROLLOUT}data_parallel_size=8")
+    assert plan.fits
+    update = next(phase for phase in plan.budget.phases if phase.name == "update of the policy")
+    assert update.parts["optimizer"] == pytest.approx(8 * plan.traced.parameters / 8, rel=0.01)
+
+
+def test_what_no_keys_make_fit_says_what_is_left() -> None:
+    plan = planned(QWEN_7B, "24")
+    assert not plan.fits
+    assert "lora_rank=16" in "\n".join(plan.lines())
+    assert plan.as_json()["fits"] is False
+
+
+def test_keys_that_a_person_chose_stay() -> None:
+    plan = planned(QWEN_15B, "24", f"{ACTOR}optim.optimizer=SGD", f"{ACTOR}fsdp_config.model_dtype=bf16")
+    assert f"{ACTOR}optim.optimizer" not in (plan.changes or {})
+
+
+def test_a_run_that_cannot_fit_is_refused_with_the_phase_and_a_way(tmp_path: Path) -> None:
+    SMALL.save_pretrained(tmp_path)  # config.json alone
+    config = configured(f"{MODEL}path={tmp_path}")
+    refuse_what_cannot_fit(config, stated("24"))
+    with pytest.raises(DoesNotFit, match=r"not fit on 1 GiB: .*update of the policy: .* of 1\.1 GB.*lightning-rl plan"):
+        refuse_what_cannot_fit(config, stated("1"))
+    refuse_what_cannot_fit(configured(f"{MODEL}path={tmp_path}", "trainer.memory_check=false"), stated("1"))
+    refuse_what_cannot_fit(config)  # on a CPU nothing is refused
+
+
+HELD = Held(
+    weights=10 * GIB, gradients=10 * GIB, optimizer=20 * GIB, backward=45 * GIB, step=41 * GIB, scoring=32 * GIB
+)
+
+
+def phases(*words: str, held: Held = HELD, reference: Held | None = None) -> dict[str, dict[str, float]]:
+    """Parts of the phases in GiB, of a model of 5 billion on 80 GiB."""
+    traced = TracedStep(5 * 2**30, held, reference=reference)
+    found = budget(configured(*words, f"{ROLLOUT}dtype=bfloat16"), QWEN_15B, traced, stated("80"))
+    return {phase.name: {part: size / GIB for part, size in phase.parts.items() if size} for phase in found.phases}
+
+
+def test_who_is_there_in_each_phase() -> None:
+    awake = phases()
+    assert awake["rollouts"]["weights"] == 10
+    assert awake["rollouts"]["optimizer"] == 20
+    assert "gradients" not in awake["rollouts"]
+    assert awake["update of the policy"]["activations"] == 5
+    assert awake["update of the policy"]["engine"] == 40  # half of the card, all the time
+    asleep = phases(f"{ROLLOUT}free_cache_engine=true", f"{ACTOR}fsdp_config.optimizer_offload=true")
+    assert asleep["update of the policy"]["engine"] == 1
+    assert asleep["update of the policy"]["optimizer"] == 20
+    assert "optimizer" not in asleep["rollouts"]
+    assert "optimizer" not in asleep["log probabilities"]
+    assert asleep["new weights for vLLM"]["weights"] == 10
+    assert asleep["new weights for vLLM"]["engine"] == 11  # 10 of bfloat16, and what stays while it sleeps
+    away = phases(f"{ROLLOUT}free_cache_engine=true", f"{ACTOR}fsdp_config.param_offload=true")
+    assert "weights" not in away["rollouts"]
+    assert "weights" not in away["new weights for vLLM"]  # they go by a file, written before
+    assert away["log probabilities"]["weights"] == 10
+    frozen = phases(reference=Held(weights=10 * GIB, scoring=12 * GIB))
+    assert frozen["reference"]["weights"] == 20
+    assert frozen["reference"]["activations"] == 2
+
+
+def test_what_is_held_in_shards_is_a_share() -> None:
+    config = compose(command_line=["trainer.n_gpus_per_node=4"])
+    traced = TracedStep(5 * 2**30, HELD)
+    [rollouts, *_] = budget(config, QWEN_15B, traced, stated("4x80")).phases
+    assert rollouts.parts["weights"] == 10 * GIB / 4 + 10 * GIB  # the trainer's own copy is whole
+    problems = budget(config, QWEN_15B, traced, stated("2x80")).problems
+    assert "4 workers are asked for, and there are 2 GPUs" in problems
+
+
+def test_vllm_without_room_for_a_row_is_a_problem() -> None:
+    config = configured(f"{ROLLOUT}gpu_memory_utilization=0.1", f"{ROLLOUT}dtype=bfloat16")
+    found = budget(config, QWEN_15B, TracedStep(5 * 2**30, HELD), stated("80"))
+    assert any("no room for its weights" in problem for problem in found.problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "per_node", "gib"),
+    [("24", 1, 1, 24), ("8x80", 1, 8, 80), ("2x8x80", 2, 8, 80), ("1x23.5", 1, 1, 23.5)],
+)
+def test_gpus_as_they_are_written(text: str, nodes: int, per_node: int, gib: float) -> None:
+    found = stated(text)
+    assert (found.nodes, found.per_node, found.gpu.memory) == (nodes, per_node, gib * GIB)
+    assert found.count == nodes * per_node
+
+
+@pytest.mark.parametrize("text", ["", "A100", "8x", "x80", "1x2x3x4", "0x80", "-24"])
+def test_gpus_that_nobody_understands(text: str) -> None:
+    with pytest.raises(ConfigError, match="cards x GiB, 8x80"):
+        stated(text)
+
+
+def test_a_bar_is_as_long_as_its_parts() -> None:
+    parts = dict.fromkeys(PARTS, 0) | {"weights": 12, "optimizer": 6, "others": 6}
+    assert bar(parts, 48).rstrip() == "W" * 12 + "O" * 6 + "." * 6
+    assert len(bar(parts, 12)) == 96  # beyond the card

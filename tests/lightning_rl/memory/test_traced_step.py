@@ -1,0 +1,136 @@
+"""What the traced step takes is what torch's allocator gives out in the real one."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
+
+from lightning_rl import tutorial
+from lightning_rl.config import compose
+from lightning_rl.config.schema import Config
+from lightning_rl.memory.traced_step import low_bit_state, rows_of, trace
+from lightning_rl.ppo.local_workers import FORMATS, LocalWorkers, roles_of
+from lightning_rl.training.actor import Actor
+from lightning_rl.training.batch import MiniBatch
+from lightning_rl.training.critic import Critic
+from lightning_rl.training.optimizer import OptimizerConfig
+from tests.lightning_rl.memory.models import QWEN_15B, SMALL
+
+ACTOR, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
+LENGTHS = 64, 64
+WAYS: dict[str, list[str]] = {
+    "float32": [],
+    "checkpointed": [f"{MODEL}enable_gradient_checkpointing=true"],
+    "bf16": [f"{ACTOR}fsdp_config.model_dtype=bf16"],
+    "autocast": [f"{ACTOR}fsdp_config.dtype=bfloat16"],
+    "adapter": [f"{MODEL}lora_rank=8", f"{ACTOR}fsdp_config.model_dtype=bf16"],
+    "whole rows": [f"{MODEL}use_remove_padding=false", f"{ACTOR}ppo_micro_batch_size_per_gpu=3"],
+    "critic": ["algorithm.adv_estimator=gae"],
+}
+
+
+def configured(*words: str) -> Config:
+    return compose(command_line=[f"{ACTOR}ppo_max_token_len_per_gpu=512", "actor_rollout_ref.rollout.n=4", *words])
+
+
+def largest_allocation(work: Callable[[], object]) -> int:
+    """How many bytes more than before are allocated at the peak of `work`."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        work()
+    now = peak = 0
+    assert found.profiler is not None
+    events: list[Any] = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def allocated(config: Config, model: Any, kind: str) -> tuple[int, int]:
+    """Of the real models: what forward and backward passes take beside weights and optimizer, and an optimizer step
+    beside these and the gradients."""
+    torch.manual_seed(0)
+    held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
+    policy = AutoModelForCausalLM.from_config(model, dtype=held).eval()
+    workers = LocalWorkers(config, policy, roles_of(config, with_critic=kind == "critic"))
+    workers.train(Path(), 1)
+    learner: Actor | Critic | None = workers.critic if kind == "critic" else workers.actor
+    assert learner is not None
+    passes = step = 0
+    for shared in (True, False):
+        rows = rows_of(config, LENGTHS, shared=shared, vocabulary=model.get_text_config().vocab_size)
+        learner.model.train()
+        micro = learner._micro_batches(rows)[:2]
+        mini = MiniBatch([s for part in micro for s in part], {s.rollout: 1.0 for part in micro for s in part})
+        if not learner.optimizer.steps:
+            learner.accumulate(mini)
+            learner.optimizer.step()
+        passes = max(passes, largest_allocation(lambda mini=mini: learner.accumulate(mini)))  # type: ignore[misc]
+        step = max(step, largest_allocation(learner.optimizer.step))
+    return passes, step
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_peak_is_that_of_the_allocator(way: str) -> None:
+    config, model = configured(*WAYS[way]), AutoConfig.from_pretrained(tutorial.checkpoint())
+    traced = trace(config, model, LENGTHS)
+    held = traced.critic if way == "critic" else traced.actor
+    assert held is not None
+    passes, step = allocated(config, model, way)
+    between = held.weights + held.optimizer
+    assert held.backward == pytest.approx(between + passes, rel=0.05)
+    assert held.backward - between == pytest.approx(passes, rel=0.05)
+    assert held.step == pytest.approx(between + held.gradients + step, rel=0.05)
+
+
+@pytest.mark.parametrize("words", [[], [f"{MODEL}enable_gradient_checkpointing=true"]], ids=["kept", "checkpointed"])
+def test_layers_that_are_left_out_are_counted(words: list[str]) -> None:
+    few, whole = (trace(configured(*words), SMALL, LENGTHS, whole=whole).actor for whole in (False, True))
+    assert few.weights == whole.weights
+    assert few.optimizer == pytest.approx(whole.optimizer, rel=1e-3)
+    assert few.update == pytest.approx(whole.update, rel=0.01)
+
+
+def test_layers_of_two_kinds_are_left_out_in_pairs() -> None:
+    model = Gemma2Config(
+        vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=12, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=16, final_logit_softcapping=30.0,
+    )  # fmt: skip
+    few, whole = (trace(configured(), model, LENGTHS, whole=whole).actor for whole in (False, True))
+    assert few.update == pytest.approx(whole.update, rel=0.01)
+
+
+def test_nothing_is_allocated_for_a_model_of_billions() -> None:
+    """Qwen2.5-1.5B: 2.88 GiB of bfloat16, each of gradient and weights, twice that of Adam's averages."""
+    config = compose(command_line=[*WAYS["bf16"], *WAYS["checkpointed"]])
+    before = largest_allocation(lambda: None)
+    found: list[Any] = []
+    assert largest_allocation(lambda: found.append(trace(config, QWEN_15B, (2048, 2048), on_gpu=True))) < before + 2**29
+    [traced] = found
+    held, gib = traced.actor, 2**30
+    assert traced.parameters == 1_543_714_304
+    assert held.gradients == 2 * traced.parameters
+    assert held.weights == pytest.approx(held.gradients, abs=1e4)  # beside buffers
+    assert held.optimizer == pytest.approx(2 * held.weights, rel=1e-5)
+    assert held.backward < 14.5 * gib
+    assert held.logits < 0.5 * gib  # whole, they would be 4.6 GiB of float32, twice
+
+
+def test_states_of_eight_bits_are_counted_as_torchao_keeps_them() -> None:
+    optim = OptimizerConfig(
+        lr=1e-3, lr_warmup_steps=0, lr_scheduler_type="constant", min_lr_ratio=0, betas=(0.9, 0.99), weight_decay=0,
+        grad_clip=1, training_steps=1, optimizer="AdamW8bit", optimizer_impl="torchao.optim",
+    )  # fmt: skip
+    large, small = torch.nn.Parameter(torch.zeros(256, 256)), torch.nn.Parameter(torch.zeros(10))
+    assert low_bit_state([large, small], optim) == 2 * (65_536 + 256 * 4) + 2 * 10 * 4
+
+
+def test_tracing_says_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace(configured(), SMALL, LENGTHS)
