@@ -38,6 +38,7 @@ def test_a_model_of_1_5_billion_is_trained_whole_on_24_gib_beside_vllm() -> None
     assert plan.budget.at_once >= 8  # a group at once
 
 
+@pytest.mark.long
 def test_an_adapter_of_7_billion_is_trained_on_24_gib_beside_vllm() -> None:
     """Two copies of the weights are 28 GiB, so the trainer's wait in main memory while vLLM has its own."""
     plan = planned(QWEN_7B, "24", f"{MODEL}lora_rank=16")
@@ -51,6 +52,7 @@ def test_an_adapter_of_7_billion_is_trained_on_24_gib_beside_vllm() -> None:
     assert sending.parts["engine"] > 14 * GIB
 
 
+@pytest.mark.long
 def test_a_model_of_7_billion_is_trained_whole_on_eight_of_80_gib() -> None:
     plan = planned(QWEN_7B, "8x80", "trainer.n_gpus_per_node=8", f"{ROLLOUT}data_parallel_size=8")
     assert plan.fits
@@ -65,6 +67,7 @@ def test_what_no_keys_make_fit_says_what_is_left() -> None:
     assert plan.as_json()["fits"] is False
 
 
+@pytest.mark.long
 def test_keys_that_a_person_chose_stay() -> None:
     plan = planned(QWEN_15B, "24", f"{ACTOR}optim.optimizer=SGD", f"{ACTOR}fsdp_config.model_dtype=bf16")
     assert f"{ACTOR}optim.optimizer" not in (plan.changes or {})

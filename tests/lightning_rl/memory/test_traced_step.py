@@ -96,6 +96,7 @@ def test_layers_that_are_left_out_are_counted(words: list[str]) -> None:
     assert few.update == pytest.approx(whole.update, rel=0.01)
 
 
+@pytest.mark.long
 def test_layers_of_two_kinds_are_left_out_in_pairs() -> None:
     model = Gemma2Config(
         vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=12, num_attention_heads=4,
