@@ -190,7 +190,7 @@ def _train(agent: Any, settings: "TrainConfig", run_dir: Path | None, server: st
         typer.echo("\n".join(algorithm.summary()))
 
 
-def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None) -> dict[str, Any]:
+def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None = None) -> dict[str, Any]:
     """What a run with these settings would do, and needs. Raises what it would raise before its first step, but for
     rewards that nothing gives: the plan says so, beside all the rest."""
     from lightning_rl import tutorial

@@ -64,7 +64,9 @@ class Plan:
 
     def lines(self) -> list[str]:
         """What a person reads."""
-        said = [f"{self.traced.parameters / 1e9:.2f} billion parameters on {self.hardware}"]
+        millions = self.traced.parameters / 1e6
+        size = f"{millions / 1e3:.2f} billion" if millions >= 1000 else f"{millions:.1f} million"
+        said = [f"{size} parameters on {self.hardware}"]
         if self.as_given.fits:
             said.append("it fits as it is")
         else:
