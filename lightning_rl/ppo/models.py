@@ -214,12 +214,11 @@ def _sampled(
             attention=model.attn_implementation,
         )
     urls = rollout.server_urls or ()
-    apart = (
-        config.trainer.workers > 1 and rollout.weight_transfer == "file"
-    )  # others train, and the file is written here
+    # Where several workers train, this process only writes their weights into a file.
+    only_writes = config.trainer.workers > 1 and rollout.weight_transfer == "file"
     common: dict[str, Any] = {
         "weights": weights,
-        "device": "cpu" if apart else config.trainer.device,
+        "device": "cpu" if only_writes else config.trainer.device,
         "train_dtype": held,
         "tolerance": resolved_config.sampler_tolerance(config),
         "attention": model.attn_implementation,
