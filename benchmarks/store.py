@@ -4,11 +4,11 @@
 
 `lives`: rollouts are enqueued in batches, claimed, given one heartbeat, two model calls as OpenTelemetry spans and a
 reward, finished, waited for, and read back by whoever enqueued them. Ours is the real server, asked by `HttpStore` in
-threads, its SQLite file on disk; `--postgres` (the URL of an empty database) adds the same over that, and the last line
-leaves HTTP out. The peer, Agent Lightning 0.3's in-memory store, is its own server (`--peer` names the Python of an
-environment that `agentlightning` was installed in), asked by an asyncio client that neither checks nor decodes more
-than it needs, which is less work than its own client does. All take turns; medians are printed, and the processor time
-of the serving process per rollout, which depends least on what else the machine does.
+threads, and by real runners, its SQLite file on disk; `--postgres` (the URL of an empty database) adds the same over
+that, and the last line leaves HTTP out. The peer, Agent Lightning 0.3's in-memory store, is its own server (`--peer`
+names the Python of an environment that `agentlightning` was installed in), asked by an asyncio client that neither
+checks nor decodes more than it needs, which is less work than its own client does. All take turns; medians are printed,
+and the processor time of the serving process per rollout, which depends least on what else the machine does.
 
 `sizes`: what each operation costs in a store of a thousand to a million rollouts, in process, over files that are
 filled by SQL. `memory`: the resident memory of the serving process while rollouts go through it.
@@ -43,7 +43,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gateway import MODEL, cpu_seconds
 from load import resident_mb
 
+from lightning_rl.agents.agent import as_agent
 from lightning_rl.processes.child import Child
+from lightning_rl.runner.launch import launch
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Ending, Finish, Reward, RolloutRequest
 from lightning_rl.store.sql import SqlStore
@@ -55,6 +57,7 @@ BATCH = 128  # rollouts that are enqueued, waited for and read back together
 CLAIM = 8  # rollouts that a worker takes at a time
 ALGORITHMS = 2  # that each have a batch under way
 WORKERS = 8
+RUNNERS = 32  # rollouts at once, where real runners take them
 PROMPT, RESPONSE = list(range(1000, 1100)), list(range(2000, 2032))  # token ids of a call
 SAID = "SELECT count(*) FROM shops WHERE size > 7 " * 4
 ASKED = "shops id size city\nbooks id shops_id price\nhow many shops have a size over seven? " * 4
@@ -203,10 +206,26 @@ def our_server(folder: Path, store: str) -> Iterator[tuple[str, int]]:
         child.stop()
 
 
+def emitting(task: Any, llm: Any) -> dict[str, float]:
+    """An agent that tells of the same calls, and takes a while."""
+    from lightning_rl.agents.emit import emit_object
+
+    for _ in range(2):
+        emit_object({"asked": ASKED, "said": SAID, "prompt_token_ids": PROMPT, "response_token_ids": RESPONSE})
+    time.sleep(0.02)
+    return {"reward": 1.0, "format": 0.5}
+
+
+def runners_lives(side: Any, url: str, folder: Path, rollouts: int) -> Measured:
+    """Lives of so many rollouts on real runners, as a Trainer starts them."""
+    with launch(RUNNERS, as_agent(emitting), url, "runner", log_dir=folder):
+        asked(side, BATCH, defaultdict(list))  # until they are there
+        return lived(side, rollouts, [], threading.Event(), defaultdict(list))
+
+
 def our_lives(side: Any, rollouts: int, *, batched: bool) -> Measured:
     """Lives of so many rollouts, a claim's together or one by one; whoever enqueues reads all of them back."""
     times: Times = defaultdict(list)
-    batches = iter(range(rollouts // BATCH))
     over = threading.Event()
 
     def worker(name: str) -> None:
@@ -236,20 +255,34 @@ def our_lives(side: Any, rollouts: int, *, batched: bool) -> Measured:
                 with timed(times, "finish"):
                     side.runner.finish(*place, DONE)
 
+    return lived(side, rollouts, [functools.partial(worker, f"w{i}") for i in range(WORKERS)], over, times)
+
+
+def asked(side: Any, rollouts: int, times: Times) -> None:
+    """The algorithm's part: rollouts are enqueued together, waited for, and read back."""
+    with timed(times, f"enqueue {rollouts}"):
+        made = side.admin.enqueue([RolloutRequest(task=TASK) for _ in range(rollouts)])
+    left = {rollout.rollout_id for rollout in made}
+    while left:
+        left -= {rollout.rollout_id for rollout in side.admin.wait(list(left), 10)}
+    with timed(times, f"read {rollouts}"):
+        found = side.admin.traces([rollout.rollout_id for rollout in made])
+    assert all(len(trace.attempts[0].spans) == 2 and trace.rollout.reward == 1.0 for trace in found.values())
+
+
+def lived(
+    side: Any, rollouts: int, workers: Sequence[Callable[[], None]], over: threading.Event, times: Times
+) -> Measured:
+    """What so many lives take, as the `workers` live them until `over`."""
+    batches = iter(range(rollouts // BATCH))
+
     def algorithm() -> None:
         for _ in batches:
-            with timed(times, f"enqueue {BATCH}"):
-                made = side.admin.enqueue([RolloutRequest(task=TASK) for _ in range(BATCH)])
-            left = {rollout.rollout_id for rollout in made}
-            while left:
-                left -= {rollout.rollout_id for rollout in side.admin.wait(list(left), 10)}
-            with timed(times, f"read {BATCH}"):
-                found = side.admin.traces([rollout.rollout_id for rollout in made])
-            assert all(len(trace.attempts[0].spans) == 2 and trace.rollout.reward == 1.0 for trace in found.values())
+            asked(side, BATCH, times)
 
     before, started = cpu_seconds(side.pid), time.perf_counter()
     with ThreadPoolExecutor(WORKERS + ALGORITHMS) as threads:
-        working = [threads.submit(worker, f"w{i}") for i in range(WORKERS)]
+        working = [threads.submit(worker) for worker in workers]
         asking = [threads.submit(algorithm) for _ in range(ALGORITHMS)]
         try:
             for one in asking:
@@ -374,9 +407,11 @@ def lives(arguments: argparse.Namespace) -> None:
         def ours(name: str, store: str) -> None:
             run_dir = folder / name.split()[0]
             run_dir.mkdir()
-            side = OverHttp(*parts.enter_context(our_server(run_dir, store)))
+            url, pid = parts.enter_context(our_server(run_dir, store))
+            side = OverHttp(url, pid)
             sides[f"{name}, batches"] = lambda: our_lives(side, arguments.rollouts, batched=True)
             sides[f"{name}, one by one"] = lambda: our_lives(side, arguments.rollouts, batched=False)
+            sides[f"{name}, runners"] = lambda: runners_lives(side, url, run_dir, arguments.rollouts)
 
         ours("SQLite, HTTP", f"sqlite:///{folder / 'http.db'}")
         if arguments.postgres:
