@@ -232,16 +232,10 @@ def _server(run_dir: Path | None, url: str | None) -> "Iterator[PagedStore]":
 
 
 def _alive(folder: Path) -> bool:
-    """Whether a process holds the run's folder."""
-    from lightning_rl.files import RunFolderBusy, owned
+    """Whether the folder is that of a run that goes on at its own server."""
+    from lightning_rl.files import LOCK, is_held
 
-    if not (folder / KEY_FILE).is_file():
-        return False
-    try:
-        with owned(folder):
-            return False
-    except RunFolderBusy:
-        return True
+    return (folder / KEY_FILE).is_file() and is_held(folder / LOCK)
 
 
 def _key(run_dir: Path | None) -> str:
