@@ -84,11 +84,17 @@ def _stamp(file: Path) -> tuple[int, int]:
 
 
 def series(rows: list[dict[str, float]], names: list[str]) -> dict[str, Any]:
-    """The values of these metrics, each with its steps and with the seconds that the run had taken by then."""
+    """The values of these metrics, each with its steps and with the seconds that the run had taken by then.
+
+    These are by the clock, or, in lines that have no `time`, the sum of what the steps took.
+    """
     found: dict[str, dict[str, list[float]]] = {name: {"step": [], "seconds": [], "value": []} for name in names}
-    seconds = 0.0
+    seconds, began = 0.0, None
     for row in rows:
         seconds += sum(row.get(name, 0.0) for name in _TIMES)
+        if "time" in row:
+            began = row["time"] - seconds if began is None else began
+            seconds = row["time"] - began
         for name, points in found.items():
             if name in row and math.isfinite(row[name]):
                 points["step"].append(row["step"])
