@@ -201,11 +201,15 @@ def _place(run_dir: Path | None, url: str | None) -> "Iterator[RolloutSource]":
     from lightning_rl.inspect import recorded
     from lightning_rl.inspect import rollout_source as places
 
+    run_id = None
     if url is None:
-        yield places.Folder(recorded.newest_run() if run_dir is None else run_dir)
-        return
+        folder = recorded.newest_run() if run_dir is None else run_dir
+        if not recorded.is_attached(folder) or not (folder / recorded.RUN_ID).is_file():
+            yield places.Folder(folder)
+            return
+        url, run_id = ((folder / name).read_text().strip() for name in (URL_FILE, recorded.RUN_ID))
     with _server(run_dir, url) as store:
-        yield places.Server(store)
+        yield places.Server(store, run_id)
 
 
 @contextlib.contextmanager

@@ -131,6 +131,12 @@ def test_what_an_agent_was_given_comes_along_for_a_replay(own: Path, attached: P
     assert given[0] == given[1] == RESOURCES
 
 
+def test_its_rollouts_are_listed_without_those_of_the_other_run(attached: Path) -> None:
+    listed = told(attached, "rollouts", "list", "--json", "--run-dir", str(attached)).splitlines()
+    ids = [json.loads(line)["rollout_id"] for line in listed]
+    assert ids == [f"{name}.{RUN}" for name in ("train-7-0-0", "train-7-0-1", "train-7-0-2", "val-1", "train-7-1-0")]
+
+
 def test_the_folder_stays_as_it_was(attached: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in attached.rglob("*")}
     told(attached, "explain", "--run-dir", str(attached))
