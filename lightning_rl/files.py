@@ -10,6 +10,7 @@ from typing import IO
 
 from lightning_rl.errors import Explained
 
+LOCK = "run.lock"
 _POLL_SECONDS = 0.05  # a file system tells nobody that a lock is free
 
 
@@ -18,7 +19,7 @@ class RunFolderBusy(Explained, RuntimeError):
 
 
 @contextmanager
-def owned(run_dir: Path, *, lock: str = "run.lock", patience_seconds: float = 0) -> Iterator[None]:
+def owned(run_dir: Path, *, lock: str = LOCK, patience_seconds: float = 0) -> Iterator[None]:
     """Hold the run folder, by the file `lock` in it. Raises RunFolderBusy where another process does for longer than
     `patience_seconds`; the death of a process ends its hold."""
     last = time.monotonic() + patience_seconds
@@ -28,6 +29,17 @@ def owned(run_dir: Path, *, lock: str = "run.lock", patience_seconds: float = 0)
                 raise RunFolderBusy(f"another process is using the run folder {run_dir}; wait for it or stop it")
             time.sleep(_POLL_SECONDS)
         yield
+
+
+def is_held(lock: Path) -> bool:
+    """Whether a process holds this lock file. It is looked up, never taken: whoever takes it could refuse a trainer."""
+    try:
+        found = lock.stat()
+        held = Path("/proc/locks").read_text()
+    except OSError:
+        return False
+    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    return any(device in line.split() for line in held.splitlines())
 
 
 def _hold(file: IO[str]) -> bool:

@@ -201,11 +201,15 @@ def _place(run_dir: Path | None, url: str | None) -> "Iterator[RolloutSource]":
     from lightning_rl.inspect import recorded
     from lightning_rl.inspect import rollout_source as places
 
+    run_id = None
     if url is None:
-        yield places.Folder(recorded.newest_run() if run_dir is None else run_dir)
-        return
+        folder = recorded.newest_run() if run_dir is None else run_dir
+        if not recorded.is_attached(folder) or not (folder / recorded.RUN_ID).is_file():
+            yield places.Folder(folder)
+            return
+        url, run_id = ((folder / name).read_text().strip() for name in (URL_FILE, recorded.RUN_ID))
     with _server(run_dir, url) as store:
-        yield places.Server(store)
+        yield places.Server(store, run_id)
 
 
 @contextlib.contextmanager
@@ -232,16 +236,10 @@ def _server(run_dir: Path | None, url: str | None) -> "Iterator[PagedStore]":
 
 
 def _alive(folder: Path) -> bool:
-    """Whether a process holds the run's folder."""
-    from lightning_rl.files import RunFolderBusy, owned
+    """Whether the folder is that of a run that goes on at its own server."""
+    from lightning_rl.files import LOCK, is_held
 
-    if not (folder / KEY_FILE).is_file():
-        return False
-    try:
-        with owned(folder):
-            return False
-    except RunFolderBusy:
-        return True
+    return (folder / KEY_FILE).is_file() and is_held(folder / LOCK)
 
 
 def _key(run_dir: Path | None) -> str:

@@ -1,29 +1,37 @@
-"""A run's folder, read while it is going on or after.
+"""A run's rollouts, read while it is going on or after: from the store in its folder, or, where it attached to a
+server, from a copy of what the store there holds of it.
 
-Invariant: the store's file is opened to be read only; nothing here makes or changes a file, but SQLite itself makes
-its `-shm` index anew where a WAL lies without one. A run that is going on writes beside us (the WAL), and what we read
-is one moment of it.
+Invariant: the store's file is opened to be read only; nothing here makes or changes a file in the folder, but SQLite
+itself makes its `-shm` index anew where a WAL lies without one. A run that is going on writes beside us (the WAL), and
+what we read is one moment of it. A copy lies in the temporary folder for as long as it is read.
 """
 
 import difflib
+import os
 import signal
 import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import msgspec
 import sqlalchemy as sa
 
 from lightning_rl.errors import Explained
+from lightning_rl.processes.service_keys import ADMIN_KEY
 from lightning_rl.store import queries, schema
+from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutTrace
+from lightning_rl.store.copied import copy_run
+from lightning_rl.store.errors import NotAllowed, StoreError
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.span import unpacked
 
 STORE = "store.db"
+SERVER_URL, RUN_ID = "server.url", "run.id"  # where the server of a run is, or was; what ends the ids of its rollouts
 _NEAR = 20_000  # newest rollout ids among which near ones are sought
 _RECORDS = sa.text("SELECT rowid, record FROM spans WHERE rowid > :after ORDER BY rowid LIMIT 256")
 
@@ -70,23 +78,34 @@ _PLACE = msgspec.msgpack.Decoder(_Place)
 
 def newest_run(runs: Path = Path("runs")) -> Path:
     """The run folder below `runs` that was written to last. Raises NotRecorded where there is none."""
-    stores = list(runs.rglob(STORE))  # trainer.project_name makes a folder between
-    if not stores:
+    found = {file.parent for name in (STORE, SERVER_URL) for file in runs.rglob(name)}  # project_name: a folder between
+    if not found:
         raise NotRecorded(f"there is no run in {runs.resolve()}: name its folder with --run-dir")
-    return max(stores, key=_written).parent
+    return max(found, key=_written)
+
+
+def is_attached(run_dir: Path) -> bool:
+    """Whether this is the folder of a run whose rollouts are in the store of a server that it attached to."""
+    return not (run_dir / STORE).is_file() and (run_dir / SERVER_URL).is_file()
 
 
 @contextmanager
 def opened(run_dir: Path) -> Iterator[sa.Connection]:
     """The run's store as it stands now, for reading. Raises NotRecorded where there is none that can be read."""
-    store = run_dir / STORE
-    if not store.is_file() and (attached := run_dir / "server.url").is_file():
-        raise NotRecorded(
-            f"{run_dir.resolve()} is of a run that was attached to the server at {attached.read_text()}, which has its "
-            "rollouts: `lightning-rl rollouts list --url` lists them; this command reads the store of a run alone"
-        )
-    if not store.is_file():
-        raise NotRecorded(f"{run_dir.resolve()} holds no run: there is no {STORE} in it; name another with --run-dir")
+    with ExitStack() as close:
+        store = run_dir / STORE
+        if is_attached(run_dir):
+            store = Path(close.enter_context(TemporaryDirectory(prefix="lightning-rl-"))) / STORE
+            _copy(run_dir, store)
+        if not store.is_file():
+            raise NotRecorded(
+                f"{run_dir.resolve()} holds no run: there is no {STORE} in it; name another with --run-dir"
+            )
+        yield close.enter_context(_reading(store))
+
+
+@contextmanager
+def _reading(store: Path) -> Iterator[sa.Connection]:
     with ExitStack() as close:
         try:
             with _interrupts_wait():
@@ -98,6 +117,26 @@ def opened(run_dir: Path) -> Iterator[sa.Connection]:
             yield connection
         except sa.exc.DatabaseError as error:
             raise NotRecorded(f"the store {store.resolve()} cannot be read: {error.orig}") from error
+
+
+def _copy(run_dir: Path, store: Path) -> None:
+    """Copy what the server has of an attached run into a new store."""
+    url, key = (run_dir / SERVER_URL).read_text().strip(), os.environ.get(ADMIN_KEY)
+    where = f"{run_dir.resolve()} is of a run that attached to the server at {url}, which has its rollouts"
+    if not key:
+        raise NotRecorded(f"{where}: set {ADMIN_KEY} to that server's admin key")
+    if not (run_dir / RUN_ID).is_file():
+        raise NotRecorded(f"{where}, and there is no {RUN_ID} to tell which: put the run's file back")
+    with closing(HttpStore(url, key)) as server:
+        try:
+            copy_run(server, (run_dir / RUN_ID).read_text().strip(), store)
+        except NotAllowed as error:
+            raise NotRecorded(f"{where} and refuses the key in {ADMIN_KEY}: set it to its admin key") from error
+        except StoreError as error:
+            raise NotRecorded(
+                f"{where} and cannot be read ({error}): start it again with its store, or write where it is now into "
+                f"{(run_dir / SERVER_URL).resolve()}"
+            ) from error
 
 
 def _close(connection: sa.Connection) -> None:
@@ -200,8 +239,10 @@ def _check_version(connection: sa.Connection, store: Path) -> None:
         )
 
 
-def _written(store: Path) -> float:
-    return max(file.stat().st_mtime for file in (store, _wal(store)) if file.exists())
+def _written(run_dir: Path) -> float:
+    store = run_dir / STORE
+    files = [store, _wal(store)] if store.exists() else [run_dir / SERVER_URL, run_dir / "metrics.jsonl"]
+    return max(file.stat().st_mtime for file in files if file.exists())
 
 
 def _wal(store: Path) -> Path:

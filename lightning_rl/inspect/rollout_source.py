@@ -162,16 +162,18 @@ class PagedStore(HttpStore):
 
 
 class Server:
-    """A running server, by its admin key."""
+    """A running server, by its admin key; with `run_id` the rollouts of that run alone."""
 
-    def __init__(self, store: PagedStore) -> None:
+    def __init__(self, store: PagedStore, run_id: str | None = None) -> None:
         self.store = store
+        self._ending = "" if run_id is None else f".{run_id}"
         self._cursor: str | None = None
         self._seen: set[str] = set()  # of the last page, which was not full
 
     def newest(self, which: Which, limit: int) -> list[Rollout]:
         """See `RolloutSource`. The server lists from the oldest on, so all that fit are read, a page at a time."""
-        return list(deque(self.store.rollouts(**msgspec.structs.asdict(which), page=_PAGE), maxlen=limit))
+        listed = self.store.rollouts(**msgspec.structs.asdict(which), page=_PAGE)
+        return list(deque((each for each in listed if each.rollout_id.endswith(self._ending)), maxlen=limit))
 
     def trace(self, name: str) -> RolloutTrace:
         """See `RolloutSource`; by its whole id. Raises NotRecorded."""
@@ -184,7 +186,8 @@ class Server:
         """See `RolloutSource`."""
         while True:
             rollouts, following = self.store.page(self._cursor, _PAGE)
-            yield from (rollout for rollout in rollouts if rollout.rollout_id not in self._seen)
+            fresh = (rollout for rollout in rollouts if rollout.rollout_id not in self._seen)
+            yield from (rollout for rollout in fresh if rollout.rollout_id.endswith(self._ending))
             self._seen = {rollout.rollout_id for rollout in rollouts} if following is None else set()
             if following is None:
                 return

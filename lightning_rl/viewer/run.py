@@ -144,7 +144,7 @@ class ViewedRun:
         """The curves of the metrics in `names` (with commas; by default the usual ones), and the names of all."""
         rows = self._rows()
         names = [name for name in (query.get("names") or "").split(",") if name] or list(_CURVES)
-        known = sorted({name for row in rows for name in row} - {"step"})
+        known = sorted({name for row in rows for name in row} - {"step", "time"})
         return {"names": known, "series": run_folder.series(rows, names)}
 
     def now(self) -> dict[str, Any]:

@@ -5,7 +5,6 @@ URL loses its password.
 """
 
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -15,10 +14,11 @@ from typing import Any
 import msgspec
 import yaml
 
+from lightning_rl.files import LOCK, is_held
 from lightning_rl.inspect.recorded import STORE, NotRecorded
 from lightning_rl.telemetry.metrics import jsonl
 
-METRICS, CONFIG, FINISHED, LOCK = "metrics.jsonl", "config.yaml", "finished.json", "run.lock"
+METRICS, CONFIG, FINISHED = "metrics.jsonl", "config.yaml", "finished.json"
 URL_FILE, KEY_FILE = "server.url", "admin.key"
 _SECRET = re.compile(r"(^|[._-])(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
 _PASSWORD = re.compile(r"(?<=://)([^/@\s:]*):[^/@\s]+@")
@@ -84,11 +84,17 @@ def _stamp(file: Path) -> tuple[int, int]:
 
 
 def series(rows: list[dict[str, float]], names: list[str]) -> dict[str, Any]:
-    """The values of these metrics, each with its steps and with the seconds that the run had taken by then."""
+    """The values of these metrics, each with its steps and with the seconds that the run had taken by then.
+
+    These are by the clock, or, in lines that have no `time`, the sum of what the steps took.
+    """
     found: dict[str, dict[str, list[float]]] = {name: {"step": [], "seconds": [], "value": []} for name in names}
-    seconds = 0.0
+    seconds, began = 0.0, None
     for row in rows:
         seconds += sum(row.get(name, 0.0) for name in _TIMES)
+        if "time" in row:
+            began = row["time"] - seconds if began is None else began
+            seconds = row["time"] - began
         for name, points in found.items():
             if name in row and math.isfinite(row[name]):
                 points["step"].append(row["step"])
@@ -127,17 +133,6 @@ def state(run_dir: Path) -> str:
     if is_held(run_dir / LOCK):
         return "running"
     return "finished" if (run_dir / FINISHED).is_file() else "stopped"
-
-
-def is_held(lock: Path) -> bool:
-    """Whether a process holds this lock file. It is looked up, never taken: whoever takes it could refuse a trainer."""
-    try:
-        found = lock.stat()
-        held = Path("/proc/locks").read_text()
-    except OSError:
-        return False
-    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-    return any(device in line.split() for line in held.splitlines())
 
 
 def config(run_dir: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Metrics as one JSON object a line, whole lines only, readable while the run goes on."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from lightning_rl.files import write_whole
 
 
 class JsonlTracker:
-    """Appends `{"step": ..., name: value, ...}` to a file."""
+    """Appends `{"step": ..., "time": ..., name: value, ...}` to a file; the time is in seconds since the epoch."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -18,7 +19,7 @@ class JsonlTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one line. Raises OSError naming the file."""
         try:
-            self._file.write(msgspec.json.encode({"step": step, **metrics}) + b"\n")
+            self._file.write(msgspec.json.encode({"step": step, "time": time.time(), **metrics}) + b"\n")
         except OSError as error:
             raise OSError(error.errno, f"{error.strerror}: make room, then resume the run", str(self._path)) from error
 

@@ -37,7 +37,7 @@ function curvesOf(keys, told, state, runs, changed) {
   const shown = [...FIRST_CURVES.filter(has), ...state.metrics.filter((metric) => !FIRST_CURVES.includes(metric))];
   const named = (key) => runs.find((run) => run.key === key)?.name ?? key;
   const picker = select("add a metric", [["", "…"], ...names.map((name) => [name, name])], "", (name) => { if (name && !state.metrics.includes(name)) state.metrics.push(name); changed(); });
-  const axis = select("by", [["step", "step"], ["seconds", "time of training"]], state.x, (x) => { state.x = x; changed(); });
+  const axis = select("by", [["step", "step"], ["seconds", "time since its beginning"]], state.x, (x) => { state.x = x; changed(); });
   return [h("div", { class: "filters apart" }, h("h3", {}, "Curves"), axis, picker, state.metrics.map((metric) => h("button", { type: "button", class: "chip", onclick: () => { state.metrics = state.metrics.filter((each) => each !== metric); changed(); } }, `${metric} ✕`)), told.filter((each) => each.problem).map((each) => h("span", { class: "problem" }, each.problem))),
     shown.length ? h("div", { class: "curves" }, shown.map((metric) => curve(metricName(metric), keys.map((key, index) => ({ label: named(key), colour: index, points: told[index].series[metric] })), { x: state.x }))) : empty("No step is done yet: curves begin with the first.")];
 }

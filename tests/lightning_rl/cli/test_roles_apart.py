@@ -161,6 +161,16 @@ def test_three_commands_train_a_model_and_a_script_is_the_next_run(
     assert place.store.resources().resources["main_llm"]["model"] == MODEL
 
     monkeypatch.setenv(ADMIN_KEY, KEYS[ADMIN_KEY])
+    run_dir = place.folder / done["run_dir"]
+    read_there = [place.start(*words) for words in (("explain", rollouts[0], "--run-dir", str(run_dir)),
+        ("doctor", str(run_dir)), ("export", str(run_dir), "-o", "rows.jsonl", "--what", "rows"))]  # fmt: skip
+    printed = [process.communicate(timeout=WAIT_SECONDS)[0] for process in read_there]
+    assert [process.returncode for process in read_there] == [0, 0, 0], printed
+    assert f"rollout {rollouts[0]}: succeeded, train" in printed[0]
+    rows = [json.loads(line) for line in (place.folder / "rows.jsonl").read_text().splitlines()]
+    assert {row["rollout_id"] for row in rows} == set(rollouts)
+    assert {row["step"] for row in rows} == {1, 2}
+
     given = {
         "data": {"train_batch_size": 2, "max_response_length": 8},
         "actor_rollout_ref": {"rollout": {"n": 2}},

@@ -179,8 +179,6 @@ def test_what_is_not_there_is_one_line(run_dir: Path, tmp_path: Path) -> None:
     assert "gone holds no run" in refusal("--run-dir", str(tmp_path / "gone"))
     assert list(empty.iterdir()) == []
     assert not (tmp_path / "gone").exists()
-    (empty / "server.url").write_text("http://h:8080")
-    assert "was attached to the server at http://h:8080, which has its rollouts" in refusal("--run-dir", str(empty))
 
 
 def test_without_any_run_the_option_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,6 +147,9 @@ def test_curves_go_by_step_and_by_time(tmp_path: Path) -> None:
     assert run_folder.series(rows, ["r", "none"]) == {
         "r": {"step": [1.0, 2.0], "seconds": [2.0, 5.0], "value": [0.5, 0.75]}
     }
+    clocked = [rows[0] | {"time": 1000.0}, rows[1] | {"time": 1007.0}]  # 4 s of these in no step
+    assert run_folder.series(clocked, ["r"])["r"]["seconds"] == [2.0, 9.0]
+    assert run_folder.series([rows[0], clocked[1]], ["r"])["r"]["seconds"] == [2.0, 5.0], "the clock came later"
 
 
 def test_no_key_is_told(tmp_path: Path) -> None:

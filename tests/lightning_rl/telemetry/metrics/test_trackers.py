@@ -22,7 +22,10 @@ def written(path: Path, steps: int) -> bytes:
 
 def test_lines_are_read_back(tmp_path: Path) -> None:
     written(tmp_path / "m.jsonl", 2)
-    assert read(tmp_path / "m.jsonl") == [{"step": 0, "reward": 0.0}, {"step": 1, "reward": 0.5}]
+    rows = read(tmp_path / "m.jsonl")
+    times = [row.pop("time") for row in rows]
+    assert rows == [{"step": 0, "reward": 0.0}, {"step": 1, "reward": 0.5}]
+    assert times == sorted(times)
 
 
 def test_what_came_after_the_checkpoint_is_dropped(tmp_path: Path) -> None:

@@ -1,0 +1,86 @@
+"""The rollouts of one run at a server, copied into a SQLite file with the tables of a store, to be read at leisure.
+
+Invariant: nothing is changed at the server. The copy holds what the store there holds of these rollouts: their rows,
+attempts, spans, rewards and resources; not how they were claimed. A few rollouts at a time are in memory.
+"""
+
+import itertools
+from collections.abc import Iterable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from lightning_rl.store import schema
+from lightning_rl.store.client import HttpStore
+from lightning_rl.store.contract import Attempt, AttemptTrace, Resources, Rollout, RolloutRequest, RolloutTrace
+from lightning_rl.store.databases import Database
+from lightning_rl.store.idempotency import body_of
+from lightning_rl.store.upgrades import open_database
+from lightning_rl_adapters.span import pack
+
+_PAGE = 500  # rollouts of one listing
+_TRACES = 16  # rollouts whose spans are in memory at once
+
+
+def copy_run(store: HttpStore, run_id: str, file: Path) -> None:
+    """Copy the rollouts of a run, in the order they were asked for, into `file`, which is not there yet.
+
+    Raises what the store's calls raise.
+    """
+    listed = (rollout.rollout_id for rollout in store.rollouts(page=_PAGE))
+    of_run = (rollout_id for rollout_id in listed if rollout_id.endswith(f".{run_id}"))
+    known: set[str | None] = set()
+    with closing(open_database(f"sqlite:///{file}")) as database:
+        while ids := list(itertools.islice(of_run, _TRACES)):
+            found = store.traces(ids)
+            traces = [found[rollout_id] for rollout_id in ids if rollout_id in found]
+            named = {trace.rollout.resources_id for trace in traces} - known
+            resources = [store.resources(resources_id) for resources_id in named if resources_id is not None]
+            known |= named
+            database.write(partial(_write, database, traces, resources))
+
+
+def _write(
+    database: Database, traces: Iterable[RolloutTrace], resources: Iterable[Resources], connection: sa.Connection
+) -> None:
+    for each in resources:
+        connection.execute(sa.insert(schema.resources), _resources_row(each))
+    for trace in traces:
+        connection.execute(sa.insert(schema.rollouts), _rollout_row(trace.rollout))
+        for attempt in trace.attempts:
+            connection.execute(sa.insert(schema.attempts), _attempt_row(attempt.attempt))
+            if rewards := _reward_rows(attempt):
+                connection.execute(sa.insert(schema.rewards), rewards)
+            spans = [msgspec.structs.asdict(pack(span)) for span in attempt.spans]
+            database.insert_new(connection, schema.spans, spans)
+
+
+def _resources_row(resources: Resources) -> dict[str, Any]:
+    return msgspec.structs.asdict(resources) | {"resources": body_of(resources.resources)}
+
+
+def _rollout_row(rollout: Rollout) -> dict[str, Any]:
+    request = RolloutRequest(**{name: getattr(rollout, name) for name in RolloutRequest.__struct_fields__})
+    return _columns(schema.rollouts, rollout) | {"request": body_of(request)}
+
+
+def _attempt_row(attempt: Attempt) -> dict[str, Any]:
+    return _columns(schema.attempts, attempt) | {
+        "unresponsive_seconds": 0.0,  # a server does not tell it, and only who ends attempts asks
+        "rewards": body_of(attempt.rewards),
+        "error": None if attempt.error is None else body_of(attempt.error),
+    }
+
+
+def _reward_rows(trace: AttemptTrace) -> list[dict[str, Any]]:
+    place = {"rollout_id": trace.attempt.rollout_id, "attempt_id": trace.attempt.attempt_id}
+    return [place | msgspec.structs.asdict(reward) for reward in trace.rewards]
+
+
+def _columns(table: sa.Table, record: msgspec.Struct) -> dict[str, Any]:
+    """What a record and a table have in common."""
+    return {name: getattr(record, name) for name in record.__struct_fields__ if name in table.c}
