@@ -25,6 +25,7 @@ def planned(model: Any, gpus: str, *words: str) -> Plan:
     return Plan(configured(*words), model, stated(gpus))
 
 
+@pytest.mark.long
 def test_a_model_of_1_5_billion_is_trained_whole_on_24_gib_beside_vllm() -> None:
     """bfloat16 weights, stochastically rounded, with states of 8 bits; vLLM sleeps while they are updated."""
     plan = planned(QWEN_15B, "24")
