@@ -1,12 +1,12 @@
-"""PPO: the training loop that is its own documentation. `train_step` is the story; the parts are the files beside it.
+"""PPO: the training loop that is its own documentation. `train_step` is the story; its parts are in `ppo/`.
 
 A step rolls out `n` times per task, reads the finished rollouts as rows, asks actor, reference and critic about their
 tokens, estimates advantages, updates critic and actor, and publishes the policy's weights. Sampler and trainer are
 compared on the first batch, and the account of tokens is checked after every step: a run stops rather than train on
 wrong data.
 
-When rollouts are requested is decided by the schedule (`schedules.py`); what a step does with a batch is the same in
-all.
+When rollouts are requested is decided by the schedule (`ppo/schedules.py`); what a step does with a batch is the same
+in all.
 
 A run that is resumed starts at its last checkpoint and requests the same rollouts again under the same ids: those that
 the store already holds are trained as they are, the rest is sampled.

@@ -65,7 +65,7 @@ class Results:
             return [self._waiting.popleft() for _ in range(min(_TOGETHER, len(self._waiting)))]
 
     def _send(self, results: Sequence[Result]) -> None:
-        backoff, ours = _BACKOFF_SECONDS, results
+        backoff, ours = _BACKOFF_SECONDS, list(results)
         while ours:
             try:
                 self._report(ours)
@@ -74,11 +74,12 @@ class Results:
                 _log.warning("not finished yet: rollouts %s: %s", names, away)
                 goes_on = not self._stop.wait(backoff)
                 backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
-                still = [result for result in ours if goes_on and self._active.holds(result.claim)]
-                for result in ours:
-                    if result not in still:
+                waiting, ours = ours, []
+                for result in waiting:
+                    if goes_on and self._active.holds(result.claim):
+                        ours.append(result)
+                    else:
                         result.over(False)
-                ours = still
             except _REFUSED as refused:
                 if len(ours) > 1:
                     for result in ours:
