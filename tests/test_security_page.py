@@ -51,9 +51,11 @@ def test_nothing_reads_what_torch_has_pickled() -> None:
     assert not [file for file, called, _ in calls() if called == "torch.load"]
 
 
-def test_no_code_of_a_models_folder_is_run() -> None:
-    for file, _, call in calls():
-        assert "trust_remote_code" not in [keyword.arg for keyword in call.keywords], file
+def test_code_of_a_models_folder_is_run_in_one_place_alone() -> None:
+    for file, called, call in calls():
+        given = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "trust_remote_code"]
+        assert set(given) <= {"config.actor_rollout_ref.model.trust_remote_code"}, file  # what vLLM is told
+        assert called != "get_class_from_dynamic_module" or file == "lightning_rl/inference/model_code.py"
 
 
 def test_secrets_are_compared_by_compare_digest_alone() -> None:

@@ -70,6 +70,10 @@ def run(
         ) from error
     one = msgspec.structs.replace(one, run_dir=str(place.resolve()))
     if now:
+        from lightning_rl.ppo.local_workers import register_model_code
+
+        if known.config is not None:
+            register_model_code(known.config)
         one = _with_now(one, calls.path_of(attempt, call_id), media_of(attempt.spans), place)
     if token is not None:
         one = calls.of_token(one, token)

@@ -39,8 +39,10 @@ def run(
     from lightning_rl.config import compose
     from lightning_rl.config.schema import TrainConfig
     from lightning_rl.memory.plan import Plan, hardware_of, model_config
+    from lightning_rl.ppo.local_workers import register_model_code
 
     settings = compose(file=config, command_line=list(overrides or ()), schema=TrainConfig)
+    register_model_code(settings)
     hardware, settings = hardware_of(settings, gpus)
     plan = Plan(settings, model_config(settings.actor_rollout_ref.model.path or tutorial.checkpoint()), hardware)
     typer.echo(json.dumps(plan.as_json()) if as_json else "\n".join(plan.lines()))

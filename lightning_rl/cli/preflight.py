@@ -7,20 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import huggingface_hub
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lightning_rl import tutorial
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config
-from lightning_rl.inference.load import device_of, is_model_id, sees
+from lightning_rl.inference.load import device_of, folder_here, is_model_id, sees
 from lightning_rl.memory.budget import budget
 from lightning_rl.memory.gpus import GIB, Hardware, card
 from lightning_rl.memory.plan import Plan, hardware_of, model_config
 from lightning_rl.memory.traced_step import trace
 from lightning_rl.ppo import resolved_config
-from lightning_rl.ppo.local_workers import FORMATS
+from lightning_rl.ppo.local_workers import FORMATS, register_model_code
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _VERSION = "import importlib.metadata as m; print(m.version('vllm'))"
@@ -34,19 +33,17 @@ def model_folder_here(config: Config) -> Path | None:
     Raises ConfigError for a folder that lacks what a run reads of it, or whose chats nobody can write.
     """
     path = config.actor_rollout_ref.model.path
-    folder = tutorial.checkpoint() if path is None else Path(path)
-    if not folder.is_dir():
+    folder = tutorial.checkpoint() if path is None else folder_here(path)
+    if folder is None:
         if path is None or not is_model_id(path):
             raise ConfigError(f"actor_rollout_ref.model.path={path!r} is neither a folder nor a model id (owner/name)")
-        cached = huggingface_hub.try_to_load_from_cache(path, "config.json")
-        if not isinstance(cached, str):
-            return None
-        folder = Path(cached).parent
+        return None
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
     missing += [] if any(next(folder.glob(name), None) for name in _WEIGHTS) else ["*.safetensors"]
     if missing:
         lacks = ", no ".join(missing)
         raise ConfigError(f"the model in {folder} has no {lacks}: give actor_rollout_ref.model.path another")
+    register_model_code(config)
     resolved_config.loaded_renderer(config, folder)
     return folder
 

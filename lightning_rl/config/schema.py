@@ -111,6 +111,13 @@ class Model(Section, frozen=True):
             "trainer, engines and checkpoints have them"
         ),
     ] = field(default_factory=dict)
+    trust_remote_code: Annotated[
+        bool,
+        effect(
+            "run the Python files of the model's folder, for one that `transformers` has no class for, in the trainer, "
+            "its workers and vLLM: as any program of yours, so read them first"
+        ),
+    ] = False
     enable_gradient_checkpointing: Annotated[
         bool, effect("compute activations twice instead of keeping them: less memory, more time")
     ] = False
@@ -552,6 +559,7 @@ class CriticModel(Section, frozen=True):
     path: Annotated[
         str | None, effect("a Hugging Face folder, or a model id of the hub; null: the policy's, as training begins")
     ] = None
+    trust_remote_code: Annotated[bool, effect("run the Python files of its folder, as of the policy")] = False
     enable_gradient_checkpointing: Annotated[bool, effect("as of the policy")] = False
 
 

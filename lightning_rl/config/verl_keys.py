@@ -122,7 +122,6 @@ _COMPUTED = "how the same numbers are computed: models are as `transformers` and
 _ALWAYS_SHARDED = "several workers hold a model in shards (FSDP2) of all of them; one row is computed by one worker"
 _MEASURED = "`timing_s/...` says what the parts of a step took; profilers are attached from outside"
 _WEIGHTS = "weights go as `actor_rollout_ref.rollout.weight_transfer` says"
-_NO_CODE = "no code of a data set or a model is run: take a model that `transformers` has"
 _WITH_FSDP = "models are trained by FSDP2: leave `model_engine` and its keys out, and use the keys of the FSDP trainer"
 _FSDP = {
     f"{_ACTOR}fsdp_config.": f"{_ACTOR}fsdp_config.",
@@ -202,7 +201,8 @@ RULES: list[Rule] = [
     _same("data.dataloader_num_workers data.use_shm", "tasks are read in the trainer's process"),
     _off("data.custom_cls.path data.sampler.class_path data.datagen.path", "give `fit` any sequence of tasks"),
     _same("data.custom_cls.* data.sampler.* data.datagen.*", "belongs to a class that is not named"),
-    _off("*.trust_remote_code", _NO_CODE),
+    _same("data.trust_remote_code", "a tokenizer is read from tokenizer.json: none of its code is run"),
+    _off("reward*.trust_remote_code", "no reward model is loaded: score by a function"),
     # Models.
     _to("actor_rollout_ref.model.override_config.attn_implementation", "actor_rollout_ref.model.attn_implementation"),
     _off(

@@ -45,6 +45,14 @@ def model_folder(path: str) -> Path:
         raise
 
 
+def folder_here(path: str) -> Path | None:
+    """The folder of a model, where it is on this machine: `path` itself, or the copy that was taken from the hub."""
+    if Path(path).is_dir():
+        return Path(path)
+    cached = huggingface_hub.try_to_load_from_cache(path, "config.json") if is_model_id(path) else None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
 def located(path: str | Path | None) -> tuple[Path, str]:
     """The folder of a model (None: the tutorial's), and its name: under a hub's id it finds its renderer by itself.
 

@@ -19,6 +19,7 @@ from lightning_rl.memory.choices import Keys, Planner, advice
 from lightning_rl.memory.gpus import GIB, Hardware
 from lightning_rl.memory.speed import Speed, speed
 from lightning_rl.memory.traced_step import TracedStep, trace
+from lightning_rl.ppo.local_workers import register_model_code
 
 C = TypeVar("C", bound=Config)
 _WIDTH: Final = 48
@@ -150,6 +151,7 @@ def refuse_what_cannot_fit(config: Config, hardware: Hardware | None = None) -> 
         hardware = gpus.here()
     if hardware is None or not config.trainer.memory_check:
         return
+    register_model_code(config)
     folder, _ = located(config.actor_rollout_ref.model.path)
     model, lengths = model_config(folder), (config.data.max_prompt_length, config.data.max_response_length)
     found = budget(config, model, trace(config, model, lengths, on_gpu=True), hardware)

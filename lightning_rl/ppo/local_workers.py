@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, Fsdp
+from lightning_rl.inference import model_code
 from lightning_rl.inference.device_memory import free_unused_memory
-from lightning_rl.inference.load import load_model, model_folder, vocabulary_size
+from lightning_rl.inference.load import folder_here, load_model, model_folder, vocabulary_size
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.estimators import needs_reference
 from lightning_rl.training import lora, shards
@@ -39,6 +40,27 @@ def roles_of(config: Config, *, with_critic: bool) -> frozenset[Role]:
     if needs_reference(config):
         roles.add("reference")
     return frozenset(roles)
+
+
+def register_model_code(config: Config) -> None:
+    """Have `transformers` know the models that come with Python code of their own, in this process; of the hub's, those
+    that are on this machine.
+
+    Raises ConfigError for one whose code is not trusted (`trust_remote_code`), or fails.
+    """
+    policy, critic = config.actor_rollout_ref.model, config.critic.model
+    for key, model in (("actor_rollout_ref.model", policy), ("critic.model", critic)):
+        folder = None if model.path is None else folder_here(model.path)
+        if folder is None:
+            continue
+        try:
+            if model.trust_remote_code:
+                model_code.register(folder)
+            else:
+                model_code.refuse_unknown(folder)
+        except model_code.ModelCodeRefused as error:
+            advice = "" if model.trust_remote_code else f": read it, then set {key}.trust_remote_code=true"
+            raise ConfigError(f"{key}.path={model.path!r}: {error}{advice}") from error
 
 
 class LocalWorkers:

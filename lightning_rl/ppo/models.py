@@ -20,7 +20,7 @@ from lightning_rl.inference.load import ModelConfigRefused, located, with_config
 from lightning_rl.inference.sglang import SGLangPolicy
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.ppo import resolved_config
-from lightning_rl.ppo.local_workers import FORMATS, LocalWorkers, put, roles_of
+from lightning_rl.ppo.local_workers import FORMATS, LocalWorkers, put, register_model_code, roles_of
 from lightning_rl.ppo.ray_workers import RayWorkers
 from lightning_rl.ppo.teachers import served_teachers
 from lightning_rl.training import checkpoint, lora
@@ -58,6 +58,8 @@ class Models:
     teachers: Mapping[str, Teacher] = MappingProxyType({})
 
     def __init__(self, config: Config, run_dir: Path, *, with_critic: bool, resumed: Path | None = None) -> None:
+        located(config.actor_rollout_ref.model.path)  # from the hub, if need be
+        register_model_code(config)
         self._roles = roles_of(config, with_critic=with_critic)
         self._resumed = None if config.actor_rollout_ref.model.lora_rank else resumed
         self.policy = _policy(config, run_dir, self._resumed)

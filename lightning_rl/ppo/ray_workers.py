@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.load import device_of, load_model
 from lightning_rl.ppo import resolved_config
-from lightning_rl.ppo.local_workers import FORMATS, LocalWorkers, Role
+from lightning_rl.ppo.local_workers import FORMATS, LocalWorkers, Role, register_model_code
 from lightning_rl.rl.losses import LOSSES, loss_named
 from lightning_rl.training.distributed import cluster
 from lightning_rl.training.distributed.group import WorkerGroup
@@ -120,6 +120,7 @@ def _built(
     LOSSES[loss_mode] = loss
     torch.manual_seed(config.data.seed + team.rank)
     held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
+    register_model_code(config)
     policy = load_model(weights, held, attention=config.actor_rollout_ref.model.attn_implementation)
     made = LocalWorkers(config, policy, roles, vision_of(folder, policy))
     made.train(folder, training_steps, team)

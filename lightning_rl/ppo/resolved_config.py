@@ -530,6 +530,7 @@ def vllm_options(config: Config) -> Options:
     return Options(
         python=rollout.python or sys.executable,
         context=rollout.max_model_len,
+        trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
         dtype=rollout.dtype or {"fp32": "float32", "bf16": "bfloat16"}[formats.model_dtype],
         device=device_of(config.trainer.device).type,
         # Raw ones are of temperature 1, and of nothing else; processed ones of what truncation has left, too.

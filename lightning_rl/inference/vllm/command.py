@@ -22,6 +22,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         python: the interpreter of vLLM's environment.
         model: a folder, or a hub's id.
         context: tokens of a sequence, at most; None: what the model was made for.
+        trust_remote_code: the Python files of the model's folder are run.
         sees: it is shown images, which are resized as the trainer does it.
         dtype: in what it computes, `float32` or `bfloat16`.
         device: `cpu` or `cuda`.
@@ -36,6 +37,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     model: str = ""
     context: int | None = None
+    trust_remote_code: bool = False
     sees: bool = False
     dtype: str
     device: str
@@ -67,6 +69,8 @@ def command(options: Options, port: int) -> list[str]:
         "weight_transfer_config": {"backend": _BACKENDS.get(options.weight_transfer, options.weight_transfer)},
         "enforce_eager": options.enforce_eager,
     }
+    if options.trust_remote_code:
+        flags["trust_remote_code"] = True
     if options.sees:
         flags["mm_processor_kwargs"] = _AS_THE_TRAINER_SEES
     if options.device == "cuda":

@@ -371,6 +371,12 @@ ELSEWHERE = {
     "data.val_max_samples": "ppo/test_tasks.py::test_a_run_takes_so_many_tasks",
     "data.filter_overlong_prompts": "ppo/test_tasks.py::test_tasks_with_long_prompts_are_left_out",
     "actor_rollout_ref.model.use_remove_padding": "test_rows_are_packed_unless_the_keys_say_otherwise",
+    "actor_rollout_ref.model.trust_remote_code": (
+        "inference/test_model_code.py::test_a_trusted_model_is_trained_sampled_and_exported_with_its_code"
+    ),
+    "critic.model.trust_remote_code": (
+        "inference/test_model_code.py::test_a_trusted_model_is_trained_sampled_and_exported_with_its_code"
+    ),
     "actor_rollout_ref.model.attn_implementation": ("ppo/test_models.py::test_attention_is_computed_as_the_keys_say"),
     "actor_rollout_ref.model.chat_template": (
         "ppo/test_models.py::test_a_chat_template_is_given_to_a_model_that_has_none"

@@ -74,6 +74,8 @@ def test_vllms_own_transfers_are_its_backends() -> None:
 
 
 def test_flags_of_one_s_own_win() -> None:
+    assert "--trust-remote-code" in command(options(trust_remote_code=True), 1)
+    assert "--trust-remote-code" not in command(options(), 1)
     asked = flags(command(options(flags={"max_num_seqs": 8, "trust_remote_code": True, "hf_overrides": {"a": 1}}), 1))
     assert asked["--max-num-seqs"] == "8"
     assert "--trust-remote-code" in asked
