@@ -167,6 +167,13 @@ class Fsdp(Section, frozen=True):
             "(hybrid sharding); -1: all of them"
         ),
     ] = -1
+    reshard_after_forward: Annotated[
+        bool,
+        effect(
+            "of several workers: a layer gives up the weights it gathered behind its forward pass, and gathers them "
+            "again for the backward pass; false: it keeps them, which takes the room of the whole model and saves time"
+        ),
+    ] = True
 
 
 class RefFsdp(Fsdp, frozen=True):

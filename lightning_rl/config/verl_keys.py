@@ -139,9 +139,8 @@ def _fsdp_rules(old: str, new: str) -> list[Rule]:
         _to(f"{old}dtype", f"{new}dtype", _FORMATS, _NO_HALF),
         _to(f"{old}mixed_precision.param_dtype", f"{new}dtype", _FORMATS, _NO_HALF),
         _same(f"{old}mixed_precision.*", "gradients and buffers are float32"),
-        *(_moved(old, new, "param_offload optimizer_offload fsdp_size") if old != new else []),
+        *(_moved(old, new, "param_offload optimizer_offload fsdp_size reshard_after_forward") if old != new else []),
         _offloaded(old, new),
-        _same(f"{old}reshard_after_forward", "a layer always gives up its weights behind its forward pass"),
         _same(
             " ".join(
                 f"{old}{name}"

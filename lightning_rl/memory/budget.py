@@ -116,7 +116,7 @@ class _Count:
             more["logits"] = held.logits
             step = held.step - held.weights - held.optimizer - held.gradients
             passing = max(held.activations, step - held.logits)
-        more["activations"] = max(0, passing) + self._gathered()
+        more["activations"] = max(0, passing) + self._gathered(place)
         return self._phase(name, more, awake=False)
 
     def _sending(self, engine: Engine) -> Phase:
@@ -168,16 +168,16 @@ class _Count:
         """A worker's share of it."""
         return -(-int(getattr(held, part)) // self._workers)
 
-    def _gathered(self) -> int:
-        """What FSDP gathers of shards at once: two units whole, and the gradient of one, summed in float32."""
+    def _gathered(self, place: Fsdp) -> int:
+        """What FSDP gathers of shards at once: two units whole, or all, and the gradient of one, summed in float32."""
         if self._workers == 1:
             return 0
         text = self._model.get_text_config()
         layers = text.num_hidden_layers
         outside = text.vocab_size * text.hidden_size * (1 if text.tie_word_embeddings else 2)
         unit: int = max((self._traced.parameters - outside) // layers, outside)
-        each = 2 if self._config.actor_rollout_ref.actor.fsdp_config.dtype == "bfloat16" else 4
-        return unit * (2 * each + 4)
+        each = 2 if place.dtype == "bfloat16" else 4
+        return (2 * unit if place.reshard_after_forward else max(2 * unit, self._traced.parameters)) * each + 4 * unit
 
     def _largest_tensor(self) -> int:
         text = self._model.get_text_config()

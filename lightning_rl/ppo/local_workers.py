@@ -228,6 +228,7 @@ class LocalWorkers:
                 autocast=autocast,
                 vision=vision,
                 fsdp_size=formats.fsdp_size,
+                reshard_after_forward=formats.reshard_after_forward,
             )
         return Forward(model, self._pad_id, packed=packed, autocast=autocast, vision=vision)
 

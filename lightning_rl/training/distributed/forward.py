@@ -5,12 +5,13 @@ gathered, sums are added up. So actor, critic and reference are written as if th
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.distributed.work_partition import parts, silent
@@ -70,7 +71,21 @@ class ShardedForward(Forward):
 
     def without_gradient(self) -> AbstractContextManager[Any]:
         """Not the inference mode: FSDP2 keeps the room into which it gathers weights, and trains in it later."""
-        return torch.no_grad()
+        return self._resharding()
+
+    def _try(self, *, packed: bool) -> None:
+        with self._resharding():
+            super()._try(packed=packed)
+
+    @contextmanager
+    def _resharding(self) -> Iterator[None]:
+        """Passes without gradient, after which no weights stay gathered: nothing but a backward pass would part with
+        them, the next pass would see those of before an update, and an optimizer be given them for the shards."""
+        with torch.no_grad():
+            yield
+        for part in self.model.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
 
     def _seeing(self, layout: Layout) -> AbstractContextManager[Any]:
         """As of `Forward`; where rows of another worker show images, the tower runs here too."""

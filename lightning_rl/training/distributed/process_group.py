@@ -47,6 +47,7 @@ class ProcessGroup:
         autocast: torch.dtype | None = None,
         vision: ModelVision | None = None,
         fsdp_size: int = -1,
+        reshard_after_forward: bool = True,
     ) -> ShardedForward:
         """Cut `model` into shards; how it is run then. With `autocast` weights travel in that format, and gradients are
         added up in float32.
@@ -54,6 +55,7 @@ class ProcessGroup:
         Args:
             model, pad_id, packed, autocast, vision: as of `Forward`.
             fsdp_size: how many workers hold a whole model together; -1: all of them.
+            reshard_after_forward: a layer gives up its weights behind its forward pass; else behind its backward pass.
         """
         policy = MixedPrecisionPolicy(
             param_dtype=autocast,
@@ -62,7 +64,7 @@ class ProcessGroup:
         )
         mesh = self._mesh(fsdp_size)
         for layer in _layers(model):
-            _shard(layer, mesh, policy)
+            _shard(layer, mesh, policy, reshard_after_forward=reshard_after_forward)
         _shard(model, mesh, policy)
         return ShardedForward(model, pad_id, talk=self._talk, packed=packed, autocast=autocast, vision=vision)
 
@@ -78,9 +80,11 @@ class ProcessGroup:
         return self._meshes[fsdp_size]
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    # Resharded at once, the outermost too: else it would keep weights of before an update that it slept through.
-    cut: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+def _shard(
+    module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, reshard_after_forward: bool = True
+) -> None:
+    # The outermost unit is always resharded: else it would keep weights of before an update that it slept through.
+    cut: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     cut.set_gradient_divide_factor(1.0)
     cut.set_force_sum_reduction_for_comms(True)  # gloo has no other
 

@@ -341,6 +341,12 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
 # Shown elsewhere, each by tests of its own: of this file, or FILE::TEST below tests/lightning_rl.
 _IN_GROUPS = "training/distributed/test_equal.py::test_groups_of_workers_that_hold_a_whole_model_each"
 ELSEWHERE = {
+    **{
+        f"{name}fsdp_config.reshard_after_forward": (
+            "training/distributed/test_equal.py::test_layers_that_keep_their_weights_until_the_backward_pass"
+        )
+        for name in (ACTOR, "actor_rollout_ref.ref.", "critic.")
+    },
     **{f"{name}fsdp_config.fsdp_size": _IN_GROUPS for name in (ACTOR, "actor_rollout_ref.ref.", "critic.")},
     "actor_rollout_ref.model.override_config": "ppo/test_models.py::test_the_config_of_a_model_has_what_overrides_it",
     "algorithm.train_spans": (

@@ -122,6 +122,9 @@ class Teller:
             "critic.optim.lr": 1e-3,
             **story.changes,
         }
+        for section in ("actor_rollout_ref.actor", "critic"):
+            if f"{section}.optim.optimizer" not in keys:  # else Adam makes whole steps of what rounding leaves
+                keys[f"{section}.optim.override_optimizer_config"] = "{eps: 1e-4}"
         config = compose(command_line=[f"{key}={value}" for key, value in keys.items()])
         folder = story.seeing or CHECKPOINT
         model = load_model(folder, story.dtype)

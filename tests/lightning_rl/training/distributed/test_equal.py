@@ -114,6 +114,12 @@ def test_groups_of_workers_that_hold_a_whole_model_each(tell: Tell, fsdp_size: i
     assert_same(tell(1, story), tell(4, story), rtol=1e-3, atol=2e-5)
 
 
+def test_layers_that_keep_their_weights_until_the_backward_pass(tell: Tell) -> None:
+    keys = {f"{name}fsdp_config.reshard_after_forward": False for name in (A, "actor_rollout_ref.ref.", "critic.")}
+    story = Story({A + "use_kl_loss": True, A + "ppo_epochs": 2, **keys}, with_critic=True)
+    assert_same(tell(1, story), tell(2, story), rtol=1e-3, atol=2e-5)
+
+
 @pytest.mark.parametrize("family", ["qwen2_vl", pytest.param("qwen3_vl", marks=pytest.mark.long)])
 def test_rows_that_show_images(tell: Tell, tmp_path: Path, family: str) -> None:
     """Some workers' rows show none while others' do, and of one mini-batch none of all: the tower then stays as it is.
