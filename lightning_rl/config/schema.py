@@ -174,12 +174,22 @@ class Fsdp(Section, frozen=True):
             "again for the backward pass; false: it keeps them, which takes the room of the whole model and saves time"
         ),
     ] = True
+    ulysses_sequence_parallel_size: Annotated[
+        Positive | None,
+        effect(
+            "of several workers: so many compute a row together, each a part of its tokens and of the heads of "
+            "attention, for rows that are too long for one; tokens per micro-batch stay those of each"
+        ),
+    ] = 1
 
 
 class RefFsdp(Fsdp, frozen=True):
     """The same of the reference model, where it is one of its own (with LoRA it is the policy without its adapter)."""
 
     optimizer_offload: Annotated[bool, no_effect("the reference is not trained, so it has no optimizer")] = False
+    ulysses_sequence_parallel_size: Annotated[
+        Positive | None, effect("of the reference and of teachers; null: as the policy")
+    ] = None
 
 
 class Optim(Section, frozen=True):

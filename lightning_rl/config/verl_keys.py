@@ -119,7 +119,7 @@ _BY_THE_UPDATE = "log probabilities are computed in micro-batches as the update'
 _GATEWAY_RENDERS = "the gateway renders prompts; nothing is tokenised beforehand"
 _AS_A_WHOLE = "a checkpoint is whole: model, optimizers, counters, random numbers"
 _COMPUTED = "how the same numbers are computed: models are as `transformers` and torch run them"
-_ALWAYS_SHARDED = "several workers hold a model in shards (FSDP2) of all of them; one row is computed by one worker"
+_ALWAYS_SHARDED = "several workers hold a model in shards (FSDP2)"
 _MEASURED = "`timing_s/...` says what the parts of a step took; profilers are attached from outside"
 _WEIGHTS = "weights go as `actor_rollout_ref.rollout.weight_transfer` says"
 _WITH_FSDP = "models are trained by FSDP2: leave `model_engine` and its keys out, and use the keys of the FSDP trainer"
@@ -139,7 +139,15 @@ def _fsdp_rules(old: str, new: str) -> list[Rule]:
         _to(f"{old}dtype", f"{new}dtype", _FORMATS, _NO_HALF),
         _to(f"{old}mixed_precision.param_dtype", f"{new}dtype", _FORMATS, _NO_HALF),
         _same(f"{old}mixed_precision.*", "gradients and buffers are float32"),
-        *(_moved(old, new, "param_offload optimizer_offload fsdp_size reshard_after_forward") if old != new else []),
+        *(
+            _moved(
+                old,
+                new,
+                "param_offload optimizer_offload fsdp_size reshard_after_forward ulysses_sequence_parallel_size",
+            )
+            if old != new
+            else []
+        ),
         _offloaded(old, new),
         _same(
             " ".join(
@@ -259,9 +267,11 @@ RULES: list[Rule] = [
         "a checkpoint is loaded whole; to begin with its model alone, name it as actor_rollout_ref.model.path",
     ),
     _same("*.checkpoint.*", _AS_A_WHOLE),
-    _same(
-        "*.ulysses_sequence_parallel_size *.pad_to_length* actor_rollout_ref.actor.use_remove_padding", _ALWAYS_SHARDED
-    ),
+    *[
+        _to(f"{section}.ulysses_sequence_parallel_size", f"{section}.fsdp_config.ulysses_sequence_parallel_size")
+        for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+    ],
+    _same("*.pad_to_length* actor_rollout_ref.actor.use_remove_padding", _ALWAYS_SHARDED),
     _to(f"{_ACTOR}optim.clip_grad", f"{_ACTOR}grad_clip"),
     _to("critic.optim.clip_grad", "critic.grad_clip"),
     _to(f"{_ACTOR}optim.warmup_style", f"{_ACTOR}optim.lr_scheduler_type"),

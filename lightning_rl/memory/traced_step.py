@@ -90,10 +90,13 @@ def trace(
     Args:
         config: the run's.
         model: the config of the policy, of transformers.
-        lengths: tokens of the prompts and of the responses that rows are made of.
+        lengths: tokens of the prompts and of the responses that rows are made of; where several workers compute a row
+            together, a worker is counted with rows of its share.
         on_gpu: the optimizer steps as it does on a GPU.
         whole: with all layers, which takes longer and comes to the same.
     """
+    together = resolved_config.sequence_parallel(config, config.actor_rollout_ref.actor.fsdp_config)
+    lengths = -(-lengths[0] // together), -(-lengths[1] // together)
     text, period = model.get_text_config(), _period(model.get_text_config())
     layers: int = text.num_hidden_layers
     if whole or layers <= 4 * period:

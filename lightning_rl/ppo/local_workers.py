@@ -229,6 +229,7 @@ class LocalWorkers:
                 vision=vision,
                 fsdp_size=formats.fsdp_size,
                 reshard_after_forward=formats.reshard_after_forward,
+                sequence_parallel=resolved_config.sequence_parallel(self.config, formats),
             )
         return Forward(model, self._pad_id, packed=packed, autocast=autocast, vision=vision)
 

@@ -70,6 +70,7 @@ class Models:
         self.config = config = resolved_config.with_learning_rate(config, parameters)
         self._crew: RayWorkers | None = None
         vision = vision_of(self.policy.folder, self.policy.model)
+        resolved_config.check_sequence_parallel(config, self.policy.model.config, sees=vision is not None)
         if isinstance(self.policy, VllmPolicy):
             self.policy.make_room = self._make_room
         self._own = LocalWorkers(config, self.policy.model, () if config.trainer.workers > 1 else self._roles, vision)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from lightning_rl.algorithms.base import NEUTRAL, Endpoint
 from lightning_rl.config import ConfigError
-from lightning_rl.config.schema import Config, Optim, RolloutSection, ValKwargs
+from lightning_rl.config.schema import Config, Fsdp, Optim, RolloutSection, ValKwargs
 from lightning_rl.inference.load import device_of
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.weight_check import Tolerance
@@ -279,6 +279,12 @@ def _check_workers(config: Config) -> None:
                 f"{key}.fsdp_config.fsdp_size={formats.fsdp_size}: {asked} are not so many groups of "
                 f"{formats.fsdp_size} workers; give a divisor of {trainer.workers}, or -1"
             )
+        together = sequence_parallel(config, formats)
+        if trainer.workers % together:
+            raise ConfigError(
+                f"{key}.fsdp_config.ulysses_sequence_parallel_size={together}: {asked} are not so many groups of "
+                f"{together} workers; give a divisor of {trainer.workers}"
+            )
     optimizers = {"actor_rollout_ref.actor": policy.actor.optim, "critic": config.critic.optim}
     for key, optim in optimizers.items():
         if optim.optimizer_impl != "torch.optim" or optim.optimizer not in _ELEMENTWISE:
@@ -286,6 +292,32 @@ def _check_workers(config: Config) -> None:
                 f"{key}.optim.optimizer={optim.optimizer} of {optim.optimizer_impl} may look at whole weights, and "
                 f"with {asked} a worker has a part of each: take one of {', '.join(_ELEMENTWISE)} of torch.optim"
             )
+
+
+def sequence_parallel(config: Config, formats: Fsdp) -> int:
+    """How many workers compute a row of a model together; `formats` are those of its section."""
+    policy = config.actor_rollout_ref.actor.fsdp_config
+    return formats.ulysses_sequence_parallel_size or policy.ulysses_sequence_parallel_size or 1
+
+
+def check_sequence_parallel(config: Config, model: Any, *, sees: bool) -> None:
+    """Raises ConfigError where several workers are to compute a row of the policy together, and cannot.
+
+    Args:
+        model: its config, of `transformers`.
+        sees: whether it is shown images.
+    """
+    asked = sequence_parallel(config, config.actor_rollout_ref.actor.fsdp_config)
+    heads, key = model.get_text_config().num_attention_heads, "ulysses_sequence_parallel_size"
+    where = f"actor_rollout_ref.actor.fsdp_config.{key}={asked}"
+    if asked > 1 and config.trainer.workers == 1:
+        raise ConfigError(f"{where}: one worker trains; set trainer.n_gpus_per_node to {asked} or more, or {key} to 1")
+    if heads % asked:
+        raise ConfigError(
+            f"{where}: the model's {heads} heads of attention are not so many equal parts; give a divisor"
+        )
+    if asked > 1 and sees:
+        raise ConfigError(f"{where}: rows that show images are computed by one worker each; set {key} to 1")
 
 
 def chat_template_kwargs(config: Config) -> dict[str, Any]:

@@ -289,7 +289,7 @@ class Actor(Learner):
 
     def _constants(self, sequences: Sequence[TrainingSequence], constants: Mapping[int, Tensor]) -> Tensor:
         """`constants` of the trained tokens of `sequences`, joined [K]; a row that trains nothing has none."""
-        parts = [constants[id(s)] for s in sequences if len(s.trained)]
+        parts = [self.forward.of_part(s, constants) for s in sequences if len(s.trained)]
         return torch.cat(parts) if parts else torch.empty(0, device=self._device)
 
     def _importance(self, micro: Sequence[TrainingSequence]) -> Tensor | float:

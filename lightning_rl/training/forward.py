@@ -157,6 +157,10 @@ class Forward:
         """What was found of the sequences of `micro_batches` (by their `id`), in the order of `sequences`."""
         return [found[id(sequence)] for sequence in sequences]
 
+    def of_part(self, sequence: TrainingSequence, values: Mapping[int, Tensor]) -> Tensor:
+        """Of the values [K] of sequences (by their `id`) those of the trained tokens of one of `micro_batches`."""
+        return values[id(sequence)]
+
     def total(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Sums over the sequences of `micro_batches`, as sums over all that it was given."""
         return dict(sums)

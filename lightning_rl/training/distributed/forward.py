@@ -47,13 +47,18 @@ class ShardedForward(Forward):
         self, sequences: Sequence[TrainingSequence], *, rows: int | None, tokens: int | None
     ) -> Iterator[list[TrainingSequence]]:
         """This worker's share of `sequences`, and then as many silent rows as it takes to keep step with the others."""
-        own = parts(sequences, self._talk.size(), packed=self.packed)[self._talk.rank()]
+        number, of = self._share()
+        own = parts(sequences, of, packed=self.packed)[number]
         cut = list(super().micro_batches(own, rows=rows, tokens=tokens))
         most = torch.tensor(len(cut))
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._talk)
         yield from cut
         for _ in range(int(most) - len(cut)):
             yield [silent(sequences[0])]
+
+    def _share(self) -> tuple[int, int]:
+        """Which share of the rows is this worker's, and how many there are."""
+        return self._talk.rank(), self._talk.size()
 
     def gathered(self, sequences: Sequence[TrainingSequence], found: Mapping[int, T]) -> list[T]:
         """As of `Forward`, from all workers; tensors come to the CPU."""

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_rl.training.distributed.forward import ShardedForward
+from lightning_rl.training.distributed.sequence_parallel import SequenceParallelForward
 from lightning_rl.vision import ModelVision
 
 _PATIENCE = timedelta(minutes=30)  # of a collective: a worker may compute long before it comes to it
@@ -37,6 +38,7 @@ class ProcessGroup:
         self._size, self._device = size, device
         whole: DeviceMesh = init_device_mesh(device, (size,))
         self._meshes = {-1: whole, size: whole}
+        self._rows: dict[int, DeviceMesh] = {}
 
     def forward(
         self,
@@ -48,6 +50,7 @@ class ProcessGroup:
         vision: ModelVision | None = None,
         fsdp_size: int = -1,
         reshard_after_forward: bool = True,
+        sequence_parallel: int = 1,
     ) -> ShardedForward:
         """Cut `model` into shards; how it is run then. With `autocast` weights travel in that format, and gradients are
         added up in float32.
@@ -56,6 +59,7 @@ class ProcessGroup:
             model, pad_id, packed, autocast, vision: as of `Forward`.
             fsdp_size: how many workers hold a whole model together; -1: all of them.
             reshard_after_forward: a layer gives up its weights behind its forward pass; else behind its backward pass.
+            sequence_parallel: how many workers compute a row together.
         """
         policy = MixedPrecisionPolicy(
             param_dtype=autocast,
@@ -66,11 +70,21 @@ class ProcessGroup:
         for layer in _layers(model):
             _shard(layer, mesh, policy, reshard_after_forward=reshard_after_forward)
         _shard(model, mesh, policy)
-        return ShardedForward(model, pad_id, talk=self._talk, packed=packed, autocast=autocast, vision=vision)
+        common: dict[str, Any] = {"talk": self._talk, "packed": packed, "autocast": autocast, "vision": vision}
+        if sequence_parallel == 1:
+            return ShardedForward(model, pad_id, **common)
+        return SequenceParallelForward(model, pad_id, group=self._neighbours(sequence_parallel), **common)
 
     def shard(self, head: nn.Module, fsdp_size: int = -1) -> None:
         """Cut a small module that stands beside its model."""
         _shard(head, self._mesh(fsdp_size), MixedPrecisionPolicy())
+
+    def _neighbours(self, size: int) -> dist.ProcessGroup:
+        """The group of `size` workers that this one is in; the config has seen that this can be."""
+        if size not in self._rows:
+            shape = (self._size // size, size)
+            self._rows[size] = init_device_mesh(self._device, shape, mesh_dim_names=("rows", "row"))
+        return self._rows[size].get_group("row")
 
     def _mesh(self, fsdp_size: int) -> DeviceMesh:
         """The workers, in groups of `fsdp_size` that hold a model each; the config has seen that this can be."""

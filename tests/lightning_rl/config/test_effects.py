@@ -347,6 +347,12 @@ ELSEWHERE = {
         )
         for name in (ACTOR, "actor_rollout_ref.ref.", "critic.")
     },
+    **{
+        f"{name}fsdp_config.ulysses_sequence_parallel_size": (
+            "training/distributed/test_equal.py::test_workers_that_compute_a_row_together"
+        )
+        for name in (ACTOR, "actor_rollout_ref.ref.", "critic.")
+    },
     **{f"{name}fsdp_config.fsdp_size": _IN_GROUPS for name in (ACTOR, "actor_rollout_ref.ref.", "critic.")},
     "actor_rollout_ref.model.override_config": "ppo/test_models.py::test_the_config_of_a_model_has_what_overrides_it",
     "algorithm.train_spans": (

@@ -104,6 +104,7 @@ def test_a_command_stands_on_verls_defaults_where_ours_are_others() -> None:
         "data.val_files",
         "data.apply_chat_template_kwargs",
         "actor_rollout_ref.model.path",
+        "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size",
         "actor_rollout_ref.rollout.agent.max_concurrent_rollouts",
         "actor_rollout_ref.rollout.engine_kwargs.vllm",
         "actor_rollout_ref.rollout.free_cache_engine",
@@ -188,6 +189,11 @@ def test_the_commands_of_an_older_verl_do_but_that_with_a_reward_model(place: di
             {"load_format": "dummy"},
         ),
         ("critic.model.fsdp_config.fsdp_size=2", "critic.fsdp_config.fsdp_size", 2),
+        (
+            "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2",
+            "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size",
+            2,
+        ),
         (
             "+actor_rollout_ref.model.override_config.max_position_embeddings=600",
             "actor_rollout_ref.model.override_config",

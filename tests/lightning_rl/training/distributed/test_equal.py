@@ -70,12 +70,15 @@ def test_to_rounding_of_float64(tell: Tell, workers: int) -> None:
     assert_same(tell(1, story), tell(workers, story), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mode", sorted(LOSSES))
-def test_every_loss(tell: Tell, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "together"),
+    [pytest.param(mode, 1, marks=pytest.mark.long) for mode in sorted(LOSSES)] + [("kl_cov", 2)],
+)
+def test_every_loss(tell: Tell, mode: str, together: int) -> None:
     """Some know the whole mini-batch, which no worker has; and all bear a worker that has no row left."""
     keys = {A + "policy_loss.loss_mode": mode, A + "policy_loss.dro_beta": 1.0, A + "policy_loss.clip_cov_ratio": 0.1}
     keys |= {A + "policy_loss.clip_cov_lb": 0.0, A + "policy_loss.kl_cov_ratio": 0.1, A + "ppo_mini_batch_size": 1}
+    keys[A + "fsdp_config.ulysses_sequence_parallel_size"] = together
     story = Story(keys | {A + "optim.optimizer": "SGD", A + "optim.lr": 0.01}, seeds=[3], dtype=torch.float64)
     assert_same(tell(1, story), tell(4, story), rtol=1e-5, atol=1e-7)
 
@@ -118,6 +121,27 @@ def test_layers_that_keep_their_weights_until_the_backward_pass(tell: Tell) -> N
     keys = {f"{name}fsdp_config.reshard_after_forward": False for name in (A, "actor_rollout_ref.ref.", "critic.")}
     story = Story({A + "use_kl_loss": True, A + "ppo_epochs": 2, **keys}, with_critic=True)
     assert_same(tell(1, story), tell(2, story), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("workers", "together", "changes"),
+    [
+        (2, 2, {A + "entropy_coeff": 0.01}),
+        (4, 2, {"actor_rollout_ref.model.use_remove_padding": False}),
+        (2, 2, {"critic.shared_trunk": "true", "actor_rollout_ref.model.enable_gradient_checkpointing": True}),
+        (2, 2, {"actor_rollout_ref.model.lora_rank": 2}),
+        (2, 2, TEACHER),
+    ],
+    ids=["packed", "whole rows, two groups", "shared trunk, checkpointing", "adapter", "a teacher"],
+)
+def test_workers_that_compute_a_row_together(tell: Tell, workers: int, together: int, changes: dict[str, Any]) -> None:
+    """Sequence parallelism."""
+    names = (A, "critic.") if "critic.shared_trunk" not in changes else (A,)
+    keys = {f"{name}fsdp_config.ulysses_sequence_parallel_size": together for name in names}
+    story = Story(
+        {A + "use_kl_loss": True, A + "ppo_epochs": 2, **keys, **changes}, with_critic=True, dtype=torch.float64
+    )
+    assert_same(tell(1, story), tell(workers, story), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", pytest.param("qwen3_vl", marks=pytest.mark.long)])
