@@ -235,11 +235,16 @@ def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None = None
 
 
 def _rewards_of(settings: "TrainConfig") -> str:
-    function, judge = settings.reward.custom_reward_function, settings.reward.judge
-    given = [f"{function.path}:{function.name}"] * bool(function.path) + [f"the judge {judge.model}"] * bool(
-        judge.model
+    function, judge, scorer = (
+        settings.reward.custom_reward_function,
+        settings.reward.judge,
+        settings.reward.reward_model,
     )
-    return " and ".join(given) or "what the agent returns or emits"
+    if function.path:
+        return f"{function.path}:{function.name}"
+    if judge.model:
+        return f"the judge {judge.model}"
+    return f"the reward model {scorer.model_path}" if scorer.enable else "what the agent returns or emits"
 
 
 def _show(plan: dict[str, Any], settings: "TrainConfig", notes: "list[Note] | None", *, as_json: bool) -> None:

@@ -918,6 +918,19 @@ class Judge(Section, frozen=True):
     concurrency: Annotated[Positive, effect("groups judged at once")] = 8
 
 
+class RewardModelSection(Section, frozen=True):
+    """A model trained on preferences, which scores each rollout's conversation."""
+
+    enable: Annotated[bool, effect("its score is the final reward")] = False
+    model_path: Annotated[
+        str | None, effect("a Hugging Face folder, or a model id: a sequence classifier with one label")
+    ] = None
+    dtype: Annotated[Literal["float32", "bfloat16"], effect("in which it is held and computed")] = "bfloat16"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], effect("where it computes; between its uses it waits in main memory")
+    ] = "auto"
+
+
 class OverlongBufferConfig(Section, frozen=True):
     """DAPO's soft overlong punishment: the final reward is lowered before an answer reaches its limit."""
 
@@ -937,6 +950,7 @@ class RewardSection(Section, frozen=True):
 
     custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
     judge: Judge = field(default_factory=Judge)
+    reward_model: RewardModelSection = field(default_factory=RewardModelSection)
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
 
 

@@ -372,14 +372,19 @@ RULES: list[Rule] = [
             _to(f"{section}max_resp_len", f"{_BUFFER}max_resp_len"),
         )
     ],
-    _off(
-        "reward.reward_model.enable reward_model.enable",
-        "score by a function (`reward.custom_reward_function`), by a model behind a URL that ranks a group "
-        "(`reward.judge`), or in the agent",
-    ),
+    _to("reward_model.enable", "reward.reward_model.enable"),
+    _to("reward_model.model.path", "reward.reward_model.model_path"),
+    *[
+        _to(f"{section}reward_model.rollout.dtype", "reward.reward_model.dtype", _FORMATS, _NO_HALF)
+        for section in ("", "reward.")
+    ],
     _off("reward*.sandbox_fusion.url sandbox_fusion.url", "call the sandbox from a reward function"),
     _same("reward*.sandbox_fusion.* sandbox_fusion.*", "read where a sandbox is named"),
-    _same("reward.reward_model.* reward_model.*", "read where a reward model is on"),
+    _same(
+        "reward.reward_model.rollout.* reward.reward_model.n_gpus_per_node reward.reward_model.nnodes "
+        "reward.reward_model.enable_resource_pool reward_model.*",
+        "no server is started for a reward model: the trainer's process computes it, a conversation at a time",
+    ),
     # Advantages.
     Rule(
         ("algorithm.filter_groups.metric",),

@@ -295,7 +295,9 @@ def _check_workers(config: Config) -> None:
 
 
 def sequence_parallel(config: Config, formats: Fsdp) -> int:
-    """How many workers compute a row of a model together; `formats` are those of its section."""
+    """How many workers compute a row of a model together; `formats` are those of its section. Of one worker, one."""
+    if config.trainer.workers == 1:
+        return 1
     policy = config.actor_rollout_ref.actor.fsdp_config
     return formats.ulysses_sequence_parallel_size or policy.ulysses_sequence_parallel_size or 1
 
@@ -310,8 +312,6 @@ def check_sequence_parallel(config: Config, model: Any, *, sees: bool) -> None:
     asked = sequence_parallel(config, config.actor_rollout_ref.actor.fsdp_config)
     heads, key = model.get_text_config().num_attention_heads, "ulysses_sequence_parallel_size"
     where = f"actor_rollout_ref.actor.fsdp_config.{key}={asked}"
-    if asked > 1 and config.trainer.workers == 1:
-        raise ConfigError(f"{where}: one worker trains; set trainer.n_gpus_per_node to {asked} or more, or {key} to 1")
     if heads % asked:
         raise ConfigError(
             f"{where}: the model's {heads} heads of attention are not so many equal parts; give a divisor"

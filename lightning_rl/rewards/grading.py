@@ -16,6 +16,7 @@ from lightning_rl.rewards import FinishedRollout, GroupReward
 from lightning_rl.rewards.checked import RewardError, named_rewards
 from lightning_rl.rewards.functions import RewardFunction
 from lightning_rl.rewards.judge import RankingJudge
+from lightning_rl.rewards.reward_model import RewardModel
 from lightning_rl.store.contract import Reward
 
 Graded = list[dict[str, float]]  # the rewards of a group's rollouts, by name
@@ -67,20 +68,26 @@ def _checked(given: Sequence[float | Mapping[str, float]], group: Sequence[Finis
 
 
 def from_config(reward: RewardSection) -> GroupReward | None:
-    """What the config's `reward` section names: a function in a file, a judge, or nothing.
+    """What the config's `reward` section names: a function in a file, a judge, a reward model, or nothing.
 
     Raises:
-        ConfigError: both are named, or the judge's key is not there.
+        ConfigError: two are named, the judge's key is not there, or the reward model is none.
         RewardFunctionError: the function is not there, or does not take the arguments.
     """
-    function, judge = reward.custom_reward_function, reward.judge
-    if function.path is not None and judge.model is not None:
-        raise ConfigError(
-            "reward.custom_reward_function.path and reward.judge.model are both set, and both give the final reward: "
-            "leave one null"
-        )
+    function, judge, scorer = reward.custom_reward_function, reward.judge, reward.reward_model
+    named = {
+        "reward.custom_reward_function.path": function.path is not None,
+        "reward.judge.model": judge.model is not None,
+        "reward.reward_model.enable": scorer.enable,
+    }
+    if len(several := [key for key, is_set in named.items() if is_set]) > 1:
+        raise ConfigError(f"{' and '.join(several)} are set, and each gives the final reward: leave one")
     if function.path is not None:
         return RewardFunction(function.path, function.name, function.reward_kwargs)
+    if scorer.enable:
+        if scorer.model_path is None:
+            raise ConfigError("reward.reward_model.enable is true: name the model, reward.reward_model.model_path")
+        return RewardModel(scorer.model_path, dtype=scorer.dtype, device=scorer.device)
     return None if judge.model is None else _judge(judge.model, judge)
 
 

@@ -499,6 +499,10 @@ ELSEWHERE = {
     "reward.custom_reward_function.path": "test_rewards_are_what_the_keys_say",
     "reward.custom_reward_function.name": "test_rewards_are_what_the_keys_say",
     "reward.custom_reward_function.reward_kwargs": "test_rewards_are_what_the_keys_say",
+    **{
+        f"reward.reward_model.{name}": "rewards/test_reward_model.py::test_the_keys_say_how_it_is_computed"
+        for name in ("enable", "model_path", "dtype", "device")
+    },
     "reward.judge.model": "test_rewards_are_what_the_keys_say",
     "reward.judge.base_url": "test_rewards_are_what_the_keys_say",
     "reward.judge.api_key_env": "test_rewards_are_what_the_keys_say",

@@ -19,7 +19,6 @@ SCRIPTS: dict[str, list[str]] = json.loads((DATA / "verl_scripts.json").read_tex
 OLDER: dict[str, list[str]] = json.loads((DATA / "verl_overrides.json").read_text())  # of verl 0.6.1
 OURS = {key.name: key for key in keys(TrainConfig)}
 REFUSED = {
-    "reward.reward_model.enable=True": 1,
     "data.custom_cls.path=": 1,
     "bypass_mode=true takes the sampler's": 1,
 }
@@ -72,6 +71,8 @@ def planned(overrides: list[str], place: dict[str, str]) -> str | None:
         del replaced["actor_rollout_ref.rollout.server_urls"]
     if not any("custom_reward_function.path" in override for override in overrides):
         del replaced["reward.custom_reward_function.path"]
+    if any(override.startswith("reward_model.model.path=") for override in overrides):
+        replaced["reward.reward_model.model_path"] = "owner/scorer"
     tools = [f"{key}=null" for key in ("tool_config_path", "interaction_config_path")]
     kept = [word for word in overrides if not any(key.split("=")[0] in word for key in tools)]
     command_line = [*kept, *(f"{key}={value}" for key, value in replaced.items())]
@@ -140,10 +141,9 @@ def test_the_example_commands_compose_and_plan(place: dict[str, str]) -> None:
     assert len(left) == sum(REFUSED.values()), left
 
 
-def test_the_commands_of_an_older_verl_do_but_that_with_a_reward_model(place: dict[str, str]) -> None:
+def test_the_commands_of_an_older_verl_compose_and_plan(place: dict[str, str]) -> None:
     left = {name: reason for name, overrides in OLDER.items() if (reason := planned(overrides, place)) is not None}
-    assert list(left) == ["verl v0.6.1 ppo_trainer/run_qwen2-7b_rm.sh"], left
-    assert "reward_model.enable=True: score by a function" in next(iter(left.values()))
+    assert not left
 
 
 @pytest.mark.parametrize(

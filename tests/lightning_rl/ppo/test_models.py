@@ -378,7 +378,6 @@ def test_what_a_models_config_does_not_take_is_named(tmp_path: Path, changes: di
     ("workers", "together", "why"),
     [
         (4, 3, "are not so many groups of 3 workers; give a divisor of 4"),
-        (1, 2, "one worker trains; set trainer.n_gpus_per_node to 2 or more"),
         (6, 3, "the model's 4 heads of attention are not so many equal parts"),
     ],
 )
@@ -391,8 +390,7 @@ def test_what_cannot_compute_a_row_together_is_named(workers: int, together: int
     )
 
     def check() -> None:
-        if workers > 1:
-            resolved_config._check_workers(config)
+        resolved_config._check_workers(config)
         resolved_config.check_sequence_parallel(config, load_model(CHECKPOINT).config, sees=False)
 
     with pytest.raises(ConfigError, match=rf"ulysses_sequence_parallel_size={together}: .*{why}"):
@@ -407,18 +405,19 @@ def test_rows_with_images_are_not_split() -> None:
 
 
 def test_the_reference_is_split_as_the_policy_unless_it_says_otherwise() -> None:
-    def asked(**of_reference: int) -> list[int]:
+    def asked(workers: int = 4, **of_reference: int) -> list[int]:
         sections = {
             "actor": {"fsdp_config": {"ulysses_sequence_parallel_size": 2}},
             "ref": {"fsdp_config": dict(of_reference)},
         }
-        config = compose({"actor_rollout_ref": sections, "trainer": {"n_gpus_per_node": 4}})
+        config = compose({"actor_rollout_ref": sections, "trainer": {"n_gpus_per_node": workers}})
         ours = config.actor_rollout_ref
         formats = (ours.actor.fsdp_config, ours.ref.fsdp_config, config.critic.fsdp_config)
         return [resolved_config.sequence_parallel(config, one) for one in formats]
 
     assert asked() == [2, 2, 1]
     assert asked(ulysses_sequence_parallel_size=4) == [2, 4, 1]
+    assert asked(workers=1) == [1, 1, 1]  # verl's commands on one GPU: it has all of each row
 
 
 @pytest.mark.parametrize("fsdp_size", [0, 3])

@@ -144,7 +144,7 @@ def test_a_config_names_a_judge(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_function_and_judge_together_are_an_error() -> None:
-    with pytest.raises(ConfigError, match="are both set, and both give the final reward"):
+    with pytest.raises(ConfigError, match="are set, and each gives the final reward"):
         from_config(section(custom_reward_function={"path": "f.py"}, judge={"model": "j"}))
 
 
