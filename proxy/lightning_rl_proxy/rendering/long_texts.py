@@ -45,11 +45,15 @@ class LongTexts:
         else:
             self._check(tokenizer, text)
             ids = _without_lock(tokenizer, text, add_special_tokens)
+        self.count(len(ids))
+        return ids
+
+    def count(self, tokens: int) -> None:
+        """So many more are of the prompt that this thread tokenises. Raises PromptTooLong."""
         counted = getattr(self._prompt, "tokens", None)
         if counted is not None and self.context is not None:
-            self._prompt.tokens = counted + len(ids)
+            self._prompt.tokens = counted + tokens
             self._bound(self._prompt.tokens, self.context)
-        return ids
 
     def _check(self, tokenizer: Tokenizer, text: str) -> None:
         """Raises PromptTooLong for a text that cannot fit."""

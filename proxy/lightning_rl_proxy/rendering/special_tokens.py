@@ -35,7 +35,7 @@ class Controls:
         self._salt = secrets.token_hex(8)
         self._numbers = {text: number for number, text in enumerate(self.texts)}
         self._ids = frozenset(found.values())
-        self._spelled = re.compile(_expression(self.texts)) if self.texts else None
+        self._spelled = re.compile(longest_of(self.texts)) if self.texts else None
         self._heads = tuple({text[0] for text in self.texts})
         # JSON that a format writes may hold the guards escaped.
         self._guards = re.compile(rf"(?:{_OPEN}|\\ufdd0){self._salt}(\d+)(?:{_CLOSE}|\\ufdd1)")
@@ -90,12 +90,12 @@ class Controls:
         return f"{_OWN}{self._salt}{self._numbers[text]}{_CLOSE}"
 
 
-def _expression(words: Iterable[str]) -> str:
+def longest_of(words: Iterable[str]) -> str:
     """A regular expression for the longest of the words; it looks at each character once."""
     tails: dict[str, list[str]] = {}
     for word in words:
         tails.setdefault(word[:1], []).append(word[1:])
-    branches = [re.escape(head) + _expression(rest) for head, rest in tails.items() if head]
+    branches = [re.escape(head) + longest_of(rest) for head, rest in tails.items() if head]
     if "" not in tails:
         return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
     return f"(?:{'|'.join(branches)})?" if branches else ""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
+from lightning_rl_proxy.rendering.cached_texts import CachedTexts
 from lightning_rl_proxy.rendering.long_texts import LongTexts
 from lightning_rl_proxy.rendering.special_tokens import Controls
 
@@ -28,6 +29,8 @@ class FastTokenizer:
 
     def __init__(self, path: Path, special_tokens: SpecialTokens = "control") -> None:
         self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        self._tokenizer.no_truncation()  # a file may ask for it: no prompt is cut here, nor filled up
+        self._tokenizer.no_padding()
         config_file = path / "tokenizer_config.json"
         self.config: dict[str, Any] = json.loads(config_file.read_text()) if config_file.exists() else {}
         self.name_or_path = str(path)
@@ -39,6 +42,7 @@ class FastTokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._controls = Controls(self._tokenizer) if special_tokens == "text" else None
         self.long_texts = LongTexts(self._tokenizer)
+        self._texts = CachedTexts(self._tokenizer, self.long_texts)
         self._encode_short = lru_cache(_SHORT_TEXTS)(self._encode)
 
     def vocabulary_digest(self) -> str:
@@ -57,7 +61,7 @@ class FastTokenizer:
 
     def encode_own(self, text: str) -> list[int]:
         """Token ids of a text whose author writes special tokens as such."""
-        return self.long_texts.encode(self._tokenizer, text)
+        return self._texts.encode(text)
 
     def guarded(self, value: Any) -> Any:
         """A JSON value of which every text is encoded as its letters, whatever it spells."""

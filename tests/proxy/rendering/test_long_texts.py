@@ -1,6 +1,7 @@
 """Long prompts: the ids are those of any other way, nobody else waits for them, what cannot fit is refused early."""
 
 import gzip
+import itertools
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,14 @@ DOORS: dict[str, tuple[str, Any]] = {
     "responses": ("input", lambda text: text),
     "messages": ("messages", lambda text: [{"role": "user", "content": text}]),
 }
+
+
+NUMBERS = itertools.count()
+
+
+def unknown() -> str:
+    """A long text that nobody has tokenised yet."""
+    return f"SELECT {next(NUMBERS)}; " * 2000
 
 
 def ask(served: Served, path: str, text: str, attempt_id: str = "a1", *, packed: bool = False) -> httpx.Response:
@@ -131,7 +140,7 @@ def test_nobody_waits_while_a_long_prompt_is_tokenised(
 ) -> None:
     begun, go_on = held
     with ThreadPoolExecutor() as threads:
-        long = threads.submit(ask, served, path, "SELECT 1; " * 2000)
+        long = threads.submit(ask, served, path, unknown())
         assert begun.wait(20)
         assert ask(served, path, "hello", "a2").status_code == 200
         assert not long.done()
@@ -144,7 +153,7 @@ def test_calls_of_one_attempt_find_their_places_in_order_of_arrival(
 ) -> None:
     begun, go_on = held
     with ThreadPoolExecutor() as threads:
-        long = threads.submit(ask, served, "chat/completions", "SELECT 1; " * 2000)
+        long = threads.submit(ask, served, "chat/completions", unknown())
         assert begun.wait(20)
         short = threads.submit(ask, served, "chat/completions", "hello")
         served.eventually(lambda: sum(len(a.inflight) for a in served.gateway.attempts) == 2)
@@ -157,7 +166,7 @@ def test_calls_of_one_attempt_find_their_places_in_order_of_arrival(
 def test_an_attempt_that_ends_meanwhile_ends(served: Served, held: tuple[threading.Event, threading.Event]) -> None:
     begun, go_on = held
     with ThreadPoolExecutor() as threads:
-        long = threads.submit(ask, served, "chat/completions", "SELECT 1; " * 2000)
+        long = threads.submit(ask, served, "chat/completions", unknown())
         assert begun.wait(20)
         sealing = threads.submit(served.seal)
         go_on.set()

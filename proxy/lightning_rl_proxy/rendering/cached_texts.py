@@ -1,0 +1,102 @@
+"""Texts that come again are tokenised once: system prompts, tools, the prompt of a group, what a rollout says again.
+
+A text is cut at its special tokens, as a tokenizer does first, which looks at what is between them alone; so the long
+beginning that prompts share is found again though they end differently. Invariant: the ids are those of the whole text.
+Whether a tokenizer is of that kind is read from its file, and tried; of another, whole texts are kept.
+"""
+
+import re
+import threading
+from array import array
+from collections import OrderedDict
+
+from tokenizers import Tokenizer
+
+from lightning_rl_proxy.rendering.long_texts import LongTexts
+from lightning_rl_proxy.rendering.special_tokens import longest_of
+
+_CHARACTERS = 16 * 2**20  # of all texts that are kept: some tens of MB with their ids
+_LARGEST = _CHARACTERS // 16  # of one text
+_OF_THE_BEGINNING = ("Metaspace", "Prepend", "add_prefix_space=True")  # treat where a whole text begins in another way
+_TRIED = 16  # special tokens; some tokenizers have thousands
+_PROBES = ("how many?\n", " a b", "\n\nx", "Ωé ", "1234")
+
+
+class CachedTexts:
+    """The ids of texts by one tokenizer. Threads may share it.
+
+    Args:
+        tokenizer: without added special tokens.
+        long_texts: tokenises what is not known, and bounds prompts.
+        characters: of all texts that are kept; those that were not asked for longest go first.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, long_texts: LongTexts, characters: int = _CHARACTERS) -> None:
+        self._tokenizer, self._long_texts, self._most = tokenizer, long_texts, characters
+        self._known: OrderedDict[str, array[int]] = OrderedDict()
+        self._characters = 0
+        self._lock = threading.Lock()
+        self._special = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
+        self._cuts = re.compile(f"({longest_of(self._special)})") if _cuts_first(tokenizer) else None
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text. Raises PromptTooLong."""
+        if self._cuts is None:
+            return self._ids(text).tolist()
+        parts = self._cuts.split(text)
+        if len(parts) == 1:
+            return self._ids(text).tolist()
+        ids: list[int] = []
+        for number, part in enumerate(parts):
+            if number % 2:
+                ids.append(self._special[part])
+            elif part:
+                ids += self._ids(part)
+        self._long_texts.count(len(parts) // 2)  # the special tokens
+        return ids
+
+    def _ids(self, text: str) -> "array[int]":
+        with self._lock:
+            ids = self._known.get(text)
+            if ids is not None:
+                self._known.move_to_end(text)
+        if ids is not None:
+            self._long_texts.count(len(ids))
+            return ids
+        ids = array("I", self._long_texts.encode(self._tokenizer, text))
+        if len(text) <= _LARGEST:
+            self._keep(text, ids)
+        return ids
+
+    def _keep(self, text: str, ids: "array[int]") -> None:
+        with self._lock:
+            if text in self._known:
+                return
+            self._known[text] = ids
+            self._characters += len(text)
+            while self._characters > self._most:
+                forgotten, _ = self._known.popitem(last=False)
+                self._characters -= len(forgotten)
+
+
+def _cuts_first(tokenizer: Tokenizer) -> bool:
+    """Whether the ids of a text are those of its special tokens and of what is between them, one behind the other."""
+    added = tokenizer.get_added_tokens_decoder()
+    plain = all(
+        token.content and not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+        for token in added.values()
+    )
+    treats = f"{tokenizer.normalizer!r} {tokenizer.pre_tokenizer!r}"
+    if not added or not plain or any(name in treats for name in _OF_THE_BEGINNING):
+        return False
+    for number in sorted(added)[:: max(1, len(added) // _TRIED)]:
+        for before, behind in zip(_PROBES, reversed(_PROBES), strict=True):
+            parts = [*_encoded(tokenizer, before), number, *_encoded(tokenizer, behind)]
+            if _encoded(tokenizer, before + added[number].content + behind) != parts:
+                return False
+    return True
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
