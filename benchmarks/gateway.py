@@ -1,12 +1,14 @@
 """What the gateway costs: calls per second and added latency, recording durably, beside a bare relay in the same run.
 
-    python benchmarks/gateway.py [--peer PYTHON]
+    python benchmarks/gateway.py [--prompt 300 --answer 128 --group 8] [--peer PYTHON]
 
-Both sit between the same clients and the same instant token engine (eight tokens at once, no model). The gateway is the
+Both sit between the same clients and the same instant token engine (its answer at once, no model). The gateway is the
 real server: keys, forest, journal, SQLite store. The relay is the least that any proxy must do: parse the request,
-tokenise it with the same chat format, ask the engine over HTTP, decode the answer, write it to SQLite in batches. Every
-call goes to an attempt of its own with a text of its own. They take turns; medians are printed, and the processor
-time of the serving process per call, which does not depend on what else the machine does.
+tokenise it with the same chat format, ask the engine over HTTP, decode the answer, write it to SQLite in batches; its
+event loop, its client for the engine, its garbage collection and its tokenizer are the gateway's. Every call goes to an
+attempt of its own, with a text of its own or, of a group, the same as the calls before and behind it. They take turns;
+medians are printed, and the processor time of the serving process per call, which does not depend on what else the
+machine does.
 
 `--peer` names the Python of an environment with agentlightning 0.3 and its LLMProxy (`llm_proxy.py`), which is then a
 third beside them. It speaks Chat Completions to an engine that answers with the same tokens at once, and looks at no
@@ -15,9 +17,11 @@ keys.
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import os
+import random
 import sqlite3
 import subprocess
 import sys
@@ -37,6 +41,7 @@ from lightning_rl.algorithms.base import Endpoint
 from lightning_rl.control_plane import launch as server
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Finish, RolloutConfig, RolloutRequest
+from lightning_rl_proxy.engines.client import Client
 from lightning_rl_proxy.rendering.load import load_renderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 
@@ -46,6 +51,30 @@ GENERATE = "/inference/v1/generate"
 CHAT = "/v1/chat/completions"
 PEER = "Agent Lightning 0.3, LLMProxy"
 ANSWER = [300, 301, 302, 303, 304, 305, 306, 307]
+TOKENS_A_WORD = 1.58  # of the tutorial's tokenizer
+WORDS = [
+    "shops",
+    "books",
+    "id",
+    "size",
+    "city",
+    "price",
+    "how",
+    "many",
+    "have",
+    "over",
+    "under",
+    "each",
+    "region",
+    "sold",
+    "open",
+    "first",
+    "last",
+    "name",
+    "year",
+    "the",
+    "of",
+]
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 
 
@@ -75,11 +104,12 @@ async def answer(send: Any, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def instant_engine() -> Asgi:
-    """The token wire with a fixed answer."""
-    content = [{"token_id": t, "logprob": -0.5, "rank": 1, "top_logprobs": []} for t in ANSWER]
-    versions = [{"version": "0", "start": 0, "end": len(ANSWER)}]
-    choice = {"index": 0, "token_ids": ANSWER, "finish_reason": "stop", "stop_reason": None}
+def instant_engine(tokens: int = len(ANSWER)) -> Asgi:
+    """The token wire with a fixed answer of so many tokens."""
+    ids = [ANSWER[n % len(ANSWER)] for n in range(tokens)]
+    content = [{"token_id": t, "logprob": -0.5, "rank": 1, "top_logprobs": []} for t in ids]
+    versions = [{"version": "0", "start": 0, "end": len(ids)}]
+    choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "stop_reason": None}
     fixed = msgspec.json.encode({"choices": [choice | {"weight_versions": versions, "logprobs": {"content": content}}]})
     return fixed_answer(fixed, chat_answer())
 
@@ -130,12 +160,13 @@ def bare_relay(engine_url: str, database: Path) -> Asgi:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if not state:
             state["writer"] = asyncio.create_task(writer())
-            state["session"] = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1024))
+            state["client"] = Client(engine_url, connections=1024)
+            gc.freeze()
+            gc.set_threshold(250_000, 20, 50)  # as `control_plane/process.py` has it
         request = msgspec.json.decode(await body_of(receive))
         ids = renderer.render(request["messages"], None)
         body = msgspec.json.encode({"token_ids": ids, "sampling_params": {"max_tokens": 16, "logprobs": 0}})
-        headers = {"content-type": "application/json"}
-        async with state["session"].post(f"{engine_url}{GENERATE}", data=body, headers=headers) as response:
+        async with state["client"].post(GENERATE, body) as response:
             choice = msgspec.json.decode(await response.read())["choices"][0]
         message = {"role": "assistant", "content": decode(choice["token_ids"])}
         pending.append((body, msgspec.json.encode(choice)))
@@ -147,7 +178,7 @@ def bare_relay(engine_url: str, database: Path) -> Asgi:
 
 def serve(app: Asgi) -> None:
     """Serve on a free port of the loopback, and print the port."""
-    config = uvicorn.Config(app, port=0, log_level="warning", access_log=False, lifespan="off")
+    config = uvicorn.Config(app, port=0, log_level="warning", access_log=False, lifespan="off", loop="uvloop")
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:
@@ -201,7 +232,16 @@ def cpu_seconds(pid: int) -> float:
     return sum(int(one.read_text().split()[0]) for one in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
-async def load(requests: list[tuple[str, str]], clients: int, number: Iterator[int]) -> tuple[float, list[float]]:
+def question(n: int, tokens: int) -> str:
+    """The `n`-th text, of about so many tokens with the format around it; all are different."""
+    text = f"shops id size city\nbooks id shops_id price\nhow many shops have size over {n}? ({n * 7919})"
+    rng = random.Random(n)
+    return " ".join([text, *rng.choices(WORDS, k=max(0, round((tokens - 40) / TOKENS_A_WORD)))])
+
+
+async def load(
+    requests: list[tuple[str, str]], clients: int, number: Iterator[int], tokens: int = 40, group: int = 1
+) -> tuple[float, list[float]]:
     """Send one call to each (URL, key) from `clients` clients; seconds, and the latency of each call."""
     waiting = iter(requests)
     latencies: list[float] = []
@@ -209,8 +249,7 @@ async def load(requests: list[tuple[str, str]], clients: int, number: Iterator[i
 
         async def client() -> None:
             for url, key in waiting:
-                n = next(number)
-                text = f"shops id size city\nbooks id shops_id price\nhow many shops have size over {n}? ({n * 7919})"
+                text = question(next(number) // group, tokens)
                 body = msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "content": text}]})
                 headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
                 started = time.perf_counter()
@@ -224,10 +263,12 @@ async def load(requests: list[tuple[str, str]], clients: int, number: Iterator[i
         return time.perf_counter() - started, latencies
 
 
-def measure(requests: list[tuple[str, str]], clients: int, pid: int, number: Iterator[int]) -> Measured:
+def measure(
+    requests: list[tuple[str, str]], clients: int, pid: int, number: Iterator[int], tokens: int = 40, group: int = 1
+) -> Measured:
     """One round."""
     before = cpu_seconds(pid)
-    seconds, latencies = asyncio.run(load(requests, clients, number))
+    seconds, latencies = asyncio.run(load(requests, clients, number, tokens, group))
     ranked = sorted(latencies)
     return Measured(
         rate=len(requests) / seconds,
@@ -259,6 +300,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=2000, help="calls of a round with 16 clients; 1 client: a quarter")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompt", type=int, default=40, help="tokens of a prompt, about")
+    parser.add_argument("--answer", type=int, default=len(ANSWER), help="tokens of an answer")
+    parser.add_argument("--group", type=int, default=1, help="calls with the same prompt")
     parser.add_argument("--peer", help="the Python of an environment with agentlightning 0.3 and litellm's proxy")
     parser.add_argument("--peer-calls", type=int, default=200, help="its calls of a round")
     parser.add_argument("--role", choices=["engine", "relay"])
@@ -266,14 +310,14 @@ def main() -> None:
     parser.add_argument("--database", type=Path)
     arguments = parser.parse_args()
     if arguments.role == "engine":
-        return serve(instant_engine())
+        return serve(instant_engine(arguments.answer))
     if arguments.role == "relay":
         return serve(bare_relay(arguments.engine_url, arguments.database))
 
-    number = itertools.count()
+    number, size = itertools.count(), (arguments.prompt, arguments.group)
     with ExitStack() as parts:
         folder = Path(parts.enter_context(tempfile.TemporaryDirectory()))
-        engine_url, _ = parts.enter_context(role("--role", "engine"))
+        engine_url, _ = parts.enter_context(role("--role", "engine", "--answer", str(arguments.answer)))
         relay_url, relay_pid = parts.enter_context(
             role("--role", "relay", "--engine-url", engine_url, "--database", str(folder / "relay.db"))
         )
@@ -292,10 +336,14 @@ def main() -> None:
             found: dict[str, list[Measured]] = {"gateway": [], "bare relay": []} | ({PEER: []} if peer_urls else {})
             for warm_up in (True, *[False] * arguments.rounds):
                 attempts = open_attempts(store, calls)
-                gateway = measure(attempts, clients, serving.pid, number)
+                gateway = measure(attempts, clients, serving.pid, number, *size)
                 end_attempts(store, attempts)
-                relay = measure([(f"{relay_url}/v1", "none")] * calls, clients, relay_pid, number)
-                peer = measure([(url, "none") for url in peer_urls], clients, peer_pid, number) if peer_urls else None
+                relay = measure([(f"{relay_url}/v1", "none")] * calls, clients, relay_pid, number, *size)
+                peer = (
+                    measure([(url, "none") for url in peer_urls], clients, peer_pid, number, *size)
+                    if peer_urls
+                    else None
+                )
                 if not warm_up:
                     found["gateway"].append(gateway)
                     found["bare relay"].append(relay)
