@@ -1,7 +1,8 @@
-"""Results on their way to the server: those that are there together leave together.
+"""Results on their way to the server: those of one gateway that are there together leave together.
 
 Invariant: a result is told until the server has answered it, or its claim is no longer ours; which of the two is told
-once, to its `over`. That one of several is refused changes nothing for the others.
+once, to its `over`. That one of several is refused changes nothing for the others, and while nobody can say how the calls
+at one gateway ended, the results of others go on.
 """
 
 import logging
@@ -9,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -19,6 +21,7 @@ from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Claim, Ending, Finish, Log
 from lightning_rl.store.errors import Conflict, Invalid, NotFound, Unreachable
 
+_LOOK_SECONDS = 0.1  # so soon it is seen that the process stops, while a server is away
 _GATHER_SECONDS = 0.005  # groups end nearly together: engines sample them in one batch
 _TOGETHER = 64
 _BACKOFF_SECONDS = 0.2
@@ -36,6 +39,15 @@ class Result(NamedTuple):
     over: Callable[[bool], None]
 
 
+@dataclass
+class _Group:
+    """Results of attempts at one gateway, which are told in one request; `due` (monotonic seconds) is when."""
+
+    results: list[Result]
+    due: float = 0.0
+    backoff: float = 0.0
+
+
 class Results:
     """The results of one process; safe to share between threads. `stop` ends waiting for a server that is away."""
 
@@ -45,6 +57,7 @@ class Results:
         self._stop = stop
         self._there = threading.Condition()
         self._waiting: deque[Result] = deque()
+        self._again: list[_Group] = []  # of the sending thread alone
 
     def put(self, result: Result) -> None:
         """Send it soon."""
@@ -55,43 +68,62 @@ class Results:
     def send(self) -> None:
         """Send what there is, for as long as the process lives."""
         while True:
-            self._send(self._taken())
+            self._send_due()
 
-    def _taken(self) -> list[Result]:
-        with self._there:
-            self._there.wait_for(lambda: self._waiting)
-        time.sleep(_GATHER_SECONDS)
-        with self._there:
-            return [self._waiting.popleft() for _ in range(min(_TOGETHER, len(self._waiting)))]
+    def _send_due(self) -> None:
+        """Wait for results, new ones or such as are to be told again, and tell them."""
+        if not self._again:
+            with self._there:
+                self._there.wait_for(lambda: self._waiting)
+            time.sleep(_GATHER_SECONDS)
+        else:
+            soonest = min(group.due for group in self._again) - time.monotonic()
+            with self._there:
+                self._there.wait_for(lambda: self._waiting, max(0.0, min(soonest, _LOOK_SECONDS)))
+        now = time.monotonic()
+        due = [group for group in self._again if group.due <= now or self._stop.is_set()]
+        self._again = [group for group in self._again if group not in due]
+        for group in [*due, *self._new_groups()]:
+            self._tell(group)
 
-    def _send(self, results: Sequence[Result]) -> None:
-        backoff, ours = _BACKOFF_SECONDS, list(results)
-        while ours:
-            try:
-                self._report(ours)
-            except Unreachable as away:
-                names = ", ".join(result.ending.rollout_id for result in ours)
-                _log.warning("not finished yet: rollouts %s: %s", names, away)
-                goes_on = not self._stop.wait(backoff)
-                backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
-                waiting, ours = ours, []
-                for result in waiting:
-                    if goes_on and self._active.holds(result.claim):
-                        ours.append(result)
-                    else:
-                        result.over(False)
-            except _REFUSED as refused:
-                if len(ours) > 1:
-                    for result in ours:
-                        self._send([result])
-                else:
-                    _log.warning("dropped the result of rollout %s: %s", ours[0].ending.rollout_id, refused)
-                    ours[0].over(False)
-                return
+    def _new_groups(self) -> list[_Group]:
+        with self._there:
+            taken = [self._waiting.popleft() for _ in range(min(_TOGETHER, len(self._waiting)))]
+        groups: dict[str | None, _Group] = {}
+        for result in taken:
+            groups.setdefault(result.claim.gateway_url, _Group([])).results.append(result)
+        return list(groups.values())
+
+    def _tell(self, group: _Group) -> None:
+        results = group.results
+        try:
+            self._report(results)
+        except Unreachable as away:
+            names = ", ".join(result.ending.rollout_id for result in results)
+            _log.warning("not finished yet: rollouts %s: %s", names, away)
+            self._keep(group)
+        except _REFUSED as refused:
+            if len(results) > 1:
+                for result in results:
+                    self._tell(_Group([result]))
             else:
-                for result in ours:
-                    result.over(True)
-                return
+                _log.warning("dropped the result of rollout %s: %s", results[0].ending.rollout_id, refused)
+                results[0].over(False)
+        else:
+            for result in results:
+                result.over(True)
+
+    def _keep(self, group: _Group) -> None:
+        """Tell those again later that are still ours."""
+        backoff = min(2 * group.backoff, _MAX_BACKOFF_SECONDS) if group.backoff else _BACKOFF_SECONDS
+        again = _Group([], time.monotonic() + backoff, backoff)
+        for result in group.results:
+            if not self._stop.is_set() and self._active.holds(result.claim):
+                again.results.append(result)
+            else:
+                result.over(False)
+        if again.results:
+            self._again.append(again)
 
     def _report(self, results: Sequence[Result]) -> None:
         for result in results:

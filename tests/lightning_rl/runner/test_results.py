@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from lightning_rl.runner.leases import ActiveClaims
@@ -58,7 +59,8 @@ class World:
     def send(self, results: Sequence[Result]) -> None:
         for result in results:
             self.results.put(result)
-        self.results._send(self.results._taken())
+        while sum(map(len, self.over.values())) < len(results):
+            self.results._send_due()
 
     def statuses(self) -> list[str]:
         return [self.store.rollout(f"r{n}").status for n in range(5)]
@@ -100,6 +102,17 @@ def test_a_server_that_is_away_is_told_again_what_is_still_ours(world: World) ->
     world.send([world.result(claim) for claim in world.claims])
     assert world.server.requests == [["r0", "r1", "r2", "r3", "r4"], ["r0", "r1", "r2", "r3"], ["r0", "r1", "r2", "r3"]]
     assert list(world.over.values()) == [[True]] * 4 + [[False]]
+
+
+def test_a_gateway_that_nobody_can_speak_of_holds_up_no_result_of_another(world: World) -> None:
+    places = ["http://one", "http://one", "http://two", "http://two", None]
+    claims = [msgspec.structs.replace(c, gateway_url=url) for c, url in zip(world.claims, places, strict=True)]
+    for claim in claims:
+        world.active.add(claim)
+    world.server.troubles = [Unreachable("gateway one"), None, None]
+    world.send([world.result(claim) for claim in claims])
+    assert world.server.requests == [["r0", "r1"], ["r2", "r3"], ["r4"], ["r0", "r1"]]
+    assert list(world.over.values()) == [[True]] * 5
 
 
 def test_a_process_that_stops_does_not_wait_for_a_server_that_is_away(world: World) -> None:
