@@ -8,6 +8,7 @@ ORACLE := .venv-oracle
 VLLM := .venv-vllm
 AGENTS := .venv-agents
 BROWSER := .venv-browser
+SITE := .venv-site
 NODE := .venv-node
 CHROMIUM ?= /usr/bin/chromium
 SERVICES := tests/lightning_rl/control_plane tests/lightning_rl/runner tests/lightning_rl/store
@@ -20,7 +21,7 @@ PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # One thread each: several processes on the same cores stand in each other's way with more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: quickstart test test-all test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents test-browser screenshots docs notebooks lint types check bench clean
+.PHONY: quickstart test test-all test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents test-browser screenshots docs site notebooks lint types check bench clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/lightning-rl quickstart $(ARGS)
@@ -31,7 +32,7 @@ test: $(VENV)/.dev
 # Everything, which a release needs and CI takes slices of: the targets below, what is `long` above, and properties with
 # three times as many random examples.
 test-all: export EXAMPLES = all
-test-all: test test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle \
+test-all: test site test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle \
   test-agents test-browser test-vllm test-vllm-training test-vllm-gateway
 	$(PYTEST) tests $(SERVICES:%=--ignore %) --ignore tests/oracle -m "$(FAST) and long" -n 3 --dist loadscope
 
@@ -106,7 +107,16 @@ screenshots: $(VENV)/.dev $(BROWSER)/.made
 
 docs: $(VENV)/.dev $(SDKS)
 	$(BIN)/python -m lightning_rl.config.reference > docs/config.md
+	$(BIN)/typer lightning_rl.cli utils docs --name lightning-rl --title "Command line" > docs/reference/cli.md
 	$(BIN)/python -m tests.sdk.matrix
+
+# The docs site, in site/: strict, and then every link of the built pages. `make site BUILDER=mkdocs` builds it by MkDocs
+# Material; to look at it: `python -m http.server -d site`.
+BUILDER ?= zensical
+site: $(SITE)/.made
+	$(SITE)/bin/python -m website.pages build/docs
+	NO_COLOR=1 NO_MKDOCS_2_WARNING=1 $(SITE)/bin/$(BUILDER) build --clean --strict
+	$(SITE)/bin/python -m website.links site
 
 # The notebooks, run again, with what they show.
 notebooks: $(VENV)/.dev
@@ -177,6 +187,12 @@ $(BROWSER)/.made: Makefile $(VENV)/.dev
 	$(BROWSER)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) "playwright>=1.50,<2"
 	touch $@
 
+$(SITE)/.made: pyproject.toml
+	$(PYTHON) -m venv --clear $(SITE)
+	$(SITE)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) "pip>=25.1"  # knows dependency groups
+	$(SITE)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --group docs
+	touch $@
+
 # A real vLLM for the CPU. What comes with it and is not needed breaks the imports of transformers here.
 $(VLLM)/.made:
 	$(PYTHON) -m venv --clear $(VLLM)
@@ -190,4 +206,4 @@ $(VLLM)/seeing/.made: $(VLLM)/.made
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(dir $(SDKS)) $(ORACLE) $(VLLM) $(AGENTS) $(BROWSER) $(NODE) dist build
+	rm -rf $(VENV) $(dir $(SDKS)) $(ORACLE) $(VLLM) $(AGENTS) $(BROWSER) $(SITE) $(NODE) dist build site

@@ -451,3 +451,4 @@ def _due(step: int, every: int) -> bool:
 
 
 VERL = PPO
+"""Agent-lightning's name of `PPO`."""

@@ -74,7 +74,7 @@ class LLM:
         return openai_client().with_options(base_url=self.base_url, api_key=self.api_key, **options)
 
     def async_openai(self, **options: Any) -> "AsyncOpenAI":
-        """The same for the running event loop. Raises RuntimeError outside of one."""
+        """As `openai`, a client for the running event loop. Raises RuntimeError outside of one."""
         from lightning_rl.agents.clients import async_openai_client
 
         return async_openai_client().with_options(base_url=self.base_url, api_key=self.api_key, **options)

@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-Dataset = Sequence  # of tasks, JSON values
+Dataset = Sequence
+"""Tasks, which are JSON values."""
 AttemptedRollout = Rollout
-NamedResources: TypeAlias = Mapping[str, Any]  # a `ProxyLLM` or other value by its name
+"""What an agent gets as its `rollout`."""
+NamedResources: TypeAlias = Mapping[str, Any]
+"""Resources by their names: a `ProxyLLM`, a `PromptTemplate`, or another value."""
 _METHODS = ("rollout", "training_rollout", "validation_rollout")
 
 # Arguments of its Trainer, and what does their work here.
@@ -347,5 +350,15 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             raise TypeError(f"Trainer takes no {name!r}: {ARGUMENTS[name]} (docs/coming-from-agent-lightning.md)")
 
 
-OtelTracer = AgentOpsTracer = WeaveTracer = DummyTracer = NoTracer
-TracerTraceToTriplet = LlmProxyTraceToTriplet = TripletAdapter
+OtelTracer = NoTracer
+"""Has nothing to do: the gateway records the calls."""
+AgentOpsTracer = NoTracer
+"""As `OtelTracer`."""
+WeaveTracer = NoTracer
+"""As `OtelTracer`."""
+DummyTracer = NoTracer
+"""As `OtelTracer`."""
+TracerTraceToTriplet = TripletAdapter
+"""For a Trainer's `adapter`; `agent_match`, a regular expression over agents' names, says whose calls are trained."""
+LlmProxyTraceToTriplet = TripletAdapter
+"""As `TracerTraceToTriplet`."""

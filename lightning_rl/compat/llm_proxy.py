@@ -38,12 +38,12 @@ class LLMProxy:
     """The models of `model_list` behind the gateway of a store's server: `lightning-rl serve`.
 
     Args:
-        port, host, num_workers, launch_mode, launcher_args, num_retries: Agent-lightning's, which started a server;
-            they have no effect, and are told of.
+        port: Agent-lightning's, which started a server; it has no effect, and is told of.
         model_list: litellm's form, `{"model_name": ..., "litellm_params": {"model": ..., "api_base"?, "api_key"?}}`.
             `hosted_vllm/NAME` with the server's own model is a token engine, whose calls can be trained; any other is a
             frozen chat model.
         store: of the server; `LightningStoreClient(url)`, or an algorithm's.
+        theirs: as `port`: `host`, `num_workers`, `launch_mode`, `launcher_args`, `num_retries`.
 
     Raises ValueError for a model that is not in that form, and TypeError for `litellm_config`, `middlewares` and
     `callbacks`.

@@ -25,3 +25,4 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 GroupReward = Callable[[Sequence[FinishedRollout]], Sequence[float | Mapping[str, float]]]
+"""What gives rewards to the finished rollouts of a group, in their order: a number each, or several by name."""
