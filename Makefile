@@ -185,6 +185,7 @@ $(BROWSER)/.made: Makefile $(VENV)/.dev
 	$(BIN)/python -m venv --clear $(BROWSER)
 	echo "import site; site.addsitedir('$$($(BIN)/$(PURELIB))')" > $$($(BROWSER)/bin/$(PURELIB))/ours.pth
 	$(BROWSER)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) "playwright>=1.50,<2"
+	$(BROWSER)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps "axe-playwright-python>=0.1.8,<0.2"
 	touch $@
 
 $(SITE)/.made: pyproject.toml

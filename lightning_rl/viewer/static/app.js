@@ -33,7 +33,7 @@ function addressOf(hash) {
 function drawBar() {
   const { run, view } = page.at, told = page.runs.find((each) => each.key === run);
   const others = page.runs.length > 1 && run ? h("select", { "aria-label": "run", onchange: (event) => { location.hash = link(event.target.value, TAB_OF[view] ?? view); } }, page.runs.map((each) => h("option", { value: each.key, selected: each.key === run }, each.name))) : told ? h("span", { class: "run-name" }, plainText(told.name)) : null;
-  replaced(bar, h("a", { class: "brand", href: "#/" }, "lightning_rl"), others,
+  replaced(bar, h("h1", {}, h("a", { class: "brand", href: "#/" }, "lightning_rl")), others,
     h("nav", { "aria-label": "views" }, page.runs.length > 1 || !run ? h("a", { href: "#/", "aria-current": view === "runs" ? "page" : null }, "Runs") : h("a", { href: "#/" }, "Run"), run ? TABS.map(([name, label]) => h("a", { href: link(run, name), "aria-current": (TAB_OF[view] ?? view) === name ? "page" : null }, label)) : null),
     h("span", { class: "spacer" }), indexState(told), h("button", { type: "button", class: "quiet", title: "light or dark (t)", onclick: turnTheme }, "◐"), h("button", { type: "button", class: "quiet", title: "keys (?)", onclick: showKeys }, "?"));
 }

@@ -11,8 +11,8 @@ export async function nowView(place, { run }) {
     const [now, metrics] = await Promise.all([ask(ofRun(run, "now")), ask(ofRun(run, "metrics"))]);
     const scrolled = document.scrollingElement?.scrollTop ?? 0;
     replaced(place, progress(now), h("div", { class: "tiles" }, tiles(now)), accountBar(now.account),
-      h("div", { class: "two even" }, h("section", {}, h("h3", {}, "Waiting"), waitingList(now), h("h3", {}, "Engines"), engineTable(now.server, now.state), findingList(now.doctor, run)),
-        h("section", {}, NOW_CURVES.filter((name) => metrics.series[name]).map((name) => curve(metricName(name), [{ label: metricName(name), colour: 0, points: metrics.series[name] }])), h("h3", {}, "Open rollouts"), openTable(run, now))));
+      h("div", { class: "two even" }, h("section", {}, h("h2", { class: "minor" }, "Waiting"), waitingList(now), h("h2", { class: "minor" }, "Engines"), engineTable(now.server, now.state), findingList(now.doctor, run)),
+        h("section", {}, NOW_CURVES.filter((name) => metrics.series[name]).map((name) => curve(metricName(name), [{ label: metricName(name), colour: 0, points: metrics.series[name] }])), h("h2", { class: "minor" }, "Open rollouts"), openTable(run, now))));
     document.scrollingElement?.scrollTo(0, scrolled);
     if (now.doctor?.pending) setTimeout(() => { if (place.isConnected) draw().catch(() => {}); }, 1000);
   };
@@ -41,7 +41,7 @@ export function accountBar(account) {
   if (!account) return h("p", { class: "note" }, "The token account begins with the first step.");
   const parts = [["trained", account.trained, "part-0"], ...Object.entries(account.excluded).map(([reason, n], index) => [reason.replaceAll("_", " "), n, `part-${(index % 6) + 1}`]), ["pending", account.pending, "part-pending"]].filter(([, n]) => n > 0);
   const whole = account.received || 1;
-  return h("section", { class: "account" }, h("h3", {}, `Token account: ${number(account.received)} received by step ${account.step}`),
+  return h("section", { class: "account" }, h("h2", { class: "minor" }, `Token account: ${number(account.received)} received by step ${account.step}`),
     h("div", { class: "account-bar", role: "img", "aria-label": parts.map(([name, n]) => `${name} ${n}`).join(", ") }, parts.map(([name, n, kind]) => h("i", { class: kind, style: { width: `${(n / whole) * 100}%` }, title: `${name}: ${number(n)}` }))),
     h("div", { class: "legend" }, parts.map(([name, n, kind]) => h("span", {}, h("i", { class: `swatch ${kind}` }), `${name} ${number(n)} (${((n / whole) * 100).toFixed(1)} %)`))));
 }
@@ -62,7 +62,7 @@ function engineTable(server, state) {
 export function findingList(doctor, run) {
   if (!doctor) return null;
   const rows = (doctor.findings ?? []).map((finding) => h("li", {}, chip(finding.severity, finding.severity === "look at it" ? "info" : "warn"), ` ${plainText(finding.told)} `, h("div", { class: "note" }, plainText(finding.advice), finding.rollout && !isReport() ? [" ", h("a", { href: link(run, "rollout", finding.rollout) }, shortId(finding.rollout))] : null)));
-  return [h("h3", {}, "Doctor"), doctor.problem ? h("p", { class: "problem" }, plainText(doctor.problem)) : doctor.pending ? h("p", { class: "note" }, "looking through the run…") : rows.length ? h("ul", { class: "plain" }, rows) : h("p", { class: "note" }, "Nothing was found that keeps this run from learning.")];
+  return [h("h2", { class: "minor" }, "Doctor"), doctor.problem ? h("p", { class: "problem" }, plainText(doctor.problem)) : doctor.pending ? h("p", { class: "note" }, "looking through the run…") : rows.length ? h("ul", { class: "plain" }, rows) : h("p", { class: "note" }, "Nothing was found that keeps this run from learning.")];
 }
 
 function openTable(run, now) {

@@ -19,7 +19,7 @@ export async function runsView(place, { query, go, runs }) {
     replaced(curves, curvesOf(keys, told, state, runs, () => { keep(); update(); }));
     replaced(differences, keys.length > 1 ? await configDifference(keys.slice(0, 2), runs) : null);
   };
-  const table = h("table", { class: "list" }, h("thead", {}, h("tr", {}, ["", "run", "state", "steps", "best", "last", "reward", "time", "written"].map((name, index) => h("th", { class: index > 2 && index !== 6 ? "right" : "" }, name)))),
+  const table = h("table", { class: "list" }, h("thead", {}, h("tr", {}, ["curve", "run", "state", "steps", "best", "last", "reward", "time", "written"].map((name, index) => h("th", { class: index > 2 && index !== 6 ? "right" : "" }, name)))),
     h("tbody", {}, runs.map((run) => h("tr", {}, h("td", {}, h("input", { type: "checkbox", checked: chosen.has(run.key), "aria-label": `show ${run.name}`, onchange: (event) => { if (event.target.checked) chosen.add(run.key); else chosen.delete(run.key); keep(); update(); } })),
       h("td", { class: "wide" }, h("a", { href: link(run.key, "now") }, plainText(run.name)), run.problem ? h("div", { class: "problem" }, plainText(run.problem)) : h("div", { class: "note path" }, plainText(run.folder ?? ""))),
       h("td", {}, chip(run.state, run.state)), h("td", { class: "right" }, number(run.steps ?? null)),
@@ -38,7 +38,7 @@ function curvesOf(keys, told, state, runs, changed) {
   const named = (key) => runs.find((run) => run.key === key)?.name ?? key;
   const picker = select("add a metric", [["", "…"], ...names.map((name) => [name, name])], "", (name) => { if (name && !state.metrics.includes(name)) state.metrics.push(name); changed(); });
   const axis = select("by", [["step", "step"], ["seconds", "time since its beginning"]], state.x, (x) => { state.x = x; changed(); });
-  return [h("div", { class: "filters apart" }, h("h3", {}, "Curves"), axis, picker, state.metrics.map((metric) => h("button", { type: "button", class: "chip", onclick: () => { state.metrics = state.metrics.filter((each) => each !== metric); changed(); } }, `${metric} ✕`)), told.filter((each) => each.problem).map((each) => h("span", { class: "problem" }, each.problem))),
+  return [h("div", { class: "filters apart" }, h("h2", { class: "minor" }, "Curves"), axis, picker, state.metrics.map((metric) => h("button", { type: "button", class: "chip", onclick: () => { state.metrics = state.metrics.filter((each) => each !== metric); changed(); } }, `${metric} ✕`)), told.filter((each) => each.problem).map((each) => h("span", { class: "problem" }, each.problem))),
     shown.length ? h("div", { class: "curves" }, shown.map((metric) => curve(metricName(metric), keys.map((key, index) => ({ label: named(key), colour: index, points: told[index].series[metric] })), { x: state.x }))) : empty("No step is done yet: curves begin with the first.")];
 }
 
@@ -46,7 +46,7 @@ async function configDifference(keys, runs) {
   const [one, two] = await Promise.all(keys.map((key) => ask(ofRun(key, "config")).catch(() => ({ config: {} }))));
   const names = [...new Set([...Object.keys(one.config), ...Object.keys(two.config)])].filter((name) => JSON.stringify(one.config[name]) !== JSON.stringify(two.config[name])).sort();
   const title = keys.map((key) => runs.find((run) => run.key === key)?.name ?? key);
-  return [h("h3", {}, `What differs between ${title[0]} and ${title[1]}`), names.length ? h("table", { class: "list" }, h("thead", {}, h("tr", {}, h("th", {}, "key"), title.map((name) => h("th", {}, name)))), h("tbody", {}, names.map((name) => h("tr", {}, h("td", { class: "mono" }, name), [one, two].map((each) => h("td", { class: "mono" }, name in each.config ? plainText(JSON.stringify(each.config[name])) : "–")))))) : h("p", { class: "note" }, "Their configs are the same.")];
+  return [h("h2", { class: "minor" }, `What differs between ${title[0]} and ${title[1]}`), names.length ? h("table", { class: "list" }, h("thead", {}, h("tr", {}, h("th", {}, "key"), title.map((name) => h("th", {}, name)))), h("tbody", {}, names.map((name) => h("tr", {}, h("td", { class: "mono" }, name), [one, two].map((each) => h("td", { class: "mono" }, name in each.config ? plainText(JSON.stringify(each.config[name])) : "–")))))) : h("p", { class: "note" }, "Their configs are the same.")];
 }
 
 export async function configView(place, { run }) {

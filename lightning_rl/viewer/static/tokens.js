@@ -7,6 +7,7 @@ export const COLOURINGS = [
   ["trainer", "logprob of the trainer"], ["difference", "trainer − sampler"], ["ratio", "ratio trainer / sampler"],
   ["entropy", "entropy"], ["version", "policy version"],
 ];
+const STRONGEST = 0.6; // of a colour behind a token: its text stays legible, 4.5 to 1, in light and dark
 const DIVERGING = new Set(["advantage", "difference", "ratio"]);
 
 export function tokenValues(sampled, by) {
@@ -33,7 +34,7 @@ function colourOf(value, by, scale, versions) {
   const size = by === "ratio" ? Math.log(value) : value;
   const share = Math.min(Math.abs(size) / scale.most, 1);
   const hue = DIVERGING.has(by) ? (size >= 0 ? "--above" : "--below") : "--strength";
-  return share < 0.01 ? null : `rgb(var(${hue}) / ${(share * 0.72).toFixed(3)})`;
+  return share < 0.01 ? null : `rgb(var(${hue}) / ${(share * STRONGEST).toFixed(3)})`;
 }
 
 export function tokenBlock(columns, by, { scale = null, versions = [], picked = null, onpick = null } = {}) {
