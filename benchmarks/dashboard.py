@@ -140,6 +140,7 @@ def measure(url: str, pid: int, rollouts: int) -> None:
         "sorted by task": lambda: ask(url, "rollouts", limit=200, sort="task"),
         "reward above 0.7 in a step": lambda: ask(url, "rollouts", limit=200, step=9, reward_min=0.7),
         "a word of one in eight": lambda: ask(url, "rollouts", limit=200, text="lakes"),
+        "a part of a word": lambda: ask(url, "rollouts", limit=200, text="*ake"),
         "three words": lambda: ask(url, "rollouts", limit=200, text="lakes where 501"),
         "choices of the filters": lambda: ask(url, "choices"),
         "groups of a step": lambda: ask(url, "groups", step=9),

@@ -36,6 +36,7 @@ CREATE INDEX by_reason ON exclusions (reason, position);
 CREATE TABLE steps (step INTEGER PRIMARY KEY, meta TEXT, written INTEGER);
 CREATE TABLE records (position INTEGER PRIMARY KEY, step INTEGER, record BLOB);
 CREATE VIRTUAL TABLE words USING fts5 (said, content='', tokenize="unicode61 tokenchars '_'");
+CREATE VIRTUAL TABLE vocabulary USING fts5vocab (words, 'row');
 CREATE TABLE texts (id INTEGER PRIMARY KEY, position INTEGER);
 CREATE INDEX texts_by_position ON texts (position);
 """

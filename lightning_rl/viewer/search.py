@@ -6,6 +6,8 @@ parameter of the statement or one of the names below.
 
 import json
 import re
+import sqlite3
+import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +22,10 @@ _SHOWN = ", ".join((*COLUMNS, "rewards", "task_key"))
 _EQUAL = ("status", "mode", "agent", "group_id", "task_key")
 _LARGEST_PAGE = 500
 _TERM = re.compile(r'"([^"]+)"|(\S+)')
+_PART = re.compile(r"\*(\w+)")  # of a word, anywhere in it
+_SHORTEST_PART = 3
+_MOST_WORDS = 20_000  # that a part of a word may be found in
+_WORDS_AT_ONCE = 500  # of a question to FTS5, which takes longer than in proportion for more
 
 
 class WrongQuery(Explained, ValueError):
@@ -35,10 +41,10 @@ def page(index: Index, query: Mapping[str, str]) -> dict[str, Any]:
     """
     limit = min(int(_number(query, "limit") or 100), _LARGEST_PAGE)
     column, down = _sort(query.get("sort") or "-position")
-    where, values = _filters(query)
     key, key_values = _behind(column, down, query.get("after"))
     order = f"{column} IS NULL, {column} {'DESC' if down else 'ASC'}, position {'DESC' if down else 'ASC'}"
     with index.reading() as connection:
+        where, values = _filters(query, connection)
         total = None
         if not query.get("after"):
             total = connection.execute(f"SELECT count(*) FROM rollouts{_where(where)}", values).fetchone()[0]
@@ -154,7 +160,7 @@ def _behind(column: str, down: bool, after: str | None) -> tuple[list[str], list
     ]  # fmt: skip
 
 
-def _filters(query: Mapping[str, str]) -> tuple[list[str], list[Any]]:
+def _filters(query: Mapping[str, str], connection: sqlite3.Connection) -> tuple[list[str], list[Any]]:
     where: list[str] = []
     values: list[Any] = []
     for name in _EQUAL:
@@ -170,10 +176,10 @@ def _filters(query: Mapping[str, str]) -> tuple[list[str], list[Any]]:
         where.append("position IN (SELECT position FROM exclusions WHERE reason = ?)")
         values.append(query["excluded"])
     for term in _terms(query.get("text") or ""):  # each anywhere in the rollout
-        where.append(
-            "position IN (SELECT position FROM texts WHERE id IN (SELECT rowid FROM words WHERE words MATCH ?))"
-        )
-        values.append(term)
+        asked = _words_with(part[1], connection) if (part := _PART.fullmatch(term)) else [term]
+        found = " UNION ALL ".join(["SELECT rowid FROM words WHERE words MATCH ?"] * len(asked)) or "NULL"
+        where.append(f"position IN (SELECT position FROM texts WHERE id IN ({found}))")
+        values += asked
     return where, values
 
 
@@ -188,9 +194,30 @@ def _number(query: Mapping[str, str], name: str) -> float | None:
 
 
 def _terms(words: str) -> list[str]:
-    """What FTS5 is asked, one term at a time; the last word may go on; what stands in quotation marks is one."""
-    terms = [phrase or word.replace('"', "") for phrase, word in _TERM.findall(words.strip())]
-    quoted = [f'"{term}"' for term in terms if term]
-    if quoted and not words.rstrip().endswith('"'):
-        quoted[-1] += "*"
-    return quoted or ['""'] * bool(words.strip())
+    """What is looked for, one term at a time: `*part` is anywhere in a word, the others are as FTS5 is asked. The last
+    word may go on; what stands in quotation marks is one."""
+    asked = []
+    for phrase, word in _TERM.findall(words.strip()):
+        term = phrase or word.replace('"', "")
+        if term.strip("*"):
+            asked.append(word if _PART.fullmatch(word) else f'"{term}"')
+    if asked and asked[-1].startswith('"') and not words.rstrip().endswith('"'):
+        asked[-1] += "*"
+    return asked or ['""'] * bool(words.strip(" *"))
+
+
+def _words_with(part: str, connection: sqlite3.Connection) -> list[str]:
+    """What FTS5 is asked for the words of the run that have the part in them.
+
+    It looks at each different word of the run. An index of all parts (FTS5's trigram) was tried: it is three times as
+    large as the text, and takes eight times as long to fill as that of words.
+    """
+    if len(part) < _SHORTEST_PART:
+        raise WrongQuery(f"*{part} is too little of a word: give {_SHORTEST_PART} characters or more behind the *")
+    folded = "".join(c for c in unicodedata.normalize("NFD", part.lower()) if not unicodedata.combining(c))
+    query = "SELECT term FROM vocabulary WHERE instr(term, ?) LIMIT ?"
+    words = [row[0] for row in connection.execute(query, (folded, _MOST_WORDS + 1))]
+    if len(words) > _MOST_WORDS:
+        raise WrongQuery(f"more than {_MOST_WORDS:,} different words have {part} in them: give more of it")
+    chunks = [words[start : start + _WORDS_AT_ONCE] for start in range(0, len(words), _WORDS_AT_ONCE)]
+    return [" OR ".join(f'"{word}"' for word in chunk) for chunk in chunks]

@@ -34,7 +34,7 @@ export async function rolloutsView(place, { run, query, go }) {
     go(wanted, true);
     table.begin();
   };
-  const words = h("input", { type: "search", placeholder: "words of task, prompt or answer", value: wanted.text ?? "", "aria-label": "words in the conversation", id: "search" });
+  const words = h("input", { type: "search", placeholder: "words of task, prompt or answer; *part of one", value: wanted.text ?? "", "aria-label": "words in the conversation", id: "search" });
   words.addEventListener("input", debounced(() => apply({ text: words.value }), 220));
   const choice = (name, label, values) => Object.keys(values).length ? select(label, [["", "all"], ...Object.entries(values).map(([value, n]) => [value, `${value.replaceAll("_", " ")} (${number(n)})`])], wanted[name], (value) => apply({ [name]: value })) : null;
   const bound = (name, label, wide) => { const field = h("input", { type: "number", step: "any", value: wanted[name] ?? "", "aria-label": label, class: wide ? "" : "short" }); field.addEventListener("change", () => apply({ [name]: field.value })); return field; };

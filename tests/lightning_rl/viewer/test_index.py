@@ -55,6 +55,28 @@ def test_a_search_finds_words_of_tasks_prompts_and_answers(run: ViewedRun) -> No
     assert names(run, text='"') == []
 
 
+def test_a_search_finds_parts_of_words(run: ViewedRun) -> None:
+    whole = names(run, text="lakes", limit=500)
+    assert len(whole) > 3
+    assert names(run, text="*ake", limit=500) == names(run, text="*AKES", limit=500) == whole
+    assert names(run, text="*ake *count", limit=500) == names(run, text="lakes count", limit=500)
+    assert names(run, text="ake") == names(run, text="*zzz") == names(run, text='"*ake"') == []
+    assert names(run, text="*") == names(run)  # as the first key of a part that is being written
+    with pytest.raises(WrongQuery, match="3 characters or more"):
+        names(run, text="*ke")
+
+
+def test_a_part_of_very_many_words_is_found_in_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    viewed = read(small_run(tmp_path / "run"))
+    monkeypatch.setattr(search, "_WORDS_AT_ONCE", 1)
+    several = names(viewed, text="*ars")
+    monkeypatch.setattr(search, "_MOST_WORDS", 0)
+    with pytest.raises(WrongQuery, match="more than 0 different words have ars in them"):
+        names(viewed, text="*ars")
+    viewed.close()
+    assert several == ["val-2", "val-0"]  # cars, in their tasks
+
+
 @pytest.mark.parametrize("column", search.COLUMNS)
 @pytest.mark.parametrize("down", ["", "-"])
 def test_pages_behind_a_key_are_the_whole_list_sorted_by_anything(run: ViewedRun, column: str, down: str) -> None:
