@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from lightning_rl.cli import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -76,10 +79,7 @@ def test_every_command_of_the_docs_exists(page: str, command: str) -> None:
     if words[0] == "make":
         assert subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True).returncode == 0
     elif words[0] == "lightning-rl":
-        assert (
-            subprocess.run([sys.executable, "-m", "lightning_rl", words[1], "--help"], capture_output=True).returncode
-            == 0
-        )
+        assert CliRunner().invoke(app, [words[1], "--help"]).exit_code == 0
     else:
         script = next(word for word in words if word.endswith(".py") or "." in word)
         path = ROOT / (script if script.endswith(".py") else script.replace(".", "/") + ".py")
