@@ -111,12 +111,12 @@ docs: $(VENV)/.dev $(SDKS)
 	$(BIN)/python -m tests.sdk.matrix
 
 # The docs site, in site/: strict, and then every link of the built pages. `make site BUILDER=mkdocs` builds it by MkDocs
-# Material; to look at it: `python -m http.server -d site`.
+# Material; to look at it: `python -m http.server -d site`. SITE_URL says where it will be published.
 BUILDER ?= zensical
 site: $(SITE)/.made
 	$(SITE)/bin/python -m website.pages build/docs
 	NO_COLOR=1 NO_MKDOCS_2_WARNING=1 $(SITE)/bin/$(BUILDER) build --clean --strict
-	$(SITE)/bin/python -m website.links site
+	$(SITE)/bin/python -m website.links site $(SITE_URL)
 
 # The notebooks, run again, with what they show.
 notebooks: $(VENV)/.dev

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,10 @@ def navigated(entries: Any) -> list[str]:
 
 def settings() -> dict[str, Any]:
     class Loader(yaml.SafeLoader):
-        """Takes Python's own tags of mkdocs.yml as they stand."""
+        """Takes the tags of mkdocs.yml as they stand: Python's, and those of the environment."""
 
-    Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+    for prefix in ("tag:yaml.org,2002:python/", "!"):
+        Loader.add_multi_constructor(prefix, lambda loader, suffix, node: suffix)
     loaded: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
     return loaded
 
@@ -220,10 +222,25 @@ def test_links_of_the_site_are_followed(tmp_path: Path) -> None:
     assert built(tmp_path, a='<a href="#gone">') == ["a/index.html links to #gone, a page without that anchor"]
 
 
+def test_links_from_the_root_are_below_the_place_where_it_is_published(tmp_path: Path) -> None:
+    built(tmp_path, a='<a href="/docs/b/">b</a>', b="")
+    assert list(dead(tmp_path, "https://here.example/docs")) == []
+    assert list(dead(tmp_path)) == ["a/index.html links to /docs/b/, where nothing is"]
+
+
 def test_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:
     script = '<script src="https://cdn.example/x.js"></script>'
     assert built(tmp_path, a=script) == ["a/index.html loads https://cdn.example/x.js"]
     assert built(tmp_path, a='<link rel="canonical" href="https://docs.example/a/">') == []
+
+
+# The changelog
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    newest = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert newest in (version, "Unreleased")
 
 
 # The notebooks

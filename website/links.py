@@ -37,8 +37,9 @@ class Page(HTMLParser):
             (self.loaded if is_loaded else self.links).append(has[name])
 
 
-def dead(site: Path) -> Iterator[str]:
-    """What is wrong with the links, a line each."""
+def dead(site: Path, url: str = "") -> Iterator[str]:
+    """What is wrong with the links, a line each. `url` is where the site is published, if that is known."""
+    below = urlsplit(url).path.rstrip("/") + "/"
     pages = {file.resolve(): Page(file.read_text()) for file in sorted(site.rglob("*.html"))}
     for file, page in pages.items():
         name = file.relative_to(site.resolve())
@@ -49,9 +50,10 @@ def dead(site: Path) -> Iterator[str]:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc or link.startswith("//"):
                 continue
+            path = unquote(parts.path)
             # Only 404.html, which is shown at any address, links from the root.
-            base = site.resolve() if parts.path.startswith("/") else file.parent
-            target = (base / unquote(parts.path).lstrip("/")).resolve() if parts.path else file
+            base = site.resolve() if path.startswith(below) else file.parent
+            target = (base / path.removeprefix(below)).resolve() if path else file
             if target.is_dir():
                 target /= "index.html"
             if not target.is_file():
@@ -61,6 +63,6 @@ def dead(site: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    found = list(dead(Path(sys.argv[1])))
+    found = list(dead(Path(sys.argv[1]), *sys.argv[2:]))
     print("\n".join(found) or "every link of the site leads somewhere")
     sys.exit(bool(found))
