@@ -1,8 +1,8 @@
 """Results on their way to the server: those of one gateway that are there together leave together.
 
 Invariant: a result is told until the server has answered it, or its claim is no longer ours; which of the two is told
-once, to its `over`. That one of several is refused changes nothing for the others, and while nobody can say how the calls
-at one gateway ended, the results of others go on.
+once, to its `over`. That one of several is refused changes nothing for the others, and while nobody can say how calls
+at one gateway ended, the results of other gateways go on.
 """
 
 import logging
