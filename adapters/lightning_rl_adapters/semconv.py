@@ -40,6 +40,7 @@ TOOLS: Final = "lightning_rl.tools"  # a digest, where a call begins a tree: its
 INSTRUCTIONS: Final = "lightning_rl.instructions"  # how many of its messages no later response repeats
 PROMPT_AS_IDS: Final = "lightning_rl.prompt_as_ids"  # of a completion: its client wrote token ids, not text
 REQUEST: Final = "lightning_rl.request"  # a digest of door and body, by which a retry finds its answer
+ENGINE_US: Final = "lightning_rl.engine_us"  # when the engine was asked and had ended, µs after the call's start
 MEDIA: Final = "lightning_rl.media"  # where images stand in the prompt ids: [start, length, SHA-256] each
 
 CALL_SPAN: Final = "lightning_rl.call"

@@ -50,7 +50,10 @@ def rollout(trace: RolloutTrace, config: TrainConfig | None, found: Found | None
 def _attempt(trace: AttemptTrace, view: AttemptView) -> dict[str, Any]:
     spans = {span.span_id: span for span in trace.spans}
     said = {call.call_id: _messages(spans[call.call_id]) for call in view.calls}
-    made = [{**msgspec.to_builtins(call), **said[call.call_id], **_times(spans[call.call_id])} for call in view.calls]
+    made = [
+        {**msgspec.to_builtins(call), **said[call.call_id], **_times(span := spans[call.call_id]), **_engine(span)}
+        for call in view.calls
+    ]
     others = [span for span in trace.spans if span.name not in _HIDDEN]
     return {
         "calls": made,
@@ -69,6 +72,12 @@ def _attempt(trace: AttemptTrace, view: AttemptView) -> dict[str, Any]:
 
 def _times(span: Span) -> dict[str, float]:
     return {"start": span.start_ns / 1e9, "end": span.end_ns / 1e9}
+
+
+def _engine(span: Span) -> dict[str, list[float]]:
+    """Of a call that an engine sampled: when it was asked, and when it had ended."""
+    found = span.attributes.get(semconv.ENGINE_US)
+    return {} if found is None else {"engine": [span.start_ns / 1e9 + at / 1e6 for at in found]}
 
 
 def _messages(span: Span) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def test_a_graphs_branches_are_drawn_with_their_causes(runs: str, watch: Callabl
     page.locator(".forest .node").nth(4).focus()
     page.keyboard.press("Enter")
     until(page, "location.hash.includes('call=5')")
-    assert page.locator(".waterfall .bar.call").count() == 6
+    assert page.locator(".waterfall .bar.call").count() == page.locator(".waterfall .bar.engine").count() == 6
     seen.is_well(runs)
 
 

@@ -152,6 +152,7 @@ class Pair:
     @staticmethod
     def _told(span: Span, names: dict[str, str]) -> dict[str, Any]:
         own = dict(span.attributes)
+        own.pop(semconv.ENGINE_US, None)  # no two took as long
         own.pop(semconv.OUTPUT_MESSAGES, None)  # with ids of tool calls, which are made of the calls' own
         if own.get(semconv.PARENT) is not None:
             own[semconv.PARENT] = names[own[semconv.PARENT]]

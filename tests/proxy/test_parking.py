@@ -11,10 +11,11 @@ import httpx
 import openai
 import pytest
 
+from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import VersionRange
 from lightning_rl_proxy.engines.base import EngineUnavailable
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
-from tests.proxy.conftest import ScriptedEngine, Served
+from tests.proxy.conftest import ScriptedEngine, Served, calls_in
 from tests.proxy.test_streaming import permit
 
 USER: Any = {"role": "user", "content": "how many?"}
@@ -78,6 +79,20 @@ def test_the_state_says_how_many_calls_are_parked(served: Served) -> None:
         served.run(lambda: served.gateway.resume("policy"))
         assert [call.result(20) for call in calls] == ["ok", "ok"]
     assert parked() == 0
+
+
+def test_a_record_says_when_the_engine_was_asked_and_when_it_had_ended(served: Served) -> None:
+    """A call that waited for the end of a pause waited, and no engine was slow."""
+    served.run(lambda: served.gateway.pause("policy"))
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(ask, served)
+        served.eventually(lambda: served.gateway.state()["models"]["policy"]["parked"] == 1)
+        time.sleep(0.05)
+        served.run(lambda: served.gateway.resume("policy"))
+        call.result(20)
+    [span] = calls_in(served.ledger.spans)
+    asked, ended = span.attributes[semconv.ENGINE_US]
+    assert 50_000 <= asked <= ended <= (span.end_ns - span.start_ns) / 1000 + 1_000
 
 
 @pytest.mark.parametrize("drain_seconds", [0, 0.05])

@@ -89,21 +89,25 @@ export function waterfall(rollout, attempt, onchoose = () => {}) {
   const begin = Math.min(...lanes.map((lane) => lane.start)), end = Math.max(...lanes.map((lane) => lane.end));
   const span = end - begin || 1e-9;
   const left = (time) => `${(((time - begin) / span) * 100).toFixed(3)}%`;
-  const rows = lanes.slice(0, MOST_LANES).map((lane) => h("div", { class: "lane", title: `${lane.name}: ${duration(lane.end - lane.start)}, from ${duration(lane.start - begin)} on` },
+  const bar = (kind, from, to) => h("i", { class: `bar ${kind}`, style: { left: left(from), width: `max(2px, ${(((to - from) / span) * 100).toFixed(3)}%)` } });
+  const rows = lanes.slice(0, MOST_LANES).map((lane) => h("div", { class: "lane", title: `${lane.name}: ${duration(lane.end - lane.start)}, from ${duration(lane.start - begin)} on${lane.engine ? `; engine ${duration(lane.engine[1] - lane.engine[0])}, asked after ${duration(lane.engine[0] - lane.start)}` : ""}` },
     lane.call ? h("button", { type: "button", class: "lane-name link", onclick: () => onchoose(lane.call) }, lane.name) : h("span", { class: "lane-name" }, lane.name),
-    h("span", { class: "lane-bar" }, h("i", { class: `bar ${lane.kind}`, style: { left: left(lane.start), width: `max(2px, ${(((lane.end - lane.start) / span) * 100).toFixed(3)}%)` } })),
+    h("span", { class: "lane-bar" }, bar(lane.kind, lane.start, lane.end), lane.engine ? bar("engine", ...lane.engine) : null),
     h("span", { class: "lane-time" }, duration(lane.end - lane.start))));
   const total = (kind) => lanes.filter((lane) => lane.kind === kind).reduce((sum, lane) => sum + lane.end - lane.start, 0);
-  const inCalls = covered(lanes.filter((lane) => lane.kind === "call")), whole = total("attempt");
+  const ofCalls = lanes.filter((lane) => lane.kind === "call");
+  const inCalls = covered(ofCalls), whole = total("attempt");
+  const inEngine = covered(ofCalls.filter((lane) => lane.engine).map(({ engine: [start, end] }) => ({ start, end })));
+  const model = inEngine ? `engine ${duration(inEngine)}, gateway and waiting for a place ${duration(Math.max(inCalls - inEngine, 0))}` : `model ${duration(inCalls)}`;
   return h("div", { class: "waterfall" }, rows,
     lanes.length > MOST_LANES ? h("p", { class: "note" }, `${lanes.length - MOST_LANES} more are not drawn`) : null,
-    h("p", { class: "note" }, `model ${duration(inCalls)}, agent and tools ${duration(Math.max(whole - inCalls, 0))}, in the queue before ${duration(Math.max(attempt.started_at - rollout.created_at, 0))}`));
+    h("p", { class: "note" }, `${model}, agent and tools ${duration(Math.max(whole - inCalls, 0))}, in the queue before ${duration(Math.max(attempt.started_at - rollout.created_at, 0))}`));
 }
 
 function lanesOf(attempt) {
   const now = Math.max(...attempt.calls.map((call) => call.end), attempt.started_at);
   const lanes = [{ name: "agent", kind: "attempt", start: attempt.started_at, end: attempt.ended_at ?? now }];
-  const inside = attempt.calls.map((call) => ({ name: `call ${call.number}${call.agent ? ` ${call.agent}` : ""}`, kind: "call", start: call.start, end: call.end, call: call.number }));
+  const inside = attempt.calls.map((call) => ({ name: `call ${call.number}${call.agent ? ` ${call.agent}` : ""}`, kind: "call", start: call.start, end: call.end, call: call.number, engine: call.engine }));
   const own = attempt.spans.map((span) => ({ name: span.attributes["lightning_rl.operation.name"] ?? span.name.replace("lightning_rl.", ""), kind: "tool", start: span.start, end: span.end }));
   return [...lanes, ...[...inside, ...own].sort((a, b) => a.start - b.start)];
 }

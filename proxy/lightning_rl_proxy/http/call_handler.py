@@ -433,6 +433,7 @@ class _SampledChoice:
         self._number = number
         self._clock = clock
         self.start_ns = clock()
+        self._started_ns = time.monotonic_ns()
 
     def push(self, tokens: EngineTokens) -> list[Delta]:
         """What some more tokens add; one by one, so that the recorded tokens give the same events again."""
@@ -545,6 +546,9 @@ class _SampledChoice:
             semconv.SAMPLING_REQUESTED: msgspec.to_builtins(request.sampling),
             semconv.SAMPLING_EFFECTIVE: msgspec.to_builtins(self.sampling),
         }
+        if self.generation.ended_ns:
+            times = (self.generation.asked_ns, self.generation.ended_ns)
+            more[semconv.ENGINE_US] = [(at - self._started_ns) // 1000 for at in times]
         if request.ignored_fields:
             more[semconv.IGNORED_FIELDS] = request.ignored_fields
         return more | recovery_attributes(self.context) | self.place.attributes()

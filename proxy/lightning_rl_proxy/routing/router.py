@@ -27,7 +27,10 @@ _log = logging.getLogger(__name__)
 
 
 class Generation:
-    """What an engine has handed over of one answer, so far; `finish_reason` is None until it has ended."""
+    """What an engine has handed over of one answer, so far; `finish_reason` is None until it has ended.
+
+    `asked_ns` and `ended_ns` (monotonic) are when the engine was asked, and when it had ended; 0 before.
+    """
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -36,10 +39,12 @@ class Generation:
         self.finish_reason: str | None = None
         self.versions: list[VersionRange] = []
         self.served_by: Engine | None = None  # which has its KV cache
+        self.asked_ns = self.ended_ns = 0
 
     def begin(self, engine: Engine, sampling: Sampling) -> None:
         """Expect all of it from `engine`; what another one ended without a token is forgotten."""
         self.served_by = engine
+        self.asked_ns = time.monotonic_ns()
         self.logprobs = []
         self.logprob_kind = engine.logprob_kind(sampling)
         self.finish_reason = None
@@ -61,6 +66,7 @@ class Generation:
 
     def end(self, finish: EngineFinish) -> None:
         """Take the engine's word on how it ended, and on who sampled which token."""
+        self.ended_ns = time.monotonic_ns()
         self.finish_reason = finish.reason
         self.versions = finish.version_spans
 

@@ -46,6 +46,17 @@ def test_a_rollout_has_its_conversation_forest_credit_and_time(run: ViewedRun) -
     assert told["training"]["step"] == 2
 
 
+def test_a_call_tells_how_much_of_its_time_was_the_engines(tmp_path: Path) -> None:
+    talk = [turn("a", "b", attributes={semconv.ENGINE_US: [100_000, 400_000]}), turn("c", "d")]
+    with open_store(tmp_path) as store:
+        add_rollout(store, "timed", talk)
+    viewed = read(tmp_path)
+    first, second = viewed.answer("rollouts/timed", {})["attempts"][0]["calls"]
+    viewed.close()
+    assert [at - first["start"] for at in first["engine"]] == pytest.approx([0.1, 0.4], abs=1e-5)
+    assert "engine" not in second  # recorded before calls had it, or of a backend
+
+
 def test_a_failure_has_its_error_and_what_it_printed(run: ViewedRun) -> None:
     told = run.answer("rollouts/train-2-failed", {})
     assert told["error"] == "ValueError: no such table"
