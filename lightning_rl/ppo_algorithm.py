@@ -259,6 +259,8 @@ class PPO(Hooks, Algorithm):
         with_critic = needs_critic(self.config, self.rules.batch.estimator)
         models = self._models = Models(self.config, run_dir, with_critic=with_critic, resumed=resumed)
         self.config = models.config
+        if self._shows and (where := models.cards.line()):
+            print(where)
         write_whole(run_dir / "config.yaml", to_yaml(self.config).encode())
         rendered_as, models.policy.name = models.policy.name, self.served_name(models.policy.name)
         self.state = RunState(self.config, run_dir, models.policy.name, resumed)

@@ -15,6 +15,7 @@ from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.load import device_of, folder_here, is_model_id, sees
 from lightning_rl.memory.budget import budget
+from lightning_rl.memory.choices import with_keys
 from lightning_rl.memory.gpus import GIB, Hardware, card
 from lightning_rl.memory.plan import Plan, hardware_of, model_config
 from lightning_rl.memory.traced_step import trace
@@ -80,6 +81,7 @@ def memory(config: Config, folder: Path, stated: str | None = None) -> str:
     if stated is not None or device_of(config.trainer.device).type == "cuda":
         hardware, config = hardware_of(config, stated)
         return Plan(config, model_config(folder), hardware).summary()
+    config = with_keys(config, {"actor_rollout_ref.rollout.free_cache_engine": False})  # a CPU has no memory to give
     model, available = model_config(folder), _available()
     lengths = config.data.max_prompt_length, config.data.max_response_length
     traced = trace(config, model, lengths)

@@ -541,10 +541,21 @@ class RolloutSection(Section, frozen=True):
             "or between them (`nccl`)"
         ),
     ] = "file"
+    devices: Annotated[
+        list[Size] | Literal["colocated", "apart"] | None,
+        effect(
+            "GPUs of the vLLM servers that a run starts, tensor_model_parallel_size for each in turn, as indices among "
+            "those that the run sees; colocated: the trainer's first; apart: none of the trainer's; null: apart where "
+            "there are enough, else colocated"
+        ),
+    ] = None
     free_cache_engine: Annotated[
-        bool,
-        effect("vLLM on the trainer's GPU gives its memory back while the update runs; on a CPU there is none to give"),
-    ] = False
+        bool | None,
+        effect(
+            "vLLM on the trainer's GPU gives its memory back while the update runs; null: where they share one and "
+            "the schedule is sync; on a CPU there is none to give"
+        ),
+    ] = None
     engine_kwargs: EngineKwargs = field(default_factory=EngineKwargs)
     agent: AgentRuns = field(default_factory=AgentRuns)
     multi_turn: MultiTurn = field(default_factory=MultiTurn)
@@ -1041,6 +1052,13 @@ class TrainerSection(Section, frozen=True):
             "(FSDP2). 0 or 1, on one machine: the trainer's own process trains"
         ),
     ] = 1
+    devices: Annotated[
+        list[Size] | None,
+        effect(
+            "GPUs of the processes that train, one each, as indices among those that the run sees "
+            "(CUDA_VISIBLE_DEVICES); null: the first that rollout.devices does not name"
+        ),
+    ] = None
     colocate: Annotated[
         bool, effect("the same workers hold actor, critic and reference; false: each has nnodes x n_gpus_per_node")
     ] = True

@@ -8,11 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, Fsdp
 from lightning_rl.inference.vllm.transfer import BUFFER_BYTES
 from lightning_rl.memory.engine import Engine, cache_bytes, sampled_dtype, vllm_engine
 from lightning_rl.memory.gpus import CONTEXT, FRAGMENTATION, Hardware
 from lightning_rl.memory.traced_step import Held, TracedStep
+from lightning_rl.ppo.local_workers import Role
+from lightning_rl.ppo.ray_workers import groups
+from lightning_rl.training.distributed.placement import Placement, place, sleeps
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "kv cache", "engine", "others")
 
@@ -31,14 +35,15 @@ class Phase:
 
 @dataclass(frozen=True)
 class Budget:
-    """The phases of a run on its hardware; `engine` is vLLM on the same GPUs, and `at_once` how many rows of full
-    length its cache has room for (0: none, so nothing is sampled)."""
+    """The phases of a run on its hardware; `engine` is vLLM, on the trainer's GPUs or its own as `placement` says, and
+    `at_once` how many rows of full length its cache has room for (0: none, so nothing is sampled)."""
 
     hardware: Hardware
     phases: list[Phase]
     engine: Engine | None = None
     at_once: int = 0
     problems: list[str] = field(default_factory=list)
+    placement: Placement = field(default_factory=Placement)
 
     @property
     def fullest(self) -> Phase:
@@ -53,7 +58,8 @@ class Budget:
 
 def budget(config: Config, model: Any, traced: TracedStep, hardware: Hardware) -> Budget:
     """What `traced` takes on `hardware` as the config places it."""
-    count = _Count(config, model, traced, hardware)
+    placed, refused = _placed(config, traced, hardware)
+    count = _Count(config, model, traced, hardware, placed)
     phases, engine = count.phases(), count.engine
     length = config.data.max_tokens
     at_once = 0 if engine is None else engine.tokens // length
@@ -67,24 +73,40 @@ def budget(config: Config, model: Any, traced: TracedStep, hardware: Hardware) -
             f"vLLM's share ({engine.share / 1e9:.1f} GB) has no room for its weights ({engine.weights / 1e9:.1f} GB) "
             f"and a row of {length} tokens"
         )
-    if config.trainer.workers > hardware.count:
-        problems.append(f"{config.trainer.workers} workers are asked for, and there are {hardware.count} GPUs")
-    return Budget(hardware, phases, engine, at_once, problems)
+    return Budget(hardware, phases, engine, at_once, problems + refused, placed)
+
+
+def _placed(config: Config, traced: TracedStep, hardware: Hardware) -> tuple[Placement, list[str]]:
+    """Who is on which GPU, and why that cannot be, where it cannot: then all are counted on one."""
+    roles: set[Role] = {"actor"}
+    roles |= {"critic"} if traced.critic is not None else set()
+    roles |= {"reference"} if traced.reference is not None else set()
+    apart = len(groups(config, frozenset(roles))) if config.trainer.workers > 1 else 1
+    try:
+        return place(config, hardware.count, apart), []
+    except ConfigError as error:
+        return Placement((0,), ((0,),)), [str(error)]
 
 
 class _Count:
     """Adds up the phases of a run."""
 
-    def __init__(self, config: Config, model: Any, traced: TracedStep, hardware: Hardware) -> None:
+    def __init__(
+        self, config: Config, model: Any, traced: TracedStep, hardware: Hardware, placement: Placement
+    ) -> None:
+        self._shared = placement.shared
         self._config, self._model, self._traced = config, model, traced
         self._workers = config.trainer.workers
         self._gpu = hardware.gpu
-        self.engine = vllm_engine(config, model, traced.parameters, hardware.gpu)
+        asleep = sleeps(config, placement)
+        self.engine = vllm_engine(config, model, traced.parameters, hardware.gpu, sleeps=asleep)
 
     def phases(self) -> list[Phase]:
         """All of them, in the order of a step."""
         ours, critic, traced = self._config.actor_rollout_ref, self._config.critic, self._traced
         found = [self._phase("rollouts", {}, awake=True)]
+        if self.engine is not None and not self._shared:
+            found = [self._of_engine(self.engine)]
         computing = {"weights": self._held(traced.actor, "weights") * ours.actor.fsdp_config.param_offload}
         found.append(self._computing("log probabilities", traced.actor, ours.actor.fsdp_config, scoring=True))
         if traced.reference is not None:
@@ -136,7 +158,7 @@ class _Count:
         for part, size in more.items():
             parts[part] += size
         parts["others"] += CONTEXT + round(FRAGMENTATION * (sum(parts.values()) - parts["engine"] - parts["kv cache"]))
-        if (engine := self.engine) is not None:
+        if (engine := self.engine) is not None and self._shared:
             if awake:
                 parts["kv cache"] += max(0, engine.cache)
                 parts["engine"] += engine.share - max(0, engine.cache)
@@ -144,18 +166,23 @@ class _Count:
                 parts["engine"] += engine.resting
         return Phase(name, parts)
 
+    def _of_engine(self, engine: Engine) -> Phase:
+        """A GPU that vLLM has alone."""
+        cache = max(0, engine.cache)
+        return Phase("rollouts", dict.fromkeys(PARTS, 0) | {"kv cache": cache, "engine": engine.share - cache})
+
     def _between(self) -> dict[str, int]:
         """What every phase finds: models and optimizers that do not wait in main memory, and the embedded engine."""
         ours, critic, traced = self._config.actor_rollout_ref, self._config.critic, self._traced
         parts = dict.fromkeys(PARTS, 0)
-        for held, place in (
+        for held, fsdp in (
             (traced.actor, ours.actor.fsdp_config),
             (traced.critic, critic.fsdp_config),
             (traced.reference, ours.ref.fsdp_config),
         ):
             if held is not None:
-                parts["weights"] += self._held(held, "weights") * (not place.param_offload)
-                parts["optimizer"] += self._held(held, "optimizer") * (not place.optimizer_offload)
+                parts["weights"] += self._held(held, "weights") * (not fsdp.param_offload)
+                parts["optimizer"] += self._held(held, "optimizer") * (not fsdp.optimizer_offload)
         if self._workers > 1 and (ours.rollout.name == "embedded" or ours.rollout.weight_transfer != "file"):
             parts["weights"] += traced.actor.weights  # the trainer's own copy, from which the engine gets its weights
         if ours.rollout.name == "embedded":

@@ -22,7 +22,7 @@ _LOW_BIT = {
     f"{_ACTOR}optim.optimizer": "AdamW8bit",
     f"{_ACTOR}optim.override_optimizer_config": {"bf16_stochastic_round": True},
 }
-_KEPT = {*_LOW_BIT, f"{_ACTOR}fsdp_config.dtype", f"{_ROLLOUT}dtype", f"{_ROLLOUT}free_cache_engine"}
+_KEPT = {*_LOW_BIT, f"{_ACTOR}fsdp_config.dtype", f"{_ROLLOUT}dtype"}
 Keys = dict[str, Any]
 
 
@@ -97,8 +97,6 @@ class Planner:
         else:
             yield {f"{_ACTOR}fsdp_config.dtype": "bfloat16", f"{_ROLLOUT}dtype": "bfloat16"}
         yield {f"{_MODEL}enable_gradient_checkpointing": True}
-        if shares_gpu:
-            yield {f"{_ROLLOUT}free_cache_engine": True}
         shares: list[Keys] = [{f"{_ROLLOUT}gpu_memory_utilization": share} for share in (0.5, 0.6, 0.7, 0.8)]
         yield from shares if shares_gpu else []
         yield {f"{_ACTOR}ppo_max_token_len_per_gpu": max(config.data.max_tokens, 4096)}

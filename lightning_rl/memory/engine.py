@@ -40,8 +40,8 @@ class Engine:
         return self.share if self.asleep is None else self.asleep
 
 
-def vllm_engine(config: Config, model: Any, parameters: int, gpu: Gpu) -> Engine | None:
-    """The server on a GPU that trains too; None where the run starts none."""
+def vllm_engine(config: Config, model: Any, parameters: int, gpu: Gpu, *, sleeps: bool) -> Engine | None:
+    """A server on one of its GPUs; None where the run starts none."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "vllm" or rollout.server_urls:
         return None
@@ -50,7 +50,7 @@ def vllm_engine(config: Config, model: Any, parameters: int, gpu: Gpu) -> Engine
         weights=parameters * sampled_dtype(config).itemsize // parallel,
         share=int(rollout.gpu_memory_utilization * gpu.memory),
         per_token=cache_bytes(config, model) // min(parallel, _heads(model.get_text_config())),
-        asleep=ASLEEP if rollout.free_cache_engine else None,
+        asleep=ASLEEP if sleeps else None,
     )
 
 

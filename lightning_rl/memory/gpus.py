@@ -72,8 +72,8 @@ def stated(text: str) -> Hardware:
     return Hardware(card(float(gib)), per_node, nodes)
 
 
-def here() -> Hardware | None:
-    """The cards of this machine; None: there are none."""
+def here(nodes: int = 1) -> Hardware | None:
+    """The cards of this machine, and of others like it; None: there are none."""
     if not torch.cuda.is_available():
         return None
-    return Hardware(card(torch.cuda.get_device_properties(0).total_memory / GIB), torch.cuda.device_count())
+    return Hardware(card(torch.cuda.get_device_properties(0).total_memory / GIB), torch.cuda.device_count(), nodes)

@@ -75,6 +75,8 @@ class Plan:
             said += ["" if self.changes else f"and no keys make it fit: {advice(self.config)}"]
             said += [f"  {key}={_written(value)}" for key, value in (self.changes or {}).items()]
             said += ["", "with these keys it fits:"] if self.changes else []
+        if self.fits:
+            said.append(self.budget.placement.line([str(gpu) for gpu in range(self.hardware.count)]))
         return [*said, *self._bars(), *(self._expectations() if self.fits else [])]
 
     def as_json(self) -> dict[str, Any]:
@@ -84,6 +86,11 @@ class Plan:
             "fits": self.fits,
             "as_given": {"fits": self.as_given.fits, "problems": self.as_given.problems},
             "changes": self.changes,
+            "gpus": {
+                "trainer": self.budget.placement.trainer,
+                "vllm": self.budget.placement.engines,
+                "shared": self.budget.placement.shared,
+            },
             "phases": [{"name": one.name, "bytes": dict(one.parts), "total": one.total} for one in self.budget.phases],
             "memory": self.hardware.gpu.memory,
             "rows_at_once": self.budget.at_once or None,
@@ -148,7 +155,7 @@ def refuse_what_cannot_fit(config: Config, hardware: Hardware | None = None) -> 
     """Raises DoesNotFit for a run that needs more than its GPUs have (None: those here, where it trains on them), with
     what to do."""
     if hardware is None and device_of(config.trainer.device).type == "cuda":
-        hardware = gpus.here()
+        hardware = gpus.here(config.trainer.nnodes)
     if hardware is None or not config.trainer.memory_check:
         return
     register_model_code(config)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, Fsdp
 from lightning_rl.inference import model_code
-from lightning_rl.inference.device_memory import free_unused_memory
+from lightning_rl.inference.devices import free_unused_memory
 from lightning_rl.inference.load import folder_here, load_model, model_folder, vocabulary_size
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.estimators import needs_reference

@@ -14,12 +14,13 @@ from torch import nn
 
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config
-from lightning_rl.inference.device_memory import free_unused_memory
+from lightning_rl.inference.devices import free_unused_memory
 from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.inference.load import ModelConfigRefused, located, with_config
 from lightning_rl.inference.sglang import SGLangPolicy
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.ppo import resolved_config
+from lightning_rl.ppo.cards import Cards
 from lightning_rl.ppo.local_workers import FORMATS, LocalWorkers, put, register_model_code, roles_of
 from lightning_rl.ppo.ray_workers import RayWorkers
 from lightning_rl.ppo.teachers import served_teachers
@@ -49,7 +50,8 @@ class Models:
     `tokenizer` is the folder of its tokenizer and chat format. `policy` is there at once, `actor`, `critic` and
     `reference` (None where nothing needs them) after `train`. With a shared trunk the actor has the critic's head, and
     there is no `critic`. Where several processes train, these three stand for what the processes hold, and `model` is a
-    copy of the policy that is renewed when it is sent. Raises ConfigError for an adapter that cannot be made.
+    copy of the policy that is renewed when it is sent. `cards` are the GPUs, and who is on which. Raises ConfigError
+    for an adapter that cannot be made, and for GPUs that are too few.
     """
 
     actor: Actor | RemoteActor
@@ -62,7 +64,8 @@ class Models:
         register_model_code(config)
         self._roles = roles_of(config, with_critic=with_critic)
         self._resumed = None if config.actor_rollout_ref.model.lora_rank else resumed
-        self.policy = _policy(config, run_dir, self._resumed)
+        self.cards = Cards(config, self._roles)
+        self.policy = _policy(config, run_dir, self._resumed, self.cards)
         template = config.actor_rollout_ref.model.chat_template
         self.tokenizer = with_template(self.policy.folder, template, run_dir / "tokenizer")
         parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
@@ -100,7 +103,15 @@ class Models:
         served = served_teachers(self.config, self.policy.folder)
         if self.config.trainer.workers > 1:
             weights = self._resumed or self.policy.folder
-            self._crew = RayWorkers(self.config, self._roles, weights, self.policy.folder, training_steps)
+            self._crew = RayWorkers(
+                self.config,
+                self._roles,
+                weights,
+                self.policy.folder,
+                training_steps,
+                gpus=self.cards.of_trainer,
+                room=self.cards.room,
+            )
             self.actor, self.critic, self.reference = self._crew.actor, self._crew.critic, self._crew.reference
             self.teachers = served | self._crew.teachers
         else:
@@ -115,6 +126,7 @@ class Models:
         """End the processes that train, where there are any beside this one."""
         if self._crew is not None:
             self._crew.close()
+        self.cards.close()
 
     @property
     def has_values(self) -> bool:
@@ -182,23 +194,25 @@ class Models:
         (self._own if self._crew is None else self._crew).load_state_dict(state)
 
 
-def _policy(config: Config, run_dir: Path, weights: Path | None) -> EmbeddedPolicy | VllmPolicy | SGLangPolicy:
+def _policy(
+    config: Config, run_dir: Path, weights: Path | None, cards: Cards
+) -> EmbeddedPolicy | VllmPolicy | SGLangPolicy:
     """The policy with the engine that the config names."""
     path, changes = config.actor_rollout_ref.model.path, config.actor_rollout_ref.model.override_config
     if not changes:
-        return _sampled(config, path, run_dir, weights)
+        return _sampled(config, path, run_dir, weights, cards)
     folder, name = located(path)
     try:
         changed = with_config(folder, changes, run_dir / "model-config" / folder.name)
     except ModelConfigRefused as error:
         raise ConfigError(f"config key actor_rollout_ref.model.override_config: {error}") from error
-    policy = _sampled(config, changed, run_dir, weights)
+    policy = _sampled(config, changed, run_dir, weights, cards)
     policy.name = name  # by which its renderer is found
     return policy
 
 
 def _sampled(
-    config: Config, path: str | Path | None, run_dir: Path, weights: Path | None
+    config: Config, path: str | Path | None, run_dir: Path, weights: Path | None, cards: Cards
 ) -> EmbeddedPolicy | VllmPolicy | SGLangPolicy:
     """The model at `path` with the engine that the config names."""
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
@@ -208,7 +222,7 @@ def _sampled(
             path,
             weights=weights,
             trained=True,
-            device=config.trainer.device,
+            device=cards.device,
             dtype=held if rollout.dtype is None else FORMATS[rollout.dtype],
             train_dtype=held,
             max_num_seqs=rollout.max_num_seqs,
@@ -221,11 +235,12 @@ def _sampled(
     only_writes = config.trainer.workers > 1 and rollout.weight_transfer == "file"
     common: dict[str, Any] = {
         "weights": weights,
-        "device": "cpu" if only_writes else config.trainer.device,
+        "device": "cpu" if only_writes else cards.device,
         "train_dtype": held,
         "tolerance": resolved_config.sampler_tolerance(config),
         "attention": model.attn_implementation,
     }
     if rollout.name == "sglang":
         return SGLangPolicy(path, run_dir, urls=urls, **common)
-    return VllmPolicy(path, resolved_config.vllm_options(config), run_dir, urls=urls, **common)
+    options = resolved_config.vllm_options(config, cards.placement, cards.names)
+    return VllmPolicy(path, options, run_dir, urls=urls, make=cards.server_maker(), **common)

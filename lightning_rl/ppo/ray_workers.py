@@ -3,7 +3,7 @@
 Invariant: a checkpoint says nothing of how many workers wrote it, or of how the models were spread over them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,23 +32,34 @@ class RayWorkers:
         weights: the folder of the policy's weights, which every worker can read.
         folder: that of the model which training began with.
         training_steps: how many there will be.
+        gpus: of a Ray of our own, those that train, by their names in CUDA_VISIBLE_DEVICES.
+        room: on a cluster, that of the workers which have the actor, where engines share it.
     """
 
     critic: RemoteCritic | None = None
     reference: RemoteReference | None = None
 
     def __init__(
-        self, config: Config, roles: frozenset[Role], weights: Path, folder: Path, training_steps: int
+        self,
+        config: Config,
+        roles: frozenset[Role],
+        weights: Path,
+        folder: Path,
+        training_steps: int,
+        *,
+        gpus: Sequence[str] = (),
+        room: Any = None,
     ) -> None:
         trainer, device = config.trainer, device_of(config.trainer.device).type
         apart = groups(config, roles)
-        self._ours = cluster.join(trainer.workers * len(apart), 4 * _bytes(weights))
+        self._ours = cluster.join(trainer.workers * len(apart), 4 * _bytes(weights), gpus)
         self._groups: dict[Role, WorkerGroup] = {}
         self._all: list[WorkerGroup] = []
         try:
             for own in apart:
                 build = partial(_built, config, own, weights, folder, training_steps, *_own_loss(config))
-                group = WorkerGroup(", ".join(sorted(own)), trainer.nnodes, trainer.per_node, device, build)
+                name, seat = ", ".join(sorted(own)), room if "actor" in own else None
+                group = WorkerGroup(name, trainer.nnodes, trainer.per_node, device, build, seat)
                 self._all.append(group)
                 self._groups |= dict.fromkeys(own, group)
         except BaseException:

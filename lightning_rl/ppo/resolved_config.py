@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,6 +44,8 @@ from lightning_rl.training import checkpoint, optimizer
 from lightning_rl.training.actor import ActorConfig
 from lightning_rl.training.chat_template import with_template
 from lightning_rl.training.critic import CriticConfig
+from lightning_rl.training.distributed import placement
+from lightning_rl.training.distributed.placement import Placement
 from lightning_rl.training.optimizer import OptimizerConfig
 from lightning_rl.trajectories.call_filter import selection
 from lightning_rl_adapters.call import Call
@@ -56,6 +58,7 @@ C = TypeVar("C", bound=Config)
 _SMALLEST_LR, _LARGEST_LR = 1e-6, 1e-3
 _OF_STARTED_SERVERS: Final = ("python", "gpu_memory_utilization", "enforce_eager")
 _OF_ANY_ENGINE_HERE: Final = ("tensor_model_parallel_size", "data_parallel_size", "max_num_seqs", "num_threads")
+_DEVICES: Final = "actor_rollout_ref.rollout.devices"
 _THRESHOLD = 4  # of `trainer.max_off_policy_threshold`
 # What these do to a number of a weight hangs on this number's gradients alone.
 _ELEMENTWISE: Final = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "Adagrad", "RMSprop", "ASGD", "SGD")
@@ -155,7 +158,7 @@ def _check_schedule(config: Config) -> None:
             "algorithm.train_spans=true trains calls of which no span says which weights sampled them, and "
             f"trainer.schedule={name} bounds how old these may be: leave it out, or set trainer.schedule=sync"
         )
-    if name != "sync" and frees_memory(config):
+    if name != "sync" and _frees_memory(config):
         raise ConfigError(
             "actor_rollout_ref.rollout.free_cache_engine=true lets the engine rest while the trainer computes, and "
             f"under trainer.schedule={name} it samples then: leave it out, or set trainer.schedule=sync"
@@ -191,9 +194,11 @@ def _rollout_is(config: Config) -> Literal["token", "sequence", "geometric"] | N
     return section.rollout_is
 
 
-def frees_memory(config: Config) -> bool:
-    """Whether the engine gives its memory back while the trainer computes: on a CPU there is none of a GPU to give."""
-    return config.actor_rollout_ref.rollout.free_cache_engine and device_of(config.trainer.device).type == "cuda"
+def _frees_memory(config: Config) -> bool:
+    """Whether the engine is asked to give its memory back while the trainer computes: on a CPU there is none of a GPU
+    to give."""
+    asked = config.actor_rollout_ref.rollout.free_cache_engine is True
+    return asked and device_of(config.trainer.device).type == "cuda"
 
 
 def _check_engine(config: Config) -> None:
@@ -201,10 +206,17 @@ def _check_engine(config: Config) -> None:
     on_gpus = rollout.name == "vllm" and device_of(config.trainer.device).type == "cuda"
     for key, asked in (
         (f"weight_transfer={rollout.weight_transfer}", rollout.weight_transfer != "file"),
-        ("free_cache_engine=true", frees_memory(config)),
+        ("free_cache_engine=true", _frees_memory(config)),
     ):
         if asked and not on_gpus:
             raise ConfigError(f"actor_rollout_ref.rollout.{key} is for vLLM on GPUs (rollout.name=vllm): leave it out")
+    for key, given in (("trainer.devices", config.trainer.devices), (_DEVICES, rollout.devices)):
+        if given is not None and device_of(config.trainer.device).type != "cuda":
+            raise ConfigError(
+                f"{key}={given} names GPUs, and this run is on the CPU (trainer.device={config.trainer.device}"
+                f"{', and torch finds no GPU' * (config.trainer.device == 'auto')}): leave it out"
+            )
+    placement.check_keys(config)
     if rollout.name == "sglang" and not rollout.server_urls:
         raise ConfigError(
             "actor_rollout_ref.rollout.name=sglang needs actor_rollout_ref.rollout.server_urls: SGLang's servers are "
@@ -236,8 +248,11 @@ def idle_keys(config: Config) -> Iterator[str]:
     mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
     if path is not None and mode != "resume_path":
         yield f"trainer.resume_from_path={path} is not read: trainer.resume_mode is {mode}"
-    if config.actor_rollout_ref.rollout.free_cache_engine and not frees_memory(config):
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.free_cache_engine and not _frees_memory(config):
         yield "rollout.free_cache_engine: no effect, on a CPU there is no memory of a GPU to give back"
+    elif rollout.free_cache_engine and rollout.devices not in (None, "colocated"):
+        yield f"rollout.free_cache_engine: no effect, rollout.devices={rollout.devices} are none of the trainer's GPUs"
     if (idle := _idle_engine_keys(config)) is not None:
         yield idle
 
@@ -556,8 +571,9 @@ def sampler_tolerance(config: Config) -> Tolerance:
     return Tolerance(largest=given or (1e-4 if config.actor_rollout_ref.rollout.name == "embedded" else 1e-3))
 
 
-def vllm_options(config: Config) -> Options:
-    """How the vLLM servers of a run are started."""
+def vllm_options(config: Config, placed: Placement | None = None, names: Sequence[str] = ()) -> Options:
+    """How the vLLM servers of a run are started, on the GPUs where they are placed, by their names."""
+    where = placed or Placement()
     rollout, formats = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.fsdp_config
     return Options(
         python=rollout.python or sys.executable,
@@ -573,7 +589,8 @@ def vllm_options(config: Config) -> Options:
         max_num_seqs=rollout.max_num_seqs,
         enforce_eager=rollout.enforce_eager,
         weight_transfer=rollout.weight_transfer,
-        sleeps=frees_memory(config),
+        devices=() if where.by_ray else tuple(tuple(names[gpu] for gpu in server) for server in where.engines),
+        sleeps=placement.sleeps(config, where),
         threads=rollout.num_threads,
         flags=rollout.engine_kwargs.vllm or {},
     )

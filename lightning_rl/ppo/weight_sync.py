@@ -7,7 +7,6 @@ import logging
 
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.vllm.policy import VllmPolicy
-from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.models import Models
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.errors import StoreError
@@ -25,7 +24,6 @@ class WeightSync:
         self._models = models
         # Rollouts in flight continue over the update: to drain them would be what `sync` does.
         self._mode = "drain" if config.trainer.schedule == "sync" else "keep"
-        self._sleeps = resolved_config.frees_memory(config)
 
     def publish(self, version: int) -> None:
         """Give the engine the trained weights as policy version `version`, while calls wait at the gateway."""
@@ -40,14 +38,14 @@ class WeightSync:
     def sleep(self) -> None:
         """Free the memory of an engine on the trainer's GPU for the update."""
         policy = self._models.policy
-        if isinstance(policy, VllmPolicy) and self._sleeps:
+        if isinstance(policy, VllmPolicy) and policy.sleeps:
             self._store.pause(policy.name, lease_seconds=_OUTAGE_LEASE_SECONDS)
             policy.sleep()
 
     def wake(self) -> None:
         """Wake the engine, where no update of its weights has done so."""
         policy = self._models.policy
-        if isinstance(policy, VllmPolicy) and self._sleeps:
+        if isinstance(policy, VllmPolicy) and policy.sleeps:
             policy.wake()
             self._store.resume(policy.name)
 

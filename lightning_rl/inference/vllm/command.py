@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+LOOPBACK = "127.0.0.1"
 PLUGIN = Path(__file__).parent / "plugin"
 _BACKENDS = {"file": "lightning_rl_file"}  # as the plugin registers it; others are vLLM's own
 _CPU_CACHE_GIB = "1"
@@ -27,7 +28,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         dtype: in what it computes, `float32` or `bfloat16`.
         device: `cpu` or `cuda`.
         processed_logprobs: logprobs are of what is sampled from, and not of temperature 1.
-        servers: how many of them, each with `tensor_parallel` GPUs of its own.
+        servers: how many of them, each with `tensor_parallel` GPUs.
+        devices: the GPUs of each, by their names in CUDA_VISIBLE_DEVICES; none on a CPU, or where Ray gives them.
+        host: the address where they listen; beyond the loopback whoever reaches it can change their weights.
         weight_transfer: how weights reach them (`transfer`).
         sleeps: they leave their GPU to the trainer while it trains.
         threads: cores of each on a CPU.
@@ -44,6 +47,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     processed_logprobs: bool
     servers: int = 1
     tensor_parallel: int = 1
+    devices: tuple[tuple[str, ...], ...] = ()
+    host: str = LOOPBACK
     gpu_memory_utilization: float = 0.5
     max_num_seqs: int = 256
     enforce_eager: bool = False
@@ -54,10 +59,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def command(options: Options, port: int) -> list[str]:
-    """The command line of a server at `port` of the loopback."""
+    """The command line of a server at `port`."""
     flags: dict[str, Any] = {
         "model": options.model,
-        "host": "127.0.0.1",
+        "host": options.host,
         "port": port,
         "dtype": options.dtype,
         "max_model_len": options.context,
@@ -83,8 +88,10 @@ def command(options: Options, port: int) -> list[str]:
     return words + [word for name, value in {**flags, **options.flags}.items() for word in _words(name, value)]
 
 
-def environment(options: Options, index: int, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a server's environment has beside, or instead of, the inherited one; `index` tells the servers apart."""
+def environment(
+    options: Options, devices: tuple[str, ...] = (), inherited: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """What the environment of a server on those GPUs has beside, or instead of, the inherited one."""
     added = {
         "VLLM_SERVER_DEV_MODE": "1",
         **({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if options.weight_transfer == "ipc" else {}),
@@ -93,11 +100,8 @@ def environment(options: Options, index: int, inherited: Mapping[str, str] = os.
     if options.device == "cpu":
         added |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(options.threads)}
         added["VLLM_CPU_KVCACHE_SPACE"] = inherited.get("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
-    elif options.servers > 1:
-        seen = inherited.get("CUDA_VISIBLE_DEVICES", "")
-        gpus = seen.split(",") if seen else [str(i) for i in range(options.servers * options.tensor_parallel)]
-        first = index * options.tensor_parallel
-        added["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + options.tensor_parallel])
+    elif devices:
+        added["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     return added
 
 

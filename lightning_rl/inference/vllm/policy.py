@@ -10,14 +10,14 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from lightning_rl.inference.device_memory import free_unused_memory
+from lightning_rl.inference.devices import free_unused_memory
 from lightning_rl.inference.load import device_of, load_model, located
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.control import Control, Unreached
@@ -32,10 +32,29 @@ _FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _log = logging.getLogger(__name__)
 
 
+class Server(Protocol):
+    """A server that is ours: `VllmServer`, here or on another machine."""
+
+    url: str
+
+    @property
+    def runs(self) -> bool: ...
+
+    def start(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def why(self) -> str: ...
+
+    def ask_to_stop(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 class _Member:
     """A server, ours or (`server` None) somebody else's; one that is `away` has ended, or not taken its weights yet."""
 
-    def __init__(self, url: str, server: VllmServer | None) -> None:
+    def __init__(self, url: str, server: Server | None) -> None:
         self.server = server
         self.control = Control(url)
         self.away = False
@@ -49,6 +68,7 @@ class VllmPolicy:
         options: how its servers are started; `model`, `sees`, and a `context` of None, are the model's own.
         run_dir: where the logs of the servers are, and the weights on their way to them.
         urls: servers that run already and read the same files, instead of ones of our own.
+        make: a server, of its options, `run_dir` and its number; None: a child process of ours.
         weights: a checkpoint whose weights are sampled and trained instead of those at `path`.
         device: of `model`: cpu, cuda, or auto.
         train_dtype: of `model`.
@@ -68,6 +88,7 @@ class VllmPolicy:
         run_dir: Path,
         *,
         urls: Iterable[str] = (),
+        make: Callable[[Options, Path, int], Server] | None = None,
         weights: Path | None = None,
         device: str = "auto",
         train_dtype: torch.dtype = torch.float32,
@@ -85,7 +106,7 @@ class VllmPolicy:
         self._tolerance = tolerance
         self._outbox = run_dir / "weights"
         attached = [_Member(url, None) for url in urls]
-        own = [VllmServer(self._options, run_dir, i) for i in range(0 if attached else options.servers)]
+        own = [(make or _child)(self._options, run_dir, i) for i in range(0 if attached else options.servers)]
         self._members = attached + [_Member(server.url, server) for server in own]
         self._version: int | None = None
         self._asleep = False
@@ -149,6 +170,11 @@ class VllmPolicy:
         for member in self._members:
             if not member.away:
                 self._prove(member, version)
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the servers leave their GPUs to the trainer while it computes."""
+        return self._options.sleeps
 
     def sleep(self) -> None:
         """Let the servers leave their GPUs to the trainer, where they were started so: they sleep until `wake`.
@@ -243,7 +269,7 @@ class VllmPolicy:
                             self._failed = error
                         return
 
-    def _revive(self, member: _Member, server: VllmServer) -> None:
+    def _revive(self, member: _Member, server: Server) -> None:
         member.away = True
         why, member.restarts = server.why(), member.restarts + 1
         if member.restarts > _RESTARTS:
@@ -262,6 +288,10 @@ class VllmPolicy:
             self._give(member)
         if alone and not member.away:
             self.on_outage(False)
+
+
+def _child(options: Options, run_dir: Path, index: int) -> Server:
+    return VllmServer(options, run_dir, index, options.devices[index] if options.devices else ())
 
 
 def _as_saved(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

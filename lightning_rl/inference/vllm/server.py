@@ -49,22 +49,22 @@ class VllmNotStarted(Explained, RuntimeError):
 
 
 class VllmServer:
-    """The server number `index` of a run, at `url`; what it prints is in `log`, in the run's folder."""
+    """The server number `index` of a run, at `url`, on the GPUs `devices`; what it prints is in `log`, in the run's
+    folder."""
 
-    def __init__(self, options: Options, run_dir: Path, index: int) -> None:
-        self.options = options
+    def __init__(self, options: Options, run_dir: Path, index: int, devices: tuple[str, ...] = ()) -> None:
+        self.options, self._devices = options, devices
         self.log = run_dir / f"vllm-{index}.log"
-        self._index = index
-        with socket.create_server(("127.0.0.1", 0)) as free:
+        with socket.create_server((options.host, 0)) as free:
             self._port = free.getsockname()[1]  # the same after a restart: the gateway knows it by its URL
-        self.url = f"http://127.0.0.1:{self._port}"
+        self.url = f"http://{options.host}:{self._port}"
         self._child: Child | None = None
 
     def start(self) -> None:
         """Begin to start; `wait` returns when it answers."""
         order = {
             "command": command(self.options, self._port),
-            "environment": environment(self.options, self._index),
+            "environment": environment(self.options, self._devices),
             "url": self.url,
             "start_seconds": _START_SECONDS,
         }

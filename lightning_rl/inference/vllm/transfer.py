@@ -11,6 +11,7 @@ import pickle
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 from urllib.parse import urlsplit
@@ -118,7 +119,7 @@ class DeviceTransfer:
 
         weights = _present(self._offered)
         source = _source(weights, self._dtype)
-        with self._one_at_a_time:
+        with self._one_at_a_time, _on_the_gpu_of(weights):
             if control not in self._ends:
                 self._ends[control] = WeightTransferTrainerFactory.trainer_init(
                     self._told(control, weights), client=_Client(control), source=source
@@ -150,6 +151,12 @@ class DeviceTransfer:
 
 def _present(weights: Weights) -> Mapping[str, Tensor]:
     return weights() if callable(weights) else weights
+
+
+def _on_the_gpu_of(weights: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
+    """vLLM's code sends from the thread's current GPU, which is the first one until a thread says otherwise."""
+    device = next((tensor.device for tensor in weights.values()), torch.device("cpu"))
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def buffer_bytes(weights: Mapping[str, Tensor], dtype: torch.dtype) -> int:

@@ -8,16 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning_rl.errors import Explained, WorkerDied
+from lightning_rl.errors import WorkerDied
+from lightning_rl.training.distributed import rooms
 from lightning_rl.training.distributed.process_group import ProcessGroup
 from lightning_rl.training.distributed.worker import TrainingWorker
 
-_PLACING_SECONDS = 60.0
 _LAST_WORDS_SECONDS = 5.0  # within which Ray says that a worker is gone, after another one has missed it
-
-
-class NoPlace(Explained, RuntimeError):
-    """The cluster has no room for the workers."""
 
 
 class WorkerGroup:
@@ -27,32 +23,34 @@ class WorkerGroup:
         name: what they train, for messages.
         device: cpu, or cuda: each has a GPU of its own.
         build: makes the models of a worker; it is sent to all of them.
+        room: theirs, where one is reserved already (`rooms.of_workers`), which whoever has reserved it gives back.
 
     `pids` are the workers' processes, each on its machine.
     Whoever makes one calls `close`. Raises NoPlace where the cluster has no room.
     """
 
-    def __init__(self, name: str, nodes: int, per_node: int, device: str, build: Callable[[ProcessGroup], Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        nodes: int,
+        per_node: int,
+        device: str,
+        build: Callable[[ProcessGroup], Any],
+        room: Any = None,
+    ) -> None:
         import ray
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self.name, self.size = name, nodes * per_node
         self._ray = ray
         self._failed = False
         gpus = int(device == "cuda")
-        bundle = {"CPU": per_node} | ({"GPU": per_node} if gpus else {})
-        self._room = placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
+        self._ours = room is None
+        self._room = room or rooms.of_workers(name, nodes, per_node, gpus)
         self._workers: list[Any] = []
         self.pids: list[int] = []
         try:
-            if not self._room.wait(_PLACING_SECONDS):
-                raise NoPlace(
-                    f"the workers of {name} find no room: trainer.nnodes={nodes} machines with {bundle} each are asked "
-                    "for; look at `ray status` for what there is, or lower trainer.n_gpus_per_node"
-                )
             for rank in range(self.size):
-                place = PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=rank // per_node)
+                place = rooms.scheduled(self._room, rank // per_node)
                 made = ray.remote(TrainingWorker).options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place)
                 self._workers.append(made.remote(rank, self.size, device))
             host, port = self._answers([self._workers[0].listen.remote()])[0]
@@ -73,12 +71,11 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End the workers, and give back their room."""
-        from ray.util.placement_group import remove_placement_group
-
         self._failed = True
         for worker in self._workers:
             self._ray.kill(worker)
-        remove_placement_group(self._room)
+        if self._ours:
+            rooms.give_back(self._room)
 
     def _answers(self, asked: list[Any]) -> list[Any]:
         """Wait for all; the first failure ends the waiting."""

@@ -18,6 +18,7 @@ from lightning_rl.config import ConfigError, compose, keys
 from lightning_rl.config.schema import Config, TrainConfig
 from lightning_rl.inference.load import load_model
 from lightning_rl.loading import NotLoadable
+from lightning_rl.memory.choices import with_keys
 from lightning_rl.ppo import collector, reporting, resolved_config
 from lightning_rl.ppo.local_workers import LocalWorkers
 from lightning_rl.ppo.run_state import RunState
@@ -31,6 +32,7 @@ from lightning_rl.rl.shaping import OverlongBuffer
 from lightning_rl.runner import on_ray
 from lightning_rl.store.contract import RolloutRequest
 from lightning_rl.tools.config import limits_of
+from lightning_rl.training.distributed import placement
 from lightning_rl.trajectories.reader import agent_failure
 from lightning_rl.trajectories.trajectory import Trajectory
 from lightning_rl_adapters import credit, forest
@@ -100,7 +102,9 @@ class _Store:
 def vllm(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
     """How vLLM servers would be started; what becomes of each of these is in `test_command.py`."""
     monkeypatch.setattr(resolved_config, "device_of", lambda _: torch.device("cuda"))
-    return resolved_config.vllm_options(config)
+    config = with_keys(config, {f"{ROLLOUT}name": "vllm"})
+    placed = placement.place(config, 8)
+    return placed.line([]), resolved_config.vllm_options(config, placed, [str(gpu) for gpu in range(8)])
 
 
 def story(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -305,6 +309,8 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     (ROLLOUT + "enforce_eager", True, vllm),
     (ROLLOUT + "weight_transfer", "ipc", vllm),
     (ROLLOUT + "free_cache_engine", True, vllm),
+    (ROLLOUT + "devices", [3], vllm),
+    ("trainer.devices", [3], vllm),
     (ROLLOUT + "engine_kwargs.vllm", {"block_size": 32}, vllm),
     (ROLLOUT + "agent.max_concurrent_rollouts", 2, limits),
     (ROLLOUT + "agent.isolation", "process", limits),

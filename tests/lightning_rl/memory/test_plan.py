@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -34,7 +35,8 @@ def test_a_model_of_1_5_billion_is_trained_whole_on_24_gib_beside_vllm() -> None
     assert plan.changes is not None
     assert plan.changes[f"{ACTOR}optim.optimizer"] == "AdamW8bit"
     assert plan.changes[f"{ACTOR}optim.override_optimizer_config"] == {"bf16_stochastic_round": True}
-    assert plan.changes[f"{ROLLOUT}free_cache_engine"] is True
+    assert plan.budget.engine is not None
+    assert plan.budget.engine.asleep is not None  # they share the GPU, so vLLM sleeps by itself
     assert plan.budget.fullest.total < 0.9 * 24 * GIB
     assert plan.budget.at_once >= 8  # a group at once
 
@@ -46,7 +48,6 @@ def test_an_adapter_of_7_billion_is_trained_on_24_gib_beside_vllm() -> None:
     assert plan.fits
     assert plan.changes is not None
     assert plan.changes[f"{ACTOR}fsdp_config.param_offload"] is True
-    assert plan.changes[f"{ROLLOUT}free_cache_engine"] is True
     assert plan.budget.at_once >= 8
     sending = next(phase for phase in plan.budget.phases if phase.name == "new weights for vLLM")
     assert sending.parts["weights"] == 0
@@ -89,15 +90,17 @@ HELD = Held(
 )
 
 
-def phases(*words: str, held: Held = HELD, reference: Held | None = None) -> dict[str, dict[str, float]]:
+def phases(
+    *words: str, held: Held = HELD, reference: Held | None = None, gpus: str = "80"
+) -> dict[str, dict[str, float]]:
     """Parts of the phases in GiB, of a model of 5 billion on 80 GiB."""
     traced = TracedStep(5 * 2**30, held, reference=reference)
-    found = budget(configured(*words, f"{ROLLOUT}dtype=bfloat16"), QWEN_15B, traced, stated("80"))
+    found = budget(configured(*words, f"{ROLLOUT}dtype=bfloat16"), QWEN_15B, traced, stated(gpus))
     return {phase.name: {part: size / GIB for part, size in phase.parts.items() if size} for phase in found.phases}
 
 
 def test_who_is_there_in_each_phase() -> None:
-    awake = phases()
+    awake = phases(f"{ROLLOUT}free_cache_engine=false")
     assert awake["rollouts"]["weights"] == 10
     assert awake["rollouts"]["optimizer"] == 20
     assert "gradients" not in awake["rollouts"]
@@ -125,7 +128,17 @@ def test_what_is_held_in_shards_is_a_share() -> None:
     [rollouts, *_] = budget(config, QWEN_15B, traced, stated("4x80")).phases
     assert rollouts.parts["weights"] == 10 * GIB / 4 + 10 * GIB  # the trainer's own copy is whole
     problems = budget(config, QWEN_15B, traced, stated("2x80")).problems
-    assert "4 workers are asked for, and there are 2 GPUs" in problems
+    assert any("4 processes train, a GPU each" in problem and "there are 2" in problem for problem in problems)
+
+
+def test_vllm_on_gpus_of_its_own_is_a_phase_of_its_own_and_leaves_the_trainers_alone() -> None:
+    apart = phases(gpus="2x80")
+    assert apart["rollouts"] == {"engine": pytest.approx(40 - apart["rollouts"]["kv cache"]), "kv cache": ANY}
+    assert "engine" not in apart["update of the policy"]
+    assert "new weights for vLLM" not in apart  # it does not sleep, so nobody waits for its room
+    shared = phases(f"{ROLLOUT}devices=colocated", gpus="2x80")
+    assert shared == phases()
+    assert shared["update of the policy"]["engine"] == 1  # it sleeps by itself where it shares a GPU
 
 
 def test_vllm_without_room_for_a_row_is_a_problem() -> None:

@@ -107,7 +107,6 @@ class Colocated:
         policy.make_room = self.models._make_room
         store: Any = SimpleNamespace(pause=lambda *_, **__: None, resume=lambda *_: None)
         self.weights = WeightSync(config, store, self.models)
-        self.weights._sleeps = True
         card.hold("engine", share)  # it was started with the trainer's weights beside it, or in main memory
 
     def _offer(self, source: Any, version: int) -> None:

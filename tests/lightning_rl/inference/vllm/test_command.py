@@ -69,8 +69,8 @@ def test_vllms_own_transfers_are_its_backends() -> None:
     assert json.loads(asked["--weight-transfer-config"] or "") == {"backend": "nccl"}
     assert "--enable-sleep-mode" in asked
     assert "--no-enable-sleep-mode" in flags(command(options(), 1))
-    assert environment(options(weight_transfer="ipc"), 0, {})["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
-    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in environment(options(), 0, {})
+    assert environment(options(weight_transfer="ipc"), (), {})["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in environment(options(), (), {})
 
 
 def test_flags_of_one_s_own_win() -> None:
@@ -83,22 +83,23 @@ def test_flags_of_one_s_own_win() -> None:
 
 
 def test_the_plugin_is_found_before_what_else_is_in_the_path() -> None:
-    found = environment(options(), 0, {"PYTHONPATH": "/mine"})
+    found = environment(options(), (), {"PYTHONPATH": "/mine"})
     assert found["PYTHONPATH"] == f"{PLUGIN}:/mine"
     assert found["VLLM_SERVER_DEV_MODE"] == "1"
     assert (PLUGIN / "lightning_rl_vllm.py").is_file()
 
 
 def test_a_server_on_a_cpu_keeps_to_its_cores_and_to_a_small_cache() -> None:
-    found = environment(options(device="cpu", threads=3), 0, {})
+    found = environment(options(device="cpu", threads=3), (), {})
     assert found["OMP_NUM_THREADS"] == "3"
     assert found["VLLM_CPU_KVCACHE_SPACE"] == "1"
-    assert environment(options(device="cpu"), 0, {"VLLM_CPU_KVCACHE_SPACE": "9"})["VLLM_CPU_KVCACHE_SPACE"] == "9"
+    assert environment(options(device="cpu"), (), {"VLLM_CPU_KVCACHE_SPACE": "9"})["VLLM_CPU_KVCACHE_SPACE"] == "9"
 
 
-def test_each_of_several_servers_has_gpus_of_its_own() -> None:
-    several = options(servers=2, tensor_parallel=2)
-    assert [environment(several, i, {})["CUDA_VISIBLE_DEVICES"] for i in range(2)] == ["0,1", "2,3"]
-    seen = {"CUDA_VISIBLE_DEVICES": "7,6,5,4"}
-    assert [environment(several, i, seen)["CUDA_VISIBLE_DEVICES"] for i in range(2)] == ["7,6", "5,4"]
-    assert "CUDA_VISIBLE_DEVICES" not in environment(options(), 0, seen)
+def test_a_server_is_told_its_own_gpus() -> None:
+    assert environment(options(), ("7", "GPU-5e"), {"CUDA_VISIBLE_DEVICES": "0"})["CUDA_VISIBLE_DEVICES"] == "7,GPU-5e"
+    assert "CUDA_VISIBLE_DEVICES" not in environment(options(), (), {})
+
+
+def test_a_server_listens_where_it_is_told() -> None:
+    assert flags(command(options(host="10.0.0.7"), 1))["--host"] == "10.0.0.7"

@@ -56,3 +56,35 @@ def test_two_nodes_train_as_one_process() -> None:
         text=True,
     )
     assert "the same on two nodes" in done.stdout, done.stdout + done.stderr
+
+
+OWN = """
+import os
+
+import ray
+
+from lightning_rl.training.distributed import cluster, rooms
+
+assert cluster.join(2, 2**26, ["5", "GPU-7e"])
+room = rooms.of_workers("the policy", 1, 2, 1)
+
+
+class Worker:
+    def told(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+workers = [ray.remote(Worker).options(num_cpus=1, num_gpus=1, scheduling_strategy=rooms.scheduled(room, 0)).remote()
+           for _ in range(2)]
+print("told", sorted(ray.get([worker.told.remote() for worker in workers])))
+assert "CUDA_VISIBLE_DEVICES" not in os.environ
+cluster.leave()
+"""
+
+
+def test_a_ray_of_our_own_hands_out_the_gpus_of_the_trainer_and_no_others() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= QUIET | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    done = subprocess.run([sys.executable, "-c", OWN], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert "told ['5', 'GPU-7e']" in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,93 @@
+"""The GPUs that a run has, and the way to them: of this machine by their names, of a Ray cluster by rooms on it.
+
+Invariant: what `placement` says is what trainer and servers are told.
+"""
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_rl.config.schema import Config
+from lightning_rl.inference import devices
+from lightning_rl.inference.load import device_of
+from lightning_rl.inference.vllm.command import Options
+from lightning_rl.inference.vllm.on_ray import RayServer
+from lightning_rl.ppo.local_workers import Role
+from lightning_rl.ppo.ray_workers import groups
+from lightning_rl.training.distributed import cluster, rooms
+from lightning_rl.training.distributed.placement import Placement, by_ray, place
+
+
+class Cards:
+    """Those of a run, of none on a CPU; whoever makes one calls `close`.
+
+    `placement` says who is on which; `names` are the GPUs of this machine, as a child process is told of them;
+    `device` is that of models in this process; `room` is that of the workers which train the policy, where engines of
+    a Ray cluster share it. Raises ConfigError for GPUs that are too few.
+    """
+
+    def __init__(self, config: Config, roles: Collection[Role]) -> None:
+        self._config, self._joined, self._rooms = config, False, list[Any]()
+        self.room: Any = None
+        self.names: list[str] = []
+        self.placement = Placement()
+        self.device: str = config.trainer.device
+        if device_of(config.trainer.device).type != "cuda":
+            return
+        apart = len(groups(config, frozenset(roles))) if config.trainer.workers > 1 else 1
+        self.names = devices.visible()
+        if by_ray(config):
+            self._joined = cluster.join(0, 0)
+            try:
+                self.placement = place(config, cluster.gpus(), apart)
+            except BaseException:
+                self.close()
+                raise
+        else:
+            self.placement = place(config, len(self.names), apart)
+            self.device = f"cuda:{self.placement.trainer[0]}"
+
+    @property
+    def of_trainer(self) -> list[str]:
+        """The names of those that train, of this machine."""
+        return [] if self.placement.by_ray else [self.names[gpu] for gpu in self.placement.trainer]
+
+    def line(self) -> str | None:
+        """Who is where; None: on the CPU, as asked."""
+        if self.placement.trainer:
+            return self.placement.line(self.names)
+        if self._config.trainer.device == "auto" and torch.version.cuda is None and (found := devices.visible()):
+            return f"training on the CPU: there are {len(found)} GPUs, and this torch is built without CUDA"
+        return None
+
+    def server_maker(self) -> Callable[[Options, Path, int], RayServer] | None:
+        """What starts vLLM's servers on the machines of a Ray cluster; None: they are started on this one."""
+        if not (self.placement.by_ray and self.placement.engines):
+            return None
+        trainer, servers = self._config.trainer, len(self.placement.engines)
+        size = self._config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        if self.placement.shared:
+            of_node = -(-servers // trainer.nnodes)
+            self.room = rooms.of_workers("the policy", trainer.nnodes, trainer.per_node, 1, of_node)
+            self._rooms.append(self.room)
+            seats = rooms.beside(self.room, trainer.nnodes, trainer.per_node, servers, size)
+        else:
+            seats = rooms.apart(servers, size)
+            self._rooms.append(seats[0].room)
+
+        def made(options: Options, run_dir: Path, index: int) -> RayServer:
+            seat = seats[index]
+            return RayServer(options, run_dir, index, rooms.scheduled(seat.room, seat.bundle), seat.gpus)
+
+        return made
+
+    def close(self) -> None:
+        """Give back the rooms, and leave the cluster."""
+        for room in self._rooms:
+            rooms.give_back(room)
+        self._rooms = []
+        if self._joined:
+            cluster.leave()
+            self._joined = False
