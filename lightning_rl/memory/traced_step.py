@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_rl.config.schema import Config, Fsdp, Optim
@@ -35,6 +36,7 @@ from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import MiniBatch, TrainingSequence
 from lightning_rl.training.critic import Critic, ValueModel
 from lightning_rl.training.forward import Forward
+from lightning_rl.training.layers import flex
 from lightning_rl.training.layers.output_layer import OutputLayer
 from lightning_rl.training.model_traits import refusal_of
 from lightning_rl.training.optimizer import FUSED, OptimizerConfig
@@ -92,7 +94,7 @@ def trace(
         model: the config of the policy, of transformers.
         lengths: tokens of the prompts and of the responses that rows are made of; where several workers compute a row
             together, a worker is counted with rows of its share.
-        on_gpu: the optimizer steps as it does on a GPU.
+        on_gpu: the optimizer steps as it does on a GPU, and attention over packed rows is computed as there.
         whole: with all layers, which takes longer and comes to the same.
     """
     together = resolved_config.sequence_parallel(config, config.actor_rollout_ref.actor.fsdp_config)
@@ -145,6 +147,9 @@ def _traced(config: Config, model: Any, lengths: tuple[int, int], on_gpu: bool) 
         stack.enter_context(repeats_skipped())
         # transformers makes a mask of positions that it cannot read, and these are those of whole rows.
         stack.enter_context(patch("transformers.masking_utils.is_tracing", lambda tensor=None: False))
+        if on_gpu:  # what flex_attention keeps for the backward pass is what causal attention keeps
+            stack.enter_context(patch.object(flex, "usable", lambda device, dtype: dtype in flex.FORMATS))
+            stack.enter_context(patch.object(flex, "attend", _causal))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(patch.object(nn.Module, "_apply", _converted))
         live = stack.enter_context(LiveBytes(vocabulary))
@@ -328,6 +333,11 @@ def _traceable(optim: AnyOptim, on_gpu: bool) -> AnyOptim:
     if fused and not {"fused", "foreach", "differentiable"} & set(given):
         return msgspec.structs.replace(optim, override_optimizer_config={**given, "fused": True})
     return optim
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None) -> Tensor:
+    grouped = key.shape[1] != query.shape[1]
+    return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
 
 
 def _short(sequence: TrainingSequence) -> TrainingSequence:

@@ -7,6 +7,7 @@ each is tried when a `Forward` is made, both ways on a few tokens; one that does
 results.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 
 from lightning_rl.rl.logits import token_log_probs, top_log_probs
 from lightning_rl.training.batch import TrainingSequence, micro_batches
-from lightning_rl.training.layers.attention import TreeMask, pairs
+from lightning_rl.training.layers import flex
+from lightning_rl.training.layers.attention import TreeMask, pairs, seen_pairs
 from lightning_rl.training.layers.output_layer import Around, OutputLayer, output_layer
 from lightning_rl.training.model_traits import (
     apart,
@@ -38,6 +40,7 @@ from lightning_rl.vision import ModelVision, showing
 GAIN: Final = 0.95  # rows are packed where that costs at most so much of the plain way: building a mask costs a little
 _FAILURES: Final = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)  # of a model asked too much
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class Sizes(NamedTuple):
@@ -88,6 +91,7 @@ class Forward:
     Attributes:
         packed: whether the model allows it; `unpacked_because` says why not, or that it was not asked for.
         by_segments: whether attention over packed rows may leave out what is hidden; only where that is faster it does.
+        by_flex: whether it does so by one kernel of a GPU (`layers.flex`), always, so that nothing of T x T is made.
         whole_logits_because: why logits are whole also where they are large; None: they are not (`output_layer`).
     """
 
@@ -110,8 +114,9 @@ class Forward:
         self._attention = 1 / (6 * getattr(self._config, "hidden_size", 1024))  # 4 T D for 2 x 12 D^2 of other work
         self._longest = attention_window(self._config)
         self._head = output_embeddings(model)
-        on_cpu = self.device.type == "cpu"
-        self._groups = grouped_heads(self._config) if on_cpu else 1  # others repeat keys behind a mask
+        self.by_flex = flex.usable(self.device, self._dtype)
+        by_groups = self.by_flex or self.device.type == "cpu"
+        self._groups = grouped_heads(self._config) if by_groups else 1  # others repeat keys behind a mask
         self._narrow = False
         self.by_segments = False
         self._output_layer: OutputLayer | None = None
@@ -278,7 +283,10 @@ class Forward:
         masked = cost(width, longest, self._attention)
         if not self.by_segments:
             return _Plan(lines, True, found, masked)
-        seen = pairs([size for line in lines for size in sizes(micro, line)], self.device.type)
+        parts = [size for line in lines for size in sizes(micro, line)]
+        if self.by_flex:
+            return _Plan(lines, True, found, found.computed + self._attention * seen_pairs(parts), True)
+        seen = pairs(parts, self.device.type)
         by_segments = found.computed + self._attention * seen
         return _Plan(lines, True, found, min(masked, by_segments), by_segments < masked)
 
@@ -383,6 +391,7 @@ class Forward:
             self.device,
             lambda: additive_mask(end, self._dtype),
             groups=self._groups,
+            blocks=flex.block_mask(layout.end, self.device) if self.by_flex else None,
         )
 
     @contextmanager
@@ -443,6 +452,10 @@ class Forward:
             return "packed rows gave other hidden states than rows alone"
         cut = lay_out(rows, lines, self._pad_id, masked=True, segments=True)
         self.by_segments = self._allows_segments(cut, right, most)
+        if self.by_flex and not self.by_segments:
+            _log.warning("flex_attention gives no right results for this model here: attention goes by segments")
+            self.by_flex = False
+            self.by_segments = self._allows_segments(cut, right, most)
         return None
 
     def _allows_segments(self, layout: Layout, right: Tensor, most: float) -> bool:

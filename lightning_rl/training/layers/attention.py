@@ -2,7 +2,8 @@
 
 A token of a tree sees its own path from the root. Behind a mask all pairs of a line are computed, and most are hidden.
 Here the tokens of a branch (a `Segment`) are given the keys of the branches above it and their own, and segments of
-like size are one call of `scaled_dot_product_attention`. To the model it is a mask like any other: torch hands the
+like size are one call of `scaled_dot_product_attention`; on a GPU all of them are one call of `flex_attention`, where
+that computes (`layers.flex`). To the model it is a mask like any other: torch hands the
 call to `TreeMask`, so no model and no configuration is changed, and a layer that is computed again in the backward pass
 finds it again. Whoever wants the numbers of the mask (other kinds of attention) gets them.
 """
@@ -16,8 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import embedding, scaled_dot_product_attention
 from torch.utils._pytree import tree_map
+
+from lightning_rl.training.layers import flex
 
 Ints = NDArray[np.int64]
 
@@ -60,12 +64,13 @@ class TreeMask(Tensor):
     """What is added to attention scores [B, 1, T, T], without the numbers as long as nobody asks for them.
 
     Attributes:
-        used: how many calls of `scaled_dot_product_attention` were computed by segments.
+        used: how many calls of `scaled_dot_product_attention` were computed without the mask.
     """
 
     used: int
-    _calls: list[_AttentionCall]
-    _where: Tensor
+    _segments: Sequence[Segment]
+    _blocks: BlockMask | None
+    _parts: tuple[list[_AttentionCall], Tensor] | None
     _groups: int
     _whole: Callable[[], Tensor]
 
@@ -79,6 +84,7 @@ class TreeMask(Tensor):
         whole: Callable[[], Tensor],
         *,
         groups: int = 1,
+        blocks: BlockMask | None = None,
     ) -> "TreeMask":
         """
         Args:
@@ -86,20 +92,14 @@ class TreeMask(Tensor):
             segments: every place that is no padding stands in one.
             whole: the mask as an ordinary tensor.
             groups: queries' heads that share a key; where keys come repeated for each, one of them is taken.
+            blocks: the same tree for `flex_attention`; None: attention goes by segments.
         """
         rows, length = shape
         made: TreeMask = torch.Tensor._make_wrapper_subclass(cls, (rows, 1, length, length), dtype=dtype, device=device)
-        where = np.zeros(rows * length, dtype=np.int64)  # of padding: anything
-        made._calls, written = [], 0
-        for numbers in calls([segment.size for segment in segments], device.type):
-            chosen = [segments[number] for number in numbers]
-            tokens = max(segment.tokens for segment in chosen)
-            for segment in chosen:
-                where[segment.start : segment.start + segment.tokens] = np.arange(written, written + segment.tokens)
-                written += tokens
-            made._calls.append(_call(chosen, dtype, device))
-        made._where = torch.from_numpy(where).to(device)
+        made._segments, made._blocks, made._parts = segments, blocks, None
         made._groups, made._whole, made.used = groups, whole, 0
+        if blocks is None:
+            made._by_segments()  # once for all layers
         return made
 
     @classmethod
@@ -120,16 +120,20 @@ class TreeMask(Tensor):
         return func(*args, **kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"TreeMask of {len(self._calls)} calls"
+        return f"TreeMask of {len(self._segments)} segments"
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Attention [B, H, T, D] by segments."""
+        """Attention [B, H, T, D] to what the tree sees."""
         if self._groups > 1 and key.shape[1] == query.shape[1]:
             key, value = key[:, :: self._groups], value[:, :: self._groups]
+        self.used += 1
+        if self._blocks is not None and not options.get("dropout_p"):  # which flex_attention has not
+            return flex.attend(query, key, value, self._blocks, options.get("scale"))
         options["enable_gqa"] = key.shape[1] != query.shape[1]
+        chosen, where = self._by_segments()
         q, k, v = _by_place(query), _by_place(key), _by_place(value)
         parts = []
-        for call in self._calls:
+        for call in chosen:
             own = scaled_dot_product_attention(
                 _gathered(q, call.queries),
                 _gathered(k, call.keys),
@@ -139,9 +143,23 @@ class TreeMask(Tensor):
                 **options,
             )
             parts.append(own.transpose(1, 2).flatten(0, 1).flatten(1))
-        found = embedding(self._where, torch.cat(parts))
-        self.used += 1
+        found = embedding(where, torch.cat(parts))
         return found.view(*query.shape[::2], query.shape[1], -1).transpose(1, 2)
+
+    def _by_segments(self) -> tuple[list[_AttentionCall], Tensor]:
+        """The calls, and where of their results those of each place stand, int64 [B T]."""
+        if self._parts is None:
+            rows, _, length, _ = self.shape
+            where, written, made = np.zeros(rows * length, dtype=np.int64), 0, []  # of padding: anything
+            for numbers in calls([segment.size for segment in self._segments], self.device.type):
+                chosen = [self._segments[number] for number in numbers]
+                tokens = max(segment.tokens for segment in chosen)
+                for segment in chosen:
+                    where[segment.start : segment.start + segment.tokens] = np.arange(written, written + segment.tokens)
+                    written += tokens
+                made.append(_call(chosen, self.dtype, self.device))
+            self._parts = made, torch.from_numpy(where).to(self.device)
+        return self._parts
 
     def fits(self, query: Tensor, key: Tensor) -> bool:
         """Whether queries and keys are those of the tree, and no others beside."""
@@ -166,6 +184,11 @@ def pairs(sizes: Sequence[Size], device: str) -> float:
         one = _work(max(map(sum, alike)), max(size.tokens for size in alike), alike[0].before == 0)
         total += sum(counts[size] for size in alike) * one + _per_call(device)
     return total
+
+
+def seen_pairs(sizes: Sequence[Size]) -> float:
+    """The pairs of a query and a key that are seen, which is what `flex_attention` computes but for whole blocks."""
+    return sum(size.tokens * (size.before + size.tokens / 2) for size in sizes)
 
 
 def _alike(counts: Mapping[Size, int], device: str) -> list[list[Size]]:

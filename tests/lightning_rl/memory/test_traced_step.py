@@ -13,13 +13,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 from lightning_rl import tutorial
 from lightning_rl.config import compose
 from lightning_rl.config.schema import Config
+from lightning_rl.memory.budget import budget
+from lightning_rl.memory.gpus import stated
+from lightning_rl.memory.live_bytes import LiveBytes
 from lightning_rl.memory.traced_step import low_bit_state, rows_of, trace
 from lightning_rl.ppo.local_workers import FORMATS, LocalWorkers, roles_of
 from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import MiniBatch
 from lightning_rl.training.critic import Critic
 from lightning_rl.training.optimizer import OptimizerConfig
-from tests.lightning_rl.memory.models import QWEN_15B, SMALL
+from tests.lightning_rl.memory.models import QWEN_15B, SMALL, qwen
 
 ACTOR, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 LENGTHS = 64, 64
@@ -135,3 +138,39 @@ def test_tracing_says_nothing(recwarn: pytest.WarningsRecorder) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trace(configured(), SMALL, LENGTHS)
+
+
+LONG = [
+    f"{ACTOR}fsdp_config.dtype=bfloat16",
+    f"{MODEL}enable_gradient_checkpointing=true",
+    f"{ACTOR}ppo_max_token_len_per_gpu={3 * 2**14}",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.dtype=bfloat16",
+    f"data.max_prompt_length={2**14}",
+    f"data.max_response_length={2**14}",
+]
+
+
+def test_rows_of_32k_tokens_make_nothing_of_their_square_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two answers of 16k tokens to one prompt of 16k: a line of 48k."""
+    sizes, count = [], LiveBytes.count
+
+    def noting(self: LiveBytes, tensor: torch.Tensor) -> None:
+        sizes.append(tensor.numel())
+        count(self, tensor)
+
+    monkeypatch.setattr(LiveBytes, "count", noting)
+    trace(compose(command_line=LONG), qwen(256, 512, 2, heads=4, keys=2, vocabulary=500, tied=True), (2**14, 2**14),
+          on_gpu=True)  # fmt: skip
+    line = 3 * 2**14
+    assert max(sizes) >= line * 512, "the line was traced whole"
+    assert max(sizes) < line**2 / 8
+
+
+@pytest.mark.long
+def test_rows_of_32k_tokens_of_1_5_billion_parameters_fit_on_80_gib_beside_vllm() -> None:
+    config = compose(command_line=LONG)
+    traced = trace(config, QWEN_15B, (2**14, 2**14), on_gpu=True)
+    assert traced.actor.update < 45 * 2**30  # 23 GiB of it weights, gradients and AdamW's averages in float32
+    assert budget(config, QWEN_15B, traced, stated("80")).fits

@@ -28,11 +28,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from lightning_rl.training import forward as forward_module
 from lightning_rl.training import lora
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.forward import Forward
-from lightning_rl.training.layers import attention, output_layer
+from lightning_rl.training.layers import attention, flex, output_layer
 from lightning_rl.training.layers.attention import TreeMask
+from tests.lightning_rl.training.layers.blocks import by_blocks
 from tests.random_examples import examples
 
 VOCABULARY = 40
@@ -146,6 +148,52 @@ def masks_given_to(model: nn.Module) -> list[Tensor | None]:
 
 MODELS = {"llama": llama(), "qwen3": qwen3()}
 MICRO = {packed: Forward(MODELS["llama"], 0, packed=packed) for packed in (True, False)}
+
+
+@contextmanager
+def on_a_gpu() -> Iterator[None]:
+    """As where flex_attention computes, with blocks of four places."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "usable", lambda device, dtype: True)
+        patch.setattr(flex, "attend", by_blocks)
+        patch.setattr(flex, "BLOCK", 4)
+        yield
+
+
+@pytest.mark.parametrize("name", MODELS)
+@given(rows=forests_of_rows())
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_by_blocks_of_a_gpu_rows_have_the_numbers_and_the_gradient_of_rows_alone(
+    name: str, rows: list[TrainingSequence]
+) -> None:
+    plain = values(Forward(MODELS[name], 0), rows)
+    with on_a_gpu():
+        packed = Forward(MODELS[name], 0, packed=True)
+        assert packed.by_flex
+        for found, expected in zip(values(packed, rows), plain, strict=True):
+            assert_close(found, expected)
+
+
+def test_on_a_gpu_packed_rows_are_never_behind_a_mask_of_numbers() -> None:
+    model = llama()
+    with on_a_gpu(), pytest.MonkeyPatch.context() as patch:
+        forward = Forward(model, 0, packed=True)
+        patch.setattr(forward_module, "additive_mask", None)
+        masks = masks_given_to(model)
+        for rows in (group(0), group(0, prompt=40, rows=2), group(0, prompt=30, response=40, rows=16)):
+            forward.log_probs(rows)
+    assert [mask.used for mask in masks if isinstance(mask, TreeMask)] == [2, 2, 2]
+
+
+def test_where_flex_attention_does_not_work_attention_goes_by_segments(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*_: object) -> Tensor:
+        raise RuntimeError("no Triton here")
+
+    with on_a_gpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "attend", broken)
+        forward = Forward(MODELS["llama"], 0, packed=True)
+    assert (forward.packed, forward.by_flex, forward.by_segments) == (True, False, True)
+    assert "attention goes by segments" in caplog.text
 
 
 @pytest.mark.parametrize("by_segments", [True, False])
