@@ -13,7 +13,7 @@ NODE := .venv-node
 CHROMIUM ?= /usr/bin/chromium
 SERVICES := tests/lightning_rl/control_plane tests/lightning_rl/runner tests/lightning_rl/store
 CLUSTER := tests/cluster tests/lightning_rl/training/distributed
-FAST := not e2e and not chaos and not package and not sdk and not vllm and not agents and not cluster and not browser
+FAST := not e2e and not chaos and not package and not sdk and not vllm and not agents and not cluster and not browser and not gpu
 ASKING := forest/test_live_forest test_call_names test_gateway http/test_limits test_logs http/test_openapi test_parking \
   recording/test_recorder test_retries routing/test_router test_streaming rendering/test_chat_templates \
   forest/test_raw_prompts
@@ -21,7 +21,7 @@ PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # One thread each: several processes on the same cores stand in each other's way with more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: quickstart test test-all test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents test-browser screenshots docs site notebooks lint types check bench clean
+.PHONY: quickstart test test-all test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents test-browser test-gpu screenshots docs site notebooks lint types check bench clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/lightning-rl quickstart $(ARGS)
@@ -104,6 +104,11 @@ test-browser: $(VENV)/.dev $(BROWSER)/.made site
 screenshots: $(VENV)/.dev $(BROWSER)/.made
 	OMP_NUM_THREADS=1 CHROMIUM=$(CHROMIUM) SCREENSHOTS=docs/images $(BROWSER)/bin/python -m pytest tests/browser/test_screenshots.py \
 	  -m browser $(ARGS)
+
+# For a machine with a GPU: all that can only be seen there, in less than half an hour, and gpu-report.md about it.
+# VLLM_PYTHON names the interpreter of vLLM's environment, SPIDER Spider's folder, MODEL another model than Qwen2.5-Coder.
+test-gpu: $(VENV)/.dev
+	VLLM_PYTHON=$(VLLM_PYTHON) $(if $(SPIDER),SPIDER=$(SPIDER)) $(if $(MODEL),MODEL=$(MODEL)) $(BIN)/python -m tests.gpu.report $(ARGS)
 
 docs: $(VENV)/.dev $(SDKS)
 	$(BIN)/python -m lightning_rl.config.reference > docs/config.md

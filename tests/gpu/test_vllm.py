@@ -1,0 +1,93 @@
+"""vLLM on a GPU: weights reach it by each transfer, and it sleeps and wakes with what it was given last.
+
+The interpreter of vLLM's environment is VLLM_PYTHON's; without it this one. `ipc` and `nccl` are vLLM's code in the
+trainer's process too, so they need vLLM in this environment.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_rl.config import compose
+from lightning_rl.inference.vllm.policy import VllmPolicy
+from lightning_rl.ppo import resolved_config
+from lightning_rl.ppo.cards import Cards
+from tests.gpu.checks import CHECKPOINT
+from tests.gpu.machine import used_memory
+
+PYTHON = os.environ.get("VLLM_PYTHON") or sys.executable
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm() -> None:
+    if subprocess.run([PYTHON, "-c", "import vllm"], capture_output=True).returncode:
+        pytest.skip(f"there is no vLLM in the environment of {PYTHON}: make test-gpu VLLM_PYTHON=...")
+
+
+@contextmanager
+def running(folder: Path, *words: str) -> Iterator[VllmPolicy]:
+    """A policy on a server, with the weights that it begins with."""
+    always = [f"{ROLLOUT}name=vllm", f"{ROLLOUT}python={PYTHON}", f"{ACTOR}fsdp_config.model_dtype=bf16"]
+    always += ["trainer.device=cuda", f"{ROLLOUT}gpu_memory_utilization=0.3", f"{ROLLOUT}enforce_eager=true"]
+    config = compose(command_line=[*always, *words])
+    cards = Cards(config, {"actor"})
+    made = VllmPolicy(
+        CHECKPOINT,
+        resolved_config.vllm_options(config, cards.placement, cards.names),
+        folder,
+        device=cards.device,
+        train_dtype=torch.bfloat16,
+        tolerance=resolved_config.sampler_tolerance(config),
+    )
+    try:
+        made.start()
+        made.update_weights(made.model, 0)
+        yield made
+    finally:
+        made.close()
+
+
+def change(model: Any) -> None:
+    """So much that old weights are found out."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+
+
+@pytest.mark.parametrize("way", ["file", "ipc", "nccl"])
+def test_new_weights_are_sampled_from(way: str, tmp_path: Path) -> None:
+    if way != "file" and importlib.util.find_spec("vllm") is None:
+        pytest.skip(f"{way} needs vLLM in this environment: pip install -e '.[vllm]'")
+    if way == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("nccl goes between GPUs, and there is one")
+    with running(tmp_path, f"{ROLLOUT}weight_transfer={way}") as policy:
+        for version in (1, 2):
+            change(policy.model)
+            policy.update_weights(policy.model, version)  # it compares log probabilities, and raises EngineMismatch
+
+
+@pytest.mark.parametrize("way", ["file", "ipc"])
+def test_asleep_it_gives_its_memory_and_awake_it_has_the_last_weights(way: str, tmp_path: Path) -> None:
+    if way != "file" and importlib.util.find_spec("vllm") is None:
+        pytest.skip(f"{way} needs vLLM in this environment: pip install -e '.[vllm]'")
+    with running(tmp_path, f"{ROLLOUT}weight_transfer={way}", f"{ROLLOUT}devices=colocated") as policy:
+        assert policy.sleeps
+        awake = used_memory()
+        for version in (1, 2):
+            policy.sleep()
+            assert used_memory() < awake - 1024, "MiB in use while vLLM sleeps"
+            change(policy.model)
+            policy.update_weights(policy.model, version)
+        policy.sleep()
+        policy.wake()
+        policy.update_weights(policy.model, 3)
+        assert used_memory() > awake - 1024
