@@ -16,7 +16,7 @@ from lightning_rl.memory.gpus import CONTEXT, FRAGMENTATION, Hardware
 from lightning_rl.memory.traced_step import Held, TracedStep
 from lightning_rl.ppo.local_workers import Role
 from lightning_rl.ppo.ray_workers import groups
-from lightning_rl.training.distributed.placement import Placement, place, sleeps
+from lightning_rl.training.distributed.placement import Placement, place, sends_from_a_gpu_of_its_own, sleeps
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "kv cache", "engine", "others")
 
@@ -183,7 +183,8 @@ class _Count:
             if held is not None:
                 parts["weights"] += self._held(held, "weights") * (not fsdp.param_offload)
                 parts["optimizer"] += self._held(held, "optimizer") * (not fsdp.optimizer_offload)
-        if self._workers > 1 and (ours.rollout.name == "embedded" or ours.rollout.weight_transfer != "file"):
+        sends = ours.rollout.weight_transfer != "file" and not sends_from_a_gpu_of_its_own(self._config)
+        if self._workers > 1 and (ours.rollout.name == "embedded" or sends):
             parts["weights"] += traced.actor.weights  # the trainer's own copy, from which the engine gets its weights
         if ours.rollout.name == "embedded":
             rows = min(ours.rollout.max_num_seqs, self._config.data.train_batch_size * ours.rollout.n)

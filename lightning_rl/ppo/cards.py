@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config
 from lightning_rl.inference import devices
 from lightning_rl.inference.load import device_of
@@ -17,7 +18,7 @@ from lightning_rl.inference.vllm.on_ray import RayServer
 from lightning_rl.ppo.local_workers import Role
 from lightning_rl.ppo.ray_workers import groups
 from lightning_rl.training.distributed import cluster, rooms
-from lightning_rl.training.distributed.placement import Placement, by_ray, place
+from lightning_rl.training.distributed.placement import Placement, by_ray, place, sends_from_a_gpu_of_its_own
 
 
 class Cards:
@@ -42,6 +43,8 @@ class Cards:
             self._joined = cluster.join(0, 0)
             try:
                 self.placement = place(config, cluster.gpus(), apart)
+                if sends_from_a_gpu_of_its_own(config):
+                    self.device = self._of_sender()
             except BaseException:
                 self.close()
                 raise
@@ -53,6 +56,17 @@ class Cards:
     def of_trainer(self) -> list[str]:
         """The names of those that train, of this machine."""
         return [] if self.placement.by_ray else [self.names[gpu] for gpu in self.placement.trainer]
+
+    def _of_sender(self) -> str:
+        """The GPU of this machine that Ray gives this process, which sends weights from it."""
+        room, gpu = rooms.here()
+        self._rooms.append(room)
+        if gpu not in self.names:
+            raise ConfigError(
+                f"Ray gives the trainer's process GPU {gpu}, and it sees {', '.join(self.names) or 'none'} "
+                "(CUDA_VISIBLE_DEVICES): show it the same as Ray here"
+            )
+        return f"cuda:{self.names.index(gpu)}"
 
     def line(self) -> str | None:
         """Who is where; None: on the CPU, as asked."""

@@ -38,7 +38,7 @@ http.server.HTTPServer((flag("--host"), int(flag("--port"))), Report).serve_fore
 
 # The trainer's process, on the first machine.
 PROGRAM = """
-import json, sys, urllib.request
+import json, os, sys, urllib.request
 from pathlib import Path
 
 import ray
@@ -49,15 +49,16 @@ from lightning_rl.ppo import cards, resolved_config
 from lightning_rl.training.distributed import rooms
 from lightning_rl.training.distributed.cluster import join
 
-python, devices, servers = sys.argv[1:]
+python, devices, servers, *more = sys.argv[1:]
 rollout = "actor_rollout_ref.rollout."
 words = ["trainer.device=cuda", "trainer.nnodes=2", "trainer.n_gpus_per_node=2", f"{rollout}name=vllm",
-         f"{rollout}python={python}", f"{rollout}data_parallel_size={servers}", f"{rollout}devices={devices}"]
+         f"{rollout}python={python}", f"{rollout}data_parallel_size={servers}", f"{rollout}devices={devices}", *more]
 config = compose(command_line=words)
 made = cards.Cards(config, {"actor"})
 options = resolved_config.vllm_options(config, made.placement, made.names)
 make = made.server_maker()
-found = {"line": made.line(), "servers": [], "workers": []}
+found = {"line": made.line(), "device": made.device, "network": os.readlink("/proc/self/ns/net"),
+         "servers": [], "workers": []}
 try:
     all_of_them = [make(options, Path.cwd(), number) for number in range(len(made.placement.engines))]
     for server in all_of_them:
@@ -117,12 +118,13 @@ def _listens(address: str) -> bool:
         return asked.connect_ex((address, 6379)) == 0
 
 
-def told(cluster: tuple[Machines, Path], devices: str, servers: int) -> dict[str, Any]:
+def told(cluster: tuple[Machines, Path], devices: str, servers: int, *more: str) -> dict[str, Any]:
     made, folder = cluster
     answer = folder / "found.json"
     answer.unlink(missing_ok=True)
-    words = [sys.executable, str(folder / "program.py"), str(folder / "python"), devices, str(servers)]
-    made.start("one", words, folder, ENVIRONMENT | {"RAY_ADDRESS": f"{made.address}:6379"})
+    words = [sys.executable, str(folder / "program.py"), str(folder / "python"), devices, str(servers), *more]
+    own = {"RAY_ADDRESS": f"{made.address}:6379", "CUDA_VISIBLE_DEVICES": "3,2,1,0"}
+    made.start("one", words, folder, ENVIRONMENT | own)
     log = folder / "one.log"
     _until(lambda: answer.exists() or "Traceback" in log.read_text(), lambda: log.read_text()[-3000:])
     assert answer.exists(), log.read_text()[-3000:]
@@ -158,3 +160,11 @@ def test_servers_that_share_are_on_the_workers_gpus(cluster: tuple[Machines, Pat
     assert len(servers) == 2
     assert servers < workers
     assert len({network for network, _ in servers}) == 2
+
+
+def test_who_sends_by_nccl_has_a_gpu_of_its_own_machine_that_nobody_else_has(cluster: tuple[Machines, Path]) -> None:
+    found = told(cluster, "apart", 3, "actor_rollout_ref.rollout.weight_transfer=nccl")
+    everybody = {(each["network"], each["gpus"]) for each in found["servers"] + found["workers"]}
+    assert len(everybody) == 7  # of eight
+    of_sender = ["3", "2", "1", "0"][int(found["device"].removeprefix("cuda:"))]
+    assert (found["network"], of_sender) not in everybody

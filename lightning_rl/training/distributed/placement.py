@@ -66,6 +66,8 @@ def place(config: Config, gpus: int, groups: int = 1) -> Placement:
     needed = size * rollout.data_parallel_size if starts else 0
     asked = rollout.devices
     check_keys(config, groups)
+    if sends_from_a_gpu_of_its_own(config):
+        gpus -= 1
     if wanted > gpus:
         raise ConfigError(
             f"{wanted} processes train, a GPU each (trainer.nnodes={trainer.nnodes} x "
@@ -146,6 +148,13 @@ def by_ray(config: Config) -> bool:
     return config.trainer.nnodes > 1 or (config.trainer.workers > 1 and cluster.runs_already())
 
 
+def sends_from_a_gpu_of_its_own(config: Config) -> bool:
+    """Whether the trainer's process has a GPU of a Ray cluster for the copy of the policy that it sends by NCCL, which
+    refuses a GPU that receives too."""
+    rollout = config.actor_rollout_ref.rollout
+    return by_ray(config) and rollout.name == "vllm" and rollout.weight_transfer == "nccl"
+
+
 def sleeps(config: Config, placement: Placement) -> bool:
     """Whether the servers leave their GPUs to the trainer while it computes: null means, where they share some and
     nothing is sampled meanwhile."""
@@ -169,14 +178,16 @@ def _check_machines(config: Config) -> None:
 def _check_transfer(config: Config, found: Placement) -> None:
     key = "actor_rollout_ref.rollout.weight_transfer"
     way = config.actor_rollout_ref.rollout.weight_transfer
-    if way != "file" and found.by_ray:
-        raise ConfigError(f"{key}={way} is sent from a GPU that Ray does not know of: take {key}=file")
+    if way == "ipc" and found.by_ray:
+        raise ConfigError(
+            f"{key}=ipc is for one machine, and on a Ray cluster servers are on others: take file or nccl"
+        )
     if way == "ipc" and set(found.of_engines) != {found.trainer[0]}:
         raise ConfigError(
             f"{key}=ipc hands over memory of one GPU, the trainer's ({found.trainer[0]}), and vLLM is on "
             f"{_gpus(found.of_engines)}: set {_ENGINES}=colocated with one server of one GPU, or {key}=nccl or file"
         )
-    if way == "nccl" and found.trainer[0] in found.of_engines:
+    if way == "nccl" and not found.by_ray and found.trainer[0] in found.of_engines:
         raise ConfigError(
             f"{key}=nccl goes between GPUs, and {found.trainer[0]} is the trainer's and vLLM's: set {_ENGINES}=apart "
             f"with GPUs enough, or {key}=ipc or file"

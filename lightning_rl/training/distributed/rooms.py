@@ -65,6 +65,17 @@ def beside(room: Any, nodes: int, per_node: int, servers: int, size: int) -> lis
     return seats
 
 
+def here() -> tuple[Any, str]:
+    """The room of a GPU of the machine that this process is on, for the process itself; and the GPU."""
+    import ray
+
+    node = f"node:{ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
+    what = "the trainer's process, which sends weights from a GPU of its own machine, finds"
+    room = reserve([{"GPU": 1, node: 0.001}], "PACK", what, "take actor_rollout_ref.rollout.weight_transfer=file")
+    [gpu] = _gpus_of(room, 0, 1)
+    return room, gpu
+
+
 def give_back(room: Any) -> None:
     """End a room with all that is in it."""
     from ray.util.placement_group import remove_placement_group

@@ -142,8 +142,10 @@ def test_on_a_cluster_ray_picks_them_and_only_their_number_is_decided_here(monke
         place(configured("t.nnodes=2 t.devices=[0,1]"), 4)
     with pytest.raises(ConfigError, match=r"3 vLLM servers of 2 GPUs share a machine's trainer\.n_gpus_per_node=4"):
         place(configured("t.nnodes=2 t.n_gpus_per_node=4 r.data_parallel_size=5 r.tensor_model_parallel_size=2"), 10)
-    with pytest.raises(ConfigError, match=r"a GPU that Ray does not know of: take .*weight_transfer=file"):
-        place(configured(f"{two} r.weight_transfer=nccl"), 16)
+    with pytest.raises(ConfigError, match=r"ipc is for one machine"):
+        place(configured(f"{two} r.weight_transfer=ipc"), 16)
+    assert not place(configured(f"{two} r.weight_transfer=nccl"), 17).shared
+    assert place(configured(f"{two} r.weight_transfer=nccl"), 16).shared  # one of them sends
     monkeypatch.setattr(cluster, "runs_already", lambda: True)
     assert place(configured("t.n_gpus_per_node=2"), 4).by_ray
     assert not place(configured(), 4).by_ray  # one process trains, and it is this one
