@@ -36,7 +36,8 @@ class Phase:
 @dataclass(frozen=True)
 class Budget:
     """The phases of a run on its hardware; `engine` is vLLM, on the trainer's GPUs or its own as `placement` says, and
-    `at_once` how many rows of full length its cache has room for (0: none, so nothing is sampled)."""
+    `at_once` how many rows of full length its cache has room for (0: none, so nothing is sampled). `misplaced`: why
+    nobody can be placed on this hardware; the phases are then those of one GPU that all share."""
 
     hardware: Hardware
     phases: list[Phase]
@@ -44,6 +45,7 @@ class Budget:
     at_once: int = 0
     problems: list[str] = field(default_factory=list)
     placement: Placement = field(default_factory=Placement)
+    misplaced: str | None = None
 
     @property
     def fullest(self) -> Phase:
@@ -73,19 +75,20 @@ def budget(config: Config, model: Any, traced: TracedStep, hardware: Hardware) -
             f"vLLM's share ({engine.share / 1e9:.1f} GB) has no room for its weights ({engine.weights / 1e9:.1f} GB) "
             f"and a row of {length} tokens"
         )
-    return Budget(hardware, phases, engine, at_once, problems + refused, placed)
+    problems += [] if refused is None else [refused]
+    return Budget(hardware, phases, engine, at_once, problems, placed, refused)
 
 
-def _placed(config: Config, traced: TracedStep, hardware: Hardware) -> tuple[Placement, list[str]]:
+def _placed(config: Config, traced: TracedStep, hardware: Hardware) -> tuple[Placement, str | None]:
     """Who is on which GPU, and why that cannot be, where it cannot: then all are counted on one."""
     roles: set[Role] = {"actor"}
     roles |= {"critic"} if traced.critic is not None else set()
     roles |= {"reference"} if traced.reference is not None else set()
     apart = len(groups(config, frozenset(roles))) if config.trainer.workers > 1 else 1
     try:
-        return place(config, hardware.count, apart), []
+        return place(config, hardware.count, apart), None
     except ConfigError as error:
-        return Placement((0,), ((0,),)), [str(error)]
+        return Placement((0,), ((0,),)), str(error)
 
 
 class _Count:

@@ -37,12 +37,16 @@ class Plan:
         changes: keys that make it fit; {}: it fits as it is; None: none are known.
         budget, speed: with these changes, or as it is where there are none.
         as_given: its budget without them.
+
+    Raises ConfigError where trainer and engines cannot be placed on it.
     """
 
     def __init__(self, config: Config, model: Any, hardware: Hardware) -> None:
         planner = Planner(config, model, hardware)
         self.hardware = hardware
         self.as_given: Budget = planner.budget(planner.config({}))
+        if self.as_given.misplaced is not None:
+            raise ConfigError(self.as_given.misplaced)
         self.changes: Keys | None = {} if self.as_given.fits else planner.fitting()
         self.config: Config = planner.config(self.changes or {})
         self.traced: TracedStep = planner.traced(self.config)
@@ -130,13 +134,14 @@ def bar(parts: Mapping[str, int], memory: int) -> str:
 
 def hardware_of(config: C, stated: str | None) -> tuple[Hardware, C]:
     """The GPUs that are stated, or those here, and the configuration with as many workers as are stated, where it names
-    no number itself. Raises ConfigError where there are none."""
+    no number itself and places nobody. Raises ConfigError where there are none."""
     if stated is None:
         if (found := gpus.here()) is None:
             raise ConfigError("there is no GPU here: say which ones are meant, --gpus 24 or --gpus 8x80")
         return found, config
     hardware, trainer = gpus.stated(stated), config.trainer
-    if trainer.workers == 1:
+    placed = trainer.devices is not None or config.actor_rollout_ref.rollout.devices not in (None, "colocated")
+    if trainer.workers == 1 and not placed:
         trainer = msgspec.structs.replace(trainer, n_gpus_per_node=hardware.per_node, nnodes=hardware.nodes)
     return hardware, msgspec.structs.replace(config, trainer=trainer)
 
@@ -152,8 +157,8 @@ def model_config(path: str | Path) -> Any:
 
 
 def refuse_what_cannot_fit(config: Config, hardware: Hardware | None = None) -> None:
-    """Raises DoesNotFit for a run that needs more than its GPUs have (None: those here, where it trains on them), with
-    what to do."""
+    """Raises DoesNotFit for a run that needs more than its GPUs have (None: those here, where it trains on them), and
+    ConfigError for one that cannot be placed on them, with what to do."""
     if hardware is None and device_of(config.trainer.device).type == "cuda":
         hardware = gpus.here(config.trainer.nnodes)
     if hardware is None or not config.trainer.memory_check:
@@ -162,6 +167,8 @@ def refuse_what_cannot_fit(config: Config, hardware: Hardware | None = None) -> 
     folder, _ = located(config.actor_rollout_ref.model.path)
     model, lengths = model_config(folder), (config.data.max_prompt_length, config.data.max_response_length)
     found = budget(config, model, trace(config, model, lengths, on_gpu=True), hardware)
+    if found.misplaced is not None:
+        raise ConfigError(found.misplaced)
     if not found.fits:
         raise DoesNotFit(
             f"the run does not fit on {hardware}: {'; '.join(found.problems)}. `lightning-rl plan` with the same keys "

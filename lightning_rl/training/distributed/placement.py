@@ -110,11 +110,15 @@ def place(config: Config, gpus: int, groups: int = 1) -> Placement:
     return found
 
 
-def check_keys(config: Config, groups: int = 1) -> None:
-    """Raises ConfigError for devices that do not go together, whatever the machine has."""
+def check_keys(config: Config, groups: int | None = None) -> None:
+    """Raises ConfigError for devices that do not go together, whatever the machine has; `groups`: as of `place`, where
+    they are known."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     starts = rollout.name == "vllm" and not rollout.server_urls
-    wanted, listed = trainer.workers * groups, rollout.devices if isinstance(rollout.devices, list) else None
+    if groups is None and trainer.colocate:
+        groups = 1
+    wanted = trainer.workers * (groups or 1)
+    listed = rollout.devices if isinstance(rollout.devices, list) else None
     needed = rollout.tensor_model_parallel_size * rollout.data_parallel_size
     for key, given, count, why in (
         (_TRAINER, trainer.devices, wanted, f"{wanted} processes train, a GPU each"),
@@ -129,7 +133,7 @@ def check_keys(config: Config, groups: int = 1) -> None:
             )
         if len(set(given)) < len(given):
             raise ConfigError(f"{key}={given} names a GPU twice")
-        if len(given) != count and (starts or key == _TRAINER):
+        if len(given) != count and (groups is not None if key == _TRAINER else starts):
             raise ConfigError(f"{key}={given} names {len(given)} GPUs, and {count} are needed: {why}")
     if rollout.devices is not None and not starts:
         raise ConfigError(

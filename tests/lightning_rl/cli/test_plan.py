@@ -37,6 +37,17 @@ def test_a_plan_as_json_and_its_status(model: str) -> None:
     assert json.loads(small.output)["as_given"]["problems"]
 
 
+def test_a_plan_says_who_is_on_which_gpu_and_what_cannot_be(model: str) -> None:
+    runner, rollout = CliRunner(), "actor_rollout_ref.rollout."
+    words = ["plan", "--gpus", "2x24", model, f"{rollout}name=vllm"]
+    assert "training on GPU 0, vLLM on GPU 1\n" in runner.invoke(app, [*words, f"{rollout}devices=apart"]).output
+    shared = runner.invoke(app, [*words, "--json"])  # all of them train
+    assert json.loads(shared.output)["gpus"] == {"trainer": [0, 1], "vllm": [[0]], "shared": True}
+    both = runner.invoke(app, [*words, "trainer.devices=[0]", f"{rollout}devices=[0]"])
+    assert both.exit_code == 1
+    assert "both name GPU 0" in str(both.exception)
+
+
 def test_gpus_are_named_where_there_are_none(model: str) -> None:
     found = CliRunner().invoke(app, ["plan", model])
     assert found.exit_code == 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_rl.config import ConfigError, compose
 from lightning_rl.config.schema import Config
 from lightning_rl.training.distributed import cluster
-from lightning_rl.training.distributed.placement import Placement, place, sleeps
+from lightning_rl.training.distributed.placement import Placement, check_keys, place, sleeps
 from tests.random_examples import examples
 
 ROLLOUT = "actor_rollout_ref.rollout."
@@ -71,6 +71,14 @@ def test_where_they_are(words: str, gpus: int, trainer: tuple[int, ...], engines
 def test_what_cannot_be_is_refused_with_the_keys_that_would_do(words: str, gpus: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         place(configured(words), gpus)
+
+
+def test_models_that_have_workers_of_their_own_have_gpus_of_their_own() -> None:
+    config = configured("t.n_gpus_per_node=2 t.colocate=false t.devices=[0,1,2,3]")
+    check_keys(config)  # how many groups there are is not known yet
+    assert place(config, 8, groups=2) == Placement((0, 1, 2, 3), ((4,),))
+    with pytest.raises(ConfigError, match="names 4 GPUs, and 6 are needed"):
+        place(config, 8, groups=3)
 
 
 def test_the_embedded_engine_is_where_the_trainer_is() -> None:
