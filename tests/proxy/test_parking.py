@@ -90,6 +90,7 @@ def test_a_record_says_when_the_engine_was_asked_and_when_it_had_ended(served: S
         time.sleep(0.05)
         served.run(lambda: served.gateway.resume("policy"))
         call.result(20)
+    served.eventually(lambda: bool(calls_in(served.ledger.spans)))
     [span] = calls_in(served.ledger.spans)
     asked, ended = span.attributes[semconv.ENGINE_US]
     assert 50_000 <= asked <= ended <= (span.end_ns - span.start_ns) / 1000 + 1_000
