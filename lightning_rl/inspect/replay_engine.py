@@ -336,6 +336,10 @@ class HearingRenderer:
         self._recording.heard[tuple(ids)] = list(messages)
         return ids
 
+    def whole(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> list[int]:
+        """See `Renderer`."""
+        return self._renderer.whole(messages, tools)
+
     def extend(
         self,
         prompt_ids: list[int],

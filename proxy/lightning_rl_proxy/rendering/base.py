@@ -134,6 +134,10 @@ class Renderer(Protocol):
         """The whole prompt, ending where the assistant begins to speak."""
         ...
 
+    def whole(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[int]:
+        """The conversation as it stands, its last answer included; nobody is asked to speak behind it."""
+        ...
+
     def extend(
         self,
         prompt_ids: list[int],

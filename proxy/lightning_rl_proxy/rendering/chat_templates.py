@@ -164,6 +164,10 @@ class TemplateRenderer:
             )
         return self.tokenizer.encode(self._text(messages, tools, generation=True))
 
+    def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """See `Renderer`."""
+        return self.tokenizer.encode(self._text(messages, tools, generation=False))
+
     def _text(self, messages: Sequence[Message], tools: Tools, *, generation: bool) -> str:
         try:
             return self._template.text(messages, tools, generation=generation)

@@ -60,6 +60,10 @@ class LibraryRenderer:
         """See `Renderer`."""
         return self._render(messages, tools, generation=True)
 
+    def whole(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[int]:
+        """See `Renderer`."""
+        return self._render(messages, tools, generation=False)
+
     def _render(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, *, generation: bool
     ) -> list[int]:

@@ -50,6 +50,10 @@ class Spelling:
             ids += [*map(ord, message["role"]), *map(ord, f" {message.get('content')}{message.get('tool_calls')}"), END]
         return [*ids, SPEAK]
 
+    def whole(self, messages: Sequence[Message], tools: Any) -> list[int]:
+        """See `Renderer`."""
+        return self.render(messages, tools)[:-1]
+
     def extend(
         self, prompt: list[int], response: list[int], messages: Sequence[Message], tools: Any
     ) -> list[int] | None:
