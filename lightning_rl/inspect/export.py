@@ -8,6 +8,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, get_args
 
@@ -33,6 +34,8 @@ from lightning_rl_adapters.call_names import names_of
 from lightning_rl_adapters.forest import ForestError
 from lightning_rl_adapters.rows import Row
 from lightning_rl_adapters.span import Span, to_json
+from lightning_rl_adapters.tool_schemas import tools_of
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -61,7 +64,7 @@ COLUMNS: dict[What, dict[str, str]] = {
         "policy_versions": "int32s", "temperature": "float64", "sampling": "json", "messages": "json",
         "answer": "json", "reward": "float64", "call_rewards": "json", "fork_cause": "text", "delivered": "bool",
         "exact": "bool", "trainable": "bool", "overshoot": "int32", "start_ns": "int64", "end_ns": "int64",
-        "media": "json",
+        "media": "json", "group_id": "text", "tools": "json", "vocabulary": "text",
     },
     "rows": {
         "rollout_id": "text", "attempt_id": "text", "group_id": "text", "mode": "text", "row": "int32",
@@ -115,14 +118,14 @@ def records(
     if what == "rollouts":
         yield from map(_rollout, itertools.islice(itertools.chain.from_iterable(pages(connection, which)), limit))
         return
-    of_trace: dict[str, Callable[[RolloutTrace], Iterator[Record]]] = {
-        "calls": _calls,
-        "spans": _spans,
-        "rows": RowReader(connection, run_dir).records,
-    }
+    of_trace: Callable[[RolloutTrace], Iterator[Record]] = _spans
+    if what == "rows":
+        of_trace = RowReader(connection, run_dir).records
+    elif what == "calls":
+        of_trace = partial(_calls, vocabulary=_vocabulary(run_dir))
     for trace in _traces(connection, which, limit):
         try:
-            yield from of_trace[what](trace)
+            yield from of_trace(trace)
         except ForestError as error:
             raise recorded.NotRecorded(f"rollout {trace.rollout.rollout_id} is damaged: {error}") from error
 
@@ -164,8 +167,15 @@ def _rollout(rollout: Rollout) -> Record:
     }
 
 
-def _calls(trace: RolloutTrace) -> Iterator[Record]:
+def _vocabulary(run_dir: Path) -> str | None:
+    """The digest of the vocabulary of the run's policy, by which its ids are known again; None where it is not here."""
+    tokenizer = folder.tokenizer_folder(run_dir, folder.config_of(run_dir))
+    return None if tokenizer is None else FastTokenizer(tokenizer).vocabulary_digest()
+
+
+def _calls(trace: RolloutTrace, vocabulary: str | None) -> Iterator[Record]:
     for attempt in trace.attempts:
+        tools = tools_of(attempt.spans)
         grown = forest.build(calls_of(attempt.spans))
         given = rewards_by_call(attempt.rewards, names_of(attempt.spans))
         attributes = {span.span_id: span.attributes for span in attempt.spans}
@@ -174,6 +184,8 @@ def _calls(trace: RolloutTrace) -> Iterator[Record]:
             call = grown.nodes[one.call_id].call
             yield _call(trace.rollout, call, one, attributes[call.call_id]) | {
                 "call_rewards": added_up(given.get(call.call_id, ())),
+                "tools": tools.get(attributes[call.call_id].get(semconv.TOOLS) or ""),
+                "vocabulary": vocabulary if call.trainable else None,
             }
 
 
@@ -209,6 +221,7 @@ def _call(rollout: Rollout, call: Call, one: triplet.Triplet, said: Mapping[str,
         "start_ns": call.start_ns,
         "end_ns": call.end_ns,
         "media": one.media,
+        "group_id": rollout.group_id,
     }
 
 
