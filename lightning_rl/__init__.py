@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lightning_rl.compat.llm_proxy import LLMProxy
     from lightning_rl.compat.messages import TraceToMessages
     from lightning_rl.ppo_algorithm import PPO, VERL
+    from lightning_rl.sft_algorithm import SFT
     from lightning_rl.store.contract import Rollout, RolloutConfig
     from lightning_rl.trainer import Trainer
     from lightning_rl.viewer.notebook import Run
@@ -80,6 +81,7 @@ _HOME = {
     "Algorithm": "lightning_rl.algorithms.base",
     "Baseline": "lightning_rl.algorithms.baseline",
     "PPO": "lightning_rl.ppo_algorithm",
+    "SFT": "lightning_rl.sft_algorithm",
     "VERL": "lightning_rl.ppo_algorithm",
     "emit_exception": "lightning_rl.agents.emit",
     "emit_message": "lightning_rl.agents.emit",
@@ -102,6 +104,7 @@ _HOME = {
 __all__ = [
     "LLM",
     "PPO",
+    "SFT",
     "VERL",
     "Agent",
     "AgentModeDaemon",

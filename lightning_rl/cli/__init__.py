@@ -17,6 +17,7 @@ from lightning_rl.cli import (
     rollouts,
     runner,
     serve,
+    sft,
     train,
 )
 
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 app.command("quickstart")(quickstart.run)
 app.command("train")(train.run)
+app.command("sft")(sft.run)
 app.command("plan")(plan.run)
 app.command("serve")(serve.run)
 app.command("runner")(runner.run)

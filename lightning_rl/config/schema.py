@@ -1191,8 +1191,37 @@ class GatewayConfig(Section, frozen=True):
         return {name: _backend(name, given) for name, given in (self.backends or {}).items()}
 
 
+class SftSection(Section, frozen=True):
+    """Which recorded answers `SFT` learns from (`docs/sft.md`); `PPO` reads none of it."""
+
+    traces: Annotated[
+        Files,
+        effect("what SFT learns from, where it is given no traces: folders of runs, files of `export --what calls`"),
+    ] = None
+    mode: Annotated[
+        Literal["train", "val", "test"] | None,
+        effect("rollouts of this mode alone; null: of all, so that validation tasks are learned from too"),
+    ] = "train"
+    models: Annotated[
+        str | None, effect("learn from calls of models whose whole name this regular expression matches; null: of all")
+    ] = None
+    min_reward: Annotated[
+        float | None, effect("learn from rollouts with at least this reward; null: from those without a reward too")
+    ] = None
+    best_of_group: Annotated[
+        Positive | None, effect("learn from so many rollouts of each group: those with the highest rewards; null: all")
+    ] = None
+    weights: Annotated[
+        Literal["equal", "reward"],
+        effect("of answers in the loss: equal, or the reward of their rollout; one of 0 or less is left out"),
+    ] = "equal"
+    held_out: Annotated[
+        Share, effect("share of groups that are not trained; the loss on them is `sft/held_out_loss`")
+    ] = 0.1
+
+
 class Config(Section, frozen=True):
-    """Everything that `PPO` reads."""
+    """Everything that `PPO` and `SFT` read."""
 
     data: Data = field(default_factory=Data)
     actor_rollout_ref: ActorRolloutRef = field(default_factory=ActorRolloutRef)
@@ -1202,6 +1231,7 @@ class Config(Section, frozen=True):
     distillation: Distillation = field(default_factory=Distillation)
     trainer: TrainerSection = field(default_factory=TrainerSection)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    sft: SftSection = field(default_factory=SftSection)
 
 
 class TrainConfig(Config, frozen=True):

@@ -79,3 +79,17 @@ class EmbeddedPolicy:
         """Stop the engine and its server."""
         self._server.stop()
         self.engine.stop()
+
+
+class Unsampled(EmbeddedPolicy):
+    """The model at `path` as it is trained where nothing is sampled: there is no engine, and no copy for one."""
+
+    def __init__(
+        self, path: str | Path | None, *, weights: Path | None, device: str, dtype: torch.dtype, attention: str | None
+    ) -> None:
+        self.folder, self.name = located(path)
+        self.model = load_model(weights or self.folder, dtype, device_of(device), attention)
+        self.vision = vision_of(self.folder, self.model)
+
+    def close(self) -> None:
+        """There is nothing to stop."""

@@ -15,7 +15,7 @@ from torch import nn
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.devices import free_unused_memory
-from lightning_rl.inference.embedded import EmbeddedPolicy
+from lightning_rl.inference.embedded import EmbeddedPolicy, Unsampled
 from lightning_rl.inference.load import ModelConfigRefused, located, with_config
 from lightning_rl.inference.sglang import SGLangPolicy
 from lightning_rl.inference.vllm.policy import VllmPolicy
@@ -42,6 +42,7 @@ class Models:
         config: the run's.
         run_dir: its folder, where an engine with processes of its own has its logs.
         with_critic: whether a critic is trained.
+        sampled: whether there is an engine; without one there is nothing to `start`.
         resumed: the checkpoint that it goes on from; None: it begins.
 
     `teachers` are there after `train` too, by their names in the config.
@@ -59,13 +60,15 @@ class Models:
     reference: Reference | BaseOfAdapter | RemoteReference | None = None
     teachers: Mapping[str, Teacher] = MappingProxyType({})
 
-    def __init__(self, config: Config, run_dir: Path, *, with_critic: bool, resumed: Path | None = None) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, *, with_critic: bool, resumed: Path | None = None, sampled: bool = True
+    ) -> None:
         located(config.actor_rollout_ref.model.path)  # from the hub, if need be
         register_model_code(config)
         self._roles = roles_of(config, with_critic=with_critic)
         self._resumed = None if config.actor_rollout_ref.model.lora_rank else resumed
         self.cards = Cards(config, self._roles)
-        self.policy = _policy(config, run_dir, self._resumed, self.cards)
+        self.policy = _policy(config, run_dir, self._resumed, self.cards, sampled=sampled)
         template = config.actor_rollout_ref.model.chat_template
         self.tokenizer = with_template(self.policy.folder, template, run_dir / "tokenizer")
         parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
@@ -195,20 +198,33 @@ class Models:
 
 
 def _policy(
-    config: Config, run_dir: Path, weights: Path | None, cards: Cards
+    config: Config, run_dir: Path, weights: Path | None, cards: Cards, *, sampled: bool
 ) -> EmbeddedPolicy | VllmPolicy | SGLangPolicy:
     """The policy with the engine that the config names."""
     path, changes = config.actor_rollout_ref.model.path, config.actor_rollout_ref.model.override_config
     if not changes:
-        return _sampled(config, path, run_dir, weights, cards)
+        return _opened(config, path, run_dir, weights, cards, sampled=sampled)
     folder, name = located(path)
     try:
         changed = with_config(folder, changes, run_dir / "model-config" / folder.name)
     except ModelConfigRefused as error:
         raise ConfigError(f"config key actor_rollout_ref.model.override_config: {error}") from error
-    policy = _sampled(config, changed, run_dir, weights, cards)
+    policy = _opened(config, changed, run_dir, weights, cards, sampled=sampled)
     policy.name = name  # by which its renderer is found
     return policy
+
+
+def _opened(
+    config: Config, path: str | Path | None, run_dir: Path, weights: Path | None, cards: Cards, *, sampled: bool
+) -> EmbeddedPolicy | VllmPolicy | SGLangPolicy:
+    """The model at `path`, with its engine where it is sampled."""
+    if sampled:
+        return _sampled(config, path, run_dir, weights, cards)
+    held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
+    attention = config.actor_rollout_ref.model.attn_implementation
+    # Where several workers train, this process only writes their weights into a file.
+    device = "cpu" if config.trainer.workers > 1 else cards.device
+    return Unsampled(path, weights=weights, device=device, dtype=held, attention=attention)
 
 
 def _sampled(

@@ -36,12 +36,20 @@ class ConsoleTracker:
         if "tune/reward" in metrics:
             best = f"best at step {metrics['tune/best_step']:.0f}"
             self._progress.console.print(f"[bold]step {step:>4}[/]  tuning reward {metrics['tune/reward']:.3f}, {best}")
+        if "sft/held_out_loss" in metrics:
+            self._validation = f"held-out loss {metrics['sft/held_out_loss']:.4f}"
+            self._progress.console.print(f"[bold]step {step:>4}[/]  {self._validation}")
+        if "sft/loss" in metrics:
+            self._step(step, f"loss {metrics['sft/loss']:.4f}  {self._validation}", metrics)
         if "critic/score/mean" not in metrics:
             return
         reward, calls = metrics["critic/score/mean"], metrics["perf/calls_per_s"]
         failed = int(metrics.get("rollouts/agent_failed", 0))
         wrong = f"  {failed} failed" if failed else ""
-        note = f"reward {reward:.3f}{wrong}  {self._validation}  {calls:.0f} calls/s"
+        self._step(step, f"reward {reward:.3f}{wrong}  {self._validation}  {calls:.0f} calls/s", metrics)
+
+    def _step(self, step: int, note: str, metrics: Mapping[str, float]) -> None:
+        """A step is done."""
         self._progress.update(self._task, completed=step, note=note + account(metrics))
         if not self._console.is_terminal:
             left = (self._total - step) * metrics["timing_s/step"]

@@ -533,6 +533,13 @@ ELSEWHERE = {
     "algorithm.rollout_correction.rollout_rs": "test_the_correction_is_what_the_keys_say",
     "algorithm.rollout_correction.rollout_rs_threshold": "test_the_correction_is_what_the_keys_say",
     "algorithm.rollout_correction.rollout_token_veto_threshold": "test_the_correction_is_what_the_keys_say",
+    "sft.traces": "sft/test_sft.py::test_the_command_trains_and_says_what_is_next",
+    **{
+        f"sft.{name}": "sft/test_traces.py::test_the_keys_say_which_rollouts_are_learned_from"
+        for name in ("mode", "models", "min_reward", "best_of_group")
+    },
+    "sft.weights": "sft/test_traces.py::test_answers_weigh_what_their_rollouts_were_rewarded_with",
+    "sft.held_out": "sft/test_traces.py::test_whole_groups_are_held_out",
     "trainer.memory_check": ("memory/test_plan.py::test_a_run_that_cannot_fit_is_refused_with_the_phase_and_a_way"),
     "trainer.all_failed": (
         "cli/test_train.py::test_an_agent_that_fails_in_all_rollouts_of_a_step_ends_the_run_with_its_traceback"

@@ -1,0 +1,179 @@
+"""Recorded calls as traces: one rollout's conversation with its reward, from a run's folder or an exported file.
+
+Both are read as the records of `lightning-rl export --what calls`, so a file and the run that it came from are the
+same traces.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lightning_rl.config import ConfigError
+from lightning_rl.config.schema import SftSection
+from lightning_rl.inspect import export, recorded
+from lightning_rl.inspect.rollout_source import Which
+
+_JSON = tuple(name for name, kind in export.COLUMNS["calls"].items() if kind == "json")
+
+
+class TracedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A record of `export --what calls`, as far as it is learned from (docs/tools.md)."""
+
+    rollout_id: str
+    call_id: str
+    number: int
+    mode: str
+    counts: bool
+    model: str
+    prompt_token_ids: list[int]
+    response_token_ids: list[int]
+    messages: list[dict[str, Any]]
+    answer: list[dict[str, Any]]
+    finish_reason: str | None = None
+    parent_call_id: str | None = None
+    agent: str | None = None
+    dialect: str | None = None
+    reward: float | None = None
+    call_rewards: dict[str, float] | None = None
+    delivered: bool = True
+    exact: bool = True
+    media: list[Any] | None = None
+    group_id: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    vocabulary: str | None = None
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True):
+    """The calls of a rollout's counting attempt, in order of arrival; `reward` is None where it was given none."""
+
+    rollout_id: str
+    group_id: str
+    mode: str
+    reward: float | None
+    calls: list[TracedCall]
+
+
+def read(sources: Sequence[str | Path]) -> tuple[list[Trace], Counter[str]]:
+    """The traces of all sources, and how many tokens of attempts that do not count stand beside them, by reason.
+
+    Raises ConfigError naming a source that holds no calls, or whose rollouts are in another one too.
+    """
+    traces: list[Trace] = []
+    excluded: Counter[str] = Counter()
+    seen: dict[str, str] = {}
+    for source in sources:
+        of_source = list(_by_rollout(_calls(Path(source).expanduser())))
+        if not of_source:
+            raise ConfigError(f"sft.traces: {source} holds no calls; name a run whose agent asked a model")
+        for calls in of_source:
+            first = calls[0]
+            if (other := seen.setdefault(first.rollout_id, str(source))) != str(source):
+                raise ConfigError(f"sft.traces: rollout {first.rollout_id} is in {other} and in {source}: name one")
+            counting = [call for call in calls if call.counts]
+            excluded["superseded"] += sum(len(call.response_token_ids) for call in calls if not call.counts)
+            if counting:
+                traces.append(_trace(counting))
+    return traces, +excluded
+
+
+def chosen(traces: Iterable[Trace], config: SftSection) -> tuple[list[Trace], list[tuple[Trace, str]]]:
+    """The traces to learn from, and the others, each with the reason."""
+    kept: list[Trace] = []
+    left_out: list[tuple[Trace, str]] = []
+    for trace in traces:
+        reason = _why_not(trace, config)
+        if reason is None:
+            kept.append(trace)
+        else:
+            left_out.append((trace, reason))
+    if config.best_of_group is not None:
+        best = _best(kept, config.best_of_group)
+        left_out += [(trace, "not_best") for trace in kept if trace.rollout_id not in best]
+        kept = [trace for trace in kept if trace.rollout_id in best]
+    return kept, left_out
+
+
+def _why_not(trace: Trace, config: SftSection) -> str | None:
+    asks = config.min_reward is not None or config.best_of_group is not None or config.weights == "reward"
+    if config.mode is not None and trace.mode != config.mode:
+        return f"mode_{trace.mode}"
+    if trace.reward is None:
+        return "no_reward" if asks else None
+    if config.min_reward is not None and trace.reward < config.min_reward:
+        return "low_reward"
+    return "no_weight" if config.weights == "reward" and trace.reward <= 0 else None
+
+
+def _best(traces: Sequence[Trace], n: int) -> set[str]:
+    """The rollouts with the highest rewards of each group; of equals those that come first."""
+    groups: dict[str, list[Trace]] = {}
+    for trace in traces:
+        groups.setdefault(trace.group_id, []).append(trace)
+    ranked = (sorted(group, key=lambda trace: -(trace.reward or 0.0)) for group in groups.values())
+    return {trace.rollout_id for group in ranked for trace in group[:n]}
+
+
+def names(regex: str | None, key: str) -> re.Pattern[str] | None:
+    """The regular expression of a key. Raises ConfigError where it is none."""
+    try:
+        return None if regex is None else re.compile(regex)
+    except re.error as error:
+        raise ConfigError(f"{key} {regex!r} is no regular expression: {error}") from error
+
+
+def _trace(calls: list[TracedCall]) -> Trace:
+    calls = sorted(calls, key=lambda call: call.number)
+    final = next((call.reward for call in calls if call.reward is not None), None)
+    single = [value for call in calls for value in (call.call_rewards or {}).values()]
+    return Trace(
+        rollout_id=calls[0].rollout_id,
+        group_id=calls[0].group_id or calls[0].rollout_id,
+        mode=calls[0].mode,
+        reward=sum(single) if final is None and single else final,
+        calls=calls,
+    )
+
+
+def _by_rollout(calls: Iterable[TracedCall]) -> Iterator[list[TracedCall]]:
+    found: dict[str, list[TracedCall]] = {}
+    for call in calls:
+        found.setdefault(call.rollout_id, []).append(call)
+    yield from found.values()
+
+
+def _calls(source: Path) -> Iterator[TracedCall]:
+    run_dir = source.parent if source.name == recorded.STORE else source
+    if run_dir.is_dir():
+        with recorded.opened(run_dir) as connection:
+            for record in export.records(connection, run_dir, "calls", Which()):
+                yield msgspec.convert(record, TracedCall, from_attributes=True)
+        return
+    if not source.is_file():
+        raise ConfigError(f"sft.traces: there is no run folder and no file {source.resolve()}")
+    try:
+        yield from (msgspec.convert(record, TracedCall) for record in _records(source))
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"sft.traces: {source} is no file of `lightning-rl export --what calls` ({error}); "
+            "export the run again, or name its folder"
+        ) from error
+
+
+def _records(file: Path) -> Iterator[dict[str, Any]]:
+    if file.suffix != ".parquet":
+        with file.open("rb") as lines:
+            yield from (msgspec.json.decode(line) for line in lines)
+        return
+    try:
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"sft.traces: {file} needs pyarrow: pip install 'lightning-rl[data]'") from error
+    for group in pq.ParquetFile(file).iter_batches():
+        for record in group.to_pylist():
+            texts = {name: json.loads(record[name]) for name in _JSON if record.get(name) is not None}
+            yield record | texts

@@ -1,0 +1,96 @@
+"""A run of SFT: the loss falls, a resumed run is the run that was not stopped, PPO begins with its model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import lightning_rl as lrl
+from lightning_rl.cli import app
+from lightning_rl.config import ConfigError
+
+from .records import conversation, record, write
+
+RECORDS = [
+    *(one for i in range(12) for one in conversation(f"r{i}", [f"select {i} from cats", "done"])),
+    record("poor", reward=0.0),
+]
+CONFIG: dict[str, Any] = {
+    "data": {"train_batch_size": 5, "max_prompt_length": 200},
+    "actor_rollout_ref": {"actor": {"optim": {"lr": 1e-3}}},
+    "sft": {"min_reward": 1.0, "held_out": 0.2},
+    "trainer": {"total_epochs": 2, "device": "cpu", "logger": ["jsonl"]},
+}
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("traces") / "calls.jsonl", RECORDS)
+
+
+def run(traces: Path, run_dir: Path, **trainer: Any) -> lrl.SFT:
+    sft = lrl.SFT({**CONFIG, "trainer": CONFIG["trainer"] | trainer}, traces=traces)
+    sft.fit(run_dir)
+    return sft
+
+
+@pytest.fixture(scope="module")
+def whole(traces: Path, tmp_path_factory: pytest.TempPathFactory) -> lrl.SFT:
+    return run(traces, tmp_path_factory.mktemp("whole"))
+
+
+def test_the_held_out_loss_falls_and_every_token_is_told(whole: lrl.SFT) -> None:
+    first, last = whole.history[0], whole.history[-1]
+    assert (whole.step, len(whole.examples.trained), len(whole.examples.held_out)) == (4, 10, 2)
+    assert last["sft/held_out_loss"] < 0.7 * first["sft/held_out_loss"]
+    assert (last["sft/epoch"], last["tokens/pending"]) == (2.0, 0.0)
+    left = last["tokens/excluded/held_out"]
+    assert last["tokens/received"] == last["tokens/trained"] + left
+    assert last["sft/calls/rendered"] == 24
+    written = [json.loads(line) for line in (whole.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in written] == [0, 1, 2, 3, 4]
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped(whole: lrl.SFT, traces: Path, tmp_path: Path) -> None:
+    class Stopped(Exception):
+        """The power failed."""
+
+    class Stopping(lrl.SFT):
+        def train_step(self, models: Any) -> dict[str, float]:
+            if self.step == 4:
+                raise Stopped
+            return super().train_step(models)
+
+    config = {**CONFIG, "trainer": CONFIG["trainer"] | {"save_freq": 2}}
+    with pytest.raises(Stopped):
+        Stopping(config, traces=traces).fit(tmp_path)
+    with pytest.raises(ConfigError, match="holds a run"):
+        run(traces, tmp_path)
+    resumed = run(traces, tmp_path, resume_mode="auto")
+    assert resumed.history[-1]["sft/loss"] == whole.history[-1]["sft/loss"]
+    ours, theirs = (load_file(one.run_dir / "model" / "model.safetensors") for one in (resumed, whole))
+    assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
+
+
+def test_a_batch_has_every_rollout_once_an_epoch(whole: lrl.SFT) -> None:
+    first, second = ([one.rollout_id for step in steps for one in whole._batch(step)] for steps in ((1, 2), (3, 4)))
+    assert sorted(first) == sorted(second) == sorted(one.rollout_id for one in whole.examples.trained)
+    assert first != second
+
+
+def test_the_command_trains_and_says_what_is_next(traces: Path, tmp_path: Path) -> None:
+    keys = ["data.max_prompt_length=200", "trainer.total_training_steps=1", "trainer.device=cpu"]
+    given = ["sft", f"sft.traces={traces}", *keys, "--run-dir", str(tmp_path / "run"), "--json"]
+    found = CliRunner().invoke(app, given)
+    assert found.exit_code == 0, found.output
+    result = json.loads(found.stdout.splitlines()[-1])
+    assert (result["steps"], result["model"]) == (1, str(tmp_path / "run" / "model"))
+    assert (tmp_path / "run" / "model" / "tokenizer.json").exists()
+
+
+def test_without_traces_it_says_what_to_name() -> None:
+    with pytest.raises(ConfigError, match=r"sft\.traces names nothing"):
+        lrl.SFT()

@@ -1,0 +1,98 @@
+"""Which traces are learned from, and what becomes of the tokens of the others."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rl.config import ConfigError, compose
+from lightning_rl.sft import examples
+from lightning_rl.sft.examples import Examples
+from lightning_rl_proxy.rendering.load import load_renderer
+
+from .records import CHECKPOINT, conversation, record, write
+
+RENDERER = load_renderer(CHECKPOINT, "template", "student")
+RECORDS = [
+    record("good", group_id="g", reward=1.0, agent="writer"),
+    record("fair", group_id="g", reward=0.5, agent="judge"),
+    record("bad", group_id="g", reward=0.0, model="small"),
+    record("none", group_id="h", reward=None, response_token_ids=[1, 2, 3]),
+    record("seen", group_id="i", mode="val"),
+]
+
+
+def load(tmp_path: Path, records: list[dict[str, Any]] = RECORDS, **config: Any) -> Examples:
+    sft = {"held_out": 0.0} | config.pop("sft", {})
+    file = write(tmp_path / "calls.jsonl", records)
+    return examples.load(compose({"sft": sft, **config}), [file], RENDERER)
+
+
+def learned(found: Examples) -> dict[str, float]:
+    return {one.rollout_id: one.weight for one in found.trained}
+
+
+@pytest.mark.parametrize(
+    ("config", "rollouts"),
+    [
+        ({}, ["good", "fair", "bad", "none"]),
+        ({"sft": {"mode": None}}, ["good", "fair", "bad", "none", "seen"]),
+        ({"sft": {"mode": "val"}}, ["seen"]),
+        ({"sft": {"min_reward": 0.5}}, ["good", "fair"]),
+        ({"sft": {"best_of_group": 2}}, ["good", "fair"]),
+        ({"sft": {"models": "small"}}, ["bad"]),
+        ({"algorithm": {"train_agents": "writer|judge"}}, ["good", "fair"]),
+    ],
+)
+def test_the_keys_say_which_rollouts_are_learned_from(
+    config: dict[str, Any], rollouts: list[str], tmp_path: Path
+) -> None:
+    found = load(tmp_path, **config)
+    assert list(learned(found)) == rollouts
+    found.metrics(0)  # the account balances
+
+
+def test_answers_weigh_what_their_rollouts_were_rewarded_with(tmp_path: Path) -> None:
+    found = load(tmp_path, sft={"weights": "reward"})
+    assert learned(found) == {"good": 1.0, "fair": 0.5}
+    assert found.excluded["no_reward"] == 3
+
+
+def test_whole_groups_are_held_out(tmp_path: Path) -> None:
+    found = load(tmp_path, sft={"held_out": 0.5})
+    assert len({one.group_id for one in found.held_out}) == 1
+    assert not {one.group_id for one in found.held_out} & {one.group_id for one in found.trained}
+    held_out = sum(one.tokens for one in found.held_out)
+    assert found.metrics(0)["tokens/excluded/held_out"] == held_out > 0
+
+
+def test_every_token_that_is_not_trained_is_named(tmp_path: Path) -> None:
+    records = [
+        *conversation("long", ["select 1"] * 12),
+        record("short"),
+        record("lost", delivered=False),
+        record("shown", media=[[0, 1, "x"]], response_token_ids=[1, 2]),
+        record("again", counts=False, response_token_ids=[1, 2, 3, 4]),
+    ]
+    found = load(tmp_path, records, data={"max_prompt_length": 40, "max_response_length": 10})
+    assert list(learned(found)) == ["short"]
+    assert found.excluded["overlong"] == 12 * found.trained[0].tokens
+    assert found.excluded["undelivered"] == found.trained[0].tokens
+    assert (found.excluded["images"], found.excluded["superseded"]) == (2, 4)
+    assert found.calls == {"rendered": 14, "images": 1}
+    cut = load(
+        tmp_path, records, data={"max_prompt_length": 40, "max_response_length": 10, "overlong": "truncate_left"}
+    )
+    assert cut.excluded["truncated"] > 0
+
+
+def test_what_cannot_be_learned_from_is_an_error_that_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"of 5 rollouts .* none is left .*1 mode_val"):
+        load(tmp_path, sft={"min_reward": 2.0})
+    with pytest.raises(ConfigError, match="no run folder and no file"):
+        examples.load(compose({}), [tmp_path / "nothing"], RENDERER)
+    with pytest.raises(ConfigError, match="no file of `lightning-rl export --what calls`"):
+        examples.load(compose({}), [write(tmp_path / "rows.jsonl", [{"row": 1}])], RENDERER)
+    twice = [write(tmp_path / name, RECORDS) for name in ("one.jsonl", "two.jsonl")]
+    with pytest.raises(ConfigError, match="name one"):
+        examples.load(compose({}), twice, RENDERER)
