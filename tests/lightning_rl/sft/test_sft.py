@@ -12,7 +12,7 @@ import lightning_rl as lrl
 from lightning_rl.cli import app
 from lightning_rl.config import ConfigError
 
-from .records import conversation, record, write
+from .records import CHECKPOINT, conversation, record, write
 
 RECORDS = [
     *(one for i in range(12) for one in conversation(f"r{i}", [f"select {i} from cats", "done"])),
@@ -52,6 +52,13 @@ def test_the_held_out_loss_falls_and_every_token_is_told(whole: lrl.SFT) -> None
     assert last["sft/calls/rendered"] == 24
     written = [json.loads(line) for line in (whole.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in written] == [0, 1, 2, 3, 4]
+
+
+def test_the_page_of_metrics_has_those_of_a_run(whole: lrl.SFT) -> None:
+    page = (CHECKPOINT.parents[2] / "docs" / "metrics.md").read_text()
+    for name in whole.history[-1]:
+        family = name.rsplit("/", 1)[0] + "/NAME"
+        assert f"`{name}`" in page or f"`{family}`" in page, name
 
 
 def test_a_resumed_run_is_the_run_that_was_not_stopped(whole: lrl.SFT, traces: Path, tmp_path: Path) -> None:

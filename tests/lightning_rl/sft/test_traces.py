@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from lightning_rl.config import ConfigError, compose
-from lightning_rl.sft import examples
+from lightning_rl.inspect.export import export
+from lightning_rl.sft import examples, traces
 from lightning_rl.sft.examples import Examples
 from lightning_rl_proxy.rendering.load import load_renderer
+from tests.lightning_rl.inspect import runs
 
 from .records import CHECKPOINT, conversation, record, write
 
@@ -50,6 +52,19 @@ def test_the_keys_say_which_rollouts_are_learned_from(
     found = load(tmp_path, **config)
     assert list(learned(found)) == rollouts
     found.metrics(0)  # the account balances
+
+
+def test_a_run_and_the_files_that_are_exported_of_it_are_the_same_traces(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with runs.open_store(run_dir) as store:
+        runs.record(store, "one", runs.TALK)
+        runs.record(store, "two", runs.TALK, reward=0.5)
+    files = [export(run_dir, "calls", form, tmp_path / f"calls.{form}")[0] for form in ("jsonl", "parquet")]
+    found, excluded = of_run = traces.read([run_dir])
+    assert [traces.read([file]) for file in files] == [of_run, of_run] == [traces.read([run_dir / "store.db"])] * 2
+    assert [(one.rollout_id, one.reward, len(one.calls)) for one in found] == [("one", 1.0, 2), ("two", 0.5, 2)]
+    assert not excluded
 
 
 def test_answers_weigh_what_their_rollouts_were_rewarded_with(tmp_path: Path) -> None:
