@@ -218,7 +218,7 @@ def as_trained(config: Config) -> Config:
     )
     return replace(
         config,
-        actor_rollout_ref=replace(ours, actor=actor, rollout=replace(ours.rollout, n=1)),
+        actor_rollout_ref=replace(ours, actor=actor, rollout=replace(ours.rollout, n=1, name="embedded")),
         algorithm=replace(config.algorithm, use_kl_in_reward=False),
         distillation=replace(config.distillation, enabled=False),
     )
