@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from lightning_rl.config import ConfigError, compose, to_yaml
 from lightning_rl.config.schema import Config
 from lightning_rl.files import write_whole
+from lightning_rl.inference.load import located
 from lightning_rl.memory.plan import refuse_what_cannot_fit
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.models import Models
@@ -85,6 +86,9 @@ class SFT:
         if (self.run_dir / "config.yaml").exists() and not resume:
             raise ConfigError(f"{self.run_dir} holds a run: set trainer.resume_mode=auto, or name another folder")
         trackers.check_names(trainer.logger)
+        # Before anything is written: a folder with a run in it is not taken again.
+        folder, _ = located(self.config.actor_rollout_ref.model.path)
+        self.examples = examples.load(self.config, self.sources, resolved_config.loaded_renderer(self.config, folder))
         checkpoints.mkdir(parents=True, exist_ok=True)
         resumed = checkpoint.latest(checkpoints) if resume else None
         torch.manual_seed(self.config.data.seed)
@@ -92,8 +96,6 @@ class SFT:
         models = Models(as_trained(self.config), self.run_dir, with_critic=False, resumed=resumed, sampled=False)
         optim = models.config.actor_rollout_ref.actor.optim
         write_whole(self.run_dir / "config.yaml", to_yaml(_with_rate(self.config, optim.lr)).encode())
-        renderer = resolved_config.loaded_renderer(self.config, models.policy.folder)
-        self.examples = examples.load(self.config, self.sources, renderer)
         total = self.steps()
         try:
             models.train(total)
@@ -172,16 +174,19 @@ class SFT:
     def _batch(self, step: int) -> list[Example]:
         """The rollouts of a step: every epoch has all of them, with `data.shuffle` in another order."""
         epoch, place = divmod(step - 1, self._steps_per_epoch)
-        trained, size, data = self.examples.trained, self.config.data.train_batch_size, self.config.data
-        order = np.arange(len(trained))
-        if data.shuffle:
-            order = np.random.default_rng([data.seed, epoch]).permutation(len(trained))
-        return [trained[index] for index in order[place * size : (place + 1) * size]]
+        size = self.config.data.train_batch_size
+        return self._ordered(epoch)[place * size : (place + 1) * size]
+
+    def _ordered(self, epoch: int) -> list[Example]:
+        trained, data = self.examples.trained, self.config.data
+        if not data.shuffle:
+            return trained
+        order = np.random.default_rng([data.seed, epoch]).permutation(len(trained))
+        return [trained[index] for index in order]
 
     def _seen(self) -> int:
-        """Tokens that were trained at least once."""
-        steps = range(1, min(self.step, self._steps_per_epoch) + 1)
-        return sum(one.tokens for step in steps for one in self._batch(step))
+        """Tokens that were trained at least once: those of the first pass, as far as it came."""
+        return sum(one.tokens for one in self._ordered(0)[: self.step * self.config.data.train_batch_size])
 
     def _save(self, models: Models) -> None:
         checkpoints = self.run_dir / "checkpoints"

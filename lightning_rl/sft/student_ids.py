@@ -83,6 +83,8 @@ class StudentFormat:
             raise NotWritten("raw_prompt")
         if call.parent_call_id is not None and parent is None:
             raise NotWritten("unknown_conversation")
+        if not call.answer:  # its client left, so only ids were recorded
+            raise NotWritten("no_answer")
         ended = call.finish_reason != "length"
         answer = answer_ids(self._renderer, messages, call.answer[0], tools, ended=ended)
         return _Asked(conversation, tools, self._prompt(call, parent, messages, tools), answer)

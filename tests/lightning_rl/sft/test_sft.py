@@ -82,6 +82,14 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(whole: lrl.SFT, traces: P
     assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
 
 
+def test_a_wrong_name_leaves_a_folder_that_the_right_one_can_use(traces: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no run folder and no file"):
+        lrl.SFT(CONFIG, traces=tmp_path / "mistyped").fit(tmp_path / "run")
+    with pytest.raises(ConfigError, match="none is left to learn from"):
+        lrl.SFT(CONFIG | {"sft": {"min_reward": 9.0}}, traces=traces).fit(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_batch_has_every_rollout_once_an_epoch(whole: lrl.SFT) -> None:
     first, second = ([one.rollout_id for step in steps for one in whole._batch(step)] for steps in ((1, 2), (3, 4)))
     assert sorted(first) == sorted(second) == sorted(one.rollout_id for one in whole.examples.trained)
