@@ -163,8 +163,8 @@ def refuse_what_cannot_fit(config: Config, hardware: Hardware | None = None) -> 
         hardware = gpus.here(config.trainer.nnodes)
     if hardware is None or not config.trainer.memory_check:
         return
-    register_model_code(config)
     folder, _ = located(config.actor_rollout_ref.model.path)
+    register_model_code(config)  # of a folder that is here by now
     model, lengths = model_config(folder), (config.data.max_prompt_length, config.data.max_response_length)
     found = budget(config, model, trace(config, model, lengths, on_gpu=True), hardware)
     if found.misplaced is not None:
