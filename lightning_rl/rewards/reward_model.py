@@ -93,18 +93,19 @@ class RewardModel:
 
     @functools.cached_property
     def _device(self) -> Any:
-        import torch
+        from lightning_rl.inference.load import device_of
 
-        auto = "cuda" if torch.cuda.is_available() else "cpu"
-        return torch.device(auto if self._device_name == "auto" else self._device_name)
+        return device_of(self._device_name)
 
 
 def check(path: str) -> None:
     """Raises ConfigError where `path` is neither an id of the hub nor the folder of a classifier with one output."""
+    from lightning_rl.inference.load import is_model_id
+
     file = Path(path) / "config.json"
     if file.is_file():
         _check(path, json.loads(file.read_bytes()))
-    elif Path(path).is_dir() or path.count("/") != 1 or path.startswith((".", "/")):
+    elif Path(path).is_dir() or not is_model_id(path):
         raise ConfigError(f"{_KEY}={path!r} is neither the folder of a model nor a model id (owner/name)")
 
 

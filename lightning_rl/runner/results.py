@@ -39,7 +39,7 @@ class Result(NamedTuple):
     over: Callable[[bool], None]
 
 
-@dataclass
+@dataclass(eq=False)  # two groups are never the same one
 class _Group:
     """Results of attempts at one gateway, which are told in one request; `due` (monotonic seconds) is when."""
 

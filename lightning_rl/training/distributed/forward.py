@@ -62,7 +62,7 @@ class ShardedForward(Forward):
 
     def gathered(self, sequences: Sequence[TrainingSequence], found: Mapping[int, T]) -> list[T]:
         """As of `Forward`, from all workers; tensors come to the CPU."""
-        own = {n: _on_cpu(found[id(s)]) for n, s in enumerate(sequences) if id(s) in found}
+        own = {n: on_cpu(found[id(s)]) for n, s in enumerate(sequences) if id(s) in found}
         of_all: list[dict[int, T]] = [{}] * self._talk.size()
         dist.all_gather_object(of_all, own, group=self._talk)
         joined = {n: value for of_one in of_all for n, value in of_one.items()}
@@ -103,5 +103,6 @@ class ShardedForward(Forward):
         return showing(self.model, [], self._vision.blank)
 
 
-def _on_cpu(value: T) -> T:
+def on_cpu(value: T) -> T:
+    """A tensor on the CPU; anything else as it is."""
     return value.cpu() if isinstance(value, Tensor) else value  # type: ignore[return-value]

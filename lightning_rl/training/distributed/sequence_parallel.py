@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_rl.training.batch import TrainingSequence
-from lightning_rl.training.distributed.forward import ShardedForward
-from lightning_rl.training.layers.attention import Segment
+from lightning_rl.training.distributed.forward import ShardedForward, on_cpu
+from lightning_rl.training.layers.attention import AttentionMask, Segment
 from lightning_rl.training.model_traits import apart, evaluating, probe_rows, refusal_of, tolerance
 from lightning_rl.training.packing import Ints, Layout, alone, lay_out
 from lightning_rl.vision import ModelVision
@@ -86,7 +86,7 @@ class SequenceParallelForward(ShardedForward):
         """As of `ShardedForward`; what is found of a sequence is joined of what is found of its parts."""
         numbers = {id(sequence): n for n, sequence in enumerate(sequences)}
         own = [
-            (numbers[id(part.whole)], _on_cpu(found[id(part)]))
+            (numbers[id(part.whole)], on_cpu(found[id(part)]))
             for part in self._parts
             if id(part) in found and id(part.whole) in numbers
         ]
@@ -173,7 +173,7 @@ class SequenceParallelForward(ShardedForward):
             )
 
 
-class ExchangingMask(Tensor):
+class ExchangingMask(AttentionMask):
     """A mask [B, 1, S, S] over the S tokens of one worker, whose attention is over the tokens of all of a group.
 
     It holds no numbers: whoever asks for some computes another attention than `scaled_dot_product_attention`.
@@ -204,14 +204,29 @@ class ExchangingMask(Tensor):
         made._group, made._whole = group, whole
         return made
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+    @staticmethod
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """Attention [B, H, S, D] over the tokens of all workers of the mask's group."""
+        group, whole = attn_mask._group, attn_mask._whole
+        heads, size = query.shape[1], group.size()
+        if heads % size:
+            raise CannotBeSplit(
+                f"{heads} heads of attention are not {size} equal parts, one for each worker of a group"
+            )
+        if key.shape[1] % size:
+            key, value = (states.repeat_interleave(heads // key.shape[1], 1) for states in (key, value))
+        q, k, v = (_exchange(states, group, 1, 2) for states in (query, key, value))
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+        found = scaled_dot_product_attention(q, k, v, whole, dropout_p, whole is None, **options)
+        return _exchange(found, group, 2, 1)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -223,28 +238,6 @@ class ExchangingMask(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ExchangingMask of {self._group.size()} workers"
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: ExchangingMask,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Tensor:
-    """`scaled_dot_product_attention` [B, H, S, D] over the tokens of all workers of the mask's group."""
-    group, whole = attn_mask._group, attn_mask._whole
-    heads, size = query.shape[1], group.size()
-    if heads % size:
-        raise CannotBeSplit(f"{heads} heads of attention are not {size} equal parts, one for each worker of a group")
-    if key.shape[1] % size:
-        key, value = (states.repeat_interleave(heads // key.shape[1], 1) for states in (key, value))
-    q, k, v = (_exchange(states, group, 1, 2) for states in (query, key, value))
-    options["enable_gqa"] = q.shape[1] != k.shape[1]
-    found = scaled_dot_product_attention(q, k, v, whole, dropout_p, whole is None, **options)
-    return _exchange(found, group, 2, 1)
 
 
 class _Exchange(torch.autograd.Function):
@@ -283,10 +276,6 @@ def _moved(segment: Segment, by: int) -> Segment:
 
 def _wider(values: Ints, more: int, filled: int) -> Ints:
     return np.pad(values, ((0, 0), (0, more)), constant_values=filled)
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _join(parts: list[Any]) -> Any:

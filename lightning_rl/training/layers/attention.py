@@ -60,7 +60,34 @@ class _AttentionCall:
     mask: Tensor | None
 
 
-class TreeMask(Tensor):
+class AttentionMask(Tensor):
+    """A mask that computes the attention which it is given to: torch hands it each call of
+    `scaled_dot_product_attention`."""
+
+    @staticmethod
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """As `scaled_dot_product_attention`, behind a mask of this kind."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is scaled_dot_product_attention:
+            return cls.attention(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class TreeMask(AttentionMask):
     """What is added to attention scores [B, 1, T, T], without the numbers as long as nobody asks for them.
 
     Attributes:
@@ -102,14 +129,21 @@ class TreeMask(Tensor):
             made._by_segments()  # once for all layers
         return made
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+    @staticmethod
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """By segments where the mask knows them."""
+        if isinstance(attn_mask, TreeMask) and not is_causal and attn_mask.fits(query, key):
+            options.pop("enable_gqa", None)
+            return attn_mask.attend(query, key, value, dropout_p=dropout_p, **options)
+        return scaled_dot_product_attention(query, key, value, _plain(attn_mask), dropout_p, is_causal, **options)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -236,22 +270,6 @@ def _call(segments: Sequence[Segment], dtype: torch.dtype, device: torch.device)
     hidden = torch.from_numpy(np.arange(width) > (before[:, None] + np.arange(tokens))[:, :, None]).to(device)
     mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)
     return _AttentionCall(torch.from_numpy(queries).to(device), torch.from_numpy(keys).to(device), mask[:, None])
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Tensor:
-    """`scaled_dot_product_attention`, by segments where the mask knows them."""
-    if isinstance(attn_mask, TreeMask) and not is_causal and attn_mask.fits(query, key):
-        options.pop("enable_gqa", None)
-        return attn_mask.attend(query, key, value, dropout_p=dropout_p, **options)
-    return scaled_dot_product_attention(query, key, value, _plain(attn_mask), dropout_p, is_causal, **options)
 
 
 def _plain(given: Any) -> Any:
