@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,12 +34,21 @@ def test_every_limit_is_on_the_page_with_its_default() -> None:
     assert told == {name: getattr(limits, name) for name in limits.__struct_fields__}
 
 
-def calls() -> Iterator[tuple[str, str, ast.Call]]:
+@cache
+def calls_and_comparisons() -> list[tuple[str, ast.AST]]:
+    """Every call and every comparison in our code, with its file."""
+    parsed = [(str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in SOURCES]
+    return [
+        (file, node) for file, tree in parsed for node in ast.walk(tree) if isinstance(node, ast.Call | ast.Compare)
+    ]
+
+
+@cache
+def calls() -> list[tuple[str, str, ast.Call]]:
     """Every call in our code: its file, what is called, and the call."""
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call):
-                yield str(path.relative_to(ROOT)), ast.unparse(node.func), node
+    return [
+        (file, ast.unparse(node.func), node) for file, node in calls_and_comparisons() if isinstance(node, ast.Call)
+    ]
 
 
 def test_pickles_are_read_only_from_a_runners_own_parent() -> None:
@@ -61,8 +70,7 @@ def test_code_of_a_models_folder_is_run_in_one_place_alone() -> None:
 def test_secrets_are_compared_by_compare_digest_alone() -> None:
     """No `==` beside a name that holds one."""
     secret = re.compile(r"(^|[._])(signature|secret|admin_key|runner_key|api_key|expected_key)$")
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Compare) and any(isinstance(op, ast.Eq | ast.NotEq) for op in node.ops):
-                sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
-                assert not [side for side in sides if secret.search(side)], f"{path}:{node.lineno}: {sides}"
+    for file, node in calls_and_comparisons():
+        if isinstance(node, ast.Compare) and any(isinstance(op, ast.Eq | ast.NotEq) for op in node.ops):
+            sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
+            assert not [side for side in sides if secret.search(side)], f"{file}:{node.lineno}: {sides}"

@@ -208,6 +208,7 @@ def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None = None
     model = settings.actor_rollout_ref.model.path
     folder = preflight.model_folder_here(settings)
     preflight.check_teachers(settings)
+    engine = preflight.engine(settings)
     found = tasks.datasets(settings, None, None, None)
     try:
         scored = tasks.grader_of(settings, algorithm.rules.grader, found) is not algorithm.rules.grader
@@ -215,6 +216,7 @@ def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None = None
     except ConfigError as error:
         rewards = f"NONE, AND IT WOULD NOT BEGIN: {error}"
     train, val, _ = found if folder is None else tasks.without_overlong(settings, folder, found)
+    steps = 0 if settings.trainer.val_only else algorithm.steps(len(train))
     numbers = None if folder is None else preflight.parameters(folder)
     unknown = "not known before the model is here"
     return {
@@ -223,11 +225,11 @@ def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None = None
         "parameters": unknown if numbers is None else numbers,
         "learning_rate": unknown if numbers is None else resolved_config.learning_rate(settings, numbers),
         "memory": unknown if folder is None else preflight.memory(settings, folder, gpus),
-        "engine": preflight.engine(settings),
+        "engine": engine,
         "rewards": rewards,
         "train_tasks": len(train),
         "val_tasks": len(val),
-        "steps": 0 if settings.trainer.val_only else algorithm.steps(len(train)),
+        "steps": steps,
         "rollouts_per_step": data.train_batch_size * rollout.n,
         "rollouts_at_once": algorithm.n_runners,
         "run_dir": str((run_dir or algorithm.named_run_dir or algorithm.default_run_dir()).resolve()),

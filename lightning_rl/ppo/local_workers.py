@@ -19,7 +19,7 @@ from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.estimators import needs_reference
 from lightning_rl.training import lora, shards
 from lightning_rl.training.actor import Actor
-from lightning_rl.training.batch import TrainingSequence
+from lightning_rl.training.batch import MiniBatch, TrainingSequence, sequences_of
 from lightning_rl.training.critic import Critic, ValueModel, value_head
 from lightning_rl.training.distributed.process_group import ProcessGroup
 from lightning_rl.training.forward import Forward
@@ -128,6 +128,13 @@ class LocalWorkers:
             self.critic = Critic(self._values, of_critic, self._pad_id, of_values)
         if "reference" in self.roles and self.reference is None:
             self.reference = self._frozen(folder)
+
+    def update_actor(
+        self, plan: list[MiniBatch], *, values_alone: bool = False
+    ) -> tuple[dict[str, float], list[Tensor | None]]:
+        """`Actor.update` of a copy of the plan: its metrics, and the `entropies` of its sequences."""
+        assert self.actor is not None
+        return self.actor.update(plan, values_alone=values_alone), [s.entropies for s in sequences_of(plan)]
 
     def teacher_scores(self, name: str, sequences: list[TrainingSequence], top: int) -> list[Scores]:
         """What one of the teachers says (`Teacher.score`)."""

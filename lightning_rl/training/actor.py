@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_rl.rl.distillation import DistillationOptions, Taught, distillation_loss, policy_gradient
 from lightning_rl.rl.kl import kl_penalty
 from lightning_rl.rl.losses import LossInputs, LossOptions, loss_named
-from lightning_rl.training.batch import MiniBatch, TrainingSequence, by_sequence, canonical_order, note_entropies
+from lightning_rl.training.batch import MiniBatch, TrainingSequence, by_sequence, canonical_order
 from lightning_rl.training.critic import values_of, weighted_value_loss
 from lightning_rl.training.forward import Forward, Outputs, Sizes
 from lightning_rl.training.learner import Learner, LearnerConfig, add_up, means
@@ -151,12 +151,14 @@ class Actor(Learner):
         return {id(s): own for s, own in zip(sequences, torch.split(constants, [len(p) for p in parts]), strict=True)}
 
     def accumulate(self, mini: MiniBatch, constants: Mapping[int, Tensor] | None = None) -> dict[str, float]:
-        """Add the gradient of one mini-batch's loss to the parameters' `.grad`; its metrics.
+        """Add the gradient of one mini-batch's loss to the parameters' `.grad`; its metrics. In the first pass each of
+        its sequences is given its `entropies`.
 
         `constants` are `prepare`'s of the whole mini-batch, where `mini` holds a part of its sequences alone.
         """
         constants = self.prepare(mini.sequences) if constants is None else constants
         trained = sum(len(s.trained) for s in mini.sequences)
+        first_pass, entropies_of = any(s.entropies is None for s in mini.sequences), dict[int, Tensor]()
         sums = dict.fromkeys(Sizes._fields, 0.0)
         for micro in self._micro_batches(mini.sequences):
             sums |= {name: sums[name] + size for name, size in self.forward.sizes(micro)._asdict().items()}
@@ -164,7 +166,8 @@ class Actor(Learner):
                 micro, candidates=self._teachers_choice(micro), with_hidden=self.value_head is not None
             )
             log_probs, entropies = out.log_probs, out.entropies
-            note_entropies(micro, entropies)
+            if first_pass:
+                entropies_of |= _by_id(micro, entropies.detach())
             tokens = self._tokens(micro, log_probs, constants)
             weights = self._gather(np.full(len(s.trained), mini.weights[s.rollout]) for s in micro)
             policy = self._loss.token_loss(tokens, self.config)
@@ -195,6 +198,9 @@ class Actor(Learner):
             found["actor/ppo_k3_kl"] = (gap.clamp(max=20).expm1() - gap).sum() / trained
             found["actor/entropy"] = entropies.sum() / trained
             add_up(sums, found, micro, advice=_ADVICE)
+        if first_pass:
+            for sequence, own in zip(mini.sequences, self.forward.gathered(mini.sequences, entropies_of), strict=True):
+                sequence.entropies = own  # not brought over from its device yet: that would wait for it
         sums = self.forward.total(sums)
         in_rows, distinct, computed = (sums.pop(name) for name in Sizes._fields)
         sums["perf/padding_share"] = 1 - distinct / computed
@@ -271,9 +277,7 @@ class Actor(Learner):
         others computed some of them."""
         found: dict[int, Tensor] = {}
         for micro in cut:
-            values, _ = self.forward.log_probs(micro)
-            parts = torch.split(values, [len(s.trained) for s in micro])
-            found.update({id(s): part for s, part in zip(micro, parts, strict=True)})
+            found |= _by_id(micro, self.forward.log_probs(micro)[0])
         return self.forward.gathered(sequences, found)
 
     def _tokens(
@@ -308,6 +312,12 @@ def _of_teacher(sequence: TrainingSequence, name: str) -> np.ndarray[Any, np.dty
     if values is None:
         raise ValueError(f"{name} are not set; ask the teacher before the update")
     return values
+
+
+def _by_id(sequences: Sequence[TrainingSequence], values: Tensor) -> dict[int, Tensor]:
+    """Values of the trained tokens of `sequences`, joined in their order, by a sequence's `id`."""
+    parts = torch.split(values, [len(sequence.trained) for sequence in sequences])
+    return {id(sequence): own for sequence, own in zip(sequences, parts, strict=True)}
 
 
 def _known(sequence: TrainingSequence, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:

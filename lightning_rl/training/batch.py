@@ -120,14 +120,6 @@ class TrainingSequence:
         return found
 
 
-def note_entropies(sequences: Sequence[TrainingSequence], entropies: torch.Tensor) -> None:
-    """Keep the entropies [K] of the trained tokens of `sequences`, joined in their order, of the first pass alone."""
-    parts = torch.split(entropies.detach(), [len(sequence.trained) for sequence in sequences])
-    for sequence, own in zip(sequences, parts, strict=True):
-        if sequence.entropies is None:
-            sequence.entropies = own  # not brought over from its device yet: that would wait for it
-
-
 def canonical_order(sequences: Sequence[TrainingSequence]) -> NDArray[np.int64]:
     """The trained tokens of `sequences`, joined [K], in an order that the rollouts alone decide: int64 [K].
 
@@ -186,6 +178,11 @@ class MiniBatch:
 
     sequences: list[TrainingSequence]
     weights: dict[int, float]
+
+
+def sequences_of(plan: Iterable[MiniBatch]) -> list[TrainingSequence]:
+    """All of them, mini-batch by mini-batch."""
+    return [sequence for mini in plan for sequence in mini.sequences]
 
 
 def mini_batches(

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_rl.training.actor import ActorConfig
-from lightning_rl.training.batch import MiniBatch, TrainingSequence
+from lightning_rl.training.batch import MiniBatch, TrainingSequence, sequences_of
 from lightning_rl.training.critic import CriticConfig
 from lightning_rl.training.distributed.group import WorkerGroup
 from lightning_rl.training.learner import Planner
@@ -31,9 +31,12 @@ class RemoteActor(Planner):
         return found
 
     def update(self, plan: list[MiniBatch], *, values_alone: bool = False) -> dict[str, float]:
-        """One PPO update; its metrics are those of the whole batch."""
-        found: dict[str, float] = self._group.ask("actor", "update", plan, values_alone=values_alone)
-        return found
+        """One PPO update; its metrics are those of the whole batch. The plan's sequences get their `entropies`."""
+        metrics: dict[str, float]
+        metrics, entropies = self._group.ask(None, "update_actor", plan, values_alone=values_alone)
+        for sequence, own in zip(sequences_of(plan), entropies, strict=True):
+            sequence.entropies = own
+        return metrics
 
     def offload(self) -> None:
         """With `param_offload`, let the weights wait in main memory."""

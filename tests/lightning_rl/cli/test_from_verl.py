@@ -32,7 +32,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-OURS = ["data.train_files=tasks.jsonl", "data.train_batch_size=1", "actor_rollout_ref.rollout.name=embedded"]
+OURS = [
+    "data.train_files=tasks.jsonl",
+    "data.train_batch_size=1",
+    "actor_rollout_ref.rollout.name=embedded",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024",  # the plan traces rows of so many tokens
+]
 
 
 def run(*words: str) -> str:

@@ -7,13 +7,13 @@ import pytest
 from typer.testing import CliRunner
 
 from lightning_rl.cli import app
-from tests.lightning_rl.memory.models import SMALL
+from tests.lightning_rl.memory.models import ONE_LAYER
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     """A folder with a config.json and nothing else."""
-    SMALL.save_pretrained(tmp_path)
+    ONE_LAYER.save_pretrained(tmp_path)
     return f"actor_rollout_ref.model.path={tmp_path}"
 
 
@@ -35,6 +35,7 @@ def test_a_plan_as_json_and_its_status(model: str) -> None:
     small = runner.invoke(app, ["plan", "--gpu", "0.01", "--json", model])
     assert small.exit_code == 1
     assert json.loads(small.output)["as_given"]["problems"]
+    assert json.loads(small.output)["fits"] is False
 
 
 def test_a_plan_says_who_is_on_which_gpu_and_what_cannot_be(model: str) -> None:

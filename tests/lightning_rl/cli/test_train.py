@@ -33,7 +33,12 @@ def takes_nothing(): ...
 
 def takes_more(task, model): ...
 """
-SMALL = ["data.train_batch_size=2", "data.max_response_length=8", "actor_rollout_ref.rollout.n=2"]
+SMALL = [
+    "data.train_batch_size=2",
+    "data.max_response_length=8",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024",  # the plan traces rows of so many tokens
+]
 
 
 @pytest.fixture

@@ -68,6 +68,7 @@ def settings(folder: Path, **model: Any) -> Any:
     )
 
 
+@pytest.mark.long
 def test_a_trusted_model_is_trained_sampled_and_exported_with_its_code(tmp_path: Path) -> None:
     folder = of_own_code(tmp_path / "strange", "strange")
     made = Models(settings(folder, trust_remote_code=True), tmp_path, with_critic=True)

@@ -175,5 +175,6 @@ def test_the_command_line_plans_a_run_of_loops(tmp_path: Path) -> None:
 
     (tmp_path / "tasks.jsonl").write_text(json.dumps({"prompt": "hi"}) + "\n")
     keys = ["actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "data.train_batch_size=1"]
+    keys.append("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024")
     keys.append(f"data.train_files={tmp_path / 'tasks.jsonl'}")
     assert _plan(compose(command_line=keys, schema=TrainConfig), None)["agent"] == "tool_agent"

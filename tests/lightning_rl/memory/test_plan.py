@@ -12,7 +12,7 @@ from lightning_rl.memory.budget import PARTS, budget
 from lightning_rl.memory.gpus import GIB, stated
 from lightning_rl.memory.plan import DoesNotFit, Plan, bar, refuse_what_cannot_fit
 from lightning_rl.memory.traced_step import Held, TracedStep
-from tests.lightning_rl.memory.models import QWEN_7B, QWEN_15B, SMALL
+from tests.lightning_rl.memory.models import ONE_LAYER, QWEN_7B, QWEN_15B
 
 ROLLOUT, ACTOR, MODEL = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 LONG = ["data.max_prompt_length=2048", "data.max_response_length=2048", f"{ROLLOUT}name=vllm", f"{ROLLOUT}n=8"]
@@ -62,6 +62,7 @@ def test_a_model_of_7_billion_is_trained_whole_on_eight_of_80_gib() -> None:
     assert update.parts["optimizer"] == pytest.approx(8 * plan.traced.parameters / 8, rel=0.01)
 
 
+@pytest.mark.long
 def test_what_no_keys_make_fit_says_what_is_left() -> None:
     plan = planned(QWEN_7B, "24")
     assert not plan.fits
@@ -76,7 +77,7 @@ def test_keys_that_a_person_chose_stay() -> None:
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_phase_and_a_way(tmp_path: Path) -> None:
-    SMALL.save_pretrained(tmp_path)  # config.json alone
+    ONE_LAYER.save_pretrained(tmp_path)  # config.json alone
     config = configured(f"{MODEL}path={tmp_path}")
     refuse_what_cannot_fit(config, stated("24"))
     with pytest.raises(DoesNotFit, match=r"not fit on 1 GiB: .*update of the policy: .* of 1\.1 GB.*lightning-rl plan"):

@@ -22,7 +22,7 @@ from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import MiniBatch
 from lightning_rl.training.critic import Critic
 from lightning_rl.training.optimizer import OptimizerConfig
-from tests.lightning_rl.memory.models import QWEN_15B, SMALL, qwen
+from tests.lightning_rl.memory.models import ONE_LAYER, QWEN_15B, SMALL, qwen
 
 ACTOR, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 LENGTHS = 64, 64
@@ -35,6 +35,8 @@ WAYS: dict[str, list[str]] = {
     "whole rows": [f"{MODEL}use_remove_padding=false", f"{ACTOR}ppo_micro_batch_size_per_gpu=3"],
     "critic": ["algorithm.adv_estimator=gae"],
 }
+
+LONGER = {"float32", "adapter", "whole rows"}
 
 
 def configured(*words: str) -> Config:
@@ -78,7 +80,7 @@ def allocated(config: Config, model: Any, kind: str) -> tuple[int, int]:
     return passes, step
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.long if way in LONGER else ()) for way in WAYS])
 def test_the_peak_is_that_of_the_allocator(way: str) -> None:
     config, model = configured(*WAYS[way]), AutoConfig.from_pretrained(tutorial.checkpoint())
     traced = trace(config, model, LENGTHS)
@@ -91,7 +93,10 @@ def test_the_peak_is_that_of_the_allocator(way: str) -> None:
     assert held.step == pytest.approx(between + held.gradients + step, rel=0.05)
 
 
-@pytest.mark.parametrize("words", [[], [f"{MODEL}enable_gradient_checkpointing=true"]], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param([], id="kept", marks=pytest.mark.long), pytest.param(WAYS["checkpointed"], id="checkpointed")],
+)
 def test_layers_that_are_left_out_are_counted(words: list[str]) -> None:
     few, whole = (trace(configured(*words), SMALL, LENGTHS, whole=whole).actor for whole in (False, True))
     assert few.weights == whole.weights
@@ -109,6 +114,7 @@ def test_layers_of_two_kinds_are_left_out_in_pairs() -> None:
     assert few.update == pytest.approx(whole.update, rel=0.01)
 
 
+@pytest.mark.long
 def test_nothing_is_allocated_for_a_model_of_billions() -> None:
     """Qwen2.5-1.5B: 2.88 GiB of bfloat16, each of gradient and weights, twice that of Adam's averages."""
     config = compose(command_line=[*WAYS["bf16"], *WAYS["checkpointed"]])
@@ -137,7 +143,7 @@ def test_states_of_eight_bits_are_counted_as_torchao_keeps_them() -> None:
 def test_tracing_says_nothing(recwarn: pytest.WarningsRecorder) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trace(configured(), SMALL, LENGTHS)
+        trace(configured(), ONE_LAYER, LENGTHS)
 
 
 LONG = [

@@ -164,4 +164,7 @@ class Teller:
         rollouts = max(s.rollout for s in batch) + 1
         if made.critic is not None:
             metrics |= made.critic.update(made.critic.plan(batch, rollouts))
-        return metrics | made.actor.update(made.actor.plan(batch, rollouts)), asked
+        metrics |= made.actor.update(made.actor.plan(batch, rollouts))
+        asked["entropies"] = [s.entropies.float().numpy() for s in batch if s.entropies is not None]
+        assert len(asked["entropies"]) == len(batch)
+        return metrics, asked

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 import lightning_rl as lrl
 from lightning_rl.telemetry.metrics import jsonl
+from lightning_rl.trajectories import step_record
+from lightning_rl_adapters.span import unpack_logprobs
 from tests import seeing
 from tests.e2e.test_images import looker
 from tests.lightning_rl.ppo.agents import two_calls
@@ -76,6 +78,10 @@ def test_a_model_that_sees_is_trained_by_two_workers(local_ray: None, tmp_path: 
     assert len(metrics) == 2
     assert all(line["training/rollout_probs_diff_max"] < 1e-4 for line in metrics)
     assert all(line["tokens/trained"] == line["tokens/received"] for line in metrics[-1:])
+    trained = [
+        each for step in step_record.read_all(tmp_path / "run") for one in step.rollouts for each in one.calls.values()
+    ]
+    assert all(len(unpack_logprobs(each.entropies)) == each.trained_tokens > 0 for each in trained)
     begun, ended = (load_file(at / "model.safetensors") for at in (folder, tmp_path / "run" / "model"))
     assert any("visual" in name and not torch.equal(tensor, begun[name]) for name, tensor in ended.items())
 
