@@ -105,6 +105,16 @@ def opened(run_dir: Path) -> Iterator[sa.Connection]:
 
 
 @contextmanager
+def copied(server: HttpStore, run_id: str | None) -> Iterator[sa.Connection]:
+    """What a server has of a run (None: of all), copied, for reading. Raises what the server's calls raise."""
+    with TemporaryDirectory(prefix="lightning-rl-") as folder:
+        store = Path(folder) / STORE
+        copy_run(server, run_id, store)
+        with _reading(store) as connection:
+            yield connection
+
+
+@contextmanager
 def _reading(store: Path) -> Iterator[sa.Connection]:
     with ExitStack() as close:
         try:

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from lightning_rl.config.schema import Config
 from lightning_rl.inspect import call, folder, recorded
 from lightning_rl.store import schema
+from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import ErrorInfo
 from lightning_rl.store.life_cycle import ENDED
 from lightning_rl.telemetry.metrics import jsonl
@@ -104,21 +105,38 @@ _CALL = msgspec.msgpack.Decoder(_CallStats)
 
 def gather(run_dir: Path) -> Evidence:
     """The evidence of a run. Raises NotRecorded where it cannot be read."""
+    evidence = _of_folder(run_dir)
+    with recorded.opened(run_dir) as connection:
+        return _with_recorded(connection, evidence)
+
+
+def gather_at(server: HttpStore, run_id: str | None, run_dir: Path | None) -> Evidence:
+    """The evidence of a run whose rollouts a server has (`run_id` None: all that it has), and of its folder, where it
+    is here. All of it is copied for that. Raises what the server's calls raise, and NotRecorded."""
+    at_server = Evidence(run_dir=server.url, metrics=[], steps=[], settings=RunSettings(), trains=False)
+    evidence = at_server if run_dir is None else _of_folder(run_dir)
+    with recorded.copied(server, run_id) as connection:
+        return _with_recorded(connection, evidence)
+
+
+def _of_folder(run_dir: Path) -> Evidence:
+    """What a run's folder says without its store."""
     config = folder.config_of(run_dir)
-    steps = folder.steps(run_dir, RECENT)
-    metrics = run_dir / "metrics.jsonl"
-    settings = RunSettings() if config is None else settings_of(config)
-    evidence = Evidence(
+    return Evidence(
         run_dir=str(run_dir.resolve()),
-        metrics=[row for row in _rows(metrics) if "critic/score/mean" in row],
-        steps=steps,
-        settings=settings,
+        metrics=[row for row in _rows(run_dir / "metrics.jsonl") if "critic/score/mean" in row],
+        steps=folder.steps(run_dir, RECENT),
+        settings=RunSettings() if config is None else settings_of(config),
         trains=config is not None,
     )
-    with recorded.opened(run_dir) as connection:
-        _look(connection, evidence)
-        if steps and not settings.bypass_mode:
-            evidence.gaps = dict(_gaps(connection, steps[-1].rollouts[:_COMPARED]))
+
+
+def _with_recorded(connection: sa.Connection, evidence: Evidence) -> Evidence:
+    """The evidence with what the store has."""
+    steps = evidence.steps
+    _look(connection, evidence)
+    if steps and not evidence.settings.bypass_mode:
+        evidence.gaps = dict(_gaps(connection, steps[-1].rollouts[:_COMPARED]))
     evidence.reward_names |= {name for step in steps for rollout in step.rollouts for name in rollout.rewards}
     return evidence
 

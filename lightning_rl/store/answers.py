@@ -18,6 +18,13 @@ class PageAnswer(RolloutsAnswer, frozen=True, kw_only=True):
     cursor: str | None
 
 
+class RewardedAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollouts that were given rewards, and the position up to which these were looked at."""
+
+    rollout_ids: list[str]
+    position: int
+
+
 class ClaimsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker was given."""
 

@@ -20,6 +20,7 @@ from lightning_rl.store.answers import (
     LeaseAnswer,
     LeasesAnswer,
     PageAnswer,
+    RewardedAnswer,
     RewardsAnswer,
     RolloutsAnswer,
     TracesAnswer,
@@ -132,6 +133,13 @@ class HttpStore:
             if answer.cursor is None:
                 return
             query["cursor"] = answer.cursor
+
+    def rewarded(self, after: int | None = None) -> tuple[list[str], int]:
+        """The rollouts that were given rewards after this position, late ones too, and the position now; with None no
+        rollouts."""
+        query = "" if after is None else f"?after={after}"
+        found = self._call("GET", f"/rollouts/rewarded{query}", None, RewardedAnswer)
+        return found.rollout_ids, found.position
 
     def cancel(self, rollout_id: str) -> Rollout:
         """End the rollout as cancelled; one that has ended stays as it is."""

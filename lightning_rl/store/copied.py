@@ -26,13 +26,13 @@ _PAGE = 500  # rollouts of one listing
 _TRACES = 16  # rollouts whose spans are in memory at once
 
 
-def copy_run(store: HttpStore, run_id: str, file: Path) -> None:
-    """Copy the rollouts of a run, in the order they were asked for, into `file`, which is not there yet.
+def copy_run(store: HttpStore, run_id: str | None, file: Path) -> None:
+    """Copy the rollouts of a run (None: of all), in the order they were asked for, into `file`, which is not there yet.
 
     Raises what the store's calls raise.
     """
     listed = (rollout.rollout_id for rollout in store.rollouts(page=_PAGE))
-    of_run = (rollout_id for rollout_id in listed if rollout_id.endswith(f".{run_id}"))
+    of_run = (rollout_id for rollout_id in listed if run_id is None or rollout_id.endswith(f".{run_id}"))
     known: set[str | None] = set()
     with closing(open_database(f"sqlite:///{file}")) as database:
         while ids := list(itertools.islice(of_run, _TRACES)):

@@ -5,6 +5,7 @@ A server is asked with the admin key of its run's folder or of the environment; 
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 from lightning_rl.errors import Explained
 from lightning_rl.inspect.doctor import diagnose
 from lightning_rl.inspect.rollout_source import PagedStore
-from lightning_rl.inspect.run_stats import gather
+from lightning_rl.inspect.run_stats import Evidence
 from lightning_rl.store.errors import StoreError
 from lightning_rl.viewer.index import Index
 from lightning_rl.viewer.run_folder import KEY_FILE, URL_FILE
@@ -103,16 +104,20 @@ def waiting(server: dict[str, Any] | None, counts: dict[str, int], state: str) -
 
 
 class Doctor:
-    """The doctor's findings on a run folder, looked for again as the run goes on; never twice at once.
+    """The doctor's findings on a run, looked for again as the run goes on; never twice at once.
 
     A look reads the whole store, so the next one comes when enough time has passed that all looks together stay cheap.
+
+    Args:
+        evidence: gathers what the findings are of.
+        now: what is another thing once there may be more to find.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
+    def __init__(self, evidence: Callable[[], Evidence], now: Callable[[], Any]) -> None:
+        self._evidence, self._now = evidence, now
         self._lock = threading.Lock()
         self._next = 0.0
-        self._written = -1.0
+        self._looked: Any = None
         self._told: dict[str, Any] = {"findings": [], "looked_at": {}, "pending": True}
 
     def findings(self, *, wait: bool = False) -> dict[str, Any]:
@@ -130,15 +135,14 @@ class Doctor:
             self._lock.release()
 
     def _look(self) -> None:
-        metrics = self._run_dir / "metrics.jsonl"
-        written = metrics.stat().st_mtime if metrics.is_file() else 0.0
-        if written == self._written:
+        now = self._now()
+        if now == self._looked:
             return
         began = time.monotonic()
         try:
-            found = diagnose(gather(self._run_dir))
+            found = diagnose(self._evidence())
             self._told = {"findings": msgspec.to_builtins(found.findings), "looked_at": found.looked_at}
-            self._written = written
-        except Explained as error:
+            self._looked = now
+        except (Explained, StoreError, OSError) as error:
             self._told = {"findings": [], "looked_at": {}, "problem": str(error)}
         self._next = time.monotonic() + _REST * (time.monotonic() - began)

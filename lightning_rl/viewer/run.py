@@ -15,8 +15,9 @@ import msgspec
 from lightning_rl.config.schema import TrainConfig
 from lightning_rl.errors import Explained
 from lightning_rl.inspect import folder
-from lightning_rl.inspect.recorded import STORE, NotRecorded
+from lightning_rl.inspect.recorded import RUN_ID, STORE, NotRecorded
 from lightning_rl.inspect.rollout_source import PagedStore
+from lightning_rl.inspect.run_stats import Evidence, gather, gather_at
 from lightning_rl.inspect.trained import Found
 from lightning_rl.store.contract import RolloutTrace
 from lightning_rl.viewer import live, rollout_view, run_folder, search
@@ -25,7 +26,6 @@ from lightning_rl.viewer.indexer import Indexer
 from lightning_rl.viewer.source import FolderSource, ServerSource, Source
 
 Query = Mapping[str, str]
-_RUN_ID = "run.id"  # in the folder: what ends the ids of the run's rollouts
 _TRACES = 32  # rollouts that are kept read, for the calls that are asked next
 _FIRST_SECONDS = 2.0  # that an answer waits for the first rollouts of a run
 _OF_THE_FOLDER = ("summary", "metrics", "config", "doctor")  # what needs no index
@@ -52,15 +52,15 @@ class ViewedRun:
         self._store = store
         self._index: Index | None = None
         self._indexer: Indexer | None = None
-        self._doctor = None if run_dir is None else live.Doctor(run_dir)
-        self._trace = functools.lru_cache(_TRACES)(self._read_trace)
+        self._doctor = live.Doctor(self._evidence, self._how_far)
+        self._trace = functools.lru_cache(_TRACES)(lambda rollout_id, version: self._read_trace(rollout_id))
         self._server: PagedStore | None = None
         self._paths: dict[str, Callable[[Query], Any]] = {
             "summary": lambda _: self.summary(),
             "metrics": self.metrics,
             "config": lambda _: {"config": self.settings(), "versions": versions()},
             "now": lambda _: self.now(),
-            "doctor": lambda _: {} if self._doctor is None else self._doctor.findings(),
+            "doctor": lambda _: self._doctor.findings(),
             "choices": lambda _: search.choices(self.index),
             "rollouts": lambda query: search.page(self.index, query),
             "groups": lambda query: search.groups(self.index, query),
@@ -102,10 +102,26 @@ class ViewedRun:
 
     def _source(self) -> Source:
         if self._store is not None:
-            file = None if self.run_dir is None else self.run_dir / _RUN_ID
-            return ServerSource(self._store, file.read_text() if file is not None and file.is_file() else None)
+            return ServerSource(self._store, self._run_id())
         assert self.run_dir is not None
         return FolderSource(self.run_dir)
+
+    def _run_id(self) -> str | None:
+        file = None if self.run_dir is None else self.run_dir / RUN_ID
+        return file.read_text().strip() if file is not None and file.is_file() else None
+
+    def _evidence(self) -> Evidence:
+        if self._store is not None:
+            return gather_at(self._store, self._run_id(), self.run_dir)
+        assert self.run_dir is not None
+        return gather(self.run_dir)
+
+    def _how_far(self) -> Any:
+        """What is another thing once there is more of the run for the doctor to look at."""
+        if self.run_dir is None:
+            return self.index.version
+        metrics = self.run_dir / run_folder.METRICS
+        return metrics.stat().st_mtime if metrics.is_file() else 0.0
 
     def answer(self, path: str, query: Query) -> Any:
         """What the page asks at `path` below the run. Raises NotRecorded, WrongQuery, what reading the run raises."""
@@ -168,7 +184,7 @@ class ViewedRun:
             "server": server,
             "rollouts": rollouts,
             "waiting": live.waiting(server, rollouts["counts"], state),
-            "doctor": {} if self._doctor is None else self._doctor.findings(),
+            "doctor": self._doctor.findings(),
         }
 
     def rollout(self, rollout_id: str) -> dict[str, Any]:
@@ -193,7 +209,7 @@ class ViewedRun:
 
     def diagnosis(self) -> dict[str, Any]:
         """What the doctor finds, looked for now."""
-        return {} if self._doctor is None else self._doctor.findings(wait=True)
+        return self._doctor.findings(wait=True)
 
     @functools.cached_property
     def config(self) -> TrainConfig | None:
@@ -226,7 +242,7 @@ class ViewedRun:
         open_rollouts = self.index.open_rollouts()
         if rollout_id in open_rollouts:
             return self._read_trace(rollout_id)  # it changes from one look to the next
-        return self._trace(rollout_id)
+        return self._trace(rollout_id, self.index.version)  # a late reward changes one that has ended
 
     def _read_trace(self, rollout_id: str) -> RolloutTrace:
         return self.indexer.read(rollout_id)

@@ -169,6 +169,8 @@ class ServerSource:
         self._cursor: str | None = None
         self._seen: dict[str, int] = {}  # of the last page, which was not full
         self._count = 0
+        self._places: dict[str, int] = {}  # of all rollouts, since a late reward may come for any of them
+        self._reward: int | None = None  # the position of the last reward that was looked at
         self._unread: list[str] = []  # rollouts that have ended, whose calls are not told yet
         self._read = 0
 
@@ -185,6 +187,7 @@ class ServerSource:
             fresh = [rollout for rollout in ours if rollout.rollout_id not in self._seen]
             placed = list(enumerate(fresh, start=self._count + 1))
             self._count += len(fresh)
+            self._places |= {rollout.rollout_id: place for place, rollout in placed}
             self._note(fresh)
             yield placed
             last = following is None
@@ -194,12 +197,14 @@ class ServerSource:
             self._cursor = following
 
     def changed(self, known: dict[str, int]) -> Iterator[list[Placed]]:
-        """See `Source`: those that have ended; a server tells of no late rewards."""
-        names = list(known)
+        """See `Source`: those that have ended."""
+        late, self._reward = self.store.rewarded(self._reward)
+        places = known | {name: place for name in late if (place := self._places.get(name)) is not None}
+        names = list(places)
         for start in range(0, len(names), _CHUNK // 2):
             ended = self.store.wait(names[start : start + _CHUNK // 2], 0)
-            self._note(ended)
-            yield [(known[rollout.rollout_id], rollout) for rollout in ended]
+            self._note(rollout for rollout in ended if rollout.rollout_id in known)
+            yield [(places[rollout.rollout_id], rollout) for rollout in ended]
 
     def _note(self, rollouts: Iterable[Rollout]) -> None:
         self._unread += [rollout.rollout_id for rollout in rollouts if rollout.status in ENDED and rollout.attempt_id]

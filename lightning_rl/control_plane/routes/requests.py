@@ -90,4 +90,10 @@ class PageQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
 
 
+class RewardedQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Since when rewards are asked for; without `after` none are, but how many there are now."""
+
+    after: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+
+
 read_hints(globals())

@@ -6,11 +6,11 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter, Depends, Request
 
-from lightning_rl.control_plane.routes.requests import ClaimBody, EnqueueBody, PageQuery, WaitBody
+from lightning_rl.control_plane.routes.requests import ClaimBody, EnqueueBody, PageQuery, RewardedQuery, WaitBody
 from lightning_rl.control_plane.routes.required_key import ADMIN, RUNNER
 from lightning_rl.control_plane.routes.route import ApiRoute, JsonBody, UrlQuery
 from lightning_rl.control_plane.routes.services import Server
-from lightning_rl.store.answers import ClaimsAnswer, PageAnswer, RolloutsAnswer
+from lightning_rl.store.answers import ClaimsAnswer, PageAnswer, RewardedAnswer, RolloutsAnswer
 from lightning_rl.store.contract import Claim, Rollout, RolloutDetail, RolloutRequest
 
 _ENDED_TOGETHER_SECONDS = 0.01  # more rollouts end meanwhile, and are told in one answer
@@ -40,6 +40,15 @@ async def list_rollouts(server: Server, query: Annotated[PageQuery, Depends(UrlQ
     """A page of rollouts, in the order they were enqueued."""
     page, cursor = await server.sql.run(server.store.page, **msgspec.structs.asdict(query))
     return PageAnswer(rollouts=page, cursor=cursor)
+
+
+@router.get("/rewarded", dependencies=[ADMIN])
+async def list_rewarded(
+    server: Server, query: Annotated[RewardedQuery, Depends(UrlQuery(RewardedQuery))]
+) -> RewardedAnswer:
+    """The rollouts that were given rewards after a position, which an earlier answer told; late ones, too."""
+    rollout_ids, position = await server.sql.run(server.store.rewarded, query.after)
+    return RewardedAnswer(rollout_ids=rollout_ids, position=position)
 
 
 @router.post("/start", status_code=201, dependencies=[ADMIN])

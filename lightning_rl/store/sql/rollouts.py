@@ -101,6 +101,17 @@ class RolloutOperations(ResourceOperations):
         return [rollout_of(row) for row in rows[:limit]], following
 
     @reads
+    def rewarded(self, connection: sa.Connection, after: int | None = None) -> tuple[list[str], int]:
+        """The rollouts that were given rewards after this position of rewards, and the position now; with None no
+        rollouts."""
+        table = schema.rewards.c
+        now: int = connection.execute(sa.select(sa.func.coalesce(sa.func.max(table.position), 0))).scalar_one()
+        if after is None or after >= now:
+            return [], now
+        asked = sa.select(table.rollout_id).where(table.position > after, table.position <= now).distinct()
+        return sorted(connection.execute(asked).scalars()), now
+
+    @reads
     def counts(self, connection: sa.Connection) -> dict[str, int]:
         """How many rollouts there are, by status."""
         if self.shared:

@@ -39,6 +39,7 @@ RUNNERS = [
 ADMINS = [
     ("POST", "/api/v1/rollouts"),
     ("GET", "/api/v1/rollouts"),
+    ("GET", "/api/v1/rollouts/rewarded"),
     ("POST", "/api/v1/rollouts/start"),
     ("POST", "/api/v1/rollouts/wait"),
     ("POST", "/api/v1/rollouts/spans"),

@@ -104,6 +104,9 @@ class OverHttp:
     def ended(self, rollout_ids: Sequence[str]) -> list[Rollout]:
         return self._admin.wait(rollout_ids, 0)
 
+    def rewarded(self, after: int | None = None) -> tuple[list[str], int]:
+        return self._admin.rewarded(after)
+
     def cancel(self, rollout_id: str) -> Rollout:
         return self._admin.cancel(rollout_id)
 

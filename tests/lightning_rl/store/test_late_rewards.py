@@ -41,6 +41,17 @@ def test_a_late_reward_wins_even_over_a_returned_one_and_leaves_other_names(stor
     assert (trace.rollout.rewards, len(trace.attempts[0].rewards)) == (rollout.rewards, 2)
 
 
+def test_who_was_given_rewards_since_is_told(store: SqlStore) -> None:
+    attempt = ended(store)
+    _, before = store.rewarded()
+    assert store.rewarded(before) == ([], before)
+    late(store, attempt, Reward(value=2.0), Reward(value=0.5, name="judge"))
+    found, now = store.rewarded(before)
+    assert (found, now > before) == (["r1"], True)
+    assert store.rewarded(now) == ([], now)
+    assert store.rewarded() == ([], now)
+
+
 def test_among_late_rewards_the_last_of_a_name_wins(store: SqlStore) -> None:
     attempt = ended(store)
     late(store, attempt, Reward(value=2.0), Reward(value=3.0))
