@@ -11,7 +11,8 @@ BROWSER := .venv-browser
 SITE := .venv-site
 NODE := .venv-node
 CHROMIUM ?= /usr/bin/chromium
-SERVICES := tests/lightning_rl/control_plane tests/lightning_rl/runner tests/lightning_rl/store
+SERVICES := tests/lightning_rl/control_plane tests/lightning_rl/runner tests/lightning_rl/store tests/lightning_rl/cli/test_serve.py \
+  tests/lightning_rl/cli/test_runner.py tests/lightning_rl/inspect/test_attached.py tests/lightning_rl/viewer/test_at_server.py
 CLUSTER := tests/cluster tests/lightning_rl/training/distributed
 FAST := not e2e and not chaos and not package and not sdk and not vllm and not agents and not cluster and not browser and not gpu
 ASKING := forest/test_live_forest test_call_names test_gateway http/test_limits test_logs http/test_openapi test_parking \

@@ -51,6 +51,7 @@ CONTROL = {
     ("POST", "/rollouts/start"): ("admin", 400),
     ("POST", "/rollouts/wait"): ("admin", 400),
     ("POST", "/rollouts/spans"): ("admin", 400),
+    ("GET", "/rollouts/rewarded"): ("admin", 200),
     ("GET", "/rollouts/r"): ("admin", 404),
     ("POST", "/rollouts/r/cancel"): ("admin", 404),
     ("GET", f"{ATTEMPT}/log"): ("admin", 404),

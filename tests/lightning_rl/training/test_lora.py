@@ -226,6 +226,7 @@ def test_gradients_are_the_same_with_gradient_checkpointing(first: str) -> None:
     torch.testing.assert_close(gradient(True), gradient(False), atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.long
 def test_the_engine_samples_what_the_adapter_says_after_an_update_of_the_changed_weights() -> None:
     model: Any = load_model(tutorial.checkpoint())
     prompt = list(range(20, 60))

@@ -43,6 +43,7 @@ def test_mlflow_keeps_one_run_a_folder(tmp_path: Path, monkeypatch: pytest.Monke
     assert [(metric.step, metric.value) for metric in history] == [(1, 2.0), (2, 4.0)]
 
 
+@pytest.mark.long
 def test_wandb_writes_offline_where_it_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
