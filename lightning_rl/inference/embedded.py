@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rl.inference.engine import EmbeddedEngine
-from lightning_rl.inference.load import device_of, load_model, located
+from lightning_rl.inference.load import device_of, load_model, located, skeleton
 from lightning_rl.inference.server import EngineServer
+from lightning_rl.inference.weight_stream import WeightStream
 from lightning_rl.vision import vision_of
 
 
@@ -24,6 +25,7 @@ class EmbeddedPolicy:
         dtype: the number format in which the engine computes logits; logprobs are float32 in any.
         train_dtype: that of `model`, where it is trained; None: the engine's.
         max_num_seqs, max_model_len, threads: as in `EmbeddedEngine`.
+        elsewhere: others have the weights that are trained, and `model` has none.
 
     `name` is what the gateway calls it, `folder` holds its tokenizer; `vision` is how it sees images, if it does.
     """
@@ -43,13 +45,15 @@ class EmbeddedPolicy:
         max_model_len: int | None = None,
         threads: int | None = None,
         attention: str | None = None,
+        elsewhere: bool = False,
     ) -> None:
         self.folder, self.name = located(path)
         held = (train_dtype if trained else None) or dtype
-        self.model: Any = load_model(weights or self.folder, held, device_of(device), attention)
+        own: Any = load_model(weights or self.folder, held, device_of(device), attention)
+        self.model: Any = skeleton(weights or self.folder, held, attention=attention) if elsewhere else own
         self.vision = vision_of(self.folder, self.model)
         self.engine = EmbeddedEngine(
-            copy.deepcopy(self.model).to(dtype) if trained else self.model,
+            copy.deepcopy(own).to(dtype) if trained and not elsewhere else own.to(dtype),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             threads=threads,
@@ -67,7 +71,9 @@ class EmbeddedPolicy:
         """What the gateway is told of the engine."""
         return [{"model": self.name, "kind": "embedded", "url": self.url, "policy_version": self.engine.version}]
 
-    def update_weights(self, weights: nn.Module | Mapping[str, Tensor], version: int, *, partial: bool = False) -> None:
+    def update_weights(
+        self, weights: nn.Module | Mapping[str, Tensor] | WeightStream, version: int, *, partial: bool = False
+    ) -> None:
         """See `EmbeddedEngine`."""
         self.engine.update_weights(weights, version, partial=partial)
 
@@ -85,10 +91,18 @@ class Unsampled(EmbeddedPolicy):
     """The model at `path` as it is trained where nothing is sampled: there is no engine, and no copy for one."""
 
     def __init__(
-        self, path: str | Path | None, *, weights: Path | None, device: str, dtype: torch.dtype, attention: str | None
+        self,
+        path: str | Path | None,
+        *,
+        weights: Path | None,
+        device: str,
+        dtype: torch.dtype,
+        attention: str | None,
+        elsewhere: bool = False,
     ) -> None:
         self.folder, self.name = located(path)
-        self.model = load_model(weights or self.folder, dtype, device_of(device), attention)
+        make = skeleton if elsewhere else load_model
+        self.model = make(weights or self.folder, dtype, device_of(device), attention)
         self.vision = vision_of(self.folder, self.model)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial as bind
 from random import Random
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from lightning_rl.inference.policy import Policy
 from lightning_rl.inference.prefixes import SHORTEST, Prefixes
 from lightning_rl.inference.sampler import Sampled, sample, stream_key, uniforms
 from lightning_rl.inference.sequence import Event, Failure, GenerationRequest, Output, Token
+from lightning_rl.inference.weight_stream import BUCKET_BYTES, WeightStream, buckets
 from lightning_rl.vision import ModelVision, PlacedFeatures, PlacedImage
 
 Ints = NDArray[np.int64]
@@ -113,6 +115,7 @@ class EmbeddedEngine:
         self._wake = threading.Condition()
         self._admitting = True
         self._frozen = False
+        self._torn = False  # some weights are new, some old
         self._quiet: list[Future[None]] = []  # of those who wait for a pause to take hold
         self._state: Literal["new", "running", "stopped"] = "new"
         self._stopping = False
@@ -212,22 +215,33 @@ class EmbeddedEngine:
             self._orders.append(_Order(lambda: self._abort([request_id])))
             self._wake.notify()
 
-    def update_weights(self, weights: nn.Module | Mapping[str, Tensor], version: int, *, partial: bool = False) -> None:
+    def update_weights(
+        self, weights: nn.Module | Mapping[str, Tensor] | WeightStream, version: int, *, partial: bool = False
+    ) -> None:
         """Take new weights between two steps; returns when they are in.
 
         Generations in flight go on with them (their cache keeps what the old weights wrote), and
         their version spans say from which token on.
 
         Args:
-            weights: a model of the same architecture, or its state dict; must not change meanwhile.
+            weights: a model of the same architecture, or its state dict; must not change meanwhile. Of a stream one
+                bucket is here at a time; where it breaks off, nothing is sampled until all weights have come.
             version: the policy version of every token sampled from here on.
             partial: `weights` are those that changed (as an adapter's: `training.lora.changed`); the others stay.
 
         Raises:
             ValueError: names or shapes do not match; the old weights stay.
         """
-        state = weights.state_dict() if isinstance(weights, nn.Module) else weights
-        self._call(lambda: self._update(state, version, partial))
+        if not isinstance(weights, WeightStream):
+            state = weights.state_dict() if isinstance(weights, nn.Module) else weights
+            self._call(lambda: self._update(state, version, partial))
+        else:
+            shapes = {name: each.shape for name, each in weights.described.items()}
+            self._call(lambda: self._policy.require_fitting(shapes, partial=partial))
+            self._call(lambda: self._tear(partial=partial))
+            for bucket in buckets(weights, BUCKET_BYTES):
+                self._call(bind(self._policy.put, bucket))
+            self._call(lambda: self._updated(version))
 
     def pause(self, mode: PauseMode = "keep") -> None:
         """Stop sampling; requests are still taken and wait for `resume`. Returns when it is quiet.
@@ -340,7 +354,7 @@ class EmbeddedEngine:
         return not self._stopping
 
     def _can_step(self) -> bool:
-        if self._frozen:
+        if self._frozen or self._torn:
             return False
         return self._batch.n > 0 or (self._admitting and bool(self._waiting))
 
@@ -456,8 +470,21 @@ class EmbeddedEngine:
         if active:
             self._finish(active)
 
+    def _tear(self, *, partial: bool) -> None:
+        """Weights come piece by piece: until the last is here they belong to no version."""
+        if self._torn and partial:
+            raise ValueError("an update of all weights broke off: give all of them")
+        self._torn = True
+
     def _update(self, weights: Mapping[str, Tensor], version: int, partial: bool) -> None:
         self._policy.load(weights, partial=partial)
+        self._torn = self._torn and partial
+        self._updated(version)
+
+    def _updated(self, version: int) -> None:
+        if self._torn:
+            self._policy.refresh()
+            self._torn = False
         self.version = version
         self._prefixes.clear()
         for row, sequence in enumerate(self._batch.sequences):

@@ -12,7 +12,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
 from lightning_rl import tutorial
 from lightning_rl.errors import Explained
@@ -123,6 +123,26 @@ def attention_of(config: Any, asked: str | None = None) -> str | None:
     return asked or ("eager" if capped else None)
 
 
+def skeleton(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    attention: str | None = None,
+) -> nn.Module:
+    """The model of `load_model` without its weights: they are on `meta`, whatever `device` it would have."""
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(path)
+        model: Any = _loader(path).from_config(config, dtype=dtype, attn_implementation=attention_of(config, attention))
+    if (Path(path) / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    ready: nn.Module = model.eval()
+    return ready
+
+
+def _loader(path: str | Path) -> Any:
+    return AutoModelForImageTextToText if sees(path) else AutoModelForCausalLM
+
+
 def load_model(
     path: str | Path,
     dtype: torch.dtype = torch.float32,
@@ -132,10 +152,9 @@ def load_model(
     """The causal LM at `path` (a folder or a model id), on `device`, ready to be sampled from; with its vision tower,
     if it has one. `attention`: see `attention_of`."""
     transformers.utils.logging.disable_progress_bar()  # it would break up the progress line of the run
-    loader = AutoModelForImageTextToText if sees(path) else AutoModelForCausalLM
     implementation = attention_of(AutoConfig.from_pretrained(path), attention)
     try:
-        model: Any = loader.from_pretrained(path, dtype=dtype, attn_implementation=implementation)
+        model: Any = _loader(path).from_pretrained(path, dtype=dtype, attn_implementation=implementation)
     except (ValueError, ImportError) as error:
         if attention is None:
             raise

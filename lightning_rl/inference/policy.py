@@ -112,27 +112,40 @@ class Policy:
         Raises:
             ValueError: names are missing or unknown, a shape differs, or tied weights differ.
         """
+        self.require_fitting({name: tuple(tensor.shape) for name, tensor in weights.items()}, partial=partial)
+        for names, _ in self._weights:
+            given = [name for name in names if name in weights]
+            for other in given[1:]:
+                _require_tied(given[0], weights[given[0]], other, weights[other])
+        self.put(weights)
+        self.refresh()
+
+    def require_fitting(self, shapes: Mapping[str, tuple[int, ...]], *, partial: bool = False) -> None:
+        """Raises ValueError where weights of these names and shapes are not those of this model, as `load` does."""
         known = {name for names, _ in self._weights for name in names}
-        if unknown := sorted(set(weights) - known):
+        if unknown := sorted(set(shapes) - known):
             raise ValueError(f"weights that the engine's model does not have: {_some(unknown)}")
-        pairs = []
         missing = []
         for names, target in self._weights:
-            given = [name for name in names if name in weights]
+            given = [name for name in names if name in shapes]
             if not given:
                 missing.append(names[0])
-                continue
-            source = weights[given[0]]
-            _require_same_shape(given[0], source, target)
-            for other in given[1:]:
-                _require_tied(given[0], source, other, weights[other])
-            pairs.append((target, source))
+            for name in given:
+                _require_same_shape(name, shapes[name], target)
         if missing and not partial:
             raise ValueError(f"weights missing from the update: {_some(missing)}")
-        with torch.no_grad():
-            for target, source in pairs:
-                target.copy_(source)
-            if self.decoder is not None:
+
+    @torch.no_grad()
+    def put(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy some weights, which `require_fitting` has seen, over the old ones; `refresh` when all are there."""
+        targets = {name: target for names, target in self._weights for name in names}
+        for name, source in weights.items():
+            targets[name].copy_(source)
+
+    def refresh(self) -> None:
+        """What is made of the weights is made anew."""
+        if self.decoder is not None:
+            with torch.no_grad():
                 self.decoder.refresh()
 
     def check(self) -> None:
@@ -184,9 +197,9 @@ def _distinct_weights(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     return list(by_place.values())
 
 
-def _require_same_shape(name: str, source: Tensor, target: Tensor) -> None:
-    if source.shape != target.shape:
-        raise ValueError(f"weight {name} has shape {tuple(source.shape)}, the engine's has {tuple(target.shape)}")
+def _require_same_shape(name: str, shape: tuple[int, ...], target: Tensor) -> None:
+    if shape != tuple(target.shape):
+        raise ValueError(f"weight {name} has shape {shape}, the engine's has {tuple(target.shape)}")
 
 
 def _require_tied(name: str, first: Tensor, other_name: str, other: Tensor) -> None:

@@ -7,6 +7,7 @@ one. An invariant as with vLLM: after an update a server's log probabilities are
 
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import urllib3
 from torch import Tensor, nn
 
 from lightning_rl.errors import Explained
-from lightning_rl.inference.load import device_of, load_model, located
-from lightning_rl.inference.weight_check import FLOAT32, SampledTokens, Tolerance, prove
+from lightning_rl.inference.load import device_of, load_model, located, skeleton
+from lightning_rl.inference.weight_check import FLOAT32, LogProbs, SampledTokens, Tolerance, log_probs_of, prove
+from lightning_rl.inference.weight_stream import WeightStream, as_saved, export_model, stream_of
 
 _PATH = "/update_weights_from_disk"
 _CONNECT_SECONDS = 10.0
@@ -42,8 +44,10 @@ class SGLangPolicy:
         device: of `model`: cpu, cuda, or auto.
         train_dtype: of `model`, and of what the servers are sent.
         tolerance: how far log probabilities of server and model may be apart.
+        elsewhere: others have the weights that are trained, and `model` has none.
 
-    `name` is what the gateway calls it, `folder` holds its tokenizer, `model` is the one that is trained.
+    `name` is what the gateway calls it, `folder` holds its tokenizer, `model` is the one that is trained. `score` is
+    what the model says of tokens, by which servers are judged; None: nobody can say yet.
     """
 
     takes_changes = False  # a server reads whole checkpoints
@@ -59,9 +63,16 @@ class SGLangPolicy:
         train_dtype: torch.dtype = torch.float32,
         tolerance: Tolerance = FLOAT32,
         attention: str | None = None,
+        elsewhere: bool = False,
     ) -> None:
         self.folder, self.name = located(path)
-        self.model: Any = load_model(weights or self.folder, train_dtype, device_of(device), attention)
+        make = skeleton if elsewhere else load_model
+        model: Any = make(weights or self.folder, train_dtype, device_of(device), attention)
+        self.model = model
+        self.score: LogProbs | None = None if elsewhere else bind(log_probs_of, model)
+        self._vocabulary = int(model.config.get_text_config().vocab_size)
+        self._version: int | None = None
+        self._proven = False
         self._urls = [url.rstrip("/") for url in urls]
         self._outbox = (run_dir / "weights").resolve()
         self._tolerance = tolerance
@@ -73,11 +84,13 @@ class SGLangPolicy:
         """What the gateway is told of the servers."""
         return [{"model": self.name, "kind": "sglang", "url": url, "policy_version": 0} for url in self._urls]
 
-    def update_weights(self, weights: nn.Module | Mapping[str, Tensor], version: int, *, partial: bool = False) -> None:
+    def update_weights(
+        self, weights: nn.Module | Mapping[str, Tensor] | WeightStream, version: int, *, partial: bool = False
+    ) -> None:
         """Give every server new weights; returns when all sample with them. Calls should wait meanwhile.
 
         Args:
-            weights: the model, or its whole state dict.
+            weights: the model, its whole state dict, or a stream of all under their names in the checkpoint.
             version: the policy version of every token sampled from here on.
             partial: not possible here (`takes_changes`).
 
@@ -85,20 +98,34 @@ class SGLangPolicy:
         """
         if partial:
             raise ValueError("SGLang takes the whole model's weights, not some of them")
-        state = weights.state_dict() if isinstance(weights, nn.Module) else dict(weights)
+        own = weights if isinstance(weights, WeightStream) else as_saved(self.model, stream_of(weights))
         folder = self._outbox / f"version-{version}"
-        self.model.save_pretrained(folder, state_dict=state)
+        export_model(self.model, own, folder)
+        self._version = version
         for url in self._urls:
             update_from_disk(url, folder, version)
+        self._compare()
+        shutil.rmtree(folder)
+
+    def prove(self) -> None:
+        """Compare what servers sample with what the model says, where that was never done. Raises EngineMismatch."""
+        if not self._proven:
+            self._compare()
+
+    def _compare(self) -> None:
+        if self.score is None or self._version is None:
+            return
+        for url in self._urls:
             if not _is_paused(url):
                 prove(
-                    self.model,
+                    self.score,
+                    self._vocabulary,
                     lambda prompt, n, url=url: _sample(url, prompt, n),  # type: ignore[misc]
                     engine=f"SGLang at {url}",
-                    version=version,
+                    version=self._version,
                     tolerance=self._tolerance,
                 )
-        shutil.rmtree(folder)
+                self._proven = True
 
     def check(self) -> None:
         """Nothing: the gateway watches servers that are not ours."""

@@ -55,13 +55,32 @@ class SampledTokens(NamedTuple):
     logprobs: list[float]
 
 
+LogProbs = Callable[[list[int], int], list[float]]  # of tokens from a place on: log probabilities (nats)
+
+
 @torch.no_grad()
+def log_probs_of(model: Any, token_ids: list[int], first: int) -> list[float]:
+    """What the causal LM `model` says of the tokens from `first` on, at temperature 1."""
+    tokens = torch.tensor([token_ids], device=next(model.parameters()).device)
+    own = model(input_ids=tokens).logits[0, first - 1 : -1].float().log_softmax(-1)
+    found: list[float] = own.gather(-1, tokens[0, first:, None])[:, 0].tolist()
+    return found
+
+
 def prove(
-    model: Any, sample: Callable[[list[int], int], SampledTokens], *, engine: str, version: int, tolerance: Tolerance
+    score: LogProbs,
+    vocabulary: int,
+    sample: Callable[[list[int], int], SampledTokens],
+    *,
+    engine: str,
+    version: int,
+    tolerance: Tolerance,
 ) -> None:
-    """Compare log probabilities of an engine with those of the causal LM `model`.
+    """Compare log probabilities of an engine with those of a model.
 
     Args:
+        score: what the model says.
+        vocabulary: how many tokens it knows.
         sample: lets the engine sample so many tokens behind a prompt.
         engine, version: what messages name.
         tolerance: how far they may be apart.
@@ -69,12 +88,9 @@ def prove(
     Raises:
         EngineMismatch: they are further apart.
     """
-    vocabulary = model.config.get_text_config().vocab_size
     prompt = [(7919 * i + 17) % vocabulary for i in range(_PROMPT)]  # anything: a model has an opinion on any tokens
     said = sample(prompt, _TOKENS)
-    tokens = torch.tensor([prompt + said.token_ids], device=next(model.parameters()).device)
-    own = model(input_ids=tokens).logits[0, _PROMPT - 1 : -1].float().log_softmax(-1)
-    own = own.gather(-1, tokens[0, _PROMPT:, None])[:, 0].cpu()
+    own = torch.tensor(score(prompt + said.token_ids, _PROMPT))
     gaps = (own - torch.tensor(said.logprobs)).abs().nan_to_num(nan=math.inf)  # none of these is unknown
     if (apart := tolerance.exceeded_by(gaps.numpy())) is not None:
         raise EngineMismatch(

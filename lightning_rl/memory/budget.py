@@ -10,13 +10,13 @@ from typing import Any
 
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, Fsdp
-from lightning_rl.inference.vllm.transfer import BUFFER_BYTES
+from lightning_rl.inference.weight_stream import BUCKET_BYTES
 from lightning_rl.memory.engine import Engine, cache_bytes, sampled_dtype, vllm_engine
 from lightning_rl.memory.gpus import CONTEXT, FRAGMENTATION, Hardware
 from lightning_rl.memory.traced_step import Held, TracedStep
 from lightning_rl.ppo.local_workers import Role
 from lightning_rl.ppo.ray_workers import groups
-from lightning_rl.training.distributed.placement import Placement, place, sends_from_a_gpu_of_its_own, sleeps
+from lightning_rl.training.distributed.placement import Placement, place, sleeps
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "kv cache", "engine", "others")
 
@@ -149,11 +149,11 @@ class _Count:
         ours = self._config.actor_rollout_ref
         by_file = ours.rollout.weight_transfer == "file"
         more = {"engine": engine.weights}
-        if ours.model.lora_rank and not ours.actor.fsdp_config.param_offload:
-            more["others"] = self._traced.actor.weights  # a merged copy
+        if (ours.model.lora_rank or self._workers > 1) and not ours.actor.fsdp_config.param_offload:
+            more["others"] = self._largest_tensor()  # merged or gathered, one at a time
         if not by_file:  # they are sent from the GPU, by a buffer that the largest tensor fits in
             more["weights"] = self._held(self._traced.actor, "weights") * ours.actor.fsdp_config.param_offload
-            more["others"] = more.get("others", 0) + max(BUFFER_BYTES, self._largest_tensor())
+            more["others"] = more.get("others", 0) + max(BUCKET_BYTES, self._largest_tensor())
         return self._phase("new weights for vLLM", more, awake=False)
 
     def _phase(self, name: str, more: Mapping[str, int], *, awake: bool) -> Phase:
@@ -186,9 +186,6 @@ class _Count:
             if held is not None:
                 parts["weights"] += self._held(held, "weights") * (not fsdp.param_offload)
                 parts["optimizer"] += self._held(held, "optimizer") * (not fsdp.optimizer_offload)
-        sends = ours.rollout.weight_transfer != "file" and not sends_from_a_gpu_of_its_own(self._config)
-        if self._workers > 1 and (ours.rollout.name == "embedded" or sends):
-            parts["weights"] += traced.actor.weights  # the trainer's own copy, from which the engine gets its weights
         if ours.rollout.name == "embedded":
             rows = min(ours.rollout.max_num_seqs, self._config.data.train_batch_size * ours.rollout.n)
             parts["engine"] += traced.parameters * sampled_dtype(self._config).itemsize

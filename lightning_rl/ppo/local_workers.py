@@ -3,7 +3,7 @@
 Invariant: which weights are there and what a checkpoint holds of them does not depend on how many processes there are.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from lightning_rl.config.schema import Config, Fsdp
 from lightning_rl.inference import model_code
 from lightning_rl.inference.devices import free_unused_memory
 from lightning_rl.inference.load import folder_here, load_model, model_folder, vocabulary_size
+from lightning_rl.inference.weight_stream import BUCKET_BYTES, Described, WeightStream, as_saved, buckets, stream_of
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.estimators import needs_reference
 from lightning_rl.training import lora, shards
@@ -30,6 +31,8 @@ from lightning_rl.vision import ModelVision, vision_of
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Role = Literal["actor", "value head", "critic", "reference"]
+# Of the policy's weights: all under the model's names, or the checkpoint's; or those that an adapter changes.
+Form = Literal["model", "saved", "changed"]
 
 
 def roles_of(config: Config, *, with_critic: bool) -> frozenset[Role]:
@@ -80,6 +83,7 @@ class LocalWorkers:
     actor: Actor | None = None
     critic: Critic | None = None
     reference: Reference | BaseOfAdapter | None = None
+    _sending: Iterator[dict[str, Tensor]] = iter(())
 
     def __init__(self, config: Config, policy: Any, roles: Collection[Role], vision: ModelVision | None = None) -> None:
         self.config = config
@@ -148,6 +152,26 @@ class LocalWorkers:
         """The policy's weights that are trained, whole, by their names; in a team only the first process has them."""
         found: dict[str, Tensor] = shards.whole({name: p.detach() for name, p in trained(self.model).items()})
         return found
+
+    def weight_stream(self, form: Form) -> WeightStream:
+        """The policy's weights one by one; a team goes through it together, and each process has them whole."""
+        adapted = bool(self.config.actor_rollout_ref.model.lora_rank)
+        if form == "changed":
+            return lora.changed(self.model)
+        own: Any = self.model.get_base_model() if adapted else self.model  # type: ignore[operator]
+        found = lora.merged(self.model) if adapted else stream_of(self.model, shards.full)
+        return found if form == "model" else as_saved(own, found)
+
+    def begin_sending(self, form: Form) -> dict[str, Described]:
+        """What is known of the weights that `next_bucket` gives from now on."""
+        stream = self.weight_stream(form)
+        self._sending = buckets(((name, tensor.cpu()) for name, tensor in stream), BUCKET_BYTES)
+        return dict(stream.described)
+
+    def next_bucket(self) -> dict[str, Tensor]:
+        """Some more weights, whole, on the CPU; {} when there are no more. A team asks together."""
+        with torch.no_grad():
+            return next(self._sending, {})
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside the exported policy; None for what is not here."""

@@ -5,23 +5,24 @@ sent, and the reference is the policy without it.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.devices import free_unused_memory
 from lightning_rl.inference.embedded import EmbeddedPolicy, Unsampled
-from lightning_rl.inference.load import ModelConfigRefused, located, with_config
+from lightning_rl.inference.load import ModelConfigRefused, device_of, load_model, located, with_config
 from lightning_rl.inference.sglang import SGLangPolicy
 from lightning_rl.inference.vllm.policy import VllmPolicy
+from lightning_rl.inference.weight_stream import WeightStream, stream_of_files
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.cards import Cards
-from lightning_rl.ppo.local_workers import FORMATS, LocalWorkers, put, register_model_code, roles_of
+from lightning_rl.ppo.local_workers import FORMATS, Form, LocalWorkers, put, register_model_code, roles_of
 from lightning_rl.ppo.ray_workers import RayWorkers
 from lightning_rl.ppo.teachers import served_teachers
 from lightning_rl.training import checkpoint, lora
@@ -50,8 +51,8 @@ class Models:
     `config` has the learning rate that goes with the policy (`learning_rate_by_size`: the config gave none);
     `tokenizer` is the folder of its tokenizer and chat format. `policy` is there at once, `actor`, `critic` and
     `reference` (None where nothing needs them) after `train`. With a shared trunk the actor has the critic's head, and
-    there is no `critic`. Where several processes train, these three stand for what the processes hold, and `model` is a
-    copy of the policy that is renewed when it is sent. `cards` are the GPUs, and who is on which. Raises ConfigError
+    there is no `critic`. Where several processes train, these three stand for what the processes hold, and `model` is
+    the policy without its weights. `cards` are the GPUs, and who is on which. Raises ConfigError
     for an adapter that cannot be made, and for GPUs that are too few.
     """
 
@@ -75,13 +76,14 @@ class Models:
         self.learning_rate_by_size = config.actor_rollout_ref.actor.optim.lr is None
         self.config = config = resolved_config.with_learning_rate(config, parameters)
         self._crew: RayWorkers | None = None
+        self._held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
         vision = vision_of(self.policy.folder, self.policy.model)
         resolved_config.check_sequence_parallel(config, self.policy.model.config, sees=vision is not None)
         if isinstance(self.policy, VllmPolicy):
             self.policy.make_room = self._make_room
         self._own = LocalWorkers(config, self.policy.model, () if config.trainer.workers > 1 else self._roles, vision)
         self.model: nn.Module = self._own.model
-        self._device = next(self.policy.model.parameters()).device
+        self._device = device_of(_device(config, self.cards))
 
     def start(self, version: int = 0) -> None:
         """Start the engine, and give it the weights that training begins with, those of this policy version. Whoever
@@ -92,11 +94,15 @@ class Models:
         """
         in_process = isinstance(self.policy, EmbeddedPolicy) and not self.config.actor_rollout_ref.model.lora_rank
         offload = self.config.actor_rollout_ref.actor.fsdp_config.param_offload
-        if isinstance(self.policy, VllmPolicy) and offload and not self._sent_from_gpu:
+        alone = self.config.trainer.workers == 1
+        if isinstance(self.policy, VllmPolicy) and offload and not self._sent_from_gpu and alone:
             self.model.to("cpu")  # until `train`: the engine may need its room
             free_unused_memory()
         self.policy.start()
-        self.send_weights(version if in_process else 0)
+        if alone:
+            self.send_weights(version if in_process else 0)
+        else:
+            self._send_first(version if in_process else 0)
 
     def train(self, training_steps: int) -> None:
         """Make actor, critic, reference and teachers, for a run of so many steps. Whoever calls this calls `close`.
@@ -117,6 +123,8 @@ class Models:
             )
             self.actor, self.critic, self.reference = self._crew.actor, self._crew.critic, self._crew.reference
             self.teachers = served | self._crew.teachers
+            if isinstance(self.policy, VllmPolicy | SGLangPolicy):
+                self.policy.score = self._score
         else:
             self.model.to(self._device)
             self._own.train(self.policy.folder, training_steps)
@@ -144,16 +152,49 @@ class Models:
         """Give the engine what was trained, as policy version `version`; returns when it samples with it."""
         if isinstance(self.policy, VllmPolicy) and not self._sent_from_gpu and hasattr(self, "actor"):
             self.actor.offload()  # with param_offload the file is written from main memory
-        if self._crew is not None:
-            put(self._crew.weights(), self.model)
-        if not self.config.actor_rollout_ref.model.lora_rank:
-            self.policy.update_weights(self.model, version)
-        elif self.policy.takes_changes:
-            self.policy.update_weights(lora.changed(self.model), version, partial=True)
-        elif isinstance(self.policy, VllmPolicy):
-            self.policy.update_weights(partial(lora.merged, self.model), version)
+        form = self._form
+        self.policy.update_weights(self._weight_stream(form), version, partial=form == "changed")
+
+    def _weight_stream(self, form: Form) -> WeightStream:
+        return self._own.weight_stream(form) if self._crew is None else self._crew.weight_stream(form, self._device)
+
+    @property
+    def _form(self) -> Form:
+        """How the engine wants weights."""
+        if not isinstance(self.policy, EmbeddedPolicy):
+            return "saved"
+        return "changed" if self.config.actor_rollout_ref.model.lora_rank else "model"
+
+    def _send_first(self, version: int) -> None:
+        """Give the engine what training begins with while no worker is there yet: from the model's files, or, where an
+        adapter goes on or the files are no safetensors, by way of a model that is given up again."""
+        model, form = self.config.actor_rollout_ref.model, self._form
+        folder = self._resumed or self.policy.folder
+        if form == "model" or (form == "changed" and model.lora_adapter_path is None):
+            first = WeightStream({}, lambda: iter(()))  # the engine has read them itself
+        elif model.lora_adapter_path is None and (found := stream_of_files(folder, self.policy.model)) is not None:
+            first = found.held_as(self._held)
         else:
-            self.policy.update_weights(lora.merged(self.model), version)
+            whole = load_model(folder, self._held, attention=model.attn_implementation)
+            first = LocalWorkers(self.config, whole, ()).weight_stream(form)
+        on_device = WeightStream(
+            first.described, lambda: ((name, t.to(self._device)) for name, t in first), self._device
+        )
+        self.policy.update_weights(on_device, version, partial=isinstance(self.policy, EmbeddedPolicy))
+
+    def _score(self, token_ids: list[int], first: int) -> list[float]:
+        """What the workers' policy says of the tokens from `first` on, log probabilities in nats at temperature 1."""
+        some = np.ones(len(token_ids) - first, np.float32)
+        row = TrainingSequence(
+            rollout=0,
+            token_ids=np.asarray(token_ids),
+            trained=np.arange(first, len(token_ids)),
+            rollout_log_probs=-some,
+            advantages=some,
+            temperature=some,
+        )
+        found: list[float] = self.actor.log_probs([row])[0].tolist()
+        return found
 
     @property
     def _sent_from_gpu(self) -> bool:
@@ -175,11 +216,14 @@ class Models:
     def export(self, folder: Path) -> None:
         """Write policy and tokenizer to `folder`, as `transformers` (or, an adapter alone, `peft`) loads them."""
         model = self.config.actor_rollout_ref.model
-        if model.lora_rank:
-            lora.export(self.model, folder, model.lora_export)
+        if model.lora_rank and model.lora_export == "adapter":
+            if self._crew is not None:
+                put(self._crew.weights(), self.model)
+            lora.save(self.model, folder)
             checkpoint.copy_tokenizer(self.tokenizer, folder)
         else:
-            checkpoint.export_model(self.model, self.tokenizer, folder)
+            own: Any = self.model.get_base_model() if model.lora_rank else self.model  # type: ignore[operator]
+            checkpoint.export_model(own, self._weight_stream("saved"), self.tokenizer, folder)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside the exported policy."""
@@ -222,9 +266,15 @@ def _opened(
         return _sampled(config, path, run_dir, weights, cards)
     held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
     attention = config.actor_rollout_ref.model.attn_implementation
-    # Where several workers train, this process only writes their weights into a file.
-    device = "cpu" if config.trainer.workers > 1 else cards.device
-    return Unsampled(path, weights=weights, device=device, dtype=held, attention=attention)
+    elsewhere = config.trainer.workers > 1
+    return Unsampled(
+        path,
+        weights=weights,
+        device=_device(config, cards),
+        dtype=held,
+        attention=attention,
+        elsewhere=elsewhere,
+    )
 
 
 def _sampled(
@@ -245,18 +295,25 @@ def _sampled(
             max_model_len=rollout.max_model_len,
             threads=rollout.num_threads,
             attention=model.attn_implementation,
+            elsewhere=config.trainer.workers > 1,
         )
     urls = rollout.server_urls or ()
-    # Where several workers train, this process only writes their weights into a file.
-    only_writes = config.trainer.workers > 1 and rollout.weight_transfer == "file"
     common: dict[str, Any] = {
         "weights": weights,
-        "device": "cpu" if only_writes else cards.device,
+        "device": _device(config, cards),
         "train_dtype": held,
         "tolerance": resolved_config.sampler_tolerance(config),
         "attention": model.attn_implementation,
+        "elsewhere": config.trainer.workers > 1,
     }
     if rollout.name == "sglang":
         return SGLangPolicy(path, run_dir, urls=urls, **common)
     options = resolved_config.vllm_options(config, cards.placement, cards.names)
     return VllmPolicy(path, options, run_dir, urls=urls, make=cards.server_maker(), **common)
+
+
+def _device(config: Config, cards: Cards) -> str:
+    """Where the policy is in this process; where several workers train, the weights that are on their way."""
+    rollout = config.actor_rollout_ref.rollout
+    from_memory = rollout.name != "embedded" and rollout.weight_transfer == "file"
+    return "cpu" if config.trainer.workers > 1 and from_memory else cards.device

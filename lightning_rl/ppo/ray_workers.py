@@ -3,7 +3,7 @@
 Invariant: a checkpoint says nothing of how many workers wrote it, or of how the models were spread over them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.load import device_of, load_model
+from lightning_rl.inference.weight_stream import WeightStream
 from lightning_rl.ppo import resolved_config
-from lightning_rl.ppo.local_workers import FORMATS, LocalWorkers, Role, register_model_code
+from lightning_rl.ppo.local_workers import FORMATS, Form, LocalWorkers, Role, register_model_code
 from lightning_rl.rl.losses import LOSSES, loss_named
 from lightning_rl.training.distributed import cluster
 from lightning_rl.training.distributed.group import WorkerGroup
@@ -80,6 +81,20 @@ class RayWorkers:
         """What was trained of the policy, whole, by name."""
         found: dict[str, Tensor] = self._groups["actor"].ask(None, "weights")
         return found
+
+    def weight_stream(self, form: Form, device: torch.device) -> WeightStream:
+        """The policy's weights, a bucket at a time in this process, on `device`."""
+        group = self._groups["actor"]
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            with group.alone:  # two that read at once would each get a part
+                group.ask(None, "begin_sending", form)
+                while bucket := group.ask(None, "next_bucket"):
+                    for name in list(bucket):
+                        yield name, bucket.pop(name).to(device)
+
+        with group.alone:
+            return WeightStream(group.ask(None, "begin_sending", form), tensors, device)
 
     def free_unused_memory(self) -> None:
         """Have all workers give back what they keep for later."""

@@ -6,6 +6,7 @@ Invariant: every pause has a lease, so a trainer that dies in the middle does no
 import logging
 
 from lightning_rl.config.schema import Config
+from lightning_rl.inference.sglang import SGLangPolicy
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.ppo.models import Models
 from lightning_rl.store.client import HttpStore
@@ -43,11 +44,14 @@ class WeightSync:
             policy.sleep()
 
     def wake(self) -> None:
-        """Wake the engine, where no update of its weights has done so."""
+        """Wake the engine, where no update of its weights has done so; one beside this process is compared with the
+        model at last, where nobody could before."""
         policy = self._models.policy
         if isinstance(policy, VllmPolicy) and policy.sleeps:
             policy.wake()
             self._store.resume(policy.name)
+        if isinstance(policy, VllmPolicy | SGLangPolicy):
+            policy.prove()
 
     def watch_outages(self) -> None:
         """Let calls wait at the gateway while the run's own engine restarts, rather than fail."""

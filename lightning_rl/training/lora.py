@@ -5,13 +5,16 @@ rounding; so only plain LoRA is taken, and no weight that is tied to another.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lightning_rl.inference.weight_stream import Described, WeightStream, distinct
+from lightning_rl.training.shards import full
 
 # peft asks transformers in an old way.
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
@@ -73,42 +76,49 @@ def adapted(
         except ValueError as error:
             raise ValueError(f"no adapter for target_modules={config.target_modules!r}: {error}") from error
     _require_own_weights(made)
+    for layer in _layers(made).values():
+        if layer.get_base_layer().weight.is_meta:  # others have the weights; an adapter is small
+            for part in (layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B):
+                part.to_empty(device="cpu")
     if adapter_path is not None:
         _load(made, Path(adapter_path))
     ready: nn.Module = made.eval()
     return ready
 
 
-def changed(model: nn.Module) -> dict[str, Tensor]:
-    """The weights that the adapter changes, with it, under the unadapted model's names; float32 or finer."""
-    return {f"{name}.weight": _with_adapter(layer) for name, layer in _layers(model).items()}
+def changed(model: nn.Module) -> WeightStream:
+    """The weights that the adapter changes, with it, under the unadapted model's names; float32 or finer. Where several
+    processes share the model, all go through it."""
+    layers = _layers(model)
+    described = {f"{name}.weight": _described(layer) for name, layer in layers.items()}
+    return WeightStream(
+        described, lambda: ((f"{name}.weight", _with_adapter(layer)) for name, layer in layers.items()), _device(model)
+    )
 
 
-def merged(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of an unadapted model that computes the same, each weight in its own number format.
+def merged(model: nn.Module) -> WeightStream:
+    """The weights of an unadapted model that computes the same, each in its own number format, of tied ones the first
+    alone; as `changed`.
 
     `model` is not changed; weights without an adapter are its own tensors.
     """
     base: Any = model.get_base_model()  # type: ignore[operator]
-    state = {name.replace(_WRAPPED, "."): tensor for name, tensor in base.state_dict().items() if ".lora_" not in name}
-    for name, layer in _layers(model).items():  # one by one: each is made in float32
-        state[f"{name}.weight"] = _with_adapter(layer).to(state[f"{name}.weight"].dtype)
-    return state
+    state = base.state_dict(keep_vars=True)
+    own = distinct({name.replace(_WRAPPED, "."): each for name, each in state.items() if ".lora_" not in name})
+    layers = {f"{name}.weight": layer for name, layer in _layers(model).items()}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in own.items():  # one by one: each is made in float32
+            yield name, _with_adapter(layers[name]).to(tensor.dtype) if name in layers else full(tensor.detach())
+
+    described = {name: Described(tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()}
+    return WeightStream(described, tensors, _device(model))
 
 
 def save(model: nn.Module, folder: Path) -> None:
     """Write the adapter as a `peft` folder: `adapted` goes on from it, and engines load it beside the base model."""
     writer: Any = model
     writer.save_pretrained(str(folder), save_embedding_layers=False)
-
-
-def export(model: nn.Module, folder: Path, form: Literal["merged", "adapter"]) -> None:
-    """Write the final model: a whole one that `transformers` loads, or the adapter alone."""
-    if form == "adapter":
-        save(model, folder)
-    else:
-        base: Any = model.get_base_model()  # type: ignore[operator]
-        base.save_pretrained(folder, state_dict=merged(model))
 
 
 def _config_of(folder: Path, rank: int, alpha: float) -> Any:
@@ -170,9 +180,29 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def _with_adapter(layer: Any) -> Tensor:
-    weight: Tensor = layer.get_base_layer().weight
-    delta: Tensor = layer.get_delta_weight("default")
-    return weight.to(torch.promote_types(weight.dtype, delta.dtype)) + delta
+    """The weight of an adapted layer with its adapter, whole."""
+    weight = full(layer.get_base_layer().weight)
+    down, up, transposed = _parts(layer)
+    delta = full(up) @ full(down) * layer.scaling["default"]
+    wide = weight.to(torch.promote_types(weight.dtype, delta.dtype))
+    summed: Tensor = wide + (delta.T if transposed else delta)
+    return summed
+
+
+def _parts(layer: Any) -> tuple[nn.Parameter, nn.Parameter, bool]:
+    """A, B, and whether the weight is the transpose of what they make; of an embedding peft keeps them elsewhere."""
+    if len(layer.lora_embedding_A):
+        return layer.lora_embedding_A["default"], layer.lora_embedding_B["default"], True
+    return layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.fan_in_fan_out
+
+
+def _described(layer: Any) -> Described:
+    weight = layer.get_base_layer().weight
+    return Described(torch.promote_types(weight.dtype, _parts(layer)[0].dtype), tuple(weight.shape))
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def _require_own_weights(model: nn.Module) -> None:

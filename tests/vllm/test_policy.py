@@ -20,6 +20,7 @@ from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.control import Control, WeightsRefused
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.inference.weight_check import EngineMismatch
+from lightning_rl.inference.weight_stream import as_saved
 from lightning_rl.training import lora
 from lightning_rl_proxy.engines.vllm import TokenEngine
 from tests.vllm.asking import ENDLESS, LONG, Sampled, whole
@@ -129,7 +130,7 @@ def test_servers_that_run_already_are_attached(policy: VllmPolicy, checkpoint: P
         assert [registration["url"] for registration in second.registrations()] == urls
         adapted = lora.adapted(second.model, rank=4, alpha=8, targets="all-linear")
         _disturb(adapted, only="lora_")
-        second.update_weights(lora.merged(adapted), 10)
+        second.update_weights(as_saved(adapted.get_base_model(), lora.merged(adapted)), 10)
         assert _gap(second.model, Control(urls[1])) < 1e-3
     finally:
         second.close()

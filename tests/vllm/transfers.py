@@ -16,6 +16,7 @@ os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor
 
 from lightning_rl.inference.vllm.transfer import DeviceTransfer
+from lightning_rl.inference.weight_stream import stream_of
 
 WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.ones(4), "count": torch.tensor([7])}
 
@@ -56,7 +57,7 @@ def ipc() -> None:
     server = Server()
     transfer = DeviceTransfer("ipc", torch.bfloat16)
     for version in (3, 4):
-        transfer.offer(WEIGHTS, version)
+        transfer.offer(stream_of(WEIGHTS), version)
         transfer.give(server)
     steps = [what for what, _ in server.told]
     assert steps == ["initialise", "begin", "update", "finish", "begin", "update", "finish"], steps
@@ -78,7 +79,7 @@ def nccl() -> None:
     nccl_engine.packed_nccl_broadcast_producer = lambda iterator, **_: broadcast.extend(iterator)
     server = Server()
     transfer = DeviceTransfer("nccl", torch.bfloat16)
-    transfer.offer(WEIGHTS, 5)
+    transfer.offer(stream_of(WEIGHTS), 5)
     transfer.give(server)
     assert joined[0].world_size == 3
     assert [what for what, _ in server.told] == ["initialise", "begin", "update", "finish"]

@@ -9,21 +9,22 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial as bind
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import revert_weight_conversion
 
 from lightning_rl.inference.devices import free_unused_memory
-from lightning_rl.inference.load import device_of, load_model, located
+from lightning_rl.inference.load import device_of, load_model, located, skeleton
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.control import Control, Unreached
 from lightning_rl.inference.vllm.server import VllmNotStarted, VllmServer
 from lightning_rl.inference.vllm.transfer import transfer_of
-from lightning_rl.inference.weight_check import FLOAT32, SampledTokens, Tolerance, prove
+from lightning_rl.inference.weight_check import FLOAT32, LogProbs, SampledTokens, Tolerance, log_probs_of, prove
+from lightning_rl.inference.weight_stream import WeightStream, as_saved, stream_of
 from lightning_rl.vision import vision_of
 
 _RESTARTS = 3  # of one server; what ends it more often will not go away by itself
@@ -73,10 +74,12 @@ class VllmPolicy:
         device: of `model`: cpu, cuda, or auto.
         train_dtype: of `model`.
         tolerance: how far log probabilities of server and model may be apart.
+        elsewhere: others have the weights that are trained, and `model` has none.
 
     `name` is what the gateway calls it, `folder` holds its tokenizer, `model` is the one that is trained. `on_outage`
     is called, from another thread, with True when no server is left that could answer, and with False when one is back.
-    `make_room` is called before servers that sleep take memory, for their `weights` or for their `kv_cache`.
+    `make_room` is called before servers that sleep take memory, for their `weights` or for their `kv_cache`. `score` is
+    what the model says of tokens, by which servers are judged; None: nobody can say yet.
     """
 
     takes_changes = False  # vLLM packs weights together, so it wants all of them
@@ -94,10 +97,14 @@ class VllmPolicy:
         train_dtype: torch.dtype = torch.float32,
         tolerance: Tolerance = FLOAT32,
         attention: str | None = None,
+        elsewhere: bool = False,
     ) -> None:
         self.folder, self.name = located(path)
-        model: Any = load_model(weights or self.folder, train_dtype, device_of(device), attention)
+        make_model = skeleton if elsewhere else load_model
+        model: Any = make_model(weights or self.folder, train_dtype, device_of(device), attention)
         self.model = model
+        self.score: LogProbs | None = None if elsewhere else bind(log_probs_of, model)
+        self._vocabulary = int(model.config.get_text_config().vocab_size)
         self.on_outage: Callable[[bool], None] = lambda away: None
         self.make_room: Callable[[str], None] = lambda what: free_unused_memory()
         context = options.context or model.config.get_text_config().max_position_embeddings
@@ -110,6 +117,7 @@ class VllmPolicy:
         self._members = attached + [_Member(server.url, server) for server in own]
         self._version: int | None = None
         self._asleep = False
+        self._proven = False
         self._transfer = transfer_of(options.weight_transfer, run_dir / "weights", _FORMATS[options.dtype])
         self._lock = threading.Lock()  # of the present weights, and of who has them
         self._over = threading.Event()
@@ -138,7 +146,7 @@ class VllmPolicy:
 
     def update_weights(
         self,
-        weights: nn.Module | Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]],
+        weights: nn.Module | Mapping[str, Tensor] | WeightStream,
         version: int,
         *,
         partial: bool = False,
@@ -146,7 +154,7 @@ class VllmPolicy:
         """Give every server new weights; returns when all that run sample with them. Calls should wait meanwhile.
 
         Args:
-            weights: the model, its whole state dict, or what makes one whenever they are sent.
+            weights: the model, its whole state dict, or a stream of all under their names in the checkpoint.
             version: the policy version of every token sampled from here on.
             partial: not possible here (`takes_changes`).
 
@@ -154,22 +162,27 @@ class VllmPolicy:
         """
         if partial:
             raise ValueError("vLLM takes the whole model's weights, not some of them")
-
-        def saved() -> dict[str, Tensor]:
-            if isinstance(weights, nn.Module):
-                return _as_saved(self.model, weights.state_dict())
-            return _as_saved(self.model, weights() if callable(weights) else weights)
-
+        own = weights if isinstance(weights, WeightStream) else as_saved(self.model, stream_of(weights))
         with self._lock:
-            self._transfer.offer(saved, version)
+            self._transfer.offer(own, version)
             self._version = version
             self._wake_and_give()
         while all(member.away for member in self._members):
             self.check()
             self._over.wait(_WATCH_SECONDS)
+        self._compare()
+
+    def prove(self) -> None:
+        """Compare what servers sample with what the model says, where that was never done. Raises EngineMismatch."""
+        if not self._proven:
+            self._compare()
+
+    def _compare(self) -> None:
+        if self.score is None or self._version is None:
+            return
         for member in self._members:
             if not member.away:
-                self._prove(member, version)
+                self._prove(member, self.score, self._version)
 
     @property
     def sleeps(self) -> bool:
@@ -241,7 +254,7 @@ class VllmPolicy:
             member.away = True
             member.server.stop()
 
-    def _prove(self, member: _Member, version: int) -> None:
+    def _prove(self, member: _Member, score: LogProbs, version: int) -> None:
         """Compare a server's log probabilities with the model's, unless it is paused. One of ours may have ended."""
 
         def sample(prompt: list[int], n: int) -> SampledTokens:
@@ -250,7 +263,10 @@ class VllmPolicy:
         url = member.control.url
         try:
             if not member.control.paused():
-                prove(self.model, sample, engine=f"vLLM at {url}", version=version, tolerance=self._tolerance)
+                prove(
+                    score, self._vocabulary, sample, engine=f"vLLM at {url}", version=version, tolerance=self._tolerance
+                )
+                self._proven = True
         except Unreached:
             if member.server is None:
                 raise
@@ -292,13 +308,3 @@ class VllmPolicy:
 
 def _child(options: Options, run_dir: Path, index: int) -> Server:
     return VllmServer(options, run_dir, index, options.devices[index] if options.devices else ())
-
-
-def _as_saved(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict under the names of the checkpoint that the model was read from; of tied weights the first alone."""
-    first: dict[tuple[int, torch.Size], str] = {}
-    for name, tensor in state.items():
-        first.setdefault((tensor.data_ptr(), tensor.shape), name)
-    own = {name: state[name] for name in first.values()}
-    saved: dict[str, Tensor] = revert_weight_conversion(model, own)
-    return saved

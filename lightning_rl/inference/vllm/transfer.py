@@ -1,8 +1,9 @@
 """How weights reach a vLLM server: by a file that it reads, or on GPUs by vLLM's own transfers, which leave no file.
 
-Both are given the same: all weights under their names in the checkpoint, and a version. A file needs nothing but a disk
-that both sides see. `ipc` hands over GPU memory (trainer and server on the same GPUs), `nccl` broadcasts it (on other
-ones); they are vLLM's code on both sides, so the trainer's own environment must have vLLM, of the server's version.
+Both are given the same: all weights under their names in the checkpoint, one after another, and a version. A file
+needs nothing but a disk that both sides see. `ipc` hands over GPU memory (trainer and server on the same GPUs), `nccl`
+broadcasts it (on other ones); they are vLLM's code on both sides, so the trainer's own environment must have vLLM, of
+the server's version.
 """
 
 import base64
@@ -10,22 +11,20 @@ import importlib.util
 import pickle
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_rl.errors import Explained
 from lightning_rl.inference.vllm.control import Control
+from lightning_rl.inference.weight_stream import BUCKET_BYTES, WeightStream, write
 
 Way = Literal["file", "ipc", "nccl"]
-Weights = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]  # or what gives the present ones when they are sent
-BUFFER_BYTES: Final = 2**28  # vLLM's own is 2**30, which a card of 24 GB has no room for
 
 
 class NoVllm(Explained, ModuleNotFoundError):
@@ -35,7 +34,7 @@ class NoVllm(Explained, ModuleNotFoundError):
 class Transfer(Protocol):
     """`offer` what is sent from now on, then `give` it to each server; `forget` what a restarted one was told."""
 
-    def offer(self, weights: Weights, version: int) -> None: ...
+    def offer(self, weights: WeightStream, version: int) -> None: ...
 
     def give(self, control: Control) -> None:
         """Returns when the server samples with what was offered. Raises WeightsRefused or Unreached."""
@@ -70,14 +69,13 @@ class FileTransfer:
         self._file: Path | None = None
         self._version = 0
 
-    def offer(self, weights: Weights, version: int) -> None:
+    def offer(self, weights: WeightStream, version: int) -> None:
         """See `Transfer`."""
-        weights = _present(weights)
         self._outbox.mkdir(parents=True, exist_ok=True)
-        self._shapes = self._shapes or {name: list(tensor.shape) for name, tensor in weights.items()}
+        self._shapes = self._shapes or {name: list(each.shape) for name, each in weights.described.items()}
         file = self._outbox / f"version-{version}.safetensors"
         partial = file.with_suffix(".partial")
-        save_file({name: _as_sent(tensor, self._dtype).cpu().contiguous() for name, tensor in weights.items()}, partial)
+        write(weights.held_as(self._dtype), partial)
         partial.rename(file)
         former, self._file, self._version = self._file, file.resolve(), version
         if former is not None and former != self._file:
@@ -98,27 +96,27 @@ class FileTransfer:
 
 
 class DeviceTransfer:
-    """vLLM's own: `ipc` or `nccl`. What is offered must not change until it is given. Weights that a function makes are
-    not held in between: whoever has them may move them."""
+    """vLLM's own: `ipc` or `nccl`. What is offered must not change until it is given. A stream is not held in between:
+    whoever has its weights may move them."""
 
     def __init__(self, way: Way, dtype: torch.dtype) -> None:
         self._way = way
         self._dtype = dtype
         self._ends: dict[Control, Any] = {}  # our ends of the transfers
         self._one_at_a_time = threading.Lock()
-        self._offered: Weights = {}
+        self._offered = WeightStream({}, lambda: iter(()))
         self._version = 0
 
-    def offer(self, weights: Weights, version: int) -> None:
+    def offer(self, weights: WeightStream, version: int) -> None:
         """See `Transfer`."""
-        self._offered, self._version = weights, version
+        self._offered, self._version = weights.held_as(self._dtype), version
 
     def give(self, control: Control) -> None:
         """See `Transfer`."""
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-        weights = _present(self._offered)
-        source = _source(weights, self._dtype)
+        weights = self._offered
+        source = _source(weights)
         with self._one_at_a_time, _on_the_gpu_of(weights):
             if control not in self._ends:
                 self._ends[control] = WeightTransferTrainerFactory.trainer_init(
@@ -134,11 +132,11 @@ class DeviceTransfer:
         if (end := self._ends.pop(control, None)) is not None:
             end.shutdown()
 
-    def _told(self, control: Control, weights: Mapping[str, Tensor]) -> Any:
+    def _told(self, control: Control, weights: WeightStream) -> Any:
         if self._way == "ipc":
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-            return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=buffer_bytes(weights, self._dtype))
+            return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=buffer_bytes(weights))
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         address = address_towards(control.url)
@@ -149,20 +147,15 @@ class DeviceTransfer:
         )
 
 
-def _present(weights: Weights) -> Mapping[str, Tensor]:
-    return weights() if callable(weights) else weights
-
-
-def _on_the_gpu_of(weights: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
+def _on_the_gpu_of(weights: WeightStream) -> AbstractContextManager[Any]:
     """vLLM's code sends from the thread's current GPU, which is the first one until a thread says otherwise."""
-    device = next((tensor.device for tensor in weights.values()), torch.device("cpu"))
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return torch.cuda.device(weights.device) if weights.device.type == "cuda" else nullcontext()
 
 
-def buffer_bytes(weights: Mapping[str, Tensor], dtype: torch.dtype) -> int:
+def buffer_bytes(weights: WeightStream) -> int:
     """The size of the buffer that packed weights are sent in: a tensor is not cut, so the largest must fit. The
     embedding of a model of 7B is larger than vLLM's own default, 1 GiB."""
-    return max([BUFFER_BYTES, *(t.numel() * _sent_dtype(t, dtype).itemsize for t in weights.values())])
+    return max([BUCKET_BYTES, *(each.bytes for each in weights.described.values())])
 
 
 def address_towards(url: str) -> str:
@@ -198,24 +191,15 @@ class _Client:
         self._control.finish(self.version)
 
 
-def _source(weights: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
+def _source(weights: WeightStream) -> Any:
     """The weights as vLLM's transfers take them."""
     from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
     class Source(WeightSource):  # type: ignore[misc]  # vLLM's
         def metadata(self) -> list[Any]:
-            return [ParamMeta(name, _sent_dtype(t, dtype), tuple(t.shape)) for name, t in weights.items()]
+            return [ParamMeta(name, each.dtype, each.shape) for name, each in weights.described.items()]
 
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights.items():
-                yield name, _as_sent(tensor, dtype)
+            return iter(weights)
 
     return Source()
-
-
-def _as_sent(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.detach().to(_sent_dtype(tensor, dtype))
-
-
-def _sent_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.is_floating_point() else tensor.dtype

@@ -4,6 +4,7 @@ Invariant: after a failure nothing more is asked. Workers compute together, so w
 wait for it, and none of them can go on.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,7 @@ class WorkerGroup:
         build: makes the models of a worker; it is sent to all of them.
         room: theirs, where one is reserved already (`rooms.of_workers`), which whoever has reserved it gives back.
 
-    `pids` are the workers' processes, each on its machine.
+    `pids` are the workers' processes, each on its machine; who holds `alone` asks several things in a row.
     Whoever makes one calls `close`. Raises NoPlace where the cluster has no room.
     """
 
@@ -43,6 +44,7 @@ class WorkerGroup:
         self.name, self.size = name, nodes * per_node
         self._ray = ray
         self._failed = False
+        self.alone = threading.RLock()
         gpus = int(device == "cuda")
         self._ours = room is None
         self._room = room or rooms.of_workers(name, nodes, per_node, gpus)
@@ -64,10 +66,11 @@ class WorkerGroup:
 
         Raises WorkerDied where one is gone, and else what a worker raises.
         """
-        if self._failed:
-            raise WorkerDied(f"the workers of {self.name} have failed before: resume the run")
-        given = self._ray.put((args, options))
-        return self._answers([worker.ask.remote(part, method, given) for worker in self._workers])[0]
+        with self.alone:  # in another order on one of them than on the others they would wait for ever
+            if self._failed:
+                raise WorkerDied(f"the workers of {self.name} have failed before: resume the run")
+            given = self._ray.put((args, options))
+            return self._answers([worker.ask.remote(part, method, given) for worker in self._workers])[0]
 
     def close(self) -> None:
         """End the workers, and give back their room."""

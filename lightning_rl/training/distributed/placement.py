@@ -153,7 +153,7 @@ def by_ray(config: Config) -> bool:
 
 
 def sends_from_a_gpu_of_its_own(config: Config) -> bool:
-    """Whether the trainer's process has a GPU of a Ray cluster for the copy of the policy that it sends by NCCL, which
+    """Whether the trainer's process has a GPU of a Ray cluster for the weights that it sends by NCCL, which
     refuses a GPU that receives too."""
     rollout = config.actor_rollout_ref.rollout
     return by_ray(config) and rollout.name == "vllm" and rollout.weight_transfer == "nccl"

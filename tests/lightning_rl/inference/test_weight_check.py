@@ -1,13 +1,14 @@
 """How far log probabilities of sampler and trainer may be apart: by the worst token, or by the mean."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lightning_rl.inference.load import load_model
-from lightning_rl.inference.weight_check import FLOAT32, EngineMismatch, SampledTokens, Tolerance, prove
+from lightning_rl.inference.weight_check import FLOAT32, EngineMismatch, SampledTokens, Tolerance, log_probs_of, prove
 
 CHECKPOINT = Path(__file__).parents[3] / "examples" / "sql_agent" / "checkpoint"
 
@@ -43,4 +44,4 @@ def test_an_engine_that_gives_no_numbers_does_not_compute_what_is_trained(tolera
         return SampledTokens([5] * n, [math.nan] * n)
 
     with pytest.raises(EngineMismatch, match="inf apart"):
-        prove(load_model(CHECKPOINT), sample, engine="vLLM", version=1, tolerance=tolerance)
+        prove(partial(log_probs_of, load_model(CHECKPOINT)), 997, sample, engine="vLLM", version=1, tolerance=tolerance)

@@ -127,7 +127,7 @@ def test_what_is_held_in_shards_is_a_share() -> None:
     config = compose(command_line=["trainer.n_gpus_per_node=4"])
     traced = TracedStep(5 * 2**30, HELD)
     [rollouts, *_] = budget(config, QWEN_15B, traced, stated("4x80")).phases
-    assert rollouts.parts["weights"] == 10 * GIB / 4 + 10 * GIB  # the trainer's own copy is whole
+    assert rollouts.parts["weights"] == 10 * GIB / 4
     problems = budget(config, QWEN_15B, traced, stated("2x80")).problems
     assert any("4 processes train, a GPU each" in problem and "there are 2" in problem for problem in problems)
 

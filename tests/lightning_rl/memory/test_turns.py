@@ -13,6 +13,7 @@ from lightning_rl.config import compose
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.policy import VllmPolicy
+from lightning_rl.inference.weight_stream import as_saved, stream_of
 from lightning_rl.memory import budget as budget_module
 from lightning_rl.memory.budget import budget
 from lightning_rl.memory.engine import ASLEEP
@@ -102,7 +103,7 @@ class Colocated:
         policy._prove = lambda *_: None
         self.models: Any = Models.__new__(Models)
         self.models.config, self.models.policy, self.models._crew = config, policy, None
-        self.models.model, self.models._own = policy.model, None
+        self.models._own = SimpleNamespace(weight_stream=lambda form: as_saved(policy.model, stream_of(policy.model)))
         self.models.actor = self.actor = CountedActor(card, config)
         policy.make_room = self.models._make_room
         store: Any = SimpleNamespace(pause=lambda *_, **__: None, resume=lambda *_: None)
@@ -112,12 +113,12 @@ class Colocated:
     def _offer(self, source: Any, version: int) -> None:
         self._source = source
         if self.config.actor_rollout_ref.rollout.weight_transfer == "file":
-            source()
+            list(source)
 
     def _give(self, control: Any) -> None:
         if self.config.actor_rollout_ref.rollout.weight_transfer == "ipc":
             assert self.actor.on_gpu
-            self._source()
+            list(self._source)
             self.card.hold("buffer", 600 * MIB)
             self.card.hold("buffer", 0)
 

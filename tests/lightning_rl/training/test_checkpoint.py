@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightning_rl.inference.weight_stream import stream_of
 from lightning_rl.training import checkpoint
 from lightning_rl.training.checkpoint import CheckpointError
 from tests.random_examples import examples
@@ -66,7 +67,7 @@ def told_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_what_is_saved_is_loaded(model: torch.nn.Module, tmp_path: Path) -> None:
     """`transformers` loads the folder as it is."""
-    export = partial(checkpoint.export_model, model, MODEL)
+    export = partial(checkpoint.export_model, model, stream_of(model), MODEL)
     state = {"step": 3, "actor": {"optimizer": {"state": {0: {"exp_avg": torch.randn(3)}}}}}
     folder = checkpoint.save(tmp_path / "checkpoints" / "step-3", export=export, state=state)
     found = checkpoint.load_state(folder)
@@ -296,7 +297,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(model: torch.
     told = r"checkpoint .*step-2 cannot be written \(.*\); make room, then resume"
     try:
         with pytest.raises(CheckpointError, match=told):
-            save(export=partial(checkpoint.export_model, model, MODEL), state={})
+            save(export=partial(checkpoint.export_model, model, stream_of(model), MODEL), state={})
         with pytest.raises(CheckpointError, match=told):
             save(export=lambda _: None, state=large)
     finally:
@@ -370,7 +371,7 @@ def test_folders_that_are_no_checkpoints_are_not_touched(tmp_path: Path) -> None
 def test_the_final_model_is_a_hugging_face_folder_that_outlives_its_checkpoint(
     model: torch.nn.Module, tmp_path: Path
 ) -> None:
-    export = partial(checkpoint.export_model, model, MODEL)
+    export = partial(checkpoint.export_model, model, stream_of(model), MODEL)
     folder = checkpoint.save(tmp_path / "checkpoints" / "step-3", export=export, state={"step": 3})
     final = checkpoint.final_model(tmp_path, folder)
     assert final == tmp_path / "model"

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.inference.vllm.transfer import FileTransfer, address_towards, buffer_bytes, transfer_of
+from lightning_rl.inference.weight_stream import WeightStream, stream_of
 
 CHECKPOINT = Path(__file__).parents[4] / "examples" / "sql_agent" / "checkpoint"
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "n": torch.tensor([7])}
@@ -37,7 +38,7 @@ class Server:
 def test_a_file_holds_all_weights_in_the_servers_format_while_it_is_read(tmp_path: Path) -> None:
     server: Any = Server()
     transfer = FileTransfer(tmp_path / "weights", torch.bfloat16)
-    transfer.offer(WEIGHTS, 3)
+    transfer.offer(stream_of(WEIGHTS), 3)
     transfer.give(server)
     shapes, begin, held, version = server.told
     assert (shapes, begin, version) == ({"shapes": {"a": [2, 3], "n": [1]}}, "begin", 3)
@@ -49,7 +50,7 @@ def test_a_version_replaces_the_one_before(tmp_path: Path) -> None:
     server: Any = Server()
     transfer = FileTransfer(tmp_path, torch.float32)
     for version in (3, 4, 4):
-        transfer.offer(WEIGHTS, version)
+        transfer.offer(stream_of(WEIGHTS), version)
         transfer.give(server)
     assert [path.name for path in tmp_path.iterdir()] == ["version-4.safetensors"]
     assert len([told for told in server.told if isinstance(told, dict) and "shapes" in told]) == 1
@@ -58,7 +59,7 @@ def test_a_version_replaces_the_one_before(tmp_path: Path) -> None:
 def test_a_server_that_was_started_again_is_told_what_to_expect_again(tmp_path: Path) -> None:
     server: Any = Server()
     transfer = FileTransfer(tmp_path, torch.float32)
-    transfer.offer(WEIGHTS, 3)
+    transfer.offer(stream_of(WEIGHTS), 3)
     transfer.give(server)
     transfer.forget(server)
     transfer.give(server)
@@ -71,12 +72,13 @@ def test_vllms_own_transfers_need_vllm_in_the_trainers_environment(tmp_path: Pat
 
 
 def test_the_buffer_of_packed_weights_holds_the_largest_tensor() -> None:
-    def sized(rows: int) -> dict[str, Any]:
-        return {"embedding": torch.empty(rows, 3584, device="meta"), "norm": torch.empty(3584, device="meta")}
+    def sized(rows: int, dtype: torch.dtype) -> WeightStream:
+        shapes = {"embedding": (rows, 3584), "norm": (3584,)}
+        return stream_of({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}).held_as(dtype)
 
-    assert buffer_bytes(sized(1000), torch.bfloat16) == 2**28
-    assert buffer_bytes(sized(152064), torch.bfloat16) == 152064 * 3584 * 2 > 2**30  # of Qwen2.5-7B
-    assert buffer_bytes(sized(152064), torch.float32) == 152064 * 3584 * 4
+    assert buffer_bytes(sized(1000, torch.bfloat16)) == 2**28
+    assert buffer_bytes(sized(152064, torch.bfloat16)) == 152064 * 3584 * 2 > 2**30  # of Qwen2.5-7B
+    assert buffer_bytes(sized(152064, torch.float32)) == 152064 * 3584 * 4
 
 
 def test_a_server_is_told_the_address_that_it_reaches_the_trainer_by() -> None:
