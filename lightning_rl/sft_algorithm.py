@@ -197,7 +197,7 @@ class SFT:
     def _restore(self, models: Models, resumed: Path | None) -> None:
         if resumed is None:
             return
-        saved = checkpoint.load_state(resumed)
+        saved = checkpoint.open_state(resumed)
         if "policy_version" in saved:
             raise ConfigError(f"{resumed} is a checkpoint of PPO: name another folder for SFT")
         self.step = saved["step"]

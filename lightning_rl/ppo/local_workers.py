@@ -19,6 +19,7 @@ from lightning_rl.inference.weight_stream import BUCKET_BYTES, Described, Weight
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.estimators import needs_reference
 from lightning_rl.training import lora, shards
+from lightning_rl.training import state as states
 from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import MiniBatch, TrainingSequence, sequences_of
 from lightning_rl.training.critic import Critic, ValueModel, value_head
@@ -174,26 +175,32 @@ class LocalWorkers:
             return next(self._sending, {})
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the exported policy; None for what is not here."""
+        """What a checkpoint needs beside the exported policy; None for what is not here. In a team each process has its
+        part of it."""
         adapted = self.actor is not None and self.config.actor_rollout_ref.model.lora_rank
         head = self._value_head
         return {
             "actor": None if self.actor is None else self.actor.state_dict(),
             "critic": None if self.critic is None else self.critic.state_dict(),
-            "value head": None if head is None else shards.whole(head.state_dict()),
-            "adapter": self.weights() if adapted else None,
+            "value head": None if head is None else head.state_dict(),
+            "adapter": {name: p.detach() for name, p in trained(self.model).items()} if adapted else None,
         }
+
+    def write_state(self, part: str, folder: Path) -> None:
+        """Write a part of `state_dict` to a new folder; a team calls this together, and each process writes what it
+        has."""
+        states.write(folder, {states.PART: self.state_dict()[part]}, None if self._team is None else self._team.talk)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state, as far as it is of what is here."""
         if self.actor is not None:
             self.actor.load_state_dict(state["actor"])
             if state["adapter"] is not None:
-                put(state["adapter"], self.model)
+                shards.put(state["adapter"], trained(self.model))
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
         if self._value_head is not None:
-            put(state["value head"], self._value_head)
+            shards.put(state["value head"], dict(self._value_head.named_parameters()))
 
     def _adapted(self, policy: nn.Module) -> nn.Module:
         """`policy` with an adapter in it."""
@@ -268,14 +275,6 @@ class LocalWorkers:
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that training changes, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-@torch.no_grad()
-def put(weights: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Give parameters of `model` these values, by name."""
-    own = dict(model.named_parameters())
-    for name, value in weights.items():
-        own[name].copy_(shards.cut(value, own[name]))
 
 
 def _checkpoint_activations(model: Any) -> None:

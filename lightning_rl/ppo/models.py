@@ -22,10 +22,10 @@ from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.inference.weight_stream import WeightStream, stream_of_files
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.cards import Cards
-from lightning_rl.ppo.local_workers import FORMATS, Form, LocalWorkers, put, register_model_code, roles_of
+from lightning_rl.ppo.local_workers import FORMATS, Form, LocalWorkers, register_model_code, roles_of, trained
 from lightning_rl.ppo.ray_workers import RayWorkers
 from lightning_rl.ppo.teachers import served_teachers
-from lightning_rl.training import checkpoint, lora
+from lightning_rl.training import checkpoint, lora, shards
 from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.chat_template import with_template
@@ -218,7 +218,7 @@ class Models:
         model = self.config.actor_rollout_ref.model
         if model.lora_rank and model.lora_export == "adapter":
             if self._crew is not None:
-                put(self._crew.weights(), self.model)
+                shards.put(self._crew.weights(), trained(self.model))
             lora.save(self.model, folder)
             checkpoint.copy_tokenizer(self.tokenizer, folder)
         else:

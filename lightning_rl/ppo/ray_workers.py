@@ -4,7 +4,7 @@ Invariant: a checkpoint says nothing of how many workers wrote it, or of how the
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.load import device_of, load_model
-from lightning_rl.inference.weight_stream import WeightStream
+from lightning_rl.inference.weight_stream import BUCKET_BYTES, WeightStream
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.local_workers import FORMATS, Form, LocalWorkers, Role, register_model_code
 from lightning_rl.rl.losses import LOSSES, loss_named
@@ -21,6 +21,7 @@ from lightning_rl.training.distributed import cluster
 from lightning_rl.training.distributed.group import WorkerGroup
 from lightning_rl.training.distributed.process_group import ProcessGroup
 from lightning_rl.training.distributed.remote import RemoteActor, RemoteCritic, RemoteReference, RemoteTeacher
+from lightning_rl.training.state import Elsewhere
 from lightning_rl.vision import vision_of
 
 
@@ -53,12 +54,13 @@ class RayWorkers:
     ) -> None:
         trainer, device = config.trainer, device_of(config.trainer.device).type
         apart = groups(config, roles)
-        self._ours = cluster.join(trainer.workers * len(apart), 4 * _bytes(weights), gpus)
+        self._config = config
+        self._ours = cluster.join(trainer.workers * len(apart), min(4 * _bytes(weights), 8 * BUCKET_BYTES), gpus)
         self._groups: dict[Role, WorkerGroup] = {}
         self._all: list[WorkerGroup] = []
         try:
             for own in apart:
-                build = partial(_built, config, own, weights, folder, training_steps, *_own_loss(config))
+                build = bind(_built, config, own, weights, folder, training_steps, *_own_loss(config))
                 name, seat = ", ".join(sorted(own)), room if "actor" in own else None
                 group = WorkerGroup(name, trainer.nnodes, trainer.per_node, device, build, seat)
                 self._all.append(group)
@@ -102,12 +104,15 @@ class RayWorkers:
             group.ask(None, "free_unused_memory")
 
     def state_dict(self) -> dict[str, Any]:
-        """As of `LocalWorkers`, of all groups."""
-        found: dict[str, Any] = {}
-        for group in self._all:
-            own: dict[str, Any] = group.ask(None, "state_dict")
-            found |= {name: state for name, state in own.items() if state is not None or name not in found}
-        return found
+        """As of `LocalWorkers`; it is written by the workers, each its part, and is never here."""
+        lora = bool(self._config.actor_rollout_ref.model.lora_rank)
+        there = {"actor": True, "critic": self.critic is not None, "adapter": lora}
+        there["value head"] = "value head" in self._groups
+        return {part: Elsewhere(bind(self._write_state, part)) if has else None for part, has in there.items()}
+
+    def _write_state(self, part: str, folder: Path) -> None:
+        group = self._groups["critic" if part == "critic" else "actor"]
+        group.ask(None, "write_state", part, folder.resolve())  # workers have other current folders
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As of `LocalWorkers`."""

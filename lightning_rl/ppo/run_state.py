@@ -124,7 +124,7 @@ class RunState:
         self.began_version = 0
         self.resumed = resumed_from is not None
         self._keep = config.trainer.max_actor_ckpt_to_keep
-        self._saved = None if resumed_from is None else checkpoint.load_state(resumed_from)
+        self._saved = None if resumed_from is None else checkpoint.open_state(resumed_from)
 
     @property
     def saved_version(self) -> int:

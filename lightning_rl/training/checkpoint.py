@@ -115,6 +115,11 @@ def load_state(folder: Path) -> dict[str, Any]:
     return states.read(folder / _STATE)
 
 
+def open_state(folder: Path) -> dict[str, Any]:
+    """The same with a `Stored` in the place of each tensor, which is read when it is asked for."""
+    return states.opened(folder / _STATE)
+
+
 def prune(checkpoints: Path, keep: int | None, protect: Collection[Path] = ()) -> None:
     """Delete the oldest checkpoints but for the newest `keep` whole ones and those of `protect`; None keeps all.
 
@@ -174,6 +179,7 @@ def rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """Put the generators into the states that `rng_state` gave, as far as it names them."""
+    state = states.whole(state)
     torch.set_rng_state(state["torch"])
     for device, of_device in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(of_device, device)

@@ -100,12 +100,17 @@ class Critic(Learner):
         self._place = Offload(model, enabled=config.param_offload)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a checkpoint needs: weights, optimizer, schedule."""
-        return {"model": shards.whole(self.model.state_dict()), "optimizer": self.optimizer.state_dict()}
+        """All that a checkpoint needs: weights, optimizer, schedule. Of what is shared it has this process's part."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
-        self.model.load_state_dict(shards.sharded(state["model"], self.model.state_dict()))
+        own = self.model.state_dict()
+        if odd := sorted(own.keys() ^ state["model"].keys()):
+            raise ValueError(
+                f"the saved critic is another model: {', '.join(odd[:3])} of {len(odd)} names are not in both"
+            )
+        shards.put(state["model"], own)
         self.optimizer.load_state_dict(state["optimizer"])
         if self.config.optimizer_offload:
             self.optimizer.offload()

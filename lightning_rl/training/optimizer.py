@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rl.training import shards
+from lightning_rl.training import state as states
 
 _CANNOT_STEP = {
     "LBFGS": "it asks for the loss again and again within a step",
@@ -113,16 +114,17 @@ class Optimizer:
                         state[name] = value.to(parameter.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the weights: optimizer, schedule, count of optimizer steps."""
+        """What a checkpoint needs beside the weights: optimizer, schedule, count of optimizer steps. Of what is shared
+        it has this process's part."""
         return {
-            "optimizer": shards.whole(self._optimizer.state_dict()),
+            "optimizer": self._optimizer.state_dict(),
             "schedule": self._schedule.state_dict(),
             "optimizer_steps": self.steps,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; the weights must be those of the same moment."""
-        saved = state["optimizer"]
+        saved = {**state["optimizer"], "param_groups": states.whole(state["optimizer"]["param_groups"])}
         own = {
             number: {name: _cut(value, self._parameters[number]) for name, value in values.items()}
             for number, values in saved["state"].items()
@@ -223,7 +225,7 @@ def _name(config: OptimizerConfig) -> str:
 
 
 def _cut(value: Any, parameter: nn.Parameter) -> Any:
-    return shards.cut(value, parameter) if isinstance(value, Tensor) else value
+    return shards.cut(value, parameter) if isinstance(value, Tensor | states.Stored) else value
 
 
 def _is_large(value: object) -> bool:

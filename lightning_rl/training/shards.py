@@ -1,7 +1,7 @@
 """Tensors that several processes hold a part of each (`DTensor`), and whole ones: from one to the other.
 
-Invariant: a tensor that no process shares goes through as it is, so whatever is written with these functions is the
-same whether one process holds it or many do: that is why a checkpoint of two workers is read by one, and by four.
+Invariant: a tensor that no process shares goes through as it is, so whoever calls these functions need not know
+whether one process holds it or many do.
 """
 
 from collections.abc import Mapping
@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lightning_rl.training.state import Stored
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -34,15 +36,19 @@ def whole(tree: Any) -> Any:
     return tree
 
 
-def sharded(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors, each cut as the one of its name in `like` is; every process must have them all."""
-    return {name: cut(tensor, like[name]) if name in like else tensor for name, tensor in state.items()}
-
-
-def cut(tensor: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor as this process's part, where `like` is shared and of its shape."""
+def cut(tensor: Tensor | Stored, like: Tensor) -> Tensor:
+    """A whole tensor, or one of a folder, as this process's part, where `like` is shared and of its shape."""
+    if isinstance(tensor, Stored):
+        return tensor.read(like)
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
         return tensor
     placed = tensor.to(device=like.device)
     # None: every process cuts its part out of what it has, and sends nothing.
     return distribute_tensor(placed, like.device_mesh, like.placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def put(values: Mapping[str, Tensor | Stored], targets: Mapping[str, Tensor]) -> None:
+    """Copy whole tensors, or those of a folder, into those of their names, one after another."""
+    for name, value in values.items():
+        targets[name].copy_(cut(value, targets[name]))

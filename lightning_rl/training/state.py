@@ -1,7 +1,9 @@
 """What training holds beside the weights, in a folder: tensors by `torch.distributed.checkpoint`, all else as JSON.
 
 Invariant: what is read is what was written, bit by bit and type by type, and reading runs no code of the folder's.
-DCP alone keeps neither: it makes every key a string, drops empty dicts, and unpickles what is no tensor.
+DCP alone keeps neither: it makes every key a string, drops empty dicts, and unpickles what is no tensor. Nor does the
+folder depend on who reads it: what several processes write of shared tensors (`DTensor`), a part each, is read by one,
+and by any other number of them.
 """
 
 import dataclasses
@@ -10,13 +12,15 @@ import io
 import json
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -25,85 +29,177 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 _Plain = bool | int | float | str | None
 _VALUES = "values.json"
-_TENSOR, _TUPLE, _DICT = "$tensor", "$tuple", "$dict"
+_TENSOR, _TUPLE, _DICT, _PART = "$tensor", "$tuple", "$dict", "$part"
 _DESCRIPTIONS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _NAMES = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib", "Path")}
 
 
-def write(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write `state` to a new folder: dicts, lists and tuples of tensors, numbers, strings and None.
+class Elsewhere:
+    """A value of a state that others have: `write` has them write it to a new folder, under the name PART."""
+
+    def __init__(self, write: Callable[[Path], None]) -> None:
+        self.write = write
+
+
+PART = "part"  # the name of what `Elsewhere` writes in its folder
+
+
+def write(folder: Path, state: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Write `state` to a new folder: dicts, lists and tuples of tensors, numbers, strings, None, and `Elsewhere`.
+
+    Args:
+        group: the processes, gloo's, that call this together; each writes its part of shared tensors.
 
     Raises TypeError, with its place, for a value of any other type.
     """
     tensors: dict[str, Tensor] = {}
-    values = json.dumps(_encoded(state, "state", tensors))
-    folder.mkdir()
-    (folder / _VALUES).write_text(values)
-    with _one_process():
+    parts: list[Elsewhere] = []
+    values = json.dumps(_encoded(state, "state", tensors, parts))
+    if group is None or group.rank() == 0:
+        folder.mkdir()
+        (folder / _VALUES).write_text(values)
+    if group is not None:
+        dist.barrier(group)  # the folder is there
+    for number, part in enumerate(parts):
+        part.write(folder / f"part-{number}")
+    with _explained():
         save(
             tensors,
             storage_writer=FileSystemWriter(folder, sync_files=False),  # the whole checkpoint is synced at once
             planner=DefaultSavePlanner(flatten_state_dict=False),
-            no_dist=True,
+            process_group=group,
+            no_dist=group is None,
         )
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The state that was written to `folder`, its tensors on the CPU."""
+    """The state that was written to `folder`, its tensors whole, on the CPU."""
     tensors: dict[str, Tensor] = {}
-    state: dict[str, Any] = _decoded(json.loads((folder / _VALUES).read_text()), tensors)
-    with _one_process():
+
+    def empty(stored: Stored) -> Tensor:
+        return tensors.setdefault(stored.name, torch.empty(stored.shape, dtype=stored.dtype))
+
+    state = _values(folder, empty, read)
+    with _explained():
         load(tensors, storage_reader=_Reader(folder), planner=_TensorsOnly(flatten_state_dict=False), no_dist=True)
     return state
 
 
-def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON; its tensors go to `tensors`, under their paths."""
+def opened(folder: Path) -> dict[str, Any]:
+    """The state that was written to `folder` with a `Stored` in the place of each tensor."""
+    return _values(folder, lambda stored: stored, opened)
+
+
+def whole(state: Any) -> Any:
+    """An opened state, or a part of it, with its tensors, on the CPU."""
+    if isinstance(state, Stored):
+        return state.read()
+    if isinstance(state, Mapping):
+        return {key: whole(value) for key, value in state.items()}
+    return type(state)(map(whole, state)) if isinstance(state, list | tuple) else state
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor of a folder, read when it is asked for; it may be sent to other processes that see the folder."""
+
+    folder: "_Folder"
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def read(self, like: Tensor | None = None) -> Tensor:
+        """The tensor, on the CPU; where `like` is shared and of its shape, this process's part of it, as `like` is cut.
+
+        Beside what it returns, one part is in memory that a process has written.
+        """
+        if isinstance(like, DTensor) and like.shape == self.shape:
+            target: Tensor = torch.empty_like(like.detach(), dtype=self.dtype)
+        else:
+            target = torch.empty(self.shape, dtype=self.dtype)
+        only = {self.name: target}
+        with _explained():
+            load(only, storage_reader=self.folder.reader, planner=_TensorsOnly(flatten_state_dict=False), no_dist=True)
+        return only[self.name]
+
+
+class _Folder:
+    """A folder, whose description is read once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.resolve()
+
+    @cached_property
+    def reader(self) -> "_Reader":
+        return _Reader(self._path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Folder, (self._path,)
+
+
+def _values(folder: Path, tensor: Callable[[Stored], Any], part: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    here = _Folder(folder)
+
+    def leaf(value: dict[str, Any]) -> Any:
+        if _PART in value:
+            return part(folder / value[_PART])[PART]
+        dtype = getattr(torch, value["dtype"])
+        return tensor(Stored(here, value[_TENSOR], dtype, torch.Size(value["shape"])))
+
+    state: dict[str, Any] = _decoded(json.loads((folder / _VALUES).read_text()), leaf)
+    return state
+
+
+def _encoded(value: Any, path: str, tensors: dict[str, Tensor], parts: list[Elsewhere]) -> Any:
+    """`value` as JSON; its tensors go to `tensors`, under their paths, and what others have to `parts`."""
     if isinstance(value, _Plain):
         return value
+    if isinstance(value, Elsewhere):
+        parts.append(value)
+        return {_PART: f"part-{len(parts) - 1}"}
     if isinstance(value, Tensor):
         tensors[path] = value.detach()
         return {_TENSOR: path, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     if isinstance(value, list | tuple):
-        items = [_encoded(item, f"{path}[{i}]", tensors) for i, item in enumerate(value)]
+        items = [_encoded(item, f"{path}[{i}]", tensors, parts) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {_TUPLE: items}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: _encoded(item, f"{path}[{key!r}]", tensors) for key, item in value.items()}
+            return {key: _encoded(item, f"{path}[{key!r}]", tensors, parts) for key, item in value.items()}
         if odd := [key for key in value if not isinstance(key, _Plain)]:
             raise TypeError(f"{path} has the key {odd[0]!r}: a checkpoint's are numbers, strings and None")
-        return {_DICT: [[key, _encoded(item, f"{path}[{key!r}]", tensors)] for key, item in value.items()]}
+        return {_DICT: [[key, _encoded(item, f"{path}[{key!r}]", tensors, parts)] for key, item in value.items()]}
     raise TypeError(f"{path} is a {type(value).__name__}: a checkpoint holds tensors, numbers, strings and None")
 
 
-def _decoded(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The inverse; tensors are made empty, to be filled by their names in `tensors`."""
+def _decoded(value: Any, leaf: Callable[[dict[str, Any]], Any]) -> Any:
+    """The inverse; `leaf` makes tensors, and what others had."""
     if isinstance(value, list):
-        return [_decoded(item, tensors) for item in value]
+        return [_decoded(item, leaf) for item in value]
     if not isinstance(value, dict):
         return value
-    if _TENSOR in value:
-        dtype = getattr(torch, value["dtype"])
-        return tensors.setdefault(value[_TENSOR], torch.empty(value["shape"], dtype=dtype))
+    if _TENSOR in value or _PART in value:
+        return leaf(value)
     if _TUPLE in value:
-        return tuple(_decoded(item, tensors) for item in value[_TUPLE])
+        return tuple(_decoded(item, leaf) for item in value[_TUPLE])
     if _DICT in value:
-        return {key: _decoded(item, tensors) for key, item in value[_DICT]}
-    return {key: _decoded(item, tensors) for key, item in value.items()}
+        return {key: _decoded(item, leaf) for key, item in value[_DICT]}
+    return {key: _decoded(item, leaf) for key, item in value.items()}
 
 
 @contextmanager
-def _one_process() -> Iterator[None]:
-    """DCP without a process group: without its warning that there is none, and raising what really happened."""
+def _explained() -> Iterator[None]:
+    """DCP without its warning that there is no process group, and raising what really happened."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield
         except CheckpointException as error:  # no Exception, and a Ctrl-C inside becomes one too
-            [(cause, _)] = error.failures.values()
+            cause, _ = next(iter(error.failures.values()))
             raise cause from None
 
 

@@ -28,13 +28,15 @@ class ProcessGroup:
         store: where they find each other.
         rank, size: which of how many this one is.
         device: cpu or cuda; of several GPUs the one that this process sees.
+
+    `talk` is the group over which they tell each other numbers; not the one that carries weights and gradients.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: str) -> None:
         backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}[device]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
         self.rank = rank
-        self._talk: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self.talk: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self._size, self._device = size, device
         whole: DeviceMesh = init_device_mesh(device, (size,))
         self._meshes = {-1: whole, size: whole}
@@ -70,7 +72,7 @@ class ProcessGroup:
         for layer in _layers(model):
             _shard(layer, mesh, policy, reshard_after_forward=reshard_after_forward)
         _shard(model, mesh, policy)
-        common: dict[str, Any] = {"talk": self._talk, "packed": packed, "autocast": autocast, "vision": vision}
+        common: dict[str, Any] = {"talk": self.talk, "packed": packed, "autocast": autocast, "vision": vision}
         if sequence_parallel == 1:
             return ShardedForward(model, pad_id, **common)
         return SequenceParallelForward(model, pad_id, group=self._neighbours(sequence_parallel), **common)

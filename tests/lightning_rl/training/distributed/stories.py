@@ -12,7 +12,9 @@ import torch
 
 from lightning_rl.config import compose
 from lightning_rl.inference.load import load_model
-from lightning_rl.ppo.local_workers import LocalWorkers, put, roles_of
+from lightning_rl.ppo.local_workers import LocalWorkers, roles_of, trained
+from lightning_rl.training import shards
+from lightning_rl.training import state as states
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.distributed.process_group import ProcessGroup
 from lightning_rl.training.layers import output_layer
@@ -89,6 +91,8 @@ class Story:
     dtype: torch.dtype = torch.float32
     rollouts: int = 4
     begin: dict[str, Any] | None = None  # `Told.end` of another
+    begin_at: Path | None = None  # or what another has left there
+    leave_at: Path | None = None  # where its end is written too, by the worker that has each part
     seeing: Path | None = None  # a model whose rows show images
     logits_at_once: int = output_layer.ROWS_CHUNK
 
@@ -133,8 +137,12 @@ class Teller:
         made.train(folder, 10, self._team)
         if story.begin is not None:
             begin = copy.deepcopy(story.begin)  # an optimizer trains on in the state that it is given
-            put(begin["weights"], made.model)
+            shards.put(begin["weights"], trained(made.model))
             made.load_state_dict(begin["state"])
+        if story.begin_at is not None:
+            found = states.opened(story.begin_at)
+            shards.put(found["weights"], trained(made.model))
+            made.load_state_dict(found["state"])
         metrics, numbers = [], []
         for seed in story.seeds:
             batch = (rows if story.seeing is None else rows_with_images)(seed, story.rollouts)
@@ -142,7 +150,10 @@ class Teller:
             metrics.append(found)
             numbers.append(asked)
         weights = made.weights()
-        return Told(metrics, weights, {"weights": weights, "state": made.state_dict()}, numbers)
+        if story.leave_at is not None:
+            own = {"weights": trained(made.model), "state": made.state_dict()}
+            states.write(story.leave_at, own, None if self._team is None else self._team.talk)
+        return Told(metrics, weights, {"weights": weights, "state": shards.whole(made.state_dict())}, numbers)
 
     def _step(self, made: LocalWorkers, batch: list[TrainingSequence]) -> tuple[dict[str, float], Any]:
         assert made.actor is not None

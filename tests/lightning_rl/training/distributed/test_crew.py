@@ -17,7 +17,9 @@ from lightning_rl.errors import WorkerDied
 from lightning_rl.ppo.local_workers import roles_of
 from lightning_rl.ppo.models import Models
 from lightning_rl.ppo.ray_workers import groups
+from lightning_rl.training import state as states
 from lightning_rl.training.distributed.group import WorkerGroup
+from lightning_rl.training.state import Stored
 from tests.lightning_rl.training.distributed.stories import CHECKPOINT, rows
 
 pytestmark = pytest.mark.cluster
@@ -73,10 +75,17 @@ def test_the_engine_gets_what_workers_trained_apart(local_ray: None, tmp_path: P
         for (name, theirs), ours in zip(engine_weights(made).items(), engine_weights(alone).values(), strict=True):
             torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=2e-5, msg=name)
         made.load_state_dict(state)  # that of one process, with its optimizers
-        written = made.state_dict()
+        states.write(tmp_path / "state", {"models": made.state_dict()})
+    assert len(list((tmp_path / "state" / "part-0").glob("*.distcp"))) == 2  # each worker has written its own
+    written = states.read(tmp_path / "state")["models"]
     assert written.keys() == state.keys()
     for ours, theirs in zip(tensors(state), tensors(written), strict=True):
         assert torch.equal(ours, theirs)
+    assert {type(each) for each in leaves(states.opened(tmp_path / "state")["models"]["critic"]["model"])} == {Stored}
+
+
+def leaves(tree: Any) -> list[Any]:
+    return [found for one in tree.values() for found in leaves(one)] if isinstance(tree, dict) else [tree]
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
