@@ -83,7 +83,7 @@ test-vllm: $(VENV)/.dev $(VLLM)/.made $(VLLM)/seeing/.made
 
 # vLLM as the engine of a run: its servers, its weights, and what it learns.
 test-vllm-training: $(VENV)/.dev $(VLLM)/.made
-	$(PYTEST) tests/vllm/test_policy.py tests/vllm/test_spider.py tests/vllm/test_training.py tests/vllm/test_transfers.py $(ARGS)
+	$(PYTEST) tests/vllm/test_policy.py tests/vllm/test_spider.py tests/vllm/test_training.py tests/vllm/test_transfers.py tests/vllm/test_workers.py $(ARGS)
 
 # The gateway's tests with a real vLLM in the place of their engine: those that ask one and, of the SDKs, all but
 # litellm, for time. `pytest tests/proxy tests/sdk/test_matrix.py --engine vllm` runs all.
