@@ -110,7 +110,10 @@ class _Count:
         found = [self._phase("rollouts", {}, awake=True)]
         if self.engine is not None and not self._shared:
             found = [self._of_engine(self.engine)]
-        computing = {"weights": self._held(traced.actor, "weights") * ours.actor.fsdp_config.param_offload}
+        computing = {
+            "weights": self._held(traced.actor, "weights", ours.actor.fsdp_config)
+            * ours.actor.fsdp_config.param_offload
+        }
         found.append(self._computing("log probabilities", traced.actor, ours.actor.fsdp_config, scoring=True))
         if traced.reference is not None:
             found.append(self._computing("reference", traced.reference, ours.ref.fsdp_config, computing, scoring=True))
@@ -131,12 +134,12 @@ class _Count:
         scoring: bool = False,
     ) -> Phase:
         """A phase in which one model computes."""
-        weights, optimizer = self._held(held, "weights"), self._held(held, "optimizer")
+        weights, optimizer = (self._held(held, part, place) for part in ("weights", "optimizer"))
         more = dict(beside or {})
         more["weights"] = more.get("weights", 0) + weights * place.param_offload
         passing = held.scoring - held.weights - held.optimizer
         if not scoring:
-            more["gradients"] = self._held(held, "gradients")
+            more["gradients"] = self._held(held, "gradients", place)
             more["optimizer"] = optimizer * place.optimizer_offload
             more["logits"] = held.logits
             step = held.step - held.weights - held.optimizer - held.gradients
@@ -152,7 +155,9 @@ class _Count:
         if (ours.model.lora_rank or self._workers > 1) and not ours.actor.fsdp_config.param_offload:
             more["others"] = self._largest_tensor()  # merged or gathered, one at a time
         if not by_file:  # they are sent from the GPU, by a buffer that the largest tensor fits in
-            more["weights"] = self._held(self._traced.actor, "weights") * ours.actor.fsdp_config.param_offload
+            more["weights"] = (
+                self._held(self._traced.actor, "weights", ours.actor.fsdp_config) * ours.actor.fsdp_config.param_offload
+            )
             more["others"] = more.get("others", 0) + max(BUCKET_BYTES, self._largest_tensor())
         return self._phase("new weights for vLLM", more, awake=False)
 
@@ -184,17 +189,18 @@ class _Count:
             (traced.reference, ours.ref.fsdp_config),
         ):
             if held is not None:
-                parts["weights"] += self._held(held, "weights") * (not fsdp.param_offload)
-                parts["optimizer"] += self._held(held, "optimizer") * (not fsdp.optimizer_offload)
+                parts["weights"] += self._held(held, "weights", fsdp) * (not fsdp.param_offload)
+                parts["optimizer"] += self._held(held, "optimizer", fsdp) * (not fsdp.optimizer_offload)
         if ours.rollout.name == "embedded":
             rows = min(ours.rollout.max_num_seqs, self._config.data.train_batch_size * ours.rollout.n)
             parts["engine"] += traced.parameters * sampled_dtype(self._config).itemsize
             parts["kv cache"] += rows * self._config.data.max_tokens * cache_bytes(self._config, self._model)
         return parts
 
-    def _held(self, held: Held, part: str) -> int:
-        """A worker's share of it."""
-        return -(-int(getattr(held, part)) // self._workers)
+    def _held(self, held: Held, part: str, place: Fsdp) -> int:
+        """A worker's share of it: of those that hold a whole model together (`fsdp_size`)."""
+        together = self._workers if place.fsdp_size == -1 else min(place.fsdp_size, self._workers)
+        return -(-int(getattr(held, part)) // together)
 
     def _gathered(self, place: Fsdp) -> int:
         """What FSDP gathers of shards at once: two units whole, or all, and the gradient of one, summed in float32."""

@@ -128,6 +128,9 @@ def test_what_is_held_in_shards_is_a_share() -> None:
     traced = TracedStep(5 * 2**30, HELD)
     [rollouts, *_] = budget(config, QWEN_15B, traced, stated("4x80")).phases
     assert rollouts.parts["weights"] == 10 * GIB / 4
+    pairs = compose(command_line=["trainer.n_gpus_per_node=4", f"{ACTOR}fsdp_config.fsdp_size=2"])
+    [rollouts, *_] = budget(pairs, QWEN_15B, traced, stated("4x80")).phases
+    assert rollouts.parts["weights"] == 10 * GIB / 2  # two hold a model together
     problems = budget(config, QWEN_15B, traced, stated("2x80")).problems
     assert any("4 processes train, a GPU each" in problem and "there are 2" in problem for problem in problems)
 
