@@ -1,6 +1,7 @@
 """Finding a model, and reading it from disk for an engine, in evaluation mode."""
 
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from lightning_rl import tutorial
 from lightning_rl.errors import Explained
+from lightning_rl.inference.weight_stream import distinct, files_of
 
 _OLD_NAMES = {"rope_theta", "rope_scaling"}  # of what `rope_parameters` holds, which `transformers` still takes
 
@@ -137,6 +139,52 @@ def skeleton(
         model.generation_config = GenerationConfig.from_pretrained(path)
     ready: nn.Module = model.eval()
     return ready
+
+
+def unfilled(
+    path: Path, dtype: torch.dtype = torch.float32, attention: str | None = None
+) -> tuple[nn.Module, dict[str, Path]]:
+    """The model of `load_model` with its buffers, its parameters on `meta`; and the safetensors file that has each of
+    these, under the same name.
+
+    Raises NotBySlices, with the reason, where a model cannot be read so.
+    """
+    model: Any = skeleton(path, dtype, attention=attention)
+    files = files_of(path)
+    if files is None:
+        raise NotBySlices(f"the weights in {path} are not in safetensors files")
+    names = distinct(dict(model.named_parameters(remove_duplicate=False)))
+    if lacking := sorted(names.keys() - files.keys()):
+        raise NotBySlices(
+            f"the files in {path} have no {lacking[0]} (of {len(lacking)}): they are converted on reading"
+        )
+    if getattr(model.config, "quantization_config", None) is not None or (
+        dtype != torch.float32 and (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict)
+    ):
+        raise NotBySlices(f"the model in {path} keeps some weights in formats of their own")
+    model._weight_conversions = []  # it is saved under the names of these files
+    _make_buffers(model)
+    return model, {name: files[name] for name in names}
+
+
+class NotBySlices(Explained, ValueError):
+    """A model's weights cannot be read a part at a time."""
+
+
+@torch.no_grad()
+def _make_buffers(model: Any) -> None:
+    """Compute the buffers of a model on `meta` as `transformers` does for those that no file has."""
+    made: list[tuple[nn.Module, str]] = []
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name not in module._non_persistent_buffers_set or not buffer.is_floating_point():
+                raise NotBySlices(f"{type(model).__name__} has buffers that are no plain tables ({name})")
+            module.register_buffer(name, torch.full_like(buffer, math.nan, device="cpu"), persistent=False)
+            module._is_hf_initialized = False
+            made.append((module, name))
+    model.initialize_weights()
+    if odd := [name for module, name in made if getattr(module, name).isnan().any()]:
+        raise NotBySlices(f"{type(model).__name__} does not say how its buffer {odd[0]} is computed")
 
 
 def _loader(path: str | Path) -> Any:

@@ -3,7 +3,9 @@
 Invariant: which weights are there and what a checkpoint holds of them does not depend on how many processes there are.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +16,7 @@ from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, Fsdp
 from lightning_rl.inference import model_code
 from lightning_rl.inference.devices import free_unused_memory
-from lightning_rl.inference.load import folder_here, load_model, model_folder, vocabulary_size
+from lightning_rl.inference.load import NotBySlices, folder_here, load_model, model_folder, unfilled, vocabulary_size
 from lightning_rl.inference.weight_stream import BUCKET_BYTES, Described, WeightStream, as_saved, buckets, stream_of
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.estimators import needs_reference
@@ -28,6 +30,8 @@ from lightning_rl.training.forward import Forward
 from lightning_rl.training.reference import BaseOfAdapter, Reference
 from lightning_rl.training.teacher import FrozenTeacher, Scores
 from lightning_rl.vision import ModelVision, vision_of
+
+_log = logging.getLogger(__name__)
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -75,6 +79,7 @@ class LocalWorkers:
         policy: the causal LM that training begins with; the actor trains it.
         roles: what of the run is here; none: only the policy, adapted.
         vision: how its models see images; None: they read text.
+        files: of a policy that has no weights yet (`load.unfilled`), where each is; a team reads them, a part each.
 
     `model` is the policy with its adapter; `actor`, `critic` and `reference` (None where there is none) are there after
     `train`, and so are the `teachers` that have a folder, by name, where the actor is. Raises ConfigError for an
@@ -86,20 +91,32 @@ class LocalWorkers:
     reference: Reference | BaseOfAdapter | None = None
     _sending: Iterator[dict[str, Tensor]] = iter(())
 
-    def __init__(self, config: Config, policy: Any, roles: Collection[Role], vision: ModelVision | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        policy: Any,
+        roles: Collection[Role],
+        vision: ModelVision | None = None,
+        files: Mapping[str, Path] | None = None,
+    ) -> None:
         self.config = config
         self._vision = vision
         self.roles = frozenset(roles)
+        self._fills: dict[int, Callable[[nn.Module], None]] = {}  # by the model's identity
         self._pad_id: int = policy.config.get_text_config().pad_token_id or 0
-        self._device = next(policy.parameters()).device
+        parameter = next(policy.parameters())
+        self._device = torch.device("cpu") if parameter.is_meta else parameter.device
         self.teachers: dict[str, FrozenTeacher] = {}
         model = config.actor_rollout_ref.model
         self._team: ProcessGroup | None = None
+        self._files, self._read_as = files, parameter.dtype
         self._values = self._value_model(policy) if "critic" in roles else None
         if self.roles and "actor" not in self.roles:
             self.model: nn.Module = nn.Identity()  # others train the policy, and the critic has made its copy
         else:
             self.model = self._adapted(policy) if model.lora_rank else policy
+        if files is not None:
+            self._fills[id(self.model)] = partial(shards.fill, files=files, dtype=parameter.dtype)
         if model.enable_gradient_checkpointing and "actor" in self.roles:
             _checkpoint_activations(self.model)
         self._value_head = value_head(self.model) if "value head" in roles else None
@@ -220,12 +237,20 @@ class LocalWorkers:
 
     def _value_model(self, policy: nn.Module) -> ValueModel:
         critic = self.config.critic
-        held = FORMATS[critic.fsdp_config.model_dtype]
-        if critic.model.path is None:
-            values = ValueModel.like(policy, held)
+        held, attention = (
+            FORMATS[critic.fsdp_config.model_dtype],
+            self.config.actor_rollout_ref.model.attn_implementation,
+        )
+        like, files, read_as = policy, self._files, self._read_as
+        if critic.model.path is not None and files is not None:
+            (like, files), read_as = by_slices(model_folder(critic.model.path), held, attention), held
+        if critic.model.path is None or self._files is not None:
+            values = ValueModel.like(like, held)
         else:
-            attention = self.config.actor_rollout_ref.model.attn_implementation
             values = ValueModel.load(model_folder(critic.model.path), held, self._device, attention)
+        if files is not None:
+            prefix = f"{like.base_model_prefix}."
+            self._fills[id(values.trunk)] = partial(shards.fill, files=files, dtype=read_as, prefix=prefix)
         if critic.model.enable_gradient_checkpointing:
             _checkpoint_activations(values.trunk)
         return values
@@ -244,7 +269,13 @@ class LocalWorkers:
     def _frozen_model(self, folder: Path) -> tuple[nn.Module, Forward]:
         formats = self.config.actor_rollout_ref.ref.fsdp_config
         attention = self.config.actor_rollout_ref.model.attn_implementation
-        model = load_model(folder, FORMATS[formats.model_dtype], self._device, attention)
+        held = FORMATS[formats.model_dtype]
+        if self._team is None:
+            model: nn.Module = load_model(folder, held, self._device, attention)
+        else:
+            model, files = by_slices(folder, held, attention)
+            if files is not None:
+                self._fills[id(model)] = partial(shards.fill, files=files, dtype=held)
         return model, self._forward(model, formats, vision_of(folder, model))
 
     def _bounds(self) -> dict[str, int | None]:
@@ -268,8 +299,22 @@ class LocalWorkers:
                 fsdp_size=formats.fsdp_size,
                 reshard_after_forward=formats.reshard_after_forward,
                 sequence_parallel=resolved_config.sequence_parallel(self.config, formats),
+                fill=self._fills.get(id(model), _is_filled),
             )
         return Forward(model, self._pad_id, packed=packed, autocast=autocast, vision=vision)
+
+
+def by_slices(folder: Path, held: torch.dtype, attention: str | None) -> tuple[nn.Module, Mapping[str, Path] | None]:
+    """The model in `folder` before its weights are read, and where they are; or, said in a warning, whole, and None."""
+    try:
+        return unfilled(folder, held, attention)
+    except NotBySlices as reason:
+        _log.warning("each worker reads the whole model before it is cut: %s", reason)
+        return load_model(folder, held, attention=attention), None
+
+
+def _is_filled(model: nn.Module) -> None:
+    """Its weights are there."""
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -3,6 +3,7 @@
 Invariant: a checkpoint says nothing of how many workers wrote it, or of how the models were spread over them.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial as bind
 from pathlib import Path
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lightning_rl.config.schema import Config
-from lightning_rl.inference.load import device_of, load_model
+from lightning_rl.inference.load import NotBySlices, device_of, load_model, unfilled
 from lightning_rl.inference.weight_stream import BUCKET_BYTES, WeightStream
 from lightning_rl.ppo import resolved_config
-from lightning_rl.ppo.local_workers import FORMATS, Form, LocalWorkers, Role, register_model_code
+from lightning_rl.ppo.local_workers import FORMATS, Form, LocalWorkers, Role, by_slices, register_model_code
 from lightning_rl.rl.losses import LOSSES, loss_named
 from lightning_rl.training.distributed import cluster
 from lightning_rl.training.distributed.group import WorkerGroup
@@ -23,6 +24,8 @@ from lightning_rl.training.distributed.process_group import ProcessGroup
 from lightning_rl.training.distributed.remote import RemoteActor, RemoteCritic, RemoteReference, RemoteTeacher
 from lightning_rl.training.state import Elsewhere
 from lightning_rl.vision import vision_of
+
+_log = logging.getLogger(__name__)
 
 
 class RayWorkers:
@@ -55,6 +58,8 @@ class RayWorkers:
         trainer, device = config.trainer, device_of(config.trainer.device).type
         apart = groups(config, roles)
         self._config = config
+        if (why := _read_whole_because(config, weights)) is not None:
+            _log.warning("each worker reads the whole policy before it is cut, and needs memory for it: %s", why)
         self._ours = cluster.join(trainer.workers * len(apart), min(4 * _bytes(weights), 8 * BUCKET_BYTES), gpus)
         self._groups: dict[Role, WorkerGroup] = {}
         self._all: list[WorkerGroup] = []
@@ -152,10 +157,26 @@ def _built(
     torch.manual_seed(config.data.seed + team.rank)
     held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
     register_model_code(config)
-    policy = load_model(weights, held, attention=config.actor_rollout_ref.model.attn_implementation)
-    made = LocalWorkers(config, policy, roles, vision_of(folder, policy))
+    model = config.actor_rollout_ref.model
+    if model.lora_rank:  # peft makes an adapter where the weights that it adapts are: not on `meta`
+        policy, files = load_model(weights, held, attention=model.attn_implementation), None
+    else:
+        policy, files = by_slices(weights, held, model.attn_implementation)
+    made = LocalWorkers(config, policy, roles, vision_of(folder, policy), files)
     made.train(folder, training_steps, team)
     return made
+
+
+def _read_whole_because(config: Config, weights: Path) -> str | None:
+    """Why workers do not read their parts of the policy alone; None: they do."""
+    model = config.actor_rollout_ref.model
+    if model.lora_rank:
+        return "an adapter is put into it (actor_rollout_ref.model.lora_rank)"
+    try:
+        unfilled(weights, FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype], model.attn_implementation)
+    except NotBySlices as reason:
+        return str(reason)
+    return None
 
 
 def _own_loss(config: Config) -> tuple[str, Any]:

@@ -70,7 +70,7 @@ def value_head(model: Any) -> nn.Linear:
         model.config.get_text_config().hidden_size,
         1,
         dtype=torch.promote_types(weight.dtype, torch.float32),
-        device=weight.device,
+        device="cpu" if weight.is_meta else weight.device,
     )
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)

@@ -4,6 +4,7 @@ Invariant: the gradient of a parameter is the SUM of what the workers computed. 
 losses whose weights know the whole mini-batch; FSDP2's own mean would divide them once more.
 """
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -53,6 +54,7 @@ class ProcessGroup:
         fsdp_size: int = -1,
         reshard_after_forward: bool = True,
         sequence_parallel: int = 1,
+        fill: Callable[[nn.Module], None] = lambda model: None,
     ) -> ShardedForward:
         """Cut `model` into shards; how it is run then. With `autocast` weights travel in that format, and gradients are
         added up in float32.
@@ -62,6 +64,7 @@ class ProcessGroup:
             fsdp_size: how many workers hold a whole model together; -1: all of them.
             reshard_after_forward: a layer gives up its weights behind its forward pass; else behind its backward pass.
             sequence_parallel: how many workers compute a row together.
+            fill: reads the weights of a model that has none yet, when it is cut.
         """
         policy = MixedPrecisionPolicy(
             param_dtype=autocast,
@@ -72,6 +75,7 @@ class ProcessGroup:
         for layer in _layers(model):
             _shard(layer, mesh, policy, reshard_after_forward=reshard_after_forward)
         _shard(model, mesh, policy)
+        fill(model)
         common: dict[str, Any] = {"talk": self.talk, "packed": packed, "autocast": autocast, "vision": vision}
         if sequence_parallel == 1:
             return ShardedForward(model, pad_id, **common)

@@ -12,7 +12,7 @@ import torch
 
 from lightning_rl.config import compose
 from lightning_rl.inference.load import load_model
-from lightning_rl.ppo.local_workers import LocalWorkers, roles_of, trained
+from lightning_rl.ppo.local_workers import LocalWorkers, by_slices, roles_of, trained
 from lightning_rl.training import shards
 from lightning_rl.training import state as states
 from lightning_rl.training.batch import TrainingSequence
@@ -92,6 +92,7 @@ class Story:
     rollouts: int = 4
     begin: dict[str, Any] | None = None  # `Told.end` of another
     begin_at: Path | None = None  # or what another has left there
+    sliced: bool = False  # each worker reads its part alone
     leave_at: Path | None = None  # where its end is written too, by the worker that has each part
     seeing: Path | None = None  # a model whose rows show images
     logits_at_once: int = output_layer.ROWS_CHUNK
@@ -131,9 +132,12 @@ class Teller:
                 keys[f"{section}.optim.override_optimizer_config"] = "{eps: 1e-4}"
         config = compose(command_line=[f"{key}={value}" for key, value in keys.items()])
         folder = story.seeing or CHECKPOINT
-        model = load_model(folder, story.dtype)
+        if story.sliced:
+            model, files = by_slices(folder, story.dtype, None)
+        else:
+            model, files = load_model(folder, story.dtype), None
         roles = roles_of(config, with_critic=story.with_critic)
-        made = LocalWorkers(config, model, roles, vision_of(folder, model))
+        made = LocalWorkers(config, model, roles, vision_of(folder, model), files)
         made.train(folder, 10, self._team)
         if story.begin is not None:
             begin = copy.deepcopy(story.begin)  # an optimizer trains on in the state that it is given

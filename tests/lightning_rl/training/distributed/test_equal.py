@@ -226,3 +226,17 @@ def test_as_many_go_on_to_the_same_numbers_bit_by_bit(tell: Tell, changes: dict[
 def test_whole_tensors_are_loaded_as_well(tell: Tell) -> None:
     end = tell(2, Story(seeds=[0], with_critic=True)).end
     assert_near(end, tell(2, Story(seeds=[], with_critic=True, begin=end)).end, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"critic.model.path": str(CHECKPOINT)}, {A + "fsdp_config.model_dtype": "bf16"}, TEACHER],
+    ids=["a critic of its own", "bf16", "teacher"],
+)
+def test_models_that_are_read_part_by_part_are_those_that_are_read_whole(tell: Tell, changes: dict[str, Any]) -> None:
+    keys = {A + "use_kl_loss": True} | changes
+    dtype = torch.bfloat16 if "bf16" in changes.values() else torch.float32
+    whole, parts = (
+        tell(2, Story(keys, seeds=[0], with_critic=True, dtype=dtype, sliced=sliced)) for sliced in (False, True)
+    )
+    assert_same(whole, parts, rtol=0, atol=0)
