@@ -8,7 +8,7 @@ import pytest
 
 from tests.browser.test_pages import VIEWS, first
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.browser, pytest.mark.long, pytest.mark.timeout(300)]
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]
 # A row of the long table is a link, so that it opens in a new tab as any link does; axe would have it no row then.
 LEFT_OUT = {"aria-allowed-role": {"enabled": False}}

@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.test_mlflow_ui import _ask, command, url
 from tests.lightning_rl.telemetry.traces.test_backends import TREE
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.long]
 
 __all__ = ["command", "url"]  # fixtures
 

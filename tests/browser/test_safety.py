@@ -235,6 +235,7 @@ def test_beyond_the_loopback_the_key_opens_a_session_and_other_sites_get_nothing
         assert told["frame"] == "closed"
 
 
+@pytest.mark.long
 def test_a_run_is_watched_while_it_is_written(tmp_path: Path, watch: Callable[..., Any]) -> None:
     run_dir = tmp_path / "growing"
     words = [sys.executable, "-m", "lightning_rl", "quickstart", "--steps", "14", "--run-dir", str(run_dir)]

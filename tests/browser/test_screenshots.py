@@ -12,7 +12,7 @@ from lightning_rl.viewer import report
 from tests.browser.real_runs import ROOT
 from tests.browser.test_pages import ask, first
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.browser, pytest.mark.long, pytest.mark.timeout(300)]
 
 # Where this machine keeps things is no part of a picture.
 PLACES = r"""([root, shown]) => {
