@@ -59,6 +59,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     stream: bool = False
     logprobs: bool = False
+    token_ids: bool = False
     ignored_fields: list[str] = []
     fields: dict[str, Any] = {}
 
@@ -79,12 +80,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an answer before its text: id of its first call, model, time (s since epoch), prompt length."""
+    """What is known of an answer before its text: id of its first call, model, time (s since epoch), prompt length.
+
+    `prompt_ids` are the prompt's token ids, where the client asks for token ids and they are known.
+    """
 
     call_id: str
     model: str
     created: int
     prompt_tokens: int
+    prompt_ids: list[int] | None = None
 
 
 class Events(Protocol):

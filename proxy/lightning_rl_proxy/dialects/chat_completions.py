@@ -23,7 +23,7 @@ from lightning_rl_proxy.dialects.base import (
 from lightning_rl_proxy.dialects.wire.chat_completions import ChatToolChoice, RelayedWire, ResponseFormat, Wire
 from lightning_rl_proxy.dialects.wire.engine_fields import ENGINE_FIELDS, ENGINE_OFF, unsupported
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, TokenLogprob
+from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, SampledToken
 
 NAME = "chat_completions"
 PING = b": ping\n\n"
@@ -36,6 +36,7 @@ TABLES = Tables(
             "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "seed", "stop",
             "max_tokens", "max_completion_tokens", "logprobs", "response_format", "stream", "stream_options",
             "functions", "function_call",  # what tools were called before
+            "return_token_ids", "return_tokens_as_token_ids",  # vLLM's
             "max_context_tokens",  # ours: of prompt and answer together, in the policy's own tokens
         }
         | ENGINE_FIELDS
@@ -88,6 +89,7 @@ def parse(fields: dict[str, Any], read: Sequence[dict[str, Any]] = ()) -> Reques
         n=wire.n or 1,
         stream=bool(wire.stream),
         logprobs=bool(wire.logprobs),
+        token_ids=bool(wire.return_token_ids),
         ignored_fields=ignored,
         fields=fields,
     )
@@ -110,6 +112,7 @@ def parse_relayed(fields: dict[str, Any]) -> Request:
         n=wire.n or 1,
         stream=bool(wire.stream),
         logprobs=fields.get("logprobs") is True,
+        token_ids=fields.get("return_token_ids") is True,
         fields=fields,
     )
 
@@ -132,13 +135,13 @@ def serialize(request: Request, opening: Opening, answers: Sequence[ParsedAnswer
             "index": index,
             "message": _said(answer, legacy=_is_legacy(request)),
             "finish_reason": _finish_reason(answer, legacy=_is_legacy(request)),
-            "logprobs": _logprobs(answer.token_logprobs(), request) if request.logprobs else None,
+            "logprobs": _logprobs(answer.tokens() if request.logprobs else None, request),
         }
+        | ({"token_ids": answer.token_ids} if request.token_ids else {})
         for index, answer in enumerate(answers)
     ]
-    return msgspec.json.encode(
-        _opened(opening, "chat.completion") | {"choices": choices, "usage": usage(opening, answers)}
-    )
+    told = _opened(opening, "chat.completion") | {"choices": choices, "usage": usage(opening, answers)}
+    return msgspec.json.encode(told | ({"prompt_token_ids": opening.prompt_ids} if request.token_ids else {}))
 
 
 def events(request: Request, opening: Opening) -> "ChunkEvents":
@@ -158,18 +161,18 @@ class ChunkEvents:
         self._chunk = _opened(opening, "chat.completion.chunk") | ({"usage": None} if self._usage else {})
 
     def start(self) -> bytes:
-        return b"".join(self._choice(index, {"role": "assistant", "content": ""}) for index in range(self._n))
+        begun: dict[str, Any] = {"role": "assistant", "content": ""}
+        first = self._choice(0, begun, prompt_ids=self._opening.prompt_ids)
+        return first + b"".join(self._choice(index, begun) for index in range(1, self._n))
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        logprobs = _logprobs(delta.logprobs, self._request)
         if delta.kind == "tool_call" and self._legacy:
-            return self._choice(index, {"function_call": (delta.tool_call or {})["function"]}, logprobs)
+            return self._choice(index, {"function_call": (delta.tool_call or {})["function"]}, delta.tokens)
         if delta.kind == "tool_call":
-            return self._choice(
-                index, {"tool_calls": [{"index": delta.tool_index} | (delta.tool_call or {})]}, logprobs
-            )
+            call = {"index": delta.tool_index} | (delta.tool_call or {})
+            return self._choice(index, {"tool_calls": [call]}, delta.tokens)
         name = "content" if delta.kind == "content" else "reasoning_content"
-        return self._choice(index, {name: delta.text}, logprobs)
+        return self._choice(index, {name: delta.text}, delta.tokens)
 
     def stop(self, index: int, answer: ParsedAnswer) -> bytes:
         return self._choice(index, {}, finish_reason=_finish_reason(answer, legacy=self._legacy))
@@ -179,10 +182,19 @@ class ChunkEvents:
         return counts + b"data: [DONE]\n\n"
 
     def _choice(
-        self, index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        tokens: Sequence[SampledToken] | None = None,
+        finish_reason: str | None = None,
+        prompt_ids: list[int] | None = None,
     ) -> bytes:
+        logprobs = _logprobs(tokens, self._request)
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return sse(self._chunk | {"choices": [choice]})
+        if self._request.token_ids:
+            choice["token_ids"] = [token.id for token in tokens or ()]
+        prompt = {} if prompt_ids is None else {"prompt_token_ids": prompt_ids}
+        return sse(self._chunk | {"choices": [choice]} | prompt)
 
 
 def serialize_error(error: GatewayError) -> bytes:
@@ -387,17 +399,27 @@ def _finish_reason(answer: ParsedAnswer, *, legacy: bool) -> str:
     return answer.finish_reason if not called else "function_call" if legacy else "tool_calls"
 
 
-def _logprobs(tokens: Sequence[TokenLogprob] | None, request: Request) -> dict[str, Any] | None:
-    if not tokens:
+def _logprobs(tokens: Sequence[SampledToken] | None, request: Request) -> dict[str, Any] | None:
+    told = token_logprobs(tokens, request)
+    return None if told is None else {"content": told, "refusal": None}
+
+
+def token_logprobs(tokens: Sequence[SampledToken] | None, request: Request) -> list[dict[str, Any]] | None:
+    """The tokens with their logprobs, if these are asked for and known; of the top ones each is the only known one."""
+    if not tokens or not request.logprobs or tokens[0].logprob is None:
         return None
-    wants_top = bool(request.fields.get("top_logprobs"))
-    return {"content": [token_logprob(token, top=wants_top) for token in tokens], "refusal": None}
+    wants_top, as_ids = bool(request.fields.get("top_logprobs")), names_tokens_by_id(request)
+    told = []
+    for token in tokens:
+        name = f"token_id:{token.id}" if as_ids else token.text
+        one = {"token": name, "logprob": token.logprob, "bytes": list(token.text.encode())}
+        told.append(one | {"top_logprobs": [one] if wants_top else []})
+    return told
 
 
-def token_logprob(token: TokenLogprob, *, top: bool) -> dict[str, Any]:
-    """A sampled token's logprob; of the `top` ones it is the only one that is known."""
-    told = {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode())}
-    return told | {"top_logprobs": [told] if top else []}
+def names_tokens_by_id(request: Request) -> bool:
+    """Whether logprobs name a token `token_id:N`, as vLLM does when asked; its text may be a part of a character."""
+    return request.fields.get("return_tokens_as_token_ids") is True
 
 
 def usage(opening: Opening, answers: Sequence[ParsedAnswer]) -> dict[str, int]:

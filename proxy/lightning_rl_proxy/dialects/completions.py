@@ -19,6 +19,7 @@ from lightning_rl_proxy.dialects.chat_completions import (
     PING,
     error_event,
     includes_usage,
+    names_tokens_by_id,
     serialize_error,
     stops,
     usage,
@@ -27,7 +28,7 @@ from lightning_rl_proxy.dialects.wire.completions import Wire
 from lightning_rl_proxy.dialects.wire.engine_fields import ENGINE_FIELDS, ENGINE_OFF, unsupported
 from lightning_rl_proxy.dialects.wire.sampling import TokenId
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, TokenLogprob
+from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, SampledToken
 
 __all__ = ["NAME", "PING", "TABLES", "error_event", "events", "parse", "serialize", "serialize_error"]
 
@@ -38,7 +39,8 @@ TABLES = Tables(
         {
             "model", "prompt", "n", "echo", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
             "presence_penalty", "repetition_penalty", "logit_bias", "seed", "stop", "max_tokens", "logprobs",
-            "stream", "stream_options", "best_of", "ignore_eos",
+            "stream", "stream_options", "best_of", "ignore_eos", "return_token_ids",
+            "return_tokens_as_token_ids",
         }
         | ENGINE_FIELDS
     ),
@@ -79,6 +81,7 @@ def parse(fields: dict[str, Any]) -> Request:
         n=n,
         stream=bool(wire.stream),
         logprobs=wire.logprobs is not None,
+        token_ids=bool(wire.return_token_ids),
         ignored_fields=ignored,
         fields=fields,
     )
@@ -88,8 +91,11 @@ def serialize(request: Request, opening: Opening, answers: Sequence[ParsedAnswer
     """See `Dialect`."""
     choices = []
     for index, answer in enumerate(answers):
-        logprobs = _logprobs(answer.token_logprobs(), 0) if request.logprobs else None
-        choices.append(_choice(index, echoed(request) + answer.content, logprobs, answer.finish_reason))
+        tokens = answer.tokens() if request.logprobs else []
+        choice = _choice(index, echoed(request) + answer.content, _logprobs(tokens, 0, request), answer.finish_reason)
+        if request.token_ids:
+            choice |= {"prompt_token_ids": opening.prompt_ids, "token_ids": answer.token_ids}
+        choices.append(choice)
     return msgspec.json.encode(_opened(opening) | {"choices": choices, "usage": usage(opening, answers)})
 
 
@@ -102,7 +108,7 @@ class TextEvents:
     """See `Events`: `text_completion` objects, each with some text more."""
 
     def __init__(self, request: Request, opening: Opening) -> None:
-        self._n = request.n
+        self._request = request
         self._echoed = echoed(request)
         self._opening = opening
         self._usage = includes_usage(request)
@@ -110,14 +116,19 @@ class TextEvents:
         self._offsets = [0] * request.n
 
     def start(self) -> bytes:
-        if not self._echoed:
+        if not self._echoed and not self._request.token_ids:
             return b""
-        return b"".join(self._piece(_choice(index, self._echoed, None, None)) for index in range(self._n))
+        prompt = {"prompt_token_ids": self._opening.prompt_ids} if self._request.token_ids else {}
+        begun = (_choice(index, self._echoed, None, None) | prompt for index in range(self._request.n))
+        return b"".join(self._piece(choice) for choice in begun)
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        logprobs = _logprobs(delta.logprobs, self._offsets[index])
-        self._offsets[index] += sum(len(token.text) for token in delta.logprobs or ())
-        return self._piece(_choice(index, delta.text, logprobs, None))
+        tokens = delta.tokens or []
+        choice = _choice(index, delta.text, _logprobs(tokens, self._offsets[index], self._request), None)
+        self._offsets[index] += sum(len(token.text) for token in tokens)
+        if self._request.token_ids:
+            choice["token_ids"] = [token.id for token in tokens]
+        return self._piece(choice)
 
     def stop(self, index: int, answer: ParsedAnswer) -> bytes:
         return self._piece(_choice(index, "", None, answer.finish_reason))
@@ -165,16 +176,17 @@ def _choice(index: int, text: str, logprobs: Any, finish_reason: str | None) -> 
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _logprobs(tokens: Sequence[TokenLogprob] | None, offset: int) -> dict[str, Any] | None:
+def _logprobs(tokens: Sequence[SampledToken], offset: int, request: Request) -> dict[str, Any] | None:
     """Offsets are where each token's text begins, counted over the texts of the sampled tokens."""
-    if not tokens:
+    if not tokens or not request.logprobs or tokens[0].logprob is None:
         return None
+    as_ids = names_tokens_by_id(request)
     offsets = []
     for token in tokens:
         offsets.append(offset)
         offset += len(token.text)
     return {
-        "tokens": [token.text for token in tokens],
+        "tokens": [f"token_id:{token.id}" if as_ids else token.text for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
         "top_logprobs": None,
         "text_offset": offsets,

@@ -26,11 +26,11 @@ from lightning_rl_proxy.dialects.base import (
     no_request,
     sse,
 )
-from lightning_rl_proxy.dialects.chat_completions import PING, stops, token_logprob
+from lightning_rl_proxy.dialects.chat_completions import PING, stops, token_logprobs
 from lightning_rl_proxy.dialects.wire.engine_fields import ENGINE_FIELDS, ENGINE_OFF, unsupported
 from lightning_rl_proxy.dialects.wire.responses import INCLUDABLE, LOGPROBS, Wire
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, TokenLogprob
+from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, SampledToken
 
 __all__ = [
     "NAME", "PING", "TABLES", "ResponseEvents", "continued", "error_event", "events", "instructed", "kept", "parse",
@@ -248,14 +248,14 @@ class ResponseEvents:
         self._index = 0  # of the item that is open, or comes next
         self._reasoning: list[str] = []
         self._writing = False
-        self._logprobs: list[TokenLogprob] = []  # of the tokens since the last text
+        self._tokens: list[SampledToken] = []  # since the last text
 
     def start(self) -> bytes:
         response = _response(self._request, self._opening, None)
         return self._event("created", response=response) + self._event("in_progress", response=response)
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        self._logprobs += delta.logprobs or ()
+        self._tokens += delta.tokens or ()
         if not delta.text or delta.kind == "tool_call":
             return b""
         return self._think(delta.text) if delta.kind == "reasoning" else self._write(delta.text)
@@ -289,7 +289,7 @@ class ResponseEvents:
     def _write(self, text: str) -> bytes:
         begun = self._begin_message()
         at = self._at(_message(self._opening, "", "in_progress", []))
-        logprobs, self._logprobs = _logprobs(self._logprobs, self._request), []
+        logprobs, self._tokens = _logprobs(self._tokens, self._request), []
         return begun + self._event("output_text.delta", **at, delta=text, logprobs=logprobs)
 
     def _begin_message(self) -> bytes:
@@ -667,7 +667,7 @@ def _output(request: Request, opening: Opening, answer: ParsedAnswer) -> list[di
     items = [_reasoning(opening, answer.reasoning)] if answer.reasoning else []
     if answer.content or not answer.tool_calls:
         # As in Chat Completions they are those of all tokens: which of them are the text's is not known.
-        logprobs = _logprobs(answer.token_logprobs() or (), request) if request.logprobs else []
+        logprobs = _logprobs(answer.tokens(), request) if request.logprobs else []
         items.append(_message(opening, answer.content, _status(answer)[0], logprobs))
     kinds = {tool.get("name") or tool["type"]: tool["type"] for tool in request.fields.get("tools") or ()}
     return items + [_call(opening, index, call, kinds) for index, call in enumerate(answer.tool_calls)]
@@ -728,9 +728,8 @@ def _function_call(opening: Opening, index: int, call: dict[str, Any]) -> dict[s
     }
 
 
-def _logprobs(tokens: Sequence[TokenLogprob], request: Request) -> list[dict[str, Any]]:
-    wants_top = bool(request.fields.get("top_logprobs"))
-    return [token_logprob(token, top=wants_top) for token in tokens]
+def _logprobs(tokens: Sequence[SampledToken], request: Request) -> list[dict[str, Any]]:
+    return token_logprobs(tokens, request) or []
 
 
 def _usage(opening: Opening, answer: ParsedAnswer) -> dict[str, Any]:

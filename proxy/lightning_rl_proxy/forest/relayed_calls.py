@@ -94,8 +94,10 @@ def prompt_tokens(answer: ChatAnswer) -> int:
     return (usage.get("prompt_tokens") or 0) if isinstance(usage, dict) else len(answer.prompt_ids or ())
 
 
-def deltas(answer: ParsedAnswer) -> Iterator[Delta]:
-    """An answer that is there already, as the parts of a stream."""
+def deltas(answer: ParsedAnswer, *, tokens: bool = False) -> Iterator[Delta]:
+    """An answer that is there already, as the parts of a stream; with `tokens` the first one holds the tokens."""
+    if tokens and answer.token_ids:
+        yield Delta(kind="content", tokens=answer.tokens())
     if answer.reasoning:
         yield Delta(kind="reasoning", text=answer.reasoning)
     if answer.content:

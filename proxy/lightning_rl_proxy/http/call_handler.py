@@ -201,6 +201,7 @@ class CallHandler:
             model=model,
             created=choices[0].start_ns // 10**9,
             prompt_tokens=len(place.prompt_ids) + len(forced),
+            prompt_ids=place.prompt_ids + forced if request.token_ids else None,
         )
         stream = _AnswerStream(context, opening)
         if earlier:
@@ -328,10 +329,11 @@ class CallHandler:
             model=model,
             created=int(time.time()),
             prompt_tokens=relayed_calls.prompt_tokens(chat_answers[0]),
+            prompt_ids=chat_answers[0].prompt_ids if request.token_ids else None,
         )
         stream = _AnswerStream(context, opening)
         for index, answer in enumerate(answers):
-            stream.add(index, relayed_calls.deltas(answer))
+            stream.add(index, relayed_calls.deltas(answer, tokens=request.token_ids))
             stream.stop(index, answer)
         return stream.end(answers)
 
@@ -422,7 +424,7 @@ class _SampledChoice:
                 prefix_ids=forced,
                 stop=self.sampling.stop or (),
                 parallel_tool_calls=not one_tool_call,
-                logprobs=request.logprobs,
+                tokens=request.logprobs or request.token_ids,
             )
         self._begun = request.begun  # which the client has, and is not told again
         self._text = ""
@@ -500,7 +502,7 @@ class _SampledChoice:
                 new.append(replace(delta, text=delta.text[start:]))
             else:
                 new.append(delta)
-        return [delta for delta in new if delta.text or delta.kind == "tool_call" or delta.logprobs]
+        return [delta for delta in new if delta.text or delta.kind == "tool_call" or delta.tokens]
 
     def _begun_in(self, content: str) -> int:
         """How long the beginning is of a content that stands in it, or begins with it; formats strip its front."""

@@ -18,11 +18,12 @@ from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 _VARIANTS = 16
 
 
-class TokenLogprob(NamedTuple):
-    """One sampled token's text and natural-log probability."""
+class SampledToken(NamedTuple):
+    """One sampled token: its id, its text, and its natural-log probability where the engine gave one."""
 
+    id: int
     text: str
-    logprob: float
+    logprob: float | None
 
 
 class ParsedAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,26 +50,27 @@ class ParsedAnswer(msgspec.Struct, frozen=True, kw_only=True):
             message["tool_calls"] = self.tool_calls
         return message
 
-    def token_logprobs(self) -> list[TokenLogprob] | None:
-        """Text and logprob of each token, or None where there are no logprobs."""
-        if self.logprobs is None:
-            return None
-        texts = (self.decode([token]) for token in self.token_ids)
-        return [TokenLogprob(text, logprob) for text, logprob in zip(texts, self.logprobs, strict=True)]
+    def tokens(self) -> list[SampledToken]:
+        """What was sampled, token by token."""
+        logprobs: Sequence[float | None] = self.logprobs or [None] * len(self.token_ids)
+        return [
+            SampledToken(token, self.decode([token]), logprob)
+            for token, logprob in zip(self.token_ids, logprobs, strict=True)
+        ]
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """What some sampled tokens add to an answer: text, reasoning, or one whole tool call (`text` is empty then).
 
-    `tool_index` is the call's place among the answer's tool calls. `logprobs` are those of the tokens since the delta
-    before, where they are asked for.
+    `tool_index` is the call's place among the answer's tool calls. `tokens` are those since the delta before, where
+    they are asked for.
     """
 
     kind: Literal["content", "reasoning", "tool_call"]
     text: str = ""
     tool_call: dict[str, Any] | None = None
     tool_index: int = 0
-    logprobs: list[TokenLogprob] | None = None
+    tokens: list[SampledToken] | None = None
 
 
 class Markup(NamedTuple):

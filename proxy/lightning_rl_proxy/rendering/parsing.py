@@ -15,7 +15,7 @@ from lightning_rl_proxy.rendering.base import (
     Delta,
     Markup,
     ParsedAnswer,
-    TokenLogprob,
+    SampledToken,
 )
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 
@@ -60,7 +60,7 @@ class AnswerParser:
 
     `prefix_ids` are the forced tokens with which the answer begins; they stand behind `prompt_ids`, and nobody sampled
     them. After `ended` (a stop string has matched; with `parallel_tool_calls=False`, the first tool call is complete)
-    tokens are only counted, as `overshoot`: they belong to no answer.
+    tokens are only counted, as `overshoot`: they belong to no answer. With `tokens` the deltas hold the sampled ones.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class AnswerParser:
         prefix_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
         parallel_tool_calls: bool = True,
-        logprobs: bool = False,
+        tokens: bool = False,
     ) -> None:
         self.ended = False
         self.overshoot = 0
@@ -83,11 +83,11 @@ class AnswerParser:
         self._tools = tools
         self._prefix_ids = list(prefix_ids)
         self._parallel = parallel_tool_calls
-        self._wants_logprobs = logprobs
+        self._wants_tokens = tokens
         self._kept: list[int] = []
         self._followed = 0  # of the kept tokens; the rest may be the beginning of a stop string
         self._logprobs: list[float] | None = []
-        self._logged = 0  # of the logprobs, told
+        self._given = 0  # of the kept tokens, in deltas
         self._told: dict[Channel, str] = {"content": "", "reasoning": ""}
         self._calls_told = 0
         self._match: _Match | None = None
@@ -135,8 +135,8 @@ class AnswerParser:
         deltas = self._waiting + self._tell("reasoning", self._rest("reasoning", answer.reasoning or ""))
         deltas += self._tell("content", self._rest("content", answer.content))
         deltas += self._tell_calls(answer.tool_calls)
-        if left := self._take_logprobs():
-            deltas.append(Delta(kind="content", logprobs=left))
+        if left := self._take_tokens():
+            deltas.append(Delta(kind="content", tokens=left))
         return answer, deltas
 
     def _runs(self, token_ids: Sequence[int]) -> Iterator[list[int]]:
@@ -209,21 +209,23 @@ class AnswerParser:
         if not text:
             return []
         self._told[channel] += text
-        return [Delta(kind=channel, text=text, logprobs=self._take_logprobs())]
+        return [Delta(kind=channel, text=text, tokens=self._take_tokens())]
 
     def _tell_calls(self, calls: list[dict[str, Any]]) -> list[Delta]:
         new = range(self._calls_told, len(calls))
         self._calls_told = len(calls)
-        return [Delta(kind="tool_call", tool_call=calls[i], tool_index=i, logprobs=self._take_logprobs()) for i in new]
+        return [Delta(kind="tool_call", tool_call=calls[i], tool_index=i, tokens=self._take_tokens()) for i in new]
 
-    def _take_logprobs(self) -> list[TokenLogprob] | None:
-        """Those of the tokens since the last time."""
-        if not self._wants_logprobs or self._logprobs is None:
+    def _take_tokens(self) -> list[SampledToken] | None:
+        """Those since the last time."""
+        if not self._wants_tokens:
             return None
-        new = slice(self._logged, self._followed)
-        self._logged = self._followed
-        texts = (self._reader.tokenizer.decode([token]) for token in self._kept[new])
-        return [TokenLogprob(text, logprob) for text, logprob in zip(texts, self._logprobs[new], strict=True)]
+        first, self._given = self._given, self._followed
+        decode, logprobs = self._reader.tokenizer.decode, self._logprobs
+        return [
+            SampledToken(self._kept[at], decode([self._kept[at]]), None if logprobs is None else logprobs[at])
+            for at in range(first, self._followed)
+        ]
 
     def _rest(self, channel: Channel, text: str) -> str:
         told = self._told[channel]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_rl_proxy.dialects import completions
 from lightning_rl_proxy.dialects.base import Opening
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, TokenLogprob
+from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, SampledToken
 
 OPENING = Opening(call_id="c1", model="policy", created=1_700_000_000, prompt_tokens=7)
 
@@ -102,8 +102,8 @@ def test_a_stream_adds_up_to_the_whole_answer(pieces: list[str], echo: bool) -> 
 
 def test_offsets_run_on_through_a_stream() -> None:
     events = completions.events(completions.parse(asked(logprobs=0)), OPENING)
-    first = events.delta(0, Delta(kind="content", text="ab", logprobs=[TokenLogprob("ab", -1.0)]))
-    second = events.delta(0, Delta(kind="content", text="c", logprobs=[TokenLogprob("c", -1.0)]))
+    first = events.delta(0, Delta(kind="content", text="ab", tokens=[SampledToken(1, "ab", -1.0)]))
+    second = events.delta(0, Delta(kind="content", text="c", tokens=[SampledToken(2, "c", -1.0)]))
     assert b'"text_offset":[0]' in first
     assert b'"text_offset":[2]' in second
 

@@ -21,7 +21,7 @@ from lightning_rl_proxy.forest import message_fingerprint
 from lightning_rl_proxy.rendering.base import (
     Delta,
     ParsedAnswer,
-    TokenLogprob,
+    SampledToken,
     tool_call,
 )
 
@@ -613,7 +613,7 @@ def test_text_reaches_the_client_as_it_comes() -> None:
 
 
 texts = st.text("ab \n", max_size=3)
-tokens = st.lists(st.builds(TokenLogprob, st.sampled_from("xy"), st.floats(-9, 0)), max_size=2)
+tokens = st.lists(st.builds(SampledToken, st.integers(0, 9), st.sampled_from("xy"), st.floats(-9, 0)), max_size=2)
 
 
 @st.composite
@@ -625,15 +625,15 @@ def told(draw: st.DrawFn, *, thinks_first: bool) -> tuple[ParsedAnswer, list[Del
         kinds.sort(key=lambda kind: kind != "reasoning")
     deltas: list[Delta] = []
     calls: list[dict[str, Any]] = []
-    sampled: list[TokenLogprob] = []
+    sampled: list[SampledToken] = []
     for kind in kinds:
         new = draw(tokens) if wants else None
         sampled += new or ()
         if kind == "tool_call":
             calls.append(called(len(calls), q=draw(texts)))
-            deltas.append(Delta(kind=kind, tool_call=calls[-1], tool_index=len(calls) - 1, logprobs=new))
+            deltas.append(Delta(kind=kind, tool_call=calls[-1], tool_index=len(calls) - 1, tokens=new))
         else:
-            deltas.append(Delta(kind=kind, text=draw(texts), logprobs=new))
+            deltas.append(Delta(kind=kind, text=draw(texts), tokens=new))
     said = {kind: "".join(d.text for d in deltas if d.kind == kind) for kind in ("reasoning", "content")}
     given = ParsedAnswer(
         content=said["content"],

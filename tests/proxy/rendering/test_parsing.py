@@ -192,7 +192,7 @@ def test_deltas_add_up_to_the_answer_however_tokens_come(
     assert offered or not whole.tool_calls
     answers = []
     for parts in (list(groups(ids, cuts)), [[token] for token in ids], [ids]):
-        parser = AnswerParser(renderer, "7", prompt, tools, prefix_ids=prefix, logprobs=True)
+        parser = AnswerParser(renderer, "7", prompt, tools, prefix_ids=prefix, tokens=True)
         answer, deltas = streamed(parser, parts)
         assert_adds_up(answer, deltas)
         assert (answer.content, answer.reasoning, answer.tool_calls) == (
@@ -201,7 +201,7 @@ def test_deltas_add_up_to_the_answer_however_tokens_come(
             whole.tool_calls,
         )
         assert (answer.token_ids, answer.output_tokens, answer.finish_reason) == (ids, len(ids), "length")
-        assert [logprob for delta in deltas for logprob in delta.logprobs or []] == answer.token_logprobs()
+        assert [token for delta in deltas for token in delta.tokens or []] == answer.tokens()
         assert (parser.ended, parser.overshoot) == (False, 0)
         answers.append(answer)
     assert answers[0] == answers[1] == answers[2]
@@ -225,13 +225,13 @@ def test_no_stop_string_is_told_and_tokens_end_with_the_match(
 
     answers = []
     for parts in (list(groups(ids, cuts)), [[token] for token in ids]):
-        parser = AnswerParser(renderer, "7", prompt, TOOLS, stop=stop, logprobs=True)
+        parser = AnswerParser(renderer, "7", prompt, TOOLS, stop=stop, tokens=True)
         answer, deltas = streamed(parser, parts)
         assert_adds_up(answer, deltas)
         assert not any(found in delta.text for found in stop for delta in deltas)
         assert parser.overshoot == len(ids) - len(answer.token_ids)
         assert answer.token_ids == ids[: len(answer.token_ids)]
-        assert [logprob for delta in deltas for logprob in delta.logprobs or []] == answer.token_logprobs()
+        assert [token for delta in deltas for token in delta.tokens or []] == answer.tokens()
         if answer.stop_match is None:
             assert not matches(ids)
             assert (parser.ended, answer.finish_reason) == (False, "length")
@@ -254,12 +254,12 @@ def test_one_call_at_a_time_ends_with_the_token_that_completes_it(
     prompt, ids = prompt_of(renderer), spelled(renderer, said)
     answers = []
     for parts in (list(groups(ids, cuts)), [[token] for token in ids]):
-        parser = AnswerParser(renderer, "7", prompt, TOOLS, stop=stop, parallel_tool_calls=False, logprobs=True)
+        parser = AnswerParser(renderer, "7", prompt, TOOLS, stop=stop, parallel_tool_calls=False, tokens=True)
         answer, deltas = streamed(parser, parts)
         assert_adds_up(answer, deltas)
         assert parser.overshoot == len(ids) - len(answer.token_ids)
         assert len(answer.logprobs or []) == len(answer.token_ids)
-        assert [logprob for delta in deltas for logprob in delta.logprobs or []] == answer.token_logprobs()
+        assert [token for delta in deltas for token in delta.tokens or []] == answer.tokens()
         if parser.ended and answer.stop_match is None:
             kept = answer.token_ids
             assert len(renderer.parse("7", prompt, kept, None, "stop", TOOLS).tool_calls) == 1
@@ -382,7 +382,7 @@ def test_a_forced_call_is_told_though_only_its_rest_is_sampled(renderers: dict[s
         prefix = renderer.forced(prompt, TOOLS, "count")
         assert prefix is not None
         ids = spelled(renderer, ['{"of": 3}}\n</tool_call>', "<|im_end|>"])
-        parser = AnswerParser(renderer, "7", prompt, TOOLS, prefix_ids=prefix, logprobs=True)
+        parser = AnswerParser(renderer, "7", prompt, TOOLS, prefix_ids=prefix, tokens=True)
         answer, deltas = streamed(parser, [[token] for token in ids])
         assert [call["function"] for call in answer.tool_calls] == [{"name": "count", "arguments": '{"of": 3}'}], name
         assert (answer.content, answer.reasoning or "", answer.token_ids) == ("", "", ids)
@@ -393,7 +393,7 @@ def test_what_might_have_begun_a_stop_string_behind_the_only_call_is_overshoot(r
     renderer = renderers["qwen3"]
     ids = spelled(renderer, [CALLS["json"], "\nab"])
     parser = AnswerParser(
-        renderer, "7", prompt_of(renderer), TOOLS, stop=["</tool_call>\nend"], parallel_tool_calls=False, logprobs=True
+        renderer, "7", prompt_of(renderer), TOOLS, stop=["</tool_call>\nend"], parallel_tool_calls=False, tokens=True
     )
     answer, deltas = streamed(parser, [[token] for token in ids])
     assert renderer.tokenizer.decode(answer.token_ids) == CALLS["json"]
@@ -412,11 +412,11 @@ def test_reasoning_that_was_closed_is_not_opened_again(renderers: dict[str, Rend
 
 def test_without_logprobs_there_are_none(renderers: dict[str, Renderer]) -> None:
     renderer = renderers["qwen3"]
-    parser = AnswerParser(renderer, "7", prompt_of(renderer), None, logprobs=True)
+    parser = AnswerParser(renderer, "7", prompt_of(renderer), None, tokens=True)
     deltas = parser.push(spelled(renderer, ["ab"]), None)
     answer, last = parser.finish("stop")
     assert answer.logprobs is None
-    assert [delta.logprobs for delta in deltas + last] == [None] * len(deltas)
+    assert {token.logprob for delta in deltas + last for token in delta.tokens or []} == {None}
 
 
 def test_work_grows_with_the_length_of_a_plain_answer_only(renderers: dict[str, Renderer]) -> None:

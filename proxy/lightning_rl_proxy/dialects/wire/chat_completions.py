@@ -51,6 +51,8 @@ class Wire(SamplingWire, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     response_format: ResponseFormat | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     functions: list[dict[str, Any]] | None = None
@@ -135,6 +137,7 @@ class ChatChoice(msgspec.Struct):
     message: ChatAnswer
     finish_reason: str
     logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(msgspec.Struct):
@@ -144,3 +147,4 @@ class ChatCompletion(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     usage: OpenAIUsage | None = None
+    prompt_token_ids: list[int] | None = None

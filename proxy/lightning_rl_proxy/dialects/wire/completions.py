@@ -19,6 +19,8 @@ class Wire(SamplingWire, kw_only=True):
     stop: str | list[str] | None = None
     max_tokens: Count | None = None
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     ignore_eos: bool | None = None
@@ -54,6 +56,8 @@ class TextChoice(msgspec.Struct):
     text: str
     finish_reason: str
     logprobs: TextLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class TextCompletion(msgspec.Struct):
