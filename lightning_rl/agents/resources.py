@@ -4,6 +4,7 @@ An agent only ever holds an `LLM`: a plain base URL and a key of its own. `Proxy
 becomes an `LLM` per rollout and attempt.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ _OF_AN_LLM = frozenset(
         "anthropic", "async_anthropic", "http_client", "async_http_client",
     }
 )  # fmt: skip
+_ATTEMPT = re.compile(r"/rollout/[^/]+/attempt/[^/]+")
 
 
 @dataclass(frozen=True, init=False)
@@ -63,9 +65,11 @@ class LLM:
 
     @property
     def endpoint(self) -> str:
-        """Agent-lightning's base URL: its agents know no key, so this holds the attempt's, which HTTP clients send."""
-        scheme, _, rest = self.base_url.partition("://")
-        return f"{scheme}://attempt:{quote(self.api_key, safe='')}@{rest}"
+        """A base URL for programs that take no key: the attempt's stands in its path, and what they send is ignored.
+
+        Where the gateway has no part in this endpoint, it is `base_url`. Agent-lightning has the name.
+        """
+        return _ATTEMPT.sub("/key/" + quote(self.api_key, safe=":"), self.base_url, count=1)
 
     def openai(self, **options: Any) -> "OpenAI":
         """A client of this endpoint; `options` are those of `openai.OpenAI.with_options` (`timeout`, `max_retries`)."""

@@ -6,12 +6,12 @@ from typing import NamedTuple
 ID_PATTERN = r"[A-Za-z0-9._~-]{1,128}"
 
 _DOOR = re.compile(
-    rf"/rollout/(?P<rollout>{ID_PATTERN})/attempt/(?P<attempt>{ID_PATTERN})"
-    rf"(?:/agent/(?P<agent>{ID_PATTERN}))?(?P<path>/v1/.+)"
+    rf"(?:(?:/rollout/(?P<rollout>{ID_PATTERN})/attempt/(?P<attempt>{ID_PATTERN})|/key/(?P<key>[^/]+))"
+    rf"(?:/agent/(?P<agent>{ID_PATTERN}))?)?(?P<path>/v1/.+|(?:/(?:v1/?)?)?)"
 )
+_KEY = re.compile(r"/key/[^/]+")
 _NOT_IN_A_TAG = re.compile(r"[^A-Za-z0-9._~-]")
 _LONGEST_TAG = 128
-_KEY_DOOR = re.compile(r"(?P<path>/v1/.+)")
 
 
 class Address(NamedTuple):
@@ -23,19 +23,28 @@ class Address(NamedTuple):
 
 
 class Door(NamedTuple):
-    """A parsed URL: the address (None at the door by key alone) and the API path behind it, from `/v1/` on."""
+    """A parsed URL: the address where it names one, the key and the agent's tag where it has them, and the API path
+    behind, from `/v1/` on; of a base URL alone that is "/"."""
 
     address: Address | None
     path: str
+    key: str | None = None
+    agent: str | None = None
 
 
 def parse(path: str) -> Door | None:
     """The door of a URL path, or None where the path is no door."""
-    if match := _DOOR.fullmatch(path):
-        return Door(Address(match["rollout"], match["attempt"], match["agent"]), match["path"])
-    if match := _KEY_DOOR.fullmatch(path):
-        return Door(None, match["path"])
-    return None
+    match = _DOOR.fullmatch(path)
+    if match is None:
+        return None
+    rollout, attempt, key, agent, behind = match.groups()
+    address = None if rollout is None else Address(rollout, attempt, agent)
+    return Door(address, behind if behind.startswith("/v1/") and behind != "/v1/" else "/", key, agent)
+
+
+def without_key(path: str) -> str:
+    """A URL path as it may be shown: a key in it is `***`."""
+    return _KEY.sub("/key/***", path)
 
 
 def as_tag(name: str) -> str:

@@ -57,7 +57,9 @@ _DIALECTS: dict[str, Dialect] = {
     "/v1/responses": responses,
     "/v1/messages": messages,
 }
-_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 502: "api_error"}
+_POSTS = (*_DIALECTS, "/v1/messages/count_tokens", "/v1/embeddings")
+# What clients get that ask a base URL whether somebody is there. It is the same for all, and needs no key.
+_ROOT = msgspec.json.encode({"service": "lightning_rl gateway", "paths": [*_POSTS, "/v1/models"]})
 _INFO_SECONDS = 1.0  # how long the ledger's word on an attempt is believed
 _SEALED_REMEMBERED = 65536
 _FAILURES_REMEMBERED = 65536  # attempts
@@ -264,22 +266,28 @@ class Gateway:
             raise RuntimeError(f"the gateway speaks HTTP, not {scope['type']!r}")
         if (scope["method"], scope["path"]) == ("GET", openapi.PATH):
             return await respond(send, 200, openapi.encoded())
+        shown = addresses.without_key(scope["path"])
         door = addresses.parse(scope["path"])
         api_path = "/v1/" + scope["path"].rpartition("/v1/")[2]
         dialect = _DIALECTS.get(api_path.removesuffix("/count_tokens"), chat_completions)
         try:
             if door is None:
-                raise GatewayError(404, f"there is nothing at {scope['path']}", kind=_NOT_FOUND)
+                raise GatewayError(404, f"there is nothing at {shown}", kind=_NOT_FOUND)
             await self._answer(door, dialect, scope, receive, send)
         except GatewayError as error:
             self.counters[f"status_{error.status}"] += 1
-            _log_refusal(error, scope, None if door is None else door.address)
+            _log_refusal(error, shown, None if door is None else door.address)
             await respond(send, error.status, dialect.serialize_error(error), error.headers())
 
     async def _answer(self, door: Door, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
         self.limits.check_head(scope)
         headers = dict(scope["headers"])
-        address = self._authorised(door.address, headers)
+        # Servers leave the body of an answer to HEAD out.
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        if (method, door.path) == ("GET", "/"):
+            await respond(send, 200, _ROOT)
+            return
+        address = self._authorised(door, headers)
         try:
             self._notes.check()
             attempt = await self.attempts.find(address)
@@ -287,16 +295,16 @@ class Gateway:
             if error.status >= 500:
                 self.interrupted(address.rollout_id, address.attempt_id, error.message)
             raise
-        route = (scope["method"], door.path)
+        route = (method, door.path)
         if route == ("GET", "/v1/models"):
             await respond(send, 200, self._models())
-        elif scope["method"] == "GET" and door.path.startswith("/v1/models/"):
+        elif method == "GET" and door.path.startswith("/v1/models/"):
             await respond(send, 200, self._models(door.path.removeprefix("/v1/models/")))
         elif route == ("POST", "/v1/messages/count_tokens"):
             await respond(send, 200, await self._count_tokens(attempt, await self._read(headers, receive)))
         elif route == ("POST", "/v1/embeddings"):
             await respond(send, 200, await self._embed(attempt, await self._read(headers, receive)))
-        elif scope["method"] == "POST" and door.path in _DIALECTS:
+        elif method == "POST" and door.path in _DIALECTS:
             body = await self._read(headers, receive)
             agent = address.agent or (baggage.agent_of(scope["headers"]) if b"baggage" in headers else None)
             retry = headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
@@ -304,9 +312,9 @@ class Gateway:
             await self._hand_over(attempt, dialect, inflight, scope, receive, send)
         else:
             raise GatewayError(
-                404,
-                f"{scope['method']} {door.path} is not served here; there are POST {', '.join(_DIALECTS)}, "
-                "/v1/messages/count_tokens and /v1/embeddings, and GET /v1/models",
+                405 if door.path in (*_POSTS, "/v1/models") else 404,
+                f"{scope['method']} {door.path} is not served here; there are POST {', '.join(_POSTS)}, "
+                "and GET /v1/models",
                 kind=_NOT_FOUND,
             )
 
@@ -372,14 +380,18 @@ class Gateway:
         self._failures.end(attempt.name, body_key)
         return embedded
 
-    def _authorised(self, named: Address | None, headers: dict[bytes, bytes]) -> Address:
-        """The address that the key opens, with the URL's agent tag. Raises GatewayError(401 or 403)."""
+    def _authorised(self, door: Door, headers: dict[bytes, bytes]) -> Address:
+        """The address that the key opens, with the URL's agent tag. Raises GatewayError(401 or 403).
+
+        A key in the URL comes before one in a header: SDKs cannot be told to send none, so there one is made up.
+        """
         try:
-            opened = verify_attempt_key(self._secret, sent_key(headers))
+            opened = verify_attempt_key(self._secret, door.key or sent_key(headers))
         except KeyRefused as error:
             raise GatewayError(401, str(error), kind="authentication_error") from error
+        named = door.address
         if named is None:
-            return opened
+            return opened._replace(agent=door.agent)
         if (named.rollout_id, named.attempt_id) != (opened.rollout_id, opened.attempt_id):
             raise GatewayError(403, "this key opens another attempt than the URL names", kind="permission_error")
         return named
@@ -469,7 +481,7 @@ def _body_key(api: str, agent: str | None, body: bytes) -> bytes:
     return digest.digest()
 
 
-def _log_refusal(error: GatewayError, scope: Scope, address: Address | None) -> None:
+def _log_refusal(error: GatewayError, path: str, address: Address | None) -> None:
     _log.info(
         "refused: %s",
         error.message,
@@ -478,7 +490,7 @@ def _log_refusal(error: GatewayError, scope: Scope, address: Address | None) -> 
                 "rollout_id": None if address is None else address.rollout_id,
                 "attempt_id": None if address is None else address.attempt_id,
                 "status": error.status,
-                "path": scope["path"],
+                "path": path,
             }
         },
     )

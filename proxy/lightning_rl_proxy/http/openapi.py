@@ -86,7 +86,11 @@ _EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
-_DOORS = {"": (), "_of_attempt": ("rollout", "attempt"), "_of_agent": ("rollout", "attempt", "agent")}
+_KEY = {"type": "string", "minLength": 1}
+_DOORS = {
+    "": (), "_of_attempt": ("rollout", "attempt"), "_of_agent": ("rollout", "attempt", "agent"), "_by_key": ("key",),
+    "_by_key_of_agent": ("key", "agent"),
+}  # fmt: skip
 
 
 @functools.cache
@@ -102,7 +106,8 @@ def document() -> dict[str, Any]:
         "info": {
             "title": "lightning_rl gateway",
             "version": "1",
-            "description": "An attempt's key opens its doors; a URL that names the attempt needs the same key.",
+            "description": "An attempt's key opens its doors. A URL that names the attempt needs the same key; one "
+            "that holds the key needs none.",
         },
         "security": [{"bearer": []}, {"x-api-key": []}],
         "paths": {
@@ -131,7 +136,9 @@ def _document_itself() -> _Schema:
 
 
 def _operation(operation: _Operation, suffix: str, names: Sequence[str]) -> _Schema:
-    parameters = [{"name": name, "in": "path", "required": True, "schema": _IDS} for name in names]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": _KEY if name == "key" else _IDS} for name in names
+    ]
     if "{model}" in operation.path:
         parameters.append(
             {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
@@ -143,6 +150,8 @@ def _operation(operation: _Operation, suffix: str, names: Sequence[str]) -> _Sch
         "parameters": parameters,
         "responses": {"200": _answer(operation), "4XX": _refusal(operation), "5XX": _refusal(operation)},
     }
+    if "key" in names:
+        described["security"] = []
     if operation.request is not None:
         described["requestBody"] = {"required": True, "content": _json(_ref(operation.request))}
     return described

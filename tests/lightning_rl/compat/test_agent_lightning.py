@@ -1,7 +1,6 @@
 """Agent-lightning's names: what they do here, and what is said of those that there are not."""
 
 import asyncio
-import base64
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -99,22 +98,25 @@ def test_the_model_is_found_by_rollout_and_attempt() -> None:
         return 1.0
 
     run_agent(agent, claim())
-    assert seen[0] == seen[1] == "http://attempt:key@x/rollout/r1/attempt/a1/v1"
+    assert seen[0] == seen[1] == "http://x/key/key/v1"
     for rollout_id, attempt_id in (("r1", "a2"), ("r2", "a1"), ("r1", "a")):
         with pytest.raises(ValueError, match="is not the one that runs here"):
             seen[2].get_base_url(rollout_id, attempt_id)
 
 
 def test_an_endpoint_holds_a_key_of_any_letters() -> None:
-    key = "lrl-attempt:r:a:1/?#@%"
+    key = "lrl-attempt:r:a:1?#@%"
     sent: list[httpx.Request] = []
     transport = httpx.MockTransport(lambda request: sent.append(request) or httpx.Response(200))  # type: ignore[func-returns-value]
-    llm = agl.LLM(model="m", base_url="http://x/v1", api_key=key)
+    llm = agl.LLM(model="m", base_url="http://x/rollout/r/attempt/a/v1", api_key=key)
     with httpx.Client(transport=transport) as client:
         client.get(llm.endpoint + "/models", headers={"authorization": "Bearer token-abc123"})
     [request] = sent
-    assert (request.url.host, request.url.path) == ("x", "/v1/models")
-    assert request.headers["authorization"] == "Basic " + base64.b64encode(f"attempt:{key}".encode()).decode()
+    assert (request.url.host, request.url.path) == ("x", f"/key/{key}/v1/models")
+
+
+def test_an_endpoint_elsewhere_is_the_url_that_it_was_given() -> None:
+    assert agl.LLM(endpoint="http://x/v1", model="m", api_key="sk").endpoint == "http://x/v1"
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_headers_are_read_as_the_standard_says(sent: list[str], agent: str | Non
     assert agent_of(headers) == agent
 
 
-def test_a_key_in_the_url_opens_the_door(served: Served) -> None:
+def test_a_password_in_the_url_opens_the_door(served: Served) -> None:
     """Clients send what stands before the host as a password, whatever key they are given besides."""
     base_url = served.base_url().replace("://", f"://attempt:{served.key().replace(':', '%3A')}@")
     sdk = openai.OpenAI(base_url=base_url, api_key="token-of-no-use", max_retries=0)

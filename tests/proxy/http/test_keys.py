@@ -42,8 +42,29 @@ def test_a_base_url_is_parsed_back(rollout_id: str, attempt_id: str, agent: str 
     assert (door.address, door.path) == (where, "/v1/chat/completions")
 
 
+@given(ids, ids, st.none() | ids)
+def test_a_key_in_a_url_is_parsed_back_and_not_shown(rollout_id: str, attempt_id: str, agent: str | None) -> None:
+    key = sign_attempt_key(b"secret", rollout_id, attempt_id, 100)
+    path = f"/key/{key}" + (f"/agent/{agent}" if agent else "")
+    for behind in ("", "/", "/v1", "/v1/", "/v1/chat/completions"):
+        door = address.parse(path + behind)
+        assert door == address.Door(None, "/v1/chat/completions" if len(behind) > 4 else "/", key, agent)
+    for tail in ("/v1/models", "", "/nothing"):
+        assert key not in address.without_key(path + tail)
+
+
 @pytest.mark.parametrize(
-    "path", ["/", "/v1", "/rollout/r/v1/x", "/rollout/r/attempt/a b/v1/x", "/rollout//attempt/a/v1/x"]
+    "path",
+    [
+        "/x",
+        "/v2/x",
+        "/agent/a/v1/x",
+        "/key//v1/x",
+        "/key/k/rollout/r/v1/x",
+        "/rollout/r/v1/x",
+        "/rollout/r/attempt/a b/v1/x",
+        "/rollout//attempt/a/v1/x",
+    ],
 )
 def test_other_paths_are_no_doors(path: str) -> None:
     assert address.parse(path) is None

@@ -55,10 +55,12 @@ def test_every_field_of_a_dialects_tables_is_told_of(name: str) -> None:
 
 def test_every_operation_is_behind_every_door() -> None:
     ids = [operation["operationId"] for path in DOCUMENT["paths"].values() for operation in path.values()]
-    assert len(ids) == len(set(ids)) == 1 + 3 * 8
+    assert len(ids) == len(set(ids)) == 1 + 5 * 8
     doors = {path.removesuffix("/messages") for path in DOCUMENT["paths"] if path.endswith("/messages")}
     attempt = "/rollout/{rollout}/attempt/{attempt}"
-    assert doors == {"/v1", f"{attempt}/v1", f"{attempt}/agent/{{agent}}/v1"}
+    key = "/key/{key}"
+    tags = {f"{door}/agent/{{agent}}/v1" for door in (attempt, key)}
+    assert doors == {"/v1", f"{attempt}/v1", f"{key}/v1"} | tags
 
 
 @pytest.mark.parametrize("name", DIALECTS)
