@@ -4,6 +4,7 @@ An agent only ever holds an `LLM`: a plain base URL and a key of its own. `Proxy
 becomes an `LLM` per rollout and attempt.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 _OF_AN_LLM = frozenset(
     {
         "base_url", "anthropic_base_url", "api_key", "endpoint", "env", "for_agent", "openai", "async_openai",
-        "anthropic", "async_anthropic", "http_client", "async_http_client",
+        "anthropic", "async_anthropic", "http_client", "async_http_client", "claude_code_env", "codex_config",
     }
 )  # fmt: skip
 _ATTEMPT = re.compile(r"/rollout/[^/]+/attempt/[^/]+")
@@ -119,6 +120,47 @@ class LLM:
             "ANTHROPIC_AUTH_TOKEN": self.api_key,
             "ANTHROPIC_MODEL": self.model,
         }
+
+    def claude_code_env(self, model_context_window: int | None = None) -> dict[str, str]:
+        """`env()` with what makes Claude Code ask this model for everything, and nobody else for anything.
+
+        `model_context_window` is in tokens: the program shortens its conversation before that. Without it, it assumes
+        a window of its own.
+        """
+        window = {} if model_context_window is None else {"CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(model_context_window)}
+        return (
+            self.env()
+            | window
+            | {
+                "ANTHROPIC_API_KEY": "",  # one of the surroundings would be sent beside the token
+                "ANTHROPIC_DEFAULT_OPUS_MODEL": self.model,
+                "ANTHROPIC_DEFAULT_SONNET_MODEL": self.model,
+                "ANTHROPIC_DEFAULT_HAIKU_MODEL": self.model,
+                "CLAUDE_CODE_SUBAGENT_MODEL": self.model,
+                "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+                "DISABLE_AUTOUPDATER": "1",
+            }
+        )
+
+    def codex_config(self, model_context_window: int | None = None) -> str:
+        """The `config.toml` with which Codex asks this endpoint; its key comes from `env()` (`OPENAI_API_KEY`).
+
+        Codex reads it from the folder that `CODEX_HOME` names. `model_context_window` is in tokens; without it, it
+        assumes one of its own. OpenAI's web search is off: nothing here runs it.
+        """
+        window = "" if model_context_window is None else f"model_context_window = {model_context_window}\n"
+        return (
+            f"model = {json.dumps(self.model)}\n"
+            'model_provider = "lightning_rl"\n'
+            f"{window}"
+            'web_search = "disabled"\n\n'
+            "[model_providers.lightning_rl]\n"
+            'name = "lightning_rl"\n'
+            f"base_url = {json.dumps(self.base_url)}\n"
+            'env_key = "OPENAI_API_KEY"\n'
+            'wire_api = "responses"\n'
+            "stream_idle_timeout_ms = 3600000\n"
+        )
 
     def for_agent(self, name: str) -> "LLM":
         """The same endpoint behind the door that names the calling agent; its calls carry the tag `name`."""

@@ -7,7 +7,8 @@ ID_PATTERN = r"[A-Za-z0-9._~-]{1,128}"
 
 _DOOR = re.compile(
     rf"(?:(?:/rollout/(?P<rollout>{ID_PATTERN})/attempt/(?P<attempt>{ID_PATTERN})|/key/(?P<key>[^/]+))"
-    rf"(?:/agent/(?P<agent>{ID_PATTERN}))?)?(?P<path>/v1/.+|(?:/(?:v1/?)?)?)"
+    # Claude Code asks for /api/hello.
+    rf"(?:/agent/(?P<agent>{ID_PATTERN}))?)?(?P<path>/v1/.+|(?:/(?:v1/?|api/hello)?)?)"
 )
 _KEY = re.compile(r"/key/[^/]+")
 _NOT_IN_A_TAG = re.compile(r"[^A-Za-z0-9._~-]")

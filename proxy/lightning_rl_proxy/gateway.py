@@ -312,7 +312,7 @@ class Gateway:
             await self._hand_over(attempt, dialect, inflight, scope, receive, send)
         else:
             raise GatewayError(
-                405 if door.path in (*_POSTS, "/v1/models") else 404,
+                404,
                 f"{scope['method']} {door.path} is not served here; there are POST {', '.join(_POSTS)}, "
                 "and GET /v1/models",
                 kind=_NOT_FOUND,

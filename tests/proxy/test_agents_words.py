@@ -93,6 +93,11 @@ def test_only_allowed_tools_are_shown(served: Served, tokenizer: Any) -> None:
     assert ('"look"' in prompt, '"run"' in prompt) == (True, False)
 
 
+NAMESPACE = {
+    "type": "namespace",
+    "name": "agents",
+    "tools": [{"type": "function", "name": "close", "parameters": PARAMETERS}, {"type": "custom", "name": "note"}],
+}
 PATCH = "*** Begin Patch\n*** Update File: a.py\n@@\n-a\n+b\n*** End Patch"
 
 
@@ -105,10 +110,14 @@ PATCH = "*** Begin Patch\n*** Update File: a.py\n@@\n-a\n+b\n*** End Patch"
          {"action": {"type": "exec", "command": ["bash", "-lc", "ls -l"], "env": {}}}),
         ({"type": "apply_patch"}, called("apply_patch", {"patch": PATCH}), "apply_patch_call",
          {"operation": {"type": "update_file", "path": "a.py", "diff": "@@\n-a\n+b"}}),
+        (NAMESPACE, called("agents__close", {"n": 1}), "function_call",
+         {"namespace": "agents", "name": "close", "arguments": '{"n": 1}'}),
+        (NAMESPACE, called("agents__note", {"input": "so"}), "custom_tool_call",
+         {"namespace": "agents", "name": "note", "input": "so"}),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_of_one_text_is_called_and_answered_in_its_own_items(
+def test_a_tool_of_another_kind_is_called_and_answered_in_its_own_items(
     served: Served, tool: Any, said: str, item: str, holds: dict[str, Any], *, stream: bool
 ) -> None:
     sdk = sdk_of(served)
@@ -131,11 +140,12 @@ def test_a_tool_of_one_text_is_called_and_answered_in_its_own_items(
 
 
 def test_servers_tools_are_left_out_and_told_of(served: Served) -> None:
-    tools: Any = [{"type": "web_search"}, {"type": "function", "name": "f", "parameters": PARAMETERS}]
+    hosted = {"type": "namespace", "name": "n", "tools": [{"type": "image_generation"}]}
+    tools: Any = [{"type": "web_search"}, {"type": "function", "name": "f", "parameters": PARAMETERS}, hosted]
     sdk_of(served).responses.create(model=MODEL, input="q", tools=tools, truncation="auto")
     served.seal()
     [span] = calls_in(served.ledger.spans)
-    assert span.attributes[semconv.IGNORED_FIELDS] == ["truncation", "tools[0]"]
+    assert span.attributes[semconv.IGNORED_FIELDS] == ["truncation", "tools[0]", "tools[2].tools[0]"]
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])

@@ -22,7 +22,6 @@ from lightning_rl_proxy.dialects.base import (
     Tables,
     ToolChoice,
     allowed,
-    left_out,
     no_request,
     sse,
 )
@@ -54,6 +53,7 @@ TABLES = Tables(
             "reasoning",
             "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention",
             "prompt_cache_options", "safety_identifier", "stream_options", "access_programs",
+            "client_metadata",
             "background_options",  # of what `background` would need
             "image",  # how images are shrunk
         }
@@ -170,7 +170,7 @@ def parse(fields: dict[str, Any], known: Mapping[str, list[dict[str, Any]]] | No
     except msgspec.ValidationError as error:
         raise _no_request(error) from error
     ignored = TABLES.ignored(fields)
-    tools, unseen = left_out([_tool(f"tools[{i}]", tool) for i, tool in enumerate(wire.tools or ())])
+    tools, unseen = _tools(wire.tools or ())
     tools, choice = _tool_choice(wire.tool_choice, tools)
     return Request(
         model=wire.model,
@@ -402,6 +402,8 @@ def _item(where: str, item: Any, known: Mapping[str, list[dict[str, Any]]]) -> d
     """An item as a message, or as what it says of an answer."""
     if not isinstance(item, dict):
         raise _wrong(where, f"is no item but {type(item).__name__}")
+    if isinstance(space := item.get("namespace"), str):
+        item = _named_in(space, item)
     kind = item.get("type")
     match ("message" if "role" in item else "item_reference") if kind is None else kind:
         case "message":
@@ -559,6 +561,40 @@ def _answers(pieces: Sequence[_Piece]) -> list[dict[str, Any]]:
     return [answer.message() for answer in said if not answer.empty()]
 
 
+def _tools(tools: Sequence[Any]) -> tuple[list[dict[str, Any]] | None, list[str]]:
+    """The tools that the model is shown, and the places of those that it is not.
+
+    Those of a `namespace` are shown one by one, each with the namespace in its name.
+    """
+    shown, unseen = [], []
+    for index, tool in enumerate(tools):
+        named = {f"tools[{index}]": tool}
+        if _is_namespace(tool):
+            inner = tool.get("tools")
+            if not isinstance(inner, list):
+                raise _wrong(f"tools[{index}].tools", "is no list of tools")
+            space = _text(f"tools[{index}]", tool, "name")
+            named = {f"tools[{index}].tools[{i}]": _named_in(space, one) for i, one in enumerate(inner)}
+        for where, one in named.items():
+            function = _tool(where, one)
+            if function is None:
+                unseen.append(where)
+            else:
+                shown.append(function)
+    return shown or None, unseen
+
+
+def _is_namespace(tool: Any) -> bool:
+    return isinstance(tool, dict) and tool.get("type") == "namespace"
+
+
+def _named_in(space: str, tool: Any) -> Any:
+    """A tool or a call under the name that the model knows it by."""
+    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
+        return tool
+    return tool | {"name": f"{space}__{tool['name']}"}
+
+
 def _tool(where: str, tool: Any) -> dict[str, Any] | None:
     """A tool as a function; None for one that OpenAI's servers run, which the model is not shown."""
     if not isinstance(tool, dict) or not isinstance(kind := tool.get("type"), str):
@@ -669,8 +705,17 @@ def _output(request: Request, opening: Opening, answer: ParsedAnswer) -> list[di
         # As in Chat Completions they are those of all tokens: which of them are the text's is not known.
         logprobs = _logprobs(answer.tokens(), request) if request.logprobs else []
         items.append(_message(opening, answer.content, _status(answer)[0], logprobs))
-    kinds = {tool.get("name") or tool["type"]: tool["type"] for tool in request.fields.get("tools") or ()}
-    return items + [_call(opening, index, call, kinds) for index, call in enumerate(answer.tool_calls)]
+    kinds: dict[str, str] = {}
+    spaces: dict[str, dict[str, str]] = {}
+    for tool in request.fields.get("tools") or ():
+        if _is_namespace(tool):
+            for one in (one for one in tool["tools"] if "name" in one):
+                name = _named_in(tool["name"], one)["name"]
+                kinds[name], spaces[name] = one["type"], {"namespace": tool["name"], "name": one["name"]}
+        else:
+            kinds[tool.get("name") or tool["type"]] = tool["type"]
+    calls = (_call(opening, index, call, kinds) for index, call in enumerate(answer.tool_calls))
+    return items + [item | spaces.get(item.get("name", ""), {}) for item in calls]
 
 
 def _reasoning(opening: Opening, text: str) -> dict[str, Any]:

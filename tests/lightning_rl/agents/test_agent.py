@@ -3,6 +3,7 @@
 import asyncio
 import math
 import pickle
+import tomllib
 from collections.abc import Awaitable
 from typing import Any
 
@@ -206,6 +207,21 @@ def test_an_llm_points_sdks_at_itself() -> None:
     assert llm.for_agent("writer").base_url == "http://x/rollout/r/attempt/a/agent/writer/v1"
     assert llm.for_agent("writer").for_agent("critic").base_url == "http://x/rollout/r/attempt/a/agent/critic/v1"
     assert "secret" not in repr(llm)
+
+
+def test_an_llm_points_coding_agents_at_itself() -> None:
+    llm = lrl.LLM('a "model"', "http://x/rollout/r/attempt/a/v1", "secret", "http://x/rollout/r/attempt/a")
+    config = tomllib.loads(llm.codex_config(32768))
+    provider = config["model_providers"][config["model_provider"]]
+    assert (config["model"], config["model_context_window"]) == (llm.model, 32768)
+    assert (provider["base_url"], llm.env()[provider["env_key"]]) == (llm.base_url, "secret")
+    assert "secret" not in llm.codex_config()
+    assert "model_context_window" not in tomllib.loads(llm.codex_config())
+    environment = llm.claude_code_env(32768)
+    assert environment.items() >= llm.env().items()
+    assert {environment[name] for name in environment if name.endswith("_MODEL")} == {llm.model}
+    assert environment["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "32768"
+    assert "CLAUDE_CODE_AUTO_COMPACT_WINDOW" not in llm.claude_code_env()
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
