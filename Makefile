@@ -14,7 +14,7 @@ CHROMIUM ?= /usr/bin/chromium
 SERVICES := tests/lightning_rl/control_plane tests/lightning_rl/runner tests/lightning_rl/store tests/lightning_rl/cli/test_serve.py \
   tests/lightning_rl/cli/test_runner.py tests/lightning_rl/inspect/test_attached.py tests/lightning_rl/viewer/test_at_server.py
 CLUSTER := tests/cluster tests/lightning_rl/training/distributed
-FAST := not e2e and not chaos and not package and not sdk and not vllm and not agents and not cluster and not browser and not gpu
+FAST := not e2e and not chaos and not package and not sdk and not vllm and not agents and not cluster and not browser and not gpu and not works_with
 ASKING := forest/test_live_forest test_call_names test_gateway http/test_limits test_logs http/test_openapi test_parking \
   recording/test_recorder test_retries routing/test_router test_streaming rendering/test_chat_templates \
   forest/test_raw_prompts
@@ -22,7 +22,7 @@ PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # One thread each: several processes on the same cores stand in each other's way with more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: quickstart test test-all test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents test-browser test-gpu screenshots docs site notebooks lint types check bench clean
+.PHONY: quickstart test test-all test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents test-works-with test-browser test-gpu screenshots docs site notebooks lint types check bench clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/lightning-rl quickstart $(ARGS)
@@ -34,7 +34,7 @@ test: $(VENV)/.dev
 # three times as many random examples.
 test-all: export EXAMPLES = all
 test-all: test site test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle \
-  test-agents test-browser test-vllm test-vllm-training test-vllm-gateway
+  test-agents test-works-with test-browser test-vllm test-vllm-training test-vllm-gateway
 	$(PYTEST) tests $(SERVICES:%=--ignore %) --ignore tests/oracle -m "$(FAST) and long" -n 3 --dist loadscope
 
 # Those that start processes and databases by the hundred: servers, runners, and the store over each database.
@@ -96,6 +96,10 @@ test-vllm-gateway: $(VENV)/.dev $(VLLM)/.made
 test-agents: $(VENV)/.dev $(AGENTS)/.made
 	OMP_NUM_THREADS=1 $(AGENTS)/bin/python -m pytest tests/e2e/test_examples.py tests/e2e/test_sql_graph.py \
 	  tests/e2e/test_autogen.py tests/e2e/test_instrumented_clients.py -m "not e2e" $(ARGS)
+
+# Agents of other people's frameworks, each in an environment of its own below .venv-works, which takes ten gigabytes in all.
+test-works-with: $(VENV)/.dev $(NODE)/.made
+	$(PYTEST) tests/works_with -m works_with $(ARGS)
 
 # The dashboard and a report in a real browser, over real runs, and the docs site. Chromium is the system's (`apt-get install
 # chromium`); CHROMIUM names another one. The second also writes the pictures of docs/dashboard.md.

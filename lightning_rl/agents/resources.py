@@ -114,10 +114,11 @@ class LLM:
         """The environment variables that point OpenAI's and Anthropic's SDKs at this endpoint."""
         return {
             "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,  # what litellm and aider read
             "OPENAI_API_KEY": self.api_key,
             "OPENAI_MODEL": self.model,
             "ANTHROPIC_BASE_URL": self.anthropic_base_url,
-            "ANTHROPIC_AUTH_TOKEN": self.api_key,
+            "ANTHROPIC_API_KEY": self.api_key,
             "ANTHROPIC_MODEL": self.model,
         }
 
@@ -132,7 +133,8 @@ class LLM:
             self.env()
             | window
             | {
-                "ANTHROPIC_API_KEY": "",  # one of the surroundings would be sent beside the token
+                "ANTHROPIC_AUTH_TOKEN": self.api_key,
+                "ANTHROPIC_API_KEY": "",  # in a terminal it asks whether to use one
                 "ANTHROPIC_DEFAULT_OPUS_MODEL": self.model,
                 "ANTHROPIC_DEFAULT_SONNET_MODEL": self.model,
                 "ANTHROPIC_DEFAULT_HAIKU_MODEL": self.model,

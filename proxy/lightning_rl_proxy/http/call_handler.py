@@ -31,6 +31,7 @@ from lightning_rl_proxy.engines.chat_backend import ChatAnswer
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.forest import message_fingerprint, relayed_calls
 from lightning_rl_proxy.forest.incremental_decode import DecodedBody
+from lightning_rl_proxy.forest.joined_answers import joined
 from lightning_rl_proxy.forest.nodes import Answered, Place, RecordedAnswer
 from lightning_rl_proxy.forest.raw_prompts import PlainText
 from lightning_rl_proxy.http.attempt import LiveAttempt
@@ -112,6 +113,8 @@ class CallHandler:
             request = chat_completions.parse_relayed(body.whole())
         else:
             request = _parsed(dialect, body, attempt)
+            if (messages := joined(request.messages, request.known)) is not None:
+                request = replace(request, messages=messages)
         inflight.model, inflight.stream = model, request.stream
         context = CallContext(attempt, agent, dialect, request, inflight, model)
         if backend:

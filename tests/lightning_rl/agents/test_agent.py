@@ -218,7 +218,7 @@ def test_an_llm_points_coding_agents_at_itself() -> None:
     assert "secret" not in llm.codex_config()
     assert "model_context_window" not in tomllib.loads(llm.codex_config())
     environment = llm.claude_code_env(32768)
-    assert environment.items() >= llm.env().items()
+    assert environment.items() >= {**llm.env(), "ANTHROPIC_API_KEY": "", "ANTHROPIC_AUTH_TOKEN": "secret"}.items()
     assert {environment[name] for name in environment if name.endswith("_MODEL")} == {llm.model}
     assert environment["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "32768"
     assert "CLAUDE_CODE_AUTO_COMPACT_WINDOW" not in llm.claude_code_env()

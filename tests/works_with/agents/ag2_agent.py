@@ -1,0 +1,23 @@
+"""AG2's agent."""
+
+import asyncio
+import os
+import sys
+
+from ag2 import Agent
+from ag2.config import OpenAIConfig, OpenAIResponsesConfig
+from asked import INSTRUCTIONS, QUESTIONS, population, weather
+
+kind = OpenAIResponsesConfig if sys.argv[1] == "responses" else OpenAIConfig
+config = kind(model="policy", base_url=os.environ["OPENAI_BASE_URL"], streaming=sys.argv[2] == "stream")
+agent = Agent("asked", prompt=INSTRUCTIONS, config=config, tools=[weather, population])
+
+
+async def main() -> None:
+    said = agent
+    for question in QUESTIONS:
+        said = await said.ask(question)
+        print(said.body)
+
+
+asyncio.run(main())
