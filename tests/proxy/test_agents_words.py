@@ -5,6 +5,7 @@ import json
 import zlib
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -137,6 +138,27 @@ def test_a_tool_of_another_kind_is_called_and_answered_in_its_own_items(
     sdk.responses.create(model=MODEL, input=history, tools=[tool])
     (_, one), (parent, _) = ids(served)
     assert parent == one
+
+
+@pytest.mark.parametrize(("behind", "kept"), [("", True), ("\n", True), ("\n" + called("look", {}), False)])
+def test_with_one_call_at_a_time_the_end_of_the_turn_is_learnt(served: Served, behind: str, *, kept: bool) -> None:
+    """Else a model that is trained so learns to call, and never to stop behind its call."""
+    call, end = called("run", {}), served.engine._end
+    tools: Any = [{"name": name, "input_schema": PARAMETERS} for name in ("run", "look")]
+    served.engine.script.extend([call + behind, "done"])
+    client = anthropic.Anthropic(base_url=served.base_url().removesuffix("/v1"), api_key=served.key())
+    choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
+    asked: Any = {"model": MODEL, "max_tokens": 99, "tools": tools, "tool_choice": choice}
+    messages: Any = [{"role": "user", "content": "q"}]
+    said = client.messages.create(**asked, messages=messages)
+    [block] = [block for block in said.content if block.type == "tool_use"]
+    result: Any = [{"type": "tool_result", "tool_use_id": block.id, "content": "ok"}]
+    history: Any = [*messages, {"role": "assistant", "content": said.content}, {"role": "user", "content": result}]
+    client.messages.create(**asked, messages=history)
+    served.seal()
+    first, second = served.ledger.calls()
+    assert second.parent_id == first.call_id
+    assert (first.response_ids[-1] == end, first.overshoot == 0) == (kept, kept)
 
 
 def test_servers_tools_are_left_out_and_told_of(served: Served) -> None:

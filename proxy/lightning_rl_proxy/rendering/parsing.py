@@ -59,8 +59,10 @@ class AnswerParser:
     """Sampled tokens of one answer -> deltas as they come, and at last the Answer.
 
     `prefix_ids` are the forced tokens with which the answer begins; they stand behind `prompt_ids`, and nobody sampled
-    them. After `ended` (a stop string has matched; with `parallel_tool_calls=False`, the first tool call is complete)
-    tokens are only counted, as `overshoot`: they belong to no answer. With `tokens` the deltas hold the sampled ones.
+    them. With `parallel_tool_calls=False` the answer ends with its first tool call, and with the end of the turn where
+    the model says it there, so that it is learnt; it is asked for one token more than the call, or some white space.
+    After `ended` (a stop string has matched; behind the one tool call comes anything else than that end) tokens are
+    only counted, as `overshoot`: they belong to no answer. With `tokens` the deltas hold the sampled ones.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class AnswerParser:
         self._parallel = parallel_tool_calls
         self._wants_tokens = tokens
         self._kept: list[int] = []
+        self._called: int | None = None  # the number of kept tokens to the end of the one call that is wanted
         self._followed = 0  # of the kept tokens; the rest may be the beginning of a stop string
         self._logprobs: list[float] | None = []
         self._given = 0  # of the kept tokens, in deltas
@@ -114,12 +117,15 @@ class AnswerParser:
             if self.ended:
                 break
             place += len(run)
-            deltas += self._keep(run, None if logprobs is None else logprobs[place - len(run) : place])
+            more = None if logprobs is None else logprobs[place - len(run) : place]
+            deltas += self._keep(run, more) if self._called is None else self._close(run, more)
         self.overshoot += len(token_ids) - place
         return deltas
 
     def finish(self, finish_reason: str) -> tuple[ParsedAnswer, list[Delta]]:
         """The whole answer, and the deltas that were held back."""
+        if self._called is not None and not self._kept_end():
+            self._end_behind_call()
         meant = self._prefix_ids + self._kept
         if self._match is not None:
             meant = self._prefix_ids + self._kept[: self._followed]
@@ -167,32 +173,66 @@ class AnswerParser:
         for token in certain:
             self._followed += 1
             deltas += self._follow([token])
-            if self.ended:
-                self._drop_queued()
+            if self._called is not None:
+                self._match = None
+                queued = self._kept[self._followed :]
+                scores = None if self._logprobs is None else self._logprobs[self._followed :]
+                self._drop_from(self._followed)
+                for at, late in enumerate(queued):
+                    self._close([late], None if scores is None else scores[at : at + 1])
                 return deltas
         self.ended = self._match is not None
         return deltas
 
-    def _drop_queued(self) -> None:
-        """The answer ended before the tokens that might have begun a stop string."""
-        self._match = None
-        self.overshoot += len(self._kept) - self._followed
-        del self._kept[self._followed :]
+    def _close(self, run: list[int], logprobs: list[float] | None) -> list[Delta]:
+        """Behind the one call: the end of the turn belongs to the answer, with white space before it."""
+        if self.ended:
+            self.overshoot += len(run)
+        elif self._kept_end() or (
+            run[0] not in self._reader.stop_token_ids and self._reader.tokenizer.decode(run).strip()
+        ):
+            self._end_behind_call()
+            self.overshoot += len(run)
+        else:
+            self._kept += run
+            self._followed += len(run)
+            if logprobs is None:
+                self._logprobs = None
+            elif self._logprobs is not None:
+                self._logprobs += logprobs
+        return []
+
+    def _kept_end(self) -> bool:
+        """Whether the end of the turn was sampled behind the one call."""
+        return any(token in self._reader.stop_token_ids for token in self._kept[self._called :])
+
+    def _end_behind_call(self) -> None:
+        """The answer ends with its one call, or with the end of the turn behind that."""
+        assert self._called is not None
+        self.ended = True
+        if not self._kept_end():
+            self.overshoot += len(self._kept) - self._called
+            self._drop_from(self._called)
+
+    def _drop_from(self, place: int) -> None:
+        del self._kept[place:]
         if self._logprobs is not None:
-            del self._logprobs[self._followed :]
+            del self._logprobs[place:]
+        self._followed = min(self._followed, place)
 
     def _follow(self, run: list[int]) -> list[Delta]:
         """The deltas of tokens that belong to the answer for certain."""
         if self._course is None:
-            if not self._parallel and run[0] in self._reader.tokenizer.added_ids:
-                self.ended = bool(self._calls_so_far())
+            if not self._parallel and run[0] in self._reader.tokenizer.added_ids and self._calls_so_far():
+                self._called = self._followed
             return []
         deltas: list[Delta] = []
         for channel, text in self._course.push(run):
             deltas += self._tell(channel, text)
         if self._course.closed_call and (self._course.state == "calls" or not self._parallel):
             calls = self._calls_so_far()
-            self.ended = bool(calls) and not self._parallel
+            if calls and not self._parallel:
+                self._called = self._followed
             deltas += self._tell_calls(calls)
         return deltas
 

@@ -149,6 +149,7 @@ def assert_adds_up(answer: ParsedAnswer, deltas: list[Delta]) -> None:
 
 SAID = st.lists(st.sampled_from(PIECES) | st.integers(0, 900), max_size=14)
 CUTS = st.lists(st.integers(0, 1000), max_size=8)
+TURN_ENDS = st.sampled_from(["", "\n", " \n\n"])
 
 
 LIBRARY = [name for name in RENDERERS if name not in TEMPLATES and name != "letters"]
@@ -245,13 +246,22 @@ def test_no_stop_string_is_told_and_tokens_end_with_the_match(
 
 
 @pytest.mark.parametrize("name", RENDERERS)
-@given(said=SAID, cuts=CUTS, stop=st.lists(st.sampled_from(["ab", "\n</", "c"]), max_size=1))
+@given(
+    said=SAID, behind=st.none() | TURN_ENDS, cuts=CUTS, stop=st.lists(st.sampled_from(["ab", "\n</", "c"]), max_size=1)
+)
 @settings(max_examples=examples(150), deadline=None)
-def test_one_call_at_a_time_ends_with_the_token_that_completes_it(
-    name: str, renderers: dict[str, Renderer], said: list[str | int], cuts: list[int], stop: list[str]
+def test_one_call_at_a_time_ends_with_the_token_that_completes_it_or_with_the_turn(
+    name: str,
+    renderers: dict[str, Renderer],
+    said: list[str | int],
+    behind: str | None,
+    cuts: list[int],
+    stop: list[str],
 ) -> None:
     renderer = renderers[name]
     prompt, ids = prompt_of(renderer), spelled(renderer, said)
+    if behind is not None:
+        ids += [*spelled(renderer, [behind]), renderer.stop_token_ids[0]]
     answers = []
     for parts in (list(groups(ids, cuts)), [[token] for token in ids]):
         parser = AnswerParser(renderer, "7", prompt, TOOLS, stop=stop, parallel_tool_calls=False, tokens=True)
@@ -262,6 +272,10 @@ def test_one_call_at_a_time_ends_with_the_token_that_completes_it(
         assert [token for delta in deltas for token in delta.tokens or []] == answer.tokens()
         if parser.ended and answer.stop_match is None:
             kept = answer.token_ids
+            if kept[-1] in renderer.stop_token_ids:
+                kept = kept[:-1]
+                while not renderer.tokenizer.decode(kept[-1:]).strip():
+                    kept = kept[:-1]
             assert len(renderer.parse("7", prompt, kept, None, "stop", TOOLS).tool_calls) == 1
             assert not renderer.parse("7", prompt, kept[:-1], None, "stop", TOOLS).tool_calls
         answers.append(answer)
@@ -387,6 +401,19 @@ def test_a_forced_call_is_told_though_only_its_rest_is_sampled(renderers: dict[s
         assert [call["function"] for call in answer.tool_calls] == [{"name": "count", "arguments": '{"of": 3}'}], name
         assert (answer.content, answer.reasoning or "", answer.token_ids) == ("", "", ids)
         assert_adds_up(answer, deltas)
+
+
+@pytest.mark.parametrize("behind", ["", "\n"])
+@pytest.mark.parametrize("stop", [[], ["</tool_call>\nend"]])
+def test_the_end_of_the_turn_behind_the_only_call_is_part_of_the_answer(
+    renderers: dict[str, Renderer], behind: str, stop: list[str]
+) -> None:
+    renderer = renderers["qwen3"]
+    ids = [*spelled(renderer, [CALLS["json"] + behind]), renderer.stop_token_ids[0]]
+    parser = AnswerParser(renderer, "7", prompt_of(renderer), TOOLS, stop=stop, parallel_tool_calls=False, tokens=True)
+    answer, deltas = streamed(parser, [[token] for token in ids])
+    assert (answer.token_ids, len(answer.tool_calls), parser.overshoot) == (ids, 1, 0)
+    assert_adds_up(answer, deltas)
 
 
 def test_what_might_have_begun_a_stop_string_behind_the_only_call_is_overshoot(renderers: dict[str, Renderer]) -> None:
