@@ -73,7 +73,10 @@ class Problems:
             text = "gave rewards to calls that they did not make, which are lost: pass the id of the answer as call_id"
             found.append(("lost rewards", text))
         if not trajectory.calls and trajectory.error is None:
-            text = "made no call to the model: the agent must use llm.base_url and llm.api_key; these train nothing"
+            text = (
+                "made no call to the model: the agent must use llm.base_url and llm.api_key (calls that were refused, "
+                f"and why, are in {self._run_dir / 'server.log'}); these train nothing"
+            )
             found.append(("no call", text))
         if any(row.excluded == "overlong" for row in trajectory.rows):
             text = (

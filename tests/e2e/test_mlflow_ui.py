@@ -22,7 +22,7 @@ from tests.lightning_rl.telemetry.traces.test_backends import CHECKPOINT, TREE
 ROOT = Path(__file__).parents[2]
 EXTRA = "mlflow"
 
-pytestmark = [pytest.mark.e2e, pytest.mark.package]
+pytestmark = [pytest.mark.e2e, pytest.mark.package, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

@@ -48,11 +48,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> lrl.PPO:
     return ppo
 
 
+@pytest.mark.long
 def test_it_learns(trained: lrl.PPO) -> None:
     rewards = {row["step"]: row["val/reward"] for row in trained.history if "val/reward" in row}
     assert rewards[STEPS] > rewards[0] + 0.1
 
 
+@pytest.mark.long
 def test_sampler_and_trainer_agree(trained: lrl.PPO) -> None:
     steps: list[dict[str, Any]] = [row for row in trained.history if row["step"] >= 1]
     assert steps[0]["training/rollout_probs_diff_max"] < 1e-3
@@ -65,6 +67,7 @@ def test_a_trainer_killed_between_two_checkpoints_goes_on_at_the_first_resume(tm
     test_resumed.survives(tmp_path, "sync", 2, kills, str(PYTHON))
 
 
+@pytest.mark.long
 def test_a_killed_engine_costs_no_rollout(trained: lrl.PPO) -> None:
     assert trained.step == STEPS
     assert (trained.run_dir / "vllm-0.log").read_text().count("Application startup complete") == 2
