@@ -23,6 +23,9 @@ class VersionRange(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
+HOUSEKEEPING = "housekeeping"  # the tag, or the end of the tag, of calls that are no part of the task
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One sampled answer.
 
@@ -55,6 +58,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     media: list[Placed] = []
     start_ns: int = 0
     end_ns: int = 0
+
+    @property
+    def is_housekeeping(self) -> bool:
+        """Whether the program made it for itself: for a title, a commit message, a summary."""
+        return self.agent is not None and self.agent.rpartition(".")[2] == HOUSEKEEPING
 
     def __post_init__(self) -> None:
         if self.logprobs is not None and len(self.logprobs) != len(self.response_ids):

@@ -77,23 +77,25 @@ def assign(strategy: Strategy, forest: Forest, rewards: Rewards) -> dict[str, Cr
 
 
 def final(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
-    """The final reward to every call, as Agent-lightning does it."""
-    return {} if rewards.final is None else dict.fromkeys(forest.nodes, Credit(rewards.final))
+    """The final reward to every call of the task, as Agent-lightning does it."""
+    return {} if rewards.final is None else dict.fromkeys(_of_task(forest), Credit(rewards.final))
 
 
 def last_call(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
-    """The final reward to the call that arrived last, and to no other."""
-    return {} if rewards.final is None or not forest.nodes else {next(reversed(forest.nodes)): Credit(rewards.final)}
+    """The final reward to the call of the task that arrived last, and to no other."""
+    last = _of_task(forest)[-1:]
+    return {} if rewards.final is None else {call_id: Credit(rewards.final) for call_id in last}
 
 
 def discounted(gamma: float) -> Strategy:
-    """The final reward times gamma for every call that arrived later."""
+    """The final reward times gamma for every call of the task that arrived later."""
 
     def strategy(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
         if rewards.final is None:
             return {}
-        last = len(forest.nodes) - 1
-        return {call_id: Credit(rewards.final * gamma ** (last - i)) for i, call_id in enumerate(forest.nodes)}
+        calls = _of_task(forest)
+        last = len(calls) - 1
+        return {call_id: Credit(rewards.final * gamma ** (last - i)) for i, call_id in enumerate(calls)}
 
     return strategy
 
@@ -222,6 +224,11 @@ def weighed(rewards: Rewards, weights: Mapping[str, float]) -> Rewards:
 def _sum(weights: Mapping[str, float], named: Mapping[str, float]) -> float | None:
     products = [weight * named[name] for name, weight in weights.items() if name in named]
     return math.fsum(products) if products else None
+
+
+def _of_task(forest: Forest) -> list[str]:
+    """The calls but for a program's housekeeping, which earned nothing, in order of arrival."""
+    return [call_id for call_id, node in forest.nodes.items() if not node.call.is_housekeeping]
 
 
 def final_values(forest: Forest, reward: float | None) -> dict[str, float]:

@@ -42,6 +42,7 @@ class Endpoint(msgspec.Struct, kw_only=True):
     `special_tokens_in_text`: what a special token is where a message spells it: its letters, or the token.
     `otlp_endpoint`: where every recorded span is sent, too.
     `allowed_media_domains`: the hosts from which images are fetched.
+    `housekeeping`: by program, texts of its requests that are no part of the task.
     `served_as`: the name by which it is asked for, where that is not `model`, by which its chat format is known.
     Without `tokenizer` (a folder) every model is a chat backend.
     """
@@ -56,6 +57,7 @@ class Endpoint(msgspec.Struct, kw_only=True):
     unknown_model: str = "policy"
     otlp_endpoint: str | None = None
     allowed_media_domains: list[str] = []
+    housekeeping: dict[str, list[str]] = {}
     served_as: str | None = None
 
 

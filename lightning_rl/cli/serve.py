@@ -104,6 +104,14 @@ MediaDomains = Annotated[
         "repeat.",
     ),
 ]
+HousekeepingRules = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PROGRAM=TEXT",
+        help="A text of the requests that a program makes for itself (a title, a summary): their calls are tagged "
+        "housekeeping and are not trained. An empty text takes a known program's rules away. May repeat.",
+    ),
+]
 LimitWords = Annotated[
     list[str] | None,
     typer.Option(
@@ -131,6 +139,7 @@ def run(
     url: PublicUrl = None,
     otlp_endpoint: OtlpEndpoint = None,
     allowed_media_domain: MediaDomains = None,
+    housekeeping: HousekeepingRules = None,
     limit: LimitWords = None,
 ) -> None:
     """Serve a model to agents anywhere, and record their calls token by token. Ctrl-C ends it.
@@ -174,6 +183,7 @@ def run(
         url=_url(url, host, port),
         otlp_endpoint=None if otlp_endpoint is None else traces_url(otlp_endpoint, "--otlp-endpoint"),
         allowed_media_domains=media_domains(allowed_media_domain or []),
+        housekeeping=housekeeping_rules(housekeeping or []),
         limits=limits(limit or ()),
     )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -252,6 +262,17 @@ def media_domains(words: list[str]) -> list[str]:
     except ValueError as error:
         raise ServeRefused(f"--allowed-media-domain: {error}") from error
     return words
+
+
+def housekeeping_rules(words: list[str]) -> dict[str, list[str]]:
+    """The texts by program. Raises ServeRefused."""
+    rules: dict[str, list[str]] = {}
+    for word in words:
+        program, found, text = word.partition("=")
+        if not found or not program:
+            raise ServeRefused(f"--housekeeping is PROGRAM=TEXT, not {word!r}")
+        rules.setdefault(program, []).extend([text] if text else [])
+    return rules
 
 
 def limits(words: Sequence[str]) -> "RequestLimits":

@@ -1165,6 +1165,14 @@ class GatewayConfig(Section, frozen=True):
             "by an http(s) URL; every other URL is a 400 (`docs/multimodal.md`)"
         ),
     ] = field(default_factory=list)
+    housekeeping: Annotated[
+        dict[str, list[str]],
+        effect(
+            "by program, texts of the requests that it makes for itself (titles, commit messages, summaries): their "
+            "calls are tagged, get no reward and are not trained; beside those of the known programs, or in their "
+            "place where it is one of them (`docs/gateway.md`)"
+        ),
+    ] = field(default_factory=dict)
     backends: Annotated[
         dict[str, Any] | None,
         effect(

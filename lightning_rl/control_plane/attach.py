@@ -162,6 +162,8 @@ def _differences(here: ServerInfo, there: ServerInfo) -> list[str]:
         names.append("otlp_endpoint")
     if here.allowed_media_domains:
         names.append("allowed_media_domains")
+    if here.housekeeping:
+        names.append("housekeeping")
     found = [
         f"its {name} is {getattr(there, name)!r}, not {getattr(here, name)!r}"
         for name in names
@@ -189,6 +191,8 @@ def serve_command(policy: ServedPolicy) -> str:
             words += [option, value]
     for host in policy.allowed_media_domains:
         words += ["--allowed-media-domain", host]
+    for program, texts in policy.housekeeping.items():
+        words += [word for text in texts or [""] for word in ("--housekeeping", f"{program}={text}")]
     if policy.chat_template_kwargs:
         words += ["--chat-template-kwargs", msgspec.json.encode(policy.chat_template_kwargs).decode()]
     return shlex.join(words)

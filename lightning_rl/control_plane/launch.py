@@ -25,6 +25,7 @@ class ServedPolicy(Protocol):
     special_tokens_in_text: str
     unknown_model: str
     allowed_media_domains: list[str]
+    housekeeping: dict[str, list[str]]
     engines: list[dict[str, Any]]
 
 
@@ -77,6 +78,7 @@ def launch(
         "special_tokens_in_text": endpoint.special_tokens_in_text,
         "unknown_model": endpoint.unknown_model,
         "allowed_media_domains": endpoint.allowed_media_domains,
+        "housekeeping": endpoint.housekeeping,
         "engines": endpoint.engines,
         "host": host,
         "port": port,

@@ -80,6 +80,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     special_tokens_in_text: SpecialTokens = "text"
     unknown_model: Literal["policy", "refuse"] = "policy"
     allowed_media_domains: list[str] = []
+    housekeeping: dict[str, list[str]] = {}
     engines: tuple[EngineRequest, ...] = ()
     host: str = "127.0.0.1"
     port: int = 0
@@ -252,6 +253,7 @@ async def _app(
         limits=settings.limits,
         notes=fleet,
         allowed_media_domains=settings.allowed_media_domains,
+        housekeeping=settings.housekeeping,
     )
 
     await sql.run(_publish_policy, store, settings.model)

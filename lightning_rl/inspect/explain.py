@@ -13,6 +13,7 @@ import msgspec
 from lightning_rl.inspect import trained
 from lightning_rl.inspect.trained import CallTraining, Found, RolloutTraining
 from lightning_rl.store.contract import AttemptTrace, Log, Rollout, RolloutTrace
+from lightning_rl.trajectories.call_filter import context_of
 from lightning_rl.trajectories.trace_views import log_of, why_excluded
 from lightning_rl_adapters import forest, rows, semconv
 from lightning_rl_adapters.call import Call, calls_of
@@ -149,7 +150,7 @@ def rows_of(
 ) -> list[Row]:
     """The rows that training cuts from an attempt."""
     calls = [node.call for node in tree.nodes.values()]
-    left_out = {call.call_id: "not_selected" for call in calls if select is not None and not select(call)}
+    left_out = context_of(calls, select)
     return rows.cut(tree, {}, max_tokens=max_tokens, left_out=left_out | trained.left_out_calls(found))
 
 

@@ -638,6 +638,7 @@ def endpoint(config: Config, policy: str, tokenizer: Path, engines: list[dict[st
         unknown_model=config.gateway.unknown_model,
         otlp_endpoint=config.gateway.otlp_endpoint,
         allowed_media_domains=config.gateway.allowed_media_domains,
+        housekeeping=config.gateway.housekeeping,
         engines=engines,
     )
 

@@ -16,7 +16,7 @@ from lightning_rl.sft import traces
 from lightning_rl.sft.student_ids import StudentFormat, Written
 from lightning_rl.sft.traces import Trace
 from lightning_rl.training.batch import TrainingSequence, sequence_of
-from lightning_rl.trajectories.call_filter import selection
+from lightning_rl.trajectories.call_filter import context_of, selection
 from lightning_rl.trajectories.token_account import ConservationError
 from lightning_rl_adapters import forest, rows
 from lightning_rl_adapters.call import Call
@@ -121,7 +121,7 @@ def _example(
         examples.read += recorded[call_id]
         excluded[why] += recorded[call_id]
     examples.read += sum(len(call.response_ids) for call in written.calls)
-    context = {call.call_id: "not_selected" for call in written.calls if select is not None and not select(call)}
+    context = context_of(written.calls, select)
     max_tokens = None if overlong.startswith("truncate") else config.data.max_tokens
     cut = rows.cut(forest.build(written.calls), {}, max_tokens=max_tokens, left_out=context)
     if overlong == "drop_rollout" and any(row.excluded == "overlong" for row in cut):

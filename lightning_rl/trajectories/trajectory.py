@@ -12,6 +12,7 @@ import msgspec
 
 from lightning_rl.store.contract import AttemptTrace, ErrorInfo, Rollout, RolloutTrace
 from lightning_rl.store.rewards import added_up, rewards_by_call
+from lightning_rl.trajectories.call_filter import context_of
 from lightning_rl.trajectories.termination import ended_by
 from lightning_rl.trajectories.token_account import ConservationError
 from lightning_rl.trajectories.trace_views import why_excluded
@@ -87,8 +88,9 @@ def trajectory_of(
     `agent_failure` is the reward of a rollout whose agent failed or gave none (None: it is left out); rows longer than
     `max_tokens` are excluded as overlong, with `whole` all the others of the rollout too.
     With a `model` only its calls are read: the token account is per model, and helpers have no place in the policy's.
-    Of these, calls that `select` is false of are context: `not_selected`. `weights` make the final reward of the named
-    ones. With `spans` the calls that agents' own spans tell of with token ids are read beside the gateway's.
+    Of these, calls that `select` is false of are context (`not_selected`), and so is `housekeeping`. `weights` make the
+    final reward of the named ones. With `spans` the calls that agents' own spans tell of with token ids are read beside
+    the gateway's.
 
     Raises ForestError and ConservationError where the records do not fit together.
     """
@@ -200,7 +202,7 @@ def _judge(
     agent_failed = not infrastructure and (rollout.status == "failed" or given is None)
     if agent_failed:
         rewards = msgspec.structs.replace(rewards, final=agent_failure)
-    context = {call.call_id: "not_selected" for call in calls if select is not None and not select(call)}
+    context = context_of(calls, select)
     if rollout.mode == "train":
         # A greedy answer is no sample of the policy, whatever its logprobs.
         context |= {c.call_id: "greedy_logprobs" for c in calls if c.logprob_kind == "greedy" and c.trainable}

@@ -7,9 +7,10 @@ answer was written before its client was seen to leave; only delivered calls are
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,6 +30,7 @@ from lightning_rl_proxy.http.call_handler import CallHandler
 from lightning_rl_proxy.http.compressed import unpacked
 from lightning_rl_proxy.http.delivery import Delivery, Patience, as_gateway_error, respond
 from lightning_rl_proxy.http.failures import CallFailures
+from lightning_rl_proxy.http.housekeeping import Housekeeping
 from lightning_rl_proxy.http.inflight_request import InflightRequest
 from lightning_rl_proxy.http.keys import KeyRefused, sent_key, verify_attempt_key
 from lightning_rl_proxy.http.limits import RequestLimits, announced_bytes
@@ -85,7 +87,8 @@ class Gateway:
 
     `grace_seconds`: how long a call whose client left runs on, waiting for a retry to join it. `ping_seconds`: how long
     a stream may be silent. `parked_seconds`: how long a call waits for a paused model until white space goes before its
-    answer, so that its client waits on. `notes` are for a store that other gateways share.
+    answer, so that its client waits on. `notes` are for a store that other gateways share. `housekeeping` are rules
+    beside those of `http/housekeeping.py`.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Gateway:
         limits: RequestLimits | None = None,
         notes: Notes | None = None,
         allowed_media_domains: Sequence[str] = (),
+        housekeeping: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         self.router = router
         self.limits = limits or RequestLimits()
@@ -123,7 +127,13 @@ class Gateway:
         self._recorder = Recorder(journal, ledger, counters=self.counters, taken=self.settle)
         self._image_fetcher = ImageFetcher(allowed_media_domains)
         self._call_handler = CallHandler(
-            router, renderer, self.counters, self._recorder.record, self._clock, self._image_fetcher
+            router,
+            renderer,
+            self.counters,
+            self._recorder.record,
+            self._clock,
+            self._image_fetcher,
+            Housekeeping(housekeeping),
         )
         self._failures = CallFailures()
         self.patience = Patience(grace_seconds, ping_seconds, parked_seconds)

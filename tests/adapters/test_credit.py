@@ -64,6 +64,19 @@ def test_without_a_reward_nobody_has_credit(strategy: Strategy) -> None:
     assert credit.assign(strategy, forest.build([]), Rewards(final=1.0)) == {}
 
 
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (credit.final, {"c0": 2.0, "c1": 2.0}),
+        (credit.last_call, {"c1": 2.0}),
+        (credit.discounted(0.5), {"c0": 1.0, "c1": 2.0}),
+    ],
+)
+def test_housekeeping_earns_nothing_of_the_task(strategy: Strategy, expected: dict[str, float]) -> None:
+    built = line(None, None, "housekeeping")
+    assert numbers(credit.assign(strategy, built, Rewards(final=2.0))) == expected
+
+
 def test_each_agent_has_the_reward_of_its_name_and_is_compared_with_itself() -> None:
     tree = line("write", "check", "write")
     found = credit.assign(credit.per_agent, tree, Rewards(final=1.0, named={"reward": 1.0, "write": 0.25}))

@@ -21,9 +21,10 @@ _SECONDS = 180
 
 
 class Found(NamedTuple):
-    """What one run left: its calls, training rows, and the causes of forks; what was printed."""
+    """What one run left: its calls, those that are housekeeping, training rows, causes of forks; what was printed."""
 
     calls: int
+    housekeeping: int
     rows: int
     forks: dict[str, int]
     printed: str
@@ -90,4 +91,4 @@ def _judged(served: Served, attempt: str, generated: int, agent: Agent, printed:
         if answer not in printed:
             raise Lost(f"the agent did not print {answer!r}:\n{printed[-3000:]}")
     forks = Counter(str(span.attributes[semconv.FORK_CAUSE]) for span in spans if semconv.FORK_CAUSE in span.attributes)
-    return Found(len(calls), len(cut), dict(forks), printed)
+    return Found(len(calls), sum(call.is_housekeeping for call in calls), len(cut), dict(forks), printed)

@@ -41,7 +41,7 @@ def _lines(agent: Agent) -> str:
     """A line for the modes that leave the same."""
     version = re.sub(r"\[.*\]", "", ENVIRONMENTS[agent.environment].pins[agent.package])
     told = ""
-    for (calls, rows, why), modes in groupby(agent.modes, lambda mode: mode[2:]):
+    for (calls, rows, why, _), modes in groupby(agent.modes, lambda mode: mode[2:]):
         told += f"| {agent.title} | `{version}` | {_over(list(modes))} | {calls} | {rows} | {why} |\n"
     return told
 

@@ -34,6 +34,7 @@ class Mode(NamedTuple):
     calls: int = 4
     rows: int = 1
     why: str = ""
+    housekeeping: int = 0  # calls that are no part of the task
 
 
 class Agent(NamedTuple):
@@ -329,7 +330,8 @@ AGENTS = (
         _in_shell("exec_command", "cmd"), _FILES, _program(programs.codex),
     ),
     Agent(
-        "opencode", "opencode", "opencode", (Mode("chat", "stream", 5, 2, "it asks for a title, beside the task"),),
+        "opencode", "opencode", "opencode",
+        (Mode("chat", "stream", 5, 2, "it asks for a title, which is housekeeping", 1),),
         "a provider of npm @ai-sdk/openai-compatible in OPENCODE_CONFIG_CONTENT",
         _in_shell("bash", "command", ', "description": "look"'), _FILES, _program(programs.opencode),
         aside="title generator",

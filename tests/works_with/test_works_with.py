@@ -20,4 +20,4 @@ pytestmark = [pytest.mark.works_with, pytest.mark.timeout(1200)]
 )
 def test_an_agent_is_recorded_whole(served: Served, agent: Agent, mode: Mode) -> None:
     found = run(served, agent, mode)
-    assert (found.calls, found.rows) == (mode.calls, mode.rows), found.forks
+    assert (found.calls, found.housekeeping, found.rows) == (mode.calls, mode.housekeeping, mode.rows), found.forks

@@ -28,6 +28,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     unknown_model: str = "policy"
     otlp_endpoint: str | None = None
     allowed_media_domains: list[str] = []
+    housekeeping: dict[str, list[str]] = {}
 
 
 class Served(Protocol):
@@ -54,6 +55,9 @@ class Served(Protocol):
     @property
     def allowed_media_domains(self) -> list[str]: ...
 
+    @property
+    def housekeeping(self) -> dict[str, list[str]]: ...
+
 
 def info_of(served: Served, renderer: "Renderer | None") -> ServerInfo:
     """What a server with these settings, and this renderer, says of itself."""
@@ -70,4 +74,5 @@ def info_of(served: Served, renderer: "Renderer | None") -> ServerInfo:
         unknown_model=served.unknown_model,
         otlp_endpoint=served.otlp_endpoint,
         allowed_media_domains=sorted(served.allowed_media_domains),
+        housekeeping=served.housekeeping,
     )

@@ -35,6 +35,7 @@ from lightning_rl_proxy.forest.joined_answers import joined
 from lightning_rl_proxy.forest.nodes import Answered, Place, RecordedAnswer
 from lightning_rl_proxy.forest.raw_prompts import PlainText
 from lightning_rl_proxy.http.attempt import LiveAttempt
+from lightning_rl_proxy.http.housekeeping import Housekeeping
 from lightning_rl_proxy.http.inflight_request import InflightRequest
 from lightning_rl_proxy.recording.clock import Clock
 from lightning_rl_proxy.rendering import images
@@ -93,7 +94,9 @@ class CallHandler:
         record: Callable[[Span], None],
         clock: Clock,
         image_fetcher: ImageFetcher,
+        housekeeping: Housekeeping,
     ) -> None:
+        self._housekeeping = housekeeping
         self._image_fetcher = image_fetcher
         self._clock = clock
         self._router = router
@@ -116,6 +119,7 @@ class CallHandler:
             if (messages := joined(request.messages, request.known)) is not None:
                 request = replace(request, messages=messages)
         inflight.model, inflight.stream = model, request.stream
+        agent = self._housekeeping.tagged(agent, request.messages[request.known :])
         context = CallContext(attempt, agent, dialect, request, inflight, model)
         if backend:
             if request.prompt is not None:

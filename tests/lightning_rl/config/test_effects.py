@@ -472,6 +472,7 @@ ELSEWHERE = {
     "gateway.unknown_model": "test_the_engine_is_what_the_keys_say",
     "gateway.special_tokens_in_text": "test_the_engine_is_what_the_keys_say",
     "gateway.allowed_media_domains": "test_the_engine_is_what_the_keys_say",
+    "gateway.housekeeping": "test_the_engine_is_what_the_keys_say",
     "gateway.otlp_endpoint": (
         "test_the_engine_is_what_the_keys_say, control_plane/test_otlp_export.py::test_a_run_sends_its_spans"
     ),
@@ -1001,6 +1002,7 @@ def test_the_engine_is_what_the_keys_say(tmp_path: Path) -> None:
             "backends": {"judge": {"kind": "litellm"}},
             "otlp_endpoint": "http://h:4318",
             "allowed_media_domains": ["images.example.com"],
+            "housekeeping": {"mine": ["Name this"]},
         },
     }
     algorithm = PPO(config)
@@ -1012,6 +1014,7 @@ def test_the_engine_is_what_the_keys_say(tmp_path: Path) -> None:
         assert (endpoint.unknown_model, endpoint.otlp_endpoint) == ("refuse", "http://h:4318")
         assert endpoint.special_tokens_in_text == "control"
         assert endpoint.allowed_media_domains == ["images.example.com"]
+        assert endpoint.housekeeping == {"mine": ["Name this"]}
         assert endpoint.engines[1:] == [{"model": "judge", "kind": "litellm"}]
         model: Any = algorithm.models.model
         assert model.is_gradient_checkpointing

@@ -60,6 +60,7 @@ def other_tokenizer(folder: Path) -> str:
         ({"unknown_model": "refuse"}, "its unknown_model is 'policy', not 'refuse'"),
         ({"otlp_endpoint": "http://127.0.0.1:4318"}, "its otlp_endpoint is None, not"),
         ({"allowed_media_domains": ["h"]}, r"its allowed_media_domains is \[\], not \['h'\]"),
+        ({"housekeeping": {"mine": ["Name this"]}}, r"its housekeeping is {}, not {'mine': \['Name this'\]}"),
         ({"renderer": "template"}, "its renderer writes chats otherwise"),
         ({"tokenizer": other_tokenizer}, "its tokenizer is another one"),
     ],

@@ -44,6 +44,14 @@ def test_without_a_selection_every_call_is_trained() -> None:
     assert (trained(found), found.left_out) == ({"c0", "c1"}, {})
 
 
+def test_housekeeping_is_not_trained_unless_it_is_named() -> None:
+    calls = [named(0, None, None), named(1, None, "housekeeping"), named(2, None, "writer.housekeeping")]
+    for found in (trajectory(calls, None), trajectory(calls, None, lambda _: True)):
+        assert (trained(found), found.left_out) == ({"c0"}, {"housekeeping": 4})
+    assert trajectory(calls, "writer").left_out == {"housekeeping": 4, "not_selected": 2}
+    assert trained(trajectory(calls, ".*")) == {"c0", "c1", "c2"}
+
+
 def test_a_regex_matches_whole_names_of_agents() -> None:
     calls = [named(0, None, "write"), named(1, None, "rewrite"), named(2, None, "writer"), named(3, None, None)]
     found = trajectory(calls, "write|rewrite")
