@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_rl.inference.engine import EmbeddedEngine
 from lightning_rl.inference.load import device_of, load_model, located, skeleton
 from lightning_rl.inference.server import EngineServer
-from lightning_rl.inference.weight_stream import WeightStream
+from lightning_rl.inference.weights.stream import WeightStream
 from lightning_rl.vision import vision_of
 
 

@@ -23,7 +23,7 @@ from lightning_rl.inference.policy import Policy
 from lightning_rl.inference.prefixes import SHORTEST, Prefixes
 from lightning_rl.inference.sampler import Sampled, sample, stream_key, uniforms
 from lightning_rl.inference.sequence import Event, Failure, GenerationRequest, Output, Token
-from lightning_rl.inference.weight_stream import BUCKET_BYTES, WeightStream, buckets
+from lightning_rl.inference.weights.stream import BUCKET_BYTES, WeightStream, buckets
 from lightning_rl.vision import ModelVision, PlacedFeatures, PlacedImage
 
 Ints = NDArray[np.int64]

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from lightning_rl import tutorial
 from lightning_rl.errors import Explained
-from lightning_rl.inference.weight_stream import distinct, files_of
+from lightning_rl.inference.weights.stream import distinct, files_of
 
 _OLD_NAMES = {"rope_theta", "rope_scaling"}  # of what `rope_parameters` holds, which `transformers` still takes
 

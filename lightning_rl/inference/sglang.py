@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from lightning_rl.errors import Explained
 from lightning_rl.inference.load import device_of, load_model, located, skeleton
-from lightning_rl.inference.weight_check import FLOAT32, LogProbs, SampledTokens, Tolerance, log_probs_of, prove
-from lightning_rl.inference.weight_stream import WeightStream, as_saved, export_model, stream_of
+from lightning_rl.inference.weights.check import FLOAT32, LogProbs, SampledTokens, Tolerance, log_probs_of, prove
+from lightning_rl.inference.weights.stream import WeightStream, as_saved, export_model, stream_of
 
 _PATH = "/update_weights_from_disk"
 _CONNECT_SECONDS = 10.0

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, Fsdp
-from lightning_rl.inference.weight_stream import BUCKET_BYTES
+from lightning_rl.inference.weights.stream import BUCKET_BYTES
 from lightning_rl.memory.engine import Engine, cache_bytes, sampled_dtype, vllm_engine
 from lightning_rl.memory.gpus import CONTEXT, FRAGMENTATION, Hardware
 from lightning_rl.memory.traced_step import Held, TracedStep

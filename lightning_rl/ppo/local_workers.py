@@ -17,7 +17,7 @@ from lightning_rl.config.schema import Config, Fsdp
 from lightning_rl.inference import model_code
 from lightning_rl.inference.devices import free_unused_memory
 from lightning_rl.inference.load import NotBySlices, folder_here, load_model, model_folder, unfilled, vocabulary_size
-from lightning_rl.inference.weight_stream import BUCKET_BYTES, Described, WeightStream, as_saved, buckets, stream_of
+from lightning_rl.inference.weights.stream import BUCKET_BYTES, Described, WeightStream, as_saved, buckets, stream_of
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.estimators import needs_reference
 from lightning_rl.training import lora, shards

@@ -19,7 +19,7 @@ from lightning_rl.inference.embedded import EmbeddedPolicy, Unsampled
 from lightning_rl.inference.load import ModelConfigRefused, device_of, load_model, located, with_config
 from lightning_rl.inference.sglang import SGLangPolicy
 from lightning_rl.inference.vllm.policy import VllmPolicy
-from lightning_rl.inference.weight_stream import WeightStream, stream_of_files
+from lightning_rl.inference.weights.stream import WeightStream, stream_of_files
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.cards import Cards
 from lightning_rl.ppo.local_workers import FORMATS, Form, LocalWorkers, register_model_code, roles_of, trained

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.load import NotBySlices, device_of, load_model, unfilled
-from lightning_rl.inference.weight_stream import BUCKET_BYTES, WeightStream
+from lightning_rl.inference.weights.stream import BUCKET_BYTES, WeightStream
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.local_workers import FORMATS, Form, LocalWorkers, Role, by_slices, register_model_code
 from lightning_rl.rl.losses import LOSSES, loss_named

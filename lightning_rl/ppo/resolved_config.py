@@ -21,7 +21,7 @@ from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, Fsdp, Optim, RolloutSection, ValKwargs
 from lightning_rl.inference.load import device_of
 from lightning_rl.inference.vllm.command import Options
-from lightning_rl.inference.weight_check import Tolerance
+from lightning_rl.inference.weights.check import Tolerance
 from lightning_rl.ppo import rollout_correction
 from lightning_rl.ppo.batch import BatchRules
 from lightning_rl.ppo.estimators import (

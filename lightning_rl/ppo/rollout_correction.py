@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import RolloutCorrection
 from lightning_rl.errors import Explained
-from lightning_rl.inference.weight_check import Tolerance, largest_and_mean
+from lightning_rl.inference.weights.check import Tolerance, largest_and_mean
 from lightning_rl.ppo.batch import RolloutPart, StepBatch
 from lightning_rl.rl import correction
 from lightning_rl.rl.correction import CorrectionRules

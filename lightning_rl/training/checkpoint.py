@@ -21,8 +21,8 @@ import torch
 from safetensors import SafetensorError
 
 from lightning_rl.errors import Explained
-from lightning_rl.inference import weight_stream
-from lightning_rl.inference.weight_stream import WeightStream
+from lightning_rl.inference.weights import stream
+from lightning_rl.inference.weights.stream import WeightStream
 from lightning_rl.training import state as states
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def save(folder: Path, *, export: Callable[[Path], None], state: dict[str, Any])
 def export_model(model: Any, weights: WeightStream, tokenizer: Path, folder: Path) -> None:
     """Write a `transformers` model with these weights, one after another under their names in a checkpoint, and the
     tokenizer of the folder `tokenizer`, to `folder`."""
-    weight_stream.export_model(model, weights, folder)
+    stream.export_model(model, weights, folder)
     copy_tokenizer(tokenizer, folder)
 
 

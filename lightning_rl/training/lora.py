@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_rl.inference.weight_stream import Described, WeightStream, distinct
+from lightning_rl.inference.weights.stream import Described, WeightStream, distinct
 from lightning_rl.training.shards import full
 
 # peft asks transformers in an old way.

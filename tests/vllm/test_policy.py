@@ -19,8 +19,8 @@ from torch import nn
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.control import Control, WeightsRefused
 from lightning_rl.inference.vllm.policy import VllmPolicy
-from lightning_rl.inference.weight_check import EngineMismatch
-from lightning_rl.inference.weight_stream import as_saved
+from lightning_rl.inference.weights.check import EngineMismatch
+from lightning_rl.inference.weights.stream import as_saved
 from lightning_rl.training import lora
 from lightning_rl_proxy.engines.vllm import TokenEngine
 from tests.vllm.asking import ENDLESS, LONG, Sampled, whole

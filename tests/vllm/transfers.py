@@ -16,7 +16,7 @@ os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor
 
 from lightning_rl.inference.vllm.transfer import DeviceTransfer
-from lightning_rl.inference.weight_stream import stream_of
+from lightning_rl.inference.weights.stream import stream_of
 
 WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.ones(4), "count": torch.tensor([7])}
 

@@ -7,7 +7,7 @@ import msgspec
 import urllib3
 
 from lightning_rl.errors import Explained
-from lightning_rl.inference.weight_check import SampledTokens
+from lightning_rl.inference.weights.check import SampledTokens
 
 _SECONDS = 600.0  # a large file is read from a slow disk
 # After an error vLLM cuts the connection: each question has its own.

@@ -23,8 +23,8 @@ from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.control import Control, Unreached
 from lightning_rl.inference.vllm.server import VllmNotStarted, VllmServer
 from lightning_rl.inference.vllm.transfer import transfer_of
-from lightning_rl.inference.weight_check import FLOAT32, LogProbs, SampledTokens, Tolerance, log_probs_of, prove
-from lightning_rl.inference.weight_stream import WeightStream, as_saved, stream_of
+from lightning_rl.inference.weights.check import FLOAT32, LogProbs, SampledTokens, Tolerance, log_probs_of, prove
+from lightning_rl.inference.weights.stream import WeightStream, as_saved, stream_of
 from lightning_rl.vision import vision_of
 
 _RESTARTS = 3  # of one server; what ends it more often will not go away by itself

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_rl.errors import Explained
 from lightning_rl.inference.vllm.control import Control
-from lightning_rl.inference.weight_stream import BUCKET_BYTES, WeightStream, write
+from lightning_rl.inference.weights.stream import BUCKET_BYTES, WeightStream, write
 
 Way = Literal["file", "ipc", "nccl"]
 

@@ -18,7 +18,7 @@ from examples.sql_agent.data import make
 from examples.sql_agent.train import CONFIG
 from lightning_rl.config import compose
 from lightning_rl.inference.sglang import SGLangPolicy
-from lightning_rl.inference.weight_check import EngineMismatch
+from lightning_rl.inference.weights.check import EngineMismatch
 from tests.proxy.engines.sglang_stand_in import StandIn
 from tests.proxy.engines.vllm_stand_in import serving
 

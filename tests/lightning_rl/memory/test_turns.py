@@ -13,7 +13,7 @@ from lightning_rl.config import compose
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.policy import VllmPolicy
-from lightning_rl.inference.weight_stream import as_saved, stream_of
+from lightning_rl.inference.weights.stream import as_saved, stream_of
 from lightning_rl.memory import budget as budget_module
 from lightning_rl.memory.budget import budget
 from lightning_rl.memory.engine import ASLEEP

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 import lightning_rl as lrl
 from lightning_rl.config import ConfigError, compose
 from lightning_rl.inference.load import AttentionUnknown, load_model
-from lightning_rl.inference.weight_check import Tolerance
+from lightning_rl.inference.weights.check import Tolerance
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.models import Models
 from lightning_rl.training.batch import TrainingSequence

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_rl.inference.weight_stream import stream_of
+from lightning_rl.inference.weights.stream import stream_of
 from lightning_rl.training import checkpoint
 from lightning_rl.training.checkpoint import CheckpointError
 from tests.random_examples import examples

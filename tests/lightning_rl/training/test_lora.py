@@ -16,7 +16,7 @@ from lightning_rl import tutorial
 from lightning_rl.inference.engine import EmbeddedEngine
 from lightning_rl.inference.load import load_model
 from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling
-from lightning_rl.inference.weight_stream import as_saved, export_model
+from lightning_rl.inference.weights.stream import as_saved, export_model
 from lightning_rl.training import lora
 from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import TrainingSequence

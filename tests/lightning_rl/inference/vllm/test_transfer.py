@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.inference.vllm.transfer import FileTransfer, address_towards, buffer_bytes, transfer_of
-from lightning_rl.inference.weight_stream import WeightStream, stream_of
+from lightning_rl.inference.weights.stream import WeightStream, stream_of
 
 CHECKPOINT = Path(__file__).parents[4] / "examples" / "sql_agent" / "checkpoint"
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "n": torch.tensor([7])}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_rl.config import compose
 from lightning_rl.inference.load import NotBySlices, load_model, unfilled
-from lightning_rl.inference.weight_stream import stream_of
+from lightning_rl.inference.weights.stream import stream_of
 from lightning_rl.ppo import local_workers
 from lightning_rl.ppo.local_workers import LocalWorkers, by_slices
 from lightning_rl.training import lora, shards

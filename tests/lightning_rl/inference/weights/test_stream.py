@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from lightning_rl.inference.engine import EmbeddedEngine
 from lightning_rl.inference.load import load_model, skeleton
 from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling
-from lightning_rl.inference.weight_stream import (
+from lightning_rl.inference.weights.stream import (
     WeightStream,
     as_saved,
     buckets,
@@ -24,7 +24,7 @@ from lightning_rl.inference.weight_stream import (
     write,
 )
 
-CHECKPOINT = Path(__file__).parents[3] / "examples" / "sql_agent" / "checkpoint"
+CHECKPOINT = Path(__file__).parents[4] / "examples" / "sql_agent" / "checkpoint"
 WEIGHTS = {
     "a": torch.arange(6.0).reshape(2, 3).T,
     "b": torch.tensor([1.5, -2.0]).bfloat16(),
@@ -60,7 +60,7 @@ def test_buckets_have_their_size_or_one_tensor() -> None:
 
 @pytest.mark.parametrize("size", [10**9, 300_000])
 def test_an_export_is_loaded_by_transformers(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_rl.inference.weight_stream.FILE_BYTES", size)
+    monkeypatch.setattr("lightning_rl.inference.weights.stream.FILE_BYTES", size)
     model: Any = load_model(CHECKPOINT)
     export_model(skeleton(CHECKPOINT), as_saved(model, stream_of(model)), tmp_path)
     assert (len(list(tmp_path.glob("*.safetensors"))) == 1) == (size == 10**9)

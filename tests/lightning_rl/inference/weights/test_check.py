@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from lightning_rl.inference.load import load_model
-from lightning_rl.inference.weight_check import FLOAT32, EngineMismatch, SampledTokens, Tolerance, log_probs_of, prove
+from lightning_rl.inference.weights.check import FLOAT32, EngineMismatch, SampledTokens, Tolerance, log_probs_of, prove
 
-CHECKPOINT = Path(__file__).parents[3] / "examples" / "sql_agent" / "checkpoint"
+CHECKPOINT = Path(__file__).parents[4] / "examples" / "sql_agent" / "checkpoint"
 
 ROUNDED = Tolerance(mean=0.1)
 # What engines in bfloat16 show beside a trainer in it: mostly 0.01 to 0.05, single tokens 0.3 and more.
