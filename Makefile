@@ -14,7 +14,7 @@ CHROMIUM ?= /usr/bin/chromium
 SERVICES := tests/lightning_rl/control_plane tests/lightning_rl/runner tests/lightning_rl/store tests/lightning_rl/cli/test_serve.py \
   tests/lightning_rl/cli/test_runner.py tests/lightning_rl/inspect/test_attached.py tests/lightning_rl/viewer/test_at_server.py
 CLUSTER := tests/cluster tests/lightning_rl/training/distributed
-FAST := not e2e and not chaos and not package and not sdk and not vllm and not agents and not cluster and not browser and not gpu and not works_with
+FAST := not e2e and not chaos and not package and not sdk and not vllm and not agents and not cluster and not browser and not gpu and not works_with and not sandboxes
 ASKING := forest/test_live_forest test_call_names test_gateway http/test_limits test_logs http/test_openapi test_parking \
   recording/test_recorder test_retries routing/test_router test_streaming rendering/test_chat_templates \
   forest/test_raw_prompts
@@ -22,7 +22,7 @@ PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # One thread each: several processes on the same cores stand in each other's way with more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: quickstart test test-all test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents test-works-with test-browser test-gpu screenshots docs site notebooks lint types check bench clean
+.PHONY: quickstart test test-all test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents test-works-with test-sandboxes test-browser test-gpu screenshots docs site notebooks lint types check bench clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/lightning-rl quickstart $(ARGS)
@@ -34,7 +34,7 @@ test: $(VENV)/.dev
 # three times as many random examples.
 test-all: export EXAMPLES = all
 test-all: test site test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle \
-  test-agents test-works-with test-browser test-vllm test-vllm-training test-vllm-gateway
+  test-agents test-works-with test-sandboxes test-browser test-vllm test-vllm-training test-vllm-gateway
 	$(PYTEST) tests $(SERVICES:%=--ignore %) --ignore tests/oracle -m "$(FAST) and long" -n 3 --dist loadscope
 
 # Those that start processes and databases by the hundred: servers, runners, and the store over each database.
@@ -100,6 +100,10 @@ test-agents: $(VENV)/.dev $(AGENTS)/.made
 # Agents of other people's frameworks, each in an environment of its own below .venv-works, which takes ten gigabytes in all.
 test-works-with: $(VENV)/.dev $(NODE)/.made
 	$(PYTEST) tests/works_with -m works_with $(ARGS)
+
+# Programs in containers, real ones. CONTAINERS names what runs them, by default docker or podman; busybox-static is the image.
+test-sandboxes: $(VENV)/.dev
+	$(PYTEST) tests/sandboxes -m sandboxes $(ARGS)
 
 # The dashboard and a report in a real browser, over real runs, and the docs site. Chromium is the system's (`apt-get install
 # chromium`); CHROMIUM names another one. The second also writes the pictures of docs/dashboard.md.

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lightning_rl.agents.resources import LLM, PromptTemplate, ProxyLLM
     from lightning_rl.algorithms.base import Algorithm
     from lightning_rl.algorithms.baseline import Baseline
+    from lightning_rl.command_agent.agent import CommandAgent
     from lightning_rl.compat.agent_lightning import (
         AgentOpsTracer,
         AttemptedRollout,
@@ -80,6 +81,7 @@ _HOME = {
     "setup_logging": "lightning_rl.compat.agent_lightning",
     "Algorithm": "lightning_rl.algorithms.base",
     "Baseline": "lightning_rl.algorithms.baseline",
+    "CommandAgent": "lightning_rl.command_agent.agent",
     "PPO": "lightning_rl.ppo_algorithm",
     "SFT": "lightning_rl.sft_algorithm",
     "VERL": "lightning_rl.ppo_algorithm",
@@ -113,6 +115,7 @@ __all__ = [
     "AttemptedRollout",
     "Baseline",
     "Call",
+    "CommandAgent",
     "Dataset",
     "DummyTracer",
     "Forest",

@@ -5,5 +5,9 @@ class Explained(Exception):
     """An error whose message names the thing, the place and what to do: nobody needs its traceback."""
 
 
+class InfrastructureError(Explained, RuntimeError):
+    """Something that an agent needs is not there, by no fault of its own: its rollout is tried again."""
+
+
 class WorkerDied(Explained, RuntimeError):
     """A process that trains is gone. What it knew is lost, so the run goes on from its last checkpoint, or ends."""

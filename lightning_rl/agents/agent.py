@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 
 GRAPH_KEY = "actor_rollout_ref.rollout.multi_turn.langgraph.path"
+COMMAND_KEY = "command"
 LOOP_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
 _PROMPT = "prompt_template"
-_NUMBERS = {2: "two", 3: "three"}
+_NUMBERS = {2: "two", 3: "three", 4: "four"}
 
 
 class AgentSignature(Explained, TypeError):
@@ -143,8 +144,9 @@ def agent_of_run(given: Agent | None, configured: Sequence[ConfiguredAgent] = ()
     named += [one.named_by for one in configured]
     if not named:
         raise AgentNotFound(
-            "name the agent: lightning-rl train agent=module:function, lrl.Trainer(agent), or a graph: "
-            f"{GRAPH_KEY}=my_graph.py:graph, or a loop: {LOOP_KEY}=tool_agent"
+            "name the agent: lightning-rl train agent=module:function, lrl.Trainer(agent), a program: "
+            f"{COMMAND_KEY}='claude -p {{prompt}}', a graph: {GRAPH_KEY}=my_graph.py:graph, or a loop: "
+            f"{LOOP_KEY}=tool_agent"
         )
     if len(named) > 1:
         raise AgentNotFound(f"{' and '.join(named)} name {_NUMBERS[len(named)]} agents: leave one out")

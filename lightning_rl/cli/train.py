@@ -65,6 +65,12 @@ def run(
         actor_rollout_ref.model.path=Qwen/Qwen3-0.6B actor_rollout_ref.actor.optim.lr=1e-6
     ```
 
+    Any program that people run from a shell is an agent, too (`docs/command-agents.md`):
+
+    ```
+    lightning-rl train command='claude -p {prompt}' reward='pytest -q' sandbox.files=repo data.train_files=tasks.jsonl
+    ```
+
     `--dry-run` prints the plan and every key. Ctrl-C stops; `--resume RUN_DIR` goes on.
 
     `--server http://host:8080` attaches to a server that runs; rollouts are left to the runners that join it, and no
@@ -122,11 +128,20 @@ def _agent(settings: "TrainConfig", server: str | None) -> Any:
     from lightning_rl.config import ConfigError
     from lightning_rl.loops.configured import configured_agents
 
+    if settings.reward.command is not None and settings.command is None:
+        raise ConfigError(
+            "reward.command judges what the program of `command` did: name it, command='claude -p {prompt}'"
+        )
     agent = None if settings.agent is None else load_agent(settings.agent)
     if server is None:
         agent_of_run(agent, configured_agents(settings))  # raises before anything is begun
     elif agent is not None:
         raise ConfigError(f"the runners of {server} have the agent: leave agent={settings.agent} out")
+    elif settings.command is not None:
+        raise ConfigError(
+            f"the runners of {server} have the agent: leave command={settings.command} out, and name a CommandAgent to "
+            "them: lightning-rl runner --agent my_agent.py:agent (docs/command-agents.md)"
+        )
     return agent
 
 
@@ -220,7 +235,7 @@ def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None = None
     numbers = None if folder is None else preflight.parameters(folder)
     unknown = "not known before the model is here"
     return {
-        "agent": settings.agent or rollout.multi_turn.langgraph.path or (loops and loops.default),
+        "agent": settings.agent or settings.command or rollout.multi_turn.langgraph.path or (loops and loops.default),
         "model": model or f"{tutorial.checkpoint()} (the tutorial's; name yours: actor_rollout_ref.model.path)",
         "parameters": unknown if numbers is None else numbers,
         "learning_rate": unknown if numbers is None else resolved_config.learning_rate(settings, numbers),
@@ -246,7 +261,11 @@ def _rewards_of(settings: "TrainConfig") -> str:
         return f"{function.path}:{function.name}"
     if judge.model:
         return f"the judge {judge.model}"
-    return f"the reward model {scorer.model_path}" if scorer.enable else "what the agent returns or emits"
+    if scorer.enable:
+        return f"the reward model {scorer.model_path}"
+    if settings.command is None:
+        return "what the agent returns or emits"
+    return settings.reward.command or "what the program writes to $LIGHTNING_RL_REWARD, or its exit status"
 
 
 def _show(plan: dict[str, Any], settings: "TrainConfig", notes: "list[Note] | None", *, as_json: bool) -> None:

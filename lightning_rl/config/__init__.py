@@ -35,6 +35,8 @@ DEFAULTS = "lightning_rl/ppo"  # a Hydra file of one's own begins with `defaults
 
 VERL_DEFAULTS = "ppo_trainer"
 
+SHORT = {"reward": "reward.command"}  # groups that stand for a key in them, where they are given a text
+
 C = TypeVar("C", bound=Config)
 _log = logging.getLogger(__name__)
 _CONVERSION = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<place>[^`]*)`)?", re.DOTALL)
@@ -105,13 +107,22 @@ def _layers(
     defaults = _defaults(schema)
     layers, notes = [], []
     for layer in (_read(file, schema), OmegaConf.create(dict(given or {}))):
-        ours, of_layer = translate_layer(layer, defaults, theirs=theirs)
+        ours, of_layer = translate_layer(_lengthened(layer), defaults, theirs=theirs)
         layers.append(ours)
         notes += of_layer
     overridden, of_command_line = _from_command_line(command_line, schema, theirs=theirs)
     notes += of_command_line
     _check_names((note.key for note in notes if note.kind == "same"), schema)
     return [*layers, overridden], [_without_effect(note, _keys_by_name(schema)) for note in notes]
+
+
+def _lengthened(layer: DictConfig) -> DictConfig:
+    """A layer with the names that `SHORT` ones stand for."""
+    short = {name: layer[name] for name in SHORT if isinstance(OmegaConf.select(layer, name), str)}
+    if not short:
+        return layer
+    rest = OmegaConf.create({name: value for name, value in layer.items() if name not in short})
+    return OmegaConf.merge(rest, _nested({SHORT[name]: value for name, value in short.items()}))  # type: ignore[return-value]
 
 
 def _without_effect(note: Note, known: Mapping[str, Key]) -> Note:
@@ -194,7 +205,7 @@ def _from_command_line(
     overrides: Sequence[str], schema: type[Config], *, theirs: bool
 ) -> tuple[DictConfig, list[Note]]:
     """The values that the overrides give, and what became of each; Hydra reads them against the defaults."""
-    parsed = _parsed(overrides)
+    parsed = _parsed(overrides, schema)
     of_verl: list[tuple[str, Any]] = []
     ours: list[tuple[str, Any, str]] = []
     for override in parsed:
@@ -240,11 +251,39 @@ def _apart() -> Iterator[None]:
         GlobalHydra.instance().hydra = outer
 
 
-def _parsed(overrides: Sequence[str]) -> list[Override]:
+def _parsed(overrides: Sequence[str], schema: type[Config]) -> list[Override]:
     for text in overrides:
         if "=" not in text and not text.startswith("~"):
             raise ConfigError(f"{text!r} is no key=value")
-    return OverridesParser.create().parse_overrides([*overrides])
+    return [_parsed_one(text, schema) for text in overrides]
+
+
+def _parsed_one(text: str, schema: type[Config]) -> Override:
+    """An override as Hydra reads it; where a text is asked for and Hydra sees none, the text as it stands.
+
+    So a command with braces, brackets, quotes or commas needs no quoting for Hydra beside the shell's.
+    """
+    parser = OverridesParser.create()
+    name, _, value = text.partition("=")
+    bare = name.lstrip("+")
+    if bare in SHORT:
+        text, name = f"{SHORT[bare]}={value}", SHORT[bare]
+    if name.lstrip("+") not in _texts(schema):
+        return parser.parse_override(text)
+    try:
+        parsed = parser.parse_override(text)
+    except HydraException:
+        parsed = None
+    if parsed is not None and not parsed.is_sweep_override() and isinstance(parsed.value(), str | None):
+        return parsed
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return parser.parse_override(f"{name}='{escaped}'")
+
+
+@functools.cache
+def _texts(schema: type[Config]) -> frozenset[str]:
+    """The keys whose value is a text, and nothing else."""
+    return frozenset(name for name, key in _keys_by_name(schema).items() if key.type.__origin__ in (str, str | None))
 
 
 def _nested(values: Mapping[str, Any]) -> DictConfig:

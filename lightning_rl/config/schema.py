@@ -959,10 +959,64 @@ class OverlongBufferConfig(Section, frozen=True):
 class RewardSection(Section, frozen=True):
     """Rewards that training gives beside the agents; they become the final reward."""
 
+    command: Annotated[
+        str | None,
+        effect(
+            "of `command`: a shell command that runs after the program in its folder (`pytest -q`): the reward is what "
+            "it writes to the file $LIGHTNING_RL_REWARD, else 1 where it ends with status 0, else 0; `reward=...` is "
+            "short for it. null: the program gives its own reward in these ways"
+        ),
+    ] = None
     custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
     judge: Judge = field(default_factory=Judge)
     reward_model: RewardModelSection = field(default_factory=RewardModelSection)
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+
+
+class SandboxSection(Section, frozen=True):
+    """Where the program of `command` runs, and on what."""
+
+    kind: Annotated[
+        str,
+        effect(
+            "local (a folder of its own on the runner's machine; nothing is kept apart), docker (a container for each "
+            "rollout), e2b, modal, daytona (of that service, whose SDK and key are needed), or a class of yours: "
+            "module:Class, or path/to/file.py:Class"
+        ),
+    ] = "local"
+    image: Annotated[
+        str | None,
+        effect(
+            "docker: an image, or a folder with a Dockerfile; e2b: a template; modal, daytona: an image of a registry"
+        ),
+    ] = None
+    options: Annotated[list[str], effect("of docker: further options of `docker run`")] = field(default_factory=list)
+    folder: Annotated[
+        str | None, effect("the folder in it where the program works; null: where the sandbox begins")
+    ] = None
+    files: Annotated[
+        str | None,
+        effect("a folder whose content is copied there before the program; `{field}` is the task's (`repos/{name}`)"),
+    ] = None
+    tests: Annotated[
+        str | None,
+        effect("a folder whose content is copied there after the program, over what it did, for reward.command"),
+    ] = None
+    setup: Annotated[str | None, effect("a shell command that runs there before the program")] = None
+    environment: Annotated[dict[str, str], effect("further environment variables of all that runs in it")] = field(
+        default_factory=dict
+    )
+    timeout_seconds: Annotated[
+        Above0 | None,
+        effect("the program is ended then, and what it did is judged; null: when the attempt's time is over"),
+    ] = None
+    gateway_url: Annotated[
+        str | None,
+        effect(
+            "the gateway's URL as the sandbox reaches it, where that is another one: a tunnel, "
+            "http://host.docker.internal:8080"
+        ),
+    ] = None
 
 
 class EarlyStopping(Section, frozen=True):
@@ -1240,6 +1294,14 @@ class Config(Section, frozen=True):
     trainer: TrainerSection = field(default_factory=TrainerSection)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     sft: SftSection = field(default_factory=SftSection)
+    command: Annotated[
+        str | None,
+        effect(
+            "the agent, where no function is given: a program with its arguments (`claude -p {prompt}`), which is "
+            "started for each rollout; `{field}` is the task's (`docs/command-agents.md`)"
+        ),
+    ] = None
+    sandbox: SandboxSection = field(default_factory=SandboxSection)
 
 
 class TrainConfig(Config, frozen=True):

@@ -1,4 +1,4 @@
-"""Tasks from files: JSONL, JSON, CSV, Parquet, and Hugging Face datasets on disk.
+"""Tasks from files: JSONL, JSON, CSV, Parquet, Hugging Face datasets on disk, and folders of Harbor's tasks.
 
 Invariant: a task is a JSON value, and a JSONL line is the very value that was written. A file that cannot be read as
 asked is an error that names the file and the place in it.
@@ -24,6 +24,7 @@ from lightning_rl.errors import Explained
 _BOM = b"\xef\xbb\xbf"
 _EXCERPT = 40  # characters shown of the place where JSON ends to be JSON
 _INTEGER = re.compile(r"-?(0|[1-9]\d{0,3999})", re.ASCII)  # int() takes no more than 4300 digits
+HARBOR = "harbor"  # the field of a task that is a folder of Harbor's
 _DECIMAL = re.compile(r"-?((0|[1-9]\d*)(\.\d*)?|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 
 
@@ -37,7 +38,8 @@ def load_tasks(files: str | Path | Sequence[str | Path]) -> list[Any]:
     Args:
         files: JSONL (`.jsonl`, `.ndjson`), one JSON array (`.json`), CSV with a header (`.csv`, `.tsv`; a column whose
             every value is a number holds numbers, an empty value is None), Parquet (`.parquet`), or a folder made by
-            the `save_to_disk` of a Hugging Face `Dataset`. The last two need the extra `data`.
+            the `save_to_disk` of a Hugging Face `Dataset`; these two need the extra `data`. Or a folder of Harbor's
+            tasks: each is `{"name", "prompt", "harbor"}`, its folder's name and path and its instruction.
 
     Raises DataError naming the file and the place in it.
     """
@@ -63,7 +65,7 @@ def _reader(path: Path) -> Callable[[Path], Iterator[Any]]:
         near = difflib.get_close_matches(path.name, beside, n=1)
         raise DataError(f"there is no file {path.resolve()}" + (f"; did you mean {near[0]!r}?" if near else ""))
     if path.is_dir():
-        return _dataset_folder
+        return _harbor_folder if any(path.glob("*/task.toml")) else _dataset_folder
     if path.suffix.lower() not in _READERS:
         raise DataError(f"{path.resolve()}: tasks are read from {', '.join(_READERS)} and dataset folders")
     return _READERS[path.suffix.lower()]
@@ -202,6 +204,16 @@ def _dataset_folder(path: Path) -> Iterator[Any]:
         splits = ", ".join(str(path / split) for split in found)
         raise DataError(f"{path.resolve()} holds several splits; name one of them: {splits}")
     yield from _rows(found.with_format("arrow").iter(batch_size=1000), path)
+
+
+def _harbor_folder(path: Path) -> Iterator[Any]:
+    for told in sorted(path.glob("*/task.toml")):
+        folder = told.parent.resolve()
+        try:
+            instruction = (folder / "instruction.md").read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{folder}: a Harbor task has an instruction.md: {error}") from error
+        yield {"name": folder.name, "prompt": instruction.strip(), HARBOR: str(folder)}
 
 
 def _library(name: str) -> Any:

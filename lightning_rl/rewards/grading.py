@@ -68,7 +68,8 @@ def _checked(given: Sequence[float | Mapping[str, float]], group: Sequence[Finis
 
 
 def from_config(reward: RewardSection) -> GroupReward | None:
-    """What the config's `reward` section names: a function in a file, a judge, a reward model, or nothing.
+    """What the config's `reward` section names: a function in a file, a judge, a reward model, or nothing; a command
+    gives its rewards with the agent, where that ran.
 
     Raises:
         ConfigError: two are named, the judge's key is not there, or the reward model is none.
@@ -76,6 +77,7 @@ def from_config(reward: RewardSection) -> GroupReward | None:
     """
     function, judge, scorer = reward.custom_reward_function, reward.judge, reward.reward_model
     named = {
+        "reward.command": reward.command is not None,
         "reward.custom_reward_function.path": function.path is not None,
         "reward.judge.model": judge.model is not None,
         "reward.reward_model.enable": scorer.enable,

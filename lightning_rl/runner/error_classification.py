@@ -1,12 +1,13 @@
 """Whose fault an agent's exception is: its own, or that of the server it was given.
 
-Invariant: only what names our server's address (or our own client's `Unreachable`) counts as infrastructure, so an
-agent whose own tools cannot connect has failed by itself and is not retried.
+Invariant: only what names our server's address (or our own client's `Unreachable`), and an `InfrastructureError`,
+counts as infrastructure, so an agent whose own tools cannot connect has failed by itself and is not retried.
 """
 
 import traceback
 from collections.abc import Iterator
 
+from lightning_rl.errors import InfrastructureError
 from lightning_rl.store.contract import Claim, ErrorInfo
 from lightning_rl.store.errors import Unreachable
 
@@ -29,7 +30,7 @@ def is_infrastructure(error: BaseException, claim: Claim) -> bool:
     """
     servers = [resource["anthropic_base_url"] for resource in claim.resources.values() if "base_url" in resource]
     for cause in _causes(error):
-        if isinstance(cause, Unreachable):
+        if isinstance(cause, Unreachable | InfrastructureError):
             return True
         url = _requested_url(cause)
         ours = any(url.startswith(server) for server in servers)

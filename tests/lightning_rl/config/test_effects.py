@@ -42,6 +42,7 @@ from tests.adapters.forests import make_call
 ACTOR = "actor_rollout_ref.actor."
 ROLLOUT = "actor_rollout_ref.rollout."
 LOSS = "distillation.distillation_loss."
+PROGRAM = "command_agent/test_agent.py::"
 CHECKPOINT = Path(__file__).parents[3] / "examples" / "sql_agent" / "checkpoint"
 
 
@@ -451,6 +452,18 @@ ELSEWHERE = {
     ROLLOUT + "dtype": "ppo/test_models.py::test_number_formats_are_what_the_keys_say",
     "trainer.total_epochs": "test_epochs_count_the_steps",
     "agent": "test_the_agent_is_the_one_that_is_named",
+    "command": f"{PROGRAM}test_the_configuration_names_the_program_and_its_reward",
+    "reward.command": f"{PROGRAM}test_the_configuration_names_the_program_and_its_reward",
+    "sandbox.kind": "command_agent/test_harbor.py::test_image_and_times_are_the_tasks",
+    "sandbox.image": "command_agent/test_harbor.py::test_image_and_times_are_the_tasks",
+    "sandbox.options": "sandboxes/test_local.py::test_what_cannot_be_is_refused_when_it_is_named",
+    "sandbox.folder": f"{PROGRAM}test_files_are_there_before_the_program_and_tests_only_after_it",
+    "sandbox.files": f"{PROGRAM}test_files_are_there_before_the_program_and_tests_only_after_it",
+    "sandbox.tests": f"{PROGRAM}test_files_are_there_before_the_program_and_tests_only_after_it",
+    "sandbox.setup": f"{PROGRAM}test_files_are_there_before_the_program_and_tests_only_after_it",
+    "sandbox.environment": f"{PROGRAM}test_files_are_there_before_the_program_and_tests_only_after_it",
+    "sandbox.timeout_seconds": f"{PROGRAM}test_a_program_whose_time_is_over_is_judged_by_what_it_did",
+    "sandbox.gateway_url": f"{PROGRAM}test_a_gateway_that_a_sandbox_cannot_reach_is_said_or_named_otherwise",
     ROLLOUT + "agent.default_agent_loop": "loops/test_loops_page.py::test_a_loop_of_ones_own",
     ROLLOUT + "agent.agent_loop_config_path": "loops/test_loops_page.py::test_a_loop_of_ones_own",
     ROLLOUT + "response_length": "loops/test_loop_registry.py::test_loops_get_the_limits_of_the_config",

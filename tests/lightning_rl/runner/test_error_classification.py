@@ -5,6 +5,7 @@ import openai
 import pytest
 
 from lightning_rl.runner.error_classification import error_info, is_infrastructure
+from lightning_rl.sandboxes import SandboxError
 from lightning_rl.store.contract import RolloutRequest
 from lightning_rl.store.errors import Unreachable
 from lightning_rl.store.sql import SqlStore
@@ -42,6 +43,7 @@ def status(code: int, url: str) -> openai.APIStatusError:
         (status(503, "http://example.com"), False),
         (status(400, OURS), False),
         (Unreachable("no answer"), True),
+        (SandboxError("the container is gone"), True),
         (ConnectionError("the agent's own socket"), False),
         (ValueError("x"), False),
     ],

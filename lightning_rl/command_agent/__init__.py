@@ -1,0 +1,1 @@
+"""A program that people run from a shell, as an agent."""

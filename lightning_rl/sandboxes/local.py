@@ -1,0 +1,82 @@
+"""A folder and a home of its own on this machine. Nothing is kept apart: a program may do what its user may."""
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lightning_rl.sandboxes import Output, SandboxError, SandboxUnusable
+from lightning_rl.sandboxes.child_program import run
+
+_OURS = "LIGHTNING_RL_"  # begins the names of variables that hold keys of the server: not a program's concern
+
+
+class LocalSandbox:
+    """See `Sandbox`. It begins in an empty folder."""
+
+    shares_network = True
+    home = ""
+
+    def __init__(self, image: str | None = None, options: Sequence[str] = ()) -> None:
+        if image is not None or options:
+            raise SandboxUnusable(
+                "sandbox.kind=local takes neither an image nor options: say sandbox.kind=docker, or another"
+            )
+        self._root: Path | None = None
+
+    async def open(self) -> None:
+        """See `Sandbox`."""
+        try:
+            self._root = Path(tempfile.mkdtemp(prefix="lightning_rl-"))
+            for name in ("work", "home"):
+                (self._root / name).mkdir()
+        except OSError as error:
+            raise SandboxError(f"no folder for a rollout can be made in {tempfile.gettempdir()}: {error}") from error
+        self.home = str(self._root / "home")
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        folder: str | None,
+        timeout_seconds: float | None,
+        output: Output,
+    ) -> int | None:
+        """See `Sandbox`."""
+        if not Path(self._path(folder or "")).is_dir():
+            raise SandboxError(f"{self._path(folder or '')}, where {command[0]} is to run, is not there")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+        done = await run(
+            command,
+            environment=inherited | {"HOME": self.home, "PWD": self._path(folder or "")} | dict(environment),
+            folder=self._path(folder or ""),
+            timeout_seconds=timeout_seconds,
+            output=output,
+        )
+        return done.status
+
+    async def write(self, path: str, data: bytes) -> None:
+        """See `Sandbox`."""
+        file = Path(self._path(path))
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+        except OSError as error:
+            raise SandboxError(f"{file} cannot be written: {error}") from error
+
+    async def read(self, path: str) -> bytes | None:
+        """See `Sandbox`."""
+        file = Path(self._path(path))
+        return file.read_bytes() if file.is_file() else None
+
+    async def close(self) -> None:
+        """See `Sandbox`."""
+        if self._root is not None:
+            await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
+
+    def _path(self, path: str) -> str:
+        assert self._root is not None, "it is opened first"
+        return str(self._root / "work" / path)

@@ -1,0 +1,42 @@
+"""Places in commands: what fills them, and what stays."""
+
+import shlex
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_rl.agents.resources import LLM
+from lightning_rl.command_agent.template import CommandError, Values, filled
+
+LLM_OF_TEST = LLM("m", "http://h/rollout/r/attempt/a/v1", "key", "http://h/rollout/r/attempt/a")
+
+
+@pytest.mark.parametrize(
+    ("text", "task", "expected"),
+    [
+        ("{prompt}", "a task", "a task"),
+        ("{prompt}", {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}, "u"),
+        ("{prompt}", {"messages": [{"role": "user", "content": [{"type": "text", "text": "u"}]}]}, "u"),
+        ("{a.b}/{n}/{l}", {"a": {"b": "x"}, "n": 3, "l": [1]}, "x/3/[1]"),
+        ("openai/{llm.model} {llm.base_url}", {}, "openai/m http://h/rollout/r/attempt/a/v1"),
+        ("{llm.endpoint}", {}, "http://h/key/key/v1"),
+        ('{{print}} ${x} $x {"a": 1} {} { }', {}, '{print} ${x} $x {"a": 1} {} { }'),
+        ("{a}", {"a": "{b}", "b": "no"}, "{b}"),
+    ],
+)
+def test_places_are_filled(text: str, task: object, expected: str) -> None:
+    assert filled(text, Values(task, LLM_OF_TEST)) == expected
+
+
+@pytest.mark.parametrize("task", [{"a": 1}, "text", 7])
+def test_a_name_that_there_is_not_is_an_error(task: object) -> None:
+    for text in ("{b}", "{a.c}", "{llm.key}"):
+        with pytest.raises(CommandError, match="is no field of the task"):
+            filled(text, Values(task, LLM_OF_TEST))
+
+
+@given(st.text())
+def test_whatever_a_task_says_is_one_word_of_a_shell(said: str) -> None:
+    words = shlex.split(filled("test {said} = x", Values({"said": said}, LLM_OF_TEST), quote=shlex.quote))
+    assert words == ["test", said, "=", "x"]

@@ -1,0 +1,70 @@
+"""Folders on this machine: the contract, and what a program sees of its user's."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from lightning_rl.sandboxes import Sandbox, SandboxUnusable, sandbox_class
+from lightning_rl.sandboxes.local import LocalSandbox
+from tests.lightning_rl.sandboxes.contract import SandboxContract, ran
+
+
+class TestLocal(SandboxContract):
+    def make(self) -> Sandbox:
+        return LocalSandbox()
+
+    def test_it_has_a_home_of_its_own_and_no_key_of_the_server(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("LIGHTNING_RL_ADMIN_KEY", "secret")
+        monkeypatch.setenv("OTHER", "kept")
+
+        async def use(box: Sandbox) -> None:
+            _, printed = await ran(box, "sh", "-c", 'echo "$HOME|$LIGHTNING_RL_ADMIN_KEY|$OTHER"')
+            assert printed == f"{box.home}||kept\n"
+            assert Path(box.home) != Path.home()
+
+        self.inside(use)
+
+    def test_what_a_program_left_running_ends_with_it_and_the_folder_goes(self) -> None:
+        async def use(box: Sandbox) -> tuple[str, int]:
+            script = "(while :; do sleep 0.1; done) & echo $!"  # it holds the pipe, too
+            status, printed = await ran(box, "sh", "-c", script)
+            assert status == 0
+            return box.home, int(printed)
+
+        home, left = self.inside(use)
+        assert not Path(home).parent.exists()
+        assert not runs(left)
+
+    def test_a_run_that_is_cancelled_ends_its_program(self) -> None:
+        async def use(box: Sandbox) -> str:
+            running = asyncio.create_task(ran(box, "sh", "-c", 'echo $$ > "$0"; sleep 60', f"{box.home}/pid"))
+            while not (pid := await box.read(f"{box.home}/pid")):
+                await asyncio.sleep(0.02)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            return pid.decode()
+
+        assert not runs(int(self.inside(use)))
+
+
+def runs(process: int) -> bool:
+    """Whether a process is there and more than a status that nobody has asked for."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_what_cannot_be_is_refused_when_it_is_named() -> None:
+    with pytest.raises(SandboxUnusable, match=r"local, docker, e2b, modal, daytona"):
+        sandbox_class("dokcer")
+    with pytest.raises(SandboxUnusable, match="neither an image"):
+        sandbox_class("local")("python:3.12", [])
+    with pytest.raises(SandboxUnusable, match=r"sandbox\.image"):
+        sandbox_class("docker")(None, [])
+    with pytest.raises(SandboxUnusable, match="--pid"):
+        sandbox_class("docker")("python:3.12", ["--pid=host"])
+    with pytest.raises(SandboxUnusable, match="takes no options"):
+        sandbox_class("e2b")(None, ["--x"])
