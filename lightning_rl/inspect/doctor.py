@@ -190,6 +190,25 @@ def _no_logprobs(evidence: Evidence) -> Finding | None:
     )
 
 
+def _rewritten(evidence: Evidence) -> Finding | None:
+    found = evidence.rewritten
+    share = _share(found.rollouts.count, found.of) or 0.0
+    if share < MUCH:
+        return None
+    times = found.times / found.rollouts.count
+    return Finding(
+        name="history_rewritten",
+        severity="look at it",
+        number=share,
+        told=f"in {found.rollouts.count} of {found.of} rollouts of three calls and more every call begins anew: each "
+        f"is a row of its own, and together they have {times:.1f} times the tokens of the longest",
+        advice="all of it is trained, it costs more. Some frameworks write their history anew on principle "
+        "(docs/works-with.md: DSPy, LlamaIndex's ReActAgent); an agent with tool calls makes one row. Where the calls "
+        "have nothing in common, nothing is lost",
+        rollout=found.rollouts.rollout,
+    )
+
+
 def _drift(evidence: Evidence) -> Iterator[Finding]:
     for cause in ForkCause:
         tally = evidence.seen.get(cause)
@@ -464,6 +483,7 @@ CHECKS: tuple[Check, ...] = (
     _mismatch,
     _excluded,
     _truncation,
+    _rewritten,
     _drift,
     _lengths,
     _entropy,

@@ -61,7 +61,16 @@ def attempt(view: AttemptView) -> Iterator[str]:
         told = [f"    {line}" for line in lines]
         yield f"  {title}  {'' if told else 'none'}"
         yield from told
+    yield from _rewritten(view)
     yield from _log(view.log)
+
+
+def _rewritten(view: AttemptView) -> Iterator[str]:
+    """What it costs where an agent writes its history anew for every call."""
+    tokens = [call.prompt_tokens + call.sampled_tokens for call in view.calls]
+    if len(tokens) > 2 and sum(fork.cause is not None for fork in view.forks) == len(tokens) - 1:
+        times = sum(tokens) / max(*tokens, 1)
+        yield f"  every call begins anew: {len(tokens)} rows with {times:.1f} times the tokens of the longest"
 
 
 def _log(log: Log) -> Iterator[str]:

@@ -38,6 +38,15 @@ class Tally(msgspec.Struct):
         self.rollout = rollout_id
 
 
+class RewrittenHistory(msgspec.Struct):
+    """Rollouts of three calls and more: `of` all of them, `rollouts` those whose every later call began anew. `times`
+    is the sum, over the latter, of how many times the tokens of their longest call all of them have together."""
+
+    of: int = 0
+    rollouts: Tally = msgspec.field(default_factory=Tally)
+    times: float = 0.0
+
+
 class UnroutedRollouts(msgspec.Struct):
     """Rollouts that asked the gateway nothing, and whose agents' own spans, of one convention, tell of LLM calls.
 
@@ -66,7 +75,8 @@ class Evidence(msgspec.Struct, kw_only=True):
     training rollouts, of all where none is for training: `seen` tallies calls by what is wrong with them (`inexact`,
     `no_logprobs`, `length`, and causes of forks), `errors` attempts by the type of the agent's error, `infrastructure`
     those that were lost otherwise. `gaps` has, of the newest step, how far sampler and trainer are apart, by rollout.
-    `beside` has, by convention, how agents called beside the gateway in the newest `beside_of` rollouts without calls.
+    `rewritten` are rollouts whose agent writes its history anew for every call. `beside` has, by convention, how agents
+    called beside the gateway in the newest `beside_of` rollouts without calls.
     """
 
     run_dir: str
@@ -82,6 +92,7 @@ class Evidence(msgspec.Struct, kw_only=True):
     infrastructure: dict[str, Tally] = {}
     without_reward: Tally = msgspec.field(default_factory=Tally)
     without_calls: Tally = msgspec.field(default_factory=Tally)
+    rewritten: RewrittenHistory = msgspec.field(default_factory=RewrittenHistory)
     beside: dict[str, UnroutedRollouts] = {}
     beside_of: int = 0
     reward_names: set[str] = set()
@@ -94,12 +105,16 @@ class _SpanAttributes(msgspec.Struct):
     logprobs: bytes | None = msgspec.field(name=semconv.LOGPROBS, default=None)
     exact: bool = msgspec.field(name=semconv.EXACT, default=True)
     trainable: bool = msgspec.field(name=semconv.TRAINABLE, default=True)
+    prompt_ids: bytes = msgspec.field(name=semconv.PROMPT_IDS, default=b"")
+    response_ids: bytes = msgspec.field(name=semconv.RESPONSE_IDS, default=b"")
 
 
 class _CallStats(recorded.Named):
     attributes: _SpanAttributes
 
 
+_SEVERAL = 3  # calls of a rollout, from which on it tells something that each begins anew
+_GOES_ON = -1
 _CALL = msgspec.msgpack.Decoder(_CallStats)
 
 
@@ -192,6 +207,7 @@ def _look_beside(connection: sa.Connection, evidence: Evidence, silent: Sequence
 def _look_at_calls(connection: sa.Connection, evidence: Evidence, status: Mapping[str, str]) -> set[str]:
     """Tally the calls; the rollouts that made some."""
     called: set[str] = set()
+    begun: dict[str, list[int]] = {}  # by rollout: the bytes of each call's ids, or `_GOES_ON`
     for one in recorded.calls(connection, _CALL):
         called.add(one.rollout_id)
         if one.rollout_id not in status or not one.attributes.trainable:
@@ -199,7 +215,20 @@ def _look_at_calls(connection: sa.Connection, evidence: Evidence, status: Mappin
         evidence.calls += 1
         for mark in _marks(one.attributes):
             evidence.seen.setdefault(mark, Tally()).add(one.rollout_id)
+        lengths = begun.setdefault(one.rollout_id, [])
+        anew = not lengths or one.attributes.cause is not None
+        lengths.append(len(one.attributes.prompt_ids) + len(one.attributes.response_ids) if anew else _GOES_ON)
+    _tally_rewritten(evidence.rewritten, begun)
     return called
+
+
+def _tally_rewritten(rewritten: RewrittenHistory, begun: Mapping[str, Sequence[int]]) -> None:
+    for rollout_id, lengths in begun.items():
+        if len(lengths) >= _SEVERAL:
+            rewritten.of += 1
+            if _GOES_ON not in lengths:
+                rewritten.rollouts.add(rollout_id)
+                rewritten.times += sum(lengths) / max(*lengths, 1)
 
 
 def _marks(attributes: _SpanAttributes) -> Iterator[str]:

@@ -176,7 +176,6 @@ def _both(api: Api, calls: int = 4, rows: int = 1, why: str = "") -> tuple[Mode,
 
 _CHAT, _RESPONSES, _MESSAGES = _both("chat"), _both("responses"), _both("messages")
 _DROPPED = "it drops the words beside the calls, in the turn that has some"
-_AS_TEXT = "it writes each answer back in words of its own, calls as text"
 
 
 def _script(name: str) -> Callable[[Any, Path, Path, Mode, dict[str, str]], list[str]]:
@@ -278,12 +277,12 @@ AGENTS = (
         'LiteLlm(model=f"openai/{llm.model}", api_base=llm.base_url, api_key=llm.api_key)',
     ),
     Agent(
-        "smolagents_agent", "smolagents, `ToolCallingAgent`", "smolagents", _both("chat", rows=4, why=_AS_TEXT),
+        "smolagents_agent", "smolagents, `ToolCallingAgent`", "smolagents", _CHAT,
         "OpenAIModel(llm.model, api_base=llm.base_url, api_key=llm.api_key)",
         _FINAL_ANSWERS, PRINTED, _script("smolagents_agent.py"),
     ),
     Agent(
-        "smolagents_code", "smolagents, `CodeAgent`", "smolagents", _both("chat", rows=4, why=_AS_TEXT),
+        "smolagents_code", "smolagents, `CodeAgent`", "smolagents", _CHAT,
         "OpenAIModel(llm.model, api_base=llm.base_url, api_key=llm.api_key)",
         _CODE, PRINTED, _script("smolagents_code.py"),
     ),

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from lightning_rl_adapters.media import referred, url_of
 from lightning_rl_adapters.semconv import ForkCause
-from lightning_rl_proxy.forest import fork_causes, message_fingerprint, raw_prompts
+from lightning_rl_proxy.forest import fork_causes, message_fingerprint, raw_prompts, restated_answers
 from lightning_rl_proxy.forest.fork_causes import Fork
 from lightning_rl_proxy.forest.message_fingerprint import ConversationFingerprint, Head, MessageFingerprint, Numbering
 from lightning_rl_proxy.forest.nodes import (
@@ -67,6 +67,7 @@ class LiveForest:
         self._asked: set[tuple[Head, bytes]] = set()
         self._begun: set[tuple[Head | None, bytes]] = set()
         self._at_hand: deque[list[LiveCall]] = deque()
+        self._cut: dict[str, None] = {}  # the texts of answers that more may stand behind
 
     def find_place(
         self,
@@ -80,11 +81,14 @@ class LiveForest:
         if renderer.vision is not None:
             messages = self._with_images_named(messages)
         turn = self.find_turn(model, messages, tools, told)
+        added = self._added(renderer, turn, tools)
+        if added is None and turn.asked.messages is not messages:
+            turn = self.find_turn(model, messages, tools, told, as_written=True)
+            added = self._added(renderer, turn, tools)
         if turn.parent is None:
             ids, media = self._shown(renderer, renderer.render(messages, tools), messages)
             return replace(turn.with_prompt(ids, messages), media=media)
         before, response = self._prompt_of(turn.parent), turn.parent.call.response_ids
-        added = renderer.extend(before.ids, response, turn.new_messages, tools) if turn.new_messages else None
         if added is None:
             ids, media = self._shown(renderer, renderer.render(messages, tools), messages)
             return replace(self._anew(turn, ids, messages), media=media)
@@ -93,6 +97,19 @@ class LiveForest:
         placed = turn.parent.placed() if self.images else []  # which looks at every call before
         media = [Shown(one.start, one.length, self.images[one.sha256]) for one in placed]
         return replace(turn, added_ids=added, prompt_ids=prompt.ids, prompt=prompt, media=[*media, *more])
+
+    def _added(self, renderer: Renderer, turn: Place, tools: list[dict[str, Any]] | None) -> list[int] | None:
+        """The ids that a request's new messages add to its parent; None without one, or where they cannot be added."""
+        if turn.parent is None:
+            return None
+        before = self._prompt_of(turn.parent).ids
+        messages, response, words = turn.new_messages, turn.parent.call.response_ids, list[int]()
+        if messages and messages[0].get(restated_answers.BEHIND):
+            text = restated_answers.words_behind(renderer, response, messages[0], turn.parent.cut or "")
+            words = renderer.encode_behind(renderer.tokenizer.guarded(text))
+            messages = messages[1:]
+        added = renderer.extend(before, response + words, messages, tools) if messages else None
+        return None if added is None else words + added
 
     def _shown(
         self, renderer: Renderer, ids: list[int], messages: Sequence[dict[str, Any]], behind: int = 0
@@ -126,16 +143,39 @@ class LiveForest:
         messages: Sequence[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
         told: Mapping[str, Any] | None = None,
+        *,
+        as_written: bool = False,
     ) -> Place:
-        """The place by messages alone of a request that nobody here renders: without prompt ids."""
+        """The place by messages alone of a request that nobody here renders: without prompt ids.
+
+        `as_written`: no answer in it is read as another that it restates (see `restated_answers`).
+        """
         asked = RequestKey(message_fingerprint.seed(model), messages, message_fingerprint.digest_tools(tools, told))
         trail = self.follow(asked)
         if trail is None:
             return Place(None, [], [], messages, None, asked, None)
+        if not as_written and (other := self._restated(trail)) is not None:
+            asked, trail = other.asked, other
+            messages = asked.messages
         if trail.continued is not None:
             return Place(trail.continued, [], [], messages[trail.continued.length :], None, asked, trail)
         fork, nearest = self._fork(trail)
         return Place(None, [], [], messages, fork, asked, trail, nearest)
+
+    def _restated(self, trail: Trail) -> Trail | None:
+        """The trail of a request with its answers read as what they are, where it continues a call only so."""
+        messages = trail.asked.messages
+        behind = messages[0 if trail.continued is None else trail.continued.length :]
+        if not any(message.get("role") == "assistant" for message in behind):
+            return None
+        if (read := restated_answers.restated(messages, self._cut)) is None:
+            return None
+        other = self.follow(trail.asked._replace(messages=read))
+        if other is None or other.continued is None:
+            return None
+        added = other.asked.messages[other.continued.length :]
+        first = 1 if added and added[0].get(restated_answers.BEHIND) else 0
+        return None if any(message.get("role") == "assistant" for message in added[first:]) else other
 
     def find_raw_prompt(self, model: str, prompt: str | list[int], reader: raw_prompts.PlainText) -> Place:
         """The place of a prompt that its client wrote itself, as text or as token ids."""
@@ -189,6 +229,7 @@ class LiveForest:
             prompt=place.prompt or (Prompt(place.prompt_ids) if place.prompt_ids else None),
             served_by=answered.served_by,
             thoughts=thoughts,
+            cut=_cut_text(message) if answered.cut else None,
         )
 
     def _add(self, trail: Trail, live: LiveCall) -> None:
@@ -203,6 +244,8 @@ class LiveForest:
         if live.issued_ids():
             self._issued[trail.head, live.key, live.answer.ids] = live
         self._ends[_end(trail.asked, live.answer)] = live
+        if live.cut:
+            self._cut[live.cut] = None
 
     def follow(self, asked: RequestKey) -> Trail | None:
         """The trail of a request, to the deepest call that it continues; None while nothing is answered."""
@@ -353,6 +396,11 @@ def _chosen(equal: list[LiveCall], trail: Trail) -> LiveCall | None:
         if all(live.at_depth(depth) in (named, None) for depth, named in identified.items() if depth <= live.depth):
             return live
     return last
+
+
+def _cut_text(message: dict[str, Any]) -> str | None:
+    text = message.get("content")
+    return text.strip() if isinstance(text, str) and not message.get("tool_calls") else None
 
 
 def _same(thought: bytes) -> bytes:

@@ -71,7 +71,8 @@ class LiveCall(msgspec.Struct, eq=False):
     the answer as the client last wrote them, None for one that equality cannot tell; the calls of a line share the
     list, so that it may go on behind the answer. `reasoned`: whether it reasoned before it answered. `prompt` is its
     whole prompt while that is at hand, `served_by` the engine that sampled it. `thoughts` are those of the assistant's
-    messages that it adds, by depth; of a message without one any reasoning is the same.
+    messages that it adds, by depth; of a message without one any reasoning is the same. `cut` is its text where that
+    ends without the end of the turn and calls nothing: more may stand behind it.
     """
 
     call: Call
@@ -86,6 +87,7 @@ class LiveCall(msgspec.Struct, eq=False):
     prompt: Prompt | None
     served_by: Engine | None
     thoughts: dict[int, Thought] = {}
+    cut: str | None = None
 
     @property
     def key(self) -> bytes:
@@ -363,7 +365,7 @@ class Answered(NamedTuple):
 
     `text` is the model and the prompt that its client wrote, where it wrote no messages; `reasoned` and `served_by` as
     in LiveCall. `thought` is the answer's; None where reasoning, the client's too, tells no answers apart: it is a
-    service's.
+    service's. `cut`: whether the answer may go on, since the end of its turn was not sampled.
     """
 
     place: Place
@@ -373,6 +375,7 @@ class Answered(NamedTuple):
     served_by: Engine | None = None
     text: tuple[str, str | list[int]] | None = None
     thought: Thought | None = None
+    cut: bool = False
 
 
 def refused(parent: LiveCall, ids: list[int]) -> Fork:

@@ -19,6 +19,7 @@ from lightning_rl_proxy.forest import message_fingerprint
 from lightning_rl_proxy.forest.live_forest import LiveForest
 from lightning_rl_proxy.forest.nodes import Answered, LiveCall, Place, RecordedAnswer, RequestKey
 from lightning_rl_proxy.forest.raw_prompts import PlainText
+from lightning_rl_proxy.forest.restated_answers import is_cut
 from lightning_rl_proxy.rendering import images
 from lightning_rl_proxy.rendering.base import Renderer
 from lightning_rl_proxy.rendering.images import Image
@@ -96,7 +97,8 @@ class Recovery:
         reasoned = bool(said.get("reasoning_content") or said.get("reasoning"))
         # A service's reasoning tells no answers apart, here as there.
         thought = lru_cache(1)(partial(_thought, self._renderer, call, said)) if call.trainable else None
-        [live] = self.forest.remember([Answered(place, call, said, reasoned, thought=thought)])
+        cut = is_cut(call, self._renderer)
+        [live] = self.forest.remember([Answered(place, call, said, reasoned, thought=thought, cut=cut)])
         instructed = attributes.get(semconv.INSTRUCTIONS, 0)
         conversation = [*messages, said]
         if attributes[semconv.DIALECT] == responses.NAME:

@@ -34,6 +34,7 @@ from lightning_rl_proxy.forest.incremental_decode import DecodedBody
 from lightning_rl_proxy.forest.joined_answers import joined
 from lightning_rl_proxy.forest.nodes import Answered, Place, RecordedAnswer
 from lightning_rl_proxy.forest.raw_prompts import PlainText
+from lightning_rl_proxy.forest.restated_answers import is_cut
 from lightning_rl_proxy.http.attempt import LiveAttempt
 from lightning_rl_proxy.http.housekeeping import Housekeeping
 from lightning_rl_proxy.http.inflight_request import InflightRequest
@@ -307,7 +308,16 @@ class CallHandler:
         text = None if prompt is None else (context.model, prompt)
         thought = partial(message_fingerprint.thought_of, answer.reasoning)
         context.inflight.commits.append(
-            Answered(choice.place, call, answer.message(), bool(answer.reasoning), generation.served_by, text, thought)
+            Answered(
+                choice.place,
+                call,
+                answer.message(),
+                bool(answer.reasoning),
+                generation.served_by,
+                text,
+                thought,
+                cut=is_cut(call, self._renderer),
+            )
         )
         return answered
 

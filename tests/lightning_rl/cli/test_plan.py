@@ -25,6 +25,7 @@ def test_a_plan_of_a_model_of_which_only_its_config_is_here(model: str) -> None:
     assert "tokens/s sampled" in found.output
 
 
+@pytest.mark.long
 def test_a_plan_as_json_and_its_status(model: str) -> None:
     runner = CliRunner()
     fits = json.loads(runner.invoke(app, ["plan", "--gpus", "8x24", "--json", model]).output)

@@ -96,6 +96,8 @@ def findings(folder: Path) -> dict[str, Finding]:
 
 INEXACT = msgspec.structs.replace(say(1, "", "", exact=False), logprobs=None)
 SILENT = msgspec.structs.replace(TALK[0], logprobs=None)
+ANEW = [say(number, "a " * number, "b") for number in (1, 2, 3)]
+EDITED = {number: {semconv.FORK_CAUSE: ForkCause.EDITED_TEXT.value} for number in (2, 3)}
 CUT = say(1, "a", "b", finish_reason="length")
 WEIGHTS = {"algorithm": {"credit": {"weights": {"reward": 1.0, "tone": 0.5}}}}
 
@@ -117,6 +119,7 @@ SICK: list[tuple[dict[str, Any], str, str, float]] = [
     ({"rollouts": several(3, calls=[SILENT]), "config": BYPASS}, "missing_logprobs", "stops learning", 1.0),
     ({"rollouts": forked(1, ForkCause.EDITED_TEXT)}, "drift_edited_text", "look at it", 0.05),
     ({"rollouts": forked(10, ForkCause.REASONING_STRIPPED)}, "drift_reasoning_stripped", "slows learning", 0.5),
+    ({"rollouts": [*several(3, calls=ANEW, forks=EDITED), GOOD]}, "history_rewritten", "look at it", 1.0),
     ({"rollouts": several(2, calls=[CUT]) + several(8, calls=[TALK[0]])}, "truncation", "look at it", 0.2),
     ({"rollouts": several(2, calls=[CUT])}, "truncation", "slows learning", 1.0),
     ({"metrics": trend("training__rollout_probs_diff_mean", [0.02] * 3)}, "logprob_mismatch", "look at it", 0.02),
@@ -168,6 +171,7 @@ WELL: list[tuple[dict[str, Any], str]] = [
     ),
     ({"rollouts": several(3, calls=[msgspec.structs.replace(INEXACT, trainable=False)])}, "missing_token_ids"),
     ({"rollouts": forked(10, ForkCause.NEW_CONVERSATION)}, "drift_new_conversation"),
+    ({"rollouts": several(9, calls=[*TALK, ANEW[2]], forks={3: EDITED[3]})}, "history_rewritten"),
     ({"rollouts": forked(10, ForkCause.TRUNCATED_BY_CLIENT)}, "drift_truncated_by_client"),
     ({"rollouts": several(11) + several(1, calls=[CUT])}, "truncation"),
     ({"rollouts": [*several(10), GOOD | {"mode": "val", "error": BUG}]}, "agent_error_ValueError"),

@@ -81,6 +81,15 @@ def test_forks_have_their_cause_and_place_and_branches_their_prompts() -> None:
     ]
 
 
+def test_an_agent_that_writes_its_history_anew_is_told_what_it_costs() -> None:
+    calls = [say(1, "a", "b"), say(2, "a x", "c"), say(3, "a x y", "d")]
+    edited = {number: {semconv.FORK_CAUSE: "edited_text"} for number in (2, 3)}
+    [attempt] = explain(rollout_of(attempt_of(calls, forks=edited))).attempts
+    assert "  every call begins anew: 3 rows with 2.2 times the tokens of the longest" in list(draw.attempt(attempt))
+    [less] = explain(rollout_of(attempt_of(calls, forks={2: edited[2]}))).attempts
+    assert not any("every call" in line for line in draw.attempt(less))
+
+
 def test_calls_of_unknown_tokens_are_not_called_samples_of_one_prompt() -> None:
     calls = [say(1, "", "", exact=False), say(2, "", "", after=1, exact=False), say(3, "", "", after=1, exact=False)]
     [attempt] = explain(rollout_of(attempt_of(calls))).attempts

@@ -300,7 +300,9 @@ def test_a_file_of_no_graph_or_of_several_asks_which(tmp_path: Path) -> None:
 def test_there_is_one_agent_given_or_named() -> None:
     given = as_agent(lambda task: 1.0)
     assert agent_of_run(given, named({})) is given
-    with pytest.raises(AgentNotFound, match=r"lrl\.Trainer\(agent\), or a graph: .*langgraph\.path=my_graph\.py:graph"):
+    with pytest.raises(
+        AgentNotFound, match=r"lrl\.Trainer\(agent\), a program: .*, a graph: .*langgraph\.path=my_graph\.py:graph"
+    ):
         agent_of_run(None, named({}))
     with pytest.raises(AgentNotFound, match=r"multi_turn\.langgraph\.path=a\.py:graph name two agents: leave one out"):
         agent_of_run(given, named({"path": "a.py:graph"}))

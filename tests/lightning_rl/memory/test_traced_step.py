@@ -93,10 +93,8 @@ def test_the_peak_is_that_of_the_allocator(way: str) -> None:
     assert held.step == pytest.approx(between + held.gradients + step, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [pytest.param([], id="kept", marks=pytest.mark.long), pytest.param(WAYS["checkpointed"], id="checkpointed")],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("words", [pytest.param([], id="kept"), pytest.param(WAYS["checkpointed"], id="checkpointed")])
 def test_layers_that_are_left_out_are_counted(words: list[str]) -> None:
     few, whole = (trace(configured(*words), SMALL, LENGTHS, whole=whole).actor for whole in (False, True))
     assert few.weights == whole.weights

@@ -1,0 +1,103 @@
+"""Answers that a client sends back with words of its own, read as the answers that they are, where that is certain.
+
+Two kinds. Behind an answer that was cut (by a stop text, or by its length) stand more words: what was sampled stays as
+it is, and the words are text behind it. And calls are written as text, with their ids, names and arguments: the ids are
+ours, so they are the calls. A request is read so only where that finds a place which it has not as it stands. What the
+model reads is what the client wrote, but for calls, which are in the format's own form.
+"""
+
+import ast
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
+
+from lightning_rl_adapters.call import Call
+from lightning_rl_proxy.rendering.base import Renderer
+
+BEHIND = "behind_answer"  # marks a message whose words stand behind the answer before it, in the same turn
+
+_CALLS = re.compile(r"(?:^|\n)[^\n]*\n?(?P<calls>\[\s*\{.*\}\s*\])\s*$", re.DOTALL)
+_OUR_ID = re.compile(r"call_[0-9a-f]{32}_\d+")
+_LONGEST = 100_000  # characters of calls that are read
+
+
+def restated(messages: Sequence[dict[str, Any]], cut: Collection[str]) -> list[dict[str, Any]] | None:
+    """The messages with such answers in them read as what they are; None where there are none.
+
+    `cut` are the texts of the answers that were cut. The last message stays: an assistant's there is to be continued.
+    """
+    told: list[dict[str, Any]] = []
+    for message in messages[:-1]:
+        text = message.get("content") if message.get("role") == "assistant" and not message.get("tool_calls") else None
+        if isinstance(text, str) and text:
+            told += _called(message, text) or _behind(message, text, cut) or [message]
+        else:
+            told.append(message)
+    told += messages[-1:]
+    return None if all(one is other for one, other in zip(told, messages, strict=False)) else told
+
+
+def is_cut(call: Call, renderer: Renderer | None) -> bool:
+    """Whether more may stand behind an answer, in the same turn: the end of its turn was not sampled."""
+    said = call.response_ids
+    return renderer is not None and call.exact and bool(said) and said[-1] not in renderer.stop_token_ids
+
+
+def words_behind(renderer: Renderer, response_ids: list[int], message: dict[str, Any], said: str) -> str:
+    """The words of a message that stand behind an answer, without the stop text, which was sampled."""
+    words: str = message["content"]
+    sampled = renderer.tokenizer.decode(response_ids)
+    stop = sampled[sampled.rfind(said) + len(said) :].strip() if said else ""
+    behind = words.lstrip()
+    return behind[len(stop) :] if stop and behind.startswith(stop) else words
+
+
+def _behind(message: dict[str, Any], text: str, cut: Collection[str]) -> list[dict[str, Any]] | None:
+    """An answer that was cut, and the words behind it: of several that fit the longest."""
+    stripped = text.lstrip()
+    said = max(
+        (one for one in cut if one and len(one) < len(stripped) and stripped.startswith(one)), key=len, default=""
+    )
+    if not said or not stripped[len(said) :].strip():
+        return None
+    return [message | {"content": said}, {"role": "assistant", "content": stripped[len(said) :], BEHIND: True}]
+
+
+def _called(message: dict[str, Any], text: str) -> list[dict[str, Any]] | None:
+    """An answer with the calls that its text ends with, behind a line that announces them; all ids are ours."""
+    if len(text) > _LONGEST or _OUR_ID.search(text) is None or (found := _CALLS.search(text)) is None:
+        return None
+    calls = _read(found["calls"])
+    if calls is None or not all(_is_call(call) for call in calls):
+        return None
+    written = [call | {"function": call["function"] | {"arguments": _as_json(call)}} for call in calls]
+    return [message | {"content": text[: found.start()], "tool_calls": written}]
+
+
+def _read(text: str) -> list[Any] | None:
+    """A list that is written as JSON or as Python prints it."""
+    try:
+        value = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        try:
+            value = ast.literal_eval(text)  # which builds literals alone, and calls nothing
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            return None
+    return value if isinstance(value, list) and value else None
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(call.get("id"), str)
+        and _OUR_ID.fullmatch(call["id"]) is not None
+    )
+
+
+def _as_json(call: dict[str, Any]) -> str:
+    arguments = call["function"].get("arguments")
+    return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments, enc_hook=str).decode()
