@@ -80,6 +80,11 @@ _FINAL_ANSWERS = (
     '<tool_call>\n{"name": "population", "arguments": {"city": "Rome"}}\n</tool_call>',
     f'final_answer", "arguments": {{"answer": "{PRINTED[1]}"}}}}\n</tool_call>',
 )
+_REPORTS = tuple(
+    f'{{"city": "{city}",  "weather": "{weather}", "population": "{people}"}}}}\n</tool_call>'
+    for city, weather, people in (("Oslo", "sunny", "700,000"), ("Rome", "rainy", "2,800,000"))
+)
+_MESSAGES_OF_ATOMIC = tuple(f'{{"chat_message":  "{answer}"}}}}\n</tool_call>' for answer in PRINTED)
 _CODE = (
     'Thought: I look both up.\n<code>\nprint(weather("Oslo"), population("Oslo"))\n</code>',
     f'<code>\nfinal_answer("{PRINTED[0]}")\n</code>',
@@ -142,6 +147,10 @@ ENVIRONMENTS = {
     "smolagents": Environment(("smolagents[openai]==1.26.0",)),
     "semantic-kernel": Environment(("semantic-kernel==1.45.0",)),
     "crewai": Environment(("crewai==1.15.30", "litellm==1.110.2")),
+    "camel": Environment(("camel-ai==0.2.90", "mcp==1.30.0", "openai==3.57.0")),
+    "instructor": Environment(("instructor==1.17.0",)),
+    "atomic-agents": Environment(("atomic-agents==1.1.11", "instructor==1.9.2", "pydantic==2.11.10")),
+    "mcp-agent": Environment(("mcp-agent==0.2.6", "mcp==1.30.0", "openai==3.57.0")),
     "dspy": Environment(("dspy==3.4.1",)),
     "llama-index": Environment(("llama-index-core==0.14.25", "llama-index-llms-openai-like==0.8.1")),
     "js": Environment(
@@ -175,6 +184,7 @@ def _both(api: Api, calls: int = 4, rows: int = 1, why: str = "") -> tuple[Mode,
 
 
 _CHAT, _RESPONSES, _MESSAGES = _both("chat"), _both("responses"), _both("messages")
+_AS_JSON = "it writes each answer back as the JSON of its object"
 _DROPPED = "it drops the words beside the calls, in the turn that has some"
 
 
@@ -293,6 +303,25 @@ AGENTS = (
         _REACT, PRINTED, _script("llama_index_react.py"),
     ),
     Agent(
+        "camel_agent", "CAMEL", "camel", (Mode("chat", "whole"), Mode("chat", "stream", rows=2, why=_DROPPED)),
+        "ModelFactory.create(ModelPlatformType.OPENAI_COMPATIBLE_MODEL, llm.model, url=llm.base_url, ...)",
+        SAID, PRINTED, _script("camel_agent.py"),
+    ),
+    Agent(
+        "instructor_agent", "instructor", "instructor", (Mode("chat", "whole", 2),),
+        "instructor.from_openai(llm.openai())", _REPORTS, PRINTED, _script("instructor_agent.py"),
+    ),
+    Agent(
+        "atomic_agent", "Atomic Agents", "atomic-agents", (Mode("chat", "whole", 2, 2, _AS_JSON),),
+        "BaseAgentConfig(client=instructor.from_openai(llm.openai()), model=llm.model)",
+        _MESSAGES_OF_ATOMIC, PRINTED, _script("atomic_agent.py"),
+    ),
+    Agent(
+        "mcp_agent_openai", "mcp-agent", "mcp-agent", (Mode("chat", "whole"),),
+        "OpenAISettings(base_url=llm.base_url, api_key=llm.api_key, default_model=llm.model)",
+        SAID, PRINTED, _script("mcp_agent_openai.py"),
+    ),
+    Agent(
         "dspy_agent", "DSPy, `ReAct`", "dspy",
         (Mode("chat", "whole", 8, 8, "each step is a new prompt, which tells the earlier ones in fields"),),
         'dspy.LM(f"openai/{llm.model}", api_base=llm.base_url, api_key=llm.api_key, cache=False)',
@@ -359,9 +388,6 @@ AGENTS = (
 )  # fmt: skip
 
 NOT_PLAYED = {
-    "CAMEL": "it loads a tokenizer from the network before its first call. Elsewhere it is connected as any client of "
-    "Chat Completions: `ModelPlatformType.OPENAI_COMPATIBLE_MODEL`, `url=llm.base_url`",
     "LangChain.js, streamed over Chat Completions": "it loads a tokenizer from the network to count tokens",
-    "instructor, atomic-agents, mcp-agent": "not yet; they ask through OpenAI's SDK, which is",
     "OpenHands": "its package on PyPI is empty; it is installed from its own channels",
 }
