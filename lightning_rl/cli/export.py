@@ -15,23 +15,25 @@ def run(
         Literal["parquet", "jsonl", "otlp"], typer.Option("--format", help="otlp: OTLP/JSON, a request a line.")
     ] = "jsonl",
     what: Annotated[
-        Literal["rollouts", "calls", "rows", "spans"] | None,
+        Literal["rollouts", "calls", "rows", "spans", "pairs"] | None,
         typer.Option(help="By default rollouts; in OTLP spans, where calls are the calls' spans alone."),
     ] = None,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Preference pairs for DPO: --what pairs.")] = False,
     mode: Annotated[str | None, typer.Option(help="Of train, val or test rollouts alone.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Of at most so many rollouts, the oldest ones.")] = None,
 ) -> None:
-    """Write a run's rollouts, calls, training rows or spans to a file. The run may be going on.
+    """Write a run's rollouts, calls, training rows, spans or preference pairs to a file. The run may be going on.
 
     ```
     lightning-rl export runs/20261231-120000 --format parquet --what calls -o calls.parquet
     lightning-rl export runs/20261231-120000 --format otlp -o spans.jsonl
+    lightning-rl export runs/20261231-120000 --pairs --mode train -o pairs.jsonl
     ```
 
     Parquet needs the extra `data`. The columns are listed in docs/tools.md.
     """
     from lightning_rl.inspect.export import export
 
-    chosen = what or ("spans" if form == "otlp" else "rollouts")
+    chosen = ("pairs" if pairs else what) or ("spans" if form == "otlp" else "rollouts")
     file, count = export(run_dir, chosen, form, output, mode=mode, limit=limit)
     typer.echo(f"{count} {chosen} in {file} ({file.stat().st_size / MIB:.1f} MiB)")

@@ -1,4 +1,4 @@
-"""A run's records as files for other programs: rollouts, calls, training rows or spans.
+"""A run's records as files for other programs: rollouts, calls, training rows, spans or preference pairs.
 
 Invariants: what is exported is one moment of the run, read a page at a time, so that memory does not grow with it. A
 file is there as a whole or not at all. Token ids and logprobs are the numbers that were recorded.
@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from lightning_rl.control_plane.gateways.resolve import PROXY_LLM
 from lightning_rl.errors import Explained
-from lightning_rl.inspect import folder, recorded, trained
+from lightning_rl.inspect import folder, pairs, recorded, trained
 from lightning_rl.inspect.rollout_source import Which, pages, resources_of
 from lightning_rl.store import queries
 from lightning_rl.store.contract import AttemptTrace, Rollout, RolloutTrace
@@ -40,7 +40,7 @@ from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 if TYPE_CHECKING:
     import pyarrow as pa
 
-What = Literal["rollouts", "calls", "rows", "spans"]
+What = Literal["rollouts", "calls", "rows", "spans", "pairs"]
 Format = Literal["parquet", "jsonl", "otlp"]
 Record = dict[str, Any]
 
@@ -76,6 +76,12 @@ COLUMNS: dict[What, dict[str, str]] = {
         "rollout_id": "text", "attempt_id": "text", "span_id": "text", "name": "text", "number": "int64",
         "start_ns": "int64", "end_ns": "int64", "attributes": "json",
     },
+    "pairs": {
+        "group_id": "text", "task": "json", "prompt": "json", "chosen": "json", "rejected": "json", "tools": "json",
+        "chosen_reward": "float64", "rejected_reward": "float64", "chosen_call_id": "text",
+        "rejected_call_id": "text", "prompt_ids": "int32s", "chosen_ids": "int32s", "rejected_ids": "int32s",
+        "vocabulary": "text",
+    },
 }  # fmt: skip
 
 
@@ -91,7 +97,7 @@ def export(
     Args:
         what: OTLP has `spans`, and `calls` for the calls' spans alone.
         mode: rollouts of this mode alone.
-        limit: of at most so many rollouts, the oldest ones.
+        limit: of at most so many rollouts, the oldest ones; of pairs at most so many.
 
     Raises NotExported for what the format has no place for, or needs a package that is not there; NotRecorded for a
     run that cannot be read.
@@ -117,6 +123,12 @@ def records(
     """The records of a run, rollout by rollout, in the order they were asked for."""
     if what == "rollouts":
         yield from map(_rollout, itertools.islice(itertools.chain.from_iterable(pages(connection, which)), limit))
+        return
+    if what == "pairs":
+        try:
+            yield from pairs.pairs(connection, which, limit, _vocabulary(run_dir))
+        except ForestError as error:
+            raise recorded.NotRecorded(f"a rollout is damaged: {error}") from error
         return
     of_trace: Callable[[RolloutTrace], Iterator[Record]] = _spans
     if what == "rows":

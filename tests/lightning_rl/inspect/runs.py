@@ -36,11 +36,14 @@ def record(
     attempts: int = 1,
     step: int = 7,
     seen: str | None = None,
+    group_id: str | None = None,
 ) -> None:
     """A rollout of `attempts` attempts that ended so, each with these calls; their ids get the rollout's before. `step`
     asked for it. `seen` names the recording (tests/adapters/otel) of what the agent's own spans say."""
     config, metadata = RolloutConfig(max_attempts=attempts), {"step": step}
-    asked = RolloutRequest(task={"q": rollout_id}, rollout_id=rollout_id, mode=mode, config=config, metadata=metadata)
+    asked = RolloutRequest(
+        task={"q": rollout_id}, rollout_id=rollout_id, group_id=group_id, mode=mode, config=config, metadata=metadata
+    )
     store.enqueue([asked])
     for sequence in range(1, attempts + 1):
         [claim] = store.claim("worker", limit=1)
