@@ -510,7 +510,13 @@ class RolloutSection(Section, frozen=True):
             "and users; null: as many as the longest row that is trained has room for"
         ),
     ] = None
-    max_model_len: Annotated[Positive | None, effect("tokens of a sequence; null: what the model was made for")] = None
+    max_model_len: Annotated[
+        Positive | None,
+        effect(
+            "tokens of a sequence, prompt and answer; null: what the model was made for, of the embedded engine "
+            "at most 2048 or, where that is more, data.max_prompt_length + data.max_response_length"
+        ),
+    ] = None
     num_threads: Annotated[Positive, effect("cores of an engine on a CPU: agents and gateway run beside it")] = 1
     renderer: Annotated[str, effect("the chat format, by name; auto: by the model")] = "auto"
     history: Annotated[

@@ -24,7 +24,7 @@ class EmbeddedPolicy:
         device: cpu, cuda, or auto.
         dtype: the number format in which the engine computes logits; logprobs are float32 in any.
         train_dtype: that of `model`, where it is trained; None: the engine's.
-        max_num_seqs, max_model_len, threads: as in `EmbeddedEngine`.
+        max_num_seqs, max_model_len, expected_len, threads: as in `EmbeddedEngine`.
         elsewhere: others have the weights that are trained, and `model` has none.
 
     `name` is what the gateway calls it, `folder` holds its tokenizer; `vision` is how it sees images, if it does.
@@ -43,6 +43,7 @@ class EmbeddedPolicy:
         train_dtype: torch.dtype | None = None,
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
+        expected_len: int = 0,
         threads: int | None = None,
         attention: str | None = None,
         elsewhere: bool = False,
@@ -56,6 +57,7 @@ class EmbeddedPolicy:
             copy.deepcopy(own).to(dtype) if trained and not elsewhere else own.to(dtype),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
+            expected_len=expected_len,
             threads=threads,
             vision=self.vision,
         )

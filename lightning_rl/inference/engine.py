@@ -54,8 +54,9 @@ class EmbeddedEngine:
     Args:
         model: the model; the engine owns it from here on (give it a copy of what you train).
         max_num_seqs: requests that are written at the same time; others wait in order of arrival.
-        max_model_len: prompt and answer together; by default what the model's config allows, 2048 at
-            most.
+        max_model_len: tokens of prompt and answer together; by default what the model's config allows, at most 2048
+            or `expected_len`, where that is more.
+        expected_len: tokens that the longest sequences are expected to have.
         seed: of the seeds that requests without one get.
         eos_token_ids: end tokens; by default those of the model's generation config.
         prefix_rows: how many prompts and answers are kept for prompts that begin like them; by
@@ -76,6 +77,7 @@ class EmbeddedEngine:
         *,
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
+        expected_len: int = 0,
         seed: int = 0,
         version: int = 0,
         eos_token_ids: Iterable[int] | None = None,
@@ -87,7 +89,7 @@ class EmbeddedEngine:
         self._threads = threads
         self._vision = vision
         allowed = _max_positions(model)
-        self.max_model_len = max_model_len or min(allowed, DEFAULT_MAX_MODEL_LEN)
+        self.max_model_len = max_model_len or min(allowed, max(DEFAULT_MAX_MODEL_LEN, expected_len))
         if not 2 <= self.max_model_len <= allowed:
             raise ValueError(f"max_model_len {max_model_len} is not in 2..{allowed} (max_position_embeddings)")
         if max_num_seqs < 1:

@@ -293,6 +293,7 @@ def _sampled(
             train_dtype=held,
             max_num_seqs=rollout.max_num_seqs,
             max_model_len=rollout.max_model_len,
+            expected_len=config.data.max_tokens,
             threads=rollout.num_threads,
             attention=model.attn_implementation,
             elsewhere=config.trainer.workers > 1,

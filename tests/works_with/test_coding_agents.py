@@ -21,7 +21,6 @@ COMMON = [
     "data.max_prompt_length=16000",
     "data.max_response_length=32",
     "actor_rollout_ref.rollout.n=2",
-    "actor_rollout_ref.rollout.max_model_len=16384",
     "trainer.total_epochs=1",
     "reward=true",
 ]

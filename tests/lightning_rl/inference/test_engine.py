@@ -461,3 +461,24 @@ def test_shared_beginnings_change_no_logprob(architecture, prefix_rows):
                 assert_exact(architecture, prompt, future.result(TIMEOUT))
 
         share()
+
+
+@pytest.mark.parametrize(
+    ("positions", "given", "length"),
+    [
+        (512, {}, 512),
+        (9000, {}, 2048),
+        (9000, {"expected_len": 100}, 2048),
+        (9000, {"expected_len": 4000}, 4000),
+        (9000, {"expected_len": 10000}, 9000),
+        (9000, {"expected_len": 4000, "max_model_len": 300}, 300),
+    ],
+)
+def test_sequences_are_as_long_as_is_expected_and_the_model_was_made_for(
+    positions: int, given: dict[str, int], length: int
+) -> None:
+    model = AutoModelForCausalLM.from_config(
+        MistralConfig(**SIZE | {"max_position_embeddings": positions, "sliding_window": None})
+    )
+    with EmbeddedEngine(model, **given) as engine:
+        assert engine.max_model_len == length
