@@ -4,16 +4,17 @@ import asyncio
 import hashlib
 import itertools
 import os
+import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_rl.sandboxes import NOT_FOUND, Output, SandboxError, SandboxUnusable
+from lightning_rl.sandboxes import Output, SandboxError, SandboxUnusable
 from lightning_rl.sandboxes.child_program import Done, run
 
 _PROGRAM = "LIGHTNING_RL_DOCKER"  # the variable that names another program than docker
-# What the container does: for a day, since one that is never closed ends by itself.
-_HOLD = 'trap "exit 0" TERM; for hour in $(seq 24); do sleep 3600 & wait; done'
+_READY = "lightning_rl: ready"
+_HOLD = f'echo "{_READY}"; while read _; do :; done'  # what the container does: it ends with its standard input
 _NO_FILE = 44
 _READ = f'if [ -f "$0" ]; then cat "$0"; else exit {_NO_FILE}; fi'
 _WRITE = 'mkdir -p "$(dirname "$0")" && cat > "$0"'
@@ -44,13 +45,30 @@ class DockerSandbox:
         self.options = [*options, *([] if networks else ["--network", "host"])]
         self.name = f"lightning_rl-{uuid.uuid4().hex}"
         self._begun = False
+        self._held: asyncio.Task[Done] | None = None
 
     async def open(self) -> None:
         """See `Sandbox`."""
         image = await _built(self.image) if Path(self.image).is_dir() else self.image
         self._begun = True
         names = ["--name", self.name, "--label", "lightning_rl"]
-        await _docker("run", "--detach", "--rm", *names, "--entrypoint", "sh", *self.options, image, "-c", _HOLD)
+        words = ["run", "--interactive", "--rm", *names, "--entrypoint", "sh", *self.options, image, "-c", _HOLD]
+        printed, ready = list[str](), asyncio.Event()
+
+        def heard(text: str) -> None:
+            printed.append(text)
+            if _READY in "".join(printed):
+                ready.set()
+
+        # The program that started it holds its standard input: so a container ends with this process, however it ends.
+        held = run([_program(), *words], environment=os.environ, ends_with_us=True, output=heard)
+        self._held = asyncio.create_task(held)
+        waiting = asyncio.create_task(ready.wait())
+        await asyncio.wait([self._held, waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if not ready.is_set():
+            _check(self._held.result(), "run", "".join(printed))
+            raise SandboxError(f"the container of {self.image} ended at once: {''.join(printed)}")
 
     async def run(
         self,
@@ -91,6 +109,9 @@ class DockerSandbox:
         """See `Sandbox`."""
         if self._begun:
             await _docker("rm", "--force", "--volumes", self.name, expected=(0, 1))
+        if self._held is not None and not self._held.done():
+            self._held.cancel()
+            await asyncio.wait([self._held])
 
     async def _check(self) -> None:
         """Raises SandboxError where the container has ended: what failed in it has no status of its own then."""
@@ -101,12 +122,16 @@ class DockerSandbox:
 
 async def _docker(*words: str, given: bytes | None = None, expected: Sequence[int] = (0,)) -> Done:
     done = await run([_program(), *words], environment=os.environ, given=given)
-    if done.status in NOT_FOUND and not done.printed:
+    _check(done, words[0], done.printed.decode(errors="replace"), expected)
+    return done
+
+
+def _check(done: Done, what: str, printed: str, expected: Sequence[int] = (0,)) -> None:
+    """Raises SandboxError where Docker's program did not end as it should, or is not there."""
+    if shutil.which(_program()) is None:
         raise SandboxError(f"there is no program {_program()!r}: install Docker, or name another in {_PROGRAM}")
     if done.status not in expected:
-        said = done.printed.decode(errors="replace").strip()
-        raise SandboxError(f"{_program()} {words[0]} ended with status {done.status}: {said}")
-    return done
+        raise SandboxError(f"{_program()} {what} ended with status {done.status}: {printed.strip()}")
 
 
 async def _built(folder: str) -> str:

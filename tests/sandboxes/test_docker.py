@@ -12,7 +12,7 @@ from lightning_rl.sandboxes import Sandbox, SandboxError
 from lightning_rl.sandboxes.docker import DockerSandbox
 from tests.lightning_rl.command_agent.conftest import Recorded, Run, llm, recorded, renderer, run, served, tokenizer
 from tests.lightning_rl.command_agent.test_harbor import harbor_task
-from tests.lightning_rl.sandboxes.contract import SandboxContract, ran
+from tests.lightning_rl.sandboxes.contract import SandboxContract, killed_owner, ran, soon
 from tests.proxy.conftest import Served
 from tests.sandboxes.containers import IMAGE
 
@@ -55,6 +55,11 @@ class TestDocker(SandboxContract):
         name = self.inside(use)
         listed = subprocess.run([program, "ps", "--all", "--format", "{{.Names}}"], capture_output=True, text=True)
         assert name not in listed.stdout
+
+    def test_it_ends_with_the_process_that_started_it_however_that_ends(self, program: str) -> None:
+        name, _ = killed_owner("lightning_rl.sandboxes.docker:DockerSandbox", IMAGE)
+        listing = [program, "ps", "--all", "--format", "{{.Names}}"]
+        assert soon(lambda: name not in subprocess.run(listing, capture_output=True, text=True).stdout)
 
     def test_an_image_that_is_not_there_is_said(self) -> None:
         box = DockerSandbox("localhost/no-such-image:1")

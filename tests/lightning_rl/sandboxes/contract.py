@@ -1,6 +1,10 @@
 """What every sandbox does: the same checks for each kind."""
 
 import asyncio
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -92,3 +96,39 @@ async def ran(
         output=printed.append,
     )
     return status, "".join(printed)
+
+
+# A process that runs a program in a sandbox until it is killed: `python -c OWNER module:Class [image]`.
+OWNER = """
+import asyncio, sys
+from lightning_rl.loading import load
+
+async def main():
+    box = load(sys.argv[1], "sandbox")(*sys.argv[2:])
+    await box.open()
+    print(getattr(box, "name", ""), flush=True)
+    script = "echo pid $$; sleep 60 & sleep 60"
+    await box.run(["sh", "-c", script], environment={}, folder=None, timeout_seconds=None,
+                  output=lambda text: print(text, end="", flush=True))
+
+asyncio.run(main())
+"""
+
+
+def killed_owner(*sandbox: str) -> list[str]:
+    """What a process printed that ran a program in a sandbox, and was killed while it ran."""
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, *sandbox], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    lines = [owner.stdout.readline().strip() for _ in range(2)]
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    owner.stdout.close()
+    return lines
+
+
+def soon(holds: Callable[[], bool], seconds: float = 20) -> bool:
+    """Whether something holds before long."""
+    until = time.monotonic() + seconds
+    while not holds() and time.monotonic() < until:
+        time.sleep(0.05)
+    return holds()

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_rl.sandboxes import Sandbox, SandboxUnusable, sandbox_class
 from lightning_rl.sandboxes.local import LocalSandbox
-from tests.lightning_rl.sandboxes.contract import SandboxContract, ran
+from tests.lightning_rl.sandboxes.contract import SandboxContract, killed_owner, ran, soon
 
 
 class TestLocal(SandboxContract):
@@ -55,6 +55,11 @@ def runs(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_program_ends_with_the_process_that_started_it_however_that_ends() -> None:
+    _, pid = killed_owner("lightning_rl.sandboxes.local:LocalSandbox")
+    assert soon(lambda: not runs(int(pid.removeprefix("pid "))))
 
 
 def test_what_cannot_be_is_refused_when_it_is_named() -> None:
