@@ -31,7 +31,7 @@ test: $(VENV)/.dev
 	$(PYTEST) tests $(SERVICES:%=--ignore %) --ignore tests/oracle -m "$(FAST) and not long" -n 3 --dist loadscope $(ARGS)
 
 # Everything, which a release needs and CI takes slices of: the targets below, what is `long` above, and properties with
-# three times as many random examples.
+# four times as many random examples.
 test-all: export EXAMPLES = all
 test-all: test site test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle \
   test-agents test-works-with test-sandboxes test-browser test-vllm test-vllm-training test-vllm-gateway

@@ -105,6 +105,7 @@ def test_why_a_gpu_is_of_no_use_is_told_apart(tmp_path: Path, monkeypatch: pytes
     assert machine.used_memory() == 512
 
 
+@pytest.mark.long
 @pytest.mark.skipif(machine.without_gpu() is None, reason="there is a GPU")
 def test_a_part_of_its_own_is_skipped_here_and_says_why() -> None:
     [learning] = [part for part in PARTS if "quickstart" in part.name]

@@ -36,7 +36,7 @@ WAYS: dict[str, list[str]] = {
     "critic": ["algorithm.adv_estimator=gae"],
 }
 
-LONGER = {"float32", "adapter", "whole rows", "critic"}
+LONGER = {"float32", "adapter", "whole rows", "critic", "checkpointed"}
 
 
 def configured(*words: str) -> Config:

@@ -107,6 +107,7 @@ def test_images_are_in_the_file(tmp_path: Path) -> None:
     assert images == [f"data:image/png;base64,{base64.b64encode(PNG).decode()}"] * 2
 
 
+@pytest.mark.long
 def test_a_report_that_would_be_too_large_says_what_it_leaves_out(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
