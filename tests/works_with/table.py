@@ -148,7 +148,7 @@ ENVIRONMENTS = {
     "semantic-kernel": Environment(("semantic-kernel==1.45.0",)),
     "crewai": Environment(("crewai==1.15.30", "litellm==1.110.2")),
     "camel": Environment(("camel-ai==0.2.90", "mcp==1.30.0", "openai==3.57.0")),
-    "instructor": Environment(("instructor==1.17.0",)),
+    "instructor": Environment(("instructor==1.17.0", "anthropic==2.14.0")),
     "atomic-agents": Environment(("atomic-agents==1.1.11", "instructor==1.9.2", "pydantic==2.11.10")),
     "mcp-agent": Environment(("mcp-agent==0.2.6", "mcp==1.30.0", "openai==3.57.0")),
     "dspy": Environment(("dspy==3.4.1",)),
@@ -308,7 +308,7 @@ AGENTS = (
         SAID, PRINTED, _script("camel_agent.py"),
     ),
     Agent(
-        "instructor_agent", "instructor", "instructor", (Mode("chat", "whole", 2),),
+        "instructor_agent", "instructor", "instructor", (Mode("chat", "whole", 2), Mode("messages", "whole", 2)),
         "instructor.from_openai(llm.openai())", _REPORTS, PRINTED, _script("instructor_agent.py"),
     ),
     Agent(
