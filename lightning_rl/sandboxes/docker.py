@@ -52,6 +52,8 @@ class DockerSandbox:
         image = await _built(self.image) if Path(self.image).is_dir() else self.image
         self._begun = True
         names = ["--name", self.name, "--label", "lightning_rl"]
+        # Nothing in it needs time to end: Podman would give it ten seconds when it is removed.
+        names += ["--stop-signal", "KILL"]
         words = ["run", "--interactive", "--rm", *names, "--entrypoint", "sh", *self.options, image, "-c", _HOLD]
         printed, ready = list[str](), asyncio.Event()
 
