@@ -32,8 +32,10 @@ def run(
 
     Parquet needs the extra `data`. The columns are listed in docs/tools.md.
     """
-    from lightning_rl.inspect.export import export
+    from lightning_rl.inspect.export import NotExported, export
 
+    if pairs and what not in (None, "pairs"):
+        raise NotExported(f"--pairs and --what {what} ask for two things: leave one out")
     chosen = ("pairs" if pairs else what) or ("spans" if form == "otlp" else "rollouts")
     file, count = export(run_dir, chosen, form, output, mode=mode, limit=limit)
     typer.echo(f"{count} {chosen} in {file} ({file.stat().st_size / MIB:.1f} MiB)")

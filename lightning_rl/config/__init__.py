@@ -121,8 +121,12 @@ def _lengthened(layer: DictConfig) -> DictConfig:
     short = {name: layer[name] for name in SHORT if isinstance(OmegaConf.select(layer, name), str)}
     if not short:
         return layer
-    rest = OmegaConf.create({name: value for name, value in layer.items() if name not in short})
-    return OmegaConf.merge(rest, _nested({SHORT[name]: value for name, value in short.items()}))  # type: ignore[return-value]
+    plain = OmegaConf.to_container(layer)  # references stay as they are written
+    assert isinstance(plain, dict)
+    rest = OmegaConf.create({name: value for name, value in plain.items() if name not in short})
+    for name, value in short.items():
+        OmegaConf.update(rest, SHORT[name], value, force_add=True)
+    return rest
 
 
 def _without_effect(note: Note, known: Mapping[str, Key]) -> Note:

@@ -2,39 +2,31 @@
 
 import contextlib
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_rl.sandboxes import Output, SandboxError, SandboxUnusable
+from lightning_rl.sandboxes import Output
+from lightning_rl.sandboxes.service import LIFE_SECONDS, ServiceSandbox
 
 _START_SECONDS = 600
-_LIFE_MINUTES = 60  # what is never closed ends by itself
 
 
-class DaytonaSandbox:
+class DaytonaSandbox(ServiceSandbox):
     """See `Sandbox`. The image is one of a registry. What a program prints comes when it has ended."""
 
-    home = "/tmp/lightning_rl"
-    shares_network = False
-
-    def __init__(self, image: str | None = None, options: Sequence[str] = ()) -> None:
-        if image is None:
-            raise SandboxUnusable("sandbox.kind=daytona needs an image of a registry: sandbox.image=python:3.12")
-        if options:
-            raise SandboxUnusable("sandbox.kind=daytona takes no options")
-        self.image = image
-        self._client: Any = None
-        self._box: Any = None
+    service = "Daytona"
+    package = "daytona"
+    errors = ("daytona:DaytonaError",)
+    _client: Any = None
 
     async def open(self) -> None:
         """See `Sandbox`."""
-        with _explained():
+        with self.explained():
             from daytona import AsyncDaytona, CreateSandboxFromImageParams
 
             self._client = AsyncDaytona()
             # Without an interval of 0 it stops when its program waits for a long answer.
-            how = CreateSandboxFromImageParams(image=self.image, auto_stop_interval=0, ttl_minutes=_LIFE_MINUTES)
+            how = CreateSandboxFromImageParams(image=self.image, auto_stop_interval=0, ttl_minutes=LIFE_SECONDS // 60)
             self._box = await self._client.create(how, timeout=_START_SECONDS)
 
     async def run(
@@ -47,7 +39,7 @@ class DaytonaSandbox:
         output: Output,
     ) -> int | None:
         """See `Sandbox`."""
-        with _explained():
+        with self.explained():
             from daytona import DaytonaProcessExecutionTimeoutError
 
             try:
@@ -66,12 +58,12 @@ class DaytonaSandbox:
 
     async def write(self, path: str, data: bytes) -> None:
         """See `Sandbox`."""
-        with _explained():
+        with self.explained():
             await self._box.fs.upload_file(data, path)
 
     async def read(self, path: str) -> bytes | None:
         """See `Sandbox`."""
-        with _explained():
+        with self.explained():
             from daytona import DaytonaFileNotFoundError, DaytonaNotFoundError
 
             with contextlib.suppress(DaytonaFileNotFoundError, DaytonaNotFoundError):
@@ -81,22 +73,10 @@ class DaytonaSandbox:
 
     async def close(self) -> None:
         """See `Sandbox`."""
-        with _explained():
+        with self.explained():
             try:
                 if self._box is not None:
                     await self._box.delete()
             finally:
                 if self._client is not None:
                     await self._client.close()
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        from daytona import DaytonaError
-    except ImportError as error:
-        raise SandboxError("sandbox.kind=daytona needs Daytona's SDK: pip install daytona") from error
-    try:
-        yield
-    except DaytonaError as error:
-        raise SandboxError(f"Daytona: {error}") from error

@@ -1,33 +1,26 @@
 """A machine of E2B for each rollout, by its SDK (`pip install e2b`), with the key in E2B_API_KEY."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from lightning_rl.sandboxes import Output, SandboxError, SandboxUnusable
-
-_LIFE_SECONDS = 3600  # what is never closed ends by itself
+from lightning_rl.sandboxes import Output
+from lightning_rl.sandboxes.service import LIFE_SECONDS, ServiceSandbox
 
 
-class E2BSandbox:
+class E2BSandbox(ServiceSandbox):
     """See `Sandbox`. The image is a template of E2B's."""
 
-    home = "/tmp/lightning_rl"
-    shares_network = False
-
-    def __init__(self, image: str | None = None, options: Sequence[str] = ()) -> None:
-        if options:
-            raise SandboxUnusable("sandbox.kind=e2b takes no options")
-        self.template = image
-        self._box: Any = None
+    service = "E2B"
+    package = "e2b"
+    errors = ("e2b:SandboxException", "e2b:AuthenticationException", "e2b:ServiceBusyException")
+    needs_image = False
 
     async def open(self) -> None:
         """See `Sandbox`."""
-        with _explained():
+        with self.explained():
             from e2b import AsyncSandbox
 
-            self._box = await AsyncSandbox.create(template=self.template, timeout=_LIFE_SECONDS)
+            self._box = await AsyncSandbox.create(template=self.image, timeout=LIFE_SECONDS)
 
     async def run(
         self,
@@ -41,7 +34,7 @@ class E2BSandbox:
         """See `Sandbox`."""
         from e2b import CommandExitException, TimeoutException
 
-        with _explained():
+        with self.explained():
             try:
                 await self._box.commands.run(
                     shlex.join(command),
@@ -62,12 +55,12 @@ class E2BSandbox:
 
     async def write(self, path: str, data: bytes) -> None:
         """See `Sandbox`."""
-        with _explained():
+        with self.explained():
             await self._box.files.write(path, data)
 
     async def read(self, path: str) -> bytes | None:
         """See `Sandbox`."""
-        with _explained():
+        with self.explained():
             if not await self._box.files.exists(path):
                 return None
             return bytes(await self._box.files.read(path, format="bytes"))
@@ -75,17 +68,5 @@ class E2BSandbox:
     async def close(self) -> None:
         """See `Sandbox`."""
         if self._box is not None:
-            with _explained():
+            with self.explained():
                 await self._box.kill()
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        from e2b import AuthenticationException, SandboxException, ServiceBusyException
-    except ImportError as error:
-        raise SandboxError("sandbox.kind=e2b needs E2B's SDK: pip install e2b") from error
-    try:
-        yield
-    except (SandboxException, AuthenticationException, ServiceBusyException) as error:
-        raise SandboxError(f"E2B: {error}") from error

@@ -225,17 +225,18 @@ def _arguments(given: Any) -> list[Any]:
     if not given or text == "":
         return [{}]
     try:
-        return [msgspec.Raw(_json(_plain(given if text is None else _value(text))))]
+        return [msgspec.Raw(_json(_plain(given if text is None else value_of(text, "{"))))]
     except (TypeError, ValueError, OverflowError, RecursionError, MemoryError):
         return [None, _bytes(str(given) if text is None else text).hex()]
 
 
-def _value(text: str) -> Any:
-    """The value that a text writes as JSON, or as Python prints a dict. Raises ValueError, ... for another text."""
+def value_of(text: str, opening: str) -> Any:
+    """The value that a text writes as JSON, or as Python prints a dict or list, which begins with `opening`. Raises
+    ValueError, RecursionError or MemoryError for another text."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
-        if text[0] != "{" or len(text) > _REPR:
+        if text[0] != opening or len(text) > _REPR:
             raise
     try:
         with warnings.catch_warnings(action="ignore"):  # of what reads oddly as Python: it is seldom meant as such

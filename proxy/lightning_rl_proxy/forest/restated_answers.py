@@ -6,7 +6,6 @@ ours, so they are the calls. A request is read so only where that finds a place 
 model reads is what the client wrote, but for calls, which are in the format's own form.
 """
 
-import ast
 import re
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -14,13 +13,12 @@ from typing import Any
 import msgspec
 
 from lightning_rl_adapters.call import Call
+from lightning_rl_proxy.forest.message_fingerprint import value_of
 from lightning_rl_proxy.rendering.base import Renderer
 
 BEHIND = "behind_answer"  # marks a message whose words stand behind the answer before it, in the same turn
 
-_CALLS = re.compile(r"(?:^|\n)[^\n]*\n?(?P<calls>\[\s*\{.*\}\s*\])\s*$", re.DOTALL)
 _OUR_ID = re.compile(r"call_[0-9a-f]{32}_\d+")
-_LONGEST = 100_000  # characters of calls that are read
 
 
 def restated(messages: Sequence[dict[str, Any]], cut: Collection[str]) -> list[dict[str, Any]] | None:
@@ -67,25 +65,17 @@ def _behind(message: dict[str, Any], text: str, cut: Collection[str]) -> list[di
 
 def _called(message: dict[str, Any], text: str) -> list[dict[str, Any]] | None:
     """An answer with the calls that its text ends with, behind a line that announces them; all ids are ours."""
-    if len(text) > _LONGEST or _OUR_ID.search(text) is None or (found := _CALLS.search(text)) is None:
+    said, _, listed = f"\n{text.rstrip()}".rpartition("\n[")
+    if not listed.endswith("]") or _OUR_ID.search(listed) is None:
         return None
-    calls = _read(found["calls"])
-    if calls is None or not all(_is_call(call) for call in calls):
+    try:
+        calls = value_of(f"[{listed}", "[")
+    except (ValueError, RecursionError, MemoryError):
+        return None
+    if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
         return None
     written = [call | {"function": call["function"] | {"arguments": _as_json(call)}} for call in calls]
-    return [message | {"content": text[: found.start()], "tool_calls": written}]
-
-
-def _read(text: str) -> list[Any] | None:
-    """A list that is written as JSON or as Python prints it."""
-    try:
-        value = msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        try:
-            value = ast.literal_eval(text)  # which builds literals alone, and calls nothing
-        except (SyntaxError, ValueError, MemoryError, RecursionError):
-            return None
-    return value if isinstance(value, list) and value else None
+    return [message | {"content": said.rpartition("\n")[0], "tool_calls": written}]
 
 
 def _is_call(call: Any) -> bool:
@@ -100,4 +90,4 @@ def _is_call(call: Any) -> bool:
 
 def _as_json(call: dict[str, Any]) -> str:
     arguments = call["function"].get("arguments")
-    return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments, enc_hook=str).decode()
+    return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()

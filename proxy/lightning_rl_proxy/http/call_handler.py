@@ -324,7 +324,8 @@ class CallHandler:
     async def _relay(self, context: CallContext) -> bytes:
         """Ask a chat backend for each choice. Its answers come whole, and are streamed as such."""
         attempt, request, model = context.attempt, context.request, context.model
-        place = attempt.forest.find_turn(model, request.messages, request.tools)
+        # A service reads what the client wrote, so that is what is recorded.
+        place = attempt.forest.find_turn(model, request.messages, request.tools, as_written=True)
         if earlier := _earlier(context):
             call_ids = [one.live.call.call_id for one in earlier]
             chat_answers = [relayed_calls.told_again(one.live.call, one.said) for one in earlier]

@@ -171,6 +171,8 @@ def test_the_configuration_names_the_program_and_its_reward(run: Run) -> None:
     assert agent.sandbox.environment == {"A": "b"}
     assert run(agent, {"a": "1", "b": "2"}).returned == 1.0
     assert compose({"reward": "exit 0"}).reward.command == "exit 0"
+    referring = compose({"reward": "exit 0", "command": "${data.train_files}", "data": {"train_files": "true"}})
+    assert (referring.command, referring.reward.command) == ("true", "exit 0")
     judged = compose({"command": "true", "reward": {"reward_model": {"enable": True, "model_path": "x"}}})
     elsewhere = agent_of_run(None, configured_agents(judged))
     assert isinstance(elsewhere, lrl.CommandAgent)

@@ -260,6 +260,12 @@ def test_the_command_says_how_many_and_where(run_dir: Path) -> None:
     assert msgspec.json.decode((run_dir / "rollouts.jsonl").read_bytes().splitlines()[3])["status"] == "queued"
 
 
+def test_what_is_asked_for_twice_is_refused(run_dir: Path) -> None:
+    done = CliRunner().invoke(app, ["export", str(run_dir), "--pairs", "--what", "calls", "-o", str(run_dir)])
+    assert isinstance(done.exception, Explained)
+    assert "--pairs and --what calls" in str(done.exception)
+
+
 def test_the_page_lists_every_column() -> None:
     page = DOC.read_text()
     for what, columns in COLUMNS.items():

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_rl.sandboxes import Sandbox, SandboxError, sandbox_class
 from tests.lightning_rl.sandboxes import services
-from tests.lightning_rl.sandboxes.contract import SandboxContract
+from tests.lightning_rl.sandboxes.contract import SandboxContract, ran
 
 IMAGE = "python:3.12"
 
@@ -33,6 +33,14 @@ class TestE2B(_Played):
 
 class TestModal(_Played):
     kind = "modal"
+
+    def test_a_sandbox_whose_own_time_is_over_is_an_error_and_no_status(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def over(*_: object, **__: object) -> tuple[None, str]:
+            return None, ""
+
+        monkeypatch.setattr(services.Machine, "run", over)
+        with pytest.raises(SandboxError, match="the sandbox ended"):
+            self.inside(lambda box: ran(box, "true"))
 
 
 class TestDaytona(_Played):

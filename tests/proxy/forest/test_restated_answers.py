@@ -116,6 +116,9 @@ def test_no_word_is_lost_or_doubled(whole: str, cut: list[str]) -> None:
         f"Calling tools:\n[{{'id': '{ID}'}}]",
         f"Calling tools:\n[{{'id': 'call_1', 'function': {{'name': 'run', 'arguments': '{ID}'}}}}]",
         f"see {ID} [1]",
+        f"Calling tools:\n[{{'id': '{ID}', 'function': {{'name': 'run', 'arguments': '{'x' * 20_000}'}}}}]",
+        f"Calling tools:\n[{{'id': '{ID}', " + "[" * 5_000 + "]",
+        f"{ID}\n" + "[{\n" * 20_000 + "]",
         f"Calling tools:\n[{{'id': '{ID}', 'function': {{'name': print()}}}}]",
     ],
 )
