@@ -1,9 +1,9 @@
 """PPO: the training loop that is its own documentation. `train_step` is the story; its parts are in `ppo/`.
 
-A step rolls out `n` times per task, reads the finished rollouts as rows, asks actor, reference and critic about their
-tokens, estimates advantages, updates critic and actor, and publishes the policy's weights. Sampler and trainer are
-compared on the first batch, and the account of tokens is checked after every step: a run stops rather than train on
-wrong data.
+A step rolls out `n` times per task, and each policy learns from its part of the finished rollouts
+(`ppo/policy_learner.py`): it reads them as rows, asks actor, reference and critic about their tokens, estimates
+advantages, updates critic and actor, and publishes its weights. Sampler and trainer are compared on the first batch,
+and the account of tokens is checked after every step: a run stops rather than train on wrong data.
 
 When rollouts are requested is decided by the schedule (`ppo/schedules.py`); what a step does with a batch is the same
 in all.
@@ -15,34 +15,30 @@ the store already holds are trained as they are, the rest is sampled.
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from omegaconf import DictConfig
 
 from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
-from lightning_rl.config import backends, compose, to_yaml
+from lightning_rl.config import backends, compose, derived, to_yaml
 from lightning_rl.config.schema import Config
 from lightning_rl.files import write_whole
 from lightning_rl.inference.load import located
 from lightning_rl.loops.configured import configured_agents
 from lightning_rl.memory.plan import refuse_what_cannot_fit
-from lightning_rl.ppo import batch as step_batch
-from lightning_rl.ppo import reporting, resolved_config, rollout_correction, run_state
+from lightning_rl.ppo import reporting, resolved_config, run_state
 from lightning_rl.ppo import tasks as tasks_of_run
-from lightning_rl.ppo.batch import StepBatch
-from lightning_rl.ppo.collector import Collector
-from lightning_rl.ppo.estimators import needs_critic
+from lightning_rl.ppo.collector import Collected, Collector
 from lightning_rl.ppo.models import Models
-from lightning_rl.ppo.reporting import Reporter, memory_advice, rollout_metrics, timed
-from lightning_rl.ppo.rollout_correction import SamplerCheck
+from lightning_rl.ppo.policies import named, policies_of
+from lightning_rl.ppo.policy_learner import PolicyLearner, check_chat_formats
+from lightning_rl.ppo.reporting import Reporter, rollout_metrics, timed
 from lightning_rl.ppo.run_state import RunState, TuningRecord
-from lightning_rl.ppo.teachers import teach
-from lightning_rl.ppo.token_ledger import TokenLedger
-from lightning_rl.ppo.weight_sync import WeightSync
 from lightning_rl.rewards import GroupReward
 from lightning_rl.rl.advantages import Estimator
 from lightning_rl.rl.baselines import OutcomeEstimator
@@ -51,8 +47,6 @@ from lightning_rl.telemetry import metrics as trackers
 from lightning_rl.telemetry import traces
 from lightning_rl.telemetry.metrics import jsonl
 from lightning_rl.training import checkpoint
-from lightning_rl.training.batch import MiniBatch
-from lightning_rl.trajectories.step_record import RolloutRecord
 from lightning_rl.trajectories.trajectory import Trajectory
 from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.credit import Strategy
@@ -65,27 +59,7 @@ class RunParts:
     """What a run works with from its beginning to its end."""
 
     rollouts: Collector
-    sampler: SamplerCheck
-    ledger: TokenLedger
-    weights: WeightSync
     reporter: Reporter
-
-    @classmethod
-    def of(cls, ppo: "PPO", weights: WeightSync, reporter: Reporter, dataset: Dataset) -> "RunParts":
-        """The parts of a run whose checkpoint is loaded. Requests what a resumed run had in flight."""
-        config, rules, state = ppo.config, ppo.rules, ppo.state
-        ledger = TokenLedger(state.account, ppo.store)
-        rollouts = Collector(ppo, config, rules, state, ledger, reporter, dataset)
-        if uncorrected := resolved_config.uncorrected(config):
-            _log.warning("%s", uncorrected)
-        sampler = SamplerCheck(
-            bypass=config.algorithm.rollout_correction.bypass_mode,
-            off_policy=rules.schedule is not None,
-            tolerance=resolved_config.sampler_tolerance(config),
-            began_ns=state.began_ns,
-            began_version=state.began_version,
-        )
-        return cls(rollouts, sampler, ledger, weights, reporter)
 
 
 class Hooks:
@@ -121,6 +95,8 @@ class PPO(Hooks, Algorithm):
 
     Args:
         config: verl's keys (`docs/config.md`).
+        policies: the key `policies`: several policies that one agent asks, by name, each with the keys that differ from
+            the others' (`docs/policies.md`).
         select: which calls of the policy are trained; the others are context. Beside `algorithm.train_agents`.
         credit: how rewards become the credit of calls, instead of `algorithm.credit.strategy`.
         estimator: how credits become advantages (`rl.advantages`), instead of `algorithm.adv_estimator`.
@@ -128,12 +104,14 @@ class PPO(Hooks, Algorithm):
         tune_dataset: tasks that the best checkpoint and early stopping go by, instead of `data.tune_files`.
     """
 
+    learner = PolicyLearner  # what each policy of the run is made with
     console = True  # False: nothing is shown, whatever trainer.logger says
 
     def __init__(
         self,
         config: Mapping[str, Any] | DictConfig | Config | None = None,
         *,
+        policies: Mapping[str, Mapping[str, Any]] | None = None,
         select: Callable[[Call], bool] | None = None,
         credit: Strategy | None = None,
         estimator: Estimator | OutcomeEstimator | None = None,
@@ -141,11 +119,14 @@ class PPO(Hooks, Algorithm):
         tune_dataset: Dataset | None = None,
     ) -> None:
         self.config = config if isinstance(config, Config) else compose(config)
+        if policies is not None:
+            self.config = derived(self.config, {"policies": policies})
         self.configured_agents = configured_agents(self.config)
         self._rules_of = functools.partial(
             resolved_config.step_rules, select=select, credit=credit, estimator=estimator, reward=reward
         )
         self.rules = self._rules_of(self.config)
+        self.learners = self._learners()
         self.state = RunState(self.config)
         self.history: list[dict[str, float]] = []
         trainer, rollout, schedule = self.config.trainer, self.config.actor_rollout_ref.rollout, self.rules.schedule
@@ -153,21 +134,21 @@ class PPO(Hooks, Algorithm):
         self.n_runners = rollout.agent.max_concurrent_rollouts or min(MOST, at_once * rollout.n)
         self.watchdog_seconds = trainer.watchdog_seconds
         self.isolation = rollout.agent.isolation
-        self.resources = ("main_llm", *self.config.gateway.frozen_models())
+        self.resources = ("main_llm", *self.config.policies, *self.config.gateway.frozen_models())
         self.ray = rollout.agent.ray if rollout.agent.ray.address is not None else None
         self.resume = trainer.resume_mode == "auto"
         self.named_run_dir = None if trainer.default_local_dir is None else Path(trainer.default_local_dir).expanduser()
         self.max_restarts = trainer.max_restarts
         self._tune_dataset = tune_dataset
         self._total_steps = 0  # of the tasks that `prepare` has seen
-        self._models: Models | None = None  # there from `open` on
+        self._opened: list[PolicyLearner] = []  # whose models are loaded
         self._parts: RunParts | None = None  # there from `run` on
 
     @property
     def models(self) -> Models:
-        """Policy, reference and critic."""
-        assert self._models is not None, "the run is not open"
-        return self._models
+        """Policy, reference and critic; of several policies those of the first."""
+        assert self._opened, "the run is not open"
+        return self._opened[0].models
 
     @property
     def policy(self) -> Any:
@@ -192,8 +173,8 @@ class PPO(Hooks, Algorithm):
 
     @property
     def policy_version(self) -> int:
-        """The number of weight updates behind the policy."""
-        return self.state.policy_version
+        """The number of weight updates behind the policy, of several the first."""
+        return self.learners[0].state.policy_version
 
     @property
     def tuning(self) -> TuningRecord:
@@ -212,6 +193,7 @@ class PPO(Hooks, Algorithm):
         """See `Algorithm`. Raises ConfigError where `algorithm.train_agents` says otherwise."""
         self.config = resolved_config.with_train_agents(self.config, agents)
         self.rules = self._rules_of(self.config)
+        self.learners = self._learners()
 
     def prepare(self, train_dataset: Dataset | None, val_dataset: Dataset | None) -> tuple[Dataset, Dataset]:
         """The datasets given, or the files that the config names. Raises ConfigError where they make not one step,
@@ -254,20 +236,35 @@ class PPO(Hooks, Algorithm):
         traces.check(self.config.actor_rollout_ref.rollout.trace)
         write_whole(run_dir / "config.yaml", to_yaml(self.config).encode())
         resumed = checkpoint.latest(run_dir / "checkpoints") if self.resume else self._begin_from(run_dir)
-        torch.manual_seed(self.config.data.seed)
-        refuse_what_cannot_fit(self.config)
-        with_critic = needs_critic(self.config, self.rules.batch.estimator)
-        models = self._models = Models(self.config, run_dir, with_critic=with_critic, resumed=resumed)
-        self.config = models.config
-        if self._shows and (where := models.cards.line()):
-            print(where)
-        write_whole(run_dir / "config.yaml", to_yaml(self.config).encode())
-        rendered_as, models.policy.name = models.policy.name, self.served_name(models.policy.name)
-        self.state = RunState(self.config, run_dir, models.policy.name, resumed)
-        models.start(self.state.saved_version)
-        engines = [*models.policy.registrations(), *helpers]
-        endpoint = resolved_config.endpoint(self.config, rendered_as, models.tokenizer, engines)
-        return msgspec.structs.replace(endpoint, served_as=models.policy.name)
+        self.state = RunState(self.config, run_dir, resumed)
+        self.state.check_policies([learner.name for learner in self.learners])
+        for learner in self.learners:
+            refuse_what_cannot_fit(learner.config)
+            learner.open(self.state, resumed)
+            self._opened.append(learner)
+            if self._shows and (where := learner.models.cards.line()):
+                print(where)
+            learner.start(self.served_name(learner.name or learner.rendered_as))
+        check_chat_formats(self.learners)
+        first, *others = self.learners
+        if not self.config.policies:
+            self.config = first.config
+            write_whole(run_dir / "config.yaml", to_yaml(self.config).encode())
+        served = [learner.models.policy for learner in self.learners]
+        engines = [each for policy in served for each in policy.registrations()]
+        endpoint = resolved_config.endpoint(
+            first.config, first.rendered_as, first.models.tokenizer, [*engines, *helpers]
+        )
+        return msgspec.structs.replace(
+            endpoint, served_as=served[0].name, more_models=[other.models.policy.name for other in others]
+        )
+
+    def _learners(self) -> list[PolicyLearner]:
+        """The policies of the run, the first of which answers whoever asks for none by name."""
+        return [
+            self.learner(policy, self._rules_of(policy.config) if policy.name else self.rules, is_first=number == 0)
+            for number, policy in enumerate(policies_of(self.config))
+        ]
 
     def _begin_from(self, run_dir: Path) -> Path | None:
         """The checkpoint of another run that this one begins with, in its own folder; None where it begins anew."""
@@ -275,35 +272,38 @@ class PPO(Hooks, Algorithm):
         return None if given is None else run_state.begin_from(given, run_dir)
 
     def watch(self) -> None:
-        """Raise what ended the engine, when something has."""
-        self.policy.check()
+        """Raise what ended an engine, when something has."""
+        for learner in self._opened:
+            learner.models.policy.check()
 
     def close(self) -> None:
-        """Stop the engine, and the processes that train."""
-        if self._models is not None:
-            try:
-                self._models.policy.close()
-            finally:
-                self._models.close()
+        """Stop the engines, and the processes that train."""
+        with ExitStack() as all_of_them:
+            for learner in self._opened:
+                all_of_them.callback(learner.close)
 
     def run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
         """Train on `train_dataset` and report on `val_dataset`."""
         state, total = self.state, self.steps(len(train_dataset))
         self._total_steps = total
-        weights = WeightSync(self.config, self.store, self.models)
-        weights.sleep()  # the trainer is made in the engine's room
-        self.models.train(total)
-        weights.watch_outages()
-        state.restore(self.models, weights, synchronous=self.rules.schedule is None)
+        weights = {learner.name: learner.prepare(self.store, total) for learner in self.learners}
+        load = {one.name: partial(one.load_state_dict, weights=weights[one.name]) for one in self.learners}
+        state.restore(load, synchronous=self.rules.schedule is None)
         written, kept = self.run_dir / "metrics.jsonl", state.step if state.resumed else None
         self.history = jsonl.keep_until(written, kept) if self.resume else []
         state.begin_session(self.run_id, self.began_ns)
         reporting.note_end(self.run_dir, None)
-        weights.wake()
+        for each in weights.values():
+            each.wake()
         self.on_init_end()
-        reporter = Reporter(self.config, self.rules, state, self.models, total, console=self._shows)
+        reporter = Reporter(self.config, state, self.models, total, console=self._shows)
         try:
-            self._parts = RunParts.of(self, weights, reporter, train_dataset)
+            for learner in self.learners:
+                learner.begin(self.store, weights[learner.name], reporter)
+            rollouts = Collector(self, self.config, self.rules, state, self.learners, reporter, train_dataset)
+            self._parts = RunParts(rollouts, reporter)
+            if uncorrected := resolved_config.uncorrected(self.config):
+                _log.warning("%s", uncorrected)
             self.on_train_begin()
             self._train(total, val_dataset)
             if total:
@@ -339,9 +339,8 @@ class PPO(Hooks, Algorithm):
     # A step.
 
     def train_step(self) -> dict[str, float]:
-        """One step on the batch that the schedule gives; its metrics."""
-        state, models, parts, version = self.state, self.models, self.parts, self.policy_version
-        timing: dict[str, float] = {}
+        """One step: the batch that the schedule gives is rolled out, and each policy learns from its part; metrics."""
+        parts, timing = self.parts, dict[str, float]()
         metrics: dict[str, float] = {}
         with timed(timing, "step"):
             with timed(timing, "gen"):
@@ -350,73 +349,27 @@ class PPO(Hooks, Algorithm):
                 self.on_sample_end(collected.rolled_out)
             if self.config.trainer.all_failed == "stop":
                 parts.reporter.warnings.check(f"step {self.step}", collected.rolled_out)
-            parts.weights.sleep()
-            models.actor.onload()
-            batch = step_batch.read(collected.trained, self.rules.batch)
-            with timed(timing, "old_log_prob"):
-                metrics |= self._set_old_log_probs(batch)
-            if models.reference is not None:
-                with timed(timing, "ref"):
-                    batch.put(reference_log_probs=models.reference.log_probs(batch.sequences))
-            if models.teachers:
-                with timed(timing, "teacher"):
-                    teach(batch, models.teachers, self.config)
-            if models.has_values:
-                with timed(timing, "values"):
-                    batch.put(values=models.values(batch.sequences))
-            with timed(timing, "adv"):
-                step_batch.estimate(batch, replace(self.rules.batch, kl_coef=state.kl_coef), parts.rollouts.greedy)
-                if not self.config.algorithm.rollout_correction.bypass_mode:
-                    metrics |= rollout_correction.correct(batch, self.rules.correction)
-            metrics |= batch.metrics()
-            state.update_kl_coef(batch.kl, len(batch.parts))
-            parts.ledger.enter(batch)
-            plan = models.actor.plan(batch.sequences, len(collected.trained))
+            for learner in self.learners:
+                metrics |= self._learn(learner, collected)
+            self.state.updates += any(learner.updated for learner in self.learners)
             parts.reporter.write_generations("train", self.step, collected.trained)
-            try:
-                metrics |= self._update(batch, plan, timing) if plan else reporting.skipped(batch, self.step)
-            finally:  # an update that fails is looked into, too
-                self._write_record(step_batch.records(batch, plan))
-            models.actor.offload()
-            parts.weights.wake()
-        metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
-        if "actor/first_k3_kl" in metrics:
-            metrics["training/mismatch_kl"] = metrics.get("rollout_corr/k3_kl", metrics["actor/first_k3_kl"])
-        metrics |= collected.metrics
+        metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()} | collected.metrics
         rolled_out, spent = collected.rolled_out, timing["gen" if self.rules.schedule is None else "step"]
-        return metrics | rollout_metrics(rolled_out, spent, version) | parts.rollouts.check_tokens()
+        return metrics | rollout_metrics(rolled_out, spent) | parts.rollouts.check_tokens()
 
-    def _set_old_log_probs(self, batch: StepBatch) -> dict[str, float]:
-        """Old log probabilities: the sampler's (bypass) or the trainer's own; and how far the two are apart."""
-        return self.parts.sampler.set_old_log_probs(batch, self.models.actor.log_probs, self.policy_version)
-
-    def _update(self, batch: StepBatch, plan: list[MiniBatch], timing: dict[str, float]) -> dict[str, float]:
-        """Update the critic, then the policy, unless the critic warms up; publish the policy's new weights."""
-        metrics: dict[str, float] = {}
-        models, warming_up = self.models, self.step <= self.config.trainer.critic_warmup
-        if models.critic is not None:
-            with timed(timing, "update_critic"), memory_advice(self.config, self.step, of_critic=True):
-                metrics |= models.critic.update(models.critic.plan(batch.sequences, len(batch.parts)))
-        elif warming_up:
-            with timed(timing, "update_critic"), memory_advice(self.config, self.step):
-                metrics |= models.actor.update(plan, values_alone=True)
-        if not warming_up:
-            with timed(timing, "update_actor"), memory_advice(self.config, self.step):
-                metrics |= models.actor.update(plan)
-            with timed(timing, "update_weights"):
-                self._publish_weights()
-        return metrics
-
-    def _publish_weights(self) -> None:
-        """Make the updated weights the next policy version, and give them to the engine."""
-        self.state.policy_version += 1
-        self.parts.weights.publish(self.policy_version)
-
-    def _write_record(self, of_rollouts: list[RolloutRecord]) -> None:
-        self.parts.reporter.write_record(self.state, of_rollouts)
+    def _learn(self, learner: PolicyLearner, collected: Collected) -> dict[str, float]:
+        """What one policy makes of the step's rollouts; its metrics."""
+        name, version = learner.name, learner.state.policy_version
+        rolled_out = [trajectory.of(name) for trajectory in collected.rolled_out]
+        trained = [trajectory.of(name) for trajectory in collected.trained]
+        metrics, timing = learner.learn(trained, self.parts.rollouts.greedy)
+        metrics |= {f"timing_s/{part}": seconds for part, seconds in timing.items()}
+        metrics |= reporting.staleness(rolled_out, version)
+        return named(name, metrics | (reporting.policy_metrics(rolled_out) if name else {}))
 
     def _log(self, metrics: dict[str, float]) -> None:
-        metrics["training/policy_version"] = float(self.policy_version)
+        for learner in self.learners:
+            metrics |= named(learner.name, {"training/policy_version": float(learner.state.policy_version)})
         self.parts.reporter.log(self.step, metrics, self.history)
 
     def validate(self, val_dataset: Dataset) -> dict[str, float]:
@@ -435,7 +388,15 @@ class PPO(Hooks, Algorithm):
     def save(self) -> Path:
         """Write a checkpoint that `transformers` loads and that a run resumes from; its folder."""
         in_flight = self.parts.rollouts.in_flight
-        return self.state.save(self.models, None if in_flight is None else in_flight.state_dict())
+        return self.state.save(
+            self._export,
+            {learner.name: learner.state_dict() for learner in self.learners},
+            None if in_flight is None else in_flight.state_dict(),
+        )
+
+    def _export(self, folder: Path) -> None:
+        for learner in self.learners:
+            learner.export(folder)
 
     def _measure(self, val_dataset: Dataset) -> dict[str, float]:
         """What is due together: validation, and the tuning set."""

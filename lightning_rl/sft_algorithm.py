@@ -198,7 +198,7 @@ class SFT:
         if resumed is None:
             return
         saved = checkpoint.open_state(resumed)
-        if "policy_version" in saved:
+        if "batches_taken" in saved:
             raise ConfigError(f"{resumed} is a checkpoint of PPO: name another folder for SFT")
         self.step = saved["step"]
         models.load_state_dict(saved["models"])

@@ -82,8 +82,8 @@ class FunctionAgent(Agent):
             if name not in ("resources", "rollout", *self._optional) and resource not in available:
                 raise AgentSignature(
                     f"{self.function.__qualname__}: nothing fills parameter {name!r}; this run has the models "
-                    f"{sorted(available)}: name one in gateway.backends.{name}, or give the parameter a default "
-                    "(prompts are published by an algorithm of your own: lrl.algo)"
+                    f"{sorted(available)}: name one in gateway.backends.{name} (frozen) or policies.{name} (trained), "
+                    "or give the parameter a default (prompts are published by an algorithm of your own: lrl.algo)"
                 )
 
     def rollout(self, task: Any, resources: Mapping[str, Any], rollout: Any) -> Any:

@@ -31,6 +31,7 @@ def emit_reward(
     name: str = "reward",
     *,
     call_id: str | None = None,
+    policy: str | None = None,
     primary_key: str | None = None,
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
@@ -39,13 +40,18 @@ def emit_reward(
     With a `call_id` it is a reward of that call alone, and never the final one: the `id` of the answer, of whatever SDK
     (of several choices: of the first), or the id of a tool call in it. A call's rewards add up.
 
+    Of several policies, `policy` names the one that counts with it, in the place of the final one: it is the same as a
+    reward of that `name`.
+
     Of several rewards by name, the one under `primary_key` is recorded as `name`, the others under their own names.
     `attributes` are recorded with the reward; one that links it to an answer (`make_link_attributes`) is a `call_id`.
 
-    Raises ValueError for a value that is not a finite number, and for several without a `primary_key` that is one of
-    them; TypeError for a name or a call id that is no text.
+    Raises ValueError for a value that is not a finite number, for several without a `primary_key` that is one of them,
+    and for a policy beside a name; TypeError for a name or a call id that is no text.
     """
-    named = _text(name, "emit_reward: a name")
+    if policy is not None and name != "reward":
+        raise ValueError(f"emit_reward: policy={policy!r} is the reward's name, and name={name!r} too; give one")
+    named = _text(name if policy is None else policy, "emit_reward: a name")
     beside = flattened(attributes or {})
     called = (_linked_call(beside) if beside else None) if call_id is None else _text(call_id, "emit_reward: a call_id")
     if called == "":

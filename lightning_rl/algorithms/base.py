@@ -44,6 +44,7 @@ class Endpoint(msgspec.Struct, kw_only=True):
     `allowed_media_domains`: the hosts from which images are fetched.
     `housekeeping`: by program, texts of its requests that are no part of the task.
     `served_as`: the name by which it is asked for, where that is not `model`, by which its chat format is known.
+    `more_models`: the names of the run's other policies.
     Without `tokenizer` (a folder) every model is a chat backend.
     """
 
@@ -59,6 +60,7 @@ class Endpoint(msgspec.Struct, kw_only=True):
     allowed_media_domains: list[str] = []
     housekeeping: dict[str, list[str]] = {}
     served_as: str | None = None
+    more_models: list[str] = []
 
 
 class Algorithm:

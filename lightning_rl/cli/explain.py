@@ -87,6 +87,8 @@ def _with_now(view: "CallDetail", path: list["Call"], media: dict[str, bytes], r
     if view.rollout_training is not None and view.training is None:
         raise weights.NoWeights(f"call {view.number} is of model {view.model!r}, which this run does not train")
     checkpoint = weights.newest(run_dir)
+    if (checkpoint / view.model).is_dir():
+        checkpoint /= view.model  # of several policies
     return call.with_now(view, weights.log_probs(checkpoint, path, media), str(checkpoint.relative_to(run_dir)))
 
 

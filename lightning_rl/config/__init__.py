@@ -72,14 +72,35 @@ def compose(
     """
     with _errors():
         layers, notes = _layers(given, file, command_line, schema, theirs=base is not None)
-        if refused := [note for note in notes if note.kind == "refused"]:
-            raise ConfigError("; ".join(f"config key {note.key}={note.value}: {note.text}" for note in refused))
+        _refuse(notes)
         merged = OmegaConf.merge(_defaults(schema), _nested(base or {}), *layers)
         plain = msgspec.to_builtins(OmegaConf.to_container(merged, resolve=True), enc_hook=str)
     config = _checked(plain, schema)
+    _report(notes)
+    return config
+
+
+def _refuse(notes: Sequence[Note]) -> None:
+    if refused := [note for note in notes if note.kind == "refused"]:
+        raise ConfigError("; ".join(f"config key {note.key}={note.value}: {note.text}" for note in refused))
+
+
+def _report(notes: Sequence[Note]) -> None:
     if idle := [note.key for note in notes if note.reported]:
         _log.warning("%d keys have no effect here (docs/config.md says why): %s", len(idle), ", ".join(idle))
-    return config
+
+
+def derived(config: C, given: Mapping[str, Any]) -> C:
+    """`config` with the keys of a nested dict changed. Raises ConfigError as `compose` does."""
+    with _errors():
+        schema = type(config)
+        layers, notes = _layers(given, None, (), schema, theirs=False)
+        _refuse(notes)
+        merged = OmegaConf.merge(OmegaConf.create(msgspec.to_builtins(config)), *layers)
+        plain = msgspec.to_builtins(OmegaConf.to_container(merged, resolve=True), enc_hook=str)
+    changed = _checked(plain, schema)
+    _report(notes)
+    return changed
 
 
 def notes_of(

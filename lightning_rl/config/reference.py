@@ -5,6 +5,7 @@ import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from lightning_rl.config import Key, keys
+from lightning_rl.config.schema import Section
 from lightning_rl.config.verl_keys import RULES, Rule
 
 _HEAD = """\
@@ -90,6 +91,8 @@ def _type(annotation: Any) -> str:
         return f"{_type(parts[1])} by name"
     if origin is tuple:
         return f"{len(parts)} x {_type(parts[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "keys"
     names = {Any: "any value", int: "int", float: "number", str: "text", bool: "true, false", type(None): "null"}
     return names[annotation]
 

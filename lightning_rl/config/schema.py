@@ -20,6 +20,7 @@ TopP = Annotated[float, Meta(gt=0, le=1)]
 Above0 = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Files = str | list[str] | None
+PolicyName = Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
 Host = Annotated[str, Meta(pattern=r"^([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?$")]
 
 
@@ -1288,6 +1289,18 @@ class SftSection(Section, frozen=True):
     ] = 0.1
 
 
+class PolicySection(Section, frozen=True):
+    """One of several policies. `actor_rollout_ref`, `critic` and `algorithm` hold what differs from the run's."""
+
+    agents: str | None = None
+    reward: str | None = None
+    train_every: Size = 1
+    train_from: Positive = 1
+    actor_rollout_ref: dict[str, Any] = {}
+    critic: dict[str, Any] = {}
+    algorithm: dict[str, Any] = {}
+
+
 class Config(Section, frozen=True):
     """Everything that `PPO` and `SFT` read."""
 
@@ -1300,6 +1313,14 @@ class Config(Section, frozen=True):
     trainer: TrainerSection = field(default_factory=TrainerSection)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     sft: SftSection = field(default_factory=SftSection)
+    policies: Annotated[
+        dict[PolicyName, PolicySection],
+        effect(
+            "several policies that one agent asks, by name, each with the keys of actor_rollout_ref, critic and "
+            "algorithm that differ from the run's, and `agents`, `reward`, `train_every`, `train_from` "
+            "(`docs/policies.md`); {}: one policy"
+        ),
+    ] = {}
     command: Annotated[
         str | None,
         effect(

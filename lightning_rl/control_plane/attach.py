@@ -40,6 +40,7 @@ class ServedPolicy(Served, Protocol):
     renderer: str
     engines: list[dict[str, Any]]
     served_as: str | None
+    more_models: list[str]
 
 
 class Attachment:
@@ -83,7 +84,7 @@ def attached(
 
     Raises CannotAttach where the server cannot use an engine.
     """
-    began_ns = store.begin_run(run_id, policy.served_as or policy.model, lease_seconds)
+    began_ns = store.begin_run(run_id, policy.served_as or policy.model, lease_seconds, policy.more_models)
     attachment = Attachment(store, run_id, began_ns)
     try:
         for engine in policy.engines:

@@ -251,7 +251,7 @@ class RowReader:
         self._connection = connection
         self._run_dir = run_dir
         self._config = folder.config_of(run_dir)
-        self._models: dict[str | None, str | None] = {}
+        self._models: dict[str | None, list[str]] = {}
         self._step: tuple[StepRecord, dict[str, RolloutRecord]] | None = None
 
     def records(self, trace: RolloutTrace) -> Iterator[Record]:
@@ -277,10 +277,10 @@ class RowReader:
             }
 
     def _trajectory(self, trace: RolloutTrace) -> Trajectory:
-        config, model = self._config, self._model(trace.rollout.resources_id)
-        if config is None or model is None:
+        config, models = self._config, self._trained(trace.rollout.resources_id)
+        if config is None or not models:
             return trajectory_of(trace, agent_failure=0.0)
-        return reader(config, model, selection(config.algorithm.train_agents, None))(trace)
+        return reader(config, models, selection(config.algorithm.train_agents, None))(trace)
 
     def _rows(self, trajectory: Trajectory, found: trained.Found | None) -> list[Row]:
         """The rows, without those calls that the step left out, which its record alone knows."""
@@ -315,11 +315,17 @@ class RowReader:
         record = self._step[1].get(rollout.rollout_id)
         return None if record is None else (self._step[0], record)
 
-    def _model(self, resources_id: str | None) -> str | None:
-        """The name of the policy in these resources."""
+    def _trained(self, resources_id: str | None) -> list[str]:
+        """The models of the policy in these resources, or of its policies."""
         if resources_id not in self._models:
-            policy = resources_of(self._connection, resources_id).get(_POLICY, {})
-            self._models[resources_id] = policy.get("model") if policy.get("type") == PROXY_LLM else None
+            resources = resources_of(self._connection, resources_id)
+            self._models[resources_id] = sorted(
+                {
+                    one["model"]
+                    for name, one in resources.items()
+                    if one.get("type") == PROXY_LLM and (name == _POLICY or one.get("agents") is not None)
+                }
+            )
         return self._models[resources_id]
 
 

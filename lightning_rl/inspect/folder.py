@@ -86,7 +86,9 @@ def decoder(run_dir: Path, config: TrainConfig | None) -> Callable[[list[int]], 
 
 def tokenizer_folder(run_dir: Path, config: TrainConfig | None) -> Path | None:
     """The folder of the tokenizer of the run's model; None where it is not on this machine, or not known."""
-    written = [file.parent for file in (run_dir / "checkpoints").glob(f"step-*/{_TOKENIZER}")]
+    checkpoints = run_dir / "checkpoints"
+    written = [file.parent for file in checkpoints.glob(f"step-*/{_TOKENIZER}")]
+    written = written or [file.parent for file in checkpoints.glob(f"step-*/*/{_TOKENIZER}")]  # of several policies
     if written:
         return written[0]  # training changes no tokenizer
     if config is None:

@@ -8,7 +8,7 @@ Invariant: every rollout that is read here and not handed to training is entered
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -23,13 +23,12 @@ from lightning_rl.config.schema import Config, FilterGroups
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.async_rollouts import InFlight
 from lightning_rl.ppo.estimators import needs_greedy
+from lightning_rl.ppo.policy_learner import PolicyLearner
 from lightning_rl.ppo.reporting import Reporter, timed
 from lightning_rl.ppo.resolved_config import StepRules
 from lightning_rl.ppo.run_state import RunState
 from lightning_rl.ppo.schedules import Schedule
-from lightning_rl.ppo.token_ledger import TokenLedger
-from lightning_rl.rl.advantages import Estimator
-from lightning_rl.rl.baselines import OutcomeEstimator
+from lightning_rl.ppo.token_ledger import RunLedger
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import SEED_KEY, Mode, Rollout, RolloutConfig, RolloutRequest, RolloutTrace
 from lightning_rl.store.errors import NotFound
@@ -74,13 +73,13 @@ class Collector:
     Args:
         algorithm: requests rollouts of its store and waits for them (`ask`, `finished`, `ended`).
         config: the run's.
-        rules: who grades rollouts, which calls are trained, and the schedule.
+        rules: who grades rollouts, and the schedule.
         state: the run's counters.
-        ledger: where rollouts that are not trained are entered.
+        learners: the policies of the run, which have begun.
         reporter: warns of what went wrong in rollouts, and writes their traces.
         dataset: the tasks of training.
 
-    Publishes the policy's resources, and requests again what a resumed run had in flight. `greedy` has the rewards of
+    Publishes the policies' resources, and requests again what a resumed run had in flight. `greedy` has the rewards of
     the step's greedy rollouts, by the group that they are compared with.
     """
 
@@ -90,7 +89,7 @@ class Collector:
         config: Config,
         rules: StepRules,
         state: RunState,
-        ledger: TokenLedger,
+        learners: Sequence[PolicyLearner],
         reporter: Reporter,
         dataset: Dataset,
     ) -> None:
@@ -98,13 +97,13 @@ class Collector:
         self._config = config
         self._rules = rules
         self._state = state
-        self.ledger = ledger
+        self._learners = learners
+        self._models = [learner.state.account.model for learner in learners]
+        self.ledger = RunLedger({learner.name: learner.parts.ledger for learner in learners}, algorithm.store)
         self._reporter = reporter
         self._watchdog = Watchdog(algorithm.store, algorithm.watchdog_seconds)
-        self._read_one = reader(config, state.account.model, rules.select)
-        self._resources, self._greedy_resources = publish_resources(
-            algorithm.store, config, state.account.model, rules.batch.estimator
-        )
+        self._read_one = _reader(config, rules, learners)
+        self._resources, self._greedy_resources = publish_resources(algorithm.store, config, learners)
         self.greedy: dict[str, float] = {}
         batches = shuffled_batches(config, dataset)
         self._supply = islice(batches, state.batches_taken if rules.schedule is None else 0, None)
@@ -153,7 +152,7 @@ class Collector:
         prefix = f"{name}-{self._config.data.seed}-{step}" + (f".{generation}" if generation else "")
         mode: Mode = "train" if name == "train" else "val"
         sampled, greedy = self._requests(self._purpose(prefix, mode, step), tasks, n)
-        self.ledger.ask(str(request.rollout_id) for request in sampled + greedy)
+        self.ledger.ask([str(request.rollout_id) for request in sampled + greedy])
         trajectories = self._read(
             partial(self._algorithm.finished, sampled + greedy),
             traced=(f"{name} {step}", [str(request.group_id) for request in sampled]),
@@ -166,7 +165,7 @@ class Collector:
 
     def ask(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """See `async_rollouts.Rollouts`."""
-        self.ledger.ask(str(request.rollout_id) for request in requests)
+        self.ledger.ask([str(request.rollout_id) for request in requests])
         return self._algorithm.ask(requests)
 
     def ended(self, rollout_ids: Sequence[str], wait_seconds: float) -> list[Rollout]:
@@ -212,7 +211,7 @@ class Collector:
         if grader is None:
             trajectories = traces(read)
         else:
-            graded = grader.graded(traces(lambda trace: trace), self._algorithm.store, self._state.account.model)
+            graded = grader.graded(traces(lambda trace: trace), self._algorithm.store, self._models)
             trajectories = [read(trace) for trace in graded]
         self._reporter.warnings.report(when, trajectories)
         return trajectories
@@ -241,7 +240,7 @@ class Collector:
         groups_left = steps_left * batch_size
         in_flight.idle_seconds = 0.0
         self._watchdog.begin()
-        found = in_flight.hand_over(self._state.policy_version, groups_left, _WAIT_SECONDS)
+        found = in_flight.hand_over(self._state.updates, groups_left, _WAIT_SECONDS)
         stale = sum(reason == "stale" for _, reason in found.left_out)
         if groups_left <= batch_size:
             found.left_out += [(group, "surplus") for group in in_flight.cancel(_WAIT_SECONDS)]
@@ -269,10 +268,14 @@ class Collector:
             batches,
             self._requests_of_group,
             self,
-            why_not=partial(why_not, rule, schedule),
+            why_not=lambda group, _: why_not(rule, schedule, group, self._versions()),
             most=rule.max_num_gen_batches * batch_size if rule.enable else None,
             **left,
         )
+
+    def _versions(self) -> dict[str, int]:
+        """The policy version of each policy."""
+        return {learner.name: learner.state.policy_version for learner in self._learners}
 
     def _requests_of_group(self, batch: int, task: tuple[int, Any]) -> list[RolloutRequest]:
         """The rollouts of a group: what `sync` would request in step `batch`."""
@@ -357,33 +360,64 @@ def with_variance(
     return rolled_out, [trajectory for group in trained for trajectory in group], reasons
 
 
-def why_not(rule: FilterGroups, schedule: Schedule, group: list[Trajectory], version: int) -> str | None:
-    """Why a group that has ended is not trained on weights of this version; None: it is."""
+def why_not(rule: FilterGroups, schedule: Schedule, group: list[Trajectory], versions: Mapping[str, int]) -> str | None:
+    """Why a group that has ended is not trained on weights of these versions, by policy; None: it is."""
     sampled = [trajectory for trajectory in group if not _is_greedy(trajectory)]
-    versions = [part.version for t in sampled for node in t.forest.nodes.values() for part in node.call.versions]
-    if version - min(versions, default=version) > schedule.threshold:
-        return "stale"
+    for policy, version in versions.items():
+        calls = [node.call for t in sampled for node in t.of(policy).forest.nodes.values()]
+        oldest = min((part.version for call in calls for part in call.versions), default=version)
+        if version - oldest > schedule.threshold:
+            return "stale"
     return "zero_variance" if rule.enable and not informative(sampled, rule.metric) else None
 
 
-def publish_resources(
-    store: HttpStore, config: Config, policy: str, estimator: Estimator | OutcomeEstimator
-) -> tuple[str, str | None]:
-    """Publish the policy as `main_llm`, with its sampling in training and in validation, and the frozen models of
-    `gateway.backends` by their names.
+def publish_resources(store: HttpStore, config: Config, learners: Sequence[PolicyLearner]) -> tuple[str, str | None]:
+    """Publish the policy as `main_llm`, with its sampling in training and in validation; of several the first is that,
+    and each has its own name; and the frozen models of `gateway.backends` by their names.
 
-    Before it, where the estimator needs greedy rollouts, a greedy one. Returns the ids of both, which are the same when
+    Before it, where an estimator needs greedy rollouts, greedy ones. Returns the ids of both, which are the same when
     the run is resumed.
     """
-    main_llm = {"type": "proxy_llm", "model": policy, **resolved_config.sampling_parameters(config)}
     frozen: dict[str, dict[str, Any]] = {
         name: {"type": "proxy_llm", "model": name} for name in config.gateway.frozen_models()
     }
+    sampled, greedy = (frozen | _policies(learners, greedy=each) for each in (False, True))
     greedy_id = None
-    if needs_greedy(estimator):
-        greedy = {**frozen, "main_llm": {**main_llm, "sampling_parameters": resolved_config.greedy_sampling(config)}}
+    if any(needs_greedy(learner.rules.batch.estimator) for learner in learners):
         greedy_id = _published(store, "greedy", greedy)
-    return _published(store, "policy", {**frozen, "main_llm": main_llm}), greedy_id
+    return _published(store, "policy", sampled), greedy_id
+
+
+def _policies(learners: Sequence[PolicyLearner], *, greedy: bool) -> dict[str, dict[str, Any]]:
+    """The policies as resources, `greedy` in training too."""
+    found: dict[str, dict[str, Any]] = {}
+    for learner in learners:
+        sampling: dict[str, Any] = resolved_config.sampling_parameters(learner.config)
+        if greedy:
+            sampling |= {"sampling_parameters": resolved_config.greedy_sampling(learner.config)}
+        resource = {"type": "proxy_llm", "model": learner.state.account.model, **sampling}
+        if learner.name:
+            resource |= {"agents": learner.policy.agents}
+            found[learner.name] = resource
+        found.setdefault("main_llm", resource)
+    return found
+
+
+def _reader(
+    config: Config, rules: StepRules, learners: Sequence[PolicyLearner]
+) -> Callable[[RolloutTrace], Trajectory]:
+    """What reads a finished rollout: of several policies as a whole, with what each of them learns from."""
+    own = {
+        one.name: reader(one.config, one.state.account.model, one.rules.select, one.policy.reward) for one in learners
+    }
+    if "" in own:
+        return own[""]
+    whole = reader(config, [one.state.account.model for one in learners], rules.select)
+
+    def read(trace: RolloutTrace) -> Trajectory:
+        return msgspec.structs.replace(whole(trace), of_policies={name: each(trace) for name, each in own.items()})
+
+    return read
 
 
 def _published(store: HttpStore, name: str, resources: dict[str, dict[str, Any]]) -> str:

@@ -23,7 +23,6 @@ from lightning_rl.inspect.live_findings import Findings
 from lightning_rl.inspect.run_stats import RECENT
 from lightning_rl.ppo.batch import StepBatch
 from lightning_rl.ppo.models import Models
-from lightning_rl.ppo.resolved_config import StepRules
 from lightning_rl.ppo.run_state import RunState
 from lightning_rl.store.contract import RolloutTrace
 from lightning_rl.telemetry import metrics as trackers
@@ -32,7 +31,7 @@ from lightning_rl.telemetry.generations import Generations
 from lightning_rl.telemetry.metrics.about import About
 from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.run_warnings import Problems
-from lightning_rl.trajectories.step_record import RolloutRecord, StepRecord
+from lightning_rl.trajectories.step_record import StepRecord
 from lightning_rl.trajectories.trajectory import Trajectory
 
 _FINISHED = "finished.json"  # in the run's folder
@@ -45,20 +44,17 @@ class Reporter:
 
     Args:
         config: the run's.
-        rules: they name credit and estimator in the records.
         state: it says the run folder, and where a resumed run continues.
-        models: their tokenizer writes the traces.
+        models: their tokenizer writes the traces; of several policies those of the first.
         total_steps: how many steps the run makes.
         console: whether a person reads along.
     """
 
-    def __init__(
-        self, config: Config, rules: StepRules, state: RunState, models: Models, total_steps: int, *, console: bool
-    ) -> None:
+    def __init__(self, config: Config, state: RunState, models: Models, total_steps: int, *, console: bool) -> None:
         self._run_dir = state.run_dir
-        self._rules = rules
-        self._loss_agg_mode = config.actor_rollout_ref.actor.loss_agg_mode
-        earlier = step_record.read_all(state.run_dir, newest=RECENT, until=state.step) if state.resumed else ()
+        earlier = (
+            step_record.read_all(state.run_dir, newest=RECENT, until=state.step, policy="") if state.resumed else ()
+        )
         self._findings = Findings(state.run_dir, config, earlier)
         self.warnings = Problems(state.run_dir, max_tokens=config.data.max_tokens)
         if console:
@@ -95,18 +91,11 @@ class Reporter:
         if "critic/score/mean" in metrics:
             self._findings.look(history)
 
-    def write_record(self, state: RunState, of_rollouts: list[RolloutRecord]) -> None:
-        """Write down what the current step makes of its rollouts."""
-        record = StepRecord(
-            step=state.step,
-            policy_version=state.policy_version,
-            rule=self._rules.credit,
-            loss_agg_mode=self._loss_agg_mode,
-            rollouts=of_rollouts,
-            estimator=self._rules.estimator,
-        )
-        step_record.write(self._run_dir, record)
-        self._findings.add(record)
+    def write_record(self, record: StepRecord, policy: str = "") -> None:
+        """Write down what a step makes of its rollouts; `policy` is the name of another one than the run's first."""
+        step_record.write(self._run_dir, record, policy)
+        if not policy:
+            self._findings.add(record)
 
     def write_generations(self, name: Literal["train", "val", "tune"], step: int, of: Sequence[Trajectory]) -> None:
         """Write what was sampled in a step, or in a validation after it, where the config names a folder for that."""
@@ -138,8 +127,8 @@ def _print_defaults(config: Config, models: Models) -> None:
         print(f"learning rate: {rate:g}, by the model's size; choose another with actor_rollout_ref.actor.optim.lr")
 
 
-def skipped(batch: StepBatch, step: int) -> dict[str, float]:
-    """Say why a step updates nothing."""
+def skipped(batch: StepBatch, step: int, policy: str = "") -> dict[str, float]:
+    """Say why a step updates nothing, or not the one of several policies."""
     reasons: Counter[str] = Counter()
     for part in batch.parts:
         reasons.update(part.trajectory.excluded, **part.excluded)
@@ -147,7 +136,8 @@ def skipped(batch: StepBatch, step: int) -> dict[str, float]:
     without_calls = sum(part.trajectory.calls == 0 for part in batch.parts)
     why = [f"{without_calls} of {len(batch.parts)} rollouts made no call"] * bool(without_calls)
     why += [tokens] * bool(tokens)
-    _log.warning("step %d updates nothing: %s", step, "; ".join(why) or "there are no rollouts")
+    what = f"nothing of policy {policy}" if policy else "nothing"
+    _log.warning("step %d updates %s: %s", step, what, "; ".join(why) or "there are no rollouts")
     return {"training/skipped": 1.0}
 
 
@@ -169,16 +159,32 @@ def memory_advice(config: Config, step: int, *, of_critic: bool = False) -> Iter
         raise
 
 
-def rollout_metrics(trajectories: list[Trajectory], seconds: float, policy_version: int) -> dict[str, float]:
-    """Rewards, lengths, failures and speeds of the rollouts that `seconds` were spent on.
+def staleness(trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:
+    """How many updates old the tokens are that are to update the weights of this version."""
+    made = [node.call for t in trajectories for node in t.forest.nodes.values()]
+    ages = [(policy_version - part.version, part.end - part.start) for call in made for part in call.versions]
+    return {
+        "training/staleness/mean": sum(age * n for age, n in ages) / max(sum(n for _, n in ages), 1),
+        "training/staleness/max": float(max((age for age, _ in ages), default=0)),
+    }
 
-    `policy_version` is that of the weights which they are to update.
-    """
+
+def policy_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What one of several policies did in rollouts, and what it counted with."""
+    rewards = [t.reward for t in trajectories if t.reward is not None] or [0.0]
+    return {
+        "critic/score/mean": float(np.mean(rewards)),
+        "num_turns/mean": float(np.mean([t.calls for t in trajectories] or [0])),
+        "response_length/mean": float(np.mean([t.sampled_tokens for t in trajectories] or [0])),
+    }
+
+
+def rollout_metrics(trajectories: list[Trajectory], seconds: float) -> dict[str, float]:
+    """Rewards, lengths, failures and speeds of the rollouts that `seconds` were spent on."""
     rewards = [t.reward for t in trajectories if t.reward is not None] or [0.0]
     rows = [row for t in trajectories for row in t.rows]
     calls = sum(t.calls for t in trajectories)
     made = [node.call for t in trajectories for node in t.forest.nodes.values()]
-    ages = [(policy_version - part.version, part.end - part.start) for call in made for part in call.versions]
     ended = Counter(t.ended_by for t in trajectories if t.ended_by is not None)
     return {f"rollouts/ended_by/{why}": float(count) for why, count in ended.items()} | {
         "critic/score/mean": float(np.mean(rewards)),
@@ -194,8 +200,6 @@ def rollout_metrics(trajectories: list[Trajectory], seconds: float, policy_versi
         "rollouts/calls_of_other_models": float(sum(t.other_calls for t in trajectories)),
         "rollouts/lost_rewards": float(sum(t.lost_rewards for t in trajectories)),
         "rollouts/cut_by_length": sum(call.finish_reason == "length" for call in made) / max(calls, 1),
-        "training/staleness/mean": sum(age * n for age, n in ages) / max(sum(n for _, n in ages), 1),
-        "training/staleness/max": float(max((age for age, _ in ages), default=0)),
         "perf/calls_per_s": calls / seconds,
         "perf/tokens_per_s": sum(t.sampled_tokens for t in trajectories) / seconds,
     }

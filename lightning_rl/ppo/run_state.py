@@ -1,19 +1,18 @@
-"""What a run's checkpoint holds beside the weights: counters, token account, tuning record, random numbers.
+"""What a run's checkpoint holds beside the weights: counters, token accounts, tuning record, random numbers.
 
 Invariant: a run that resumes from a checkpoint continues as if it had never stopped. What is in no checkpoint (the
 session's id, its first version) is read anew when a run is opened.
 """
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config
-from lightning_rl.ppo.estimators import kl_controller_of
-from lightning_rl.ppo.models import Models
-from lightning_rl.ppo.weight_sync import WeightSync
+from lightning_rl.rl.kl import AdaptiveKL, FixedKL
 from lightning_rl.training import checkpoint
 from lightning_rl.trajectories.token_account import TokenAccount
 
@@ -86,50 +85,26 @@ def begin_from(given: Path, run_dir: Path) -> Path:
     Raises CheckpointError where it cannot be written.
     """
     state = checkpoint.load_state(given)
-    state["account"] = TokenAccount("").state_dict()
+    for of_policy in state["policies"].values() if "policies" in state else (state,):
+        of_policy["account"] = TokenAccount("").state_dict()
     if state["tuning"]["best_step"] != state["step"]:
         state["tuning"] = TuningRecord().state_dict()
     folder = run_dir / "checkpoints" / f"step-{state['step']}"
     return checkpoint.save(folder, export=partial(checkpoint.copy_model, given), state=state)
 
 
-class RunState:
-    """The state of one run, from the moment it is opened.
+class PolicyState:
+    """The state of one policy of a run; `policy_version` is the number of its weight updates.
 
     Args:
-        config: the run's.
-        run_dir: its folder.
-        policy: the policy's name.
-        resumed_from: the checkpoint that the run continues from; None: it starts fresh.
-
-    `step` is the current step, `policy_version` the number of weight updates, `batches_taken` the number of training
-    batches whose tasks were used. `in_flight` has the groups that the resumed run had in flight. `run_id` ends the ids
-    of the run's rollouts; `began_ns` and `began_version` say when this session began, and with which policy version.
+        kl_controller: what says how much of the distance from the reference is taken off the rewards; None: nothing.
+        model: the name of the model that its engines sample.
     """
 
-    def __init__(
-        self, config: Config, run_dir: Path = Path(), policy: str = "", resumed_from: Path | None = None
-    ) -> None:
-        stopping = config.trainer.early_stopping
-        self.run_dir = run_dir
-        self.tuning = TuningRecord(patience=stopping.patience, min_delta=stopping.min_delta)
-        self.kl_controller = kl_controller_of(config)
-        self.account = TokenAccount(policy)
-        self.step = 0
+    def __init__(self, kl_controller: FixedKL | AdaptiveKL | None, model: str) -> None:
+        self.kl_controller = kl_controller
+        self.account = TokenAccount(model)
         self.policy_version = 0
-        self.batches_taken = 0
-        self.in_flight: dict[str, Any] | None = None
-        self.run_id = ""
-        self.began_ns = 0
-        self.began_version = 0
-        self.resumed = resumed_from is not None
-        self._keep = config.trainer.max_actor_ckpt_to_keep
-        self._saved = None if resumed_from is None else checkpoint.open_state(resumed_from)
-
-    @property
-    def saved_version(self) -> int:
-        """The policy version of the checkpoint that the run continues from; 0 for a fresh run."""
-        return 0 if self._saved is None else int(self._saved["policy_version"])
 
     @property
     def kl_coef(self) -> float:
@@ -141,15 +116,76 @@ class RunState:
         if self.kl_controller is not None and kl is not None:
             self.kl_controller.update(kl, rollouts)
 
-    def restore(self, models: Models, weights: WeightSync, *, synchronous: bool) -> None:
-        """Load the checkpoint into this state, `models` and the engine; a fresh run has none.
+    def state_dict(self) -> dict[str, Any]:
+        """The state, for a checkpoint."""
+        return {
+            "policy_version": self.policy_version,
+            "account": self.account.state_dict(),
+            "kl_coef": self.kl_coef,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        self.policy_version = state["policy_version"]
+        self.account.load_state_dict(state["account"])
+        if self.kl_controller is not None:
+            self.kl_controller.value = state["kl_coef"]
+
+
+class RunState:
+    """The state of one run, from the moment it is opened.
+
+    Args:
+        config: the run's.
+        run_dir: its folder.
+        resumed_from: the checkpoint that the run continues from; None: it starts fresh.
+
+    `step` is the current step, `updates` the number of steps that updated any policy, `batches_taken` the number of
+    training batches whose tasks were used. `in_flight` has the groups that the resumed run had in flight. `run_id` ends
+    the ids of the run's rollouts; `began_ns` says when this session began.
+    """
+
+    def __init__(self, config: Config, run_dir: Path = Path(), resumed_from: Path | None = None) -> None:
+        stopping = config.trainer.early_stopping
+        self.run_dir = run_dir
+        self.tuning = TuningRecord(patience=stopping.patience, min_delta=stopping.min_delta)
+        self.step = 0
+        self.updates = 0
+        self.batches_taken = 0
+        self.in_flight: dict[str, Any] | None = None
+        self.run_id = ""
+        self.began_ns = 0
+        self.resumed = resumed_from is not None
+        self._keep = config.trainer.max_actor_ckpt_to_keep
+        self._saved = None if resumed_from is None else checkpoint.open_state(resumed_from)
+
+    def saved_version(self, policy: str) -> int:
+        """The policy version of the checkpoint that the run continues from; 0 for a fresh run."""
+        return 0 if self._saved is None else int(_of_policies(self._saved)[policy]["policy_version"])
+
+    def check_policies(self, names: Sequence[str]) -> None:
+        """Raises ConfigError where the checkpoint that the run continues from is of other policies; an only one has no
+        name."""
+        if self._saved is None or (there := sorted(_of_policies(self._saved))) == sorted(names):
+            return
+        has, asks = (
+            "one policy, which has no name" if each == [""] else f"the policies {', '.join(each)}"
+            for each in (there, sorted(names))
+        )
+        raise ConfigError(
+            f"the checkpoint has {has}, and the config {asks}: resume with the config.yaml of the run's folder"
+        )
+
+    def restore(self, load: Mapping[str, Callable[[Mapping[str, Any]], None]], *, synchronous: bool) -> None:
+        """Load the checkpoint into this state, and what it has of each policy by `load`; a fresh run has none.
 
         Raises ConfigError where a `synchronous` schedule would drop rollouts in flight, or the models differ.
         """
         if (saved := self._saved) is None:
             return
         self._saved = None
-        self.step, self.policy_version = saved["step"], saved["policy_version"]
+        self.step = saved["step"]
+        self.updates = saved["updates"] if "updates" in saved else saved["policy_version"]  # of earlier releases
         self.batches_taken = saved["batches_taken"]
         self.in_flight = saved.get("in_flight")
         if synchronous and self.in_flight is not None and self.in_flight["groups"]:
@@ -157,39 +193,38 @@ class RunState:
                 "the checkpoint has rollouts in flight, and trainer.schedule=sync would drop them: resume with the "
                 "config.yaml of the run's folder"
             )
-        models.load_state_dict(saved["models"])
-        self.account.load_state_dict(saved["account"])
         self.tuning.load_state_dict(saved["tuning"])
-        if self.kl_controller is not None:
-            self.kl_controller.value = saved["kl_coef"]
+        for policy, of_policy in _of_policies(saved).items():
+            load[policy](of_policy)
         checkpoint.set_rng_state(saved["rng"])
-        weights.restore(self.policy_version)
 
     def begin_session(self, run_id: str, began_ns: int) -> None:
         """Note the run's id, and when this session of it began, by the server's clock."""
-        self.began_version = self.policy_version
         self.run_id = run_id
         self.began_ns = began_ns  # calls before it are of earlier sessions
 
-    def save(self, models: Models, in_flight: dict[str, Any] | None) -> Path:
+    def save(
+        self,
+        export: Callable[[Path], None],
+        of_policies: Mapping[str, dict[str, Any]],
+        in_flight: dict[str, Any] | None,
+    ) -> Path:
         """Write a checkpoint that `transformers` loads and that a run resumes from; returns its folder.
 
-        Prunes older ones, but never the best step's.
+        `export` writes the models, `of_policies` are the states of policies; that of an only one has no name. Prunes
+        older ones, but never the best step's.
         """
         folder = self.folder(self.step)
         folder.parent.mkdir(parents=True, exist_ok=True)
         state = {
             "step": self.step,
-            "policy_version": self.policy_version,
+            "updates": self.updates,
             "batches_taken": self.batches_taken,
             "in_flight": in_flight,
-            "account": self.account.state_dict(),
             "tuning": self.tuning.state_dict(),
-            "kl_coef": self.kl_coef,
-            "models": models.state_dict(),
             "rng": checkpoint.rng_state(),
-        }
-        saved = checkpoint.save(folder, export=models.export, state=state)
+        } | (of_policies[""] if "" in of_policies else {"policies": dict(of_policies)})
+        saved = checkpoint.save(folder, export=export, state=state)
         best = () if self.tuning.best_step is None else (self.folder(self.tuning.best_step),)
         checkpoint.prune(folder.parent, self._keep, protect=best)
         return saved
@@ -202,3 +237,8 @@ class RunState:
     def folder(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
         return self.run_dir / "checkpoints" / f"step-{step}"
+
+
+def _of_policies(saved: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """What a checkpoint has of each policy; "" is an only one."""
+    return saved.get("policies") or {"": saved}

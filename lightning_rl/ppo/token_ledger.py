@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping
 
 from lightning_rl.ppo.batch import StepBatch
+from lightning_rl.ppo.policies import named
 from lightning_rl.store.client import HttpStore
 from lightning_rl.trajectories.token_account import ConservationError, TokenAccount
 from lightning_rl.trajectories.trajectory import Trajectory
@@ -46,7 +47,7 @@ class TokenLedger:
         self.account.exclude(reason, trajectory.sampled_tokens - sum(trajectory.left_out.values()))
 
     def check(self, in_flight: Collection[str] = ()) -> dict[str, float]:
-        """The account as metrics, and how often the gateway began a conversation anew, by cause.
+        """The account as metrics.
 
         Raises ConservationError naming the rollouts whose records are not what engines handed over, and those that were
         asked for and are neither entered nor `in_flight`.
@@ -56,10 +57,8 @@ class TokenLedger:
         counted = self._store.tokens_of(sorted([*self._asked, *self._entered]))
         wrong = self._receive(counted)
         pending = sum(self._handed_over(each) for each in counted.values() if each.rollout_id in self._asked)
-        counters = self._store.state()["counters"]
-        forks = {f"gateway/{name}": float(n) for name, n in counters.items() if name.startswith("fork_")}
         try:
-            return forks | self.account.check(pending)
+            return self.account.check(pending)
         except ConservationError as error:
             error.add_note(_whose_tokens(wrong))
             raise
@@ -97,6 +96,32 @@ class TokenLedger:
 
     def _handed_over(self, attempt: AttemptTokens) -> int:
         return attempt.received.get(self.account.model, 0)
+
+
+class RunLedger:
+    """The ledgers of a run's policies, by their names."""
+
+    def __init__(self, ledgers: Mapping[str, TokenLedger], store: HttpStore) -> None:
+        self._ledgers = ledgers
+        self._store = store
+
+    def ask(self, rollout_ids: Collection[str]) -> None:
+        """See `TokenLedger.ask`."""
+        for ledger in self._ledgers.values():
+            ledger.ask(rollout_ids)
+
+    def exclude(self, trajectory: Trajectory, reason: str) -> None:
+        """See `TokenLedger.exclude`, of the parts of all policies."""
+        for name, ledger in self._ledgers.items():
+            ledger.exclude(trajectory.of(name), reason)
+
+    def check(self, in_flight: Collection[str] = ()) -> dict[str, float]:
+        """See `TokenLedger.check`; and how often the gateway began a conversation anew, by cause."""
+        counters = self._store.state()["counters"]
+        found = {f"gateway/{name}": float(n) for name, n in counters.items() if name.startswith("fork_")}
+        for name, ledger in self._ledgers.items():
+            found |= named(name, ledger.check(in_flight))
+        return found
 
 
 def _whose_tokens(wrong: list[str]) -> str:

@@ -3,7 +3,7 @@
 Invariant: the answer is what the policy said, never what a tool printed or a helper wrote.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from lightning_rl.rewards import FinishedRollout
@@ -13,16 +13,20 @@ from lightning_rl_adapters.call import calls_of
 from lightning_rl_adapters.span import Span
 
 
-def finished_rollout(rollout: Rollout, spans: Sequence[Span], model: str | None = None) -> FinishedRollout:
+def finished_rollout(
+    rollout: Rollout, spans: Sequence[Span], model: str | Collection[str] | None = None
+) -> FinishedRollout:
     """The rollout as reward functions see it; `spans` are those of its counting attempt.
 
-    Its answer is the text of the call of `model` (None: of any) that arrived last, among those that the agent received
-    in full: what was cut off, it never saw. Of an agent that made no call at the gateway, its own spans are read.
+    Its answer is the text of the call of `model`, or of several (None: of any), that arrived last, among those that the
+    agent received in full: what was cut off, it never saw. Of an agent that made no call at the gateway, its own spans
+    are read.
 
     Raises:
         ForestError: the calls do not fit together; it names the call.
     """
-    calls = [call for call in calls_of(spans) if model is None or call.model == model]
+    models = {model} if isinstance(model, str) else model
+    calls = [call for call in calls_of(spans) if models is None or call.model in models]
     tree = forest.build(calls)
     received = [node for node in tree.nodes.values() if node.call.delivered]
     path = received[-1].path() if received else []
@@ -31,7 +35,7 @@ def finished_rollout(rollout: Rollout, spans: Sequence[Span], model: str | None 
     for node in path:
         said = attributes[node.call.call_id]
         messages += [*(said.get(semconv.INPUT_MESSAGES) or ()), *(said.get(semconv.OUTPUT_MESSAGES) or ())]
-    if not calls and (told := conventions.conversations(spans, model)):
+    if not calls and (told := conventions.conversations(spans, model if isinstance(model, str) else None)):
         messages = [*told[-1].prompt, *told[-1].answers[:1]]
     return FinishedRollout(
         rollout_id=rollout.rollout_id,

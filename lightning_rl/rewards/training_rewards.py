@@ -4,7 +4,7 @@ They are late rewards of their attempts, under ids of their own: a run that goes
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from lightning_rl.config.schema import RewardSection
 from lightning_rl.rewards import FinishedRollout, GroupReward
@@ -32,8 +32,10 @@ class Grader:
         own_thread = reward is None and config.judge.model is None
         return None if chosen is None else cls(chosen, concurrency=1 if own_thread else config.judge.concurrency)
 
-    def graded(self, traces: Sequence[RolloutTrace], store: HttpStore, model: str) -> list[RolloutTrace]:
-        """The traces, with the rewards that their groups were given. `model` is the policy's name.
+    def graded(
+        self, traces: Sequence[RolloutTrace], store: HttpStore, model: str | Collection[str]
+    ) -> list[RolloutTrace]:
+        """The traces, with the rewards that their groups were given. `model` is the policy's name, or those of several.
 
         A group that was graded in part, before a run was cut off, is graded again as a whole, since its rollouts may be
         ranked against each other. Those that have rewards keep them.

@@ -319,12 +319,13 @@ class HttpStore:
         """Version and model of the server, and how it writes chats."""
         return self._call("GET", "/server", None, dict[str, Any])
 
-    def begin_run(self, run_id: str, model: str, lease_seconds: float) -> int:
-        """Attach a run whose engines sample `model`; when it began, in nanoseconds since the epoch.
+    def begin_run(self, run_id: str, model: str, lease_seconds: float, more_models: Sequence[str] = ()) -> int:
+        """Attach a run whose engines sample `model` (and `more_models`, of other policies of it); when it began, in
+        nanoseconds since the epoch.
 
         Attempts at rollouts that end with `.` and the run's id are lost where they run, and wait where they are queued.
         """
-        body = {"model": model, "lease_seconds": lease_seconds}
+        body = {"model": model, "lease_seconds": lease_seconds, "more_models": list(more_models)}
         return int(self._call("POST", f"/runs/{run_id}/begin", body, dict[str, Any])["began_ns"])
 
     def renew_run(self, run_id: str) -> None:

@@ -1,6 +1,6 @@
 """How a configuration has finished rollouts read as trajectories."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from lightning_rl.config.schema import Config
@@ -9,8 +9,13 @@ from lightning_rl.trajectories.trajectory import Trajectory, trajectory_of
 from lightning_rl_adapters.call import Call
 
 
-def reader(config: Config, model: str, select: Callable[[Call], bool] | None) -> Callable[[RolloutTrace], Trajectory]:
-    """What reads a finished rollout as the trajectory of `model`."""
+def reader(
+    config: Config,
+    model: str | Collection[str],
+    select: Callable[[Call], bool] | None,
+    reward: str | None = None,
+) -> Callable[[RolloutTrace], Trajectory]:
+    """What reads a finished rollout as the trajectory of `model`, or of several; `reward` as in `trajectory_of`."""
     overlong = config.data.overlong
     return partial(
         trajectory_of,
@@ -21,6 +26,7 @@ def reader(config: Config, model: str, select: Callable[[Call], bool] | None) ->
         spans=config.algorithm.train_spans,
         weights=config.algorithm.credit.weights,
         whole=overlong == "drop_rollout",
+        reward=reward,
     )
 
 

@@ -83,20 +83,26 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 _DECODER = msgspec.msgpack.Decoder(StepRecord)
 
 
-def write(run_dir: Path, record: StepRecord) -> Path:
-    """Keep a step's record in the run's folder; its file."""
-    path = _path(run_dir, record.step)
-    path.parent.mkdir(exist_ok=True)
+def write(run_dir: Path, record: StepRecord, policy: str = "") -> Path:
+    """Keep a step's record in the run's folder; its file. Policies beside a run's first have a folder each, by name."""
+    path = run_dir / FOLDER / policy / f"{record.step:06d}.msgpack"
+    path.parent.mkdir(exist_ok=True, parents=True)
     write_whole(path, msgspec.msgpack.encode(record))
     return path
 
 
-def read_all(run_dir: Path, *, newest: int = 0, until: int | None = None) -> Iterator[StepRecord]:
+def read_all(
+    run_dir: Path, *, newest: int = 0, until: int | None = None, policy: str | None = None
+) -> Iterator[StepRecord]:
     """The records of a run, in order of their steps: those up to the step `until`, where there is one, and of these the
-    `newest` alone, where it is not 0."""
-    paths = sorted(path for path in (run_dir / FOLDER).glob("*.msgpack") if until is None or int(path.stem) <= until)
+    `newest` alone, where it is not 0.
+
+    Of several policies all calls are there, or those of one `policy` ("": the run's first).
+    """
+    folder = run_dir / FOLDER / (policy or "")
+    paths = sorted(path for path in folder.glob("*.msgpack") if until is None or int(path.stem) <= until)
     for path in paths[-newest:]:
-        yield _DECODER.decode(path.read_bytes())
+        yield _whole(path) if policy is None else _DECODER.decode(path.read_bytes())
 
 
 def find(run_dir: Path, rollout_id: str, step: int, *, ahead: bool = False) -> tuple[StepRecord, RolloutRecord] | None:
@@ -109,11 +115,24 @@ def find(run_dir: Path, rollout_id: str, step: int, *, ahead: bool = False) -> t
         paths = sorted((run_dir / FOLDER).glob("*.msgpack"), key=lambda path: abs(int(path.stem) - step))
     for path in paths:
         if path.is_file():
-            record = _DECODER.decode(path.read_bytes())
+            record = _whole(path)
             for rollout in record.rollouts:
                 if rollout.rollout_id == rollout_id:
                     return record, rollout
     return None
+
+
+def _whole(path: Path) -> StepRecord:
+    """A record with the calls of all policies of its run; of the rest the run's first has the word."""
+    record = _DECODER.decode(path.read_bytes())
+    others = [_DECODER.decode(file.read_bytes()) for file in sorted(path.parent.glob(f"*/{path.name}"))]
+    if not others:
+        return record
+    calls = {rollout.rollout_id: dict(rollout.calls) for rollout in record.rollouts}
+    for rollout in (each for other in others for each in other.rollouts):
+        calls[rollout.rollout_id] |= rollout.calls
+    rollouts = [msgspec.structs.replace(each, calls=calls[each.rollout_id]) for each in record.rollouts]
+    return msgspec.structs.replace(record, rollouts=rollouts)
 
 
 def _path(run_dir: Path, step: int) -> Path:

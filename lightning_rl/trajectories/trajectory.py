@@ -4,7 +4,7 @@ Only the counting attempt of a rollout has rows; the tokens of its other attempt
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,9 +35,10 @@ class Trajectory(msgspec.Struct, kw_only=True):
     masks of `rows` hold all others. `why_left_out` has the reason of every call that is left out for itself.
     `other_calls` went to other models than the policy. `lost_rewards` were for calls that are not there. `ended_by` is
     what ended it, where an agent loop says it (`loops.limits`). `media` has the images that its rows show, by their
-    SHA-256. `recorded_tokens` are those that its gateways recorded for each of its attempts, by attempt id;
-    `span_tokens` are those of all its attempts that agents' spans tell of: no gateway counted them. `task` is what it
-    ran on.
+    SHA-256. Where the agent asked several policies, `of_policies` has by name what each of them learns from, and the
+    rows here are only to be counted. `recorded_tokens` are those that its gateways recorded for each of its attempts,
+    by attempt id; `span_tokens` are those of all its attempts that agents' spans tell of: no gateway counted them.
+    `task` is what it ran on.
     """
 
     rollout_id: str
@@ -60,6 +61,11 @@ class Trajectory(msgspec.Struct, kw_only=True):
     ended_by: str | None = None
     media: dict[str, bytes] = {}
     task: Any = None
+    of_policies: "dict[str, Trajectory]" = {}
+
+    def of(self, policy: str) -> "Trajectory":
+        """What a policy learns from: of several the part of that name, else the whole."""
+        return self.of_policies.get(policy, self)
 
     def check(self) -> None:
         """Law 2 within a rollout: every sampled token stands in one mask, or is left out. Raises ConservationError."""
@@ -77,25 +83,29 @@ def trajectory_of(
     *,
     agent_failure: float | None,
     max_tokens: int | None = None,
-    model: str | None = None,
+    model: str | Collection[str] | None = None,
     select: Callable[[Call], bool] | None = None,
     weights: Mapping[str, float] | None = None,
     whole: bool = False,
     spans: bool = False,
+    reward: str | None = None,
 ) -> Trajectory:
     """Read a rollout's trace.
 
     `agent_failure` is the reward of a rollout whose agent failed or gave none (None: it is left out); rows longer than
     `max_tokens` are excluded as overlong, with `whole` all the others of the rollout too.
-    With a `model` only its calls are read: the token account is per model, and helpers have no place in the policy's.
+    With a `model` (or several) only its calls are read: the token account is per model, and helpers have no place in
+    the policy's. A named reward `reward`, where the rollout has one, takes the place of the final one.
     Of these, calls that `select` is false of are context (`not_selected`), and so is `housekeeping`. `weights` make the
     final reward of the named ones. With `spans` the calls that agents' own spans tell of with token ids are read beside
     the gateway's.
 
     Raises ForestError and ConservationError where the records do not fit together.
     """
-    records = _read(trace, model, spans=spans)
+    records = _read(trace, {model} if isinstance(model, str) else model, spans=spans)
     rewards = records.rewards if weights is None else credit.weighed(records.rewards, weights)
+    if reward is not None and reward in rewards.named:
+        rewards = msgspec.structs.replace(rewards, final=rewards.named[reward])
     judged = _judge(records, rewards, agent_failure, select)
     cut = _cut(records, judged, max_tokens, whole=whole)
     rollout, calls = trace.rollout, records.calls
@@ -157,14 +167,14 @@ class _Judgement:
     left_out: dict[str, int]
 
 
-def _read(trace: RolloutTrace, model: str | None, *, spans: bool) -> _Records:
+def _read(trace: RolloutTrace, models: Collection[str] | None, *, spans: bool) -> _Records:
     """The calls, rewards and forest of the counting attempt, and the tokens of the others, by reason."""
     rollout = trace.rollout
     records = _Records(rollout, forest.build([]))
     for attempt in trace.attempts:
         recorded, told = _calls_of(attempt, spans=spans)
         names = names_of(attempt.spans) | told.answer_ids
-        calls = [call for call in recorded if model is None or call.model == model]
+        calls = [call for call in recorded if models is None or call.model in models]
         by_spans = {call.call_id for call in told.calls}
         of_gateway = [call for call in calls if call.call_id not in by_spans]
         records.other_calls += len(recorded) - len(calls)

@@ -311,7 +311,9 @@ class Gateway:
         elif method == "GET" and door.path.startswith("/v1/models/"):
             await respond(send, 200, self._models(door.path.removeprefix("/v1/models/")))
         elif route == ("POST", "/v1/messages/count_tokens"):
-            await respond(send, 200, await self._count_tokens(attempt, await self._read(headers, receive)))
+            await respond(
+                send, 200, await self._count_tokens(attempt, address.agent, await self._read(headers, receive))
+            )
         elif route == ("POST", "/v1/embeddings"):
             await respond(send, 200, await self._embed(attempt, await self._read(headers, receive)))
         elif method == "POST" and door.path in _DIALECTS:
@@ -367,11 +369,11 @@ class Gateway:
         self.limits.check_messages(fields)
         return fields
 
-    async def _count_tokens(self, attempt: LiveAttempt, body: bytes) -> bytes:
+    async def _count_tokens(self, attempt: LiveAttempt, agent: str | None, body: bytes) -> bytes:
         """How long a request's prompt is; no call, and so not recorded."""
         fields = self._fields(body)
         request = messages.parse_count(fields)
-        model = self.router.resolve(request.model, attempt.info.policy)
+        model = self._call_handler.model_of(attempt, agent, request.model)
         if self._renderer is None or self.router.is_backend(model):
             raise GatewayError(400, f"model {model!r} is a chat service: its tokens cannot be counted here")
         return messages.count(await self._call_handler.count_tokens(request, self._renderer, len(body)))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import lightning_rl as lrl
+from lightning_rl.ppo.policy_learner import PolicyLearner
 from lightning_rl.store.contract import Rollout, RolloutTrace
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.telemetry.metrics.jsonl import read
@@ -44,8 +45,35 @@ tests.train(Path(folder), schedule, int(save_freq), vllm, phase, int(step))
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
 
 
+class DyingLearner(PolicyLearner):
+    """Says what it comes to, `of` whom."""
+
+    of: "Dies"
+
+    def write_record(self, of_rollouts: Any) -> None:
+        self.of.reach("entered")
+        super().write_record(of_rollouts)
+        self.of.reach("recorded")
+
+    def publish_weights(self) -> None:
+        self.of.reach("updated")
+        store = self.of.store
+        resume = store.resume
+
+        def reached(*given: Any) -> Any:
+            self.of.reach("sent")
+            return resume(*given)
+
+        store.resume = reached  # type: ignore[method-assign]
+        super().publish_weights()
+        store.resume = resume  # type: ignore[method-assign]
+        self.of.reach("published")
+
+
 class Dies(lrl.PPO):
     """Is killed in a `phase` of step `at`; "" lives."""
+
+    learner = DyingLearner
 
     def __init__(self, config: Any, phase: str, at: int) -> None:
         super().__init__(config)
@@ -55,20 +83,23 @@ class Dies(lrl.PPO):
 
     def on_init_end(self) -> None:
         self._does_again = any(self.run_dir.glob("steps/*"))
+        for learner in self.learners:
+            assert isinstance(learner, DyingLearner)
+            learner.of = self
 
-    def _reach(self, phase: str) -> None:
+    def reach(self, phase: str) -> None:
         if (phase, self.step) == (self._phase, self._at):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def ask(self, requests: Any) -> list[Rollout]:
         made = super().ask(requests)
-        self._reach("validating" if self._measures else "asked")
+        self.reach("validating" if self._measures else "asked")
         return made
 
     def ended(self, waiting: Any, *given: Any, **more: Any) -> list[Rollout]:
         found = super().ended(waiting, *given, **more)
         if found and not self._measures:
-            self._reach("sampling")
+            self.reach("sampling")
         return found
 
     def on_sample_end(self, trajectories: Any) -> None:
@@ -76,25 +107,7 @@ class Dies(lrl.PPO):
         while self._does_again and not self.store.state()["claims_waiting"]:
             time.sleep(0.05)
         self._does_again = False
-        self._reach("sampled")
-
-    def _write_record(self, of_rollouts: Any) -> None:
-        self._reach("entered")
-        super()._write_record(of_rollouts)
-        self._reach("recorded")
-
-    def _publish_weights(self) -> None:
-        self._reach("updated")
-        resume = self.store.resume
-
-        def reached(*given: Any) -> Any:
-            self._reach("sent")
-            return resume(*given)
-
-        self.store.resume = reached  # type: ignore[method-assign]
-        super()._publish_weights()
-        self.store.resume = resume  # type: ignore[method-assign]
-        self._reach("published")
+        self.reach("sampled")
 
     def on_validate_begin(self) -> None:
         self._measures = True
@@ -103,15 +116,15 @@ class Dies(lrl.PPO):
         self._measures = False
 
     def on_step_end(self, metrics: dict[str, float]) -> None:
-        self._reach("measured")
+        self.reach("measured")
 
     def _log(self, metrics: dict[str, float]) -> None:
         super()._log(metrics)
-        self._reach("told")
+        self.reach("told")
 
     def save(self) -> Path:
         saved = super().save()
-        self._reach("saved")
+        self.reach("saved")
         return saved
 
 

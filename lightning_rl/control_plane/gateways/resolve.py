@@ -1,5 +1,6 @@
 """A claim's resources as its agent gets them: every `proxy_llm` becomes a plain `llm` of that one attempt."""
 
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -10,6 +11,7 @@ from lightning_rl_proxy.address import Address, base_url
 from lightning_rl_proxy.http.keys import sign_attempt_key
 
 PROXY_LLM = "proxy_llm"
+MAIN_LLM = "main_llm"
 # The store says whether an attempt is open; this only bounds how long a leaked key could be of use.
 _KEY_SECONDS = 7 * 24 * 3600
 
@@ -26,12 +28,17 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 class ProxyLLMResource(msgspec.Struct, frozen=True, kw_only=True, tag=PROXY_LLM, forbid_unknown_fields=True):
     """The policy behind the gateway, as it is published. `val_sampling_parameters` hold for val and test;
-    `default_sampling_parameters` wherever neither these nor a request say anything."""
+    `default_sampling_parameters` wherever neither these nor a request say anything.
+
+    Where an agent asks several policies, each has `agents`, a regular expression of whole agents' tags: their calls are
+    for it, and so are those at the URL that the resource's own name tags.
+    """
 
     model: str
     sampling_parameters: dict[str, float | int] = {}
     val_sampling_parameters: dict[str, float | int] = {}
     default_sampling_parameters: SamplingDefaults = SamplingDefaults()
+    agents: str | None = None
 
     def sampling(self, mode: str) -> dict[str, float | int]:
         """The sampling parameters of a rollout of this mode."""
@@ -52,9 +59,13 @@ def check_resources(request: ResourcesRequest) -> None:
     """Raises Invalid, naming the resource, for a `proxy_llm` that is not well formed."""
     for name, resource in request.resources.items():
         try:
-            proxy_llm(resource)
+            published = proxy_llm(resource)
         except msgspec.ValidationError as error:
             raise Invalid(f"resource {name!r}: {error}") from error
+        try:
+            re.compile("" if published is None else published.agents or "")
+        except re.error as error:
+            raise Invalid(f"resource {name!r}: agents is no regular expression: {error}") from error
 
 
 def resolve(claim: Claim, gateway_url: str, secret: bytes) -> Claim:
@@ -63,12 +74,13 @@ def resolve(claim: Claim, gateway_url: str, secret: bytes) -> Claim:
     rollout, attempt = claim.rollout, claim.attempt
     address = Address(rollout.rollout_id, attempt.attempt_id)
     expires_at = int(attempt.started_at) + _KEY_SECONDS
-    openai_url = base_url(claim.gateway_url or gateway_url, address)
 
-    def resolved(resource: dict[str, Any]) -> dict[str, Any]:
+    def resolved(name: str, resource: dict[str, Any]) -> dict[str, Any]:
         published = proxy_llm(resource)
         if published is None:
             return resource
+        tag = None if published.agents is None or name == MAIN_LLM else name
+        openai_url = base_url(claim.gateway_url or gateway_url, address._replace(agent=tag))
         return {
             "type": "llm",
             "model": published.model,
@@ -78,5 +90,5 @@ def resolve(claim: Claim, gateway_url: str, secret: bytes) -> Claim:
             "sampling_parameters": published.sampling(rollout.mode),
         }
 
-    resources = {name: resolved(resource) for name, resource in claim.resources.items()}
+    resources = {name: resolved(name, resource) for name, resource in claim.resources.items()}
     return msgspec.structs.replace(claim, resources=resources, gateway_url=None)

@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from lightning_rl.control_plane.gateways.cluster_rpc import Alone
 from lightning_rl.control_plane.gateways.gateway_control import GatewayDoor, PauseRequest, Pauses, ResumeRequest
-from lightning_rl.control_plane.gateways.resolve import PROXY_LLM
+from lightning_rl.control_plane.gateways.resolve import MAIN_LLM, PROXY_LLM
 from lightning_rl.store.contract import Overdue, ResourcesRequest, Rollout
 from lightning_rl.store.errors import Conflict, NotFound, StoreError
 from lightning_rl.store.sql import SqlStore
@@ -26,16 +26,22 @@ from lightning_rl_proxy.recording.alerts import ALARMS
 
 _LOOK_SECONDS = 0.5  # between two looks at the runs
 _SILENT_SECONDS = 2.0  # after which a trainer whose engines are away is believed to be gone, too
-_POLICY = "main_llm"
 _LATEST = "latest"
 _log = logging.getLogger(__name__)
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run that attaches: the model that its engines sample, and for how long it may be silent."""
+    """A run that attaches: the model that its engines sample, and for how long it may be silent. A run of several
+    policies has `more_models`."""
 
     model: str
     lease_seconds: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    more_models: list[str] = []
+
+    @property
+    def models(self) -> list[str]:
+        """All models that its engines sample."""
+        return [self.model, *self.more_models]
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +58,7 @@ class _Attached:
     def __init__(self, request: RunRequest) -> None:
         self.request = request
         self.heard_at = asyncio.get_running_loop().time()
-        self.pause: PauseRequest | None = None  # made since its trainer is silent
+        self.pauses: dict[str, PauseRequest] = {}  # by model, made since its trainer is silent
 
     def silent_seconds(self) -> float:
         return asyncio.get_running_loop().time() - self.heard_at
@@ -91,7 +97,7 @@ class Runs:
     async def begin(self, run_id: str, request: RunRequest) -> RunInfo:
         """Attach a run; what an earlier trainer of it left here is cleared away first."""
         self._attached.pop(run_id, None)
-        await self._clear(run_id, request.model)
+        await self._clear(run_id, request.models)
         self._attached[run_id] = _Attached(request)
         return RunInfo(run_id=run_id, model=request.model, began_ns=self._gateway.now_ns())
 
@@ -101,15 +107,16 @@ class Runs:
         if run is None:
             raise Conflict(f"run {run_id} is not attached here: its lease was over, or the server was started anew")
         run.heard_at = asyncio.get_running_loop().time()
-        pause, run.pause = run.pause, None
-        if pause is not None and self._pauses.holds(pause):
-            await self._together.resume(ResumeRequest(model=pause.model))
+        pauses, run.pauses = run.pauses, {}
+        for pause in pauses.values():
+            if self._pauses.holds(pause):
+                await self._together.resume(ResumeRequest(model=pause.model))
 
     async def end(self, run_id: str) -> None:
         """Detach a run; one that is not attached stays so."""
         run = self._attached.pop(run_id, None)
         if run is not None:
-            await self._clear(run_id, run.request.model)
+            await self._clear(run_id, run.request.models)
 
     async def watch(self) -> None:
         """Look after the runs until cancelled."""
@@ -126,16 +133,22 @@ class Runs:
         left = request.lease_seconds - run.silent_seconds()
         if left <= 0:
             ALARMS.error("run %s was not heard of for %g s: it is given up", run_id, request.lease_seconds)
-            await self._clear(run_id, request.model)
+            await self._clear(run_id, request.models)
             if self._attached.get(run_id) is run:
                 del self._attached[run_id]
-        elif run.silent_seconds() > _SILENT_SECONDS and run.pause is None and await self._is_deserted(request.model):
-            run.pause = PauseRequest(model=request.model, mode="keep", lease_seconds=left + 2 * _LOOK_SECONDS)
-            try:
-                await self._together.pause(run.pause)
-            except StoreError:
-                run.pause = None
-                raise
+        elif run.silent_seconds() > _SILENT_SECONDS:
+            for model in request.models:
+                if model not in run.pauses and await self._is_deserted(model):
+                    await self._let_wait(run, model, left + 2 * _LOOK_SECONDS)
+
+    async def _let_wait(self, run: _Attached, model: str, lease_seconds: float) -> None:
+        """Pause the calls of a model whose run is silent."""
+        run.pauses[model] = PauseRequest(model=model, mode="keep", lease_seconds=lease_seconds)
+        try:
+            await self._together.pause(run.pauses[model])
+        except StoreError:
+            del run.pauses[model]
+            raise
 
     async def _is_deserted(self, model: str) -> bool:
         """Whether the engines of a model are all away, and its calls do not wait yet."""
@@ -145,7 +158,7 @@ class Runs:
         engines = [self._together.engine(info) for info in self._together.engines_of(model)]
         return bool(engines) and all(each.away for each in engines) and not self._pauses.is_paused(model)
 
-    async def _clear(self, run_id: str, model: str) -> None:
+    async def _clear(self, run_id: str, models: Sequence[str]) -> None:
         async with self._clearing:
             await self._sql.run(self._store.shelve, run_id)
             running = await self._sql.run(self._store.running, why="session", run_id=run_id)
@@ -153,18 +166,19 @@ class Runs:
                 await self._together.seal(attempt.rollout_id, attempt.attempt_id)
             await self._end(running)
             await self._sql.run(self._store.shelve, run_id)  # what that has queued again
-            for engine in self._together.engines_of(model):
-                await self._together.remove_engine(engine.engine_id)
-            if self._pauses.is_paused(model):
-                await self._together.resume(ResumeRequest(model=model))
-            await self._sql.run(self._publish_own, model)
+            for model in models:
+                for engine in self._together.engines_of(model):
+                    await self._together.remove_engine(engine.engine_id)
+                if self._pauses.is_paused(model):
+                    await self._together.resume(ResumeRequest(model=model))
+                await self._sql.run(self._publish_own, model)
 
     def _publish_own(self, gone: str) -> None:
         """Rollouts that name no resources get the server's own model again, where they would get one that is gone."""
         try:
-            latest = self._store.resources(_LATEST).resources.get(_POLICY, {})
+            latest = self._store.resources(_LATEST).resources.get(MAIN_LLM, {})
         except NotFound:
             return
         if gone != self._model and latest.get("model") == gone:
-            own = {_POLICY: {"type": PROXY_LLM, "model": self._model}}
+            own = {MAIN_LLM: {"type": PROXY_LLM, "model": self._model}}
             self._store.publish(ResourcesRequest(resources=own))

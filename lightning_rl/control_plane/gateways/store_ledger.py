@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from lightning_rl.control_plane.gateways.membership import Membership
-from lightning_rl.control_plane.gateways.resolve import proxy_llm
+from lightning_rl.control_plane.gateways.resolve import MAIN_LLM, proxy_llm
 from lightning_rl.store.contract import SEED_KEY, Attempt, Claim, Rollout
 from lightning_rl.store.errors import NotFound, StoreUnwritable
 from lightning_rl.store.queries import AttemptOpening
@@ -16,9 +16,7 @@ from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread
 from lightning_rl_adapters.span import Packed
 from lightning_rl_proxy.errors import GatewayError, elsewhere
-from lightning_rl_proxy.recording.ledger import AttemptInfo
-
-_POLICY = "main_llm"
+from lightning_rl_proxy.recording.ledger import AttemptInfo, AttemptPolicy
 
 
 class StoreLedger:
@@ -80,7 +78,7 @@ def claimed_info(claim: Claim) -> AttemptInfo:
 
 
 def _open_info(rollout: Rollout, attempt_id: str, resources: dict[str, dict[str, Any]]) -> AttemptInfo:
-    policy = proxy_llm(resources.get(_POLICY, {}))
+    policy = proxy_llm(resources.get(MAIN_LLM, {}))
     return AttemptInfo(
         rollout_id=rollout.rollout_id,
         attempt_id=attempt_id,
@@ -90,7 +88,26 @@ def _open_info(rollout: Rollout, attempt_id: str, resources: dict[str, dict[str,
         seed_key=seed_key(rollout),
         policy=None if policy is None else policy.model,
         sampling_defaults=policy.defaults() if policy is not None else {},
+        policies=_policies(resources, rollout.mode),
     )
+
+
+def _policies(resources: dict[str, dict[str, Any]], mode: str) -> tuple[AttemptPolicy, ...]:
+    """The policies of a rollout of this mode whose agent asks several; that of `main_llm` first."""
+    named = {name: proxy_llm(each) for name, each in resources.items() if name != MAIN_LLM}
+    found = [
+        AttemptPolicy(
+            name=name,
+            model=one.model,
+            agents=one.agents,
+            sampling=one.sampling(mode),
+            sampling_defaults=one.defaults(),
+        )
+        for name, one in named.items()
+        if one is not None and one.agents is not None
+    ]
+    main = resources.get(MAIN_LLM, {}).get("model")
+    return tuple(sorted(found, key=lambda one: one.model != main))
 
 
 def _closed(ended: Attempt) -> AttemptInfo:

@@ -111,7 +111,7 @@ class CallHandler:
     ) -> Coroutine[Any, Any, bytes]:
         """What answers a request; it gives the answer's last bytes. Raises GatewayError for what cannot be answered."""
         requested = body.fields.get("model")
-        model = self._router.resolve(requested if isinstance(requested, str) else "", attempt.info.policy)
+        model = self.model_of(attempt, agent, requested if isinstance(requested, str) else "")
         backend = self._router.is_backend(model)
         if backend and dialect is chat_completions:
             request = chat_completions.parse_relayed(body.whole())
@@ -133,6 +133,20 @@ class CallHandler:
         attempt.history.keep(body, request.messages)
         new_bytes = _new_text(request) if body.read else len(body.body)
         return self._sample_all(context, self._renderer, long=new_bytes > _LONG_REQUEST)
+
+    def model_of(self, attempt: LiveAttempt, agent: str | None, requested: str) -> str:
+        """The model that answers a call of `agent` (its tag) that names `requested`.
+
+        Of several policies the tag decides; where it says nothing, the name; else it is the first. Raises UnknownModel
+        where unknown names are refused.
+        """
+        info = attempt.info
+        named = info.policy_named(requested)
+        model = self._router.resolve(requested, info.policy) if named is None else named.model
+        if info.policies and info.policy_named(model) is not None:
+            asked = info.policy_of_agent(agent)
+            return model if asked is None else asked.model
+        return model
 
     async def count_tokens(self, request: Request, renderer: Renderer, size: int) -> int:
         """How many tokens a request's prompt has, whose body is `size` bytes long. Raises GatewayError."""
@@ -360,8 +374,8 @@ class CallHandler:
         fields = request.fields if context.dialect is chat_completions else relayed_calls.fields_of(request)
         # What an attempt publishes is about its policy: a judge beside it keeps the temperature that it was given.
         policy = model == (attempt.info.policy or self._router.policy)
-        fields = {**attempt.info.sampling_defaults, **fields} if policy else fields
-        sent = relayed_calls.body_of(fields, attempt.info.sampling if policy else {}, index)
+        sampling, defaults = attempt.info.sampling_of(model) if policy else ({}, {})
+        sent = relayed_calls.body_of({**defaults, **fields}, sampling, index)
         start_ns = self._clock()
         answer = await self._router.complete(model, sent)
         # As in `_sample`, nothing waits from here to the end.
@@ -416,13 +430,14 @@ class _SampledChoice:
         call_id: str,
     ) -> None:
         request, info = context.request, context.attempt.info
+        sampling, defaults = info.sampling_of(context.model)
         self.context = context
         self.index = index
         self.call_id = call_id
         self.sampling = effective(
             request.sampling,
-            info.sampling,
-            defaults=info.sampling_defaults,
+            sampling,
+            defaults=defaults,
             room=room,
             seed_key=info.seed_key,
             number=number,

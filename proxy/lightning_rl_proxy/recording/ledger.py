@@ -1,7 +1,8 @@
 """What the gateway needs of a store: is this attempt open, how is it sampled, and a place for its spans; and where
 several gateways share the store, a place for notes of what it may lack."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -9,13 +10,28 @@ import msgspec
 from lightning_rl_adapters.span import Packed, Span
 
 
+class AttemptPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the policies of an attempt that has several.
+
+    `name` is what the run calls it, `model` what its engines sample. Calls of agents whose whole tag matches the
+    regular expression `agents` are for it. `sampling` and `sampling_defaults` are as in `AttemptInfo`.
+    """
+
+    name: str
+    model: str
+    agents: str
+    sampling: dict[str, float | int] = {}
+    sampling_defaults: dict[str, Any] = {}
+
+
 class AttemptInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the store says of one attempt.
 
     `sampling` replaces the agent's own sampling parameters (empty: the agent's hold), `sampling_defaults` hold where a
-    request has none. `policy` is the model of its `main_llm`; None: the server's. `seed_key` is mixed into the seed of
-    every call, so that the rollouts of a group differ and two validations agree. `spans` are what was recorded of it so
-    far, by a gateway that is gone. `ended` says how and when it ended, where it is not open.
+    request has none. `policy` is the model of its `main_llm`; None: the server's. `policies` are there where the agent
+    asks several, each sampled in its own way; the first of them is that of `main_llm`. `seed_key` is mixed into the
+    seed of every call, so that the rollouts of a group differ and two validations agree. `spans` are what was recorded
+    of it so far, by a gateway that is gone. `ended` says how and when it ended, where it is not open.
     """
 
     rollout_id: str
@@ -28,6 +44,24 @@ class AttemptInfo(msgspec.Struct, frozen=True, kw_only=True):
     sampling_defaults: dict[str, Any] = {}
     spans: Sequence[Span] = ()
     ended: str | None = None
+    policies: tuple[AttemptPolicy, ...] = ()
+
+    def policy_named(self, requested: str) -> AttemptPolicy | None:
+        """The one of several policies that a request names, as the run or as its engines do."""
+        return next((one for one in self.policies if requested in (one.name, one.model)), None)
+
+    def policy_of_agent(self, tag: str | None) -> AttemptPolicy | None:
+        """The one of several policies that the agent of this tag is answered by; None where the tag says nothing."""
+        if tag is None:
+            return None
+        return next((one for one in self.policies if re.fullmatch(one.agents, tag)), None)
+
+    def sampling_of(self, model: str) -> tuple[Mapping[str, float | int], Mapping[str, Any]]:
+        """`sampling` and `sampling_defaults` of calls that this model answers."""
+        for one in self.policies:
+            if one.model == model:
+                return one.sampling, one.sampling_defaults
+        return self.sampling, self.sampling_defaults
 
 
 class AttemptTokens(msgspec.Struct, frozen=True, kw_only=True):

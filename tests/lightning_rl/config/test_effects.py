@@ -20,8 +20,9 @@ from lightning_rl.inference.load import load_model
 from lightning_rl.loading import NotLoadable
 from lightning_rl.memory.choices import with_keys
 from lightning_rl.ppo import collector, reporting, resolved_config
+from lightning_rl.ppo.estimators import kl_controller_of
 from lightning_rl.ppo.local_workers import LocalWorkers
-from lightning_rl.ppo.run_state import RunState
+from lightning_rl.ppo.run_state import PolicyState, RunState
 from lightning_rl.ppo.schedules import Async, OneStepOff
 from lightning_rl.ppo.tasks import tasks_of
 from lightning_rl.ppo_algorithm import PPO
@@ -55,7 +56,9 @@ class Story(PPO):
         self.asked: list[RolloutRequest] = []
         models: Any = _Models()
         store: Any = _Store()
-        self._models, self.store = models, store
+        [learner] = self.learners
+        learner.models, learner.state, self.store = models, PolicyState(None, "policy"), store
+        learner.run, self._opened = self.state, [learner]
         self._tune_dataset = ["tune"]
 
     def finished(self, requests: Sequence[RolloutRequest], read: Callable[[Any], Any]) -> list[Any]:
@@ -147,7 +150,7 @@ def penalty(config: Config, _: pytest.MonkeyPatch) -> Any:
     with_it = msgspec.structs.replace(
         config, algorithm=msgspec.structs.replace(config.algorithm, use_kl_in_reward=True)
     )
-    control = PPO(with_it).state.kl_controller
+    control = kl_controller_of(PPO(with_it).config)
     assert control is not None
     before = control.value
     control.update(1.0, 100)
@@ -547,6 +550,7 @@ ELSEWHERE = {
     "algorithm.rollout_correction.rollout_rs": "test_the_correction_is_what_the_keys_say",
     "algorithm.rollout_correction.rollout_rs_threshold": "test_the_correction_is_what_the_keys_say",
     "algorithm.rollout_correction.rollout_token_veto_threshold": "test_the_correction_is_what_the_keys_say",
+    "policies": "ppo/test_ppo_policies.py::test_one_endpoint_reaches_every_policy",
     "sft.traces": "sft/test_sft.py::test_the_command_trains_and_says_what_is_next",
     **{
         f"sft.{name}": "sft/test_traces.py::test_the_keys_say_which_rollouts_are_learned_from"
@@ -664,7 +668,7 @@ def test_groups_are_filtered_by_the_metric_that_the_keys_name() -> None:
             )
             for tone in (0.0, 1.0)
         ]  # fmt: skip
-        return collector.why_not(rule, OneStepOff(1), group, 0)
+        return collector.why_not(rule, OneStepOff(1), group, {"": 0})
 
     assert why_not("reward") == "zero_variance"
     assert why_not("tone") is None
@@ -904,12 +908,12 @@ def test_a_loss_that_is_not_there_is_refused_before_a_model_is_loaded() -> None:
 def test_the_penalty_steers_as_the_keys_say() -> None:
     def after(**control: float) -> float:
         steering = {"type": "adaptive", "kl_coef": 0.1, **control}
-        made = PPO({"algorithm": {"use_kl_in_reward": True, "kl_ctrl": steering}}).state.kl_controller
+        made = kl_controller_of(PPO({"algorithm": {"use_kl_in_reward": True, "kl_ctrl": steering}}).config)
         assert made is not None
         made.update(0.2, 100)
         return made.value
 
-    assert PPO().state.kl_controller is None
+    assert kl_controller_of(PPO().config) is None
     assert after(horizon=1000, target_kl=0.1) == pytest.approx(0.1 * (1 + 0.2 * 100 / 1000))
     assert after(horizon=500, target_kl=0.1) == pytest.approx(0.1 * (1 + 0.2 * 100 / 500))
     assert after(horizon=1000, target_kl=0.4) == pytest.approx(0.1 * (1 - 0.2 * 100 / 1000))

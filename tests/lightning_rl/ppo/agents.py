@@ -1,6 +1,7 @@
 """Agents of the tests beside. Runners import this file, so it loads no torch."""
 
 import asyncio
+import zlib
 from typing import Any
 
 import openai
@@ -76,3 +77,47 @@ async def straggles(task: int, llm: lrl.LLM) -> float:
         chat += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "and"}]
         second = await client.chat.completions.create(model=llm.model, messages=chat)
     return float(len(second.choices[0].message.content or "") % 3)
+
+
+def _by_text(text: str) -> float:
+    """A reward by which any two answers may differ."""
+    return float(zlib.crc32(text.encode()) % 7)
+
+
+async def _said(llm: lrl.LLM, text: str, model: str | None = None) -> str:
+    async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+        chat: Any = [{"role": "user", "content": text}]
+        answer = await client.chat.completions.create(model=model or llm.model, messages=chat)
+    return answer.choices[0].message.content or ""
+
+
+@lrl.rollout
+async def plan_and_execute(task: int, planner: lrl.LLM, executor: lrl.LLM) -> dict[str, float]:
+    """One call of each, with another model's name: the URL says which. The executor reads the plan."""
+    plan = await _said(planner, f"plan {task}", model="gpt-4o")
+    done = await _said(executor, f"do {task}: {plan}", model="gpt-4o")
+    return {"reward": _by_text(plan + done), "executor": _by_text(done)}
+
+
+@lrl.rollout
+async def plan_and_execute_by_tags(task: int, llm: lrl.LLM) -> float:
+    """The same with one endpoint, whose tags say who calls."""
+    plan = await _said(llm.for_agent("planning"), f"plan {task}")
+    done = await _said(llm.for_agent("executor"), f"do {task}: {plan}")
+    return _by_text(plan + done)
+
+
+@lrl.rollout
+async def plan_and_execute_by_names(task: int, llm: lrl.LLM) -> float:
+    """The same with one endpoint, and the policies' names as those of models."""
+    plan = await _said(llm, f"plan {task}", model="planner")
+    done = await _said(llm, f"do {task}: {plan}", model="executor")
+    return _by_text(plan + done)
+
+
+@lrl.rollout
+async def plan_by_tags_alone(task: int, llm: lrl.LLM) -> float:
+    """Two agents that one policy may answer, or two."""
+    plan = await _said(llm.for_agent("planner"), f"plan {task}", model="any")
+    done = await _said(llm.for_agent("executor"), f"do {task}: {plan}", model="any")
+    return _by_text(plan + done)

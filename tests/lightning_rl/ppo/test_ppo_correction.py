@@ -8,6 +8,7 @@ import pytest
 
 import lightning_rl as lrl
 from lightning_rl.ppo.batch import StepBatch
+from lightning_rl.ppo.policy_learner import PolicyLearner
 from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl.trajectories import step_record
 from tests.lightning_rl.ppo.agents import two_calls
@@ -16,18 +17,28 @@ from tests.lightning_rl.ppo.test_ppo import config
 pytestmark = pytest.mark.e2e
 
 
-class Drifted(lrl.PPO):
+class DriftedLearner(PolicyLearner):
     """Its trainer holds every token of each second rollout for 1.5 times as likely as its sampler did."""
 
     accounted: StepBatch
 
-    def _set_old_log_probs(self, batch: StepBatch) -> dict[str, float]:
+    def set_old_log_probs(self, batch: StepBatch) -> dict[str, float]:
         self.accounted = batch
-        metrics = super()._set_old_log_probs(batch)
+        metrics = super().set_old_log_probs(batch)
         for sequence in batch.sequences:
             if sequence.rollout % 2 and sequence.old_log_probs is not None:
                 sequence.old_log_probs = sequence.old_log_probs + np.float32(np.log(1.5))
         return metrics
+
+
+class Drifted(lrl.PPO):
+    learner = DriftedLearner
+
+    @property
+    def accounted(self) -> StepBatch:
+        [learner] = self.learners
+        assert isinstance(learner, DriftedLearner)
+        return learner.accounted
 
 
 def trained(tmp_path: Path, **keys: Any) -> tuple[Drifted, dict[str, Any], step_record.StepRecord]:

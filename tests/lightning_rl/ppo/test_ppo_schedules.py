@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import lightning_rl as lrl
+from lightning_rl.ppo.policy_learner import PolicyLearner
 from lightning_rl.rewards import FinishedRollout
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.telemetry.metrics.jsonl import read
@@ -31,13 +32,17 @@ import os, signal, sys
 from pathlib import Path
 
 import lightning_rl as lrl
+from lightning_rl.ppo.policy_learner import PolicyLearner
 from tests.lightning_rl.ppo import test_ppo_schedules as tests
 
-class DiesInStep4(lrl.PPO):
-    def _update(self, *arguments):
-        if self.step == 4:
+class DyingLearner(PolicyLearner):
+    def update(self, *arguments):
+        if self.run.step == 4:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super()._update(*arguments)
+        return super().update(*arguments)
+
+class DiesInStep4(lrl.PPO):
+    learner = DyingLearner
 
 tests.fit(DiesInStep4(tests.RESUMED), Path(sys.argv[1]))
 """
@@ -73,14 +78,35 @@ def assert_trained_once(run_dir: Path) -> None:
     assert len(times) == STEPS * N * BATCH
 
 
-class UpdatesLast(lrl.PPO):
+class Watched(PolicyLearner):
+    """Lets the algorithm, `learns_for`, do something before weights are published."""
+
+    learns_for: "BeforeUpdates"
+
+    def publish_weights(self) -> None:
+        self.learns_for.before_update()
+        super().publish_weights()
+
+
+class BeforeUpdates(lrl.PPO):
+    learner = Watched
+
+    def on_init_end(self) -> None:
+        for learner in self.learners:
+            assert isinstance(learner, Watched)
+            learner.learns_for = self
+
+    def before_update(self) -> None:
+        raise NotImplementedError
+
+
+class UpdatesLast(BeforeUpdates):
     """Publishes weights when a rollout in flight has ended with those before, however fast the update was."""
 
-    def _publish_weights(self) -> None:
+    def before_update(self) -> None:
         rollouts = self.parts.rollouts
         if rollouts.in_flight is not None and (waiting := rollouts.in_flight.waiting):
             assert rollouts.ended(waiting, wait_seconds=60)
-        super()._publish_weights()
 
 
 @pytest.mark.parametrize(("schedule", "bound"), [pytest.param("one_step_off", 1, marks=pytest.mark.long), ("async", 4)])
@@ -152,15 +178,14 @@ def test_groups_that_say_nothing_are_replaced_and_greedy_ones_compared_with(
     assert any(" is open since " in text and ", claimed by worker " in text for text in told)
 
 
-class UpdatesInMidCall(lrl.PPO):
+class UpdatesInMidCall(BeforeUpdates):
     """Publishes weights when the engine samples something, if it does soon."""
 
-    def _publish_weights(self) -> None:
+    def before_update(self) -> None:
         for _ in range(300):
             if self.store.state()["models"][self.policy.name]["in_flight"]:
                 break
             time.sleep(0.01)
-        super()._publish_weights()
 
 
 @pytest.mark.long

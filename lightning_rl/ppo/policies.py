@@ -1,0 +1,141 @@
+"""The policies of a run, as the config says: one, or several by name that one agent asks, each with keys of its own.
+
+Invariant: what concerns whole rollouts (how many, of which tasks, how chats are written) is the run's, and the same for
+all of its policies; each has its own models, optimizer, loss, credit, versions and checkpoint.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from lightning_rl.config import ConfigError, derived
+from lightning_rl.config.schema import Config, PolicySection
+from lightning_rl.inference.load import device_of
+
+_SECTIONS = ("actor_rollout_ref", "critic", "algorithm")
+# Of these sections, what is the run's.
+_OF_THE_RUN = (
+    "actor_rollout_ref.model.chat_template",
+    "actor_rollout_ref.rollout.agent",
+    "actor_rollout_ref.rollout.history",
+    "actor_rollout_ref.rollout.multi_turn",
+    "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.renderer",
+    "actor_rollout_ref.rollout.trace",
+    "actor_rollout_ref.rollout.val_kwargs.n",
+    "algorithm.agent_failure",
+    "algorithm.filter_groups",
+    "algorithm.train_spans",
+)
+_TAKEN = ("llm", "main_llm", "resources", "rollout", "housekeeping", "reward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPolicy:
+    """One policy of a run.
+
+    Args:
+        name: by which agents and metrics know it; "" where it is the only one.
+        config: the run's keys with its own over them.
+        agents: a regular expression: calls of agents whose whole tag matches are for it.
+        reward: the name of the reward that it counts with; where a rollout has none of that name, the final one.
+        train_every, train_from: it learns in the step `train_from`, and in every `train_every`-th from there on (0:
+            in none).
+    """
+
+    config: Config
+    name: str = ""
+    agents: str = ""
+    reward: str | None = None
+    train_every: int = 1
+    train_from: int = 1
+
+    def learns_in(self, step: int) -> bool:
+        """Whether it is updated in that step."""
+        since = step - self.train_from
+        return self.train_every > 0 and since >= 0 and since % self.train_every == 0
+
+    def updates(self, steps: int) -> int:
+        """In how many of the first `steps` steps it is updated."""
+        return 0 if not self.train_every else max(0, -(-(steps - self.train_from + 1) // self.train_every))
+
+
+def policies_of(config: Config) -> list[RunPolicy]:
+    """The policies of a run, in the order of the config: the first answers whoever asks for none by name.
+
+    Raises ConfigError for keys that do not go together, or that a policy cannot have for itself.
+    """
+    if not config.policies:
+        return [RunPolicy(config=config)]
+    _check_run(config)
+    common = replace(config, policies={})
+    return [_policy(name, section, common) for name, section in config.policies.items()]
+
+
+def named(name: str, metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics of a policy among those of a run: behind its name, where it has one."""
+    return {f"{name}/{metric}": value for metric, value in metrics.items()} if name else metrics
+
+
+def _policy(name: str, section: PolicySection, common: Config) -> RunPolicy:
+    if name in _TAKEN or name in common.gateway.frozen_models():
+        raise ConfigError(f"policies.{name}: something else has this name; give the policy another one")
+    agents = re.escape(name) if section.agents is None else f"{re.escape(name)}|{section.agents}"
+    try:
+        re.compile(agents)
+    except re.error as error:
+        raise ConfigError(f"policies.{name}.agents {section.agents!r} is no regular expression: {error}") from error
+    try:
+        config = derived(common, {key: getattr(section, key) for key in _SECTIONS if getattr(section, key)})
+    except ConfigError as error:
+        raise ConfigError(f"policies.{name}: {error}") from error
+    for key in _OF_THE_RUN:
+        if _value(config, key) != _value(common, key):
+            raise ConfigError(f"policies.{name}.{key} cannot be a policy's own: it is the run's, set {key}")
+    _check_placed(name, config)
+    return RunPolicy(
+        name=name,
+        config=config,
+        agents=agents,
+        reward=section.reward or name,
+        train_every=section.train_every,
+        train_from=section.train_from,
+    )
+
+
+def _check_run(config: Config) -> None:
+    if config.trainer.workers > 1:
+        raise ConfigError(
+            f"several policies (policies.{', policies.'.join(config.policies)}) are trained in one process, and "
+            f"trainer.nnodes={config.trainer.nnodes} and trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} ask "
+            "for more: set both to 1"
+        )
+    if config.algorithm.train_spans:
+        raise ConfigError(
+            "algorithm.train_spans=true trains calls of which no URL says which of several policies answered: leave it "
+            "out, or have one policy"
+        )
+    if not any(section.train_every for section in config.policies.values()):
+        raise ConfigError("policies: none of them learns, since train_every is 0 for all; set one to 1")
+
+
+def _check_placed(name: str, config: Config) -> None:
+    """Two engines on one GPU would each take its memory as if they were alone."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "vllm" or rollout.server_urls or device_of(config.trainer.device).type != "cuda":
+        return
+    if rollout.devices in (None, "colocated"):
+        raise ConfigError(
+            f"policies.{name}.actor_rollout_ref.rollout.devices is not set: with several policies each vLLM needs GPUs "
+            "of its own; name them, or give server_urls of servers that run"
+        )
+
+
+def _value(config: Config, key: str) -> Any:
+    found: Any = msgspec.to_builtins(config)
+    for part in key.split("."):
+        found = found[part]
+    return found

@@ -1,0 +1,243 @@
+"""What a step does with the rollouts of one policy. `learn` is the story; its parts are beside this file.
+
+A run has one of these, or one for each of its policies: each has its own models, optimizer, versions, account of
+tokens, and calls that wait while its own weights are sent.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_rl.config import ConfigError
+from lightning_rl.ppo import batch as step_batch
+from lightning_rl.ppo import reporting, resolved_config, rollout_correction
+from lightning_rl.ppo.batch import StepBatch
+from lightning_rl.ppo.estimators import kl_controller_of, needs_critic
+from lightning_rl.ppo.models import Models
+from lightning_rl.ppo.policies import RunPolicy
+from lightning_rl.ppo.reporting import Reporter, memory_advice, timed
+from lightning_rl.ppo.resolved_config import StepRules
+from lightning_rl.ppo.rollout_correction import SamplerCheck
+from lightning_rl.ppo.run_state import PolicyState, RunState
+from lightning_rl.ppo.teachers import teach
+from lightning_rl.ppo.token_ledger import TokenLedger
+from lightning_rl.ppo.weight_sync import WeightSync
+from lightning_rl.store.client import HttpStore
+from lightning_rl.training.batch import MiniBatch
+from lightning_rl.trajectories.step_record import RolloutRecord, StepRecord
+from lightning_rl.trajectories.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class LearnerParts:
+    """What a policy works with from a run's beginning to its end."""
+
+    sampler: SamplerCheck
+    ledger: TokenLedger
+    weights: WeightSync
+    reporter: Reporter
+
+
+class PolicyLearner:
+    """One policy of a run: what it trains, and how.
+
+    Args:
+        policy: its keys, and in which steps it learns.
+        rules: how its batches are made.
+        is_first: whether it is the first policy of the run, whose records tools read.
+
+    `run` is the run's state, `rendered_as` the name by which its chat format is known. `models` are there from `open`
+    on, `state` from `start` on, `parts` from `begin` on.
+    """
+
+    run: RunState
+    models: Models
+    state: PolicyState
+    parts: LearnerParts
+
+    def __init__(self, policy: RunPolicy, rules: StepRules, *, is_first: bool = True) -> None:
+        self.policy = policy
+        self.name = policy.name
+        self.config = policy.config
+        self.rules = rules
+        self._kl_controller = kl_controller_of(policy.config)
+        self.rendered_as = ""
+        self.updated = False  # by the last step
+        self._is_first = is_first
+
+    # The run begins.
+
+    def open(self, run: RunState, resumed: Path | None) -> None:
+        """Load the models of the run, those of a checkpoint where there is one."""
+        self.run = run
+        torch.manual_seed(self.config.data.seed)
+        folder = run.run_dir / "policies" / self.name if self.name else run.run_dir
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = None if resumed is None else resumed / self.name
+        with_critic = needs_critic(self.config, self.rules.batch.estimator)
+        self.models = Models(self.config, folder, with_critic=with_critic, resumed=weights)
+        self.config = self.models.config
+        self.rendered_as = self.models.policy.name
+
+    def start(self, served_name: str) -> None:
+        """Start the engine, which is asked for by this name."""
+        self.models.policy.name = served_name
+        self.state = PolicyState(self._kl_controller, served_name)
+        self.models.start(self.run.saved_version(self.name))
+
+    def prepare(self, store: HttpStore, steps: int) -> WeightSync:
+        """Make what is trained, for a run of so many steps; what sends its weights."""
+        weights = WeightSync(self.config, store, self.models)
+        weights.sleep()  # the trainer is made in the engine's room
+        self.models.train(max(1, self.policy.updates(steps)) if steps else 0)
+        weights.watch_outages()
+        return weights
+
+    def begin(self, store: HttpStore, weights: WeightSync, reporter: Reporter) -> None:
+        """The checkpoint is loaded, and the engine samples: from here on the policy learns."""
+        sampler = SamplerCheck(
+            bypass=self.config.algorithm.rollout_correction.bypass_mode,
+            off_policy=self.rules.schedule is not None,
+            tolerance=resolved_config.sampler_tolerance(self.config),
+            began_ns=self.run.began_ns,
+            began_version=self.state.policy_version,
+        )
+        self.parts = LearnerParts(sampler, TokenLedger(self.state.account, store), weights, reporter)
+
+    def close(self) -> None:
+        """Stop the engine, and the processes that train."""
+        try:
+            self.models.policy.close()
+        finally:
+            self.models.close()
+
+    # A step.
+
+    def learn(
+        self, trajectories: list[Trajectory], greedy: Mapping[str, float]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """One step on its trajectories; metrics, and how many seconds each part took.
+
+        `greedy` are the rewards of greedy rollouts, by the group that they are compared with.
+        """
+        before = self.state.policy_version
+        self.updated = False
+        if not self.policy.learns_in(self.run.step):
+            for trajectory in trajectories:
+                self.parts.ledger.exclude(trajectory, "frozen")
+            return {}, {}
+        models, parts, timing = self.models, self.parts, dict[str, float]()
+        metrics: dict[str, float] = {}
+        parts.weights.sleep()
+        models.actor.onload()
+        batch = step_batch.read(trajectories, self.rules.batch)
+        with timed(timing, "old_log_prob"):
+            metrics |= self.set_old_log_probs(batch)
+        if models.reference is not None:
+            with timed(timing, "ref"):
+                batch.put(reference_log_probs=models.reference.log_probs(batch.sequences))
+        if models.teachers:
+            with timed(timing, "teacher"):
+                teach(batch, models.teachers, self.config)
+        if models.has_values:
+            with timed(timing, "values"):
+                batch.put(values=models.values(batch.sequences))
+        with timed(timing, "adv"):
+            step_batch.estimate(batch, replace(self.rules.batch, kl_coef=self.state.kl_coef), greedy)
+            if not self.config.algorithm.rollout_correction.bypass_mode:
+                metrics |= rollout_correction.correct(batch, self.rules.correction)
+        metrics |= batch.metrics()
+        self.state.update_kl_coef(batch.kl, len(batch.parts))
+        parts.ledger.enter(batch)
+        plan = models.actor.plan(batch.sequences, len(trajectories))
+        try:
+            found = self.update(batch, plan, timing) if plan else reporting.skipped(batch, self.run.step, self.name)
+            metrics |= found
+        finally:  # an update that fails is looked into, too
+            self.write_record(step_batch.records(batch, plan))
+        models.actor.offload()
+        parts.weights.wake()
+        self.updated = self.state.policy_version > before
+        if "actor/first_k3_kl" in metrics:
+            metrics["training/mismatch_kl"] = metrics.get("rollout_corr/k3_kl", metrics["actor/first_k3_kl"])
+        return metrics, timing
+
+    def set_old_log_probs(self, batch: StepBatch) -> dict[str, float]:
+        """Old log probabilities: the sampler's (bypass) or the trainer's own; and how far the two are apart."""
+        return self.parts.sampler.set_old_log_probs(batch, self.models.actor.log_probs, self.state.policy_version)
+
+    def update(self, batch: StepBatch, plan: list[MiniBatch], timing: dict[str, float]) -> dict[str, float]:
+        """Update the critic, then the policy, unless the critic warms up; publish the policy's new weights."""
+        metrics: dict[str, float] = {}
+        models, step = self.models, self.run.step
+        warming_up = step <= self.config.trainer.critic_warmup
+        if models.critic is not None:
+            with timed(timing, "update_critic"), memory_advice(self.config, step, of_critic=True):
+                metrics |= models.critic.update(models.critic.plan(batch.sequences, len(batch.parts)))
+        elif warming_up:
+            with timed(timing, "update_critic"), memory_advice(self.config, step):
+                metrics |= models.actor.update(plan, values_alone=True)
+        if not warming_up:
+            with timed(timing, "update_actor"), memory_advice(self.config, step):
+                metrics |= models.actor.update(plan)
+            with timed(timing, "update_weights"):
+                self.publish_weights()
+        return metrics
+
+    def publish_weights(self) -> None:
+        """Make the updated weights the next policy version, and give them to the engine."""
+        self.state.policy_version += 1
+        self.parts.weights.publish(self.state.policy_version)
+
+    def write_record(self, of_rollouts: list[RolloutRecord]) -> None:
+        """Write down what the step makes of its rollouts."""
+        record = StepRecord(
+            step=self.run.step,
+            policy_version=self.state.policy_version,
+            rule=self.rules.credit,
+            loss_agg_mode=self.config.actor_rollout_ref.actor.loss_agg_mode,
+            rollouts=of_rollouts,
+            estimator=self.rules.estimator,
+        )
+        self.parts.reporter.write_record(record, "" if self._is_first else self.name)
+
+    # A checkpoint.
+
+    def export(self, folder: Path) -> None:
+        """Write policy and tokenizer: of several into a folder of the policy's name."""
+        own = folder / self.name
+        own.mkdir(exist_ok=True)
+        self.models.export(own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the weights."""
+        return self.state.state_dict() | {"models": self.models.state_dict()}
+
+    def load_state_dict(self, saved: Mapping[str, Any], weights: WeightSync) -> None:
+        """Go on from a saved state, and give the engine its weights."""
+        self.models.load_state_dict(saved["models"])
+        self.state.load_state_dict(saved)
+        weights.restore(self.state.policy_version)
+
+
+def check_chat_formats(learners: Sequence[PolicyLearner]) -> None:
+    """Raises ConfigError where policies write chats in different ways: one gateway renders for all of them."""
+    from lightning_rl_proxy.rendering.fingerprint import fingerprint_of
+
+    first = learners[0]
+    for other in learners[1:]:
+        if other.models.policy.folder == first.models.policy.folder:
+            continue
+        here, there = (
+            fingerprint_of(resolved_config.loaded_renderer(each.config, each.models.policy.folder))
+            for each in (first, other)
+        )
+        if here != there:
+            what = "tokenizer" if here.vocabulary != there.vocabulary else "chat format"
+            raise ConfigError(
+                f"policies.{other.name}.actor_rollout_ref.model.path: its {what} is another one than that of "
+                f"policies.{first.name}, and policies of a run share both: take models of one family"
+            )

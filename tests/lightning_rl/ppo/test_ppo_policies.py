@@ -1,0 +1,125 @@
+"""Several policies in one rollout, through the real parts: each learns from its own calls, and from nothing else."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lightning_rl as lrl
+from lightning_rl.config import ConfigError
+from lightning_rl.store.sql import SqlStore
+from lightning_rl.telemetry.metrics.jsonl import read
+from lightning_rl.trajectories import step_record
+from lightning_rl_adapters.call import Call, calls_of
+from tests.lightning_rl.ppo.agents import (
+    plan_and_execute,
+    plan_and_execute_by_names,
+    plan_and_execute_by_tags,
+    plan_by_tags_alone,
+)
+from tests.lightning_rl.ppo.test_ppo import CHECKPOINT, config
+
+pytestmark = pytest.mark.e2e
+
+LEARNING = {"actor": {"optim": {"lr": 1e-3}}}
+
+
+def given(**trainer: Any) -> dict[str, Any]:
+    found = config(**trainer)
+    found["actor_rollout_ref"] |= LEARNING
+    found["actor_rollout_ref"]["rollout"] |= {"temperature": 4.0}  # the checkpoint is sure of its words
+    return found
+
+
+def calls_in(run_dir: Path) -> list[Call]:
+    store = SqlStore(f"sqlite:///{run_dir / 'store.db'}")
+    traces = store.traces([rollout.rollout_id for rollout in store.page(limit=1000)[0]]).values()
+    store.close()
+    return [call for trace in traces for attempt in trace.attempts for call in calls_of(attempt.spans)]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def equal(first: Path, second: Path) -> bool:
+    one, two = weights(first), weights(second)
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_each_policy_learns_from_its_own_calls(tmp_path: Path) -> None:
+    policies = {
+        "planner": {"actor_rollout_ref": {"rollout": {"temperature": 1.5}}},
+        "executor": {"actor_rollout_ref": {"rollout": {"temperature": 1.2}}},
+    }
+    algorithm = lrl.PPO(given(total_training_steps=2, test_freq=2), policies=policies)
+    lrl.Trainer(plan_and_execute, n_runners=4, run_dir=tmp_path).fit(algorithm, [0, 1, 2, 3], [4])
+    calls = calls_in(tmp_path)
+    assert Counter((call.model, call.agent) for call in calls) == {("planner", "planner"): 18, ("executor",) * 2: 18}
+    assert {(call.model, call.temperature) for call in calls} == {
+        ("planner", 1.5),
+        ("executor", 1.2),
+        ("planner", 0.0),
+        ("executor", 0.0),
+    }
+    rows = read(tmp_path / "metrics.jsonl")
+    for name in ("planner", "executor"):
+        assert rows[-1][f"{name}/tokens/received"] == (
+            rows[-1][f"{name}/tokens/trained"] + rows[-1][f"{name}/tokens/excluded/validation"]
+        )
+        assert rows[-1][f"{name}/training/policy_version"] == 2
+        assert any(row.get(f"{name}/actor/grad_norm") for row in rows)
+        assert not equal(tmp_path / "model" / name, CHECKPOINT)
+    assert not equal(tmp_path / "model" / "planner", tmp_path / "model" / "executor")
+    # The executor counts with the reward of its name, the planner with the final one.
+    assert rows[1]["planner/critic/score/mean"] == rows[1]["critic/score/mean"] != rows[1]["executor/critic/score/mean"]
+    [of_planner, of_executor] = (next(iter(step_record.read_all(tmp_path, policy=one))) for one in ("", "executor"))
+    models = {call.call_id: call.model for call in calls}
+    for record, model in ((of_planner, "planner"), (of_executor, "executor")):
+        assert {models[call_id] for rollout in record.rollouts for call_id in rollout.calls} == {model}
+
+
+@pytest.mark.parametrize("agent", [plan_and_execute_by_tags, plan_and_execute_by_names])
+def test_one_endpoint_reaches_every_policy(tmp_path: Path, agent: Any) -> None:
+    algorithm = lrl.PPO(given(), policies={"planner": {"agents": "plan.*"}, "executor": {"train_every": 0}})
+    lrl.Trainer(agent, n_runners=4, run_dir=tmp_path).fit(algorithm, [0, 1, 2, 3])
+    assert Counter(call.model for call in calls_in(tmp_path)) == {"planner": 8, "executor": 8}
+    [row] = read(tmp_path / "metrics.jsonl")
+    assert row["executor/tokens/excluded/frozen"] == row["executor/tokens/received"] > 0
+    assert row["planner/tokens/trained"] == row["planner/tokens/received"] > 0
+    assert (row["planner/training/policy_version"], row["executor/training/policy_version"]) == (1, 0)
+    assert equal(tmp_path / "model" / "executor", CHECKPOINT)
+
+
+def test_a_frozen_policy_beside_another_is_one_policy_of_which_only_that_agent_learns(tmp_path: Path) -> None:
+    both, one = tmp_path / "both", tmp_path / "one"
+    several = lrl.PPO(given(), policies={"planner": {}, "executor": {"train_every": 0}})
+    lrl.Trainer(plan_by_tags_alone, n_runners=1, run_dir=both).fit(several, [0, 1, 2, 3])
+    alone = lrl.PPO(given() | {"algorithm": {"train_agents": "planner"}})
+    lrl.Trainer(plan_by_tags_alone, n_runners=1, run_dir=one).fit(alone, [0, 1, 2, 3])
+    assert equal(both / "model" / "planner", one / "model")
+    [many], [single] = (read(folder / "metrics.jsonl") for folder in (both, one))
+    assert single["actor/grad_norm"] > 0
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/advantages/max"):
+        assert many[f"planner/{name}"] == single[name]
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """Resumed after a step, two policies end with the weights of a run that was never stopped."""
+    policies = {"planner": {}, "executor": {"train_every": 2}}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    tasks = [0, 1, 2, 3]
+    for folder, steps in ((whole, 2), (cut, 1), (cut, 2)):
+        algorithm = lrl.PPO(given(total_training_steps=steps, resume_mode="auto"), policies=policies)
+        lrl.Trainer(plan_and_execute, n_runners=1, run_dir=folder).fit(algorithm, tasks)
+    for name in policies:
+        assert equal(whole / "model" / name, cut / "model" / name)
+    rows = read(cut / "metrics.jsonl")
+    assert [row["executor/training/policy_version"] for row in rows] == [1, 1]
+    with pytest.raises(ConfigError, match="has the policies executor, planner, and the config one policy, which"):
+        lrl.Trainer(plan_by_tags_alone, run_dir=cut).fit(
+            lrl.PPO(given(total_training_steps=3, resume_mode="auto")), tasks
+        )
