@@ -241,6 +241,7 @@ class PPO(Hooks, Algorithm):
         for learner in self.learners:
             refuse_what_cannot_fit(learner.config)
             learner.open(self.state, resumed)
+            learner.share_base(self._opened)
             self._opened.append(learner)
             if self._shows and (where := learner.models.cards.line()):
                 print(where)

@@ -9,16 +9,21 @@ from typing import Any
 
 import lightning_rl as lrl
 
-from .agent import MAX_TOKENS, WORDS, one_model, two_models
+from .agent import MAX_TOKENS, WHEEL, one_model, two_models
 from .warm_start import make_model
 
-TASKS = [{"word": word} for word in WORDS * 4]
+TASKS = [{"word": word} for word in WHEEL * 4]
 STEPS = 40
 
 CONFIG: dict[str, Any] = {
     "data": {"train_batch_size": len(TASKS), "max_prompt_length": 64, "max_response_length": MAX_TOKENS},
     "actor_rollout_ref": {
-        "actor": {"ppo_mini_batch_size": len(TASKS), "optim": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+        # The bonus keeps a part from settling on one word before the other part has learned anything.
+        "actor": {
+            "entropy_coeff": 0.03,
+            "ppo_mini_batch_size": len(TASKS),
+            "optim": {"lr": 5e-4, "betas": [0.9, 0.95]},
+        },
         "rollout": {"n": 8, "max_model_len": 128, "val_kwargs": {"temperature": 1.0, "n": 4}},
     },
     "algorithm": {"rollout_correction": {"bypass_mode": True}},
@@ -34,7 +39,10 @@ def algorithm(kind: str, model: Path, *, seed: int = 0, steps: int = STEPS) -> l
     config["data"]["seed"] = seed
     config["trainer"]["total_training_steps"] = steps
     config["actor_rollout_ref"]["model"] = {"path": str(model)} | (ADAPTER if kind == "adapters" else {})
-    return lrl.PPO(config, policies=None if kind == "one" else {"describer": {}, "builder": {}})
+    if kind == "one":
+        config["algorithm"]["credit"] = {"strategy": "per_agent"}  # each part has its reward here, too
+        return lrl.PPO(config)
+    return lrl.PPO(config, policies={"describer": {}, "builder": {}})
 
 
 def train(run_dir: Path, kind: str, model: Path, **given: Any) -> lrl.PPO:

@@ -12,7 +12,7 @@ from transformers import Qwen2ForCausalLM
 from examples.calculator.warm_start import TUTORIAL, Conversation, encode, says
 from lightning_rl_proxy.rendering.load import load_renderer
 
-from .agent import WORDS
+from .agent import WHEEL
 
 STEPS, LEARNING_RATE = 60, 1e-3
 
@@ -25,7 +25,7 @@ def make_model(out: Path) -> Path:
     renderer = load_renderer(TUTORIAL, "auto", "")
     model = Qwen2ForCausalLM.from_pretrained(TUTORIAL, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    shown = [encode(renderer, Conversation([{"role": "user", "content": a}, says(b)])) for a in WORDS for b in WORDS]
+    shown = [encode(renderer, Conversation([{"role": "user", "content": a}, says(b)])) for a in WHEEL for b in WHEEL]
     for _ in range(STEPS):
         losses = []
         for ids, mask in shown:

@@ -26,6 +26,7 @@ from lightning_rl.ppo.teachers import teach
 from lightning_rl.ppo.token_ledger import TokenLedger
 from lightning_rl.ppo.weight_sync import WeightSync
 from lightning_rl.store.client import HttpStore
+from lightning_rl.training import lora
 from lightning_rl.training.batch import MiniBatch
 from lightning_rl.trajectories.step_record import RolloutRecord, StepRecord
 from lightning_rl.trajectories.trajectory import Trajectory
@@ -81,6 +82,21 @@ class PolicyLearner:
         self.models = Models(self.config, folder, with_critic=with_critic, resumed=weights)
         self.config = self.models.config
         self.rendered_as = self.models.policy.name
+
+    def share_base(self, others: Sequence["PolicyLearner"]) -> None:
+        """Hold the weights under an adapter once, where one of the `others` has an adapter over the same."""
+        for other in others:
+            if self._adapted and other._adapted and other._path == self._path:
+                lora.share_base(self.models.model, other.models.model)
+                return
+
+    @property
+    def _adapted(self) -> bool:
+        return self.config.actor_rollout_ref.model.lora_rank > 0
+
+    @property
+    def _path(self) -> str | None:
+        return self.config.actor_rollout_ref.model.path
 
     def start(self, served_name: str) -> None:
         """Start the engine, which is asked for by this name."""

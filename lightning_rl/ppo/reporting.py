@@ -123,7 +123,7 @@ def _print_defaults(config: Config, models: Models) -> None:
     if config.actor_rollout_ref.model.path is None:
         print("model: the tutorial's small one, to try things out; name yours with actor_rollout_ref.model.path")
     if models.learning_rate_by_size:
-        rate = config.actor_rollout_ref.actor.optim.lr
+        rate = models.config.actor_rollout_ref.actor.optim.lr
         print(f"learning rate: {rate:g}, by the model's size; choose another with actor_rollout_ref.actor.optim.lr")
 
 

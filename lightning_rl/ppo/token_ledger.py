@@ -1,5 +1,6 @@
 """The account of tokens, held against what gateways counted: checked after every step, whatever is in flight."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from lightning_rl.ppo.batch import StepBatch
@@ -116,12 +117,16 @@ class RunLedger:
             ledger.exclude(trajectory.of(name), reason)
 
     def check(self, in_flight: Collection[str] = ()) -> dict[str, float]:
-        """See `TokenLedger.check`; and how often the gateway began a conversation anew, by cause."""
+        """See `TokenLedger.check`, also of all policies together; and how often the gateway began a conversation anew,
+        by cause."""
         counters = self._store.state()["counters"]
         found = {f"gateway/{name}": float(n) for name, n in counters.items() if name.startswith("fork_")}
-        for name, ledger in self._ledgers.items():
-            found |= named(name, ledger.check(in_flight))
-        return found
+        together: Counter[str] = Counter()
+        for policy, ledger in self._ledgers.items():
+            account = ledger.check(in_flight)
+            found |= named(policy, account)
+            together.update(account)
+        return found | dict(together)
 
 
 def _whose_tokens(wrong: list[str]) -> str:

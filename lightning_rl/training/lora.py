@@ -115,6 +115,20 @@ def merged(model: nn.Module) -> WeightStream:
     return WeightStream(described, tensors, _device(model))
 
 
+def share_base(model: nn.Module, other: nn.Module) -> None:
+    """Have `model` read the unadapted weights of `other` where they are equal, so that both adapters need them once.
+
+    Both are what `adapted` gives; nobody trains these weights.
+    """
+    theirs = {name: weight for name, weight in other.named_parameters() if not weight.requires_grad}
+    for name, weight in model.named_parameters():
+        same = theirs.get(name)
+        if same is None or weight.requires_grad or (same.dtype, same.device) != (weight.dtype, weight.device):
+            continue
+        if torch.equal(same, weight):
+            weight.data = same.data
+
+
 def save(model: nn.Module, folder: Path) -> None:
     """Write the adapter as a `peft` folder: `adapted` goes on from it, and engines load it beside the base model."""
     writer: Any = model

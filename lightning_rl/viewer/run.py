@@ -5,7 +5,7 @@ Invariant: page, report and notebook's cell ask the same paths, so what one show
 
 import functools
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -159,8 +159,8 @@ class ViewedRun:
     def metrics(self, query: Query) -> dict[str, Any]:
         """The curves of the metrics in `names` (with commas; by default the usual ones), and the names of all."""
         rows = self._rows()
-        names = [name for name in (query.get("names") or "").split(",") if name] or list(_CURVES)
         known = sorted({name for row in rows for name in row} - {"step", "time"})
+        names = [name for name in (query.get("names") or "").split(",") if name] or _usual(known)
         return {"names": known, "series": run_folder.series(rows, names)}
 
     def now(self) -> dict[str, Any]:
@@ -295,3 +295,8 @@ def _whole_characters(value: Any) -> Any:
     if isinstance(value, dict):
         return {_whole_characters(name): _whole_characters(inner) for name, inner in value.items()}
     return value
+
+
+def _usual(known: Sequence[str]) -> list[str]:
+    """The usual curves, each followed by those of the same metric of several policies."""
+    return [name for curve in _CURVES for name in (curve, *(one for one in known if one.endswith(f"/{curve}")))]

@@ -1,5 +1,9 @@
 """Several policies in one rollout, through the real parts: each learns from its own calls, and from nothing else."""
 
+import json
+import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -7,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import lightning_rl as lrl
+from lightning_rl.cli import app
 from lightning_rl.config import ConfigError
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.telemetry.metrics.jsonl import read
@@ -80,6 +86,28 @@ def test_each_policy_learns_from_its_own_calls(tmp_path: Path) -> None:
     models = {call.call_id: call.model for call in calls}
     for record, model in ((of_planner, "planner"), (of_executor, "executor")):
         assert {models[call_id] for rollout in record.rollouts for call_id in rollout.calls} == {model}
+    _assert_inspection_knows_both(tmp_path, of_planner.rollouts[0].rollout_id)
+
+
+def _assert_inspection_knows_both(run_dir: Path, rollout_id: str) -> None:
+    command = CliRunner()
+    told = json.loads(command.invoke(app, ["explain", rollout_id, "--run-dir", str(run_dir), "--json"]).stdout)
+    calls = [call for attempt in told["attempts"] for call in attempt["calls"]]
+    assert [(call["model"], call["training"]["trained_tokens"] > 0) for call in calls] == [
+        ("planner", True),
+        ("executor", True),
+    ]
+    now = command.invoke(app, ["explain", rollout_id, "--run-dir", str(run_dir), "--call", "1", "--now"])
+    assert now.exit_code == 0, now.output
+    file = run_dir / "rows.jsonl"
+    assert (
+        command.invoke(app, ["export", str(run_dir), "-o", str(file), "--format", "jsonl", "--what", "rows"]).exit_code
+        == 0
+    )
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    trained = [row for row in rows if row["mode"] == "train"]
+    assert Counter(row["model"] for row in trained) == {"planner": 16, "executor": 16}
+    assert not any(row["excluded"] for row in trained)
 
 
 @pytest.mark.parametrize("agent", [plan_and_execute_by_tags, plan_and_execute_by_names])
@@ -88,6 +116,8 @@ def test_one_endpoint_reaches_every_policy(tmp_path: Path, agent: Any) -> None:
     lrl.Trainer(agent, n_runners=4, run_dir=tmp_path).fit(algorithm, [0, 1, 2, 3])
     assert Counter(call.model for call in calls_in(tmp_path)) == {"planner": 8, "executor": 8}
     [row] = read(tmp_path / "metrics.jsonl")
+    for name in ("tokens/received", "tokens/trained"):
+        assert row[name] == row[f"planner/{name}"] + row[f"executor/{name}"]
     assert row["executor/tokens/excluded/frozen"] == row["executor/tokens/received"] > 0
     assert row["planner/tokens/trained"] == row["planner/tokens/received"] > 0
     assert (row["planner/training/policy_version"], row["executor/training/policy_version"]) == (1, 0)
@@ -123,3 +153,51 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
         lrl.Trainer(plan_by_tags_alone, run_dir=cut).fit(
             lrl.PPO(given(total_training_steps=3, resume_mode="auto")), tasks
         )
+
+
+@pytest.mark.long
+def test_no_token_is_older_than_the_bound_in_updates_of_its_own_policy(tmp_path: Path) -> None:
+    policies = {"planner": {}, "executor": {"train_every": 2}}
+    algorithm = lrl.PPO(given(total_training_steps=6, schedule="async", max_off_policy_threshold=2), policies=policies)
+    lrl.Trainer(plan_and_execute, n_runners=4, run_dir=tmp_path).fit(algorithm, [0, 1, 2, 3])
+    rows = read(tmp_path / "metrics.jsonl")
+    assert [row["planner/training/policy_version"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["executor/training/policy_version"] for row in rows] == [1, 1, 2, 2, 3, 3]
+    for name in policies:
+        assert max(row[f"{name}/training/staleness/max"] for row in rows) <= 2
+        account = {key: value for key, value in rows[-1].items() if key.startswith(f"{name}/tokens/")}
+        received, pending = account.pop(f"{name}/tokens/received"), account.pop(f"{name}/tokens/pending")
+        assert (received, pending) == (sum(account.values()), 0)
+
+
+@pytest.mark.long
+def test_adapters_over_one_base_are_each_trained(tmp_path: Path) -> None:
+    keys = given(total_training_steps=2)
+    keys["actor_rollout_ref"]["model"] |= {"lora_rank": 4, "lora_alpha": 8}
+    algorithm = lrl.PPO(keys, policies={"planner": {}, "executor": {}})
+    lrl.Trainer(plan_and_execute, n_runners=4, run_dir=tmp_path).fit(algorithm, [0, 1, 2, 3])
+    first, second = (dict(learner.models.model.named_parameters()) for learner in algorithm.learners)
+    shared = [name for name in first if first[name].data_ptr() == second[name].data_ptr()]
+    assert shared == [name for name in first if ".lora_" not in name]
+    assert any(not torch.equal(first[name], second[name]) for name in first if ".lora_B." in name)
+    assert not equal(tmp_path / "model" / "planner", tmp_path / "model" / "executor")
+
+
+@pytest.mark.long
+def test_the_pages_script_and_command_run(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "policies.md").read_text()
+    script, _ = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_agent.py").write_text(script)
+    done = subprocess.run([sys.executable, "my_agent.py"], cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr, done.stderr
+    assert (tmp_path / "runs" / "two" / "model" / "executor" / "model.safetensors").exists()
+    tasks = [{"question": f"How many dogs are {age} years old?"} for age in range(32)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    [command] = [line for line in page.splitlines() if line.startswith("lightning-rl train")]
+    words = [*command.split()[1:], "trainer.total_training_steps=1", "data.train_batch_size=4"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_rl", *words], cwd=tmp_path, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 1/1  reward" in done.stdout

@@ -254,3 +254,24 @@ def test_the_engine_samples_what_the_adapter_says_after_an_update_of_the_changed
         tokens, found = answer(engine)
     assert found == pytest.approx(true_logprobs(model, prompt, tokens), abs=1e-4)
     assert max(abs(a - b) for a, b in zip(found, at_first, strict=True)) > 0.1
+
+
+def test_adapters_over_one_base_hold_its_weights_once() -> None:
+    first, second = stirred(adapted(make("qwen2"))), stirred(adapted(make("qwen2"), rank=2), size=0.2)
+    before = log_probs(second)
+    lora.share_base(second, first)
+    assert torch.equal(log_probs(second), before)
+    where = {parameter.data_ptr() for parameter in first.parameters()}
+    shared = {name: parameter.data_ptr() in where for name, parameter in second.named_parameters()}
+    assert {".lora_" in name for name, same in shared.items() if not same} == {True}
+    assert {".lora_" in name for name, same in shared.items() if same} == {False}
+
+
+def test_a_base_of_other_weights_is_not_shared() -> None:
+    other = make("qwen2")
+    with torch.no_grad():
+        next(other.parameters()).add_(1.0)
+    changed = adapted(other)
+    before = log_probs(changed)
+    lora.share_base(changed, adapted(make("qwen2")))
+    assert torch.equal(log_probs(changed), before)

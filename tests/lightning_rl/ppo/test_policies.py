@@ -1,0 +1,93 @@
+"""The policies that a config means: what each has of its own, what is the run's, and when each learns."""
+
+from typing import Any
+
+import pytest
+
+import lightning_rl as lrl
+from lightning_rl.config import ConfigError, compose
+from lightning_rl.ppo.policies import RunPolicy, policies_of
+
+
+def given(policies: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"policies": policies, **more}
+
+
+def test_without_the_key_there_is_one_without_a_name() -> None:
+    config = compose({"actor_rollout_ref": {"rollout": {"n": 3}}})
+    [only] = policies_of(config)
+    assert (only.name, only.config, only.reward) == ("", config, None)
+
+
+def test_each_has_the_runs_keys_with_its_own_over_them() -> None:
+    common = {"actor_rollout_ref": {"actor": {"optim": {"lr": 1e-5}}, "rollout": {"n": 3, "temperature": 0.5}}}
+    first, second = policies_of(
+        compose(
+            given(
+                {
+                    "planner": {"actor_rollout_ref": {"rollout": {"temperature": 0.9}}, "agents": "plan_.*"},
+                    "executor": {"algorithm": {"adv_estimator": "rloo"}, "reward": "speed"},
+                },
+                **common,
+            )
+        )
+    )
+    assert [one.config.actor_rollout_ref.rollout.temperature for one in (first, second)] == [0.9, 0.5]
+    assert [one.config.algorithm.adv_estimator for one in (first, second)] == ["grpo", "rloo"]
+    assert {one.config.actor_rollout_ref.rollout.n for one in (first, second)} == {3}
+    assert {one.config.actor_rollout_ref.actor.optim.lr for one in (first, second)} == {1e-5}
+    assert (first.agents, second.agents) == ("planner|plan_.*", "executor")
+    assert (first.reward, second.reward) == ("planner", "speed")
+
+
+def test_the_argument_is_the_key() -> None:
+    by_argument = lrl.PPO(policies={"planner": {"train_every": 2}, "executor": {}})
+    by_key = lrl.PPO(given({"planner": {"train_every": 2}, "executor": {}}))
+    assert by_argument.config == by_key.config
+    by_command_line = compose(command_line=["policies.planner.train_every=2", "policies.executor.train_every=1"])
+    assert by_command_line == by_key.config
+    assert by_key.resources == ("main_llm", "planner", "executor")
+
+
+@pytest.mark.parametrize(
+    ("every", "start", "learns"),
+    [(1, 1, [1, 2, 3, 4, 5, 6, 7]), (2, 1, [1, 3, 5, 7]), (3, 2, [2, 5]), (1, 6, [6, 7]), (0, 1, []), (1, 9, [])],
+)
+def test_a_policy_learns_in_the_steps_that_its_keys_say(every: int, start: int, learns: list[int]) -> None:
+    policy = RunPolicy(config=compose(), train_every=every, train_from=start)
+    assert [step for step in range(1, 8) if policy.learns_in(step)] == learns
+    assert policy.updates(7) == len(learns)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (given({"llm": {}}), "policies.llm: something else has this name"),
+        (given({"a": {"agents": "("}}), r"policies.a.agents '\(' is no regular expression"),
+        (given({"a-b": {}}), "policies"),
+        (given({"a": {"actor_rollout_ref": {"actr": {}}}}), "policies.a: config key .*actr' is unknown"),
+        (given({"a": {"trainer": {}}}), "unknown field `trainer`"),
+        (
+            given({"a": {"actor_rollout_ref": {"rollout": {"n": 5}}}}),
+            "policies.a.actor_rollout_ref.rollout.n cannot be a policy's own: it is the run's, set actor_rollout_ref",
+        ),
+        (given({"a": {"actor_rollout_ref": {"actor": {"clip_ratio": "x"}}}}), "policies.a: .*clip_ratio is 'x'"),
+        (given({"a": {"train_every": 0}}), "none of them learns"),
+        (given({"a": {}}, trainer={"n_gpus_per_node": 2}), "are trained in one process, and trainer.nnodes=1"),
+        (given({"a": {}}, algorithm={"train_spans": True}), "train_spans=true trains calls of which no URL"),
+        (
+            given({"judge": {}}, gateway={"backends": {"judge": {"kind": "openai", "url": "http://127.0.0.1:1/v1"}}}),
+            "policies.judge: something else has this name",
+        ),
+        (given({"a": {"algorithm": {"adv_estimator": "gae"}, "critic": {"enable": False}}}), "gae needs a critic"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused_by_its_name(keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        lrl.PPO(keys)
+
+
+def test_a_reward_for_a_policy_is_one_of_its_name() -> None:
+    with pytest.raises(ValueError, match="policy='a' is the reward's name, and name='b' too"):
+        lrl.emit_reward(1.0, name="b", policy="a")
+    lrl.emit_reward(1.0, policy="a")  # outside of a rollout: nothing
