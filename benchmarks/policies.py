@@ -1,6 +1,6 @@
 """Two parts of one agent as two policies, as two adapters over one base, and as one shared policy: what each learns.
 
-    python benchmarks/policies.py [--seeds 3] [--steps 40]
+    python benchmarks/policies.py [--seeds 3] [--steps 40] [--kinds two adapters one]
 
 The game is that of `examples/describer_builder`: its parts need opposite answers to equal prompts. Prints, for each way
 and seed, the share of games that are won in the last quarter of the steps, the seconds of a step, and the peak memory
@@ -52,10 +52,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     asked = parser.parse_args()
     with TemporaryDirectory() as place:
         model = make_model(Path(place) / "model")
-        for kind in KINDS:
+        for kind in asked.kinds:
             found = []
             for seed in range(asked.seeds):
                 found.append(run(kind, model, Path(place) / f"{kind}-{seed}", seed, asked.steps))

@@ -47,6 +47,7 @@ from lightning_rl.telemetry import metrics as trackers
 from lightning_rl.telemetry import traces
 from lightning_rl.telemetry.metrics import jsonl
 from lightning_rl.training import checkpoint
+from lightning_rl.training.distributed import cluster
 from lightning_rl.trajectories.trajectory import Trajectory
 from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.credit import Strategy
@@ -142,6 +143,7 @@ class PPO(Hooks, Algorithm):
         self._tune_dataset = tune_dataset
         self._total_steps = 0  # of the tasks that `prepare` has seen
         self._opened: list[PolicyLearner] = []  # whose models are loaded
+        self._joined_ray = False
         self._parts: RunParts | None = None  # there from `run` on
 
     @property
@@ -238,6 +240,7 @@ class PPO(Hooks, Algorithm):
         resumed = checkpoint.latest(run_dir / "checkpoints") if self.resume else self._begin_from(run_dir)
         self.state = RunState(self.config, run_dir, resumed)
         self.state.check_policies([learner.name for learner in self.learners])
+        self._opened = []
         for learner in self.learners:
             refuse_what_cannot_fit(learner.config)
             learner.open(self.state, resumed)
@@ -280,6 +283,9 @@ class PPO(Hooks, Algorithm):
     def close(self) -> None:
         """Stop the engines, and the processes that train."""
         with ExitStack() as all_of_them:
+            if self._joined_ray:
+                self._joined_ray = False
+                all_of_them.callback(cluster.leave)
             for learner in self._opened:
                 all_of_them.callback(learner.close)
 
@@ -287,6 +293,7 @@ class PPO(Hooks, Algorithm):
         """Train on `train_dataset` and report on `val_dataset`."""
         state, total = self.state, self.steps(len(train_dataset))
         self._total_steps = total
+        self._make_room_for_workers()
         weights = {learner.name: learner.prepare(self.store, total) for learner in self.learners}
         load = {one.name: partial(one.load_state_dict, weights=weights[one.name]) for one in self.learners}
         state.restore(load, synchronous=self.rules.schedule is None)
@@ -314,6 +321,12 @@ class PPO(Hooks, Algorithm):
             reporter.close()
         if self._shows:
             print("\n".join(self.summary()))
+
+    def _make_room_for_workers(self) -> None:
+        """Join Ray for the workers of all policies, where there are several: each would ask for those of its own."""
+        if len(self.learners) > 1 and self.config.trainer.workers > 1:
+            needs = [learner.models.worker_need() for learner in self.learners]
+            self._joined_ray = cluster.join(sum(workers for workers, _ in needs), sum(size for _, size in needs))
 
     def _train(self, total: int, val_dataset: Dataset) -> None:
         """All steps that are left, with validation, tuning and checkpoints where due."""

@@ -60,6 +60,8 @@ class SFT:
         traces: str | Path | Sequence[str | Path] | None = None,
     ) -> None:
         self.config = config if isinstance(config, Config) else compose(config)
+        if self.config.policies:
+            raise ConfigError("policies: SFT trains one policy; train each with a run of its own, sft.models chooses")
         named = self.config.sft.traces if traces is None else traces
         self.sources = [named] if isinstance(named, str | Path) else list(named or ())
         if not self.sources:

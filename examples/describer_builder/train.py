@@ -3,6 +3,7 @@
 Run it with `python -m examples.describer_builder.train [two | adapters | one]`.
 """
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,19 @@ CONFIG: dict[str, Any] = {
     "trainer": {"total_training_steps": STEPS, "test_freq": 10},
 }
 ADAPTER = {"lora_rank": 8, "lora_alpha": 16}
+ADAPTER_RATE = 4e-3
 KINDS = ("two", "adapters", "one")
 
 
 def algorithm(kind: str, model: Path, *, seed: int = 0, steps: int = STEPS) -> lrl.PPO:
     """PPO with a policy for each part, with an adapter for each, or with one policy."""
-    config = {key: dict(section) for key, section in CONFIG.items()}
+    config = copy.deepcopy(CONFIG)
     config["data"]["seed"] = seed
     config["trainer"]["total_training_steps"] = steps
-    config["actor_rollout_ref"]["model"] = {"path": str(model)} | (ADAPTER if kind == "adapters" else {})
+    config["actor_rollout_ref"]["model"] = {"path": str(model)}
+    if kind == "adapters":
+        config["actor_rollout_ref"]["model"] |= ADAPTER
+        config["actor_rollout_ref"]["actor"]["optim"]["lr"] = ADAPTER_RATE
     if kind == "one":
         config["algorithm"]["credit"] = {"strategy": "per_agent"}  # each part has its reward here, too
         return lrl.PPO(config)

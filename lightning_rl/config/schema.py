@@ -1296,6 +1296,8 @@ class PolicySection(Section, frozen=True):
     reward: str | None = None
     train_every: Size = 1
     train_from: Positive = 1
+    checkpoints_of: str | None = None
+    pool: Positive = 5
     actor_rollout_ref: dict[str, Any] = {}
     critic: dict[str, Any] = {}
     algorithm: dict[str, Any] = {}
@@ -1317,7 +1319,8 @@ class Config(Section, frozen=True):
         dict[PolicyName, PolicySection],
         effect(
             "several policies that one agent asks, by name, each with the keys of actor_rollout_ref, critic and "
-            "algorithm that differ from the run's, and `agents`, `reward`, `train_every`, `train_from` "
+            "algorithm that differ from the run's, and `agents`, `reward`, `train_every`, `train_from`, "
+            "`checkpoints_of`, `pool` "
             "(`docs/policies.md`); {}: one policy"
         ),
     ] = {}

@@ -23,7 +23,7 @@ from lightning_rl.inference.weights.stream import WeightStream, stream_of_files
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.cards import Cards
 from lightning_rl.ppo.local_workers import FORMATS, Form, LocalWorkers, register_model_code, roles_of, trained
-from lightning_rl.ppo.ray_workers import RayWorkers
+from lightning_rl.ppo.ray_workers import RayWorkers, need
 from lightning_rl.ppo.teachers import served_teachers
 from lightning_rl.training import checkpoint, lora, shards
 from lightning_rl.training.actor import Actor
@@ -132,6 +132,10 @@ class Models:
             self.actor, self.critic, self.reference = self._own.actor, self._own.critic, self._own.reference
             self.teachers = served | self._own.teachers
         self.actor.offload()  # until the first step asks for it
+
+    def worker_need(self) -> tuple[int, int]:
+        """What several workers need of a Ray of our own: see `ray_workers.need`."""
+        return need(self.config, self._roles, self._resumed or self.policy.folder)
 
     def close(self) -> None:
         """End the processes that train, where there are any beside this one."""

@@ -4,6 +4,7 @@ Invariant: what concerns whole rollouts (how many, of which tasks, how chats are
 all of its policies; each has its own models, optimizer, loss, credit, versions and checkpoint.
 """
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,8 @@ class RunPolicy:
         reward: the name of the reward that it counts with; where a rollout has none of that name, the final one.
         train_every, train_from: it learns in the step `train_from`, and in every `train_every`-th from there on (0:
             in none).
+        checkpoints_of, pool: it does not learn, but in these steps takes the weights that another policy has in one of
+            the run's `pool` newest checkpoints.
     """
 
     config: Config
@@ -52,9 +55,11 @@ class RunPolicy:
     reward: str | None = None
     train_every: int = 1
     train_from: int = 1
+    checkpoints_of: str | None = None
+    pool: int = 5
 
     def learns_in(self, step: int) -> bool:
-        """Whether it is updated in that step."""
+        """Whether it is updated in that step, by training or by a checkpoint."""
         since = step - self.train_from
         return self.train_every > 0 and since >= 0 and since % self.train_every == 0
 
@@ -72,7 +77,10 @@ def policies_of(config: Config) -> list[RunPolicy]:
         return [RunPolicy(config=config)]
     _check_run(config)
     common = replace(config, policies={})
-    return [_policy(name, section, common) for name, section in config.policies.items()]
+    found = [_policy(name, section, common) for name, section in config.policies.items()]
+    for policy in found:
+        _check_copied(policy, config)
+    return found
 
 
 def named(name: str, metrics: dict[str, float]) -> dict[str, float]:
@@ -103,23 +111,46 @@ def _policy(name: str, section: PolicySection, common: Config) -> RunPolicy:
         reward=section.reward or name,
         train_every=section.train_every,
         train_from=section.train_from,
+        checkpoints_of=section.checkpoints_of,
+        pool=section.pool,
     )
 
 
 def _check_run(config: Config) -> None:
-    if config.trainer.workers > 1:
+    on_gpus = device_of(config.trainer.device).type == "cuda"
+    if config.trainer.workers > 1 and on_gpus and not os.environ.get("RAY_ADDRESS"):
         raise ConfigError(
-            f"several policies (policies.{', policies.'.join(config.policies)}) are trained in one process, and "
-            f"trainer.nnodes={config.trainer.nnodes} and trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} ask "
-            "for more: set both to 1"
+            f"trainer.nnodes={config.trainer.nnodes} and trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} are "
+            f"asked for by each of {len(config.policies)} policies: start a Ray cluster with as many GPUs "
+            "(docs/distributed.md), or set both to 1"
         )
     if config.algorithm.train_spans:
         raise ConfigError(
             "algorithm.train_spans=true trains calls of which no URL says which of several policies answered: leave it "
             "out, or have one policy"
         )
-    if not any(section.train_every for section in config.policies.values()):
+    if not any(section.train_every and not section.checkpoints_of for section in config.policies.values()):
         raise ConfigError("policies: none of them learns, since train_every is 0 for all; set one to 1")
+
+
+def _check_copied(policy: RunPolicy, config: Config) -> None:
+    """What plays with the checkpoints of another has its kind of weights, and there are checkpoints."""
+    copied, key = policy.checkpoints_of, f"policies.{policy.name}.checkpoints_of"
+    if copied is None:
+        return
+    section = config.policies.get(copied)
+    if section is None or section.checkpoints_of is not None or copied == policy.name:
+        learning = [name for name, each in config.policies.items() if each.checkpoints_of is None]
+        raise ConfigError(f"{key}={copied} is no policy that learns; there are {', '.join(learning)}")
+    if policy.config.actor_rollout_ref.model.lora_rank:
+        raise ConfigError(
+            f"{key}: checkpoints hold whole models, and policy {policy.name} is an adapter: set "
+            f"policies.{policy.name}.actor_rollout_ref.model.lora_rank=0"
+        )
+    if config.trainer.workers > 1:
+        raise ConfigError(f"{key}: one process takes checkpoints, and {config.trainer.workers} train: have one worker")
+    if config.trainer.save_freq < 1:
+        raise ConfigError(f"{key}: a run without checkpoints has none to take: set trainer.save_freq")
 
 
 def _check_placed(name: str, config: Config) -> None:

@@ -4,6 +4,8 @@ A run has one of these, or one for each of its policies: each has its own models
 tokens, and calls that wait while its own weights are sent.
 """
 
+import logging
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 
 from lightning_rl.config import ConfigError
+from lightning_rl.inference.load import load_model
 from lightning_rl.ppo import batch as step_batch
 from lightning_rl.ppo import reporting, resolved_config, rollout_correction
 from lightning_rl.ppo.batch import StepBatch
@@ -26,10 +29,12 @@ from lightning_rl.ppo.teachers import teach
 from lightning_rl.ppo.token_ledger import TokenLedger
 from lightning_rl.ppo.weight_sync import WeightSync
 from lightning_rl.store.client import HttpStore
-from lightning_rl.training import lora
+from lightning_rl.training import checkpoint, lora
 from lightning_rl.training.batch import MiniBatch
-from lightning_rl.trajectories.step_record import RolloutRecord, StepRecord
+from lightning_rl.trajectories.step_record import CallRecord, RolloutRecord, StepRecord
 from lightning_rl.trajectories.trajectory import Trajectory
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -141,9 +146,14 @@ class PolicyLearner:
         """
         before = self.state.policy_version
         self.updated = False
-        if not self.policy.learns_in(self.run.step):
+        learns = self.policy.learns_in(self.run.step)
+        if not learns or self.policy.checkpoints_of is not None:
             for trajectory in trajectories:
                 self.parts.ledger.exclude(trajectory, "frozen")
+            self.write_record([_frozen(trajectory) for trajectory in trajectories])
+            if learns and self.policy.checkpoints_of is not None:
+                self._take_checkpoint(self.policy.checkpoints_of)
+            self.updated = self.state.policy_version > before
             return {}, {}
         models, parts, timing = self.models, self.parts, dict[str, float]()
         metrics: dict[str, float] = {}
@@ -180,6 +190,23 @@ class PolicyLearner:
         if "actor/first_k3_kl" in metrics:
             metrics["training/mismatch_kl"] = metrics.get("rollout_corr/k3_kl", metrics["actor/first_k3_kl"])
         return metrics, timing
+
+    def _take_checkpoint(self, policy: str) -> None:
+        """Take the weights of a policy in one of the run's newest checkpoints, by the seed; where there is none yet, or
+        the one is broken, nothing changes."""
+        there = checkpoint.newest(self.run.run_dir / "checkpoints", self.policy.pool)
+        if not there:
+            return
+        chosen = random.Random(f"{self.config.data.seed}-{self.run.step}").choice(there)
+        if wrong := checkpoint.fault(chosen):
+            _log.warning("policy %s stays as it is: checkpoint %s is broken: %s", self.name, chosen, wrong)
+            return
+        own = dict(self.models.model.named_parameters())
+        taken = load_model(chosen / policy, next(iter(own.values())).dtype)
+        with torch.no_grad():
+            for name, weight in taken.named_parameters():
+                own[name].copy_(weight)
+        self.publish_weights()
 
     def set_old_log_probs(self, batch: StepBatch) -> dict[str, float]:
         """Old log probabilities: the sampler's (bypass) or the trainer's own; and how far the two are apart."""
@@ -237,6 +264,18 @@ class PolicyLearner:
         self.models.load_state_dict(saved["models"])
         self.state.load_state_dict(saved)
         weights.restore(self.state.policy_version)
+
+
+def _frozen(trajectory: Trajectory) -> RolloutRecord:
+    """The record of a rollout from which the policy does not learn."""
+    return RolloutRecord(
+        rollout_id=trajectory.rollout_id,
+        group_id=trajectory.group_id,
+        reward=trajectory.reward,
+        rewards=trajectory.rewards.named,
+        agent_failed=trajectory.agent_failed,
+        calls={call_id: CallRecord(left_out="frozen") for call_id in trajectory.forest.nodes},
+    )
 
 
 def check_chat_formats(learners: Sequence[PolicyLearner]) -> None:

@@ -60,7 +60,7 @@ class RayWorkers:
         self._config = config
         if (why := _read_whole_because(config, weights)) is not None:
             _log.warning("each worker reads the whole policy before it is cut, and needs memory for it: %s", why)
-        self._ours = cluster.join(trainer.workers * len(apart), min(4 * _bytes(weights), 8 * BUCKET_BYTES), gpus)
+        self._ours = cluster.join(*need(config, roles, weights), gpus)
         self._groups: dict[Role, WorkerGroup] = {}
         self._all: list[WorkerGroup] = []
         try:
@@ -183,6 +183,11 @@ def _own_loss(config: Config) -> tuple[str, Any]:
     """The loss by its name: one of the user's own is known in this process alone."""
     mode = resolved_config.actor_config(config, 1).loss_mode
     return mode, loss_named(mode)
+
+
+def need(config: Config, roles: frozenset[Role], weights: Path) -> tuple[int, int]:
+    """How many processes a Ray of our own must have room for, and how many bytes they give each other at once."""
+    return config.trainer.workers * len(groups(config, roles)), min(4 * _bytes(weights), 8 * BUCKET_BYTES)
 
 
 def _bytes(folder: Path) -> int:

@@ -94,6 +94,12 @@ def latest(checkpoints: Path) -> Path | None:
     return next(_whole(checkpoints), None)
 
 
+def newest(checkpoints: Path, most: int) -> list[Path]:
+    """The `most` newest checkpoints among the `step-N` folders of `checkpoints`, the newest first; their files are not
+    looked at (`fault`)."""
+    return [folder for folder in _by_step(checkpoints) if _is_checkpoint(folder)][:most]
+
+
 def fault(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None: every file is there, as long as it was, and with its checksum."""
     try:

@@ -19,6 +19,8 @@ from examples.calculator.data import make
 from examples.calculator.train import train
 from examples.calculator.warm_start import Conversation, encode, says
 from examples.claude_loop.agent import claude_loop
+from examples.describer_builder import train as game
+from examples.describer_builder.warm_start import make_model as make_game_model
 from examples.gsm8k import problems
 from examples.gsm8k import warm_start as gsm8k
 from examples.gsm8k.reward import compute_score
@@ -271,6 +273,15 @@ def test_anthropics_tools_are_the_same_tokens(model: Path, tmp_path: Path) -> No
             assert later.parent_id == earlier.call_id, "a tool's result continues the call that asked for it"
             used += 1
     assert used > 10
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+def test_two_policies_win_the_game_more_often_than_one_can(tmp_path: Path) -> None:
+    """One policy wins a third of the games at most: of a word and the next but one, it answers one as it must."""
+    made = game.train(tmp_path / "run", "two", make_game_model(tmp_path / "model"), steps=32)
+    won = [row["critic/score/mean"] for row in made.history if "critic/score/mean" in row]
+    assert sum(won[-4:]) / 4 > 0.5
 
 
 @pytest.mark.agents

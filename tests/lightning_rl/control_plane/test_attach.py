@@ -137,6 +137,27 @@ def test_a_run_has_its_engines_at_the_server_as_long_as_it_is_attached(store: Ht
         assert store.state()["models"]["policy-one"]["policy_version"] == 1, "it goes on from an older checkpoint"
 
 
+def test_a_run_of_several_policies_has_the_engines_of_all_and_waits_for_each_alone(
+    store: HttpStore, eventually: Callable[..., None]
+) -> None:
+    names = ["planner-five", "executor-five"]
+    own = endpoint(served_as=names[0], more_models=names[1:], engines=[engine(name) for name in names])
+    with attached(store, "five", own):
+        assert sorted(models(store)) == sorted(names)
+    assert models(store) == []
+    store.begin_run("five", names[0], 60, names[1:])
+    store.register_engine(names[1], "embedded", AWAY)
+
+    def paused() -> bool:
+        return bool(store.state()["models"][names[1]]["paused"])
+
+    eventually(paused)
+    store.renew_run("five")
+    assert not paused()
+    store.end_run("five")
+    assert models(store) == []
+
+
 def test_a_run_that_the_server_does_not_know_any_more_stops(store: HttpStore, eventually: Callable[..., None]) -> None:
     with attached(store, "two", endpoint(served_as="policy-two")) as run:
         store.end_run("two")

@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
 
 import lightning_rl as lrl
 from lightning_rl.config import ConfigError, compose
+from lightning_rl.ppo import policies
 from lightning_rl.ppo.policies import RunPolicy, policies_of
 
 
@@ -73,7 +75,13 @@ def test_a_policy_learns_in_the_steps_that_its_keys_say(every: int, start: int, 
         ),
         (given({"a": {"actor_rollout_ref": {"actor": {"clip_ratio": "x"}}}}), "policies.a: .*clip_ratio is 'x'"),
         (given({"a": {"train_every": 0}}), "none of them learns"),
-        (given({"a": {}}, trainer={"n_gpus_per_node": 2}), "are trained in one process, and trainer.nnodes=1"),
+        (given({"a": {"checkpoints_of": "b"}, "b": {"checkpoints_of": "a"}}), "none of them learns"),
+        (given({"a": {}, "b": {"checkpoints_of": "c"}}), "checkpoints_of=c is no policy that learns; there are a"),
+        (
+            given({"a": {}, "b": {"checkpoints_of": "a", "actor_rollout_ref": {"model": {"lora_rank": 4}}}}),
+            "and policy b is an adapter: set policies.b.actor_rollout_ref.model.lora_rank=0",
+        ),
+        (given({"a": {}, "b": {"checkpoints_of": "a"}}, trainer={"save_freq": -1}), "set trainer.save_freq"),
         (given({"a": {}}, algorithm={"train_spans": True}), "train_spans=true trains calls of which no URL"),
         (
             given({"judge": {}}, gateway={"backends": {"judge": {"kind": "openai", "url": "http://127.0.0.1:1/v1"}}}),
@@ -91,3 +99,13 @@ def test_a_reward_for_a_policy_is_one_of_its_name() -> None:
     with pytest.raises(ValueError, match="policy='a' is the reward's name, and name='b' too"):
         lrl.emit_reward(1.0, name="b", policy="a")
     lrl.emit_reward(1.0, policy="a")  # outside of a rollout: nothing
+
+
+def test_on_gpus_of_one_machine_each_policy_needs_some_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "device_of", lambda _: torch.device("cuda"))
+    workers = compose(given({"a": {}, "b": {}}, trainer={"n_gpus_per_node": 2}))
+    with pytest.raises(ConfigError, match="n_gpus_per_node=2 are asked for by each of 2 policies: start a Ray cluster"):
+        policies_of(workers)
+    engines = compose(given({"a": {}, "b": {}}, actor_rollout_ref={"rollout": {"name": "vllm"}}))
+    with pytest.raises(ConfigError, match=r"policies.a.actor_rollout_ref.rollout.devices is not set: with several"):
+        policies_of(engines)

@@ -110,7 +110,9 @@ def _assert_inspection_knows_both(run_dir: Path, rollout_id: str) -> None:
     assert not any(row["excluded"] for row in trained)
 
 
-@pytest.mark.parametrize("agent", [plan_and_execute_by_tags, plan_and_execute_by_names])
+@pytest.mark.parametrize(
+    "agent", [plan_and_execute_by_tags, pytest.param(plan_and_execute_by_names, marks=pytest.mark.long)]
+)
 def test_one_endpoint_reaches_every_policy(tmp_path: Path, agent: Any) -> None:
     algorithm = lrl.PPO(given(), policies={"planner": {"agents": "plan.*"}, "executor": {"train_every": 0}})
     lrl.Trainer(agent, n_runners=4, run_dir=tmp_path).fit(algorithm, [0, 1, 2, 3])
@@ -181,6 +183,20 @@ def test_adapters_over_one_base_are_each_trained(tmp_path: Path) -> None:
     assert shared == [name for name in first if ".lora_" not in name]
     assert any(not torch.equal(first[name], second[name]) for name in first if ".lora_B." in name)
     assert not equal(tmp_path / "model" / "planner", tmp_path / "model" / "executor")
+
+
+@pytest.mark.long
+def test_an_opponent_plays_with_a_checkpoint_of_the_player(tmp_path: Path) -> None:
+    opponent = {"checkpoints_of": "planner", "pool": 1, "train_from": 3}
+    algorithm = lrl.PPO(given(total_training_steps=3, save_freq=1), policies={"planner": {}, "executor": opponent})
+    lrl.Trainer(plan_and_execute, n_runners=4, run_dir=tmp_path).fit(algorithm, [0, 1, 2, 3])
+    rows = read(tmp_path / "metrics.jsonl")
+    assert [row["executor/training/policy_version"] for row in rows] == [0, 0, 1]
+    checkpoints = tmp_path / "checkpoints"
+    assert equal(checkpoints / "step-2" / "executor", CHECKPOINT)
+    assert equal(checkpoints / "step-3" / "executor", checkpoints / "step-2" / "planner")
+    assert not equal(checkpoints / "step-3" / "executor", checkpoints / "step-3" / "planner")
+    assert rows[-1]["executor/tokens/excluded/frozen"] == rows[-1]["executor/tokens/received"]
 
 
 @pytest.mark.long

@@ -2,8 +2,12 @@
 
 import asyncio
 
+import pytest
+
+from lightning_rl.control_plane.gateways.resolve import check_resources, resolve
 from lightning_rl.control_plane.gateways.store_ledger import StoreLedger
 from lightning_rl.store.contract import Finish, ResourcesRequest, RolloutRequest
+from lightning_rl.store.errors import Invalid
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread
 
@@ -40,5 +44,34 @@ def test_an_attempt_has_the_sampling_and_the_seed_key_of_its_mode() -> None:
         "test": ("test", True, {"temperature": 0}, "test"),
     }
     assert asyncio.run(ledger.attempt("train", "nope")) is None
+    sql.close()
+    store.close()
+
+
+def test_an_attempt_of_several_policies_has_the_sampling_of_each_the_first_of_them_in_front() -> None:
+    store, sql = SqlStore("sqlite://"), SqlThread()
+    other = {**POLICY, "model": "a", "agents": "a|x.*", "sampling_parameters": {"temperature": 0.2}}
+    judge = {"type": "proxy_llm", "model": "judge"}
+    first = {**POLICY, "agents": "m"}
+    resources = {"a": other, "b": first, "main_llm": first, "judge": judge}
+    store.publish(ResourcesRequest(resources=resources))
+    store.enqueue([RolloutRequest(task=1, rollout_id="r")])
+    [claim] = store.claim("w")
+    info = asyncio.run(StoreLedger(store, sql).attempt("r", claim.attempt.attempt_id))
+    assert info is not None
+    assert [(one.name, one.model, one.agents, one.sampling) for one in info.policies] == [
+        ("b", "m", "m", {"temperature": 0.7}),
+        ("a", "a", "a|x.*", {"temperature": 0.2}),
+    ]
+    llms = resolve(claim, "http://h", b"secret").resources
+    root = f"http://h/rollout/r/attempt/{claim.attempt.attempt_id}"
+    assert {name: llm["base_url"] for name, llm in llms.items()} == {
+        "main_llm": f"{root}/v1",
+        "judge": f"{root}/v1",
+        "a": f"{root}/agent/a/v1",
+        "b": f"{root}/agent/b/v1",
+    }
+    with pytest.raises(Invalid, match="resource 'a': agents is no regular expression"):
+        check_resources(ResourcesRequest(resources={"a": {**other, "agents": "("}}))
     sql.close()
     store.close()
