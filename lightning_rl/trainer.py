@@ -162,6 +162,7 @@ class Trainer:
         agent, running = self._agent_and_algorithm(algorithm)
         give_parts(running, self.adapter, self.initial_resources)
         if isinstance(agent, FunctionAgent) and running.resources is not None:
+            running.answer_for(agent.named_models)
             agent.check_resources(running.resources)
         self._run(None if agent is None else hooked(agent, self.hooks), running, train_dataset, val_dataset)
         return running

@@ -76,6 +76,13 @@ class FunctionAgent(Agent):
         parameters = inspect.signature(self.function).parameters
         return any(name == _PROMPT or _asks_for(parameters[name].annotation, PromptTemplate) for name in self._injected)
 
+    @property
+    def named_models(self) -> list[str]:
+        """The parameters beside `llm` that must be given an `LLM`: their names are those of models."""
+        parameters = inspect.signature(self.function).parameters
+        asked = (name for name in self._injected if name != "llm" and _asks_for(parameters[name].annotation, LLM))
+        return [name for name in asked if name not in self._optional]
+
     def check_resources(self, available: Collection[str]) -> None:
         """Raises AgentSignature for a parameter that takes a resource which the run does not publish."""
         for name, resource in self._injected.items():

@@ -104,6 +104,9 @@ class Algorithm:
         trained."""
         raise TypeError(f"{type(self).__name__} trains no agents, so there is no agent_match={agents!r} to make")
 
+    def answer_for(self, names: Sequence[str]) -> None:
+        """The agent asks models of these names beside `main_llm`; an algorithm with one model may let it answer."""
+
     def is_done(self, run_dir: Path) -> bool:
         """Whether the run in the folder, which is to be gone on with, has come to its end; who reads along is told."""
         return False

@@ -2,9 +2,10 @@
 
 import hashlib
 import os
+import re
 import shlex
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -75,6 +76,12 @@ class Baseline(Algorithm):
         self.resume = resume
         self.evaluations: list[Evaluation] = []
         self.policy: EmbeddedPolicy | None = None
+        self._names: list[str] = []
+
+    def answer_for(self, names: Sequence[str]) -> None:
+        """See `Algorithm`: the model plays every part of an agent that asks several."""
+        self._names = list(names)
+        self.resources = ("main_llm", *self._names)
 
     def default_run_dir(self) -> Path:
         """See `Algorithm`."""
@@ -151,8 +158,9 @@ class Baseline(Algorithm):
         """The finished rollouts of a dataset, task by task; their ids begin with `prefix`."""
         model = self.policy.name if self.policy is not None else str(self.model)
         main_llm = {"type": "proxy_llm", "model": model, "val_sampling_parameters": self.sampling_parameters}
+        named = {name: main_llm | {"agents": re.escape(name)} for name in self._names}
         resources_id = f"baseline-{self._digest()}.{self.run_id}"  # the same when the run is resumed
-        self.store.publish({"main_llm": main_llm}, resources_id)
+        self.store.publish({"main_llm": main_llm, **named}, resources_id)
         requests = [
             RolloutRequest(
                 task=task,

@@ -125,6 +125,8 @@ def share_base(model: nn.Module, other: nn.Module) -> None:
         same = theirs.get(name)
         if same is None or weight.requires_grad or (same.dtype, same.device) != (weight.dtype, weight.device):
             continue
+        if weight.is_meta:  # others have the weights
+            continue
         if torch.equal(same, weight):
             weight.data = same.data
 

@@ -14,7 +14,7 @@ import lightning_rl as lrl
 from lightning_rl.algorithms.base import TaskError
 from lightning_rl.algorithms.evaluation import wilson
 from lightning_rl.rewards import FinishedRollout
-from tests.lightning_rl.ppo.agents import says_something
+from tests.lightning_rl.ppo.agents import plan_and_execute, says_something
 
 pytestmark = pytest.mark.e2e
 
@@ -59,6 +59,14 @@ def test_a_baseline_is_an_accuracy_with_its_confidence(tmp_path: Path, capsys: p
     assert "train: accuracy 0.500, 95 % confidence" in capsys.readouterr().out
     assert json.loads((tmp_path / "evaluations.json").read_text())[0]["mean"] == 0.5
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_one_model_plays_every_part_of_an_agent_that_asks_several(tmp_path: Path) -> None:
+    trainer = lrl.Trainer(plan_and_execute, n_runners=2, run_dir=tmp_path)
+    dev = trainer.dev([0, 1], n_tasks=2)
+    calls = [[node.call for node in one.forest.nodes.values()] for one in dev.trajectories]
+    assert [[call.agent for call in of_one] for of_one in calls] == [["planner", "executor"]] * 2
+    assert len({call.model for of_one in calls for call in of_one}) == 1
 
 
 @pytest.mark.long

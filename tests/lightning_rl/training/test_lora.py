@@ -275,3 +275,10 @@ def test_a_base_of_other_weights_is_not_shared() -> None:
     before = log_probs(changed)
     lora.share_base(changed, adapted(make("qwen2")))
     assert torch.equal(log_probs(changed), before)
+
+
+def test_a_base_whose_weights_are_elsewhere_is_left_alone() -> None:
+    with torch.device("meta"):
+        hollow = make("qwen2")
+    lora.share_base(adapted(hollow), adapted(make("qwen2")))
+    assert next(hollow.parameters()).is_meta
