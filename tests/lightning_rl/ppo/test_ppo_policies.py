@@ -158,15 +158,21 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_no_token_is_older_than_the_bound_in_updates_of_its_own_policy(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "bound"),
+    [({"schedule": "async", "max_off_policy_threshold": 2}, 2), ({"schedule": "one_step_off"}, 1)],
+)
+def test_no_token_is_older_than_the_bound_in_updates_of_its_own_policy(
+    tmp_path: Path, schedule: dict[str, Any], bound: int
+) -> None:
     policies = {"planner": {}, "executor": {"train_every": 2}}
-    algorithm = lrl.PPO(given(total_training_steps=6, schedule="async", max_off_policy_threshold=2), policies=policies)
+    algorithm = lrl.PPO(given(total_training_steps=6, **schedule), policies=policies)
     lrl.Trainer(plan_and_execute, n_runners=4, run_dir=tmp_path).fit(algorithm, [0, 1, 2, 3])
     rows = read(tmp_path / "metrics.jsonl")
     assert [row["planner/training/policy_version"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["executor/training/policy_version"] for row in rows] == [1, 1, 2, 2, 3, 3]
     for name in policies:
-        assert max(row[f"{name}/training/staleness/max"] for row in rows) <= 2
+        assert max(row[f"{name}/training/staleness/max"] for row in rows) <= bound
         account = {key: value for key, value in rows[-1].items() if key.startswith(f"{name}/tokens/")}
         received, pending = account.pop(f"{name}/tokens/received"), account.pop(f"{name}/tokens/pending")
         assert (received, pending) == (sum(account.values()), 0)
@@ -183,6 +189,15 @@ def test_adapters_over_one_base_are_each_trained(tmp_path: Path) -> None:
     assert shared == [name for name in first if ".lora_" not in name]
     assert any(not torch.equal(first[name], second[name]) for name in first if ".lora_B." in name)
     assert not equal(tmp_path / "model" / "planner", tmp_path / "model" / "executor")
+
+
+@pytest.mark.long
+def test_the_order_of_policies_changes_nothing(tmp_path: Path) -> None:
+    for names in (["planner", "executor"], ["executor", "planner"]):
+        algorithm = lrl.PPO(given(total_training_steps=2), policies={name: {} for name in names})
+        lrl.Trainer(plan_by_tags_alone, n_runners=1, run_dir=tmp_path / names[0]).fit(algorithm, [0, 1, 2, 3])
+    for name in ("planner", "executor"):
+        assert equal(tmp_path / "planner" / "model" / name, tmp_path / "executor" / "model" / name)
 
 
 @pytest.mark.long
