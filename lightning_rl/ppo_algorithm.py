@@ -5,7 +5,7 @@ A step rolls out `n` times per task, and each policy learns from its part of the
 advantages, updates critic and actor, and publishes its weights. Sampler and trainer are compared on the first batch,
 and the account of tokens is checked after every step: a run stops rather than train on wrong data.
 
-When rollouts are requested is decided by the schedule (`ppo/schedules.py`); what a step does with a batch is the same
+When rollouts are requested is decided by the schedule (`ppo/off_policy/`); what a step does with a batch is the same
 in all.
 
 A run that is resumed starts at its last checkpoint and requests the same rollouts again under the same ids: those that

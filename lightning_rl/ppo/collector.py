@@ -1,7 +1,7 @@
 """The rollouts of a step: what is requested, how finished rollouts are read, and which groups are worth training.
 
 Under `sync` a step requests its rollouts and waits for them. Under the other schedules groups are in flight ahead of
-the trainer (`async_rollouts.py`), and a step takes those whose turn it is.
+the trainer (`off_policy/`), and a step takes those whose turn it is.
 
 Invariant: every rollout that is read here and not handed to training is entered in the token ledger with a reason.
 """
@@ -21,13 +21,13 @@ from lightning_rl.algorithms.base import Algorithm, Dataset
 from lightning_rl.algorithms.watchdog import Watchdog
 from lightning_rl.config.schema import Config, FilterGroups
 from lightning_rl.ppo import resolved_config
-from lightning_rl.ppo.async_rollouts import InFlight
 from lightning_rl.ppo.estimators import needs_greedy
+from lightning_rl.ppo.off_policy.async_rollouts import InFlight
+from lightning_rl.ppo.off_policy.schedules import Schedule
 from lightning_rl.ppo.policy_learner import PolicyLearner
 from lightning_rl.ppo.reporting import Reporter, timed
 from lightning_rl.ppo.resolved_config import StepRules
 from lightning_rl.ppo.run_state import RunState
-from lightning_rl.ppo.schedules import Schedule
 from lightning_rl.ppo.token_ledger import RunLedger
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import SEED_KEY, Mode, Rollout, RolloutConfig, RolloutRequest, RolloutTrace

@@ -31,7 +31,7 @@ from lightning_rl.ppo.estimators import (
     overlong_buffer_of,
     strategy_of,
 )
-from lightning_rl.ppo.schedules import Async, OneStepOff, Schedule
+from lightning_rl.ppo.off_policy.schedules import Async, OneStepOff, Schedule
 from lightning_rl.rewards import GroupReward
 from lightning_rl.rewards.training_rewards import Grader
 from lightning_rl.rl import distillation

@@ -22,8 +22,8 @@ from lightning_rl.memory.choices import with_keys
 from lightning_rl.ppo import collector, reporting, resolved_config
 from lightning_rl.ppo.estimators import kl_controller_of
 from lightning_rl.ppo.local_workers import LocalWorkers
+from lightning_rl.ppo.off_policy.schedules import Async, OneStepOff
 from lightning_rl.ppo.run_state import PolicyState, RunState
-from lightning_rl.ppo.schedules import Async, OneStepOff
 from lightning_rl.ppo.tasks import tasks_of
 from lightning_rl.ppo_algorithm import PPO
 from lightning_rl.rewards import FinishedRollout

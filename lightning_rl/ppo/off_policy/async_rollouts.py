@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
-from lightning_rl.ppo.schedules import Group, Schedule
+from lightning_rl.ppo.off_policy.schedules import Group, Schedule
 from lightning_rl.store.contract import Rollout, RolloutRequest
 from lightning_rl.trajectories.trajectory import Trajectory
 

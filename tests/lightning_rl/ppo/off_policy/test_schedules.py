@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_rl.ppo.schedules import Async, Group, OneStepOff, Schedule
+from lightning_rl.ppo.off_policy.schedules import Async, Group, OneStepOff, Schedule
 from tests.random_examples import examples
 
 

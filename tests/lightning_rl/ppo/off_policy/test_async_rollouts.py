@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_rl.ppo.async_rollouts import HandedOver, InFlight
-from lightning_rl.ppo.schedules import Async, OneStepOff, Schedule
+from lightning_rl.ppo.off_policy.async_rollouts import HandedOver, InFlight
+from lightning_rl.ppo.off_policy.schedules import Async, OneStepOff, Schedule
 from lightning_rl.store.contract import Rollout, RolloutConfig, RolloutRequest
 from lightning_rl.trajectories.trajectory import Trajectory
 from lightning_rl_adapters import forest
