@@ -82,13 +82,14 @@ class SamplerCheck:
         """Which trained tokens of a sequence the weights `version` sampled, [K].
 
         Under `sync` these are all that this session has sampled. A version that an earlier session made after the
-        checkpoint has the same number as another one that this session makes.
+        checkpoint has the same number as another one that this session makes. Off-policy, even the checkpoint's own
+        version may: a step that was done again took what had ended meanwhile.
         """
         same = np.ones(len(sequence.trained), dtype=bool)
         nodes = batch.parts[sequence.rollout].trajectory.forest.nodes
         for call_id, where, places in sequence.trained_by_call():
             call = nodes[call_id].call
-            if call.end_ns < self._began_ns and version != self._began_version:
+            if call.end_ns < self._began_ns and (self._off_policy or version != self._began_version):
                 same[where] = False
             elif self._off_policy:
                 versions = call.policy_versions()

@@ -1,13 +1,17 @@
 """A batch against its sampler: weights on tokens, rejected tokens out of it, every token still accounted for."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lightning_rl.config.schema import RolloutCorrection
+from lightning_rl.inference.weights.check import Tolerance
 from lightning_rl.ppo.batch import BatchRules, StepBatch, records
-from lightning_rl.ppo.rollout_correction import correct, rules_of
+from lightning_rl.ppo.rollout_correction import SamplerCheck, SamplerMismatch, correct, rules_of
 from lightning_rl.training.batch import mini_batches
 from tests.adapters.forests import make_call
 from tests.lightning_rl.ppo.test_batch import advantages, build, excluded, rollout
@@ -102,3 +106,30 @@ def test_rows_whose_context_was_cut_are_not_compared() -> None:
 def test_old_log_probs_must_be_there() -> None:
     with pytest.raises(ValueError, match="compute them before the correction"):
         correct(build([rollout("a", make_call(0, None))], BatchRules()), REJECT_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("off_policy", "ended_ns", "compared"),
+    [(True, 5, False), (True, 11, True), (False, 5, True)],
+    ids=["off-policy, of an earlier session", "off-policy, of this session", "sync: a step done again is the same"],
+)
+def test_the_first_batch_is_compared_where_the_present_weights_have_sampled(
+    off_policy: bool, ended_ns: int, compared: bool
+) -> None:
+    """An earlier session, killed between two checkpoints, may have made another version of the same number."""
+    call = SimpleNamespace(end_ns=ended_ns, policy_versions=lambda: [4, 4])
+    nodes = {"c": SimpleNamespace(call=call)}
+    part = SimpleNamespace(trajectory=SimpleNamespace(forest=SimpleNamespace(nodes=nodes)))
+    sequence = SimpleNamespace(
+        rollout=0,
+        trained=[0, 1],
+        cut_context=False,
+        rollout_log_probs=np.full(2, -1.0, np.float32),
+        trained_by_call=lambda: [("c", np.array([0, 1]), np.array([0, 1]))],
+    )
+    batch: Any = SimpleNamespace(sequences=[sequence], parts=[part], put=lambda **_: None)
+    check = SamplerCheck(
+        bypass=False, off_policy=off_policy, tolerance=Tolerance(largest=1e-4), began_ns=10, began_version=4
+    )
+    with pytest.raises(SamplerMismatch) if compared else nullcontext():
+        check.set_old_log_probs(batch, lambda _: [np.full(2, -2.0, np.float32)], 4)
