@@ -7,9 +7,8 @@ all of its policies; each has its own models, optimizer, loss, credit, versions 
 import os
 import re
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
 
-import msgspec
 from msgspec.structs import replace
 
 from lightning_rl.config import ConfigError, derived
@@ -78,8 +77,10 @@ def policies_of(config: Config) -> list[RunPolicy]:
     _check_run(config)
     common = replace(config, policies={})
     found = [_policy(name, section, common) for name, section in config.policies.items()]
+    by_name = {policy.name: policy for policy in found}
     for policy in found:
-        _check_copied(policy, config)
+        if policy.checkpoints_of is not None:
+            _check_copied(policy, by_name.get(policy.checkpoints_of), found)
     return found
 
 
@@ -101,7 +102,7 @@ def _policy(name: str, section: PolicySection, common: Config) -> RunPolicy:
     except ConfigError as error:
         raise ConfigError(f"policies.{name}: {error}") from error
     for key in _OF_THE_RUN:
-        if _value(config, key) != _value(common, key):
+        if attrgetter(key)(config) != attrgetter(key)(common):
             raise ConfigError(f"policies.{name}.{key} cannot be a policy's own: it is the run's, set {key}")
     _check_placed(name, config)
     return RunPolicy(
@@ -133,24 +134,36 @@ def _check_run(config: Config) -> None:
         raise ConfigError("policies: none of them learns, since train_every is 0 for all; set one to 1")
 
 
-def _check_copied(policy: RunPolicy, config: Config) -> None:
+def _check_copied(policy: RunPolicy, copied: RunPolicy | None, found: list[RunPolicy]) -> None:
     """What plays with the checkpoints of another has its kind of weights, and there are checkpoints."""
-    copied, key = policy.checkpoints_of, f"policies.{policy.name}.checkpoints_of"
-    if copied is None:
-        return
-    section = config.policies.get(copied)
-    if section is None or section.checkpoints_of is not None or copied == policy.name:
-        learning = [name for name, each in config.policies.items() if each.checkpoints_of is None]
-        raise ConfigError(f"{key}={copied} is no policy that learns; there are {', '.join(learning)}")
-    if policy.config.actor_rollout_ref.model.lora_rank:
+    key, own, trainer = f"policies.{policy.name}", policy.config.actor_rollout_ref.model, policy.config.trainer
+    if copied is None or copied.checkpoints_of is not None:
+        learning = ", ".join(each.name for each in found if each.checkpoints_of is None)
         raise ConfigError(
-            f"{key}: checkpoints hold whole models, and policy {policy.name} is an adapter: set "
-            f"policies.{policy.name}.actor_rollout_ref.model.lora_rank=0"
+            f"{key}.checkpoints_of={policy.checkpoints_of} is no policy that learns; there are {learning}"
         )
-    if config.trainer.workers > 1:
-        raise ConfigError(f"{key}: one process takes checkpoints, and {config.trainer.workers} train: have one worker")
-    if config.trainer.save_freq < 1:
-        raise ConfigError(f"{key}: a run without checkpoints has none to take: set trainer.save_freq")
+    theirs = copied.config.actor_rollout_ref.model
+    if own.lora_rank:
+        raise ConfigError(
+            f"{key}.checkpoints_of: checkpoints hold whole models, and policy {policy.name} is an adapter: set "
+            f"{key}.actor_rollout_ref.model.lora_rank=0"
+        )
+    if theirs.lora_rank and theirs.lora_export == "adapter":
+        raise ConfigError(
+            f"{key}.checkpoints_of: the checkpoints of policy {copied.name} hold its adapter alone: set "
+            f"policies.{copied.name}.actor_rollout_ref.model.lora_export=merged"
+        )
+    if (own.path, own.override_config) != (theirs.path, theirs.override_config):
+        raise ConfigError(
+            f"{key}.actor_rollout_ref.model: it takes the weights of policy {copied.name}, so it must be the same "
+            "model: leave out path and override_config"
+        )
+    if trainer.workers > 1:
+        raise ConfigError(
+            f"{key}.checkpoints_of: one process takes checkpoints, and {trainer.workers} train: have one worker"
+        )
+    if trainer.save_freq < 1:
+        raise ConfigError(f"{key}.checkpoints_of: a run without checkpoints has none to take: set trainer.save_freq")
 
 
 def _check_placed(name: str, config: Config) -> None:
@@ -163,10 +176,3 @@ def _check_placed(name: str, config: Config) -> None:
             f"policies.{name}.actor_rollout_ref.rollout.devices is not set: with several policies each vLLM needs GPUs "
             "of its own; name them, or give server_urls of servers that run"
         )
-
-
-def _value(config: Config, key: str) -> Any:
-    found: Any = msgspec.to_builtins(config)
-    for part in key.split("."):
-        found = found[part]
-    return found

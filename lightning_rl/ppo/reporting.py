@@ -170,7 +170,7 @@ def staleness(trajectories: Sequence[Trajectory], policy_version: int) -> dict[s
 
 
 def policy_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """What one of several policies did in rollouts, and what it counted with."""
+    """What a policy did in rollouts, and what it counted with."""
     rewards = [t.reward for t in trajectories if t.reward is not None] or [0.0]
     return {
         "critic/score/mean": float(np.mean(rewards)),
@@ -187,11 +187,9 @@ def rollout_metrics(trajectories: list[Trajectory], seconds: float) -> dict[str,
     made = [node.call for t in trajectories for node in t.forest.nodes.values()]
     ended = Counter(t.ended_by for t in trajectories if t.ended_by is not None)
     return {f"rollouts/ended_by/{why}": float(count) for why, count in ended.items()} | {
-        "critic/score/mean": float(np.mean(rewards)),
+        **policy_metrics(trajectories),
         "critic/score/max": float(np.max(rewards)),
         "critic/score/min": float(np.min(rewards)),
-        "num_turns/mean": calls / max(len(trajectories), 1),
-        "response_length/mean": float(np.mean([t.sampled_tokens for t in trajectories])),
         "row_length/mean": float(np.mean([len(row.token_ids) for row in rows] or [0])),
         "rollouts/rows": float(len(rows)),
         "rollouts/agent_failed": float(sum(t.agent_failed for t in trajectories)),

@@ -82,6 +82,19 @@ def test_a_policy_learns_in_the_steps_that_its_keys_say(every: int, start: int, 
             "and policy b is an adapter: set policies.b.actor_rollout_ref.model.lora_rank=0",
         ),
         (given({"a": {}, "b": {"checkpoints_of": "a"}}, trainer={"save_freq": -1}), "set trainer.save_freq"),
+        (
+            given(
+                {
+                    "a": {"actor_rollout_ref": {"model": {"lora_rank": 4, "lora_export": "adapter"}}},
+                    "b": {"checkpoints_of": "a"},
+                }
+            ),
+            "checkpoints of policy a hold its adapter alone: set policies.a.actor_rollout_ref.model.lora_export=merged",
+        ),
+        (
+            given({"a": {}, "b": {"checkpoints_of": "a", "actor_rollout_ref": {"model": {"path": "other"}}}}),
+            "policies.b.actor_rollout_ref.model: it takes the weights of policy a, so it must be the same model",
+        ),
         (given({"a": {}}, algorithm={"train_spans": True}), "train_spans=true trains calls of which no URL"),
         (
             given({"judge": {}}, gateway={"backends": {"judge": {"kind": "openai", "url": "http://127.0.0.1:1/v1"}}}),
