@@ -26,6 +26,7 @@ from omegaconf import DictConfig
 
 from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
 from lightning_rl.config import backends, compose, derived, to_yaml
+from lightning_rl.config.policies import named, policies_of
 from lightning_rl.config.schema import Config
 from lightning_rl.files import write_whole
 from lightning_rl.inference.load import located
@@ -33,9 +34,9 @@ from lightning_rl.loops.configured import configured_agents
 from lightning_rl.memory.plan import refuse_what_cannot_fit
 from lightning_rl.ppo import reporting, resolved_config, run_state
 from lightning_rl.ppo import tasks as tasks_of_run
+from lightning_rl.ppo.cards import check_apart
 from lightning_rl.ppo.collector import Collected, Collector
 from lightning_rl.ppo.models import Models
-from lightning_rl.ppo.policies import named, policies_of
 from lightning_rl.ppo.policy_learner import PolicyLearner, check_chat_formats
 from lightning_rl.ppo.reporting import Reporter, rollout_metrics, timed
 from lightning_rl.ppo.run_state import RunState, TuningRecord
@@ -265,9 +266,10 @@ class PPO(Hooks, Algorithm):
 
     def _learners(self) -> list[PolicyLearner]:
         """The policies of the run, the first of which answers whoever asks for none by name."""
+        policies = policies_of(self.config)
+        check_apart(policies)
         return [
-            self.learner(policy, self._rules_of(policy.config) if policy.name else self.rules, is_first=number == 0)
-            for number, policy in enumerate(policies_of(self.config))
+            self.learner(policy, self._rules_of(policy.config) if policy.name else self.rules) for policy in policies
         ]
 
     def _begin_from(self, run_dir: Path) -> Path | None:

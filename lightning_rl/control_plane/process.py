@@ -27,7 +27,6 @@ import msgspec
 import uvicorn
 from prometheus_client.registry import Collector
 
-from lightning_rl.config.otlp_endpoint import traces_url
 from lightning_rl.control_plane.app import App, create_app
 from lightning_rl.control_plane.gateways.cluster_rpc import peer_key
 from lightning_rl.control_plane.gateways.engine_registration import attacher
@@ -211,7 +210,9 @@ def _opened(settings: ServerSettings) -> tuple[SqlStore, Sequence[Collector]]:
     """The store, and what counts the spans that it sends on."""
     if settings.otlp_endpoint is None:
         return SqlStore(settings.store), ()
-    from lightning_rl.telemetry.traces.otlp_export import MirroredStore, SpansOut  # an exporter, for those who want one
+    # An exporter, and all that reads configurations, for those who want one.
+    from lightning_rl.config.otlp_endpoint import traces_url
+    from lightning_rl.telemetry.traces.otlp_export import MirroredStore, SpansOut
 
     out = SpansOut(traces_url(settings.otlp_endpoint, "the OTLP endpoint"))
     return MirroredStore(settings.store, out), out.collectors

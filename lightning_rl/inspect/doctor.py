@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from lightning_rl.inspect.run_stats import RECENT, Evidence, Tally, UnroutedRollouts
 from lightning_rl.trajectories.step_record import RolloutRecord
@@ -67,7 +68,8 @@ _EXCLUDED = {
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that is wrong. `number` is a share where `told` says so; `steps` are the first and last it is of, None
-    for the whole run; `rollout` is one to look at with `lightning-rl explain`; `advice` is what to do."""
+    for the whole run; `rollout` is one to look at with `lightning-rl explain`; `advice` is what to do. In a run with
+    several policies, `policy` is the one whose learning it is about."""
 
     name: str
     severity: Severity
@@ -76,6 +78,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     advice: str
     steps: tuple[int, int] | None = None
     rollout: str | None = None
+    policy: str | None = None
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,11 +93,10 @@ Check = Callable[[Evidence], "Finding | Iterable[Finding] | None"]
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """All checks on a run's evidence."""
-    findings: list[Finding] = []
-    for check in CHECKS:
-        found = check(evidence)
-        findings += [found] if isinstance(found, Finding) else found or ()
+    """All checks on a run's evidence: those of learning on each of its policies, where it has several."""
+    findings = list(_found(CHECKS_OF_ROLLOUTS, evidence))
+    for name, of_policy in _policies(evidence):
+        findings += [replace(finding, policy=name) for finding in _found(CHECKS_OF_LEARNING, of_policy)]
     return Diagnosis(
         run_dir=evidence.run_dir,
         looked_at=looked_at(evidence),
@@ -102,24 +104,43 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     )
 
 
+def _found(checks: Iterable[Check], evidence: Evidence) -> Iterator[Finding]:
+    for check in checks:
+        found = check(evidence)
+        yield from [found] if isinstance(found, Finding) else found or ()
+
+
+def _policies(evidence: Evidence) -> Sequence[tuple[str | None, Evidence]]:
+    """Whose learning is looked at: the run's, or that of each of its policies, by name."""
+    return [*evidence.policies.items()] or [(None, evidence)]
+
+
 def looked_at(evidence: Evidence) -> dict[str, float]:
-    """The numbers that say how a run fares, those that are known."""
-    rows, recent = evidence.metrics, evidence.metrics[-RECENT:]
+    """The numbers that say how a run fares, those that are known; those of a policy behind its name."""
     numbers: dict[str, float | None] = {
-        "steps": len(rows) if evidence.trains else None,
+        "steps": len(evidence.metrics) if evidence.trains else None,
         "rollouts": evidence.rollouts,
         "calls": evidence.calls,
         "share of calls whose token ids are known": _share(evidence.calls - _seen(evidence, "inexact"), evidence.calls),
         "share of calls cut off by their length": _share(_seen(evidence, "length"), evidence.calls),
+    }
+    for name, of_policy in _policies(evidence):
+        prefix = "" if name is None else f"{name}: "
+        numbers |= {f"{prefix}{what}": number for what, number in _of_learning(of_policy).items()}
+    return {name: float(number) for name, number in numbers.items() if number is not None}
+
+
+def _of_learning(evidence: Evidence) -> dict[str, float | None]:
+    rows, recent = evidence.metrics, evidence.metrics[-RECENT:]
+    groups = [group for group in _groups(evidence) if len(group) > 1]
+    return {
         "reward of the first steps": _mean(_values(rows, "critic/score/mean")[: _edge(rows)]),
         "reward of the last steps": _mean(_values(rows, "critic/score/mean")[-_edge(rows) :]),
         "entropy of the last steps": _mean(_values(recent, "actor/entropy")),
         "mean distance of sampler and trainer": _mean(_values(recent, "training/rollout_probs_diff_mean")),
         "share of received tokens that are trained": _trained_share(rows),
+        "share of groups with variance": _share(sum(not _alike(group) for group in groups), len(groups)),
     }
-    groups = [group for group in _groups(evidence) if len(group) > 1]
-    numbers["share of groups with variance"] = _share(sum(not _alike(group) for group in groups), len(groups))
-    return {name: float(number) for name, number in numbers.items() if number is not None}
 
 
 def _groups_without_variance(evidence: Evidence) -> Finding | None:
@@ -466,12 +487,7 @@ def _excluded(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-CHECKS: tuple[Check, ...] = (
-    _dead_reward,
-    _stands_still,
-    _groups_without_variance,
-    _groups_of_one,
-    _unused_names,
+CHECKS_OF_ROLLOUTS: tuple[Check, ...] = (
     _no_reward,
     _lost_rewards,
     _without_calls,
@@ -480,11 +496,18 @@ CHECKS: tuple[Check, ...] = (
     _infrastructure,
     _inexact,
     _no_logprobs,
-    _mismatch,
-    _excluded,
     _truncation,
     _rewritten,
     _drift,
+)
+CHECKS_OF_LEARNING: tuple[Check, ...] = (
+    _dead_reward,
+    _stands_still,
+    _groups_without_variance,
+    _groups_of_one,
+    _unused_names,
+    _mismatch,
+    _excluded,
     _lengths,
     _entropy,
 )

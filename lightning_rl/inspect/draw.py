@@ -269,7 +269,8 @@ def _finding(finding: Finding, run_dir: str) -> Iterator[str]:
     if finding.steps is not None:
         first, last = finding.steps
         of = f" (step {first})" if first == last else f" (steps {first} to {last})"
-    yield f"  {finding.name}: {finding.told}{of}"
+    policy = "" if finding.policy is None else f" of policy {finding.policy}"
+    yield f"  {finding.name}{policy}: {finding.told}{of}"
     yield f"    do      {finding.advice}"
     if finding.rollout is not None:
         yield f"    see     lightning-rl explain {finding.rollout} --run-dir {shlex.quote(run_dir)}"

@@ -70,10 +70,11 @@ def with_trained_calls(config: TrainConfig | None, trace: RolloutTrace) -> Rollo
     return msgspec.structs.replace(trace, attempts=attempts)
 
 
-def steps(run_dir: Path, newest: int) -> list[StepRecord]:
-    """The run's newest step records, in order. Raises NotRecorded where one cannot be read."""
+def steps(run_dir: Path, newest: int, policy: str | None = None) -> list[StepRecord]:
+    """The run's newest step records, in order, of all policies or of one (`step_record.read_all`). Raises NotRecorded
+    where one cannot be read."""
     try:
-        return list(step_record.read_all(run_dir, newest=newest))
+        return list(step_record.read_all(run_dir, newest=newest, policy=policy))
     except msgspec.MsgspecError as error:
         raise _unreadable(run_dir, error) from error
 

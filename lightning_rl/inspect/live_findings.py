@@ -13,7 +13,7 @@ from pathlib import Path
 from lightning_rl.config.schema import Config
 from lightning_rl.errors import Explained
 from lightning_rl.inspect.doctor import DEAD_STEPS, SEVERITIES, Finding, diagnose
-from lightning_rl.inspect.run_stats import RECENT, Evidence, gather, settings_of
+from lightning_rl.inspect.run_stats import RECENT, Evidence, gather, of_run
 from lightning_rl.trajectories.step_record import StepRecord
 
 _FIRST_LOOK = 4  # steps, until the store is looked at
@@ -24,17 +24,18 @@ _log = logging.getLogger(__name__)
 
 
 class Findings:
-    """Warns of what keeps the run in `run_dir` from learning; `earlier` are the records of a run that goes on."""
+    """Warns of what keeps the run in `run_dir` from learning; `earlier` are the records of a run that goes on, by
+    policy ("" where it is the only one)."""
 
-    def __init__(self, run_dir: Path, config: Config, earlier: Iterable[StepRecord] = ()) -> None:
+    def __init__(self, run_dir: Path, config: Config, earlier: Mapping[str, Iterable[StepRecord]]) -> None:
         self._run_dir = run_dir
-        self._settings = settings_of(config)
-        self._steps: deque[StepRecord] = deque(earlier, maxlen=RECENT)
-        self._told: dict[str, int] = {}  # by name, how bad it was
+        self._config = config
+        self._steps = {policy: deque(records, maxlen=RECENT) for policy, records in earlier.items()}
+        self._told: dict[tuple[str, str | None], int] = {}  # by name and policy, how bad it was
 
-    def add(self, record: StepRecord) -> None:
-        """A step has made this of its rollouts."""
-        self._steps.append(record)
+    def add(self, record: StepRecord, policy: str) -> None:
+        """A step has made this of the rollouts of a policy."""
+        self._steps.setdefault(policy, deque(maxlen=RECENT)).append(record)
 
     def look(self, history: Sequence[Mapping[str, float]]) -> None:
         """Warn of what is new; `history` are the metrics of the run so far."""
@@ -43,9 +44,9 @@ class Findings:
             return
         for finding in diagnose(self._evidence(rows)).findings:
             how_bad = SEVERITIES.index(finding.severity)
-            known = finding.name.startswith(_KNOWN)
-            if finding.severity in _TOLD and not known and how_bad < self._told.get(finding.name, len(SEVERITIES)):
-                self._told[finding.name] = how_bad
+            key, known = (finding.name, finding.policy), finding.name.startswith(_KNOWN)
+            if finding.severity in _TOLD and not known and how_bad < self._told.get(key, len(SEVERITIES)):
+                self._told[key] = how_bad
                 self._tell(int(rows[-1]["step"]), finding)
 
     def _evidence(self, rows: list[dict[str, float]]) -> Evidence:
@@ -55,13 +56,13 @@ class Findings:
                 return gather(self._run_dir)
             except Explained as error:
                 _log.info("the store is not looked at: %s", error)
-        steps = [*self._steps]
-        return Evidence(run_dir=str(self._run_dir), metrics=rows, steps=steps, settings=self._settings, trains=True)
+        return of_run(self._run_dir, self._config, rows, {policy: [*kept] for policy, kept in self._steps.items()})
 
     def _tell(self, step: int, finding: Finding) -> None:
         _log.warning(
-            "step %d: %s: %s. What to do: %s; more with `lightning-rl doctor %s`",
+            "step %d: %s%s: %s. What to do: %s; more with `lightning-rl doctor %s`",
             step,
+            "" if finding.policy is None else f"policy {finding.policy}: ",
             finding.severity,
             finding.told,
             finding.advice,

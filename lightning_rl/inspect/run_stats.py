@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import sqlalchemy as sa
 
+from lightning_rl.config.policies import RunPolicy, policies_of
 from lightning_rl.config.schema import Config
 from lightning_rl.inspect import call, folder, recorded
 from lightning_rl.store import schema
@@ -16,6 +17,7 @@ from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import ErrorInfo
 from lightning_rl.store.life_cycle import ENDED
 from lightning_rl.telemetry.metrics import jsonl
+from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.step_record import RolloutRecord, StepRecord
 from lightning_rl_adapters import conventions, semconv
 from lightning_rl_adapters.call import calls_of
@@ -77,6 +79,9 @@ class Evidence(msgspec.Struct, kw_only=True):
     those that were lost otherwise. `gaps` has, of the newest step, how far sampler and trainer are apart, by rollout.
     `rewritten` are rollouts whose agent writes its history anew for every call. `beside` has, by convention, how agents
     called beside the gateway in the newest `beside_of` rollouts without calls.
+
+    Of a run with several policies, `policies` has what is known of the learning of each that learns, by name: its
+    metrics under the names that they have in a run of one policy, its records, its keys.
     """
 
     run_dir: str
@@ -97,6 +102,7 @@ class Evidence(msgspec.Struct, kw_only=True):
     beside_of: int = 0
     reward_names: set[str] = set()
     gaps: dict[str, float] = {}
+    policies: "dict[str, Evidence]" = {}
 
 
 class _SpanAttributes(msgspec.Struct):
@@ -137,22 +143,51 @@ def gather_at(server: HttpStore, run_id: str | None, run_dir: Path | None) -> Ev
 def _of_folder(run_dir: Path) -> Evidence:
     """What a run's folder says without its store."""
     config = folder.config_of(run_dir)
-    return Evidence(
-        run_dir=str(run_dir.resolve()),
-        metrics=[row for row in _rows(run_dir / "metrics.jsonl") if "critic/score/mean" in row],
-        steps=folder.steps(run_dir, RECENT),
-        settings=RunSettings() if config is None else settings_of(config),
-        trains=config is not None,
-    )
+    metrics = [row for row in _rows(run_dir / "metrics.jsonl") if "critic/score/mean" in row]
+    if config is None:
+        return Evidence(run_dir=str(run_dir.resolve()), metrics=metrics, steps=[], settings=RunSettings(), trains=False)
+    records = step_record.folders(config.policies)
+    steps = {name: folder.steps(run_dir, RECENT, policy) for name, policy in records.items()}
+    return of_run(run_dir, config, metrics, steps)
+
+
+def of_run(
+    run_dir: Path, config: Config, metrics: list[dict[str, float]], steps: Mapping[str, Sequence[StepRecord]]
+) -> Evidence:
+    """What is known of a run without its store; `steps` are the newest records, by policy ("" where it is the only
+    one)."""
+    policies = policies_of(config)
+
+    def evidence_of(policy: RunPolicy, own: list[dict[str, float]]) -> Evidence:
+        newest = list(steps.get(policy.name, ()))
+        settings = settings_of(policy.config)
+        return Evidence(run_dir=str(run_dir.resolve()), metrics=own, steps=newest, settings=settings, trains=True)
+
+    first = evidence_of(policies[0], metrics)
+    if config.policies:
+        first.policies = {
+            policy.name: evidence_of(policy, [_of_policy(policy.name, row) for row in metrics])
+            for policy in policies
+            if policy.train_every and policy.checkpoints_of is None
+        }
+    return first
+
+
+def _of_policy(name: str, row: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of one policy in a step of a run with several."""
+    prefix = f"{name}/"
+    own = {metric.removeprefix(prefix): value for metric, value in row.items() if metric.startswith(prefix)}
+    return {"step": row["step"], **own}
 
 
 def _with_recorded(connection: sa.Connection, evidence: Evidence) -> Evidence:
     """The evidence with what the store has."""
-    steps = evidence.steps
     _look(connection, evidence)
-    if steps and not evidence.settings.bypass_mode:
-        evidence.gaps = dict(_gaps(connection, steps[-1].rollouts[:_COMPARED]))
-    evidence.reward_names |= {name for step in steps for rollout in step.rollouts for name in rollout.rewards}
+    evidence.reward_names |= {name for step in evidence.steps for rollout in step.rollouts for name in rollout.rewards}
+    for each in (evidence, *evidence.policies.values()):
+        if each.steps and not each.settings.bypass_mode:
+            each.gaps = dict(_gaps(connection, each.steps[-1].rollouts[:_COMPARED]))
+        each.rollouts, each.reward_names = evidence.rollouts, evidence.reward_names
     return evidence
 
 

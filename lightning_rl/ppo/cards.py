@@ -3,13 +3,15 @@
 Invariant: what `placement` says is what trainer and servers are told.
 """
 
-from collections.abc import Callable, Collection
+import os
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_rl.config import ConfigError
+from lightning_rl.config.policies import RunPolicy
 from lightning_rl.config.schema import Config
 from lightning_rl.inference import devices
 from lightning_rl.inference.load import device_of
@@ -105,3 +107,23 @@ class Cards:
         if self._joined:
             cluster.leave()
             self._joined = False
+
+
+def check_apart(policies: Sequence[RunPolicy]) -> None:
+    """Raises ConfigError where several policies would take the same GPUs of this machine, each as if it were alone."""
+    if len(policies) == 1 or device_of(policies[0].config.trainer.device).type != "cuda":
+        return
+    trainer = policies[0].config.trainer
+    if trainer.workers > 1 and not os.environ.get("RAY_ADDRESS"):
+        raise ConfigError(
+            f"trainer.nnodes={trainer.nnodes} and trainer.n_gpus_per_node={trainer.n_gpus_per_node} are asked for by "
+            f"each of {len(policies)} policies: start a Ray cluster with as many GPUs (docs/distributed.md), or set "
+            "both to 1"
+        )
+    for policy in policies:
+        rollout = policy.config.actor_rollout_ref.rollout
+        if rollout.name == "vllm" and not rollout.server_urls and rollout.devices in (None, "colocated"):
+            raise ConfigError(
+                f"policies.{policy.name}.actor_rollout_ref.rollout.devices is not set: with several policies each vLLM "
+                "needs GPUs of its own; name them, or give server_urls of servers that run"
+            )

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from lightning_rl.config import ConfigError
+from lightning_rl.config.policies import RunPolicy
 from lightning_rl.inference.load import load_model
 from lightning_rl.ppo import batch as step_batch
 from lightning_rl.ppo import reporting, resolved_config, rollout_correction
 from lightning_rl.ppo.batch import StepBatch
 from lightning_rl.ppo.estimators import kl_controller_of, needs_critic
 from lightning_rl.ppo.models import Models
-from lightning_rl.ppo.policies import RunPolicy
 from lightning_rl.ppo.reporting import Reporter, memory_advice, timed
 from lightning_rl.ppo.resolved_config import StepRules
 from lightning_rl.ppo.rollout_correction import SamplerCheck
@@ -53,7 +53,6 @@ class PolicyLearner:
     Args:
         policy: its keys, and in which steps it learns.
         rules: how its batches are made.
-        is_first: whether it is the first policy of the run, whose records tools read.
 
     `run` is the run's state, `rendered_as` the name by which its chat format is known. `models` are there from `open`
     on, `state` from `start` on, `parts` from `begin` on.
@@ -64,7 +63,7 @@ class PolicyLearner:
     state: PolicyState
     parts: LearnerParts
 
-    def __init__(self, policy: RunPolicy, rules: StepRules, *, is_first: bool = True) -> None:
+    def __init__(self, policy: RunPolicy, rules: StepRules) -> None:
         self.policy = policy
         self.name = policy.name
         self.config = policy.config
@@ -72,7 +71,6 @@ class PolicyLearner:
         self._kl_controller = kl_controller_of(policy.config)
         self.rendered_as = ""
         self.updated = False  # by the last step
-        self._is_first = is_first
 
     # The run begins.
 
@@ -245,7 +243,7 @@ class PolicyLearner:
             rollouts=of_rollouts,
             estimator=self.rules.estimator,
         )
-        self.parts.reporter.write_record(record, "" if self._is_first else self.name)
+        self.parts.reporter.write_record(record, self.name)
 
     # A checkpoint.
 

@@ -52,9 +52,12 @@ class Reporter:
 
     def __init__(self, config: Config, state: RunState, models: Models, total_steps: int, *, console: bool) -> None:
         self._run_dir = state.run_dir
-        earlier = (
-            step_record.read_all(state.run_dir, newest=RECENT, until=state.step, policy="") if state.resumed else ()
-        )
+        self._records = step_record.folders(config.policies)
+        earlier = {
+            policy: step_record.read_all(state.run_dir, newest=RECENT, until=state.step, policy=folder)
+            for policy, folder in self._records.items()
+            if state.resumed
+        }
         self._findings = Findings(state.run_dir, config, earlier)
         self.warnings = Problems(state.run_dir, max_tokens=config.data.max_tokens)
         if console:
@@ -91,11 +94,10 @@ class Reporter:
         if "critic/score/mean" in metrics:
             self._findings.look(history)
 
-    def write_record(self, record: StepRecord, policy: str = "") -> None:
-        """Write down what a step makes of its rollouts; `policy` is the name of another one than the run's first."""
-        step_record.write(self._run_dir, record, policy)
-        if not policy:
-            self._findings.add(record)
+    def write_record(self, record: StepRecord, policy: str) -> None:
+        """Write down what a step makes of the rollouts of a policy."""
+        step_record.write(self._run_dir, record, self._records[policy])
+        self._findings.add(record, policy)
 
     def write_generations(self, name: Literal["train", "val", "tune"], step: int, of: Sequence[Trajectory]) -> None:
         """Write what was sampled in a step, or in a validation after it, where the config names a folder for that."""
@@ -174,6 +176,8 @@ def policy_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     rewards = [t.reward for t in trajectories if t.reward is not None] or [0.0]
     return {
         "critic/score/mean": float(np.mean(rewards)),
+        "critic/score/max": float(np.max(rewards)),
+        "critic/score/min": float(np.min(rewards)),
         "num_turns/mean": float(np.mean([t.calls for t in trajectories] or [0])),
         "response_length/mean": float(np.mean([t.sampled_tokens for t in trajectories] or [0])),
     }
@@ -181,15 +185,12 @@ def policy_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def rollout_metrics(trajectories: list[Trajectory], seconds: float) -> dict[str, float]:
     """Rewards, lengths, failures and speeds of the rollouts that `seconds` were spent on."""
-    rewards = [t.reward for t in trajectories if t.reward is not None] or [0.0]
     rows = [row for t in trajectories for row in t.rows]
     calls = sum(t.calls for t in trajectories)
     made = [node.call for t in trajectories for node in t.forest.nodes.values()]
     ended = Counter(t.ended_by for t in trajectories if t.ended_by is not None)
     return {f"rollouts/ended_by/{why}": float(count) for why, count in ended.items()} | {
         **policy_metrics(trajectories),
-        "critic/score/max": float(np.max(rewards)),
-        "critic/score/min": float(np.min(rewards)),
         "row_length/mean": float(np.mean([len(row.token_ids) for row in rows] or [0])),
         "rollouts/rows": float(len(rows)),
         "rollouts/agent_failed": float(sum(t.agent_failed for t in trajectories)),

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
+from lightning_rl.config.policies import named
 from lightning_rl.ppo.batch import StepBatch
-from lightning_rl.ppo.policies import named
 from lightning_rl.store.client import HttpStore
 from lightning_rl.trajectories.token_account import ConservationError, TokenAccount
 from lightning_rl.trajectories.trajectory import Trajectory

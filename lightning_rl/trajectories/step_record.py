@@ -3,7 +3,7 @@
 One file a step in the run's folder (`steps/000012.msgpack`), whole or not there; `explain` and `doctor` read them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import msgspec
@@ -83,9 +83,16 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 _DECODER = msgspec.msgpack.Decoder(StepRecord)
 
 
-def write(run_dir: Path, record: StepRecord, policy: str = "") -> Path:
-    """Keep a step's record in the run's folder; its file. Policies beside a run's first have a folder each, by name."""
-    path = run_dir / FOLDER / policy / f"{record.step:06d}.msgpack"
+def folders(policies: Collection[str]) -> dict[str, str]:
+    """Where the records of each policy are below `FOLDER`: those of a run's first, and of its only one (""), have no
+    folder of their own."""
+    first, *others = policies or [""]
+    return {first: "", **{name: name for name in others}}
+
+
+def write(run_dir: Path, record: StepRecord, folder: str = "") -> Path:
+    """Keep a step's record in the run's folder, in this one of `folders`; its file."""
+    path = run_dir / FOLDER / folder / f"{record.step:06d}.msgpack"
     path.parent.mkdir(exist_ok=True, parents=True)
     write_whole(path, msgspec.msgpack.encode(record))
     return path

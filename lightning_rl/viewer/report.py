@@ -189,7 +189,10 @@ def _plain(summary: Mapping[str, Any], report: Mapping[str, Any]) -> str:
             f"<p>{account['received']:,.0f} tokens: {account['trained']:,.0f} trained; {parts or 'none excluded'}</p>"
         )
     for finding in report["doctor"].get("findings", ()):
-        lines.append(f"<p>{escape(finding['severity'])}: {escape(finding['told'])} {escape(finding['advice'])}</p>")
+        policy = f"policy {finding['policy']}: " if finding["policy"] else ""
+        lines.append(
+            f"<p>{escape(finding['severity'])}: {escape(policy + finding['told'])} {escape(finding['advice'])}</p>"
+        )
     for pair in report["pairs"]:
         lines.append(f"<p>{escape(pair['task'])}: {pair['before']} &rarr; {pair['after']}</p>")
     lines += [f"<pre>{escape(command)}</pre>" for command in report["repeat"]]

@@ -137,6 +137,7 @@ def check(traces: dict[str, RolloutTrace]) -> Counter[str]:
     return ended
 
 
+@pytest.mark.long
 def test_a_partition_and_then_a_machine_that_is_gone_cost_retries_and_nothing_else(stage: Stage) -> None:
     first = stage.enqueue("first", 3 * AT_ONCE)
     stage.until(lambda: stage.begun("first", "a") == stage.begun("first", "b") == AT_ONCE)

@@ -211,6 +211,7 @@ def test_a_function_stays_one() -> None:
     assert as_agent(function) is function
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_the_pages_code_runs_as_it_stands(tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)

@@ -55,13 +55,14 @@ def lines_of(page: str) -> list[str]:
     return [line.strip() for block in blocks for line in block.strip().splitlines()]
 
 
-@pytest.mark.parametrize("page", ["langgraph-agent.md", "base-url-agent.md"])
+@pytest.mark.parametrize("page", ["langgraph-agent.md", pytest.param("base-url-agent.md", marks=pytest.mark.long)])
 def test_the_agent_of_the_page_trains(page: str, tmp_path: Path) -> None:
     assert "train.py" in files_of(page, tmp_path)
     printed = run_in(tmp_path, "train.py")
     assert re.findall(r"^step (\d)/2  reward 0\.[1-9]\d*", printed, re.MULTILINE) == ["1", "2"]
 
 
+@pytest.mark.long
 def test_a_judge_gives_the_rewards(tmp_path: Path) -> None:
     files_of("reward-from-a-judge.md", tmp_path)
     code = (tmp_path / "train.py").read_text()
@@ -117,17 +118,20 @@ def test_a_command_looks_at_the_run(line: str, place: Path, tmp_path: Path) -> N
     assert done.stdout
 
 
+@pytest.mark.long
 def test_dev_shows_what_would_be_trained(place: Path) -> None:
     files_of("what-was-trained.md", place)
     assert re.search(r"row 1: \d+ tokens, \d+ to be trained, exact: true", run_in(place, "look.py"))
 
 
+@pytest.mark.long
 def test_a_finished_run_goes_on_for_more_steps(place: Path) -> None:
     first, more = lines_of("resume.md")
     assert "this run is finished" in run_in(place, "-m", "lightning_rl", *shlex.split(first)[1:])
     assert "step 4/4  reward" in run_in(place, "-m", "lightning_rl", *shlex.split(more)[1:])
 
 
+@pytest.mark.long
 def test_a_script_that_was_stopped_goes_on(tmp_path: Path) -> None:
     (tmp_path / "my_agent.py").write_text(MY_AGENT)
     files_of("resume.md", tmp_path)

@@ -12,14 +12,8 @@ pytestmark = pytest.mark.e2e
 NOTEBOOKS = ROOT / "docs" / "notebooks"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("first_hour", marks=pytest.mark.long),
-        "own_agent",
-        pytest.param("look_at_a_run", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["first_hour", "own_agent", "look_at_a_run"])
 def test_it_runs_and_shows_what_it_showed(name: str, tmp_path: Path) -> None:
     kept = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     book = executed(NOTEBOOKS / f"{name}.ipynb", tmp_path)

@@ -61,6 +61,7 @@ def trained(folder: Path, steps: int) -> tuple[list[float], str]:
     return [step["critic/rewards/mean"] for step in read(folder / "run" / "metrics.jsonl")], done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_the_pages_command_trains(tmp_path: Path) -> None:
     [reward], printed = trained(tmp_path, 1)

@@ -61,7 +61,7 @@ function engineTable(server, state) {
 
 export function findingList(doctor, run) {
   if (!doctor) return null;
-  const rows = (doctor.findings ?? []).map((finding) => h("li", {}, chip(finding.severity, finding.severity === "look at it" ? "info" : "warn"), ` ${plainText(finding.told)} `, h("div", { class: "note" }, plainText(finding.advice), finding.rollout && !isReport() ? [" ", h("a", { href: link(run, "rollout", finding.rollout) }, shortId(finding.rollout))] : null)));
+  const rows = (doctor.findings ?? []).map((finding) => h("li", {}, chip(finding.severity, finding.severity === "look at it" ? "info" : "warn"), ` ${finding.policy ? `${plainText(finding.policy)}: ` : ""}${plainText(finding.told)} `, h("div", { class: "note" }, plainText(finding.advice), finding.rollout && !isReport() ? [" ", h("a", { href: link(run, "rollout", finding.rollout) }, shortId(finding.rollout))] : null)));
   return [h("h2", { class: "minor" }, "Doctor"), doctor.problem ? h("p", { class: "problem" }, plainText(doctor.problem)) : doctor.pending ? h("p", { class: "note" }, "looking through the run…") : rows.length ? h("ul", { class: "plain" }, rows) : h("p", { class: "note" }, "Nothing was found that keeps this run from learning.")];
 }
 

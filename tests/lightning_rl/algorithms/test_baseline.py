@@ -222,7 +222,10 @@ def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], mes
         lrl.Baseline(**arguments)
 
 
-@pytest.mark.parametrize("value", [object(), float("nan"), {1, 2}])
+@pytest.mark.parametrize(
+    "value",
+    [pytest.param(object(), marks=pytest.mark.long), float("nan"), pytest.param({1, 2}, marks=pytest.mark.long)],
+)
 def test_a_task_that_is_no_json_value_is_named(value: Any, tmp_path: Path) -> None:
     with pytest.raises(
         TaskError, match=r"the task of rollout train-[0-9a-f]+-1-0\.[0-9a-f]+ is no JSON value .* make it of dicts"

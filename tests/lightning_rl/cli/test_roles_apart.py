@@ -183,6 +183,7 @@ def test_three_commands_train_a_model_and_a_script_is_the_next_run(
     check_account(ppo.history[-1], of_run(place.store, ppo.run_dir), place.store)
 
 
+@pytest.mark.long
 def test_two_runs_at_once_share_a_server_and_each_has_its_own_tokens(place: Place) -> None:
     asked = [*KEYWORDS, "trainer.total_training_steps=2"]
     started = [place.train(*asked, "--run-dir", f"twin-{n}") for n in range(2)]
@@ -194,6 +195,7 @@ def test_two_runs_at_once_share_a_server_and_each_has_its_own_tokens(place: Plac
         assert len(models) == 1, "the engine of the other run sampled nothing of this one"
 
 
+@pytest.mark.long
 def test_a_killed_trainer_leaves_the_server_as_it_was_and_its_run_is_gone_on_with(place: Place) -> None:
     process = place.train(*KEYWORDS, "trainer.total_training_steps=3", "--run-dir", "killed")
     step = place.folder / "killed" / "checkpoints" / "step-1"
@@ -209,6 +211,7 @@ def test_a_killed_trainer_leaves_the_server_as_it_was_and_its_run_is_gone_on_wit
     assert place.store.engines() == []
 
 
+@pytest.mark.long
 def test_a_run_at_two_gateways_over_postgresql(tmp_path: Path, postgres_url: str) -> None:
     place = written(tmp_path)
     with (

@@ -147,6 +147,7 @@ def test_a_model_on_disk_is_served_by_one_command(tmp_path: Path) -> None:
         assert server.stop(signal.SIGTERM)[0] == 0
 
 
+@pytest.mark.long
 def test_a_model_that_is_none_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -187,6 +188,7 @@ def test_history_and_unknown_models_are_as_the_command_says(tmp_path: Path) -> N
             sdk.chat.completions.create(model="gpt-4o", messages=[{"role": "user", "content": "one"}])
 
 
+@pytest.mark.long
 def test_what_is_printed_for_curl_works_in_a_shell(tmp_path: Path) -> None:
     with serving(tmp_path, "--tokenizer", TOKENIZER, "--engine", NOWHERE) as server:
         [export] = re.findall(r"export \S+", server.printed)
@@ -206,6 +208,7 @@ def test_only_its_owner_can_read_what_it_keeps(tmp_path: Path) -> None:
     assert shared in ([], ["run.lock"])  # which is empty
 
 
+@pytest.mark.long
 def test_a_runner_key_is_the_one_of_the_environment_or_none(tmp_path: Path, service: Service) -> None:
     engine = ["--engine", f"openai:other={service.url}"]
     claim = {"worker_id": "w"}
@@ -218,6 +221,7 @@ def test_a_runner_key_is_the_one_of_the_environment_or_none(tmp_path: Path, serv
         server.stop(signal.SIGTERM)
 
 
+@pytest.mark.long
 def test_beyond_the_loopback_it_takes_ones_own_key(tmp_path: Path) -> None:
     words = ["--engine", "litellm:openai/none", "--host", "0.0.0.0", "--url", "https://runs.example/"]
     with serving(tmp_path, *words, **{ADMIN_KEY: LONG}) as server:
@@ -284,6 +288,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, words: list[str], message: st
     assert message in refusal(tmp_path, *words)
 
 
+@pytest.mark.long
 def test_a_port_in_use_a_store_that_cannot_be_written_and_a_folder_in_use_are_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -296,6 +301,7 @@ def test_a_port_in_use_a_store_that_cannot_be_written_and_a_folder_in_use_are_on
         server.stop(signal.SIGTERM)
 
 
+@pytest.mark.long
 def test_a_store_in_postgresql_is_told_without_its_password_and_keeps_what_was_recorded(
     tmp_path: Path, postgres_url: str
 ) -> None:
@@ -315,6 +321,7 @@ def test_a_store_in_postgresql_is_told_without_its_password_and_keeps_what_was_r
 SMALL = ["body_bytes=3000", "control_body_bytes=4000", "header_bytes=1500", "messages=3", "open_attempts=2"]
 
 
+@pytest.mark.long
 def test_each_limit_of_the_command_line_holds(tmp_path: Path, service: Service) -> None:
     words = [word for limit in SMALL for word in ("--limit", limit)]
     with serving(tmp_path, "--engine", f"openai={service.url}", *words, **{ADMIN_KEY: "mine"}) as server:
@@ -340,6 +347,7 @@ def test_each_limit_of_the_command_line_holds(tmp_path: Path, service: Service) 
         server.stop(signal.SIGTERM)
 
 
+@pytest.mark.long
 def test_a_head_that_does_not_end_is_cut_off_at_the_limit(tmp_path: Path) -> None:
     with serving(tmp_path, "--limit", "header_bytes=1500") as server:
         host, port = server.url.removeprefix("http://").split(":")
@@ -404,6 +412,7 @@ def test_a_tokenizer_comes_from_the_hub_without_the_weights(tmp_path: Path, monk
     assert not [pattern for pattern in how["allow_patterns"] if "safetensors" in pattern or "*" in pattern]
 
 
+@pytest.mark.long
 def test_the_command_loads_no_torch() -> None:
     code = (
         "import sys, lightning_rl.cli.serve, lightning_rl.control_plane.process, lightning_rl.trainer\n"

@@ -78,6 +78,7 @@ def test_the_shortest_command_trains(place: Path) -> None:
     assert (Path(model) / "model.safetensors").exists()
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_a_run_ends_with_what_came_of_it_and_a_finished_one_says_so_at_once(place: Path) -> None:
     words = ["agent=my_agent.py:solve", "data.train_files=tasks.jsonl", *SMALL, "--run-dir", "run"]
@@ -244,7 +245,11 @@ def test_what_is_wrong_is_one_line(words: list[str], message: str, place: Path) 
             "no renderer is known for model 'bare'; name one that fits its chat",
             marks=pytest.mark.long,
         ),
-        ("actor_rollout_ref.rollout.renderer=quen3", "renderer 'quen3' is unknown; did you mean 'qwen3'?"),
+        pytest.param(
+            "actor_rollout_ref.rollout.renderer=quen3",
+            "renderer 'quen3' is unknown; did you mean 'qwen3'?",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             "actor_rollout_ref.rollout.name=vllm", "there is no vLLM in that environment", marks=pytest.mark.long
         ),

@@ -109,6 +109,7 @@ def test_a_run_outlives_a_full_disk(tmp_path, engine, caplog) -> None:
     assert all(r.levelno == logging.WARNING for r in caplog.records if r.name == "lightning_rl.processes.child")
 
 
+@pytest.mark.long
 def test_a_server_on_a_full_disk_does_not_start_and_keeps_its_journal(tmp_path) -> None:
     SqlStore(f"sqlite:///{tmp_path / 'store.db'}").close()
     record = span("a", 0, 5)
@@ -118,6 +119,7 @@ def test_a_server_on_a_full_disk_does_not_start_and_keeps_its_journal(tmp_path) 
     assert [left.span_id for left in replay(tmp_path / "gateway.journal").records] == [record.span_id]
 
 
+@pytest.mark.long
 def test_a_server_on_a_damaged_store_says_so_in_one_line(tmp_path) -> None:
     damaged(tmp_path / "store.db")
     assert refusal(tmp_path).startswith(f"the store {tmp_path}/store.db is damaged (")

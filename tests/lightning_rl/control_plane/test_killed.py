@@ -106,7 +106,6 @@ STEPS = (
     "before the record", "within the append", "after the append", "after the answer", "before the move",
     "within the commit", "after the commit", "before the end", "after the end",
 )  # fmt: skip
-QUICK = ("within the append", "after the commit", "after the end")
 CALLS = 3  # in each attempt
 
 
@@ -242,7 +241,14 @@ def check_stored(store: HttpStore, seen: Seen, *, exactly: set[str]) -> None:
     )
 
 
-@pytest.mark.parametrize("step", QUICK)
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param("within the append", marks=pytest.mark.long),
+        "after the commit",
+        pytest.param("after the end", marks=pytest.mark.long),
+    ],
+)
 def test_no_call_of_a_finished_attempt_is_lost_by_a_kill(tmp_path, step) -> None:
     check_survives(tmp_path, step, 2 if "end" in step or "commit" in step else 2 * CALLS - 1)
 
@@ -276,7 +282,9 @@ def test_a_damaged_journal_costs_open_attempts_and_nothing_else(tmp_path) -> Non
     assert (tmp_path / "gateway.journal.damaged").read_bytes() == data
 
 
-@pytest.mark.parametrize(("step", "recorded"), [("within the append", 0), ("after the append", 1)])
+@pytest.mark.parametrize(
+    ("step", "recorded"), [pytest.param("within the append", 0, marks=pytest.mark.long), ("after the append", 1)]
+)
 def test_a_retry_of_what_a_kill_cut_off_hears_the_answer_that_is_recorded(tmp_path, step, recorded) -> None:
     """Sampled anew, the call that nobody heard would be trained beside the one that was heard."""
     asked = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}

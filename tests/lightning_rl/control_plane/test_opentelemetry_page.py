@@ -20,6 +20,7 @@ from tests.proxy.engines.service import running
 PAGE = (Path(__file__).parents[3] / "docs" / "opentelemetry.md").read_text()
 
 
+@pytest.mark.long
 def test_the_pages_agent_is_answered_and_its_spans_are_kept(tmp_path: Path) -> None:
     [block] = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}

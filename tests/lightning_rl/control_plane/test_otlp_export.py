@@ -323,6 +323,7 @@ def test_serve_sends_what_it_recorded(receiver: Receiver, tmp_path: Path) -> Non
     assert (call["gen_ai.operation.name"], json.loads(call["gen_ai.input.messages"])[0]["content"]) == ("chat", "hi")
 
 
+@pytest.mark.long
 def test_without_an_endpoint_of_ours_nothing_is_sent_whatever_the_environment_says(
     receiver: Receiver, tmp_path: Path
 ) -> None:

@@ -80,11 +80,13 @@ def refusal(run_dir: Path, **given) -> str:
     return str(told.value)
 
 
+@pytest.mark.long
 def test_a_server_without_a_tokenizer_or_a_renderer_says_why(tmp_path) -> None:
     assert refusal(tmp_path, tokenizer=str(tmp_path)) == f"{tmp_path} holds no tokenizer.json"
     assert "'nope'" in refusal(tmp_path, renderer="nope")
 
 
+@pytest.mark.long
 def test_a_server_whose_port_is_in_use_says_so(tmp_path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -93,6 +95,7 @@ def test_a_server_whose_port_is_in_use_says_so(tmp_path) -> None:
         )
 
 
+@pytest.mark.long
 def test_a_server_on_a_bad_store_says_why(tmp_path) -> None:
     store = tmp_path / "store.db"
     store.write_bytes(b"this is no database, but it is long enough to be looked at" * 20)
@@ -106,6 +109,7 @@ def test_a_server_on_a_bad_store_says_why(tmp_path) -> None:
     assert f"the store sqlite:///{store} has schema version 0" in refusal(tmp_path)
 
 
+@pytest.mark.long
 def test_a_server_whose_run_folder_cannot_be_written_says_so(tmp_path) -> None:
     (tmp_path / "gateway.journal").mkdir()
     assert refusal(tmp_path).startswith(f"the run folder {tmp_path} cannot be written: ")
@@ -209,10 +213,10 @@ def test_it_stops_cleanly_on_sigterm_and_at_the_end_of_stdin(tmp_path, how) -> N
     assert "Traceback" not in log, log
 
 
-def test_the_server_loads_neither_torch_nor_transformers() -> None:
+def test_the_server_loads_nothing_of_training_and_of_configurations() -> None:
     code = (
         "import sys, lightning_rl.control_plane.process\n"
-        "print([m for m in ('torch', 'transformers', 'pydantic_ai', 'litellm') if m in sys.modules])"
+        "print([m for m in ('torch', 'transformers', 'pydantic_ai', 'litellm', 'hydra') if m in sys.modules])"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert answer.stdout.strip() == b"[]"

@@ -267,6 +267,7 @@ def test_an_attempt_with_a_call_in_the_dead_journal_alone_is_retried_and_trained
     assert excluded == [["superseded"], [None]]
 
 
+@pytest.mark.long
 def test_a_gateway_that_is_back_in_time_goes_on_with_what_its_journal_holds(fleet: Fleet) -> None:
     two = fleet.start("two", lease_seconds=60)
     one = fleet.start("one", program=["-c", PROGRAM, "after the answer", "1"], lease_seconds=60)
@@ -284,6 +285,7 @@ def test_a_gateway_that_is_back_in_time_goes_on_with_what_its_journal_holds(flee
     assert back.store.rollout(claim.rollout.rollout_id).status == "succeeded"
 
 
+@pytest.mark.long
 def test_a_finish_at_another_server_is_answered_when_the_gateway_has_stored_all(fleet: Fleet) -> None:
     one, two = fleet.start("one"), fleet.start("two")
     together(one, two)
@@ -387,6 +389,7 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+@pytest.mark.long
 def test_behind_a_front_with_backups_agent_and_runner_notice_nothing_but_a_pause(
     fleet: Fleet, eventually: Any, cluster: Any
 ) -> None:
@@ -414,6 +417,7 @@ def test_behind_a_front_with_backups_agent_and_runner_notice_nothing_but_a_pause
     assert [call.parent_id for call in told] == [None, told[0].call_id]
 
 
+@pytest.mark.long
 def test_an_engine_is_every_gateways_and_what_each_counted_is_added_up(fleet: Fleet) -> None:
     one = fleet.start("one", engines=[])
     two = fleet.start("two", engines=[])

@@ -68,7 +68,14 @@ def say(sdk: openai.OpenAI, messages: list[Any], *, stream: bool) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("flags", [{}, {"incremental": True, "interval": 3}, {"raw": True}])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"incremental": True, "interval": 3},
+        pytest.param({"raw": True}, marks=pytest.mark.long),
+    ],
+)
 def test_what_is_recorded_is_what_the_model_computed(
     tmp_path: Path, vocabulary: tuple[int, ...], stream: bool, flags: dict[str, Any]
 ) -> None:
@@ -127,6 +134,7 @@ def test_a_prompt_that_does_not_fit_is_told_as_clients_know_it(tmp_path: Path, v
             assert refused.value.code == "context_length_exceeded"
 
 
+@pytest.mark.long
 def test_servers_are_registered_by_request_or_refused(tmp_path: Path) -> None:
     with serving(StandIn().app) as good, serving(StandIn(version="0.5.2").app) as old:
         with launch(tmp_path, policy_of(engines=[]), admin_key="a", runner_key="r") as running:

@@ -18,6 +18,7 @@ from lightning_rl.store.contract import Finish, RolloutConfig, RolloutRequest
 from tests.lightning_rl.control_plane.test_process import policy_of
 
 
+@pytest.mark.long
 def test_no_attempt_is_lost_while_the_server_stands_still(tmp_path: Path) -> None:
     config = RolloutConfig(unresponsive_seconds=2, timeout_seconds=3)
     with launch(tmp_path, policy_of(), admin_key="a", runner_key="r") as serving:

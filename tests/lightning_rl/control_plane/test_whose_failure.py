@@ -144,6 +144,7 @@ def test_a_deadline_behind_a_failure_of_ours_is_no_agents(server, broken, eventu
     assert (attempt.status, attempt.error.type, attempt.error.infrastructure) == ("lost", "DeadlineExceeded", True)
 
 
+@pytest.mark.long
 def test_an_agent_that_fails_after_its_server_was_started_anew_is_tried_again(tmp_path) -> None:
     """What raised may be a refused connection in any client's words; who asked meanwhile is not known."""
     with engine() as sampler:

@@ -88,6 +88,7 @@ def check_nothing_is_its(store, place) -> None:
         store.finish(*place, Finish(status="succeeded", reward=9.0))
 
 
+@pytest.mark.long
 def test_an_attempt_started_by_hand_lives_by_its_calls_and_is_told_what_ended_it(store) -> None:
     claimed = store.start(RolloutRequest(task=1, rollout_id="r1", config=RolloutConfig(unresponsive_seconds=2)))
     llm = claimed.resources["main_llm"]

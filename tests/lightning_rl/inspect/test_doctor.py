@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 
 from lightning_rl.cli import doctor as command
 from lightning_rl.errors import Explained
-from lightning_rl.inspect import doctor
+from lightning_rl.inspect import doctor, draw
 from lightning_rl.inspect.doctor import Finding, diagnose
 from lightning_rl.inspect.run_stats import RECENT, gather
 from lightning_rl.store.contract import ErrorInfo, Reward
+from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.step_record import RolloutRecord, StepRecord
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.semconv import ForkCause
@@ -33,6 +34,7 @@ from tests.lightning_rl.inspect.runs import (
 
 BUG = ErrorInfo(type="ValueError", message="no")
 LOST = ErrorInfo(type="EngineError", message="gone", infrastructure=True)
+CHECKS = (*doctor.CHECKS_OF_ROLLOUTS, *doctor.CHECKS_OF_LEARNING)
 GOOD: dict[str, Any] = {"calls": TALK}
 TEACHER_ALONE = {
     "enabled": True,
@@ -223,11 +225,11 @@ def test_every_check_has_been_seen_to_speak(tmp_path: Path) -> None:
     spoke = set()
     for number, (run, *_) in enumerate(SICK):
         evidence = gather(run_of(tmp_path / str(number), **run))
-        for check in doctor.CHECKS:
+        for check in CHECKS:
             told = check(evidence)
             if isinstance(told, Finding) or list(told or ()):
                 spoke.add(check)
-    assert spoke == set(doctor.CHECKS)
+    assert spoke == set(CHECKS)
 
 
 def test_causes_of_forks_that_do_harm_all_have_advice() -> None:
@@ -283,6 +285,30 @@ def told(*arguments: str) -> str:
     done = CliRunner().invoke(app, [*arguments], catch_exceptions=False)
     assert done.exit_code == 0
     return done.stdout
+
+
+def test_of_several_policies_each_is_judged_by_its_own_numbers_records_and_keys(tmp_path: Path) -> None:
+    def row(step: int) -> dict[str, float]:
+        well, still = metrics_of(step), metrics_of(step, critic__score__min=0.5, critic__score__max=0.5)
+        more = {"steady": metrics_of(step, actor__entropy=1.0 / step**2), "frozen": still}
+        return well | {f"{name}/{key}": value for name, own in more.items() for key, value in own.items()}
+
+    weights = {"algorithm": {"credit": {"weights": {"tone": 1.0}}}}
+    policies = {"first": {}, "steady": weights, "frozen": {"train_every": 0}}
+    run_dir = run_of(tmp_path, metrics=[row(step) for step in range(1, 13)], config={"policies": policies})
+    for record_ in steps_of(*[([1.0, 1.0], 0.0)] * 4):
+        step_record.write(run_dir, record_, "steady")
+
+    found = diagnose(gather(run_dir))
+    assert {(finding.policy, finding.name) for finding in found.findings} == {
+        ("steady", "entropy_collapse"),
+        ("steady", "groups_without_variance"),
+        ("steady", "reward_never_given_tone"),
+    }
+    assert found.looked_at["steady: share of groups with variance"] == 0
+    assert found.looked_at["rollouts"] == 10
+    told = "\n".join(draw.diagnosis(found))
+    assert "entropy_collapse of policy steady: the entropy fell from" in told
 
 
 def test_a_healthy_run_is_told_so_with_the_numbers_looked_at(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ def alike(step: int) -> list[object]:
 def test_steps_of_one_reward_are_warned_of_once_and_the_run_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    findings = Findings(tmp_path, compose({}))
+    findings = Findings(tmp_path, compose({}), {})
     history = []
     for step in range(1, 7):
-        findings.add(step_of(step, *alike(step)))
+        findings.add(step_of(step, *alike(step)), "")
         history.append(metrics_of(step, **DEAD))
         findings.look(history)
         if step == 2:
@@ -37,7 +37,7 @@ def test_the_store_is_looked_at_now_and_then(tmp_path: Path, caplog: pytest.LogC
         pass
     history = [metrics_of(step) for step in range(1, 9)]
     write_run(tmp_path, metrics=[metrics_of(step, **DEAD) for step in range(1, 9)], config={})
-    findings = Findings(tmp_path, compose({}))
+    findings = Findings(tmp_path, compose({}), {})
     for steps in (3, 5, 6, 7):
         findings.look(history[:steps])
     assert not caplog.messages
@@ -46,13 +46,13 @@ def test_the_store_is_looked_at_now_and_then(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_what_gets_worse_is_told_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    findings = Findings(tmp_path, compose({}))
+    findings = Findings(tmp_path, compose({}), {})
     differ = [rollout_record(f"s{k}", "h", float(k), 1.0) for k in range(2)]
-    findings.add(step_of(1, *alike(1), *differ))
+    findings.add(step_of(1, *alike(1), *differ), "")
     rows = [metrics_of(step) for step in (1, 2, 3)]
     findings.look(rows)
     findings.look(rows)
     for step in range(2, 21):
-        findings.add(step_of(step, *alike(step)))
+        findings.add(step_of(step, *alike(step)), "")
     findings.look(rows)
     assert [text.split(": ")[1] for text in caplog.messages] == ["slows learning", "stops learning"]

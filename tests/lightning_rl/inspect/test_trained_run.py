@@ -79,6 +79,7 @@ def test_what_weights_make_of_a_call_now_is_what_they_made_of_it_then(run_dir: P
     assert rescore.log_probs(rescore.newest(run_dir), path) != pytest.approx(path[-1].logprobs, abs=1e-4)
 
 
+@pytest.mark.long
 def test_the_record_has_the_entropy_of_each_trained_token(run_dir: Path) -> None:
     [step] = step_record.read_all(run_dir)
     row = jsonl.read(run_dir / "metrics.jsonl")[-1]

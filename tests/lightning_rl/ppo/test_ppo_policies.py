@@ -139,6 +139,7 @@ def test_a_frozen_policy_beside_another_is_one_policy_of_which_only_that_agent_l
         assert many[f"planner/{name}"] == single[name]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     """Resumed after a step, two policies end with the weights of a run that was never stopped."""
     policies = {"planner": {}, "executor": {"train_every": 2}}

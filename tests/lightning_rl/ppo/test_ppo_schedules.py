@@ -130,6 +130,7 @@ def test_off_policy_runs_stay_within_the_bound_and_balance(tmp_path: Path, sched
     assert_trained_once(tmp_path)
 
 
+@pytest.mark.long
 def test_a_run_killed_with_rollouts_in_flight_goes_on_and_trains_none_twice(tmp_path: Path) -> None:
     """What the killed run had made of steps 3 and 4 went with its weights; the rest is that of an unbroken run."""
     killed = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)

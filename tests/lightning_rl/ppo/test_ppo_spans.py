@@ -75,6 +75,7 @@ def test_the_account_of_a_resumed_run_closes_too(tmp_path: Path, monkeypatch: py
     assert last["tokens/received"] == last["tokens/trained"] > first["tokens/trained"]
 
 
+@pytest.mark.long
 def test_without_the_key_spans_train_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [row], [step] = trained(tmp_path, monkeypatch, asks_both, spans=False)
     assert [len(rollout.calls) for rollout in step.rollouts] == [1] * 8

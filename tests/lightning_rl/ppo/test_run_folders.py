@@ -40,6 +40,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_a_run_goes_where_its_keys_say_and_another_begins_with_its_checkpoint(tmp_path: Path) -> None:
     folders = {

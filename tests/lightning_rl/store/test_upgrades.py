@@ -290,6 +290,7 @@ def test_of_two_processes_that_open_an_old_store_one_upgrades_it_and_the_other_w
     assert (tmp_path / "ran").read_text() == "7 ran\n"
 
 
+@pytest.mark.long
 def test_of_two_processes_that_open_a_new_store_one_makes_it(request: Any, tmp_path: Path) -> None:
     cluster: Cluster = request.getfixturevalue("cluster")
     for url in (f"sqlite:///{tmp_path / 'new.db'}", cluster.url(cluster.database())):

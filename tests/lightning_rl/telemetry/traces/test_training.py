@@ -56,6 +56,7 @@ def assert_same_end(one: Path, other: Path) -> None:
     assert_same(*states)
 
 
+@pytest.mark.long
 def test_mlflow_shows_the_rollouts_and_changes_nothing(
     untraced: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

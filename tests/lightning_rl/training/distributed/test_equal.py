@@ -64,7 +64,7 @@ def test_actor_critic_and_reference(tell: Tell, workers: int) -> None:
     assert_same(one, several, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_to_rounding_of_float64(tell: Tell, workers: int) -> None:
     """But for log probabilities, which are kept as float32."""
     story = Story({A + "optim.optimizer": "SGD", A + "optim.lr": 0.01}, dtype=torch.float64)
@@ -110,7 +110,8 @@ def test_what_a_run_may_ask_for(tell: Tell, changes: dict[str, Any]) -> None:
     assert_same(tell(1, story), tell(2, story), rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("fsdp_size", [2, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("fsdp_size", [2, 1])
 def test_groups_of_workers_that_hold_a_whole_model_each(tell: Tell, fsdp_size: int) -> None:
     """Hybrid sharding."""
     keys = {f"{name}fsdp_config.fsdp_size": fsdp_size for name in (A, "actor_rollout_ref.ref.", "critic.")}
@@ -128,10 +129,10 @@ def test_layers_that_keep_their_weights_until_the_backward_pass(tell: Tell) -> N
     ("workers", "together", "changes"),
     [
         (2, 2, {A + "entropy_coeff": 0.01}),
-        (4, 2, {"actor_rollout_ref.model.use_remove_padding": False}),
+        pytest.param(4, 2, {"actor_rollout_ref.model.use_remove_padding": False}, marks=pytest.mark.long),
         (2, 2, {"critic.shared_trunk": "true", "actor_rollout_ref.model.enable_gradient_checkpointing": True}),
-        (2, 2, {"actor_rollout_ref.model.lora_rank": 2}),
-        (2, 2, TEACHER),
+        pytest.param(2, 2, {"actor_rollout_ref.model.lora_rank": 2}, marks=pytest.mark.long),
+        pytest.param(2, 2, TEACHER, marks=pytest.mark.long),
     ],
     ids=["packed", "whole rows, two groups", "shared trunk, checkpointing", "adapter", "a teacher"],
 )
@@ -162,7 +163,12 @@ def test_rows_that_show_images(tell: Tell, tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"critic.shared_trunk": "true"}, {"actor_rollout_ref.model.lora_rank": 2}, TEACHER],
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"critic.shared_trunk": "true"},
+        pytest.param({"actor_rollout_ref.model.lora_rank": 2}, marks=pytest.mark.long),
+        pytest.param(TEACHER, marks=pytest.mark.long),
+    ],
     ids=["all weights", "shared trunk", "adapter", "a teacher"],
 )
 def test_logits_by_chunks(tell: Tell, changes: dict[str, Any]) -> None:
@@ -201,7 +207,9 @@ def test_a_checkpoint_of_two_goes_on_with_one_and_with_four(tell: Tell) -> None:
         assert_same(Told(whole.metrics[2:], whole.weights, whole.end, whole.numbers[2:]), rest, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("writers", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "writers", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
+)
 def test_what_any_number_has_written_any_number_reads_bit_by_bit(tell: Tell, writers: int, tmp_path: Path) -> None:
     end = tell(writers, Story(seeds=[0], with_critic=True, leave_at=tmp_path / "state")).end
     files = list((tmp_path / "state").glob("*.distcp"))
@@ -214,7 +222,14 @@ def test_what_any_number_has_written_any_number_reads_bit_by_bit(tell: Tell, wri
         assert_near(end, tell(readers, again).end, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("changes", [{}, {"actor_rollout_ref.model.lora_rank": 2}, {A + "fsdp_config.fsdp_size": 1}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"actor_rollout_ref.model.lora_rank": 2}, marks=pytest.mark.long),
+        pytest.param({A + "fsdp_config.fsdp_size": 1}, marks=pytest.mark.long),
+    ],
+)
 def test_as_many_go_on_to_the_same_numbers_bit_by_bit(tell: Tell, changes: dict[str, Any], tmp_path: Path) -> None:
     whole = tell(2, Story(changes, seeds=[0, 1]))
     tell(2, Story(changes, seeds=[0], leave_at=tmp_path / "state"))
@@ -230,7 +245,11 @@ def test_whole_tensors_are_loaded_as_well(tell: Tell) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"critic.model.path": str(CHECKPOINT)}, {A + "fsdp_config.model_dtype": "bf16"}, TEACHER],
+    [
+        pytest.param({"critic.model.path": str(CHECKPOINT)}, marks=pytest.mark.long),
+        {A + "fsdp_config.model_dtype": "bf16"},
+        pytest.param(TEACHER, marks=pytest.mark.long),
+    ],
     ids=["a critic of its own", "bf16", "teacher"],
 )
 def test_models_that_are_read_part_by_part_are_those_that_are_read_whole(tell: Tell, changes: dict[str, Any]) -> None:

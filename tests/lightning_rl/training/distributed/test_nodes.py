@@ -45,6 +45,7 @@ print("the same on two nodes")
 """
 
 
+@pytest.mark.long
 def test_two_nodes_train_as_one_process() -> None:
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

@@ -4,7 +4,6 @@ Invariant: what concerns whole rollouts (how many, of which tasks, how chats are
 all of its policies; each has its own models, optimizer, loss, credit, versions and checkpoint.
 """
 
-import os
 import re
 from dataclasses import dataclass
 from operator import attrgetter
@@ -13,7 +12,6 @@ from msgspec.structs import replace
 
 from lightning_rl.config import ConfigError, derived
 from lightning_rl.config.schema import Config, PolicySection
-from lightning_rl.inference.load import device_of
 
 _SECTIONS = ("actor_rollout_ref", "critic", "algorithm")
 # Of these sections, what is the run's.
@@ -104,7 +102,6 @@ def _policy(name: str, section: PolicySection, common: Config) -> RunPolicy:
     for key in _OF_THE_RUN:
         if attrgetter(key)(config) != attrgetter(key)(common):
             raise ConfigError(f"policies.{name}.{key} cannot be a policy's own: it is the run's, set {key}")
-    _check_placed(name, config)
     return RunPolicy(
         name=name,
         config=config,
@@ -118,13 +115,6 @@ def _policy(name: str, section: PolicySection, common: Config) -> RunPolicy:
 
 
 def _check_run(config: Config) -> None:
-    on_gpus = device_of(config.trainer.device).type == "cuda"
-    if config.trainer.workers > 1 and on_gpus and not os.environ.get("RAY_ADDRESS"):
-        raise ConfigError(
-            f"trainer.nnodes={config.trainer.nnodes} and trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} are "
-            f"asked for by each of {len(config.policies)} policies: start a Ray cluster with as many GPUs "
-            "(docs/distributed.md), or set both to 1"
-        )
     if config.algorithm.train_spans:
         raise ConfigError(
             "algorithm.train_spans=true trains calls of which no URL says which of several policies answered: leave it "
@@ -164,15 +154,3 @@ def _check_copied(policy: RunPolicy, copied: RunPolicy | None, found: list[RunPo
         )
     if trainer.save_freq < 1:
         raise ConfigError(f"{key}.checkpoints_of: a run without checkpoints has none to take: set trainer.save_freq")
-
-
-def _check_placed(name: str, config: Config) -> None:
-    """Two engines on one GPU would each take its memory as if they were alone."""
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name != "vllm" or rollout.server_urls or device_of(config.trainer.device).type != "cuda":
-        return
-    if rollout.devices in (None, "colocated"):
-        raise ConfigError(
-            f"policies.{name}.actor_rollout_ref.rollout.devices is not set: with several policies each vLLM needs GPUs "
-            "of its own; name them, or give server_urls of servers that run"
-        )

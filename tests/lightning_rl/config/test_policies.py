@@ -7,8 +7,8 @@ import torch
 
 import lightning_rl as lrl
 from lightning_rl.config import ConfigError, compose
-from lightning_rl.ppo import policies
-from lightning_rl.ppo.policies import RunPolicy, policies_of
+from lightning_rl.config.policies import RunPolicy, policies_of
+from lightning_rl.ppo import cards
 
 
 def given(policies: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -115,10 +115,10 @@ def test_a_reward_for_a_policy_is_one_of_its_name() -> None:
 
 
 def test_on_gpus_of_one_machine_each_policy_needs_some_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(cards, "device_of", lambda _: torch.device("cuda"))
     workers = compose(given({"a": {}, "b": {}}, trainer={"n_gpus_per_node": 2}))
     with pytest.raises(ConfigError, match="n_gpus_per_node=2 are asked for by each of 2 policies: start a Ray cluster"):
-        policies_of(workers)
+        cards.check_apart(policies_of(workers))
     engines = compose(given({"a": {}, "b": {}}, actor_rollout_ref={"rollout": {"name": "vllm"}}))
     with pytest.raises(ConfigError, match=r"policies.a.actor_rollout_ref.rollout.devices is not set: with several"):
-        policies_of(engines)
+        cards.check_apart(policies_of(engines))
