@@ -63,6 +63,7 @@ def ended_undisturbed(run: Training) -> None:
     assert set(check(run)) == {"succeeded"}, run.log()
 
 
+@pytest.mark.long
 def test_a_server_whose_disk_is_full_for_a_while_costs_nothing(run: Training) -> None:
     with full_disk([process.pid for process in run.processes("server")]):
         time.sleep(AWAY_SECONDS)
@@ -86,6 +87,7 @@ def test_a_server_that_stands_still_for_a_while_costs_nothing(run: Training) -> 
     ended_undisturbed(run)
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_waits_for_the_server_that_its_dead_trainer_left(run: Training) -> None:
     """That one still has calls in flight and records on their way."""
     servers = run.processes("server")

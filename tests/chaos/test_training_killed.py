@@ -29,6 +29,7 @@ def test_what_is_killed_is_not_lost(tmp_path: Path, seed: int) -> None:
     print(f"seed {seed}: killed {dict(told.killed)}, attempts {dict(told.attempts)}")
 
 
+@pytest.mark.long
 def test_a_killed_run_ends_with_the_weights_of_one_that_nobody_disturbs(tmp_path: Path) -> None:
     """The undisturbed one has the same recorded rollouts, and so samples nothing."""
     moments = random.Random(FIRST)

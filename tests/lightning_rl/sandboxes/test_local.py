@@ -53,7 +53,7 @@ def runs(process: int) -> bool:
     """Whether a process is there and more than a status that nobody has asked for."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
