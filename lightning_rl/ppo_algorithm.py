@@ -242,8 +242,8 @@ class PPO(Hooks, Algorithm):
         self.state = RunState(self.config, run_dir, resumed)
         self.state.check_policies([learner.name for learner in self.learners])
         self._opened = []
+        refuse_what_cannot_fit(self.config)
         for learner in self.learners:
-            refuse_what_cannot_fit(learner.config)
             learner.open(self.state, resumed)
             learner.share_base(self._opened)
             self._opened.append(learner)

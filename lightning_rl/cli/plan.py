@@ -33,18 +33,22 @@ def run(
     lightning-rl plan --gpu 24 actor_rollout_ref.model.path=path/to/model data.max_response_length=2048
     ```
 
+    Of several policies each is told beside what the others hold on its GPU.
+
     Ends with status 1 where nothing that is known makes it fit.
     """
-    from lightning_rl import tutorial
     from lightning_rl.config import compose
     from lightning_rl.config.schema import TrainConfig
-    from lightning_rl.memory.plan import Plan, hardware_of, model_config
-    from lightning_rl.ppo.local_workers import register_model_code
+    from lightning_rl.memory.plan import hardware_of, plans
 
     settings = compose(file=config, command_line=list(overrides or ()), schema=TrainConfig)
-    register_model_code(settings)
     hardware, settings = hardware_of(settings, gpus)
-    plan = Plan(settings, model_config(settings.actor_rollout_ref.model.path or tutorial.checkpoint()), hardware)
-    typer.echo(json.dumps(plan.as_json()) if as_json else "\n".join(plan.lines()))
-    if not plan.fits:
+    found = plans(settings, hardware)
+    if as_json:
+        told = {name: plan.as_json() for name, plan in found.items()}
+        typer.echo(json.dumps({"policies": told} if settings.policies else told[""]))
+    else:
+        for name, plan in found.items():
+            typer.echo("\n".join([f"policy {name}: "] * bool(name) + plan.lines()))
+    if not all(plan.fits for plan in found.values()):
         raise typer.Exit(1)

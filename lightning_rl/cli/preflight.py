@@ -14,11 +14,9 @@ from lightning_rl import tutorial
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.load import device_of, folder_here, is_model_id, sees
-from lightning_rl.memory.budget import budget
 from lightning_rl.memory.choices import with_keys
 from lightning_rl.memory.gpus import GIB, Hardware, card
-from lightning_rl.memory.plan import Plan, hardware_of, model_config
-from lightning_rl.memory.traced_step import trace
+from lightning_rl.memory.plan import budgets, hardware_of, plans
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.local_workers import FORMATS, register_model_code
 
@@ -74,18 +72,18 @@ def parameters(folder: Path) -> int:
         return sum(parameter.numel() for parameter in kind.from_config(AutoConfig.from_pretrained(folder)).parameters())
 
 
-def memory(config: Config, folder: Path, stated: str | None = None) -> str:
+def memory(config: Config, stated: str | None = None) -> str:
     """Whether the run fits on the GPUs that it trains on, or that are `stated`, and on a CPU in this machine's memory:
     its fullest phase (`memory`).
     """
     if stated is not None or device_of(config.trainer.device).type == "cuda":
         hardware, config = hardware_of(config, stated)
-        return Plan(config, model_config(folder), hardware).summary()
+        told = {name: plan.summary() for name, plan in plans(config, hardware).items()}
+        return "; ".join(f"{name}: {said}" if name else said for name, said in told.items())
     config = with_keys(config, {"actor_rollout_ref.rollout.free_cache_engine": False})  # a CPU has no memory to give
-    model, available = model_config(folder), _available()
-    lengths = config.data.max_prompt_length, config.data.max_response_length
-    traced = trace(config, model, lengths)
-    fullest = budget(config, model, traced, Hardware(card(available / GIB))).fullest
+    available = _available()
+    found = budgets(config, Hardware(card(available / GIB)), on_gpu=False)
+    fullest = max((each.fullest for each in found.values()), key=lambda phase: phase.total)
     needed = (fullest.total + _teachers_bytes(config)) * config.trainer.workers
     said = f"{needed / _GB:.1f} GB at most ({fullest.name}); {available / _GB:.1f} GB are free"
     if needed <= available:

@@ -239,7 +239,7 @@ def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None = None
         "model": model or f"{tutorial.checkpoint()} (the tutorial's; name yours: actor_rollout_ref.model.path)",
         "parameters": unknown if numbers is None else numbers,
         "learning_rate": unknown if numbers is None else resolved_config.learning_rate(settings, numbers),
-        "memory": unknown if folder is None else preflight.memory(settings, folder, gpus),
+        "memory": unknown if folder is None else preflight.memory(settings, gpus),
         "engine": engine,
         "rewards": rewards,
         "train_tasks": len(train),

@@ -58,10 +58,11 @@ class Budget:
         return not self.problems
 
 
-def budget(config: Config, model: Any, traced: TracedStep, hardware: Hardware) -> Budget:
-    """What `traced` takes on `hardware` as the config places it."""
+def budget(config: Config, model: Any, traced: TracedStep, hardware: Hardware, beside: int = 0) -> Budget:
+    """What `traced` takes on `hardware` as the config places it; `beside`: bytes that other policies of the run hold on
+    the trainer's GPU all the time."""
     placed, refused = _placed(config, traced, hardware)
-    count = _Count(config, model, traced, hardware, placed)
+    count = _Count(config, model, traced, hardware, placed, beside)
     phases, engine = count.phases(), count.engine
     length = config.data.max_tokens
     at_once = 0 if engine is None else engine.tokens // length
@@ -77,6 +78,12 @@ def budget(config: Config, model: Any, traced: TracedStep, hardware: Hardware) -
         )
     problems += [] if refused is None else [refused]
     return Budget(hardware, phases, engine, at_once, problems, placed, refused)
+
+
+def at_rest(config: Config, model: Any, traced: TracedStep, hardware: Hardware) -> int:
+    """Bytes that a policy holds on a GPU of its trainer while another one computes there."""
+    placed, _ = _placed(config, traced, hardware)
+    return sum(_Count(config, model, traced, hardware, placed).between().values())
 
 
 def _placed(config: Config, traced: TracedStep, hardware: Hardware) -> tuple[Placement, str | None]:
@@ -95,8 +102,15 @@ class _Count:
     """Adds up the phases of a run."""
 
     def __init__(
-        self, config: Config, model: Any, traced: TracedStep, hardware: Hardware, placement: Placement
+        self,
+        config: Config,
+        model: Any,
+        traced: TracedStep,
+        hardware: Hardware,
+        placement: Placement,
+        beside: int = 0,
     ) -> None:
+        self._beside = beside
         self._shared = placement.shared
         self._config, self._model, self._traced = config, model, traced
         self._workers = config.trainer.workers
@@ -162,10 +176,12 @@ class _Count:
         return self._phase("new weights for vLLM", more, awake=False)
 
     def _phase(self, name: str, more: Mapping[str, int], *, awake: bool) -> Phase:
-        parts = dict.fromkeys(PARTS, 0) | self._between()
+        parts = dict.fromkeys(PARTS, 0) | self.between()
         for part, size in more.items():
             parts[part] += size
-        parts["others"] += CONTEXT + round(FRAGMENTATION * (sum(parts.values()) - parts["engine"] - parts["kv cache"]))
+        parts["others"] += (
+            self._beside + CONTEXT + round(FRAGMENTATION * (sum(parts.values()) - parts["engine"] - parts["kv cache"]))
+        )
         if (engine := self.engine) is not None and self._shared:
             if awake:
                 parts["kv cache"] += max(0, engine.cache)
@@ -179,7 +195,7 @@ class _Count:
         cache = max(0, engine.cache)
         return Phase("rollouts", dict.fromkeys(PARTS, 0) | {"kv cache": cache, "engine": engine.share - cache})
 
-    def _between(self) -> dict[str, int]:
+    def between(self) -> dict[str, int]:
         """What every phase finds: models and optimizers that do not wait in main memory, and the embedded engine."""
         ours, critic, traced = self._config.actor_rollout_ref, self._config.critic, self._traced
         parts = dict.fromkeys(PARTS, 0)

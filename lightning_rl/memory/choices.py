@@ -32,10 +32,11 @@ class Planner:
     Args:
         config: the run's; what it says other than the defaults is not changed.
         model: the config of the policy, of transformers.
+        beside: bytes that other policies of the run hold on the trainer's GPU.
     """
 
-    def __init__(self, config: Config, model: Any, hardware: Hardware) -> None:
-        self._config, self._model, self._hardware = config, model, hardware
+    def __init__(self, config: Config, model: Any, hardware: Hardware, beside: int = 0) -> None:
+        self._config, self._model, self._hardware, self._beside = config, model, hardware, beside
         self._given = {key.name for key in keys(type(config)) if _value(config, key.name) != key.default}
         self._traced: dict[str, TracedStep] = {}
         self._parameters = 0
@@ -57,7 +58,7 @@ class Planner:
 
     def budget(self, config: Config) -> Budget:
         """What it takes."""
-        return budget(config, self._model, self.traced(config), self._hardware)
+        return budget(config, self._model, self.traced(config), self._hardware, self._beside)
 
     def fitting(self) -> Keys | None:
         """The changes that make the run fit; {}: it fits as it is; None: none of those known here do."""

@@ -10,11 +10,13 @@ from typing import Any, Final, TypeVar
 import msgspec
 from transformers import AutoConfig
 
+from lightning_rl import tutorial
 from lightning_rl.config import ConfigError
+from lightning_rl.config.policies import policies_of
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.load import device_of, located
 from lightning_rl.memory import gpus
-from lightning_rl.memory.budget import PARTS, Budget, budget
+from lightning_rl.memory.budget import PARTS, Budget, at_rest, budget
 from lightning_rl.memory.choices import Keys, Planner, advice
 from lightning_rl.memory.gpus import GIB, Hardware
 from lightning_rl.memory.speed import Speed, speed
@@ -33,6 +35,9 @@ class DoesNotFit(ConfigError):
 class Plan:
     """A run's budget on some hardware, with what would make it fit where it does not.
 
+    Args:
+        beside: bytes that other policies of the run hold on the trainer's GPU.
+
     Attributes:
         changes: keys that make it fit; {}: it fits as it is; None: none are known.
         budget, speed: with these changes, or as it is where there are none.
@@ -41,8 +46,8 @@ class Plan:
     Raises ConfigError where trainer and engines cannot be placed on it.
     """
 
-    def __init__(self, config: Config, model: Any, hardware: Hardware) -> None:
-        planner = Planner(config, model, hardware)
+    def __init__(self, config: Config, model: Any, hardware: Hardware, beside: int = 0) -> None:
+        planner = Planner(config, model, hardware, beside)
         self.hardware = hardware
         self.as_given: Budget = planner.budget(planner.config({}))
         if self.as_given.misplaced is not None:
@@ -134,14 +139,14 @@ def bar(parts: Mapping[str, int], memory: int) -> str:
 
 def hardware_of(config: C, stated: str | None) -> tuple[Hardware, C]:
     """The GPUs that are stated, or those here, and the configuration with as many workers as are stated, where it names
-    no number itself and places nobody. Raises ConfigError where there are none."""
+    no number itself, places nobody, and has one policy. Raises ConfigError where there are none."""
     if stated is None:
         if (found := gpus.here()) is None:
             raise ConfigError("there is no GPU here: say which ones are meant, --gpus 24 or --gpus 8x80")
         return found, config
     hardware, trainer = gpus.stated(stated), config.trainer
     placed = trainer.devices is not None or config.actor_rollout_ref.rollout.devices not in (None, "colocated")
-    if trainer.workers == 1 and not placed:
+    if trainer.workers == 1 and not placed and not config.policies:
         trainer = msgspec.structs.replace(trainer, n_gpus_per_node=hardware.per_node, nnodes=hardware.nodes)
     return hardware, msgspec.structs.replace(config, trainer=trainer)
 
@@ -156,6 +161,24 @@ def model_config(path: str | Path) -> Any:
         ) from error
 
 
+def plans(config: Config, hardware: Hardware) -> dict[str, Plan]:
+    """The plan of each policy of a run, by name ("" where it is the only one), beside what the others hold."""
+    models = _models(config)
+    held = _beside(models, hardware, on_gpu=True)
+    return {name: Plan(own, model, hardware, held[name]) for name, (own, model) in models.items()}
+
+
+def budgets(config: Config, hardware: Hardware, *, on_gpu: bool, fetch: bool = False) -> dict[str, Budget]:
+    """What each policy of a run takes as the config is, by name, beside what the others hold. `fetch`: models that are
+    not here are taken from the hub."""
+    models = _models(config, fetch=fetch)
+    held = _beside(models, hardware, on_gpu=on_gpu)
+    return {
+        name: budget(own, model, _traced(own, model, on_gpu=on_gpu), hardware, held[name])
+        for name, (own, model) in models.items()
+    }
+
+
 def refuse_what_cannot_fit(config: Config, hardware: Hardware | None = None) -> None:
     """Raises DoesNotFit for a run that needs more than its GPUs have (None: those here, where it trains on them), and
     ConfigError for one that cannot be placed on them, with what to do."""
@@ -163,17 +186,41 @@ def refuse_what_cannot_fit(config: Config, hardware: Hardware | None = None) -> 
         hardware = gpus.here(config.trainer.nnodes)
     if hardware is None or not config.trainer.memory_check:
         return
-    folder, _ = located(config.actor_rollout_ref.model.path)
-    register_model_code(config)  # of a folder that is here by now
-    model, lengths = model_config(folder), (config.data.max_prompt_length, config.data.max_response_length)
-    found = budget(config, model, trace(config, model, lengths, on_gpu=True), hardware)
-    if found.misplaced is not None:
-        raise ConfigError(found.misplaced)
-    if not found.fits:
-        raise DoesNotFit(
-            f"the run does not fit on {hardware}: {'; '.join(found.problems)}. `lightning-rl plan` with the same keys "
-            "says what would; trainer.memory_check=false begins nevertheless"
-        )
+    for name, needed in budgets(config, hardware, on_gpu=True, fetch=True).items():
+        if needed.misplaced is not None:
+            raise ConfigError(needed.misplaced)
+        if not needed.fits:
+            what = f"policy {name}, beside what the others hold," if name else "the run"
+            raise DoesNotFit(
+                f"{what} does not fit on {hardware}: {'; '.join(needed.problems)}. `lightning-rl plan` with the same "
+                "keys says what would; trainer.memory_check=false begins nevertheless"
+            )
+
+
+def _models(config: Config, *, fetch: bool = False) -> dict[str, tuple[Config, Any]]:
+    """The config and the model's config of each policy of a run."""
+    found: dict[str, tuple[Config, Any]] = {}
+    for policy in policies_of(config):
+        path = policy.config.actor_rollout_ref.model.path
+        folder = located(path)[0] if fetch else path or tutorial.checkpoint()
+        register_model_code(policy.config)  # of a folder that is here by now
+        found[policy.name] = policy.config, model_config(folder)
+    return found
+
+
+def _beside(policies: Mapping[str, tuple[Config, Any]], hardware: Hardware, *, on_gpu: bool) -> dict[str, int]:
+    """By policy, the bytes that the others hold where it computes: nothing where each has GPUs of its own."""
+    if len(policies) == 1 or any(config.trainer.workers > 1 for config, _ in policies.values()):
+        return dict.fromkeys(policies, 0)
+    held = {
+        name: at_rest(config, model, _traced(config, model, on_gpu=on_gpu), hardware)
+        for name, (config, model) in policies.items()
+    }
+    return {name: sum(held.values()) - own for name, own in held.items()}
+
+
+def _traced(config: Config, model: Any, *, on_gpu: bool) -> TracedStep:
+    return trace(config, model, (config.data.max_prompt_length, config.data.max_response_length), on_gpu=on_gpu)
 
 
 def _range(ends: tuple[float, float]) -> str:

@@ -293,6 +293,7 @@ def test_the_search_is_trained(tmp_path: Path) -> None:
         assert calls[0].prompt_ids == prompt(rollout.task["question"], search.TOOLS)
 
 
+@pytest.mark.long
 @pytest.mark.agents
 def test_the_handoff_is_trained_and_each_call_has_its_agents_name(tmp_path: Path) -> None:
     pytest.importorskip("agents", reason="needs openai-agents")
@@ -309,6 +310,7 @@ def test_the_handoff_is_trained_and_each_call_has_its_agents_name(tmp_path: Path
         assert calls[0].prompt_ids == prompt(rollout.task["question"], DESK_TOOLS)
 
 
+@pytest.mark.long
 @pytest.mark.agents
 @pytest.mark.timeout(300)
 def test_word_problems_are_trained_with_the_rewards_of_both_tools(word_problems: Configure, tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
-"""The wheel in environments of its own, made as a user makes them. Slow, and in need of a package index: run by
-`make test-package`."""
+"""The wheel in environments of its own. Slow, and in need of a package index: run by `make test-package`."""
 
 import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.pages import ROOT
 
 pytestmark = pytest.mark.package
 
@@ -47,10 +49,17 @@ def run(*command: str | Path, cwd: Path, timeout: float, **environment: str) -> 
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The programs of a new virtual environment that holds the wheel and what it requires."""
+    """The programs of a new virtual environment that holds the wheel and what it requires.
+
+    Torch comes by pip, whose configuration says which build is meant here, and the rest by uv, which is faster.
+    """
     folder = tmp_path_factory.mktemp("environment")
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    [torch] = (each for each in requires if each.startswith("torch>="))
+    python, uv = folder / "venv/bin/python", Path(sys.prefix, "bin", "uv")
     run(sys.executable, "-m", "venv", folder / "venv", cwd=folder, timeout=60)
-    run(folder / "venv/bin/pip", "install", "--quiet", wheel, cwd=folder, timeout=1200)
+    run(folder / "venv/bin/pip", "install", "--quiet", torch, cwd=folder, timeout=1200)
+    run(uv, "pip", "install", "--quiet", "--python", python, wheel, cwd=folder, timeout=1200)
     yield folder / "venv" / "bin"
     shutil.rmtree(folder)  # more than a gigabyte, and pytest keeps the folders of three runs
 

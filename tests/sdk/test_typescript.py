@@ -13,6 +13,7 @@ pytestmark = pytest.mark.sdk
 NODE = ROOT / ".venv-node"
 
 
+@pytest.mark.long
 def test_the_agent_in_typescript_trains(tmp_path: Path) -> None:
     assert files_of("typescript-agent.md", tmp_path) == ["agent.ts", "train.py"]
     (tmp_path / "node_modules").symlink_to(NODE / "node_modules")

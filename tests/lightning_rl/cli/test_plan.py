@@ -26,6 +26,14 @@ def test_a_plan_of_a_model_of_which_only_its_config_is_here(model: str) -> None:
 
 
 @pytest.mark.long
+def test_each_policy_has_a_plan(model: str) -> None:
+    words = ["plan", "--gpu", "24", model, "policies.writer.train_every=1", "policies.judge.train_every=0"]
+    said = CliRunner().invoke(app, words).output
+    assert said.index("policy writer:") < said.index("it fits as it is") < said.index("policy judge:")
+    assert json.loads(CliRunner().invoke(app, [*words, "--json"]).output)["policies"].keys() == {"writer", "judge"}
+
+
+@pytest.mark.long
 def test_a_plan_as_json_and_its_status(model: str) -> None:
     runner = CliRunner()
     fits = json.loads(runner.invoke(app, ["plan", "--gpus", "8x24", "--json", model]).output)

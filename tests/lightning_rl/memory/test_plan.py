@@ -10,7 +10,7 @@ from lightning_rl.config import ConfigError, compose
 from lightning_rl.config.schema import Config
 from lightning_rl.memory.budget import PARTS, budget
 from lightning_rl.memory.gpus import GIB, stated
-from lightning_rl.memory.plan import DoesNotFit, Plan, bar, refuse_what_cannot_fit
+from lightning_rl.memory.plan import DoesNotFit, Plan, bar, plans, refuse_what_cannot_fit
 from lightning_rl.memory.traced_step import Held, TracedStep
 from tests.lightning_rl.memory.models import ONE_LAYER, QWEN_7B, QWEN_15B
 
@@ -84,6 +84,21 @@ def test_a_run_that_cannot_fit_is_refused_with_the_phase_and_a_way(tmp_path: Pat
         refuse_what_cannot_fit(config, stated("1"))
     refuse_what_cannot_fit(configured(f"{MODEL}path={tmp_path}", "trainer.memory_check=false"), stated("1"))
     refuse_what_cannot_fit(config)  # on a CPU nothing is refused
+
+
+def test_policies_on_one_gpu_are_beside_what_the_others_hold_there(tmp_path: Path) -> None:
+    ONE_LAYER.save_pretrained(tmp_path)
+    words = [f"{MODEL}path={tmp_path}", f"{ROLLOUT}name=embedded"]
+    one, two = configured(*words), configured(*words, "policies.a.train_every=1", "policies.b.train_every=2")
+    [alone] = plans(one, stated("24")).values()
+    beside = plans(two, stated("24"))
+    assert beside.keys() == {"a", "b"}
+    needed, more = alone.as_given.fullest.total, beside["a"].as_given.fullest.total
+    assert needed < more < 2 * needed  # what it computes with is there once
+    barely = stated(str((needed + more) / 2 / GIB))
+    refuse_what_cannot_fit(one, barely)
+    with pytest.raises(DoesNotFit, match="policy a, beside what the others hold, does not fit"):
+        refuse_what_cannot_fit(two, barely)
 
 
 HELD = Held(
