@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -102,18 +103,28 @@ def dashboard(*words: str, **environment: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def quickstart_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return real_runs.made("quickstart", tmp_path_factory.mktemp("runs") / "quickstart")
+def all_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By kind; made at the same time."""
+    folder = tmp_path_factory.mktemp("runs")
+    names = {"quickstart": "quickstart", "graph": "langgraph", "images": "images"}
+    with ThreadPoolExecutor(len(names)) as threads:
+        made = {kind: threads.submit(real_runs.made, kind, folder / name) for kind, name in names.items()}
+    return {kind: run.result() for kind, run in made.items()}
 
 
 @pytest.fixture(scope="session")
-def graph_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return real_runs.made("graph", tmp_path_factory.mktemp("runs") / "langgraph")
+def quickstart_run(all_runs: dict[str, Path]) -> Path:
+    return all_runs["quickstart"]
 
 
 @pytest.fixture(scope="session")
-def image_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return real_runs.made("images", tmp_path_factory.mktemp("runs") / "images")
+def graph_run(all_runs: dict[str, Path]) -> Path:
+    return all_runs["graph"]
+
+
+@pytest.fixture(scope="session")
+def image_run(all_runs: dict[str, Path]) -> Path:
+    return all_runs["images"]
 
 
 @pytest.fixture(scope="session")

@@ -108,6 +108,11 @@ def _assert_inspection_knows_both(run_dir: Path, rollout_id: str) -> None:
     trained = [row for row in rows if row["mode"] == "train"]
     assert Counter(row["model"] for row in trained) == {"planner": 16, "executor": 16}
     assert not any(row["excluded"] for row in trained)
+    agent = "tests.lightning_rl.ppo.agents:plan_and_execute"
+    again = command.invoke(app, ["replay", str(run_dir), rollout_id, "--agent", agent])
+    assert again.exit_code == 0, again.output
+    judged = json.loads(command.invoke(app, ["doctor", str(run_dir), "--json"]).stdout)["looked_at"]
+    assert {name.partition(": ")[0] for name in judged if ": " in name} == {"planner", "executor"}
 
 
 @pytest.mark.parametrize(
