@@ -10,10 +10,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import lightning_rl as lrl
 from lightning_rl.ppo.policy_learner import PolicyLearner
@@ -22,7 +25,8 @@ from lightning_rl.store.sql import SqlStore
 from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl.trajectories import step_record
 from lightning_rl_adapters.call import calls_of
-from tests.lightning_rl.ppo.agents import straggles
+from tests.lightning_rl.ppo.agents import plan_and_execute, straggles
+from tests.lightning_rl.ppo.test_ppo import CHECKPOINT
 
 ROOT = Path(__file__).parents[2]
 STEPS, BATCH, N = 6, 2, 2
@@ -38,36 +42,40 @@ from pathlib import Path
 
 from tests.chaos import test_resumed as tests
 
-folder, schedule, save_freq, vllm, phase, step = sys.argv[1:]
-tests.train(Path(folder), schedule, int(save_freq), vllm, phase, int(step))
+folder, schedule, save_freq, vllm, policies, phase, step = sys.argv[1:]
+tests.train(Path(folder), schedule, int(save_freq), vllm, policies.split(), phase, int(step))
 """
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
 
 
 class DyingLearner(PolicyLearner):
-    """Says what it comes to, `of` whom."""
+    """Says what it comes to, `of` whom; of several policies the last."""
 
     of: "Dies"
 
+    def reach(self, phase: str) -> None:
+        if self is self.of.learners[-1]:
+            self.of.reach(phase)
+
     def write_record(self, of_rollouts: Any) -> None:
-        self.of.reach("entered")
+        self.reach("entered")
         super().write_record(of_rollouts)
-        self.of.reach("recorded")
+        self.reach("recorded")
 
     def publish_weights(self) -> None:
-        self.of.reach("updated")
+        self.reach("updated")
         store = self.of.store
         resume = store.resume
 
         def reached(*given: Any) -> Any:
-            self.of.reach("sent")
+            self.reach("sent")
             return resume(*given)
 
         store.resume = reached  # type: ignore[method-assign]
         super().publish_weights()
         store.resume = resume  # type: ignore[method-assign]
-        self.of.reach("published")
+        self.reach("published")
 
 
 class Dies(lrl.PPO):
@@ -128,8 +136,17 @@ class Dies(lrl.PPO):
         return saved
 
 
-def train(folder: Path, schedule: str, save_freq: int, vllm: str = "", phase: str = "", at: int = 0) -> None:
-    """The run, or what is left of it. `vllm`: the interpreter of the engine, where it is not the embedded one."""
+def train(
+    folder: Path,
+    schedule: str,
+    save_freq: int,
+    vllm: str = "",
+    policies: Sequence[str] = (),
+    phase: str = "",
+    at: int = 0,
+) -> None:
+    """The run, or what is left of it. `vllm`: the interpreter of the engine, where it is not the embedded one;
+    `policies`: those that the agent asks, where there are several."""
     rollout = {"n": N, "renderer": "qwen3", "max_model_len": 128} | ({"name": "vllm", "python": vllm} if vllm else {})
     config: dict[str, Any] = {
         "data": {"train_batch_size": BATCH, "max_response_length": 8},
@@ -144,17 +161,32 @@ def train(folder: Path, schedule: str, save_freq: int, vllm: str = "", phase: st
             "resume_mode": "auto",
         },
     }
-    lrl.Trainer(straggles, n_runners=2, run_dir=folder).fit(Dies(config, phase, at), [*range(5)], [0, 4])
+    if policies:
+        config["policies"] = {name: {} for name in policies}
+        rollout["temperature"] = 4.0  # the checkpoint is sure of its words
+    agent = plan_and_execute if policies else straggles
+    lrl.Trainer(agent, n_runners=2, run_dir=folder).fit(Dies(config, phase, at), [*range(5)], [0, 4])
 
 
-def survives(folder: Path, schedule: str, save_freq: int, kills: tuple[tuple[str, int], ...], vllm: str = "") -> None:
+def survives(
+    folder: Path,
+    schedule: str,
+    save_freq: int,
+    kills: tuple[tuple[str, int], ...],
+    vllm: str = "",
+    policies: Sequence[str] = (),
+) -> None:
     """Each process of the run is killed where it is to be, the last one comes to the end; everything is checked."""
     for phase, step in (*kills, ("", 0)):
         if phase == "saved" and step % save_freq and step != STEPS:
             continue
-        words = [sys.executable, "-c", PROGRAM, str(folder), schedule, str(save_freq), vllm, phase, str(step)]
+        words = [str(folder), schedule, str(save_freq), vllm, " ".join(policies), phase, str(step)]
         told = subprocess.run(
-            words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            [sys.executable, "-c", PROGRAM, *words],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         assert told.returncode == (-signal.SIGKILL if phase else 0), f"{phase or 'the end'} {step}: {told.stderr}"
     check(folder, 0 if schedule == "sync" else 1)
@@ -164,8 +196,9 @@ def check(folder: Path, oldest: int) -> None:
     """Every step is there once, every sampled token trained once or excluded, and nothing is left open."""
     rows = [row for row in read(folder / "metrics.jsonl") if row["step"]]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert max(row["training/staleness/max"] for row in rows) <= oldest
-    assert (folder / "model" / "model.safetensors").exists()
+    ages = [age for row in rows for name, age in row.items() if name.endswith("training/staleness/max")]
+    assert max(ages) <= oldest
+    assert next((folder / "model").rglob("model.safetensors"), None)
     store = SqlStore(f"sqlite:///{folder / 'store.db'}")
     rollouts, _ = store.page(limit=1000)
     traces = store.traces([rollout.rollout_id for rollout in rollouts])
@@ -187,6 +220,23 @@ def _sampled(trace: RolloutTrace) -> int:
 
 def test_a_trainer_killed_between_two_checkpoints_goes_on_at_the_first_resume(tmp_path: Path) -> None:
     survives(tmp_path, "sync", 2, (("asked", 4),))
+
+
+@pytest.mark.long
+def test_killed_while_the_second_of_two_policies_learns_it_ends_with_the_weights_of_an_unbroken_run(
+    tmp_path: Path,
+) -> None:
+    policies = ["planner", "executor"]
+    kills = tuple((phase, 4) for phase in ("entered", "recorded", "updated", "sent", "published"))
+    survives(tmp_path / "killed", "sync", 2, kills, policies=policies)
+    survives(tmp_path / "whole", "sync", 2, (), policies=policies)
+    begun = load_file(CHECKPOINT / "model.safetensors")
+    for name in policies:
+        killed, whole = (
+            load_file(tmp_path / run / "model" / name / "model.safetensors") for run in ("killed", "whole")
+        )
+        assert all(torch.equal(weight, whole[key]) for key, weight in killed.items()), name
+        assert not any(torch.equal(weight, begun[key]) for key, weight in killed.items() if "proj" in key), name
 
 
 @pytest.mark.long
