@@ -319,6 +319,7 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", *map(str, command)], cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_the_folder_is_checked_by_a_command(folder: Path, broken: Path) -> None:
     assert run("examples.sql_agent.spider", folder).stdout == (
         "train: 6 questions on 2 databases, judged on 2 files\ndev: 4 questions on 1 databases, judged on 3 files\n"

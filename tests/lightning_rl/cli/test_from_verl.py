@@ -57,6 +57,7 @@ def test_it_says_what_each_key_becomes_and_plans(place: Path) -> None:
     assert any(line.startswith("rewards NONE, AND IT WOULD NOT BEGIN: nothing gives the rollouts") for line in lines)
 
 
+@pytest.mark.long
 def test_verls_defaults_stand_below_it_and_the_command_line_above(place: Path) -> None:
     told = json.loads(run("--from-verl", "run.sh", *OURS, "trainer.total_training_steps=2", "--dry-run", "--json"))
     assert told["plan"]["steps"] == 2

@@ -139,6 +139,7 @@ def test_the_plan_says_what_would_be_done_and_does_nothing(place: Path) -> None:
     assert plan["config"]["data"]["train_batch_size"] == 2
 
 
+@pytest.mark.long
 def test_the_plan_looks_at_the_model_the_interpreter_and_memory(place: Path) -> None:
     words = ["agent=my_agent:solve", "data.train_files=tasks.jsonl", *SMALL, "--dry-run"]
     plan = json.loads(lightning_rl(place, "train", *words, "--json").stdout)["plan"]
@@ -168,6 +169,7 @@ def test_the_plan_looks_at_the_model_the_interpreter_and_memory(place: Path) -> 
         assert message in lightning_rl(place, "train", *words, *overrides, fails=True).stderr
 
 
+@pytest.mark.long
 def test_a_graph_is_an_agent_too(place: Path) -> None:
     (place / "my_graph.py").write_text("def graph(model): ...\n")
     langgraph = "actor_rollout_ref.rollout.multi_turn.langgraph"
@@ -184,6 +186,7 @@ def test_a_graph_is_an_agent_too(place: Path) -> None:
     assert "name two agents: leave one out" in lightning_rl(place, "train", *both, fails=True).stderr
 
 
+@pytest.mark.long
 def test_tasks_may_be_in_any_of_the_known_files(place: Path) -> None:
     tasks = datasets.Dataset.from_list([{"question": f"number {i}"} for i in range(4)])
     tasks.save_to_disk(place / "tasks")

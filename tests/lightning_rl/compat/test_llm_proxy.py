@@ -18,6 +18,7 @@ def listed(name: str, model: str, **more: Any) -> dict[str, Any]:
     return {"model_name": name, "litellm_params": {"model": model, **more}}
 
 
+@pytest.mark.long
 def test_a_composition_by_hand_asks_its_model_and_records_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -170,6 +170,7 @@ def test_a_user_that_is_no_backend_or_two_are_refused() -> None:
         loops_of(compose(helper | both))
 
 
+@pytest.mark.long
 def test_the_command_line_plans_a_run_of_loops(tmp_path: Path) -> None:
     from lightning_rl.cli.train import _plan
 

@@ -8,9 +8,10 @@ import pytest
 
 from lightning_rl.config import ConfigError, compose
 from lightning_rl.config.schema import Config
+from lightning_rl.memory import plan
 from lightning_rl.memory.budget import PARTS, budget
 from lightning_rl.memory.gpus import GIB, stated
-from lightning_rl.memory.plan import DoesNotFit, Plan, bar, plans, refuse_what_cannot_fit
+from lightning_rl.memory.plan import DoesNotFit, Plan, bar, refuse_what_cannot_fit
 from lightning_rl.memory.traced_step import Held, TracedStep
 from tests.lightning_rl.memory.models import ONE_LAYER, QWEN_7B, QWEN_15B
 
@@ -86,21 +87,6 @@ def test_a_run_that_cannot_fit_is_refused_with_the_phase_and_a_way(tmp_path: Pat
     refuse_what_cannot_fit(config)  # on a CPU nothing is refused
 
 
-def test_policies_on_one_gpu_are_beside_what_the_others_hold_there(tmp_path: Path) -> None:
-    ONE_LAYER.save_pretrained(tmp_path)
-    words = [f"{MODEL}path={tmp_path}", f"{ROLLOUT}name=embedded"]
-    one, two = configured(*words), configured(*words, "policies.a.train_every=1", "policies.b.train_every=2")
-    [alone] = plans(one, stated("24")).values()
-    beside = plans(two, stated("24"))
-    assert beside.keys() == {"a", "b"}
-    needed, more = alone.as_given.fullest.total, beside["a"].as_given.fullest.total
-    assert needed < more < 2 * needed  # what it computes with is there once
-    barely = stated(str((needed + more) / 2 / GIB))
-    refuse_what_cannot_fit(one, barely)
-    with pytest.raises(DoesNotFit, match="policy a, beside what the others hold, does not fit"):
-        refuse_what_cannot_fit(two, barely)
-
-
 HELD = Held(
     weights=10 * GIB, gradients=10 * GIB, optimizer=20 * GIB, backward=45 * GIB, step=41 * GIB, scoring=32 * GIB
 )
@@ -136,6 +122,24 @@ def test_who_is_there_in_each_phase() -> None:
     frozen = phases(reference=Held(weights=10 * GIB, scoring=12 * GIB))
     assert frozen["reference"]["weights"] == 20
     assert frozen["reference"]["activations"] == 2
+
+
+def test_policies_on_one_gpu_are_beside_what_the_others_hold_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holds 30 GiB of weights and optimizer between its uses, and an engine of 10; one computes with 15 more."""
+    ONE_LAYER.save_pretrained(tmp_path)
+    monkeypatch.setattr(plan, "trace", lambda *_, **__: TracedStep(5 * 2**30, HELD))
+    words = [f"{MODEL}path={tmp_path}", f"{ROLLOUT}name=embedded", f"{ROLLOUT}dtype=bfloat16"]
+    alone = configured(*words)
+    two = configured(*words, "policies.a.train_every=1", "policies.b.train_every=2")
+    needed, beside = (plan.budgets(config, stated("80"), on_gpu=True) for config in (alone, two))
+    [cache] = {each.phases[0].parts["kv cache"] for each in (*needed.values(), *beside.values())}
+    for name in ("a", "b"):
+        assert beside[name].fullest.total - needed[""].fullest.total == 40 * GIB + cache
+    refuse_what_cannot_fit(alone, stated("80"))
+    with pytest.raises(DoesNotFit, match="policy a, beside what the others hold, does not fit"):
+        refuse_what_cannot_fit(two, stated("80"))
 
 
 def test_what_is_held_in_shards_is_a_share() -> None:

@@ -36,7 +36,7 @@ WAYS: dict[str, list[str]] = {
     "critic": ["algorithm.adv_estimator=gae"],
 }
 
-LONGER = {"float32", "adapter", "whole rows", "critic", "checkpointed"}
+LONGER = {"float32", "bf16", "adapter", "whole rows", "critic", "checkpointed"}
 
 
 def configured(*words: str) -> Config:
