@@ -216,7 +216,12 @@ def test_it_stops_cleanly_on_sigterm_and_at_the_end_of_stdin(tmp_path, how) -> N
 def test_the_server_loads_nothing_of_training_and_of_configurations() -> None:
     code = (
         "import sys, lightning_rl.control_plane.process\n"
-        "print([m for m in ('torch', 'transformers', 'pydantic_ai', 'litellm', 'hydra') if m in sys.modules])"
+        "heavy = 'torch', 'transformers', 'pydantic_ai', 'litellm', 'hydra', 'openai'\n"
+        "print([module for module in heavy if module in sys.modules])\n"
+        "from openai import OpenAI; from openai.types.chat import ChatCompletion; print(OpenAI.__module__)\n"
+        # Whoever imports it at that very moment has the real one, too.
+        "from lightning_rl_proxy.rendering import _StandIn\n"
+        "sys.modules['openai'] = _StandIn('openai'); import openai; print(openai.OpenAI.__module__)"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    assert answer.stdout.strip() == b"[]"
+    assert answer.stdout.split() == [b"[]", b"openai", b"openai"]
