@@ -249,8 +249,9 @@ class PPO(Hooks, Algorithm):
             self._opened.append(learner)
             if self._shows and (where := learner.models.cards.line()):
                 print(where)
-            learner.start(self.served_name(learner.name or learner.rendered_as))
         check_chat_formats(self.learners)
+        for learner in self.learners:
+            learner.start(self.served_name(learner.name or learner.rendered_as))
         first, *others = self.learners
         if not self.config.policies:
             self.config = first.config
