@@ -61,7 +61,7 @@ class Reporter:
         self._findings = Findings(state.run_dir, config, earlier)
         self.warnings = Problems(state.run_dir, max_tokens=config.data.max_tokens)
         if console:
-            _print_defaults(config, models)
+            _print_defaults(models)
             print(f"to look at the run as it goes: lightning-rl dashboard {shlex.quote(str(state.run_dir))}")
         trainer = config.trainer
         names = [name for name in trainer.logger if name != "console" or console]
@@ -120,12 +120,13 @@ class Reporter:
         return read_and_trace
 
 
-def _print_defaults(config: Config, models: Models) -> None:
+def _print_defaults(models: Models) -> None:
     """Name the model and the learning rate where the config left them open."""
-    if config.actor_rollout_ref.model.path is None:
+    ours = models.config.actor_rollout_ref
+    if ours.model.path is None:
         print("model: the tutorial's small one, to try things out; name yours with actor_rollout_ref.model.path")
     if models.learning_rate_by_size:
-        rate = models.config.actor_rollout_ref.actor.optim.lr
+        rate = ours.actor.optim.lr
         print(f"learning rate: {rate:g}, by the model's size; choose another with actor_rollout_ref.actor.optim.lr")
 
 
