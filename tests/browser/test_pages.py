@@ -4,12 +4,15 @@ import json
 import re
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import pytest
 
-from tests.browser.conftest import until
+from tests.browser.conftest import dashboard, until
+from tests.lightning_rl.inspect.runs import open_store, write_run
+from tests.lightning_rl.viewer.viewed import add_rollout, turn
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
@@ -132,6 +135,26 @@ def test_a_call_is_copied_as_curl_and_as_json(runs: str, watch: Callable[..., An
     page.locator("article.call").nth(1).get_by_role("button", name="JSON").click()
     until(page, "navigator.clipboard.readText().then(text => text.startsWith('{'))")
     assert json.loads(page.evaluate("navigator.clipboard.readText()"))["number"] == 2
+
+
+def test_the_calls_of_one_policy_can_be_looked_at_alone(tmp_path: Path, watch: Callable[..., Any]) -> None:
+    talk = [
+        turn("which steps?", "first this", model="planner", agent="planner", after=0),
+        turn("first this", "done", model="executor", agent="worker", after=0),
+    ]
+    with open_store(tmp_path / "two") as store:
+        add_rollout(store, "train-0", talk)
+    with dashboard(str(write_run(tmp_path / "two"))) as url:
+        seen = watch()
+        page = seen.open(url + "#/run/two/rollout/train-0", "article.call")
+        assert page.locator("article.call:visible").count() == 2
+        chips = page.locator("article.call header .chip.info, article.call header .chip:not(.warn)").all_text_contents()
+        assert "executor" in chips  # which its agent's tag does not say
+        page.select_option("select[aria-label='model']", "executor")
+        assert page.locator("article.call:visible header b").all_text_contents() == ["#2"]
+        page.select_option("select[aria-label='model']", "")
+        assert page.locator("article.call:visible").count() == 2
+        seen.is_well(url)
 
 
 def test_a_group_and_a_task_stand_side_by_side(runs: str, watch: Callable[..., Any]) -> None:

@@ -77,8 +77,22 @@ function attemptPicker(state, go) {
 function toolbar(state, changed) {
   const legend = h("span", { class: "legend-place", "aria-live": "polite" });
   state.legend = legend;
-  return h("div", { class: "toolbar" }, select("colour", COLOURINGS, state.by, changed), legend);
+  return h("div", { class: "toolbar" }, select("colour", COLOURINGS, state.by, changed), modelPicker(state), legend);
 }
+
+const modelsOf = (attempt) => [...new Set(attempt.calls.map((call) => call.model))];
+
+// Of an agent that asks several models, such as the policies of a run, the calls of one.
+function modelPicker(state) {
+  const models = modelsOf(state.attempt);
+  if (models.length < 2) return null;
+  return select("model", [["", "all models"], ...models.map((model) => [model, plainText(model)])], state.model ?? "", (value) => {
+    state.model = value;
+    state.attempt.calls.forEach((call) => { const card = state.parts.get(call.number); if (card) card.hidden = isHidden(state, call); });
+  });
+}
+
+const isHidden = (state, call) => Boolean(state.model) && call.model !== state.model;
 
 function conversation(state) {
   const { attempt } = state;
@@ -88,7 +102,7 @@ function conversation(state) {
   const more = h("button", { type: "button", onclick: () => add() });
   const add = () => {
     const part = attempt.calls.slice(shown, shown + Math.max(CALLS_AT_ONCE, (state.chosen ?? 0) - shown));
-    part.forEach((call) => { const card = callCard(state, call); state.parts.set(call.number, card); list.append(card); });
+    part.forEach((call) => { const card = callCard(state, call); card.hidden = isHidden(state, call); state.parts.set(call.number, card); list.append(card); });
     shown += part.length;
     more.textContent = `${attempt.calls.length - shown} more calls`;
     more.hidden = shown >= attempt.calls.length;
@@ -112,6 +126,7 @@ function callCard(state, call) {
   const card = h("article", { class: "call", id: `call-${call.number}` },
     h("header", {}, h("b", {}, `#${call.number}`), call.continues === null ? h("span", { class: "note" }, "begins") : h("span", { class: "note" }, `after #${call.continues}`),
       call.agent ? chip(plainText(call.agent), "info") : null,
+      call.model !== call.agent && modelsOf(attempt).length > 1 ? chip(plainText(call.model)) : null,
       h("span", { class: "note" }, `${number(call.prompt_tokens)} + ${number(call.sampled_tokens)} tokens`),
       call.policy_versions.length ? h("span", { class: "note" }, `version ${call.policy_versions.join(", ")}`) : null,
       call.finish_reason !== "stop" ? chip(call.finish_reason, call.finish_reason === "length" ? "warn" : "") : null,

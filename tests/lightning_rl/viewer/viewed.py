@@ -56,10 +56,10 @@ def add_rollout(
         after = more.pop("after", number)  # from 1; 0: it begins a tree
         call = Call(
             call_id=f"{rollout_id}-c{number + 1}", rollout_id=rollout_id, attempt_id=attempt_id, number=number,
-            model="policy", prompt_ids=[1, 2, 3], response_ids=[4, 5], logprobs=[-0.5, -1.5],
+            prompt_ids=[1, 2, 3], response_ids=[4, 5], logprobs=[-0.5, -1.5],
             versions=[VersionRange(step - 1, 0, 2)], temperature=1.0, finish_reason="stop",
             parent_id=f"{rollout_id}-c{after}" if after else None, start_ns=base + number * 10**9,
-            end_ns=base + number * 10**9 + 5 * 10**8, **more,
+            end_ns=base + number * 10**9 + 5 * 10**8, **({"model": "policy"} | more),
         )  # fmt: skip
         told = {semconv.INPUT_MESSAGES: list(turn["asked"]), semconv.OUTPUT_MESSAGES: [turn["answered"]]}
         store.add_spans([to_span(call, **told, **turn.get("attributes", {}))])
