@@ -44,3 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
     folder = Path(tempfile.mkdtemp(prefix="vllm-"))
     config.pluginmanager.register(ForcedSession(folder), "forced-vllm")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Say why a test is tried again: nothing else would, once it has passed."""
+    if report.outcome == "rerun":  # type: ignore[comparison-overlap]  # of pytest-rerunfailures
+        print(f"\n{report.nodeid} is tried again:\n{report.longreprtext}")
