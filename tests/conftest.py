@@ -48,5 +48,5 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Say why a test is tried again: nothing else would, once it has passed."""
-    if report.outcome == "rerun":  # type: ignore[comparison-overlap]  # of pytest-rerunfailures
+    if report.outcome == "rerun":  # as pytest-rerunfailures has it
         print(f"\n{report.nodeid} is tried again:\n{report.longreprtext}")
