@@ -54,7 +54,7 @@ class Story(PPO):
         super().__init__(config)
         self.said: list[str] = []
         self.asked: list[RolloutRequest] = []
-        models: Any = _Models()
+        models: Any = _Models(config)
         store: Any = _Store()
         [learner] = self.learners
         learner.models, learner.state, self.store = models, PolicyState(None, "policy"), store
@@ -90,6 +90,9 @@ class Story(PPO):
 
 class _Models:
     tokenizer, learning_rate_by_size = Path(), False
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
 
     def train(self, total: int) -> None: ...
 
