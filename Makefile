@@ -20,10 +20,10 @@ ASKING := forest/test_live_forest test_call_names test_gateway http/test_limits 
   forest/test_raw_prompts
 PURELIB := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # Environments are made by uv, several times as fast as by pip; but torch, of which there are many builds, comes as pip is
-# configured to take it.
+# configured to take it. Of several indexes in PIP_ARGS all are looked at, as pip does it.
 UV_VENV := $(BIN)/uv venv --quiet --clear --python $(BIN)/python
-UV_INSTALL := $(BIN)/uv pip install --quiet $(PIP_ARGS)
-TORCH := sed -n 's/^ *"\(torch>=[^"]*\)",.*/\1/p' pyproject.toml
+UV_INSTALL := $(BIN)/uv pip install --quiet --index-strategy unsafe-best-match $(PIP_ARGS)
+REQUIRED = sed -n 's/^ *"\($(1)>=[^"]*\)",.*/\1/p' pyproject.toml
 # One thread each: several processes on the same cores stand in each other's way with more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
@@ -163,7 +163,7 @@ $(VENV)/.base: pyproject.toml
 
 $(VENV)/.dev: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) "uv>=0.9,<1" "$$($(TORCH))"
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) "$$($(call REQUIRED,uv))" "$$($(call REQUIRED,torch))"
 	$(UV_INSTALL) --python $(BIN)/python -e ".[dev]"
 	touch $@ $(VENV)/.base
 

@@ -49,6 +49,8 @@ def run(
         typer.echo(json.dumps({"policies": told} if settings.policies else told[""]))
     else:
         for name, plan in found.items():
-            typer.echo("\n".join([f"policy {name}: "] * bool(name) + plan.lines()))
+            if name:
+                typer.echo(f"policy {name}:")
+            typer.echo("\n".join(plan.lines()))
     if not all(plan.fits for plan in found.values()):
         raise typer.Exit(1)

@@ -145,10 +145,13 @@ def _of_folder(run_dir: Path) -> Evidence:
     config = folder.config_of(run_dir)
     metrics = [row for row in _rows(run_dir / "metrics.jsonl") if "critic/score/mean" in row]
     if config is None:
-        return Evidence(run_dir=str(run_dir.resolve()), metrics=metrics, steps=[], settings=RunSettings(), trains=False)
+        steps = folder.steps(run_dir, RECENT)
+        return Evidence(
+            run_dir=str(run_dir.resolve()), metrics=metrics, steps=steps, settings=RunSettings(), trains=False
+        )
     records = step_record.folders(config.policies)
-    steps = {name: folder.steps(run_dir, RECENT, policy) for name, policy in records.items()}
-    return of_run(run_dir, config, metrics, steps)
+    of_policies = {name: folder.steps(run_dir, RECENT, policy) for name, policy in records.items()}
+    return of_run(run_dir, config, metrics, of_policies)
 
 
 def of_run(

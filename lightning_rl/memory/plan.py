@@ -164,7 +164,9 @@ def model_config(path: str | Path) -> Any:
 def plans(config: Config, hardware: Hardware) -> dict[str, Plan]:
     """The plan of each policy of a run, by name ("" where it is the only one), beside what the others hold."""
     models = _models(config)
-    held = _beside(models, hardware, on_gpu=True)
+    held = dict.fromkeys(models, 0)
+    if len(models) > 1:  # a plan traces by itself
+        held = _beside(models, {name: _traced(*each, on_gpu=True) for name, each in models.items()}, hardware)
     return {name: Plan(own, model, hardware, held[name]) for name, (own, model) in models.items()}
 
 
@@ -172,11 +174,9 @@ def budgets(config: Config, hardware: Hardware, *, on_gpu: bool, fetch: bool = F
     """What each policy of a run takes as the config is, by name, beside what the others hold. `fetch`: models that are
     not here are taken from the hub."""
     models = _models(config, fetch=fetch)
-    held = _beside(models, hardware, on_gpu=on_gpu)
-    return {
-        name: budget(own, model, _traced(own, model, on_gpu=on_gpu), hardware, held[name])
-        for name, (own, model) in models.items()
-    }
+    traced = {name: _traced(*each, on_gpu=on_gpu) for name, each in models.items()}
+    held = _beside(models, traced, hardware)
+    return {name: budget(own, model, traced[name], hardware, held[name]) for name, (own, model) in models.items()}
 
 
 def refuse_what_cannot_fit(config: Config, hardware: Hardware | None = None) -> None:
@@ -208,14 +208,13 @@ def _models(config: Config, *, fetch: bool = False) -> dict[str, tuple[Config, A
     return found
 
 
-def _beside(policies: Mapping[str, tuple[Config, Any]], hardware: Hardware, *, on_gpu: bool) -> dict[str, int]:
+def _beside(
+    policies: Mapping[str, tuple[Config, Any]], traced: Mapping[str, TracedStep], hardware: Hardware
+) -> dict[str, int]:
     """By policy, the bytes that the others hold where it computes: nothing where each has GPUs of its own."""
     if len(policies) == 1 or any(config.trainer.workers > 1 for config, _ in policies.values()):
         return dict.fromkeys(policies, 0)
-    held = {
-        name: at_rest(config, model, _traced(config, model, on_gpu=on_gpu), hardware)
-        for name, (config, model) in policies.items()
-    }
+    held = {name: at_rest(config, model, traced[name], hardware) for name, (config, model) in policies.items()}
     return {name: sum(held.values()) - own for name, own in held.items()}
 
 

@@ -111,9 +111,9 @@ class Cards:
 
 def check_apart(policies: Sequence[RunPolicy]) -> None:
     """Raises ConfigError where several policies would take the same GPUs of this machine, each as if it were alone."""
-    if len(policies) == 1 or device_of(policies[0].config.trainer.device).type != "cuda":
-        return
     trainer = policies[0].config.trainer
+    if not policies[0].name or device_of(trainer.device).type != "cuda":
+        return
     if trainer.workers > 1 and not os.environ.get("RAY_ADDRESS"):
         raise ConfigError(
             f"trainer.nnodes={trainer.nnodes} and trainer.n_gpus_per_node={trainer.n_gpus_per_node} are asked for by "

@@ -152,7 +152,7 @@ def test_the_calls_of_one_policy_can_be_looked_at_alone(tmp_path: Path, watch: C
         assert "executor" in chips  # which its agent's tag does not say
         page.select_option("select[aria-label='model']", "executor")
         assert page.locator("article.call:visible header b").all_text_contents() == ["#2"]
-        page.select_option("select[aria-label='model']", "")
+        page.locator("aside svg text", has_text="#1").click()  # which is not among those
         assert page.locator("article.call:visible").count() == 2
         seen.is_well(url)
 

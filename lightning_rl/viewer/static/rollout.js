@@ -17,13 +17,14 @@ export async function rolloutView(place, { run, name, query, go }) {
     place.append(empty(rollout.status === "queued" ? "No runner has taken this rollout yet." : "There is no attempt to show."));
     return { rollout };
   }
-  const state = { run, rollout, attempt, by: query.colour ?? "text", token: query.token ? Number(query.token) : null, chosen: Number(query.call) || null, columns: new Map(), parts: new Map() };
+  const state = { run, rollout, attempt, by: query.colour ?? "text", token: query.token ? Number(query.token) : null, chosen: Number(query.call) || null, model: "", models: [...new Set(attempt.calls.map((call) => call.model))], columns: new Map(), parts: new Map() };
   const talk = h("section", { class: "talk" });
   const aside = h("aside", {}, attemptPicker(state, go), h("h3", {}, "Forest"), null);
   const choose = (number_) => {
     state.chosen = number_;
     go({ ...query, attempt: String(attempt.sequence), call: String(number_), colour: state.by === "text" ? null : state.by }, true);
     drawForest();
+    if (state.model && modelOf(attempt, number_) !== state.model) show("");
     state.parts.get(number_)?.scrollIntoView({ block: "start" });
   };
   const forest = h("div", {});
@@ -32,7 +33,8 @@ export async function rolloutView(place, { run, name, query, go }) {
   const details = detailsOf(state, choose, forest);
   replaced(aside, details);
   const colour = (by) => { state.by = by; go({ ...query, colour: by === "text" ? null : by }, true); drawTalk(); };
-  const drawTalk = () => replaced(talk, toolbar(state, colour), conversation(state));
+  const show = (model) => { state.model = model; drawTalk(); };
+  const drawTalk = () => replaced(talk, toolbar(state, colour, show), conversation(state));
   drawTalk();
   place.append(h("div", { class: "two" }, talk, aside));
   if (state.chosen) requestAnimationFrame(() => state.parts.get(state.chosen)?.scrollIntoView({ block: "start" }));
@@ -74,38 +76,33 @@ function attemptPicker(state, go) {
   return select("attempt", attempts.map((each) => [each.sequence, `${each.sequence}: ${each.status}${each.excluded ? `, ${each.excluded}` : ", counts"}`]), state.attempt.sequence, (value) => go({ attempt: value }));
 }
 
-function toolbar(state, changed) {
+function toolbar(state, changed, show) {
   const legend = h("span", { class: "legend-place", "aria-live": "polite" });
   state.legend = legend;
-  return h("div", { class: "toolbar" }, select("colour", COLOURINGS, state.by, changed), modelPicker(state), legend);
+  return h("div", { class: "toolbar" }, select("colour", COLOURINGS, state.by, changed), modelPicker(state, show), legend);
 }
-
-const modelsOf = (attempt) => [...new Set(attempt.calls.map((call) => call.model))];
 
 // Of an agent that asks several models, such as the policies of a run, the calls of one.
-function modelPicker(state) {
-  const models = modelsOf(state.attempt);
-  if (models.length < 2) return null;
-  return select("model", [["", "all models"], ...models.map((model) => [model, plainText(model)])], state.model ?? "", (value) => {
-    state.model = value;
-    state.attempt.calls.forEach((call) => { const card = state.parts.get(call.number); if (card) card.hidden = isHidden(state, call); });
-  });
+function modelPicker(state, show) {
+  return state.models.length < 2 ? null : select("model", [["", "all models"], ...state.models.map((model) => [model, plainText(model)])], state.model, show);
 }
 
-const isHidden = (state, call) => Boolean(state.model) && call.model !== state.model;
+const modelOf = (attempt, number_) => attempt.calls.find((call) => call.number === number_)?.model;
 
 function conversation(state) {
   const { attempt } = state;
   if (!attempt.calls.length) return empty("The agent made no call in this attempt.", attempt.error ? ` It failed: ${plainText(attempt.error)}` : "");
   const list = h("div", { class: "calls" });
+  const calls = state.model ? attempt.calls.filter((call) => call.model === state.model) : attempt.calls;
+  state.parts.clear();
   let shown = 0;
   const more = h("button", { type: "button", onclick: () => add() });
   const add = () => {
-    const part = attempt.calls.slice(shown, shown + Math.max(CALLS_AT_ONCE, (state.chosen ?? 0) - shown));
-    part.forEach((call) => { const card = callCard(state, call); card.hidden = isHidden(state, call); state.parts.set(call.number, card); list.append(card); });
+    const part = calls.slice(shown, shown + Math.max(CALLS_AT_ONCE, (state.chosen ?? 0) - shown));
+    part.forEach((call) => { const card = callCard(state, call); state.parts.set(call.number, card); list.append(card); });
     shown += part.length;
-    more.textContent = `${attempt.calls.length - shown} more calls`;
-    more.hidden = shown >= attempt.calls.length;
+    more.textContent = `${calls.length - shown} more calls`;
+    more.hidden = shown >= calls.length;
   };
   add();
   return [taskBlock(state.rollout.task), list, more];
@@ -126,7 +123,7 @@ function callCard(state, call) {
   const card = h("article", { class: "call", id: `call-${call.number}` },
     h("header", {}, h("b", {}, `#${call.number}`), call.continues === null ? h("span", { class: "note" }, "begins") : h("span", { class: "note" }, `after #${call.continues}`),
       call.agent ? chip(plainText(call.agent), "info") : null,
-      call.model !== call.agent && modelsOf(attempt).length > 1 ? chip(plainText(call.model)) : null,
+      call.model !== call.agent && state.models.length > 1 ? chip(plainText(call.model)) : null,
       h("span", { class: "note" }, `${number(call.prompt_tokens)} + ${number(call.sampled_tokens)} tokens`),
       call.policy_versions.length ? h("span", { class: "note" }, `version ${call.policy_versions.join(", ")}`) : null,
       call.finish_reason !== "stop" ? chip(call.finish_reason, call.finish_reason === "length" ? "warn" : "") : null,

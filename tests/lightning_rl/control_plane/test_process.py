@@ -218,10 +218,18 @@ def test_the_server_loads_nothing_of_training_and_of_configurations() -> None:
         "import sys, lightning_rl.control_plane.process\n"
         "heavy = 'torch', 'transformers', 'pydantic_ai', 'litellm', 'hydra', 'openai'\n"
         "print([module for module in heavy if module in sys.modules])\n"
-        "from openai import OpenAI; from openai.types.chat import ChatCompletion; print(OpenAI.__module__)\n"
-        # Whoever imports it at that very moment has the real one, too.
-        "from lightning_rl_proxy.rendering import _StandIn\n"
-        "sys.modules['openai'] = _StandIn('openai'); import openai; print(openai.OpenAI.__module__)"
+        "from openai import OpenAI; from openai.types.chat import ChatCompletion; print(OpenAI.__module__)"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    assert answer.stdout.split() == [b"[]", b"openai", b"openai"]
+    assert answer.stdout.split() == [b"[]", b"openai"]
+
+
+def test_where_another_thread_could_meet_its_stand_in_the_whole_package_is_loaded() -> None:
+    code = (
+        "import sys, threading\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "import lightning_rl_proxy.rendering.load\n"
+        "from openai import AsyncOpenAI; print(AsyncOpenAI is sys.modules['renderers.client'].AsyncOpenAI)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert answer.stdout.split() == [b"True"]
