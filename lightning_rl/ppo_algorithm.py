@@ -244,8 +244,7 @@ class PPO(Hooks, Algorithm):
         self._opened = []
         refuse_what_cannot_fit(self.config)
         for learner in self.learners:
-            learner.open(self.state, resumed)
-            learner.share_base(self._opened)
+            learner.open(self.state, resumed, self.learners)
             self._opened.append(learner)
             if self._shows and (where := learner.models.cards.line()):
                 print(where)

@@ -7,6 +7,7 @@ all of its policies; each has its own models, optimizer, loss, credit, versions 
 import re
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -80,6 +81,23 @@ def policies_of(config: Config) -> list[RunPolicy]:
         if policy.checkpoints_of is not None:
             _check_copied(policy, by_name.get(policy.checkpoints_of), found)
     return found
+
+
+def base_of_adapter(config: Config) -> tuple[Any, ...] | None:
+    """What is equal for policies whose adapters are over the same weights; None: it has no adapter."""
+    model = config.actor_rollout_ref.model
+    return (model.path, repr(model.override_config)) if model.lora_rank else None
+
+
+def engine_of_adapters(config: Config) -> tuple[Any, ...] | None:
+    """What is equal for policies whose adapters one embedded engine can sample; None: it has no adapter, or another
+    engine."""
+    ours = config.actor_rollout_ref
+    if (base := base_of_adapter(config)) is None or ours.rollout.name != "embedded":
+        return None
+    keys = ("model.attn_implementation", "actor.fsdp_config.model_dtype", "rollout.dtype", "rollout.max_num_seqs",
+            "rollout.max_model_len", "rollout.num_threads")  # fmt: skip
+    return (*base, *attrgetter(*keys)(ours))
 
 
 def named(name: str, metrics: dict[str, float]) -> dict[str, float]:

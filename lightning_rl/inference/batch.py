@@ -34,6 +34,7 @@ class Sequence:
     """A request on its way: what it needs before and beside its row."""
 
     __slots__ = (
+        "adapter",
         "content",
         "kept_row",
         "picture",
@@ -56,6 +57,7 @@ class Sequence:
         seed_key: np.uint64,
         stop_ids: tuple[int, ...],
         picture: "Picture | None" = None,
+        adapter: int = 0,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -64,6 +66,7 @@ class Sequence:
         self.sampling = sampling
         self.seed_key = seed_key
         self.stop_ids = stop_ids
+        self.adapter = adapter
         self.row = -1
         self.kept_row = 0  # of `Prefixes`, which has the first `shared` tokens of the prompt
         self.shared = 0
@@ -128,6 +131,7 @@ class Batch:
         self.top_k = np.zeros(max_rows, np.int64)
         self.seed_key = np.zeros(max_rows, np.uint64)
         self.stops = np.full((max_rows, 1), -1, np.int64)  # padded with -1
+        self.adapter = np.zeros(max_rows, np.int64)
 
     @property
     def n(self) -> int:
@@ -152,21 +156,20 @@ class Batch:
         self.top_p[row] = sampling.top_p
         self.top_k[row] = sampling.top_k
         self.seed_key[row] = sequence.seed_key
+        self.adapter[row] = sequence.adapter
         self.stops[row] = -1
         self.stops[row, : len(sequence.stop_ids)] = sequence.stop_ids
 
-    def extend(self, first: int, sampled: Sampled) -> list[EndedSequence]:
-        """Write one token to each of the rows first .. first + b; returns those that this ends."""
-        rows = np.arange(first, first + len(sampled.token_ids))
-        ends = slice(first, first + len(rows))
-        at = self.length[ends]
+    def extend(self, rows: Ints, sampled: Sampled) -> list[EndedSequence]:
+        """Write one token to each of these rows; returns those that this ends."""
+        at = self.length[rows]
         self.tokens[rows, at] = sampled.token_ids
         self.logprobs[rows, at] = sampled.logprobs
         self.ranks[rows, at] = sampled.ranks
-        self.length[ends] += 1
-        stopped = (self.stops[ends] == sampled.token_ids[:, None]).any(axis=1)
-        done = np.flatnonzero(stopped | (self.length[ends] >= self.limit[ends]))
-        return [EndedSequence(first + int(i), "stop" if stopped[i] else "length") for i in done]
+        self.length[rows] += 1
+        stopped = (self.stops[rows] == sampled.token_ids[:, None]).any(axis=1)
+        done = np.flatnonzero(stopped | (self.length[rows] >= self.limit[rows]))
+        return [EndedSequence(int(rows[i]), "stop" if stopped[i] else "length") for i in done]
 
     def written(self, row: int) -> Ints:
         """The tokens whose keys and values are in the cache: all but the last one sampled."""
@@ -224,6 +227,7 @@ class Batch:
             self.top_k,
             self.seed_key,
             self.stops,
+            self.adapter,
         )
 
     def _reserve(self, columns: int, stops: int) -> None:

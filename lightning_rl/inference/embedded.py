@@ -1,13 +1,14 @@
 """A model from disk with the engine that samples it: what an algorithm opens to have a policy on this machine."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_rl.inference.adapters import shareable
 from lightning_rl.inference.engine import EmbeddedEngine
 from lightning_rl.inference.load import device_of, load_model, located, skeleton
 from lightning_rl.inference.server import EngineServer
@@ -26,9 +27,15 @@ class EmbeddedPolicy:
         train_dtype: that of `model`, where it is trained; None: the engine's.
         max_num_seqs, max_model_len, expected_len, threads: as in `EmbeddedEngine`.
         elsewhere: others have the weights that are trained, and `model` has none.
+        beside: policies of adapters over the same weights, made before this one: where the model can be sampled with
+            several adapters at once, this one is sampled by their engine. None: nobody else may be.
 
     `name` is what the gateway calls it, `folder` holds its tokenizer; `vision` is how it sees images, if it does.
+    `adapter` is its number in an engine that others may have too, which wants adapters as they are
+    (`training.lora.low_rank`); 0: the engine has its weights, and nobody else's.
     """
+
+    adapter = 0
 
     takes_changes = True  # `update_weights` may be given those weights alone that have changed
 
@@ -47,44 +54,57 @@ class EmbeddedPolicy:
         threads: int | None = None,
         attention: str | None = None,
         elsewhere: bool = False,
+        beside: "Sequence[EmbeddedPolicy] | None" = None,
     ) -> None:
         self.folder, self.name = located(path)
         held = (train_dtype if trained else None) or dtype
         own: Any = load_model(weights or self.folder, held, device_of(device), attention)
         self.model: Any = skeleton(weights or self.folder, held, attention=attention) if elsewhere else own
         self.vision = vision_of(self.folder, self.model)
-        self.engine = EmbeddedEngine(
-            copy.deepcopy(own).to(dtype) if trained and not elsewhere else own.to(dtype),
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            expected_len=expected_len,
-            threads=threads,
-            vision=self.vision,
-        )
-        self._server = EngineServer(self.engine)
+        shares = beside is not None and self.vision is None and shareable(own)
+        if beside and shares:
+            self.engine: EmbeddedEngine = beside[0].engine
+        else:
+            self.engine = EmbeddedEngine(
+                copy.deepcopy(own).to(dtype) if trained and not elsewhere else own.to(dtype),
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                expected_len=expected_len,
+                threads=threads,
+                vision=self.vision,
+            )
+        if shares:
+            self.adapter = self.engine.add_adapter()
+        self._server = EngineServer(self.engine, adapter=self.adapter)
 
     def start(self) -> None:
         """Begin to sample; `url` is there from now on. Whoever calls this calls `close`, whatever comes between."""
-        self.engine.start()
+        if not self.engine.running:
+            self.engine.start()
         self._server.start()
         self.url = self._server.url
 
     def registrations(self) -> list[dict[str, Any]]:
         """What the gateway is told of the engine."""
-        return [{"model": self.name, "kind": "embedded", "url": self.url, "policy_version": self.engine.version}]
+        version = self.engine.version(self.adapter)
+        return [{"model": self.name, "kind": "embedded", "url": self.url, "policy_version": version}]
 
     def update_weights(
         self, weights: nn.Module | Mapping[str, Tensor] | WeightStream, version: int, *, partial: bool = False
     ) -> None:
-        """See `EmbeddedEngine`."""
-        self.engine.update_weights(weights, version, partial=partial)
+        """Give the engine the weights, or the adapter: see `EmbeddedEngine`."""
+        if self.adapter:
+            assert not isinstance(weights, nn.Module)
+            self.engine.update_adapter(self.adapter, weights, version)
+        else:
+            self.engine.update_weights(weights, version, partial=partial)
 
     def check(self) -> None:
         """Raise what ended the engine, when something has."""
         self.engine.check()
 
     def close(self) -> None:
-        """Stop the engine and its server."""
+        """Stop the server and the engine, which then samples for nobody."""
         self._server.stop()
         self.engine.stop()
 

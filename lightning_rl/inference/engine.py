@@ -48,8 +48,19 @@ class _Order:
         self.done: Future[None] = Future()
 
 
+class _Served:
+    """The engine's model, or an adapter over it, as those see it who ask for it: its version, and its pauses."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+        self.admitting = True
+        self.frozen = False
+        self.held: list[Sequence] = []  # that came during a pause
+        self.quiet: list[Future[None]] = []  # of those who wait for a pause to take hold
+
+
 class EmbeddedEngine:
-    """Samples from a transformers causal LM for many requests at once.
+    """Samples from a transformers causal LM for many requests at once, also with several adapters over it.
 
     Args:
         model: the model; the engine owns it from here on (give it a copy of what you train).
@@ -96,7 +107,7 @@ class EmbeddedEngine:
             raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
         self.name = name
         self.max_num_seqs = max_num_seqs
-        self.version = version
+        self._served = [_Served(version)]  # by number; the adapters begin at 1
         self.eos_token_ids = tuple(_eos(model) if eos_token_ids is None else eos_token_ids)
         self._policy = Policy(model, max_num_seqs, self.max_model_len)
         with torch.inference_mode():
@@ -115,10 +126,7 @@ class EmbeddedEngine:
         self._seeds = Random(seed)
         self._orders: deque[_Order] = deque()
         self._wake = threading.Condition()
-        self._admitting = True
-        self._frozen = False
         self._torn = False  # some weights are new, some old
-        self._quiet: list[Future[None]] = []  # of those who wait for a pause to take hold
         self._state: Literal["new", "running", "stopped"] = "new"
         self._stopping = False
         self._thread_id: int | None = None
@@ -126,6 +134,13 @@ class EmbeddedEngine:
         self._run_future: Future[None] | None = None
 
     # Any thread.
+
+    def add_adapter(self) -> int:
+        """Make room for an adapter, which changes nothing until its first update; its number. Before `start`."""
+        if self._state != "new":
+            raise EngineStopped("adapters are added before the engine is started")
+        self._served.append(_Served())
+        return len(self._served) - 1
 
     def start(self) -> None:
         """Begin to serve. An engine is started once."""
@@ -245,25 +260,48 @@ class EmbeddedEngine:
                 self._call(bind(self._policy.put, bucket))
             self._call(lambda: self._updated(version))
 
-    def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling; requests are still taken and wait for `resume`. Returns when it is quiet.
+    def update_adapter(self, adapter: int, weights: Mapping[str, Tensor] | WeightStream, version: int) -> None:
+        """Replace an adapter between two steps; returns when it is in. Answers with other adapters go on untouched.
+
+        Args:
+            adapter: its number.
+            weights: its matrices (`training.lora.low_rank`); none: it changes nothing.
+            version: the policy version of every token sampled with it from here on.
+
+        Raises:
+            ValueError: the matrices are not of this model; the old ones stay.
+        """
+        whole = dict(weights)  # it is small
+
+        def update() -> None:
+            self._policy.put_adapter(adapter, whole)
+            self._updated(version, adapter)
+
+        self._call(update)
+
+    def pause(self, mode: PauseMode = "keep", adapter: int = 0) -> None:
+        """Stop sampling with that adapter; requests are still taken and wait for `resume`. Returns when it is quiet.
 
         Args:
             mode: "keep" freezes what is in flight until `resume`; "wait" lets it finish first; "abort"
                 ends it with reason "abort".
         """
         quiet: Future[None] = Future()
-        self._call(lambda: self._pause(mode, quiet))
+        self._call(lambda: self._pause(mode, quiet, adapter))
         if self._state != "new":
             quiet.result()
 
-    def resume(self) -> None:
+    def resume(self, adapter: int = 0) -> None:
         """Go on after `pause`."""
-        self._call(self._resume)
+        self._call(lambda: self._resume(adapter))
 
-    @property
-    def paused(self) -> bool:
-        return not self._admitting
+    def paused(self, adapter: int = 0) -> bool:
+        """Whether requests with that adapter wait."""
+        return not self._served[adapter].admitting
+
+    def version(self, adapter: int = 0) -> int:
+        """The policy version that is sampled with that adapter."""
+        return self._served[adapter].version
 
     @property
     def in_flight(self) -> int:
@@ -286,11 +324,13 @@ class EmbeddedEngine:
             raise ValueError(
                 f"token ids must be in 0..{self._policy.vocab_size - 1}, got {int(prompt.min())}..{int(prompt.max())}"
             )
+        if not 0 <= request.adapter < len(self._served):
+            raise ValueError(f"there is no adapter {request.adapter}: the engine has {len(self._served) - 1}")
         sampling = request.sampling
         seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
         stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self.eos_token_ids)
         picture = self._picture(prompt, request.images) if request.images else None
-        return Sequence(request.request_id, prompt, sampling, stream_key(seed), stops, picture)
+        return Sequence(request.request_id, prompt, sampling, stream_key(seed), stops, picture, request.adapter)
 
     def _picture(self, prompt: Ints, images: tuple[PlacedImage, ...]) -> Picture:
         """The images of a prompt, ready to be read. Raises ValueError for those that the model cannot read there."""
@@ -335,8 +375,7 @@ class EmbeddedEngine:
                 if self._can_step():
                     self._step()
                 self._deliver()
-                if self._quiet and (self._frozen or not self._batch.n):
-                    self._tell_quiet()
+                self._tell_quiet()
             self._abort(list(self._sequences))
             self._deliver()
 
@@ -356,15 +395,19 @@ class EmbeddedEngine:
         return not self._stopping
 
     def _can_step(self) -> bool:
-        if self._frozen or self._torn:
-            return False
-        return self._batch.n > 0 or (self._admitting and bool(self._waiting))
+        return not self._torn and (bool(self._waiting and self._batch.n < self.max_num_seqs) or self._going.size > 0)
+
+    @property
+    def _going(self) -> Ints:
+        """The rows that are not frozen."""
+        frozen = np.array([one.frozen for one in self._served])
+        return np.flatnonzero(~frozen[self._batch.adapter[: self._batch.n]])
 
     def _step(self) -> None:
-        if self._admitting and self._waiting and self._batch.n < self.max_num_seqs:
+        if self._waiting and self._batch.n < self.max_num_seqs:
             self._prefill()
-        if self._batch.n:
-            self._decode()
+        if (rows := self._going).size:
+            self._decode(rows)
 
     def _prefill(self) -> None:
         free = self.max_num_seqs - self._batch.n
@@ -372,32 +415,34 @@ class EmbeddedEngine:
         while joining:
             # Anew for each group: the one before it may have pushed out what was found.
             for sequence in joining:
-                sequence.kept_row, sequence.shared = self._prefixes.find(sequence.content)
+                sequence.kept_row, sequence.shared = self._prefixes.find(sequence.content, sequence.adapter)
             group, joining = _length_group(joining)
             self._join(group)
 
     def _join(self, group: list[Sequence]) -> None:
         """Read the group's prompts; equal ones (the rollouts of one task) are read once."""
         first, cache = self._batch.n, self._policy.cache
-        originals: dict[bytes, int] = {}
+        originals: dict[tuple[int, bytes], int] = {}
         copies: list[Sequence] = []
         for sequence in group:
-            content = sequence.content.tobytes()
-            if content in originals:
+            read = sequence.adapter, sequence.content.tobytes()
+            if read in originals:
                 copies.append(sequence)
             else:
-                originals[content] = self._batch.n
+                originals[read] = self._batch.n
                 self._batch.join(sequence)
         readers = self._batch.sequences[first:]
         if known := [sequence for sequence in readers if sequence.shared]:
             kept, rows = [one.kept_row for one in known], [one.row for one in known]
             self._prefixes.restore(cache, kept, rows, max(one.shared for one in known))
         tokens, positions = _left_padded(readers)
-        logits = self._policy.forward(tokens, positions, first, _places(readers, positions), _shown(readers))
+        adapters = self._batch.adapter[first : self._batch.n]
+        places, shown = _places(readers, positions), _shown(readers)
+        logits = self._policy.forward(tokens, positions, first, places, shown, adapters)
         fresh = [sequence for sequence in readers if sequence.unread > SHORTEST]
-        self._prefixes.keep(cache, [one.row for one in fresh], [one.content for one in fresh])
+        self._keep([one.row for one in fresh], [one.content for one in fresh])
         if copies:
-            sources = np.array([originals[sequence.content.tobytes()] for sequence in copies])
+            sources = np.array([originals[one.adapter, one.content.tobytes()] for one in copies])
             for sequence in copies:
                 self._batch.join(sequence)
             targets = np.array([sequence.row for sequence in copies])
@@ -405,18 +450,23 @@ class EmbeddedEngine:
             picked = np.concatenate([np.arange(len(readers)), sources - first])
             logits = logits.index_select(0, torch.from_numpy(picked).to(logits.device))
         for sequence in self._batch.sequences[first:]:
-            sequence.mark(self.version, 0)
-        self._sample(first, logits)
+            sequence.mark(self._served[sequence.adapter].version, 0)
+        self._sample(np.arange(first, self._batch.n), logits)
 
-    def _decode(self) -> None:
+    def _decode(self, going: Ints) -> None:
+        """The next token of the rows that go on. Frozen ones are read with them, which writes what is there already."""
         batch = self._batch
         rows, last = np.arange(batch.n), batch.length[: batch.n] - 1
         places = (last + batch.offset[: batch.n])[:, None] if batch.offset[: batch.n].any() else None
-        self._sample(0, self._policy.forward(batch.tokens[rows, last][:, None], last[:, None], 0, places))
+        tokens, adapters = batch.tokens[rows, last][:, None], batch.adapter[: batch.n]
+        logits = self._policy.forward(tokens, last[:, None], 0, places, adapters=adapters)
+        if len(going) < batch.n:
+            logits = logits.index_select(0, torch.from_numpy(going).to(logits.device))
+        self._sample(going, logits)
 
-    def _sample(self, first: int, logits: Tensor) -> None:
-        """The next token of rows first .. first + b, and what follows from it."""
-        batch, rows = self._batch, slice(first, first + logits.shape[0])
+    def _sample(self, rows: Ints, logits: Tensor) -> None:
+        """The next token of these rows, and what follows from it."""
+        batch = self._batch
         index = batch.length[rows] - batch.prompt_length[rows]
         sampled = sample(
             logits,
@@ -425,9 +475,9 @@ class EmbeddedEngine:
             top_k=batch.top_k[rows],
             uniform=uniforms(batch.seed_key[rows], index),
         )
-        ended = batch.extend(first, sampled)
+        ended = batch.extend(rows, sampled)
         if self._streams:
-            self._stream(batch.sequences[rows], sampled)
+            self._stream([batch.sequences[row] for row in rows.tolist()], sampled)
         if ended:
             self._finish(ended)
 
@@ -440,11 +490,14 @@ class EmbeddedEngine:
         for one in ended:
             self._emit(self._batch.output(one))
         pure = [one.row for one in ended if self._batch.sequences[one.row].pure]
-        self._prefixes.keep(self._policy.cache, pure, [self._batch.written(row) for row in pure])
+        self._keep(pure, [self._batch.written(row) for row in pure])
         sources, targets = self._batch.leave([one.row for one in ended])
         if len(sources):
             longest = int(self._batch.length[targets].max())
             self._policy.cache.copy_to(self._policy.cache, sources, targets, longest)
+
+    def _keep(self, rows: list[int], contents: list[Ints]) -> None:
+        self._prefixes.keep(self._policy.cache, rows, contents, self._batch.adapter[rows])
 
     def _emit(self, event: Output | Failure) -> None:
         with self._wake:
@@ -459,14 +512,17 @@ class EmbeddedEngine:
             outbox(news)
 
     def _accept(self, sequences: list[Sequence]) -> None:
-        self._waiting.extend(sequences)
+        for sequence in sequences:
+            served = self._served[sequence.adapter]
+            (self._waiting if served.admitting else served.held).append(sequence)
         self._sequences.update((sequence.request_id, sequence) for sequence in sequences)
 
     def _abort(self, request_ids: Iterable[str]) -> None:
         found = [self._sequences[name] for name in request_ids if name in self._sequences]
         for sequence in found:
             if sequence.row < 0:
-                self._waiting.remove(sequence)
+                held = self._served[sequence.adapter].held
+                (held if sequence in held else self._waiting).remove(sequence)
                 self._emit(sequence.unstarted())
         active = [EndedSequence(sequence.row, "abort") for sequence in found if sequence.row >= 0]
         if active:
@@ -483,32 +539,41 @@ class EmbeddedEngine:
         self._torn = self._torn and partial
         self._updated(version)
 
-    def _updated(self, version: int) -> None:
+    def _updated(self, version: int, adapter: int = 0) -> None:
         if self._torn:
             self._policy.refresh()
             self._torn = False
-        self.version = version
-        self._prefixes.clear()
+        self._served[adapter].version = version
+        self._prefixes.clear(adapter)
         for row, sequence in enumerate(self._batch.sequences):
-            sequence.pure = False
-            sequence.mark(version, self._batch.generated(row))
+            if adapter in (0, sequence.adapter):  # an adapter's answers are the weights' below it, too
+                sequence.pure = False
+            if sequence.adapter == adapter:
+                sequence.mark(version, self._batch.generated(row))
 
-    def _pause(self, mode: PauseMode, quiet: "Future[None]") -> None:
-        self._admitting = False
+    def _pause(self, mode: PauseMode, quiet: "Future[None]", adapter: int) -> None:
+        served = self._served[adapter]
+        served.admitting = False
+        served.held += [one for one in self._waiting if one.adapter == adapter]
+        self._waiting = deque(one for one in self._waiting if one.adapter != adapter)
         if mode == "abort":
-            self._abort(list(self._sequences))
+            self._abort([name for name, one in self._sequences.items() if one.adapter == adapter])
         if mode == "keep":
-            self._frozen = True
-        self._quiet.append(quiet)
+            served.frozen = True
+        served.quiet.append(quiet)
 
-    def _resume(self) -> None:
-        self._admitting, self._frozen = True, False
-        self._tell_quiet()
+    def _resume(self, adapter: int) -> None:
+        served = self._served[adapter]
+        served.admitting, served.frozen = True, False
+        self._waiting.extend(served.held)
+        served.held = []
+        _tell(served)
 
     def _tell_quiet(self) -> None:
-        quiet, self._quiet = self._quiet, []
-        for future in quiet:
-            future.set_result(None)
+        """Tell those who wait for a pause that it has taken hold, where it has."""
+        for adapter, served in enumerate(self._served):
+            if served.quiet and (served.frozen or adapter not in self._batch.adapter[: self._batch.n]):
+                _tell(served)
 
     def _close(self, cause: BaseException | None) -> None:
         """The thread is over: nobody may be left waiting, whatever ended it."""
@@ -523,7 +588,14 @@ class EmbeddedEngine:
         for request_id in left:
             self._emit(Failure(request_id, error))
         self._deliver()
-        self._tell_quiet()
+        for served in self._served:
+            _tell(served)
+
+
+def _tell(served: _Served) -> None:
+    quiet, served.quiet = served.quiet, []
+    for future in quiet:
+        future.set_result(None)
 
 
 def _left_padded(sequences: list[Sequence]) -> tuple[Ints, Ints]:

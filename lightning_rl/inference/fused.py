@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_rl.inference.adapters import Adapters, LowRank
 from lightning_rl.inference.cache import SlotCache
 
 FAMILIES = {"llama", "qwen2", "qwen3"}
@@ -71,6 +72,10 @@ class _Layer:
             self.gate_up_bias = torch.cat([mlp.gate_proj.bias.data, mlp.up_proj.bias.data])
             mlp.gate_proj.bias.data, mlp.up_proj.bias.data = self.gate_up_bias.chunk(2)
         self.head_norm: Tensor | None = None  # [q heads + k heads, head_dim]
+        self.low_qkv: LowRank | None = None
+        self.low_output: LowRank | None = None
+        self.low_gate_up: LowRank | None = None
+        self.low_down: LowRank | None = None
         self.refresh()
 
     def refresh(self) -> None:
@@ -93,8 +98,17 @@ class _Layer:
                 [norm[self.interleave].expand(n, dim) for norm, n in zip(norms, counts, strict=True)]
             )
 
+    def adapt(self, adapters: Adapters, name: str) -> None:
+        """Take the adapters of the module, which has this name."""
+        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+        rotary = ((f"{attention}.{one}_proj", self._interleaved) for one in "qk")
+        self.low_qkv = adapters.of(*rotary, (f"{attention}.v_proj", None))
+        self.low_output = adapters.of((f"{attention}.o_proj", None))
+        self.low_gate_up = adapters.of((f"{mlp}.gate_proj", None), (f"{mlp}.up_proj", None))
+        self.low_down = adapters.of((f"{mlp}.down_proj", None))
+
     def _interleaved(self, weight: Tensor) -> Tensor:
-        heads = weight.view(-1, len(self.interleave), *weight.shape[1:])
+        heads = weight.reshape(len(weight) // len(self.interleave), len(self.interleave), *weight.shape[1:])
         return heads[:, self.interleave].flatten(0, 1)
 
 
@@ -120,6 +134,15 @@ class FusedDecoder:
         half = self.head_dim // 2
         self.rotation = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
         cache.allocate(self.kv_heads, self.head_dim, self.norm.weight)
+        self.low_embedding: LowRank | None = None
+        self.low_head: LowRank | None = None
+
+    def adapt(self, adapters: Adapters) -> None:
+        """Take the adapters as they are now."""
+        for number, layer in enumerate(self.layers):
+            layer.adapt(adapters, f"model.layers.{number}")
+        self.low_embedding = adapters.of(("model.embed_tokens", None))
+        self.low_head = adapters.of(("lm_head", None))
 
     def refresh(self) -> None:
         """Follow the modules' weights after they were written."""
@@ -135,6 +158,8 @@ class FusedDecoder:
         """
         b, q = tokens.shape
         hidden = self.embedding.weight.index_select(0, tokens.reshape(-1))
+        if self.low_embedding is not None:
+            hidden = self.low_embedding.add_embedded(tokens.reshape(-1), hidden)
         rotation = self.rotation.index_select(0, positions.reshape(-1))[:, None]
         if self.repeat > 1 and q > 1:
             mask = mask.repeat(1, 1, self.repeat, 1)
@@ -143,7 +168,8 @@ class FusedDecoder:
             hidden = self._think(layer, hidden)
         last = hidden.view(b, q, -1)[:, -1]
         last = F.rms_norm(last, last.shape[-1:], self.norm.weight, self.norm.variance_epsilon)
-        return F.linear(last, self.head.weight)
+        logits = F.linear(last, self.head.weight)
+        return logits if self.low_head is None else self.low_head.add(last, logits)
 
     def _attend(
         self,
@@ -158,7 +184,10 @@ class FusedDecoder:
         dim, kv_heads, repeat = self.head_dim, self.kv_heads, self.repeat
         n = b * q
         normed = F.rms_norm(hidden, hidden.shape[-1:], layer.module.input_layernorm.weight, layer.eps)
-        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(n, -1, dim)
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+        if layer.low_qkv is not None:
+            qkv = layer.low_qkv.add(normed, qkv)
+        qkv = qkv.view(n, -1, dim)
         rotary = qkv[:, : self.rotary_heads]
         if layer.head_norm is not None:
             rotary.copy_(F.rms_norm(rotary, (dim,), None, layer.eps) * layer.head_norm)
@@ -171,13 +200,21 @@ class FusedDecoder:
         mixed = mixed.view(b, kv_heads, repeat, q, dim).permute(0, 3, 1, 2, 4).reshape(n, -1)
         projection = layer.module.self_attn.o_proj
         hidden = torch.addmm(hidden, mixed, projection.weight.t())
+        if layer.low_output is not None:
+            hidden = layer.low_output.add(mixed, hidden)
         return hidden if projection.bias is None else hidden + projection.bias
 
     def _think(self, layer: _Layer, hidden: Tensor) -> Tensor:
         norm, down = layer.module.post_attention_layernorm, layer.module.mlp.down_proj
         normed = F.rms_norm(hidden, hidden.shape[-1:], norm.weight, layer.eps)
-        gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        hidden = torch.addmm(hidden, F.silu(gate).mul_(up), down.weight.t())
+        gate_up = F.linear(normed, layer.gate_up, layer.gate_up_bias)
+        if layer.low_gate_up is not None:
+            gate_up = layer.low_gate_up.add(normed, gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        inner = F.silu(gate).mul_(up)
+        hidden = torch.addmm(hidden, inner, down.weight.t())
+        if layer.low_down is not None:
+            hidden = layer.low_down.add(inner, hidden)
         return hidden if down.bias is None else hidden + down.bias
 
 

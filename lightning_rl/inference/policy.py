@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_rl.inference import fused
+from lightning_rl.inference.adapters import Adapters
 from lightning_rl.inference.cache import SlotCache
 from lightning_rl.vision import PlacedFeatures, showing
 
@@ -48,6 +49,7 @@ class Policy:
         self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
         self._hidden = torch.full_like(self._zero, torch.finfo(self.dtype).min)
         self._weights = _distinct_weights(model)
+        self.adapters: Adapters | None = None  # from the first one on
 
     def forward(
         self,
@@ -56,6 +58,7 @@ class Policy:
         first_row: int,
         places: Ints | None = None,
         shown: Sequence[PlacedFeatures] = (),
+        adapters: Ints | None = None,
     ) -> Tensor:
         """Logits after the last column of `tokens`.
 
@@ -65,6 +68,7 @@ class Policy:
             first_row: the row of tokens[0].
             places: [b, q] or [3, b, q], what the model is told of where tokens stand; by default `positions`.
             shown: the images that stand at some of the tokens.
+            adapters: [b], the adapter of each row; 0, and by default: none.
 
         Returns:
             [b, vocab], in the model's dtype.
@@ -74,6 +78,9 @@ class Policy:
         for end in range(last, tokens.shape[1] + 1, step):
             chunk = slice(max(0, end - step), end)
             if (positions[:, chunk] >= 0).any():
+                if self.adapters is not None:
+                    none = np.zeros(len(tokens), np.int64)
+                    self.adapters.begin(none if adapters is None else adapters, tokens[:, chunk].shape[1])
                 parts = (part for one in shown if (part := one.within(chunk)) is not None)
                 where = None if places is None else places[..., chunk]
                 logits = self._pass(tokens[:, chunk], positions[:, chunk], first_row, where, list(parts))
@@ -141,6 +148,17 @@ class Policy:
         targets = {name: target for names, target in self._weights for name in names}
         for name, source in weights.items():
             targets[name].copy_(source)
+
+    @torch.no_grad()
+    def put_adapter(self, adapter: int, weights: Mapping[str, Tensor]) -> None:
+        """Replace an adapter (`Adapters.put`). Raises ValueError where it is not of this model."""
+        if self.adapters is None:
+            self.adapters = Adapters(self.model)
+        self.adapters.put(adapter, weights)
+        if self.decoder is None:
+            self.adapters.hook()
+        else:
+            self.decoder.adapt(self.adapters)
 
     def refresh(self) -> None:
         """What is made of the weights is made anew."""

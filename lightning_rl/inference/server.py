@@ -71,10 +71,12 @@ class EngineServer:
         engine: must be started before requests come.
         host: the address to bind to.
         port: 0 takes a free one; `port` says which, once started.
+        adapter: that of the engine's adapters which answers here; 0: its model without one.
     """
 
-    def __init__(self, engine: EmbeddedEngine, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, engine: EmbeddedEngine, host: str = "127.0.0.1", port: int = 0, *, adapter: int = 0) -> None:
         self.engine = engine
+        self.adapter = adapter
         self.host = host
         self.port = port
         self._calls: dict[str, _GenerateCall] = {}
@@ -189,7 +191,7 @@ class EngineServer:
         if request_id in self._calls:
             raise ValueError(f"request_id {request_id!r} is already in flight")
         call = _GenerateCall(request_id, body)
-        requests = wire.engine_requests(body, request_id)
+        requests = wire.engine_requests(body, request_id, self.adapter)
         self._calls[request_id] = call
         try:
             self.engine.post(requests, self._outbox, stream=body.stream)
@@ -235,7 +237,7 @@ class EngineServer:
             "max_model_len": engine.max_model_len,
             "max_num_seqs": engine.max_num_seqs,
             "waiting": max(0, engine.in_flight - engine.max_num_seqs),  # for a place among them
-            "policy_version": engine.version,
+            "policy_version": engine.version(self.adapter),
             "logprobs_mode": "scaled_logprobs",  # after temperature, before top-k and top-p
         }
         return _json({"object": "list", "data": [model]})
@@ -245,20 +247,20 @@ class EngineServer:
         if name not in PAUSE_MODES:
             return _error(400, f"mode must be one of {', '.join(PAUSE_MODES)}, got {name!r}")
         try:
-            await asyncio.to_thread(self.engine.pause, PAUSE_MODES[name])
+            await asyncio.to_thread(self.engine.pause, PAUSE_MODES[name], self.adapter)
         except EngineStopped as error:
             return _error(503, str(error))
         return _json({"status": "paused"})
 
     async def _resume(self, request: Request) -> Response:
         try:
-            await asyncio.to_thread(self.engine.resume)
+            await asyncio.to_thread(self.engine.resume, self.adapter)
         except EngineStopped as error:
             return _error(503, str(error))
         return _json({"status": "resumed"})
 
     async def _is_paused(self, request: Request) -> Response:
-        return _json({"is_paused": self.engine.paused})
+        return _json({"is_paused": self.engine.paused(self.adapter)})
 
 
 class _HttpServer(uvicorn.Server):

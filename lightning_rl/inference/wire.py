@@ -137,8 +137,8 @@ def engine_id(request_id: str, index: int) -> str:
     return f"{request_id}/{index}"
 
 
-def engine_requests(body: GenerateRequest, request_id: str) -> list[GenerationRequest]:
-    """One engine request per choice; choice i of a seeded request has seed + i, as in vLLM.
+def engine_requests(body: GenerateRequest, request_id: str, adapter: int = 0) -> list[GenerationRequest]:
+    """One engine request per choice, for that adapter; choice i of a seeded request has seed + i, as in vLLM.
 
     Raises:
         ValueError: a sampling value is out of its range.
@@ -148,6 +148,7 @@ def engine_requests(body: GenerateRequest, request_id: str) -> list[GenerationRe
         GenerationRequest(
             request_id=engine_id(request_id, index),
             token_ids=body.token_ids,
+            adapter=adapter,
             images=tuple(PlacedImage(one.start, one.length, one.sha256, one.data) for one in body.media),
             sampling=GenerationSampling(
                 max_tokens=params.max_tokens,

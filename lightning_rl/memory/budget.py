@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_rl.config import ConfigError
+from lightning_rl.config.policies import base_of_adapter, engine_of_adapters
 from lightning_rl.config.schema import Config, Fsdp
 from lightning_rl.inference.weights.stream import BUCKET_BYTES
 from lightning_rl.memory.engine import Engine, cache_bytes, sampled_dtype, vllm_engine
@@ -84,6 +85,13 @@ def at_rest(config: Config, model: Any, traced: TracedStep, hardware: Hardware) 
     """Bytes that a policy holds on a GPU of its trainer while another one computes there."""
     placed, _ = _placed(config, traced, hardware)
     return sum(_Count(config, model, traced, hardware, placed).between().values())
+
+
+def shared_at_rest(config: Config, model: Any, traced: TracedStep, hardware: Hardware) -> dict[tuple[Any, ...], int]:
+    """Of the bytes of `at_rest`, those under an adapter, which other policies over the same have no second time: by
+    what is equal for these policies, in trainer and engine."""
+    placed, _ = _placed(config, traced, hardware)
+    return _Count(config, model, traced, hardware, placed).shared_between()
 
 
 def _placed(config: Config, traced: TracedStep, hardware: Hardware) -> tuple[Placement, str | None]:
@@ -212,6 +220,17 @@ class _Count:
             parts["engine"] += traced.parameters * sampled_dtype(self._config).itemsize
             parts["kv cache"] += rows * self._config.data.max_tokens * cache_bytes(self._config, self._model)
         return parts
+
+    def shared_between(self) -> dict[tuple[Any, ...], int]:
+        """Of `between`, what is under an adapter."""
+        actor, place = self._traced.actor, self._config.actor_rollout_ref.actor.fsdp_config
+        found: dict[tuple[Any, ...], int] = {}
+        if (base := base_of_adapter(self._config)) is not None and not place.param_offload:
+            # What is trained has a gradient of its own size.
+            found["trainer", *base] = self._held(actor, "weights", place) - self._held(actor, "gradients", place)
+        if (engine := engine_of_adapters(self._config)) is not None:
+            found["engine", *engine] = self._traced.parameters * sampled_dtype(self._config).itemsize
+        return found
 
     def _held(self, held: Held, part: str, place: Fsdp) -> int:
         """A worker's share of it: of those that hold a whole model together (`fsdp_size`)."""

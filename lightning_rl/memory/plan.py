@@ -16,7 +16,7 @@ from lightning_rl.config.policies import policies_of
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.load import device_of, located
 from lightning_rl.memory import gpus
-from lightning_rl.memory.budget import PARTS, Budget, at_rest, budget
+from lightning_rl.memory.budget import PARTS, Budget, at_rest, budget, shared_at_rest
 from lightning_rl.memory.choices import Keys, Planner, advice
 from lightning_rl.memory.gpus import GIB, Hardware
 from lightning_rl.memory.speed import Speed, speed
@@ -215,7 +215,15 @@ def _beside(
     if len(policies) == 1 or any(config.trainer.workers > 1 for config, _ in policies.values()):
         return dict.fromkeys(policies, 0)
     held = {name: at_rest(config, model, traced[name], hardware) for name, (config, model) in policies.items()}
-    return {name: sum(held.values()) - own for name, own in held.items()}
+    shared = {name: shared_at_rest(config, model, traced[name], hardware) for name, (config, model) in policies.items()}
+    found: dict[str, int] = {}
+    for name in policies:
+        there = set(shared[name])  # counted with its own
+        found[name] = 0
+        for other in policies.keys() - {name}:
+            found[name] += held[other] - sum(size for what, size in shared[other].items() if what in there)
+            there |= shared[other].keys()
+    return found
 
 
 def _traced(config: Config, model: Any, *, on_gpu: bool) -> TracedStep:

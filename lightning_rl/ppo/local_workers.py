@@ -37,7 +37,7 @@ FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "float32": torch.float
 
 Role = Literal["actor", "value head", "critic", "reference"]
 # Of the policy's weights: all under the model's names, or the checkpoint's; or those that an adapter changes.
-Form = Literal["model", "saved", "changed"]
+Form = Literal["model", "saved", "changed", "adapter"]
 
 
 def roles_of(config: Config, *, with_critic: bool) -> frozenset[Role]:
@@ -176,6 +176,8 @@ class LocalWorkers:
         adapted = bool(self.config.actor_rollout_ref.model.lora_rank)
         if form == "changed":
             return lora.changed(self.model)
+        if form == "adapter":
+            return lora.low_rank(self.model)
         own: Any = self.model.get_base_model() if adapted else self.model  # type: ignore[operator]
         found = lora.merged(self.model) if adapted else stream_of(self.model, shards.full)
         return found if form == "model" else as_saved(own, found)

@@ -4,7 +4,7 @@ With an adapter (`lora_rank`) the policy's own weights never change: the adapter
 sent, and the reference is the policy without it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,6 +35,8 @@ from lightning_rl.training.reference import BaseOfAdapter, Reference
 from lightning_rl.training.teacher import Teacher
 from lightning_rl.vision import vision_of
 
+AnyPolicy = EmbeddedPolicy | VllmPolicy | SGLangPolicy
+
 
 class Models:
     """What a run trains and asks.
@@ -45,6 +47,8 @@ class Models:
         with_critic: whether a critic is trained.
         sampled: whether there is an engine; without one there is nothing to `start`.
         resumed: the checkpoint that it goes on from; None: it begins.
+        beside: the models of policies whose adapters are over the same weights, made before these, whose engine may
+            sample this one too; None: there are no such policies in the run.
 
     `teachers` are there after `train` too, by their names in the config.
 
@@ -62,14 +66,22 @@ class Models:
     teachers: Mapping[str, Teacher] = MappingProxyType({})
 
     def __init__(
-        self, config: Config, run_dir: Path, *, with_critic: bool, resumed: Path | None = None, sampled: bool = True
+        self,
+        config: Config,
+        run_dir: Path,
+        *,
+        with_critic: bool,
+        resumed: Path | None = None,
+        sampled: bool = True,
+        beside: "Sequence[Models] | None" = None,
     ) -> None:
         located(config.actor_rollout_ref.model.path)  # from the hub, if need be
         register_model_code(config)
         self._roles = roles_of(config, with_critic=with_critic)
         self._resumed = None if config.actor_rollout_ref.model.lora_rank else resumed
         self.cards = Cards(config, self._roles)
-        self.policy = _policy(config, run_dir, self._resumed, self.cards, sampled=sampled)
+        others = None if beside is None else [each.policy for each in beside]
+        self.policy: AnyPolicy = _policy(config, run_dir, self._resumed, self.cards, sampled=sampled, beside=others)
         template = config.actor_rollout_ref.model.chat_template
         self.tokenizer = with_template(self.policy.folder, template, run_dir / "tokenizer")
         parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
@@ -167,6 +179,8 @@ class Models:
         """How the engine wants weights."""
         if not isinstance(self.policy, EmbeddedPolicy):
             return "saved"
+        if self.policy.adapter:
+            return "adapter"
         return "changed" if self.config.actor_rollout_ref.model.lora_rank else "model"
 
     def _send_first(self, version: int) -> None:
@@ -174,7 +188,7 @@ class Models:
         adapter goes on or the files are no safetensors, by way of a model that is given up again."""
         model, form = self.config.actor_rollout_ref.model, self._form
         folder = self._resumed or self.policy.folder
-        if form == "model" or (form == "changed" and model.lora_adapter_path is None):
+        if form == "model" or (form in ("changed", "adapter") and model.lora_adapter_path is None):
             first = WeightStream({}, lambda: iter(()))  # the engine has read them itself
         elif model.lora_adapter_path is None and (found := stream_of_files(folder, self.policy.model)) is not None:
             first = found.held_as(self._held)
@@ -246,28 +260,41 @@ class Models:
 
 
 def _policy(
-    config: Config, run_dir: Path, weights: Path | None, cards: Cards, *, sampled: bool
-) -> EmbeddedPolicy | VllmPolicy | SGLangPolicy:
+    config: Config,
+    run_dir: Path,
+    weights: Path | None,
+    cards: Cards,
+    *,
+    sampled: bool,
+    beside: Sequence[AnyPolicy] | None,
+) -> AnyPolicy:
     """The policy with the engine that the config names."""
     path, changes = config.actor_rollout_ref.model.path, config.actor_rollout_ref.model.override_config
     if not changes:
-        return _opened(config, path, run_dir, weights, cards, sampled=sampled)
+        return _opened(config, path, run_dir, weights, cards, sampled=sampled, beside=beside)
     folder, name = located(path)
     try:
         changed = with_config(folder, changes, run_dir / "model-config" / folder.name)
     except ModelConfigRefused as error:
         raise ConfigError(f"config key actor_rollout_ref.model.override_config: {error}") from error
-    policy = _opened(config, changed, run_dir, weights, cards, sampled=sampled)
+    policy = _opened(config, changed, run_dir, weights, cards, sampled=sampled, beside=beside)
     policy.name = name  # by which its renderer is found
     return policy
 
 
 def _opened(
-    config: Config, path: str | Path | None, run_dir: Path, weights: Path | None, cards: Cards, *, sampled: bool
-) -> EmbeddedPolicy | VllmPolicy | SGLangPolicy:
+    config: Config,
+    path: str | Path | None,
+    run_dir: Path,
+    weights: Path | None,
+    cards: Cards,
+    *,
+    sampled: bool,
+    beside: Sequence[AnyPolicy] | None,
+) -> AnyPolicy:
     """The model at `path`, with its engine where it is sampled."""
     if sampled:
-        return _sampled(config, path, run_dir, weights, cards)
+        return _sampled(config, path, run_dir, weights, cards, beside)
     held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
     attention = config.actor_rollout_ref.model.attn_implementation
     elsewhere = config.trainer.workers > 1
@@ -282,8 +309,13 @@ def _opened(
 
 
 def _sampled(
-    config: Config, path: str | Path | None, run_dir: Path, weights: Path | None, cards: Cards
-) -> EmbeddedPolicy | VllmPolicy | SGLangPolicy:
+    config: Config,
+    path: str | Path | None,
+    run_dir: Path,
+    weights: Path | None,
+    cards: Cards,
+    beside: Sequence[AnyPolicy] | None,
+) -> AnyPolicy:
     """The model at `path` with the engine that the config names."""
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
@@ -301,6 +333,7 @@ def _sampled(
             threads=rollout.num_threads,
             attention=model.attn_implementation,
             elsewhere=config.trainer.workers > 1,
+            beside=None if beside is None else [each for each in beside if isinstance(each, EmbeddedPolicy)],
         )
     urls = rollout.server_urls or ()
     common: dict[str, Any] = {

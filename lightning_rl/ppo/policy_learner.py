@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lightning_rl.config import ConfigError
-from lightning_rl.config.policies import RunPolicy
+from lightning_rl.config.policies import RunPolicy, base_of_adapter, engine_of_adapters
 from lightning_rl.inference.load import load_model
 from lightning_rl.ppo import batch as step_batch
 from lightning_rl.ppo import reporting, resolved_config, rollout_correction
@@ -74,32 +74,30 @@ class PolicyLearner:
 
     # The run begins.
 
-    def open(self, run: RunState, resumed: Path | None) -> None:
-        """Load the models of the run, those of a checkpoint where there is one."""
+    def open(self, run: RunState, resumed: Path | None, learners: Sequence["PolicyLearner"]) -> None:
+        """Load the models of the run, those of a checkpoint where there is one.
+
+        `learners` are all of the run: of adapters over the same weights the trainer has these once, and so has an
+        embedded engine, which samples all of them.
+        """
         self.run = run
         torch.manual_seed(self.config.data.seed)
         folder = run.run_dir / "policies" / self.name if self.name else run.run_dir
         folder.mkdir(parents=True, exist_ok=True)
         weights = None if resumed is None else resumed / self.name
         with_critic = needs_critic(self.config, self.rules.batch.estimator)
-        self.models = Models(self.config, folder, with_critic=with_critic, resumed=weights)
+        own = engine_of_adapters(self.config)
+        same = [each for each in learners if each is not self and own and engine_of_adapters(each.config) == own]
+        opened = [each for each in learners if hasattr(each, "models")]
+        beside = [each.models for each in opened if each in same] if same else None
+        self.models = Models(self.config, folder, with_critic=with_critic, resumed=weights, beside=beside)
         self.config = self.models.config
         self.rendered_as = self.models.policy.name
-
-    def share_base(self, others: Sequence["PolicyLearner"]) -> None:
-        """Hold the weights under an adapter once, where one of the `others` has an adapter over the same."""
-        for other in others:
-            if self._adapted and other._adapted and other._path == self._path:
+        base = base_of_adapter(self.config)
+        for other in opened:
+            if base is not None and base_of_adapter(other.config) == base:
                 lora.share_base(self.models.model, other.models.model)
                 return
-
-    @property
-    def _adapted(self) -> bool:
-        return self.config.actor_rollout_ref.model.lora_rank > 0
-
-    @property
-    def _path(self) -> str | None:
-        return self.config.actor_rollout_ref.model.path
 
     def start(self, served_name: str) -> None:
         """Start the engine, which is asked for by this name."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_rl.inference.adapters import A, B
 from lightning_rl.inference.weights.stream import Described, WeightStream, distinct
 from lightning_rl.training.shards import full
 
@@ -94,6 +95,25 @@ def changed(model: nn.Module) -> WeightStream:
     return WeightStream(
         described, lambda: ((f"{name}.weight", _with_adapter(layer)) for name, layer in layers.items()), _device(model)
     )
+
+
+def low_rank(model: nn.Module) -> WeightStream:
+    """The adapter alone, in float32 or finer: of each module of the unadapted model that it changes, by the module's
+    name, A [rank, inputs] and alpha / rank times B [outputs, rank]; as `changed`."""
+    layers = _layers(model)
+    described: dict[str, Described] = {}
+    for name, layer in layers.items():
+        down, up, _ = _parts(layer)
+        described[name + A] = Described(down.dtype, tuple(down.shape))
+        described[name + B] = Described(up.dtype, tuple(up.shape))
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, layer in layers.items():
+            down, up, _ = _parts(layer)
+            yield name + A, full(down.detach())
+            yield name + B, full(up.detach()) * layer.scaling["default"]
+
+    return WeightStream(described, tensors, _device(model))
 
 
 def merged(model: nn.Module) -> WeightStream:

@@ -93,8 +93,8 @@ def test_a_generation_that_outlives_an_update_goes_on_with_the_new_weights(
         next(lines)
         update.start()
         update.join(60)
-        policy.engine.update_weights(policy.model, policy.engine.version + 1)
-        version = policy.engine.version
+        policy.engine.update_weights(policy.model, policy.engine.version() + 1)
+        version = policy.engine.version()
         served.run(lambda: served.gateway.resume(None, version))
         rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert rest[-1]["choices"][0]["finish_reason"] in ("stop", "length")

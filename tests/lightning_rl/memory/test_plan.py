@@ -142,6 +142,29 @@ def test_policies_on_one_gpu_are_beside_what_the_others_hold_there(
         refuse_what_cannot_fit(two, stated("80"))
 
 
+def test_what_adapters_share_is_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each 13 GiB in the trainer 9 are under the adapter, and the 10 of the engine are one model."""
+    ONE_LAYER.save_pretrained(tmp_path)
+    held = Held(weights=10 * GIB, gradients=GIB, optimizer=3 * GIB, backward=45 * GIB, step=15 * GIB, scoring=12 * GIB)
+    monkeypatch.setattr(plan, "trace", lambda *_, **__: TracedStep(5 * 2**30, held))
+    words = [f"{MODEL}path={tmp_path}", f"{MODEL}lora_rank=8", f"{ROLLOUT}name=embedded", f"{ROLLOUT}dtype=bfloat16"]
+    three = [*words, "policies.a.train_every=1", "policies.b.train_every=1", "policies.c.train_every=1"]
+    alone, beside = (
+        plan.budgets(configured(*given), stated("80"), on_gpu=True)
+        for given in (words, [*three, "policies.c.actor_rollout_ref.rollout.max_num_seqs=8"])
+    )
+    caches = {name: each.phases[0].parts["kv cache"] for name, each in beside.items()}
+    rest = 4 * GIB
+
+    def more(name: str) -> float:
+        return beside[name].fullest.total - alone[""].fullest.total
+
+    # The engine of c is another one, and a and b share theirs.
+    assert more("a") == pytest.approx((rest + caches["b"]) + (rest + 10 * GIB + caches["c"]))
+    own = caches["c"] - alone[""].phases[0].parts["kv cache"]
+    assert more("c") == pytest.approx(own + (rest + 10 * GIB + caches["a"]) + (rest + caches["b"]))
+
+
 def test_what_is_held_in_shards_is_a_share() -> None:
     config = compose(command_line=["trainer.n_gpus_per_node=4"])
     traced = TracedStep(5 * 2**30, HELD)

@@ -155,7 +155,7 @@ def test_an_adapter_alone_is_trained() -> None:
     sent = {name for name, value in engine_weights(made).items() if not torch.equal(value, sampled[name])}
     assert sent
     assert all(name.endswith(("q_proj.weight", "v_proj.weight")) for name in sent)
-    assert made.policy.engine.version == 1
+    assert made.policy.engine.version() == 1
 
 
 def test_what_is_excluded_gets_no_adapter() -> None:

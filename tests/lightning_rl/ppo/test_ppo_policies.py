@@ -190,6 +190,10 @@ def test_adapters_over_one_base_are_each_trained(tmp_path: Path) -> None:
     keys["actor_rollout_ref"]["model"] |= {"lora_rank": 4, "lora_alpha": 8}
     algorithm = lrl.PPO(keys, policies={"planner": {}, "executor": {}})
     lrl.Trainer(plan_and_execute, n_runners=4, run_dir=tmp_path).fit(algorithm, [0, 1, 2, 3])
+    one, other = (learner.models.policy for learner in algorithm.learners)
+    assert one.engine is other.engine  # type: ignore[union-attr]
+    for row in read(tmp_path / "metrics.jsonl"):  # the sampler's log probabilities are the trainer's
+        assert max(abs(row[f"{name}/training/mismatch_kl"]) for name in ("planner", "executor")) < 1e-9
     first, second = (dict(learner.models.model.named_parameters()) for learner in algorithm.learners)
     shared = [name for name in first if first[name].data_ptr() == second[name].data_ptr()]
     assert shared == [name for name in first if ".lora_" not in name]
