@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from lightning_rl.config import ConfigError, derived
-from lightning_rl.config.schema import Config, PolicySection
+from lightning_rl.config.schema import Config, PolicySection, RolloutSection
 
 _SECTIONS = ("actor_rollout_ref", "critic", "algorithm")
 # Of these sections, what is the run's.
@@ -29,6 +29,7 @@ _OF_THE_RUN = (
     "algorithm.filter_groups",
     "algorithm.train_spans",
 )
+_OF_SAMPLING = ("temperature", "top_p", "top_k", "ignore_eos", "val_kwargs", "log_prob_micro_batch_size_per_gpu")
 _TAKEN = ("llm", "main_llm", "resources", "rollout", "housekeeping", "reward")
 
 
@@ -90,14 +91,19 @@ def base_of_adapter(config: Config) -> tuple[Any, ...] | None:
 
 
 def engine_of_adapters(config: Config) -> tuple[Any, ...] | None:
-    """What is equal for policies whose adapters one embedded engine can sample; None: it has no adapter, or another
-    engine."""
+    """What is equal for policies whose adapters one engine can sample; None: it has no adapter, or its engine takes
+    whole models.
+
+    An engine cannot be shared by how calls are sampled alone: vLLM is started for temperature 1, or for others.
+    """
     ours = config.actor_rollout_ref
-    if (base := base_of_adapter(config)) is None or ours.rollout.name != "embedded":
+    rollout, base = ours.rollout, base_of_adapter(config)
+    if base is None or rollout.name == "sglang" or rollout.weight_transfer != "file":
         return None
-    keys = ("model.attn_implementation", "actor.fsdp_config.model_dtype", "rollout.dtype", "rollout.max_num_seqs",
-            "rollout.max_model_len", "rollout.num_threads")  # fmt: skip
-    return (*base, *attrgetter(*keys)(ours))
+    usual = RolloutSection()
+    engine = replace(rollout, **{key: getattr(usual, key) for key in _OF_SAMPLING})
+    tempered = rollout.name == "vllm" and rollout.temperature != 1
+    return (*base, ours.model.attn_implementation, ours.actor.fsdp_config.model_dtype, tempered, repr(engine))
 
 
 def named(name: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -77,6 +77,11 @@ class EmbeddedPolicy:
             self.adapter = self.engine.add_adapter()
         self._server = EngineServer(self.engine, adapter=self.adapter)
 
+    @property
+    def takes_adapter(self) -> bool:
+        """Whether `update_weights` is given an adapter alone."""
+        return self.adapter > 0
+
     def start(self) -> None:
         """Begin to sample; `url` is there from now on. Whoever calls this calls `close`, whatever comes between."""
         if not self.engine.running:

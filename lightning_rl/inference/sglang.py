@@ -51,6 +51,7 @@ class SGLangPolicy:
     """
 
     takes_changes = False  # a server reads whole checkpoints
+    takes_adapter = False
 
     def __init__(
         self,

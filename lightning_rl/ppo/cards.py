@@ -5,13 +5,14 @@ Invariant: what `placement` says is what trainer and servers are told.
 
 import os
 from collections.abc import Callable, Collection, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_rl.config import ConfigError
-from lightning_rl.config.policies import RunPolicy
+from lightning_rl.config.policies import RunPolicy, engine_of_adapters
 from lightning_rl.config.schema import Config
 from lightning_rl.inference import devices
 from lightning_rl.inference.load import device_of
@@ -110,9 +111,17 @@ class Cards:
 
 
 def check_apart(policies: Sequence[RunPolicy]) -> None:
-    """Raises ConfigError where several policies would take the same GPUs of this machine, each as if it were alone."""
+    """Raises ConfigError where several policies would take the same servers, or the same GPUs of this machine, each as
+    if it were alone."""
     trainer = policies[0].config.trainer
-    if not policies[0].name or device_of(trainer.device).type != "cuda":
+    if not policies[0].name:
+        return
+    on_cuda = device_of(trainer.device).type == "cuda"
+    for first, second in combinations(policies, 2):
+        own, other = (engine_of_adapters(each.config) for each in (first, second))
+        if own is None or own != other:
+            _check_engines_apart(first, second, on_cuda=on_cuda)
+    if not on_cuda:
         return
     if trainer.workers > 1 and not os.environ.get("RAY_ADDRESS"):
         raise ConfigError(
@@ -126,4 +135,22 @@ def check_apart(policies: Sequence[RunPolicy]) -> None:
             raise ConfigError(
                 f"policies.{policy.name}.actor_rollout_ref.rollout.devices is not set: with several policies each vLLM "
                 "needs GPUs of its own; name them, or give server_urls of servers that run"
+            )
+
+
+def _check_engines_apart(first: RunPolicy, second: RunPolicy, *, on_cuda: bool) -> None:
+    """Raises ConfigError where two policies that cannot share an engine name the same one."""
+    own, other = (each.config.actor_rollout_ref.rollout for each in (first, second))
+    if "embedded" in (own.name, other.name):
+        return
+    both: dict[str, set[Any]] = {"server_urls": set(own.server_urls or ()) & set(other.server_urls or ())}
+    if on_cuda and not (own.server_urls or other.server_urls):
+        named = [each.devices if isinstance(each.devices, list) else () for each in (own, other)]
+        both["devices"] = set(named[0]) & set(named[1])
+    for key, same in both.items():
+        if same:
+            raise ConfigError(
+                f"policies.{first.name} and policies.{second.name} both have {min(same)} in "
+                f"actor_rollout_ref.rollout.{key}: servers are shared by adapters alone (model.lora_rank), over "
+                "the same weights and with the same rollout keys but for sampling; give each policy its own"
             )

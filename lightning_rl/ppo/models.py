@@ -5,10 +5,12 @@ sent, and the reference is the policy without it.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 from torch import nn
 
@@ -38,6 +40,15 @@ from lightning_rl.vision import vision_of
 AnyPolicy = EmbeddedPolicy | VllmPolicy | SGLangPolicy
 
 
+@dataclass(frozen=True)
+class SharedEngine:
+    """The policies of a run whose adapters one engine may sample: the ranks of all, and the models of those that are
+    made already."""
+
+    ranks: Sequence[int]
+    made: "Sequence[Models]"
+
+
 class Models:
     """What a run trains and asks.
 
@@ -47,8 +58,7 @@ class Models:
         with_critic: whether a critic is trained.
         sampled: whether there is an engine; without one there is nothing to `start`.
         resumed: the checkpoint that it goes on from; None: it begins.
-        beside: the models of policies whose adapters are over the same weights, made before these, whose engine may
-            sample this one too; None: there are no such policies in the run.
+        shared: who else is sampled by the same engine, where that can be; None: nobody.
 
     `teachers` are there after `train` too, by their names in the config.
 
@@ -73,15 +83,14 @@ class Models:
         with_critic: bool,
         resumed: Path | None = None,
         sampled: bool = True,
-        beside: "Sequence[Models] | None" = None,
+        shared: "SharedEngine | None" = None,
     ) -> None:
         located(config.actor_rollout_ref.model.path)  # from the hub, if need be
         register_model_code(config)
         self._roles = roles_of(config, with_critic=with_critic)
         self._resumed = None if config.actor_rollout_ref.model.lora_rank else resumed
         self.cards = Cards(config, self._roles)
-        others = None if beside is None else [each.policy for each in beside]
-        self.policy: AnyPolicy = _policy(config, run_dir, self._resumed, self.cards, sampled=sampled, beside=others)
+        self.policy: AnyPolicy = _policy(config, run_dir, self._resumed, self.cards, sampled=sampled, shared=shared)
         template = config.actor_rollout_ref.model.chat_template
         self.tokenizer = with_template(self.policy.folder, template, run_dir / "tokenizer")
         parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
@@ -177,10 +186,10 @@ class Models:
     @property
     def _form(self) -> Form:
         """How the engine wants weights."""
+        if self.policy.takes_adapter:
+            return "adapter"
         if not isinstance(self.policy, EmbeddedPolicy):
             return "saved"
-        if self.policy.adapter:
-            return "adapter"
         return "changed" if self.config.actor_rollout_ref.model.lora_rank else "model"
 
     def _send_first(self, version: int) -> None:
@@ -188,9 +197,14 @@ class Models:
         adapter goes on or the files are no safetensors, by way of a model that is given up again."""
         model, form = self.config.actor_rollout_ref.model, self._form
         folder = self._resumed or self.policy.folder
-        if form == "model" or (form in ("changed", "adapter") and model.lora_adapter_path is None):
+        itself = isinstance(self.policy, EmbeddedPolicy) and model.lora_adapter_path is None
+        if form == "model" or itself:
             first = WeightStream({}, lambda: iter(()))  # the engine has read them itself
-        elif model.lora_adapter_path is None and (found := stream_of_files(folder, self.policy.model)) is not None:
+        elif (
+            form == "saved"
+            and model.lora_adapter_path is None
+            and (found := stream_of_files(folder, self.policy.model)) is not None
+        ):
             first = found.held_as(self._held)
         else:
             whole = load_model(folder, self._held, attention=model.attn_implementation)
@@ -266,18 +280,18 @@ def _policy(
     cards: Cards,
     *,
     sampled: bool,
-    beside: Sequence[AnyPolicy] | None,
+    shared: SharedEngine | None,
 ) -> AnyPolicy:
     """The policy with the engine that the config names."""
     path, changes = config.actor_rollout_ref.model.path, config.actor_rollout_ref.model.override_config
     if not changes:
-        return _opened(config, path, run_dir, weights, cards, sampled=sampled, beside=beside)
+        return _opened(config, path, run_dir, weights, cards, sampled=sampled, shared=shared)
     folder, name = located(path)
     try:
         changed = with_config(folder, changes, run_dir / "model-config" / folder.name)
     except ModelConfigRefused as error:
         raise ConfigError(f"config key actor_rollout_ref.model.override_config: {error}") from error
-    policy = _opened(config, changed, run_dir, weights, cards, sampled=sampled, beside=beside)
+    policy = _opened(config, changed, run_dir, weights, cards, sampled=sampled, shared=shared)
     policy.name = name  # by which its renderer is found
     return policy
 
@@ -290,11 +304,11 @@ def _opened(
     cards: Cards,
     *,
     sampled: bool,
-    beside: Sequence[AnyPolicy] | None,
+    shared: SharedEngine | None,
 ) -> AnyPolicy:
     """The model at `path`, with its engine where it is sampled."""
     if sampled:
-        return _sampled(config, path, run_dir, weights, cards, beside)
+        return _sampled(config, path, run_dir, weights, cards, shared)
     held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
     attention = config.actor_rollout_ref.model.attn_implementation
     elsewhere = config.trainer.workers > 1
@@ -314,7 +328,7 @@ def _sampled(
     run_dir: Path,
     weights: Path | None,
     cards: Cards,
-    beside: Sequence[AnyPolicy] | None,
+    shared: SharedEngine | None,
 ) -> AnyPolicy:
     """The model at `path` with the engine that the config names."""
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
@@ -333,7 +347,7 @@ def _sampled(
             threads=rollout.num_threads,
             attention=model.attn_implementation,
             elsewhere=config.trainer.workers > 1,
-            beside=None if beside is None else [each for each in beside if isinstance(each, EmbeddedPolicy)],
+            beside=_of_kind(EmbeddedPolicy, shared),
         )
     urls = rollout.server_urls or ()
     common: dict[str, Any] = {
@@ -347,7 +361,19 @@ def _sampled(
     if rollout.name == "sglang":
         return SGLangPolicy(path, run_dir, urls=urls, **common)
     options = resolved_config.vllm_options(config, cards.placement, cards.names)
-    return VllmPolicy(path, options, run_dir, urls=urls, make=cards.server_maker(), **common)
+    beside = _of_kind(VllmPolicy, shared)
+    if shared is not None:
+        options = msgspec.structs.replace(options, adapters=len(shared.ranks), adapter_rank=max(shared.ranks))
+    make = None if beside else cards.server_maker()  # the servers are there already
+    return VllmPolicy(path, options, run_dir, urls=urls, make=make, beside=beside, **common)
+
+
+P = TypeVar("P", EmbeddedPolicy, VllmPolicy)
+
+
+def _of_kind(kind: type[P], shared: SharedEngine | None) -> list[P] | None:
+    """The policies that are made already; None where nobody shares an engine."""
+    return None if shared is None else [each.policy for each in shared.made if isinstance(each.policy, kind)]
 
 
 def _device(config: Config, cards: Cards) -> str:

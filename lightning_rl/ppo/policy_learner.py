@@ -20,7 +20,7 @@ from lightning_rl.ppo import batch as step_batch
 from lightning_rl.ppo import reporting, resolved_config, rollout_correction
 from lightning_rl.ppo.batch import StepBatch
 from lightning_rl.ppo.estimators import kl_controller_of, needs_critic
-from lightning_rl.ppo.models import Models
+from lightning_rl.ppo.models import Models, SharedEngine
 from lightning_rl.ppo.reporting import Reporter, memory_advice, timed
 from lightning_rl.ppo.resolved_config import StepRules
 from lightning_rl.ppo.rollout_correction import SamplerCheck
@@ -77,8 +77,8 @@ class PolicyLearner:
     def open(self, run: RunState, resumed: Path | None, learners: Sequence["PolicyLearner"]) -> None:
         """Load the models of the run, those of a checkpoint where there is one.
 
-        `learners` are all of the run: of adapters over the same weights the trainer has these once, and so has an
-        embedded engine, which samples all of them.
+        `learners` are all of the run: of adapters over the same weights the trainer has these once, and so has the
+        engine, which samples all of them.
         """
         self.run = run
         torch.manual_seed(self.config.data.seed)
@@ -86,11 +86,9 @@ class PolicyLearner:
         folder.mkdir(parents=True, exist_ok=True)
         weights = None if resumed is None else resumed / self.name
         with_critic = needs_critic(self.config, self.rules.batch.estimator)
-        own = engine_of_adapters(self.config)
-        same = [each for each in learners if each is not self and own and engine_of_adapters(each.config) == own]
         opened = [each for each in learners if hasattr(each, "models")]
-        beside = [each.models for each in opened if each in same] if same else None
-        self.models = Models(self.config, folder, with_critic=with_critic, resumed=weights, beside=beside)
+        shared = self._shared_engine(learners, opened)
+        self.models = Models(self.config, folder, with_critic=with_critic, resumed=weights, shared=shared)
         self.config = self.models.config
         self.rendered_as = self.models.policy.name
         base = base_of_adapter(self.config)
@@ -98,6 +96,16 @@ class PolicyLearner:
             if base is not None and base_of_adapter(other.config) == base:
                 lora.share_base(self.models.model, other.models.model)
                 return
+
+    def _shared_engine(
+        self, learners: "Sequence[PolicyLearner]", opened: "Sequence[PolicyLearner]"
+    ) -> SharedEngine | None:
+        own = engine_of_adapters(self.config)
+        same = [each for each in learners if own is not None and engine_of_adapters(each.config) == own]
+        if len(same) < 2:
+            return None
+        ranks = [each.config.actor_rollout_ref.model.lora_rank for each in same]
+        return SharedEngine(ranks, [each.models for each in opened if each in same])
 
     def start(self, served_name: str) -> None:
         """Start the engine, which is asked for by this name."""

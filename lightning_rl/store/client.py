@@ -260,9 +260,11 @@ class HttpStore:
         *,
         api_key: str | None = None,
         remote_model: str | None = None,
+        adapter: bool = False,
     ) -> dict[str, Any]:
         """Tell the gateway of an engine that samples `model`, or of a chat backend (kind `openai` or `litellm`) that
-        answers as it; the service knows the model as `remote_model`."""
+        answers as it; the service knows the model as `remote_model`. With `adapter` a vLLM server has each version of
+        the model as a LoRA adapter, loaded as `model@version`."""
         body = {
             "model": model,
             "kind": kind,
@@ -270,6 +272,7 @@ class HttpStore:
             "policy_version": policy_version,
             "api_key": api_key,
             "remote_model": remote_model,
+            "adapter": adapter,
         }
         return self._call("POST", "/engines", body, dict[str, Any])
 

@@ -64,6 +64,7 @@ async def _engine(request: EngineRequest, renderer: Renderer | None) -> Engine:
         policy_version=request.policy_version,
         logprobs=await probe(url) if request.kind == "vllm" else "raw",
         context=await probe_context(url),
+        adapter=request.adapter,
     )
 
 

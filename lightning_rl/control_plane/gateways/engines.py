@@ -23,7 +23,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     `embedded`, `vllm` and `sglang` are token engines; `policy_version` is that of their weights now. `openai` and
     `litellm` are frozen chat backends: `remote_model` is the model's name there (by default `model`), `api_key` the
-    service's key. `litellm` knows most URLs by itself.
+    service's key. `litellm` knows most URLs by itself. With `adapter` a vLLM server samples the model as a LoRA
+    adapter, each version of which is loaded there as `model@version`.
     """
 
     model: str
@@ -32,6 +33,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     policy_version: int = 0
     remote_model: str | None = None
     api_key: str | None = None
+    adapter: bool = False
 
     def __post_init__(self) -> None:
         if self.url is None and self.kind != "litellm":
@@ -40,6 +42,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"policy_version is for token engines; a model of kind {self.kind!r} is frozen")
         if not self.is_backend and (self.api_key is not None or self.remote_model is not None):
             raise ValueError(f"api_key and remote_model are for kinds 'openai' and 'litellm', not {self.kind!r}")
+        if self.adapter and self.kind != "vllm":
+            raise ValueError(f"adapter is for engines of kind 'vllm', not {self.kind!r}")
 
     def __repr__(self) -> str:
         return f"EngineRequest(model={self.model!r}, kind={self.kind!r}, url={self.url!r})"  # never the key
@@ -60,6 +64,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int  # of its weights now, as far as is known
     away: str | None = None
     in_flight: int = 0
+    adapter: bool = False
 
 
 class EngineDoor(Protocol):
@@ -106,6 +111,7 @@ class Engines:
             kind=request.kind,
             url=request.url,
             policy_version=request.policy_version,
+            adapter=request.adapter,
         )
         known = self._known.get(engine_id)
         if known is None:
@@ -139,7 +145,7 @@ class Engines:
         told = (self.told(info, now) for info in self._known.values() if info.kind not in _BACKENDS)
         return [
             msgspec.convert(
-                {"model": each.model, "kind": each.kind, "url": each.url, "policy_version": each.policy_version},
+                {name: getattr(each, name) for name in ("model", "kind", "url", "policy_version", "adapter")},
                 EngineRequest,
             )
             for each in told

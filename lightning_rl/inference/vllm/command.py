@@ -13,6 +13,7 @@ PLUGIN = Path(__file__).parent / "plugin"
 _BACKENDS = {"file": "lightning_rl_file"}  # as the plugin registers it; others are vLLM's own
 _CPU_CACHE_GIB = "1"
 _LEAST_BATCHED_TOKENS = 2048
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # which vLLM's kernels know
 _AS_THE_TRAINER_SEES = {"use_fast": False}  # PIL resizes (`lightning_rl.vision`); torchvision has other pixels
 
 
@@ -33,6 +34,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         host: the address where they listen; beyond the loopback whoever reaches it can change their weights.
         weight_transfer: how weights reach them (`transfer`).
         sleeps: they leave their GPU to the trainer while it trains.
+        adapters: of how many policies they sample adapters, each under a name per version; 0: of none.
+        adapter_rank: the largest rank of these.
         threads: cores of each on a CPU.
         flags: further ones, by name (`max_num_batched_tokens: 4096`); they win over ours.
     """
@@ -54,6 +57,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: bool = False
     weight_transfer: Literal["file", "ipc", "nccl"] = "file"
     sleeps: bool = False
+    adapters: int = 0
+    adapter_rank: int = 0
     threads: int = 1
     flags: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
@@ -84,6 +89,10 @@ def command(options: Options, port: int) -> list[str]:
         # vLLM 0.32 dies on a CPU where a request with a seed, as ours all are, is read in pieces (docs/engines.md).
         whole = max(options.context or 0, _LEAST_BATCHED_TOKENS)
         flags |= {"enable_chunked_prefill": False, "max_num_batched_tokens": whole, "enforce_eager": True}
+    if options.adapters:
+        # Of each policy two: answers that began before an update end with the adapter before it.
+        rank = next((each for each in _RANKS if each >= options.adapter_rank), options.adapter_rank)
+        flags |= {"enable_lora": True, "max_loras": 2 * options.adapters, "max_lora_rank": rank}
     words = [options.python, "-m", "vllm.entrypoints.openai.api_server"]
     return words + [word for name, value in {**flags, **options.flags}.items() for word in _words(name, value)]
 
@@ -95,6 +104,7 @@ def environment(
     added = {
         "VLLM_SERVER_DEV_MODE": "1",
         **({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if options.weight_transfer == "ipc" else {}),
+        **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if options.adapters else {}),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(PLUGIN), inherited.get("PYTHONPATH", "")])),
     }
     if options.device == "cpu":

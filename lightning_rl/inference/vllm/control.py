@@ -1,6 +1,7 @@
 """What is asked of a vLLM server over HTTP beside sampling: to take weights, to name their version, to prove them."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from lightning_rl.inference.weights.check import SampledTokens
 
 _SECONDS = 600.0  # a large file is read from a slow disk
 # After an error vLLM cuts the connection: each question has its own.
+_WITH_ADAPTERS = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 _HEADERS = {"content-type": "application/json", "connection": "close"}
 
 
@@ -72,6 +74,27 @@ class Control:
         """Take the memory of `weights` or of `kv_cache` again. Raises WeightsRefused."""
         self._order("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
 
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Sample the adapter in a `peft` folder for requests of that name, and for no older one of the name.
+
+        Answers that were begun with others end with these. Raises WeightsRefused.
+        """
+        if name in self._adapters():
+            self.unload_adapter(name)
+        try:
+            self._send("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        except VllmRefused as error:
+            advice = f"; start it with {_WITH_ADAPTERS}, as docs/engines.md says" if error.status == 404 else ""
+            raise WeightsRefused(f"{error}{advice}") from error
+
+    def unload_adapter(self, name: str) -> None:
+        """Take no more requests of that name; those under way end with it."""
+        if name in self._adapters():
+            self._send("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
+    def _adapters(self) -> set[str]:
+        return {each["id"] for each in self._ask("GET", "/v1/models")["data"]}
+
     def world_size(self) -> int:
         """Processes that hold a share of its weights."""
         return int(self._ask("GET", "/get_world_size")["world_size"])
@@ -80,10 +103,12 @@ class Control:
         """Whether it samples nothing until it is resumed."""
         return bool(self._ask("GET", "/is_paused")["is_paused"])
 
-    def sample(self, prompt: list[int], n: int, seed: int) -> SampledTokens:
-        """`n` tokens behind a prompt at temperature 1, whatever they are."""
+    def sample(self, prompt: list[int], n: int, seed: int, *, model: str | None = None) -> SampledTokens:
+        """`n` tokens behind a prompt at temperature 1, whatever they are; `model` is an adapter's name, if need be."""
         parameters = {"max_tokens": n, "temperature": 1.0, "seed": seed, "logprobs": 0, "ignore_eos": True}
-        body = {"token_ids": prompt, "sampling_params": parameters | {"detokenize": False}}
+        body: dict[str, Any] = {"token_ids": prompt, "sampling_params": parameters | {"detokenize": False}}
+        if model is not None:
+            body["model"] = model
         [choice] = self._ask("POST", "/inference/v1/generate", body)["choices"]
         return SampledTokens(choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]])
 
@@ -116,6 +141,10 @@ class Control:
             raise WeightsRefused(f"{error}{advice}") from error
 
     def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        found: dict[str, Any] = msgspec.json.decode(self._send(method, path, body) or b"{}")
+        return found
+
+    def _send(self, method: str, path: str, body: Any = None) -> bytes:
         sent = None if body is None else json.dumps(body).encode()
         try:
             response = self._pool.request(method, self.url + path, body=sent, headers=_HEADERS)
@@ -123,8 +152,7 @@ class Control:
             raise Unreached(f"vLLM at {self.url}{path} does not answer: {error}") from error
         if response.status != 200:
             raise VllmRefused(f"vLLM at {self.url}: {method} {path} answered {response.status}: ", response)
-        found: dict[str, Any] = msgspec.json.decode(response.data or b"{}")
-        return found
+        return response.data
 
 
 def _message(body: bytes) -> str:

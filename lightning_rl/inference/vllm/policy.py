@@ -4,62 +4,30 @@ Invariants: a server samples under a version only after it has taken the file of
 shapes are the trained model's; and what it then gives as log probabilities is compared with the model's own.
 """
 
-import logging
 import shutil
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial as bind
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
+from lightning_rl.inference.adapters import shareable
 from lightning_rl.inference.devices import free_unused_memory
 from lightning_rl.inference.load import device_of, load_model, located, skeleton
 from lightning_rl.inference.vllm.command import Options
-from lightning_rl.inference.vllm.control import Control, Unreached
-from lightning_rl.inference.vllm.server import VllmNotStarted, VllmServer
-from lightning_rl.inference.vllm.transfer import transfer_of
+from lightning_rl.inference.vllm.control import Unreached
+from lightning_rl.inference.vllm.replicas import WATCH_SECONDS, Member, Replicas, Server
+from lightning_rl.inference.vllm.server import VllmServer
+from lightning_rl.inference.vllm.transfer import AdapterTransfer, Transfer, transfer_of
 from lightning_rl.inference.weights.check import FLOAT32, LogProbs, SampledTokens, Tolerance, log_probs_of, prove
 from lightning_rl.inference.weights.stream import WeightStream, as_saved, stream_of
 from lightning_rl.vision import vision_of
 
-_RESTARTS = 3  # of one server; what ends it more often will not go away by itself
-_WATCH_SECONDS = 0.5
 _FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_log = logging.getLogger(__name__)
-
-
-class Server(Protocol):
-    """A server that is ours: `VllmServer`, here or on another machine."""
-
-    url: str
-
-    @property
-    def runs(self) -> bool: ...
-
-    def start(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-    def why(self) -> str: ...
-
-    def ask_to_stop(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-
-class _Member:
-    """A server, ours or (`server` None) somebody else's; one that is `away` has ended, or not taken its weights yet."""
-
-    def __init__(self, url: str, server: Server | None) -> None:
-        self.server = server
-        self.control = Control(url)
-        self.away = False
-        self.restarts = 0
 
 
 class VllmPolicy:
@@ -75,11 +43,15 @@ class VllmPolicy:
         train_dtype: of `model`.
         tolerance: how far log probabilities of server and model may be apart.
         elsewhere: others have the weights that are trained, and `model` has none.
+        beside: policies of adapters over the same weights, made before this one: where the model can be sampled with
+            several adapters at once, this one is sampled by their servers. None: nobody else may be, and servers get
+            whole models. Of `options.adapters` policies.
 
     `name` is what the gateway calls it, `folder` holds its tokenizer, `model` is the one that is trained. `on_outage`
     is called, from another thread, with True when no server is left that could answer, and with False when one is back.
     `make_room` is called before servers that sleep take memory, for their `weights` or for their `kv_cache`. `score` is
-    what the model says of tokens, by which servers are judged; None: nobody can say yet.
+    what the model says of tokens, by which servers are judged; None: nobody can say yet. `takes_adapter`: the servers
+    want the adapter alone (`training.lora.low_rank`).
     """
 
     takes_changes = False  # vLLM packs weights together, so it wants all of them
@@ -98,6 +70,7 @@ class VllmPolicy:
         tolerance: Tolerance = FLOAT32,
         attention: str | None = None,
         elsewhere: bool = False,
+        beside: "Sequence[VllmPolicy] | None" = None,
     ) -> None:
         self.folder, self.name = located(path)
         make_model = skeleton if elsewhere else load_model
@@ -109,20 +82,27 @@ class VllmPolicy:
         self.make_room: Callable[[str], None] = lambda what: free_unused_memory()
         context = options.context or model.config.get_text_config().max_position_embeddings
         sees = vision_of(self.folder, model) is not None
-        self._options = msgspec.structs.replace(options, model=str(self.folder), context=context, sees=sees)
+        self.takes_adapter = beside is not None and not (sees or options.sleeps) and shareable(model)
+        self._options = msgspec.structs.replace(
+            options,
+            model=str(self.folder),
+            context=context,
+            sees=sees,
+            adapters=options.adapters if self.takes_adapter else 0,
+        )
         self._tolerance = tolerance
         self._outbox = run_dir / "weights"
-        attached = [_Member(url, None) for url in urls]
-        own = [(make or _child)(self._options, run_dir, i) for i in range(0 if attached else options.servers)]
-        self._members = attached + [_Member(server.url, server) for server in own]
+        if beside and self.takes_adapter:
+            self.replicas: Replicas = beside[0].replicas
+        else:
+            attached = [Member(url, None) for url in urls]
+            own = [(make or _child)(self._options, run_dir, i) for i in range(0 if attached else options.servers)]
+            self.replicas = Replicas(attached + [Member(server.url, server) for server in own])
+        self.replicas.policies.append(self)
         self._version: int | None = None
         self._asleep = False
         self._proven = False
-        self._transfer = transfer_of(options.weight_transfer, run_dir / "weights", _FORMATS[options.dtype])
-        self._lock = threading.Lock()  # of the present weights, and of who has them
-        self._over = threading.Event()
-        self._failed: Exception | None = None
-        self._watcher = threading.Thread(target=self._watch, name="vLLM's watcher", daemon=True)
+        self._transfer: Transfer = transfer_of(options.weight_transfer, self._outbox, _FORMATS[options.dtype])
 
     def start(self) -> None:
         """Start the servers, which want weights then. Whoever calls this calls `close`, whatever comes between.
@@ -130,17 +110,15 @@ class VllmPolicy:
         Raises VllmNotStarted.
         """
         shutil.rmtree(self._outbox, ignore_errors=True)
-        own = [member.server for member in self._members if member.server is not None]
-        for server in own:
-            server.start()
-        for server in own:
-            server.wait()
-        self._watcher.start()
+        if self.takes_adapter:
+            self._transfer = AdapterTransfer(self._outbox, self.name)
+        self.replicas.start()
 
     def registrations(self) -> list[dict[str, Any]]:
         """What the gateway is told of the servers."""
         return [
             {"model": self.name, "kind": "vllm", "url": member.control.url, "policy_version": 0}
+            | ({"adapter": True} if self.takes_adapter else {})
             for member in self._members
         ]
 
@@ -154,7 +132,8 @@ class VllmPolicy:
         """Give every server new weights; returns when all that run sample with them. Calls should wait meanwhile.
 
         Args:
-            weights: the model, its whole state dict, or a stream of all under their names in the checkpoint.
+            weights: the model, its whole state dict, or a stream of all under their names in the checkpoint; or of the
+                adapter alone.
             version: the policy version of every token sampled from here on.
             partial: not possible here (`takes_changes`).
 
@@ -163,13 +142,13 @@ class VllmPolicy:
         if partial:
             raise ValueError("vLLM takes the whole model's weights, not some of them")
         own = weights if isinstance(weights, WeightStream) else as_saved(self.model, stream_of(weights))
-        with self._lock:
+        with self.replicas.lock:
             self._transfer.offer(own, version)
             self._version = version
             self._wake_and_give()
         while all(member.away for member in self._members):
             self.check()
-            self._over.wait(_WATCH_SECONDS)
+            self.replicas.over.wait(WATCH_SECONDS)
         self._compare()
 
     def prove(self) -> None:
@@ -202,7 +181,7 @@ class VllmPolicy:
     def wake(self) -> None:
         """See `sleep`: the servers have the present weights again, and room for what they compute."""
         if self._asleep:
-            with self._lock:
+            with self.replicas.lock:
                 self._wake_and_give()
 
     def _wake_and_give(self) -> None:
@@ -223,26 +202,28 @@ class VllmPolicy:
 
     def check(self) -> None:
         """Raise what ended a server for good, when something has."""
-        if self._failed is not None:
-            raise self._failed
+        self.replicas.check()
 
     def close(self) -> None:
-        """Stop the servers that are ours."""
-        self._over.set()
-        own = [member.server for member in self._members if member.server is not None]
-        for server in own:  # all at once
-            server.ask_to_stop()
-        for server in own:
-            server.stop()
-        if self._watcher.is_alive():
-            self._watcher.join()
-            for server in own:  # one may have been started again in between
-                server.stop()
-        for member in self._members:
-            member.control.close()
+        """Stop the servers that are ours, which then sample for nobody."""
+        self.replicas.close()
         shutil.rmtree(self._outbox, ignore_errors=True)
 
-    def _give(self, member: _Member) -> None:
+    def renew(self, member: Member) -> None:
+        """See `Sampled`."""
+        self._transfer.forget(member.control)
+        if not member.away:
+            self._give(member)
+
+    def tell_outage(self, away: bool) -> None:
+        """See `Sampled`."""
+        self.on_outage(away)
+
+    @property
+    def _members(self) -> Sequence[Member]:
+        return self.replicas.members
+
+    def _give(self, member: Member) -> None:
         """One server the present weights, if there are any yet. One of ours that does not answer is the watcher's."""
         if self._version is None:
             return
@@ -254,11 +235,12 @@ class VllmPolicy:
             member.away = True
             member.server.stop()
 
-    def _prove(self, member: _Member, score: LogProbs, version: int) -> None:
+    def _prove(self, member: Member, score: LogProbs, version: int) -> None:
         """Compare a server's log probabilities with the model's, unless it is paused. One of ours may have ended."""
 
         def sample(prompt: list[int], n: int) -> SampledTokens:
-            return member.control.sample(prompt, n, seed=version)
+            served = self._transfer.served_name if isinstance(self._transfer, AdapterTransfer) else None
+            return member.control.sample(prompt, n, seed=version, model=served)
 
         url = member.control.url
         try:
@@ -270,40 +252,6 @@ class VllmPolicy:
         except Unreached:
             if member.server is None:
                 raise
-
-    # The watcher's thread.
-
-    def _watch(self) -> None:
-        """Start again what has ended; what prevents that, whatever it is, is for `check` to raise."""
-        while not self._over.wait(_WATCH_SECONDS):
-            for member in self._members:
-                if member.server is not None and not member.server.runs:
-                    try:
-                        self._revive(member, member.server)
-                    except Exception as error:  # noqa: BLE001  # a full disk, say
-                        if not self._over.is_set():
-                            self._failed = error
-                        return
-
-    def _revive(self, member: _Member, server: Server) -> None:
-        member.away = True
-        why, member.restarts = server.why(), member.restarts + 1
-        if member.restarts > _RESTARTS:
-            raise VllmNotStarted(f"it ended {member.restarts} times; the last time: {why}")
-        _log.warning("%s\nit is started again (%d of %d times)", why, member.restarts, _RESTARTS)
-        alone = all(each.away for each in self._members)
-        if alone:
-            self.on_outage(True)
-        if self._over.is_set():
-            return
-        server.start()
-        server.wait()
-        with self._lock:  # an update meanwhile is not missed
-            self._transfer.forget(member.control)
-            member.away = False
-            self._give(member)
-        if alone and not member.away:
-            self.on_outage(False)
 
 
 def _child(options: Options, run_dir: Path, index: int) -> Server:

@@ -8,23 +8,29 @@ the server's version.
 
 import base64
 import importlib.util
+import json
 import pickle
+import secrets
+import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_rl.errors import Explained
+from lightning_rl.inference.adapters import A, B
 from lightning_rl.inference.vllm.control import Control
 from lightning_rl.inference.weights.stream import BUCKET_BYTES, WeightStream, write
 
 Way = Literal["file", "ipc", "nccl"]
+_VERSIONS = 4  # of an adapter, which servers know at once
 
 
 class NoVllm(Explained, ModuleNotFoundError):
@@ -95,6 +101,48 @@ class FileTransfer:
         self._knowing.discard(control)
 
 
+class AdapterTransfer:
+    """A `peft` folder for each version of an adapter, which servers sample under the name `name@version` from then on.
+
+    Answers that are under way end with the version that they began with, so nobody waits for an update. The folders are
+    new with each process: what a server computed with an adapter it knows again by its folder.
+    """
+
+    def __init__(self, outbox: Path, name: str) -> None:
+        self._outbox = outbox / secrets.token_hex(4)
+        self._name = name
+        self._folders: dict[int, Path] = {}  # by version, the newest last
+        self._given: dict[Control, list[str]] = {}
+
+    @property
+    def served_name(self) -> str:
+        """The name of what was offered last."""
+        return f"{self._name}@{list(self._folders)[-1]}"
+
+    def offer(self, weights: WeightStream, version: int) -> None:
+        """See `Transfer`; of an adapter's matrices (`training.lora.low_rank`)."""
+        folder = self._outbox.resolve() / f"{self._name}@{version}"
+        shutil.rmtree(folder, ignore_errors=True)
+        write_adapter(dict(weights), folder)
+        self._folders.pop(version, None)
+        self._folders[version] = folder
+        for old in list(self._folders)[:-_VERSIONS]:
+            shutil.rmtree(self._folders.pop(old))
+
+    def give(self, control: Control) -> None:
+        """See `Transfer`."""
+        name = self.served_name
+        control.load_adapter(name, list(self._folders.values())[-1])
+        given = self._given.setdefault(control, [])
+        given.append(name)
+        while len(given) > _VERSIONS:
+            control.unload_adapter(given.pop(0))
+
+    def forget(self, control: Control) -> None:
+        """See `Transfer`."""
+        self._given.pop(control, None)
+
+
 class DeviceTransfer:
     """vLLM's own: `ipc` or `nccl`. What is offered must not change until it is given. A stream is not held in between:
     whoever has its weights may move them."""
@@ -145,6 +193,30 @@ class DeviceTransfer:
         return NCCLTrainerInitInfo(
             rank=0, master_address=address, master_port=port, world_size=1 + control.world_size()
         )
+
+
+def write_adapter(weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write scaled matrices, by module (`inference.adapters`), as a `peft` adapter of one rank, which vLLM reads: where
+    ranks differ, zeros are added."""
+    modules = sorted(name.removesuffix(A) for name in weights if name.endswith(A))
+    rank = max(len(weights[name + A]) for name in modules)
+    padded: dict[str, Tensor] = {}
+    for name in modules:
+        a, b = (weights[name + end].detach().to("cpu", torch.float32) for end in (A, B))
+        missing = rank - len(a)
+        padded[f"base_model.model.{name}{A}"] = torch.nn.functional.pad(a, (0, 0, 0, missing)).contiguous()
+        padded[f"base_model.model.{name}{B}"] = torch.nn.functional.pad(b, (0, missing)).contiguous()
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,  # B is scaled already
+        "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
+        "bias": "none",
+    }
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(padded, folder / "adapter_model.safetensors")
 
 
 def _on_the_gpu_of(weights: WeightStream) -> AbstractContextManager[Any]:

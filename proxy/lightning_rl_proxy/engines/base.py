@@ -9,10 +9,12 @@ from lightning_rl_proxy.sampling import Sampling
 
 
 class EngineTokens(NamedTuple):
-    """Some sampled tokens with their logprobs (nats), or None where the engine gives none."""
+    """Some sampled tokens with their logprobs (nats), or None where the engine gives none; `version` is the policy
+    version that they are known to be of, None: what the gateway believes of the engine."""
 
     token_ids: list[int]
     logprobs: list[float] | None
+    version: int | None = None
 
 
 class EngineFinish(NamedTuple):

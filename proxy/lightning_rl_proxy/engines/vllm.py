@@ -15,7 +15,7 @@ import msgspec
 from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, EngineUnavailable, Load
 from lightning_rl_proxy.engines.client import Response
 from lightning_rl_proxy.engines.http import EngineConnection, Problem, events, refusal
-from lightning_rl_proxy.engines.probe import GENERATE, LogprobsMode
+from lightning_rl_proxy.engines.probe import GENERATE, MODELS, LogprobsMode
 from lightning_rl_proxy.engines.token_labels import Labelled, Labels, is_biased, known
 from lightning_rl_proxy.rendering.images import Shown
 from lightning_rl_proxy.sampling import Sampling
@@ -72,6 +72,7 @@ class _VllmGenerated(msgspec.Struct):
 
 
 class _Model(msgspec.Struct):
+    id: str = ""
     policy_version: int | None = None
     max_num_seqs: int | None = None
     waiting: int = 0
@@ -109,7 +110,8 @@ class TokenEngine:
     """One engine server. `kind` is `embedded` (its logprobs are of the effective temperature) or `vllm` (`logprobs`).
 
     A vLLM server labels its tokens with the policy version that it was told of last; what it sampled before is believed
-    to be of the version that it was registered with.
+    to be of the version that it was registered with. With `adapter` it samples this model as one of several adapters,
+    each version of which it knows as `model@version`: an answer is of the version that it began with, and ends with it.
     """
 
     def __init__(
@@ -123,8 +125,10 @@ class TokenEngine:
         logprobs: LogprobsMode = "raw",
         context: int | None = None,
         connections: int = 1024,
+        adapter: bool = False,
     ) -> None:
         self.model = model
+        self._adapter = adapter
         self.kind = kind
         self.policy_version = policy_version
         self.abilities = _ABILITIES[kind]
@@ -160,14 +164,19 @@ class TokenEngine:
             body["stream"] = True
         if media:
             body |= _shown(media) if self.kind == "embedded" else _content_parts(prompt, media)
-        await self._tell_version()
+        version: int | None = None
+        if self._adapter:
+            version = self.policy_version
+            body["model"] = f"{self.model}@{version}"
+        else:
+            await self._tell_version()
         async with self._server.post(GENERATE, body) as response:
             if not stream:
                 generated = _decoder.decode(await response.read())
                 [choice] = generated.choices
                 self._check_prompt(prompt, media, generated.prompt_token_ids)
-                yield _tokens(choice)
-                yield self._finish(choice, len(choice.token_ids))
+                yield _tokens(choice, version)
+                yield self._finish(choice, len(choice.token_ids), version)
                 return
             sampled = 0
             read = not media
@@ -177,27 +186,32 @@ class TokenEngine:
                     read = True
                 if choice.token_ids:
                     sampled += len(choice.token_ids)
-                    yield _tokens(choice)
+                    yield _tokens(choice, version)
                 if choice.finish_reason is not None:
-                    yield self._finish(choice, sampled)
+                    yield self._finish(choice, sampled, version)
                     return
 
     async def check(self) -> int | None:
-        """See `Engine`. The embedded engine knows its version, a vLLM server the label that it was told last."""
+        """See `Engine`. The embedded engine knows its version, a vLLM server the label that it was told last, or the
+        names of its adapters: -1 where it has none of this model."""
         status, _ = await self._server.get("/health")
         if status != 200:
             raise EngineUnavailable(f"{self.url}/health answered {status}")
-        status, body = await self._server.get("/v1/models" if self.kind == "embedded" else "/weight_info")
+        listed = self.kind == "embedded" or self._adapter
+        status, body = await self._server.get(MODELS if listed else "/weight_info")
         if status != 200:
             return None
-        if self.kind == "embedded":
+        if self._adapter:
+            names = (model.id.rpartition("@") for model in self._decoded(body, _Models).data)
+            return max((int(n) for model, _, n in names if model == self.model and n.isdecimal()), default=-1)
+        if listed:
             return self._decoded(body, _Models).data[0].policy_version
         return self._labels.fingerprint_of(self._decoded(body, _WeightInfo).weight_version)
 
     async def load(self) -> Load | None:
         """See `Engine`. A vLLM server with --disable-log-stats does not say."""
         if self.kind == "embedded":
-            status, body = await self._server.get("/v1/models")
+            status, body = await self._server.get(MODELS)
             if status != 200:
                 return None
             model = self._decoded(body, _Models).data[0]
@@ -209,11 +223,15 @@ class TokenEngine:
         return Load(int(sum(counts)), await self._told_capacity())
 
     async def pause(self) -> None:
-        """See `Engine`. A vLLM server has this route only with VLLM_SERVER_DEV_MODE=1."""
-        await self._order("/pause?mode=keep")
+        """See `Engine`. A vLLM server has this route only with VLLM_SERVER_DEV_MODE=1. Answers of an adapter go on:
+        they end with what they began with, and the server samples other models, too."""
+        if not self._adapter:
+            await self._order("/pause?mode=keep")
 
     async def resume(self) -> None:
         """See `Engine`."""
+        if self._adapter:
+            return
         await self._tell_version()
         await self._order("/resume")
 
@@ -291,12 +309,13 @@ class TokenEngine:
                 status=502,
             )
 
-    def _finish(self, choice: _VllmChoice, sampled: int) -> EngineFinish:
+    def _finish(self, choice: _VllmChoice, sampled: int, version: int | None) -> EngineFinish:
         stop = choice.stop_reason
         if stop is None and choice.finish_reason == "stop" and choice.token_ids:
             stop = choice.token_ids[-1]  # the model's own end of text, which vLLM does not name
         stop = stop if isinstance(stop, int) else None
-        versions = self._labels.ranges(choice.weight_versions, self.policy_version, sampled)
+        labelled = choice.weight_versions if version is None else None
+        versions = self._labels.ranges(labelled, self.policy_version if version is None else version, sampled)
         return EngineFinish(choice.finish_reason or "abort", stop, versions)
 
 
@@ -347,9 +366,9 @@ def _content_parts(prompt: list[int], media: Sequence[Shown]) -> dict[str, Any]:
     return {"token_ids": ids, "content_parts": parts, "return_token_ids": True}
 
 
-def _tokens(choice: _VllmChoice) -> EngineTokens:
+def _tokens(choice: _VllmChoice, version: int | None) -> EngineTokens:
     logprobs = None if choice.logprobs is None else known([entry.logprob for entry in choice.logprobs.content])
-    return EngineTokens(choice.token_ids, logprobs)
+    return EngineTokens(choice.token_ids, logprobs, version)
 
 
 def _reshaped(sampling: Sampling) -> bool:

@@ -219,7 +219,7 @@ class Router:
                                 generation.end(part)
                                 continue
                             self.received[model] += len(part.token_ids)
-                            generation.add(part, engine.policy_version)
+                            generation.add(part, engine.policy_version if part.version is None else part.version)
                             if not take(part):
                                 return
                 except EngineUnavailable as error:

@@ -1,5 +1,6 @@
 """The policies that a config means: what each has of its own, what is the run's, and when each learns."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 import lightning_rl as lrl
 from lightning_rl.config import ConfigError, compose
-from lightning_rl.config.policies import RunPolicy, policies_of
+from lightning_rl.config.policies import RunPolicy, engine_of_adapters, policies_of
 from lightning_rl.ppo import cards
 
 
@@ -122,3 +123,50 @@ def test_on_gpus_of_one_machine_each_policy_needs_some_of_its_own(monkeypatch: p
     engines = compose(given({"a": {}, "b": {}}, actor_rollout_ref={"rollout": {"name": "vllm"}}))
     with pytest.raises(ConfigError, match=r"policies.a.actor_rollout_ref.rollout.devices is not set: with several"):
         cards.check_apart(policies_of(engines))
+
+
+LORA = {"model": {"lora_rank": 4}}
+SERVED = {"rollout": {"name": "vllm", "server_urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}}
+
+
+@pytest.mark.parametrize(
+    ("common", "own", "shared"),
+    [
+        (LORA, {}, True),
+        (LORA, {"rollout": {"temperature": 0.5, "top_p": 0.9}, "model": {"lora_rank": 8}}, True),
+        (LORA, {"rollout": {"max_num_seqs": 8}}, False),
+        (LORA, {"model": {"path": "another"}}, False),
+        (LORA, {"model": {"lora_rank": 0}}, False),
+        ({}, {}, False),
+        (LORA | SERVED, {}, True),
+        (LORA | SERVED, {"rollout": {"top_p": 0.9}}, True),
+        (LORA | SERVED, {"rollout": {"temperature": 0.5}}, False),  # their log probabilities would be of another kind
+        (LORA | {"rollout": SERVED["rollout"] | {"name": "sglang"}}, {}, False),
+    ],
+)
+def test_adapters_over_the_same_weights_are_sampled_by_one_engine(
+    common: dict[str, Any], own: dict[str, Any], shared: bool
+) -> None:
+    config = compose(given({"a": {}, "b": {"actor_rollout_ref": own}}, actor_rollout_ref=common))
+    first, second = (engine_of_adapters(policy.config) for policy in policies_of(config))
+    assert (first is not None and first == second) == shared
+
+
+@pytest.mark.parametrize(
+    ("common", "own", "told"),
+    [
+        (LORA | SERVED, {}, None),
+        (SERVED, {}, r"policies.a and policies.b both have http://127.0.0.1:1 in .*rollout.server_urls: servers are"),
+        (SERVED, {"rollout": {"server_urls": ["http://127.0.0.1:3"]}}, None),
+        ({"rollout": {"name": "vllm", "devices": [1, 2]}}, {"rollout": {"devices": [2]}}, r"both have 2 in .*devices"),
+        ({"rollout": {"name": "vllm", "devices": [1]}}, {"rollout": {"devices": [2]}}, None),
+        (LORA | {"rollout": {"name": "vllm", "devices": [1]}}, {}, None),
+    ],
+)
+def test_policies_that_share_no_engine_name_none_in_common(
+    common: dict[str, Any], own: dict[str, Any], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cards, "device_of", lambda _: torch.device("cuda"))
+    config = compose(given({"a": {}, "b": {"actor_rollout_ref": own}}, actor_rollout_ref=common))
+    with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
+        cards.check_apart(policies_of(config))

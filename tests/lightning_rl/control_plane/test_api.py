@@ -492,6 +492,14 @@ def test_engines_are_registered_once(served) -> None:
         client.register_engine("m", "embedded", "http://127.0.0.1:1", 4)
 
 
+def test_an_engine_may_sample_a_model_as_an_adapter(served) -> None:
+    client = served.client()
+    assert client.register_engine("m", "vllm", "http://127.0.0.1:1", adapter=True)["adapter"]
+    assert served.attached[-1].adapter
+    with pytest.raises(Invalid, match="adapter is for engines of kind 'vllm', not 'sglang'"):
+        client.register_engine("m", "sglang", "http://127.0.0.1:1", adapter=True)
+
+
 def test_an_engine_registered_again_with_the_present_version_has_those_weights(served) -> None:
     client = served.client()
     client.register_engine("m", "vllm", "http://127.0.0.1:1")

@@ -60,10 +60,14 @@ def wire() -> Iterator[Wire]:
         server.shutdown()
 
 
-def with_client(wire: Wire, use: Callable[[TokenEngine], Coroutine[Any, Any, T]], logprobs: Any = "raw") -> T:
+def with_client(
+    wire: Wire, use: Callable[[TokenEngine], Coroutine[Any, Any, T]], logprobs: Any = "raw", **more: Any
+) -> T:
     async def work() -> T:
         url = f"http://127.0.0.1:{wire.server_port}"
-        engine = TokenEngine(model="m", kind="vllm", url=url, stop_token_ids=[9], policy_version=3, logprobs=logprobs)
+        engine = TokenEngine(
+            model="m", kind="vllm", url=url, stop_token_ids=[9], policy_version=3, logprobs=logprobs, **more
+        )
         try:
             return await use(engine)
         finally:
@@ -225,6 +229,39 @@ def test_tokens_without_a_label_are_of_the_version_at_registration(wire: Wire) -
     finish = with_client(wire, use)
     assert isinstance(finish, EngineFinish)
     assert [(v.version, v.start, v.end) for v in finish.version_spans] == [(3, 0, 1), (4, 1, 2)]
+
+
+def test_a_version_of_an_adapter_has_a_name_of_its_own_and_nobody_is_frozen(wire: Wire) -> None:
+    spans = [{"version": "default", "start": 0, "end": 2}]
+    wire.answer = {"choices": [{"token_ids": [1, 2], "finish_reason": "stop", "weight_versions": spans}]}
+
+    async def use(engine: TokenEngine) -> list[EngineTokens | EngineFinish]:
+        await engine.pause()
+        engine.policy_version = 4
+        await engine.resume()
+        parts = []
+        async for part in engine.generate([5], Sampling(), request_id="r"):
+            engine.policy_version = 5  # the weights are new while it answers
+            parts.append(part)
+        return parts
+
+    tokens, finish = with_client(wire, use, adapter=True)
+    assert wire.paths == ["/inference/v1/generate"]
+    assert wire.asked["model"] == "m@4"
+    assert isinstance(tokens, EngineTokens)
+    assert tokens.version == 4
+    assert isinstance(finish, EngineFinish)
+    assert [(v.version, v.start, v.end) for v in finish.version_spans] == [(4, 0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("names", "version"),
+    [(["base", "m@4", "m@11", "other@12", "m@x"], 11), (["base", "m"], -1)],
+)
+def test_the_newest_adapter_of_a_server_is_its_version(wire: Wire, names: list[str], version: int) -> None:
+    listed = {"data": [{"id": name} for name in names]}
+    wire.told = {"/health": b"", "/v1/models": json.dumps(listed).encode()}
+    assert with_client(wire, lambda engine: engine.check(), adapter=True) == version
 
 
 METRICS = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -49,6 +49,16 @@ def test_logprobs_are_of_what_was_sampled_from(processed: bool, mode: str) -> No
     assert flags(command(options(processed_logprobs=processed), 1))["--logprobs-mode"] == mode
 
 
+@pytest.mark.parametrize(("rank", "told"), [(1, "1"), (5, "8"), (16, "16"), (600, "600")])
+def test_adapters_are_loaded_while_it_runs_two_of_each_policy(rank: int, told: str) -> None:
+    asked = flags(command(options(adapters=3, adapter_rank=rank), 1))
+    assert (asked["--max-loras"], asked["--max-lora-rank"]) == ("6", told)
+    assert "--enable-lora" in asked
+    assert environment(options(adapters=3))["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "--enable-lora" not in flags(command(options(), 1))
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in environment(options())
+
+
 def test_on_a_cpu_prompts_are_read_whole_and_nothing_is_compiled() -> None:
     asked = flags(command(options(device="cpu", context=512), 1))
     assert "--no-enable-chunked-prefill" in asked

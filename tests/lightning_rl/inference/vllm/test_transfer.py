@@ -1,5 +1,6 @@
 """How weights reach a server: whole files that replace each other, told in order; and a policy that sleeps."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,13 @@ from safetensors.torch import load_file
 
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.policy import VllmPolicy
-from lightning_rl.inference.vllm.transfer import FileTransfer, address_towards, buffer_bytes, transfer_of
+from lightning_rl.inference.vllm.transfer import (
+    AdapterTransfer,
+    FileTransfer,
+    address_towards,
+    buffer_bytes,
+    transfer_of,
+)
 from lightning_rl.inference.weights.stream import WeightStream, stream_of
 
 CHECKPOINT = Path(__file__).parents[4] / "examples" / "sql_agent" / "checkpoint"
@@ -54,6 +61,38 @@ def test_a_version_replaces_the_one_before(tmp_path: Path) -> None:
         transfer.give(server)
     assert [path.name for path in tmp_path.iterdir()] == ["version-4.safetensors"]
     assert len([told for told in server.told if isinstance(told, dict) and "shapes" in told]) == 1
+
+
+def test_an_adapter_is_a_peft_folder_of_one_rank_and_a_name_for_each_version(tmp_path: Path) -> None:
+    class Adapters:
+        def __init__(self) -> None:
+            self.loaded: dict[str, Path] = {}
+
+        def load_adapter(self, name: str, folder: Path) -> None:
+            self.loaded[name] = folder
+
+        def unload_adapter(self, name: str) -> None:
+            del self.loaded[name]
+
+    server: Any = Adapters()
+    transfer = AdapterTransfer(tmp_path, "planner")
+    small = {"q.lora_A.weight": torch.ones(2, 3), "q.lora_B.weight": 0.5 * torch.ones(4, 2)}
+    large = {"l.0.up.lora_A.weight": torch.ones(5, 3), "l.0.up.lora_B.weight": torch.ones(6, 5)}
+    for version in range(7):
+        transfer.offer(stream_of(small | large), version)
+        transfer.give(server)
+    assert list(server.loaded) == [f"planner@{version}" for version in (3, 4, 5, 6)]
+    assert sorted(each.name for each in server.loaded["planner@6"].parent.iterdir()) == list(server.loaded)
+    said = json.loads((server.loaded["planner@6"] / "adapter_config.json").read_text())
+    assert (said["r"], said["lora_alpha"], said["target_modules"]) == (5, 5, ["q", "up"])
+    held = load_file(server.loaded["planner@6"] / "adapter_model.safetensors")
+    a, b = (held[f"base_model.model.q.lora_{each}.weight"] for each in "AB")
+    assert (a.shape, b.shape) == ((5, 3), (4, 5))
+    assert torch.equal(b @ a, small["q.lora_B.weight"] @ small["q.lora_A.weight"])
+    other = AdapterTransfer(tmp_path, "planner")  # of another process: a folder that no server knows
+    other.offer(stream_of(small), 6)
+    other.give(server)
+    assert server.loaded["planner@6"].parent != server.loaded["planner@5"].parent
 
 
 def test_a_server_that_was_started_again_is_told_what_to_expect_again(tmp_path: Path) -> None:
