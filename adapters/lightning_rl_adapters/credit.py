@@ -6,7 +6,7 @@ of arrival in the attempt. A call that a strategy does not name is pushed nowher
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Final
 
@@ -17,6 +17,7 @@ from lightning_rl_adapters.forest import Forest, Node
 GROUP: Final = "group"  # compared with the other rollouts of its group
 FINAL: Final = "reward"  # the name that the final reward goes by
 _STATE: Final = "state:"
+_PROMPT: Final = "prompt:"
 
 
 class Rewards(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,8 +33,9 @@ class Credit(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """What a call is reinforced by.
 
     `compared_with` names those whose mean is its baseline: `GROUP`, or a part of the group that only some calls belong
-    to (`agent:write`, or the `state:...` that they were sampled in); None: the number is relative already, and is the
-    advantage. Its advantage is multiplied by `weight`; that of `plus`, a second credit, is added to it.
+    to (`agent:write`, the `state:...` that they were sampled in, or the rollouts in which a call had this `prompt:...`,
+    GROUP where no other had); None: the number is relative already, and is the advantage. Its advantage is multiplied
+    by `weight`; that of `plus`, a second credit, is added to it.
     """
 
     reward: float
@@ -181,6 +183,46 @@ def step_groups(gamma: float, weight: float = 1.0) -> Strategy:
     return strategy
 
 
+def counterfactual(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
+    """The final reward to every call of the task, compared with the rollouts of the group in which a call of the same
+    model answered the very same prompt (a counterfactual baseline, as of arXiv 1705.08926, from samples): with all that
+    came before the call as it was, what the others have done then. Where no other rollout has, with the group.
+    """
+    states = prompts(forest)
+    return {
+        call_id: Credit(each.reward, _PROMPT + states[call_id]) if call_id in states else each
+        for call_id, each in final(forest, rewards).items()
+    }
+
+
+def settled(credits: Sequence[Mapping[str, Credit]], groups: Sequence[Hashable]) -> list[dict[str, Credit]]:
+    """The credits of rollouts, by call, with GROUP in place of a prompt that no other rollout of the group had.
+
+    Args:
+        credits: per rollout, call id -> credit. Length N.
+        groups: the group of each rollout, length N.
+    """
+    rollouts: dict[tuple[Hashable, str], set[int]] = {}
+    for rollout, of_rollout in enumerate(credits):
+        for each in of_rollout.values():
+            if is_prompt(each.compared_with):
+                rollouts.setdefault((groups[rollout], each.compared_with or ""), set()).add(rollout)
+    return [
+        {
+            call_id: msgspec.structs.replace(each, compared_with=GROUP)
+            if is_prompt(each.compared_with) and len(rollouts[group, each.compared_with or ""]) == 1
+            else each
+            for call_id, each in of_rollout.items()
+        }
+        for of_rollout, group in zip(credits, groups, strict=True)
+    ]
+
+
+def is_prompt(compared_with: str | None) -> bool:
+    """Whether a name of `Credit.compared_with` is that of a prompt, where rollouts are compared that had it."""
+    return compared_with is not None and compared_with.startswith(_PROMPT)
+
+
 def is_state(compared_with: str) -> bool:
     """Whether a name of `Credit.compared_with` is that of a state, where each call is compared for itself."""
     return compared_with.startswith(_STATE)
@@ -246,6 +288,7 @@ def by_name(name: str, *, gamma: float = 1.0, step_weight: float = 1.0) -> Strat
         "return_to_go": return_to_go(gamma),
         "per_agent": per_agent,
         "leave_one_out": leave_one_out,
+        "counterfactual": counterfactual,
         "step_groups": step_groups(gamma, step_weight),
     }
     return strategies[name]

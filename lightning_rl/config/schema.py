@@ -679,7 +679,15 @@ class CreditConfig(Section, frozen=True):
 
     strategy: Annotated[
         Literal[
-            "final", "last_call", "discounted", "per_step", "return_to_go", "per_agent", "leave_one_out", "step_groups"
+            "final",
+            "last_call",
+            "discounted",
+            "per_step",
+            "return_to_go",
+            "per_agent",
+            "leave_one_out",
+            "counterfactual",
+            "step_groups",
         ],
         effect("how rewards become the credit of calls; final: every call has the final reward"),
     ] = "final"

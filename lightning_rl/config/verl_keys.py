@@ -230,7 +230,9 @@ RULES: list[Rule] = [
     ),
     _off("*.model.lora.rank", "set actor_rollout_ref.model.lora_rank: `lora.rank` is Megatron's"),
     _same(
-        "*.model.lora.merge", "an engine always gets an adapter in its weights; `lora_export` is for the final model"
+        "*.model.lora.merge",
+        "an engine gets one adapter in its weights, those of several policies as they are; `lora_export` is for the "
+        "final model",
     ),
     _same("*.model.lora.*", "of Megatron's adapters; those of FSDP are `actor_rollout_ref.model.lora_rank`, ..."),
     _same(

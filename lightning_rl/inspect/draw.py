@@ -13,7 +13,7 @@ from lightning_rl.inspect.recorded import RunForks
 from lightning_rl.inspect.trained import CallTraining, RolloutTraining
 from lightning_rl.store.contract import Log
 from lightning_rl.trajectories.step_record import PlusRecord
-from lightning_rl_adapters.credit import is_state
+from lightning_rl_adapters.credit import is_prompt, is_state
 from lightning_rl_adapters.rows import Row
 
 _SAID = 48  # characters of what was asked, and of what was answered
@@ -198,7 +198,11 @@ def _credit(credit: float, part: CallTraining | PlusRecord) -> str:
     """A credit, and what it is compared with."""
     if part.compared_with is None:
         return f"credit {_n(credit)}, relative already"
-    others = "calls with the same prompt" if is_state(part.compared_with) else part.compared_with
+    others = part.compared_with
+    if is_state(others):
+        others = "calls with the same prompt"
+    elif is_prompt(others):
+        others = "rollouts with the same prompt"
     if math.isinf(part.scale):
         return f"credit {_n(credit)}, nobody in {others} to compare with"
     return f"credit {_n(credit)}, compared with {others}, baseline {_n(part.baseline)}, scale {_n(part.scale)}"

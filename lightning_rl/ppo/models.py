@@ -365,7 +365,14 @@ def _sampled(
     if shared is not None:
         options = msgspec.structs.replace(options, adapters=len(shared.ranks), adapter_rank=max(shared.ranks))
     make = None if beside else cards.server_maker()  # the servers are there already
-    return VllmPolicy(path, options, run_dir, urls=urls, make=make, beside=beside, **common)
+    policy = VllmPolicy(path, options, run_dir, urls=urls, make=make, beside=beside, **common)
+    if shared is not None and not policy.takes_adapter and (urls or options.device == "cuda"):
+        raise ConfigError(
+            "policies with adapters over one model would share vLLM's servers, and this model cannot be sampled with "
+            "several at once: it reads images, has experts that are modules of their own, or vLLM sleeps on the GPU of "
+            "the trainer; give each policy actor_rollout_ref.rollout.devices, or server_urls, of its own"
+        )
+    return policy
 
 
 P = TypeVar("P", EmbeddedPolicy, VllmPolicy)

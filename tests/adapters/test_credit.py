@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from lightning_rl_adapters import credit, forest
 from lightning_rl_adapters.call import Call
-from lightning_rl_adapters.credit import Credit, CreditError, Rewards, Strategy
+from lightning_rl_adapters.credit import GROUP, Credit, CreditError, Rewards, Strategy
 from lightning_rl_adapters.forest import Forest
 from tests.adapters.forests import attempts, make_call
 
@@ -46,6 +46,7 @@ STEPS = Rewards(final=1.0, of_calls={"c0": {"tool": 0.5}, "c1": {"tool": -1.0, "
         (credit.return_to_go(1.0), Rewards(of_calls={"c1": {"tool": 3.0}}), {"c0": 3.0, "c1": 3.0, "c2": 0.0}),
         (credit.per_agent, Rewards(final=2.0, named={"reward": 2.0}), {"c0": 2.0, "c1": 2.0, "c2": 2.0}),
         (credit.leave_one_out, STEPS, {"c0": 1.0, "c1": 1.0, "c2": 1.0}),  # no fork, so nobody to leave out
+        (credit.counterfactual, STEPS, {"c0": 1.0, "c1": 1.0, "c2": 1.0}),
         (credit.step_groups(0.5), STEPS, {"c0": 1.0, "c1": 1.0, "c2": 1.0}),
         (credit.step_groups(0.5), Rewards(of_calls={"c1": {"tool": 3.0}}), {"c0": 3.0, "c1": 3.0, "c2": 3.0}),
     ],
@@ -57,7 +58,7 @@ def test_a_line_of_three_calls(strategy: Strategy, rewards: Rewards, expected: d
 @pytest.mark.parametrize(
     "strategy",
     [credit.by_name(name, gamma=0.9) for name in ("final", "last_call", "discounted", "per_step", "return_to_go",
-                                                  "per_agent", "leave_one_out", "step_groups")],
+                                                  "per_agent", "leave_one_out", "counterfactual", "step_groups")],
 )  # fmt: skip
 def test_without_a_reward_nobody_has_credit(strategy: Strategy) -> None:
     assert credit.assign(strategy, THREE, Rewards()) == {}
@@ -68,6 +69,7 @@ def test_without_a_reward_nobody_has_credit(strategy: Strategy) -> None:
     ("strategy", "expected"),
     [
         (credit.final, {"c0": 2.0, "c1": 2.0}),
+        (credit.counterfactual, {"c0": 2.0, "c1": 2.0}),
         (credit.last_call, {"c1": 2.0}),
         (credit.discounted(0.5), {"c0": 1.0, "c1": 2.0}),
     ],
@@ -240,3 +242,21 @@ def test_which_of_equal_siblings_was_rewarded_changes_nothing_but_whose_credit_i
     by_reward = {of_calls[call_id]["test"]: found[call_id].reward for call_id in of_calls}
     assert by_reward == {0.0: -2.5, 1.0: -1.0, 4.0: 3.5}
     assert sum(by_reward.values()) == 0
+
+
+def test_a_call_is_compared_with_rollouts_that_had_its_prompt_and_else_with_the_group() -> None:
+    """b and c go on behind the same answer; a has another one there, and asks its second call twice."""
+    begin, second = make_call(0, None, response=1), make_call(1, 0, response=1)
+    a = forest.build([replace(begin, response_ids=[7]), second, make_call(2, 0)])
+    b, c = (forest.build([begin, replace(second, response_ids=[last])]) for last in (8, 9))
+    credits = [credit.assign(credit.counterfactual, one, Rewards(final=1.0)) for one in (a, b, c)]
+    ours = credit.settled(credits, ["g", "g", "g"])
+    assert [ours[0][name].compared_with for name in ("c1", "c2")] == [GROUP, GROUP]  # with itself alone
+    first = {one["c0"].compared_with for one in ours}
+    assert len(first) == 1
+    assert first != {GROUP}
+    assert ours[1]["c1"].compared_with == ours[2]["c1"].compared_with != GROUP
+    assert ours[1]["c1"].compared_with not in first
+    apart = credit.settled(credits, ["g", "g", "other"])
+    assert apart[1]["c1"].compared_with == apart[2]["c0"].compared_with == GROUP
+    assert credit.settled(ours, ["g", "g", "g"]) == ours

@@ -377,6 +377,24 @@ def test_steps_from_the_same_prompt_are_compared_across_rollouts_and_within_one(
     assert [within.parts[0].estimates[c].advantage for c in ("c0", "c1", "c2")] == [0.0, 1.5, -1.5]
 
 
+def test_a_call_does_not_pay_for_what_came_before_it() -> None:
+    """Two plans, 7 and 8, of which one is worth 0.8 more; behind each the second call has the better word, or not."""
+
+    def played(name: str, plan: int, word: int, reward: float) -> Trajectory:
+        first, second = make_call(0, None, response=1), make_call(1, 0, response=1)
+        return rollout(name, replace(first, response_ids=[plan]), replace(second, response_ids=[word]), reward=reward)
+
+    step = [played("a", 7, 1, 1.0), played("b", 7, 2, 0.8), played("c", 8, 1, 0.2), played("d", 8, 2, 0.0)]
+    rules = BatchRules(strategy=credit.counterfactual, norm_by_std=False, estimator=ESTIMATORS["rloo"])
+    found = records(build(step, rules), [])
+    plans = [record.calls["c0"].advantage for record in found]
+    assert plans == pytest.approx([1 - 1 / 3, 0.8 - 0.4, 0.2 - 0.6, -2 / 3])
+    assert [record.calls["c1"].advantage for record in found] == pytest.approx([0.2, -0.2, 0.2, -0.2])
+    lone = records(build([*step[:1], *step[2:]], rules), [])[0]  # nobody else has its plan: compared with the group
+    assert lone.calls["c1"].compared_with == "group"
+    assert lone.calls["c1"].advantage == lone.calls["c0"].advantage == pytest.approx(0.9)
+
+
 def test_long_answers_cost_and_the_record_says_how_much() -> None:
     buffer = OverlongBuffer(max_length=10, length=4, factor=0.5)
     step = [rollout("a", make_call(0, None, response=8)), rollout("b", make_call(0, None, response=2))]
@@ -696,7 +714,7 @@ def test_whatever_the_rules_every_token_is_trained_once_or_excluded_by_name(
     overlong = data.draw(st.sampled_from(["drop_row", "drop_rollout", "truncate_left", "truncate_response"]))
     cut = overlong.startswith("truncate")
     max_tokens = data.draw(st.integers(3, 20))
-    named = data.draw(st.sampled_from(["final", "last_call", "return_to_go", "step_groups"]))
+    named = data.draw(st.sampled_from(["final", "last_call", "return_to_go", "counterfactual", "step_groups"]))
     strategy = credit.by_name(named, gamma=0.9)
     estimator = ESTIMATORS[data.draw(st.sampled_from(["grpo", "opo", "gdpo", "reinforce_plus_plus", "gae"]))]
     trajectories = [

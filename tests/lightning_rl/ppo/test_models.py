@@ -16,7 +16,7 @@ from lightning_rl.config import ConfigError, compose
 from lightning_rl.inference.load import AttentionUnknown, load_model
 from lightning_rl.inference.weights.check import Tolerance
 from lightning_rl.ppo import resolved_config
-from lightning_rl.ppo.models import Models
+from lightning_rl.ppo.models import Models, SharedEngine
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.chat_template import text_of
 from lightning_rl.training.reference import Reference
@@ -430,3 +430,16 @@ def test_groups_of_workers_are_a_part_of_all(fsdp_size: int) -> None:
     )
     with pytest.raises(ConfigError, match=rf"fsdp_size={fsdp_size}: .* give a divisor of 4"):
         resolved_config._check_workers(config)
+
+
+def test_policies_whose_model_takes_one_adapter_at_a_time_share_no_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would send merged weights to the same servers."""
+    rollout = {"name": "vllm", "server_urls": ["http://127.0.0.1:1"]}
+    model = {"path": str(CHECKPOINT), "lora_rank": 2}
+    config = compose({"actor_rollout_ref": {"model": model, "rollout": rollout}, "trainer": {"device": "cpu"}})
+    Models(config, tmp_path, with_critic=False, shared=SharedEngine([2, 2], [])).close()
+    monkeypatch.setattr("lightning_rl.inference.vllm.policy.shareable", lambda _: False)
+    with pytest.raises(ConfigError, match=r"cannot be sampled with several at once.* server_urls, of its own"):
+        Models(config, tmp_path, with_critic=False, shared=SharedEngine([2, 2], []))
