@@ -540,7 +540,7 @@ class EmbeddedEngine:
         self._updated(version)
 
     def _updated(self, version: int, adapter: int = 0) -> None:
-        if self._torn:
+        if self._torn and adapter == 0:
             self._policy.refresh()
             self._torn = False
         self._served[adapter].version = version

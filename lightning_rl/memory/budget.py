@@ -223,12 +223,13 @@ class _Count:
 
     def shared_between(self) -> dict[tuple[Any, ...], int]:
         """Of `between`, what is under an adapter."""
-        actor, place = self._traced.actor, self._config.actor_rollout_ref.actor.fsdp_config
+        ours = self._config.actor_rollout_ref
+        actor, place = self._traced.actor, ours.actor.fsdp_config
         found: dict[tuple[Any, ...], int] = {}
         if (base := base_of_adapter(self._config)) is not None and not place.param_offload:
             # What is trained has a gradient of its own size.
             found["trainer", *base] = self._held(actor, "weights", place) - self._held(actor, "gradients", place)
-        if (engine := engine_of_adapters(self._config)) is not None:
+        if ours.rollout.name == "embedded" and (engine := engine_of_adapters(self._config)) is not None:
             found["engine", *engine] = self._traced.parameters * sampled_dtype(self._config).itemsize
         return found
 

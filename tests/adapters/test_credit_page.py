@@ -7,7 +7,7 @@ from tests.pages import ROOT, check_examples
 
 
 def test_its_examples_print_what_it_says() -> None:
-    assert check_examples("docs/concepts/credit.md") == 6
+    assert check_examples("docs/concepts/credit.md") == 7
 
 
 def test_it_names_every_strategy() -> None:

@@ -3,13 +3,15 @@
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from lightning_rl.inference.adapters import shareable
+from lightning_rl.inference.adapters import Adapters, shareable
 from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.inference.engine import EmbeddedEngine
 from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling
@@ -209,3 +211,23 @@ def test_experts_of_their_own_are_not_given_every_token() -> None:
     model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(VOCAB, VOCAB)])})
     assert not shareable(model)
     assert shareable(nn.ModuleDict({"layer": nn.Linear(VOCAB, VOCAB)}))
+
+
+def test_a_module_whose_matrix_is_turned_round_has_its_adapter_too() -> None:
+    """GPT-2's; of three rows with two columns each the last has no adapter."""
+    model = nn.ModuleDict({"layer": Conv1D(5, 3)})
+    adapters = Adapters(model)
+    a, b = torch.randn(2, 3), torch.randn(5, 2)
+    adapters.put(1, {"layer.lora_A.weight": a, "layer.lora_B.weight": b})
+    adapters.put(2, {"layer.lora_A.weight": 2 * a, "layer.lora_B.weight": b})
+    adapters.hook()
+    adapters.begin(np.array([2, 1, 0]), 2)
+    inputs = torch.randn(3, 2, 3)
+    layer = model["layer"]
+    bare = inputs @ layer.weight + layer.bias
+    factors = torch.tensor([2.0, 1.0, 0.0])[:, None, None]
+    assert torch.allclose(layer(inputs), bare + factors * (inputs @ (b @ a).T), atol=1e-5)
+    adapters.put(2, {})
+    adapters.hook()
+    factors[0] = 0
+    assert torch.allclose(layer(inputs), bare + factors * (inputs @ (b @ a).T), atol=1e-5)

@@ -162,6 +162,13 @@ def test_what_adapters_share_is_held_once(tmp_path: Path, monkeypatch: pytest.Mo
     # The engine of c is another one, and a and b share theirs.
     assert more("a") == pytest.approx((rest + caches["b"]) + (rest + 10 * GIB + caches["c"]))
     own = caches["c"] - alone[""].phases[0].parts["kv cache"]
+    served = [*words[:2], f"{ROLLOUT}name=vllm", f"{ROLLOUT}devices=[1]"]
+    one, two = (
+        plan.budgets(configured(*given), stated("2x80"), on_gpu=True)
+        for given in (served, [*served, "policies.a.train_every=1", "policies.b.train_every=1"])
+    )
+    updates = [next(p.total for p in each.phases if p.name == "update of the policy") for each in (two["a"], one[""])]
+    assert updates[0] - updates[1] == pytest.approx(rest)  # the engine is on another GPU
     assert more("c") == pytest.approx(own + (rest + 10 * GIB + caches["a"]) + (rest + caches["b"]))
 
 
