@@ -1,10 +1,11 @@
 """Adapters of several policies by one embedded engine, against an engine with merged weights for each.
 
-    python benchmarks/adapters.py [--repeats 5] [--threads 2] [--policies 2]
+    python benchmarks/adapters.py [--repeats 3] [--threads 1] [--policies 2]
 
 Random models: of the quickstart's size with prompts of 40 tokens and 32 new ones, and of 100M parameters with 300 and
 128; adapters of rank 16 on all linear layers. Every policy has eight prompts at a time, all different. The two ways
-take turns; medians, in tokens a second, and the bytes of weights that the engines hold.
+take turns; medians of CPU milliseconds a token and of tokens a second, and the bytes of weights that the engines hold.
+Each engine has `--threads` cores, so one engine has fewer than one for each.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,15 +86,26 @@ def sample(engines: list[tuple[EmbeddedEngine, int]], size: int, new: int) -> No
     done.wait()
 
 
-def rates(ways: Mapping[str, Callable[[], None]], tokens: int, repeats: int) -> dict[str, float]:
-    """Tokens a second of each; they take turns, and the first turn does not count."""
-    taken: dict[str, list[float]] = {name: [] for name in ways}
+class Cost(NamedTuple):
+    """Of a token: CPU milliseconds, and how many there are in a second."""
+
+    cpu: float
+    rate: float
+
+
+def costs(ways: Mapping[str, Callable[[], None]], tokens: int, repeats: int) -> dict[str, Cost]:
+    """What each way costs; they take turns, and the first turn does not count."""
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for _ in range(repeats + 1):
         for name, way in ways.items():
-            start = time.perf_counter()
+            cpu, wall = time.process_time(), time.perf_counter()
             way()
-            taken[name].append(time.perf_counter() - start)
-    return {name: tokens / statistics.median(each[1:]) for name, each in taken.items()}
+            taken[name].append((time.process_time() - cpu, time.perf_counter() - wall))
+    found: dict[str, Cost] = {}
+    for name, each in taken.items():
+        cpu, wall = (statistics.median(one) for one in zip(*each[1:], strict=True))
+        found[name] = Cost(1e3 * cpu / tokens, tokens / wall)
+    return found
 
 
 def weight_bytes(*states: Mapping[str, Tensor]) -> int:
@@ -109,13 +122,13 @@ def compare(name: str, model: nn.Module, size: int, new: int, asked: argparse.Na
         shared.update_adapter(shared.add_adapter(), each, 1)
     apart = []
     for each in models:
-        engine = EmbeddedEngine(copy.deepcopy(model), threads=max(1, asked.threads // asked.policies))
+        engine = EmbeddedEngine(copy.deepcopy(model), threads=asked.threads)
         engine.update_weights(lora.changed(each), 1, partial=True)
         apart.append(engine)
     for engine in (shared, *apart):
         engine.start()
     try:
-        found = rates(
+        found = costs(
             {
                 "one": lambda: sample([(shared, number + 1) for number in range(asked.policies)], size, new),
                 "each": lambda: sample([(engine, 0) for engine in apart], size, new),
@@ -130,15 +143,16 @@ def compare(name: str, model: nn.Module, size: int, new: int, asked: argparse.Na
     held = {"one": whole + weight_bytes(*low), "each": asked.policies * whole}
     print(name, flush=True)
     for way, words in (("one", "one engine"), ("each", "an engine for each")):
-        print(f"  {words:<18} {found[way]:7.0f} tokens/s {held[way] / 2**20:6.0f} MiB", flush=True)
-    print(f"  ratio {found['one'] / found['each']:.2f}", flush=True)
+        cpu, rate = found[way]
+        print(f"  {words:<18} {cpu:8.2f} CPU ms/token {rate:7.0f} tokens/s {held[way] / 2**20:6.0f} MiB", flush=True)
+    print(f"  CPU, one to each: {found['one'].cpu / found['each'].cpu:.2f}", flush=True)
 
 
 def main() -> None:
     """Both sizes."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2, help="of all engines of a way together")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="of an engine")
     parser.add_argument("--policies", type=int, default=2)
     asked = parser.parse_args()
     compare("0.9M, 40 + 32", make_model(), 40, 32, asked)
