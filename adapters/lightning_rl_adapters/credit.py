@@ -195,7 +195,7 @@ def counterfactual(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
     }
 
 
-def settled(credits: Sequence[Mapping[str, Credit]], groups: Sequence[Hashable]) -> list[dict[str, Credit]]:
+def resolved(credits: Sequence[Mapping[str, Credit]], groups: Sequence[Hashable]) -> list[dict[str, Credit]]:
     """The credits of rollouts, by call, with GROUP in place of a prompt that no other rollout of the group had.
 
     Args:

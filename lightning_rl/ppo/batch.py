@@ -292,8 +292,8 @@ def _estimate_calls(
             error.add_note(f"while the credit strategy was asked about rollout {part.trajectory.rollout_id}")
             raise
     groups = [part.trajectory.group_id for part in rewarded]
-    for part, settled in zip(rewarded, credit.settled([part.credits for part in rewarded], groups), strict=True):
-        part.credits = settled
+    for part, resolved in zip(rewarded, credit.resolved([part.credits for part in rewarded], groups), strict=True):
+        part.credits = resolved
     estimates = of_calls(
         [part.credits for part in rewarded],
         [part.reward or 0.0 for part in rewarded],

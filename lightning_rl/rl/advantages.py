@@ -107,7 +107,7 @@ def of_calls(
     more than once, each call speaks for itself.
 
     Args:
-        credits: per rollout, call id -> credit (`credit.settled`). Length N.
+        credits: per rollout, call id -> credit (`credit.resolved`). Length N.
         rewards: the rollouts' own rewards, shape [N].
         groups: the group of each rollout, length N.
         tokens: per rollout, call id -> sampled tokens (all 1 where not given).

@@ -250,13 +250,13 @@ def test_a_call_is_compared_with_rollouts_that_had_its_prompt_and_else_with_the_
     a = forest.build([replace(begin, response_ids=[7]), second, make_call(2, 0)])
     b, c = (forest.build([begin, replace(second, response_ids=[last])]) for last in (8, 9))
     credits = [credit.assign(credit.counterfactual, one, Rewards(final=1.0)) for one in (a, b, c)]
-    ours = credit.settled(credits, ["g", "g", "g"])
+    ours = credit.resolved(credits, ["g", "g", "g"])
     assert [ours[0][name].compared_with for name in ("c1", "c2")] == [GROUP, GROUP]  # with itself alone
     first = {one["c0"].compared_with for one in ours}
     assert len(first) == 1
     assert first != {GROUP}
     assert ours[1]["c1"].compared_with == ours[2]["c1"].compared_with != GROUP
     assert ours[1]["c1"].compared_with not in first
-    apart = credit.settled(credits, ["g", "g", "other"])
+    apart = credit.resolved(credits, ["g", "g", "other"])
     assert apart[1]["c1"].compared_with == apart[2]["c0"].compared_with == GROUP
-    assert credit.settled(ours, ["g", "g", "g"]) == ours
+    assert credit.resolved(ours, ["g", "g", "g"]) == ours
