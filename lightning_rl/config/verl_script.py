@@ -53,14 +53,14 @@ class ScriptError(Explained, ValueError):
     """A script that does not start verl's trainer, or that cannot be read."""
 
 
-class Command(NamedTuple):
+class VerlCommand(NamedTuple):
     """What a script starts: the overrides, and the Hydra file that they stand on (None: verl's `ppo_trainer`)."""
 
     overrides: list[str]
     config: Path | None
 
 
-def command_of(script: Path, environment: Mapping[str, str] = os.environ) -> Command:
+def command_of(script: Path, environment: Mapping[str, str] = os.environ) -> VerlCommand:
     """The command by which a script starts verl's PPO trainer; variables that it does not set are the environment's.
 
     Raises ScriptError where it starts none, several, or another program of verl's.
@@ -71,7 +71,7 @@ def command_of(script: Path, environment: Mapping[str, str] = os.environ) -> Com
         raise ScriptError(f"{script} starts {module}: only the training of {_TRAINERS[0]} is translated")
     options, overrides = _options(words[words.index("-m") + 2 :])
     name = options.get("config-name", _CONFIGS[0])
-    return Command(overrides, _config_file(script, options.get("config-path", ""), name))
+    return VerlCommand(overrides, _config_file(script, options.get("config-path", ""), name))
 
 
 def _one(commands: list[list[str]], script: Path) -> list[str]:

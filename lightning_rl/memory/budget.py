@@ -12,7 +12,7 @@ from lightning_rl.config import ConfigError
 from lightning_rl.config.policies import base_of_adapter, engine_of_adapters
 from lightning_rl.config.schema import Config, Fsdp
 from lightning_rl.inference.weights.stream import BUCKET_BYTES
-from lightning_rl.memory.engine import Engine, cache_bytes, sampled_dtype, vllm_engine
+from lightning_rl.memory.engine import VllmMemory, cache_bytes, sampled_dtype, vllm_engine
 from lightning_rl.memory.gpus import CONTEXT, FRAGMENTATION, Hardware
 from lightning_rl.memory.traced_step import Held, TracedStep
 from lightning_rl.ppo.local_workers import Role
@@ -42,7 +42,7 @@ class Budget:
 
     hardware: Hardware
     phases: list[Phase]
-    engine: Engine | None = None
+    engine: VllmMemory | None = None
     at_once: int = 0
     problems: list[str] = field(default_factory=list)
     placement: Placement = field(default_factory=Placement)
@@ -169,7 +169,7 @@ class _Count:
         more["activations"] = max(0, passing) + self._gathered(place)
         return self._phase(name, more, awake=False)
 
-    def _sending(self, engine: Engine) -> Phase:
+    def _sending(self, engine: VllmMemory) -> Phase:
         """New weights on their way: vLLM has room for its weights, and not yet for its cache."""
         ours = self._config.actor_rollout_ref
         by_file = ours.rollout.weight_transfer == "file"
@@ -198,7 +198,7 @@ class _Count:
                 parts["engine"] += engine.resting
         return Phase(name, parts)
 
-    def _of_engine(self, engine: Engine) -> Phase:
+    def _of_engine(self, engine: VllmMemory) -> Phase:
         """A GPU that vLLM has alone."""
         cache = max(0, engine.cache)
         return Phase("rollouts", dict.fromkeys(PARTS, 0) | {"kv cache": cache, "engine": engine.share - cache})

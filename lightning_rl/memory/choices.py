@@ -26,7 +26,7 @@ _KEPT = {*_LOW_BIT, f"{_ACTOR}fsdp_config.dtype", f"{_ROLLOUT}dtype"}
 Keys = dict[str, Any]
 
 
-class Planner:
+class MemoryPlanner:
     """Budgets of a model on some hardware, under changes of a configuration.
 
     Args:

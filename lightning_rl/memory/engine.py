@@ -16,7 +16,7 @@ ASLEEP: Final = GIB
 
 
 @dataclass(frozen=True)
-class Engine:
+class VllmMemory:
     """Bytes on each of its GPUs: `weights`, `share` of the card that it takes while it is awake, of which `cache` is
     left for keys and values (`per_token` for each token); `asleep` is what stays while it sleeps, None where it never
     does. `tokens` are those that the cache has room for."""
@@ -40,13 +40,13 @@ class Engine:
         return self.share if self.asleep is None else self.asleep
 
 
-def vllm_engine(config: Config, model: Any, parameters: int, gpu: Gpu, *, sleeps: bool) -> Engine | None:
+def vllm_engine(config: Config, model: Any, parameters: int, gpu: Gpu, *, sleeps: bool) -> VllmMemory | None:
     """A server on one of its GPUs; None where the run starts none."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "vllm" or rollout.server_urls:
         return None
     parallel = rollout.tensor_model_parallel_size
-    return Engine(
+    return VllmMemory(
         weights=parameters * sampled_dtype(config).itemsize // parallel,
         share=int(rollout.gpu_memory_utilization * gpu.memory),
         per_token=cache_bytes(config, model) // min(parallel, _heads(model.get_text_config())),

@@ -17,7 +17,7 @@ from lightning_rl.config.schema import Config
 from lightning_rl.inference.load import device_of, located
 from lightning_rl.memory import gpus
 from lightning_rl.memory.budget import PARTS, Budget, at_rest, budget, shared_at_rest
-from lightning_rl.memory.choices import Keys, Planner, advice
+from lightning_rl.memory.choices import Keys, MemoryPlanner, advice
 from lightning_rl.memory.gpus import GIB, Hardware
 from lightning_rl.memory.speed import Speed, speed
 from lightning_rl.memory.traced_step import TracedStep, trace
@@ -47,7 +47,7 @@ class Plan:
     """
 
     def __init__(self, config: Config, model: Any, hardware: Hardware, beside: int = 0) -> None:
-        planner = Planner(config, model, hardware, beside)
+        planner = MemoryPlanner(config, model, hardware, beside)
         self.hardware = hardware
         self.as_given: Budget = planner.budget(planner.config({}))
         if self.as_given.misplaced is not None:

@@ -210,13 +210,13 @@ class VllmPolicy:
         shutil.rmtree(self._outbox, ignore_errors=True)
 
     def renew(self, member: Member) -> None:
-        """See `ServedPolicy`."""
+        """See `SampledPolicy`."""
         self._transfer.forget(member.control)
         if not member.away:
             self._give(member)
 
     def tell_outage(self, away: bool) -> None:
-        """See `ServedPolicy`."""
+        """See `SampledPolicy`."""
         self.on_outage(away)
 
     @property

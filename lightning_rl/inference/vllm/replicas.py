@@ -45,7 +45,7 @@ class Member:
         self.restarts = 0
 
 
-class ServedPolicy(Protocol):
+class SampledPolicy(Protocol):
     """A policy that is sampled by the servers."""
 
     def renew(self, member: Member) -> None:
@@ -62,7 +62,7 @@ class Replicas:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = members
-        self.policies: list[ServedPolicy] = []
+        self.policies: list[SampledPolicy] = []
         self.lock = threading.Lock()  # of the present weights, and of who has them
         self.over = threading.Event()
         self._failed: Exception | None = None

@@ -267,11 +267,11 @@ def _source(weights: WeightStream) -> Any:
     """The weights as vLLM's transfers take them."""
     from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
-    class Source(WeightSource):  # type: ignore[misc]  # vLLM's
+    class OurWeights(WeightSource):  # type: ignore[misc]  # vLLM's
         def metadata(self) -> list[Any]:
             return [ParamMeta(name, each.dtype, each.shape) for name, each in weights.described.items()]
 
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
             return iter(weights)
 
-    return Source()
+    return OurWeights()

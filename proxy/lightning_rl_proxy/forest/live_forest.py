@@ -177,7 +177,7 @@ class LiveForest:
         first = 1 if added and added[0].get(restated_answers.BEHIND) else 0
         return None if any(message.get("role") == "assistant" for message in added[first:]) else other
 
-    def find_raw_prompt(self, model: str, prompt: str | list[int], reader: raw_prompts.PlainText) -> Place:
+    def find_raw_prompt(self, model: str, prompt: str | list[int], reader: raw_prompts.RawPromptReader) -> Place:
         """The place of a prompt that its client wrote itself, as text or as token ids."""
         whole = raw_prompts.message(prompt, reader)
         # Its messages are no conversation of a chat, even where the words are the same.

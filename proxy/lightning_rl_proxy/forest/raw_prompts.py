@@ -17,7 +17,7 @@ from lightning_rl_proxy.rendering.base import Markup, ParsedAnswer, Renderer
 Prompt = str | list[int]
 
 
-class PlainText:
+class RawPromptReader:
     """Reads sampled tokens as text, and nothing else; so far a `Renderer`."""
 
     def __init__(self, renderer: Renderer) -> None:
@@ -62,7 +62,7 @@ class Texts:
         """Make an answered call continuable."""
         self._known.append((model, prompt, live))
 
-    def place(self, turn: Place, model: str, prompt: Prompt, reader: PlainText) -> Place:
+    def place(self, turn: Place, model: str, prompt: Prompt, reader: RawPromptReader) -> Place:
         """Where a prompt goes, whose place by messages is `turn`: behind the call of which it repeats the most.
 
         Of equal ones it goes on with the last answered."""
@@ -84,7 +84,7 @@ class Texts:
             fork=None,
         )
 
-    def _longest(self, model: str, prompt: Prompt, reader: PlainText) -> tuple[LiveCall | None, int]:
+    def _longest(self, model: str, prompt: Prompt, reader: RawPromptReader) -> tuple[LiveCall | None, int]:
         """The call with the longest text (or ids) that `prompt` begins with, and how long that is."""
         found: tuple[LiveCall | None, int] = (None, 0)
         for asked_model, asked, live in self._known:
@@ -95,7 +95,7 @@ class Texts:
                 found = (live, len(whole))
         return found
 
-    def _fork(self, model: str, prompt: Prompt, reader: PlainText) -> Fork | None:
+    def _fork(self, model: str, prompt: Prompt, reader: RawPromptReader) -> Fork | None:
         """Why a prompt continues nothing: it goes on behind the visible text alone, or it is another prompt."""
         mine = [(asked, live) for asked_model, asked, live in self._known if asked_model == model]
         for asked, live in reversed(mine):
@@ -109,13 +109,13 @@ class Texts:
         return Fork(ForkCause.NEW_CONVERSATION)
 
 
-def _sum(asked: Prompt, live: LiveCall, reader: PlainText) -> Prompt:
+def _sum(asked: Prompt, live: LiveCall, reader: RawPromptReader) -> Prompt:
     """A prompt and what was sampled behind it, in its own form."""
     if isinstance(asked, str):
         return asked + reader.tokenizer.decode(live.call.response_ids)
     return asked + live.call.response_ids
 
 
-def message(prompt: Prompt, reader: PlainText) -> dict[str, Any]:
+def message(prompt: Prompt, reader: RawPromptReader) -> dict[str, Any]:
     """The prompt as a message of the user."""
     return {"role": "user", "content": prompt if isinstance(prompt, str) else reader.tokenizer.decode(prompt)}

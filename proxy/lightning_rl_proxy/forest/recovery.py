@@ -18,7 +18,7 @@ from lightning_rl_proxy.dialects import completions, responses
 from lightning_rl_proxy.forest import message_fingerprint
 from lightning_rl_proxy.forest.live_forest import LiveForest
 from lightning_rl_proxy.forest.nodes import Answered, LiveCall, Place, RecordedAnswer, RequestKey
-from lightning_rl_proxy.forest.raw_prompts import PlainText
+from lightning_rl_proxy.forest.raw_prompts import RawPromptReader
 from lightning_rl_proxy.forest.restated_answers import is_cut
 from lightning_rl_proxy.rendering import images
 from lightning_rl_proxy.rendering.base import Renderer
@@ -49,7 +49,7 @@ class Recovery:
         self.responses: dict[str, list[dict[str, Any]]] = {}
         self.next_number = 0
         self._renderer = renderer
-        self._reader = None if renderer is None else PlainText(renderer)
+        self._reader = None if renderer is None else RawPromptReader(renderer)
         # By call id: the live calls, their conversations to the answer, and the digests of their tools.
         self._lives: dict[str, LiveCall] = {}
         self._conversations: dict[str, list[dict[str, Any]]] = {}

@@ -33,7 +33,7 @@ from lightning_rl_proxy.forest import message_fingerprint, relayed_calls
 from lightning_rl_proxy.forest.incremental_decode import DecodedBody
 from lightning_rl_proxy.forest.joined_answers import joined
 from lightning_rl_proxy.forest.nodes import Answered, Place, RecordedAnswer
-from lightning_rl_proxy.forest.raw_prompts import PlainText
+from lightning_rl_proxy.forest.raw_prompts import RawPromptReader
 from lightning_rl_proxy.forest.restated_answers import is_cut
 from lightning_rl_proxy.http.attempt import LiveAttempt
 from lightning_rl_proxy.http.housekeeping import Housekeeping
@@ -208,7 +208,7 @@ class CallHandler:
             self._record_images(attempt, place)
             self._record_tools(context, place)
         room = _room(request, len(place.prompt_ids) + len(forced))
-        reader: Reader = renderer if request.prompt is None else PlainText(renderer)
+        reader: Reader = renderer if request.prompt is None else RawPromptReader(renderer)
         choices = [
             _SampledChoice(
                 context, place, forced, reader, self._clock, room, index=index, number=first + index, call_id=call_id
@@ -687,7 +687,7 @@ def _find(context: CallContext, renderer: Renderer, kwargs: dict[str, Any]) -> t
     attempt, request, model = context.attempt, context.request, context.model
     if request.prompt is None:
         return renderer, attempt.forest.find_place(model, request.asked, request.tools, renderer, kwargs)
-    return renderer, attempt.forest.find_raw_prompt(model, request.prompt, PlainText(renderer))
+    return renderer, attempt.forest.find_raw_prompt(model, request.prompt, RawPromptReader(renderer))
 
 
 def _other_kwargs(request: Request, renderer: Renderer) -> tuple[dict[str, Any], str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lightning_rl.config import verl_script
-from lightning_rl.config.verl_script import Command, ScriptError
+from lightning_rl.config.verl_script import ScriptError, VerlCommand
 
 SCRIPT = """#!/usr/bin/env bash
 # it's a script (with an apostrophe in its first comment)
@@ -36,7 +36,7 @@ python3 -m verl.trainer.main_ppo --config-name=ppo_trainer.yaml \\
 """
 
 
-def command(tmp_path: Path, text: str, **environment: str) -> Command:
+def command(tmp_path: Path, text: str, **environment: str) -> VerlCommand:
     script = tmp_path / "run.sh"
     script.write_text(text)
     return verl_script.command_of(script, {"HOME": str(tmp_path), **environment})
@@ -44,7 +44,7 @@ def command(tmp_path: Path, text: str, **environment: str) -> Command:
 
 def test_variables_arrays_and_conditions_are_filled_in_and_nothing_is_done(tmp_path: Path) -> None:
     found = command(tmp_path, SCRIPT)
-    assert found == Command(
+    assert found == VerlCommand(
         [
             f"data.train_files=['{tmp_path}/a.parquet', '{tmp_path}/b.parquet']",
             "data.max_prompt_length=1024",
@@ -69,12 +69,12 @@ def test_a_configuration_beside_the_script_is_found(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "grpo.yaml").write_text("{}")
     found = command(tmp_path, "python -m verl.trainer.main_ppo --config-path=./config --config-name grpo data.seed=1\n")
-    assert found == Command(["data.seed=1"], tmp_path / "config" / "grpo.yaml")
+    assert found == VerlCommand(["data.seed=1"], tmp_path / "config" / "grpo.yaml")
 
 
 def test_verls_own_configuration_is_no_file_and_a_blank_word_no_override(tmp_path: Path) -> None:
     text = "python -m verl.trainer.main_ppo --config-path=config --config-name='ppo_trainer.yaml' data.seed=1 ' '\n"
-    assert command(tmp_path, text) == Command(["data.seed=1"], None)
+    assert command(tmp_path, text) == VerlCommand(["data.seed=1"], None)
 
 
 @pytest.mark.parametrize(
