@@ -6,12 +6,14 @@ Nothing is taken from a network and nothing is written. What is missing is a Con
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lightning_rl import tutorial
 from lightning_rl.config import ConfigError
+from lightning_rl.config.policies import RunPolicy, engine_of_adapters, policies_of
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.load import device_of, folder_here, is_model_id, sees
 from lightning_rl.memory.choices import with_keys
@@ -48,7 +50,17 @@ def model_folder_here(config: Config) -> Path | None:
 
 
 def engine(config: Config) -> str:
-    """The engine, with vLLM's version where a run starts one. Raises ConfigError where it could not."""
+    """The engine, with vLLM's version where a run starts one; of several policies, whose it is. Raises ConfigError
+    where a run could not start it."""
+    if not config.policies:
+        return _engine(config)
+    same: dict[Any, list[RunPolicy]] = {}
+    for policy in policies_of(config):
+        same.setdefault(engine_of_adapters(policy.config) or policy.name, []).append(policy)
+    return "; ".join(f"{_engine(each[0].config)} for {' and '.join(p.name for p in each)}" for each in same.values())
+
+
+def _engine(config: Config) -> str:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "vllm" or rollout.server_urls:
         return rollout.name

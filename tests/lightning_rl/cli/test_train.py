@@ -13,6 +13,8 @@ import datasets
 import pytest
 
 from lightning_rl import tutorial
+from lightning_rl.cli import preflight
+from lightning_rl.config import compose
 from tests.commands import forked
 
 AGENT = """
@@ -289,3 +291,14 @@ def test_the_shell_completes_commands(place: Path) -> None:
     done = subprocess.run(command, env=asked, capture_output=True, text=True)
     assert "train" in done.stdout.split()
     assert "--install-completion" in lightning_rl(place, "--help").stdout
+
+
+def test_the_plan_says_whose_an_engine_is() -> None:
+    model = {"model": {"lora_rank": 2}}
+    urls = {"rollout": {"name": "vllm", "server_urls": ["http://127.0.0.1:1"]}}
+    policies = {"planner": {}, "executor": {}, "judge": {"actor_rollout_ref": urls}}
+    assert preflight.engine(compose({"actor_rollout_ref": model})) == "embedded"
+    said = preflight.engine(compose({"actor_rollout_ref": model, "policies": policies}))
+    assert said == "embedded for planner and executor; vllm for judge"
+    said = preflight.engine(compose({"policies": policies}))
+    assert said == "embedded for planner; embedded for executor; vllm for judge"
