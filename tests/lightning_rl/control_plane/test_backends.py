@@ -32,7 +32,7 @@ def test_a_key_is_handed_on_and_never_shown(served) -> None:
     listed = served.call("GET", "/api/v1/engines")
     assert listed == (200, {"engines": [one]})
     expected = {"model": "helper", "kind": "openai", "url": "https://example.com/v1", "policy_version": 0}
-    assert one == expected | {"engine_id": one["engine_id"], "away": None, "in_flight": 0}
+    assert one == expected | {"engine_id": one["engine_id"], "away": None, "in_flight": 0, "adapter": False}
     assert len(served.attached) == 1
     assert KEY not in repr(served.attached[0])
 
