@@ -81,10 +81,10 @@ test-package: $(VENV)/.dev
 test-oracle: $(VENV)/.dev $(ORACLE)/.made
 	OMP_NUM_THREADS=1 $(ORACLE)/bin/python -m pytest tests/oracle -m oracle $(ARGS)
 
-# The gateway's client against a real vLLM, and images all the way to training.
+# The gateway's client against a real vLLM, adapters of several policies, and images all the way to training.
 test-vllm: $(VENV)/.dev $(VLLM)/.made $(VLLM)/seeing/.made
-	$(PYTEST) tests/vllm/test_engine.py tests/vllm/test_gateway.py tests/vllm/test_images.py tests/vllm/test_image_training.py \
-	  tests/vllm/test_processed.py tests/vllm/test_teacher.py $(ARGS)
+	$(PYTEST) tests/vllm/test_adapters.py tests/vllm/test_engine.py tests/vllm/test_gateway.py tests/vllm/test_images.py \
+	  tests/vllm/test_image_training.py tests/vllm/test_processed.py tests/vllm/test_teacher.py $(ARGS)
 
 # vLLM as the engine of a run: its servers, its weights, and what it learns.
 test-vllm-training: $(VENV)/.dev $(VLLM)/.made
