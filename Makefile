@@ -149,7 +149,7 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 types: $(VENV)/.dev
-	$(BIN)/mypy
+	MYPY_NUM_WORKERS=2 $(BIN)/mypy
 
 check: lint types test test-services
 
