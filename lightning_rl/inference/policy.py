@@ -73,14 +73,15 @@ class Policy:
         Returns:
             [b, vocab], in the model's dtype.
         """
+        if adapters is None:
+            adapters = np.zeros(len(tokens), np.int64)
         step = max(1, CHUNK_TOKENS // tokens.shape[0])
         last = tokens.shape[1] % step or step
         for end in range(last, tokens.shape[1] + 1, step):
             chunk = slice(max(0, end - step), end)
             if (positions[:, chunk] >= 0).any():
                 if self.adapters is not None:
-                    none = np.zeros(len(tokens), np.int64)
-                    self.adapters.begin(none if adapters is None else adapters, tokens[:, chunk].shape[1])
+                    self.adapters.begin(adapters, tokens[:, chunk].shape[1])
                 parts = (part for one in shown if (part := one.within(chunk)) is not None)
                 where = None if places is None else places[..., chunk]
                 logits = self._pass(tokens[:, chunk], positions[:, chunk], first_row, where, list(parts))

@@ -220,7 +220,7 @@ def _beside(
     for name in policies:
         there = set(shared[name])  # counted with its own
         found[name] = 0
-        for other in policies.keys() - {name}:
+        for other in (each for each in policies if each != name):
             found[name] += held[other] - sum(size for what, size in shared[other].items() if what in there)
             there |= shared[other].keys()
     return found

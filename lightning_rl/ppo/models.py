@@ -282,44 +282,36 @@ def _policy(
     sampled: bool,
     shared: SharedEngine | None,
 ) -> AnyPolicy:
-    """The policy with the engine that the config names."""
-    path, changes = config.actor_rollout_ref.model.path, config.actor_rollout_ref.model.override_config
-    if not changes:
-        return _opened(config, path, run_dir, weights, cards, sampled=sampled, shared=shared)
-    folder, name = located(path)
-    try:
-        changed = with_config(folder, changes, run_dir / "model-config" / folder.name)
-    except ModelConfigRefused as error:
-        raise ConfigError(f"config key actor_rollout_ref.model.override_config: {error}") from error
-    policy = _opened(config, changed, run_dir, weights, cards, sampled=sampled, shared=shared)
-    policy.name = name  # by which its renderer is found
+    """The policy, with the engine that the config names where it is sampled."""
+    path, name = _read_from(config, run_dir)
+    policy: AnyPolicy
+    if sampled:
+        policy = _sampled(config, path, run_dir, weights, cards, shared)
+    else:
+        policy = Unsampled(
+            path,
+            weights=weights,
+            device=_device(config, cards),
+            dtype=FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype],
+            attention=config.actor_rollout_ref.model.attn_implementation,
+            elsewhere=config.trainer.workers > 1,
+        )
+    if name is not None:
+        policy.name = name
     return policy
 
 
-def _opened(
-    config: Config,
-    path: str | Path | None,
-    run_dir: Path,
-    weights: Path | None,
-    cards: Cards,
-    *,
-    sampled: bool,
-    shared: SharedEngine | None,
-) -> AnyPolicy:
-    """The model at `path`, with its engine where it is sampled."""
-    if sampled:
-        return _sampled(config, path, run_dir, weights, cards, shared)
-    held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
-    attention = config.actor_rollout_ref.model.attn_implementation
-    elsewhere = config.trainer.workers > 1
-    return Unsampled(
-        path,
-        weights=weights,
-        device=_device(config, cards),
-        dtype=held,
-        attention=attention,
-        elsewhere=elsewhere,
-    )
+def _read_from(config: Config, run_dir: Path) -> tuple[str | Path | None, str | None]:
+    """Where the model is read from; where its config is overridden, and so in a folder of the run, also the name by which
+    its renderer is found."""
+    path, changes = config.actor_rollout_ref.model.path, config.actor_rollout_ref.model.override_config
+    if not changes:
+        return path, None
+    folder, name = located(path)
+    try:
+        return with_config(folder, changes, run_dir / "model-config" / folder.name), name
+    except ModelConfigRefused as error:
+        raise ConfigError(f"config key actor_rollout_ref.model.override_config: {error}") from error
 
 
 def _sampled(

@@ -11,8 +11,8 @@ from lightning_rl.errors import Explained
 from lightning_rl.inference.weights.check import SampledTokens
 
 _SECONDS = 600.0  # a large file is read from a slow disk
-# After an error vLLM cuts the connection: each question has its own.
 _WITH_ADAPTERS = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+# After an error vLLM cuts the connection: each question has its own.
 _HEADERS = {"content-type": "application/json", "connection": "close"}
 
 
@@ -79,8 +79,7 @@ class Control:
 
         Answers that were begun with others end with these. Raises WeightsRefused.
         """
-        if name in self._adapters():
-            self.unload_adapter(name)
+        self.unload_adapter(name)
         try:
             self._send("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         except VllmRefused as error:
@@ -88,7 +87,7 @@ class Control:
             raise WeightsRefused(f"{error}{advice}") from error
 
     def unload_adapter(self, name: str) -> None:
-        """Take no more requests of that name; those under way end with it."""
+        """Take no more requests of that name, where there is one; those under way end with it."""
         if name in self._adapters():
             self._send("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 

@@ -19,8 +19,8 @@ from lightning_rl.training import lora
 from tests.random_examples import examples
 
 from .models import CONFIGS, VOCAB, make, true_logprobs
+from .test_engine import TIMEOUT, hold_after
 
-TIMEOUT = 250  # seconds; of a machine that is busy
 RANKS = {1: 3, 2: 5}
 
 
@@ -100,15 +100,7 @@ def test_an_update_of_one_adapter_leaves_answers_of_the_others_as_they_are(archi
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     old, other, new = adapted(architecture, 1), adapted(architecture, 2), adapted(architecture, 1, seed=1)
     with with_adapters(architecture, {1: old, 2: other}) as engine:
-        reached, go = threading.Event(), threading.Event()
-        seen: list[Any] = []
-
-        def on_token(token: Any) -> None:
-            seen.append(token)
-            if len(seen) == 10:
-                reached.set()
-                assert go.wait(TIMEOUT)
-
+        on_token, reached, go, _ = hold_after(engine, 10)
         one = ask(engine, prompt, "one", 1, max_tokens=30, seed=1)
         two = ask(engine, prompt, "two", 2, on_token, max_tokens=30, seed=2)
         assert reached.wait(TIMEOUT)
@@ -133,15 +125,7 @@ def test_while_one_adapter_is_paused_the_others_answer() -> None:
     models = {1: adapted("qwen2", 1), 2: adapted("qwen2", 2)}
     prompts = {1: [1, 2, 3], 2: [4, 5, 6, 7]}
     with with_adapters("qwen2", models) as engine:
-        reached, go = threading.Event(), threading.Event()
-        seen: list[Any] = []
-
-        def on_token(token: Any) -> None:
-            seen.append(token)
-            if len(seen) == 5:
-                reached.set()
-                assert go.wait(TIMEOUT)
-
+        on_token, reached, go, seen = hold_after(engine, 5)
         frozen = ask(engine, prompts[1], "frozen", 1, on_token, max_tokens=40, seed=3)
         assert reached.wait(TIMEOUT)
         pause = threading.Thread(target=engine.pause, args=("keep", 1))
