@@ -302,8 +302,8 @@ def _policy(
 
 
 def _read_from(config: Config, run_dir: Path) -> tuple[str | Path | None, str | None]:
-    """Where the model is read from; where its config is overridden, and so in a folder of the run, also the name by which
-    its renderer is found."""
+    """Where the model is read from; and the name by which its renderer is found, where its config is overridden and it
+    is read from a folder of the run."""
     path, changes = config.actor_rollout_ref.model.path, config.actor_rollout_ref.model.override_config
     if not changes:
         return path, None
