@@ -49,7 +49,7 @@ def _commands(folder: Path, environment: Environment) -> list[list[str]]:
         return [install, *(["node", str(folder / "node_modules" / script)] for script in environment.scripts)]
     uv, python = [str(Path(sys.prefix, "bin", "uv"))], ["--quiet", "--python"]
     return [
-        [*uv, "venv", *python, sys.executable, str(folder)],
+        [*uv, "venv", *python, environment.python or sys.executable, str(folder)],
         [*uv, "pip", "install", *python, str(folder / "bin" / "python"), *environment.pins],
     ]
 

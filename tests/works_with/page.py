@@ -21,7 +21,8 @@ What is tested of each: every call is recorded, and every sampled token is in ex
 requests goes on from the one before, token for token. Where it makes more, what they share is computed again for each
 row, and the table says why. Nothing is lost.
 
-What each SDK's own features do is in [The gateway](gateway.md).
+Over Messages, most of these use their class for Anthropic's models, with `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`
+of `llm.env()`. What each SDK's own features do is in [The gateway](gateway.md).
 
 """
 
@@ -39,7 +40,8 @@ def page() -> str:
 
 def _lines(agent: Agent) -> str:
     """A line for the modes that leave the same."""
-    version = re.sub(r"\[.*\]", "", ENVIRONMENTS[agent.environment].pins[agent.package])
+    pins = [re.sub(r"\[.*\]", "", pin) for pin in ENVIRONMENTS[agent.environment].pins]
+    version = next(pin for pin in pins if not agent.package or re.fullmatch(rf"{agent.package}(==|@).*", pin))
     told = ""
     for (calls, rows, why, _), modes in groupby(agent.modes, lambda mode: mode[2:]):
         told += f"| {agent.title} | `{version}` | {_over(list(modes))} | {calls} | {rows} | {why} |\n"

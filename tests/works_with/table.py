@@ -12,18 +12,19 @@ from typing import Any, Literal, NamedTuple
 
 from tests.works_with import programs
 
-DATE = "2026-11-25"  # of the versions
+DATE = "2026-11-26"  # of the versions
 
 Api = Literal["chat", "responses", "messages"]
 Streamed = Literal["whole", "stream"]
 
 
 class Environment(NamedTuple):
-    """What pip or npm installs; `scripts` of npm packages are run behind that."""
+    """What pip or npm installs; `scripts` of npm packages are run behind that. `python` is the version it needs."""
 
     pins: tuple[str, ...]
     npm: bool = False
     scripts: tuple[str, ...] = ()
+    python: str = ""  # by default the one that runs the tests
 
 
 class Mode(NamedTuple):
@@ -41,9 +42,9 @@ class Agent(NamedTuple):
     """One agent.
 
     `said` are the model's answers, `printed` what the agent then prints; `connects` are the lines of a user that point
-    it at the gateway. `command` makes the command line and whatever files it needs, `package` says which of the
-    environment's pins it is. A prompt that holds `aside` is no part of the task: it is answered with a title, whenever
-    it comes.
+    it at the gateway. `command` makes the command line and whatever files it needs, `package` names its package among
+    the environment's pins, by default the first. A prompt that holds `aside` is no part of the task: it is answered
+    with a title, whenever it comes.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Agent(NamedTuple):
     said: tuple[str, ...]
     printed: tuple[str, ...]
     command: Callable[[Any, Path, Path, Mode, dict[str, str]], list[str]]
-    package: int = 0
+    package: str = ""
     aside: str = ""
 
 
@@ -141,25 +142,34 @@ ENVIRONMENTS = {
     "pydantic-ai": Environment(("pydantic-ai-slim[openai,anthropic]==2.66.0",)),
     "agno": Environment(("agno==3.1.10", "openai==3.57.0", "anthropic==2.14.0")),
     "strands": Environment(("strands-agents[openai,anthropic]==1.62.0",)),
-    "haystack": Environment(("haystack-ai==3.4.1",)),
-    "autogen": Environment(("autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5")),
-    "ag2": Environment(("ag2[openai]==1.2.1",)),
-    "smolagents": Environment(("smolagents[openai]==1.26.0",)),
-    "semantic-kernel": Environment(("semantic-kernel==1.45.0",)),
-    "crewai": Environment(("crewai==1.15.30", "litellm==1.110.2")),
-    "camel": Environment(("camel-ai==0.2.90", "mcp==1.30.0", "openai==3.57.0")),
+    "haystack": Environment(("haystack-ai==3.4.1", "anthropic-haystack==8.0.1")),
+    "autogen": Environment(("autogen-agentchat==0.7.5", "autogen-ext[openai,anthropic]==0.7.5", "anthropic==0.125.0")),
+    "ag2": Environment(("ag2[openai,anthropic]==1.2.1",)),
+    "smolagents": Environment(("smolagents[openai,litellm]==1.26.0", "litellm==1.110.2")),
+    "semantic-kernel": Environment(("semantic-kernel[anthropic]==1.45.0",)),
+    "crewai": Environment(("crewai[anthropic]==1.15.30", "litellm==1.110.2")),
+    "camel": Environment(("camel-ai==0.2.90", "mcp==1.30.0", "openai==3.57.0", "anthropic==0.125.0")),
     "instructor": Environment(("instructor==1.17.0", "anthropic==2.14.0")),
     "atomic-agents": Environment(("atomic-agents==1.1.11", "instructor==1.9.2", "pydantic==2.11.10")),
-    "mcp-agent": Environment(("mcp-agent==0.2.6", "mcp==1.30.0", "openai==3.57.0")),
+    "mcp-agent": Environment(("mcp-agent==0.2.6", "mcp==1.30.0", "openai==3.57.0", "anthropic==0.84.0")),
     "dspy": Environment(("dspy==3.4.1",)),
-    "llama-index": Environment(("llama-index-core==0.14.25", "llama-index-llms-openai-like==0.8.1")),
+    "llama-index": Environment(
+        (
+            "llama-index-core==0.14.25",
+            "llama-index-llms-openai-like==0.8.1",
+            "llama-index-llms-anthropic==0.12.3",
+            "anthropic==0.125.0",
+        )
+    ),
     "js": Environment(
         (
             "ai@7.0.173",
             "@ai-sdk/openai-compatible@3.0.92",
             "@ai-sdk/openai@4.0.118",
+            "@ai-sdk/anthropic@4.0.105",
             "langchain@1.5.14",
             "@langchain/openai@1.6.0",
+            "@langchain/anthropic@1.5.11",
             "@langchain/core@1.4.0",
             "openai@7.57.0",
             "zod@4.6.7",
@@ -175,7 +185,8 @@ ENVIRONMENTS = {
     "aider": Environment(("aider-chat==0.86.2",)),
     "claude-agent-sdk": Environment(("claude-agent-sdk==0.2.189",)),
     "mini-swe-agent": Environment(("mini-swe-agent==2.4.6",)),
-    "google-adk": Environment(("google-adk==2.13.0", "litellm==1.110.2")),
+    "openhands": Environment(("openhands-sdk==1.58.2", "openhands-tools==1.58.2"), python="3.12"),
+    "google-adk": Environment(("google-adk==2.13.0", "litellm==1.110.2", "anthropic==2.14.0")),
 }
 
 
@@ -185,6 +196,8 @@ def _both(api: Api, calls: int = 4, rows: int = 1, why: str = "") -> tuple[Mode,
 
 _CHAT, _RESPONSES, _MESSAGES = _both("chat"), _both("responses"), _both("messages")
 _AS_JSON = "it writes each answer back as the JSON of its object"
+_IN_FIELDS = "each step is a new prompt, which tells the earlier ones in fields"
+_DOUBLED = "litellm 1.105, through which it goes, doubles the reasoning of a stream"
 _DROPPED = "it drops the words beside the calls, in the turn that has some"
 
 
@@ -213,10 +226,18 @@ def _module(name: str) -> Callable[[Any, Path, Path, Mode, dict[str, str]], list
 def _program(
     written: Callable[[Any, Path, dict[str, str]], list[str]],
 ) -> Callable[[Any, Path, Path, Mode, dict[str, str]], list[str]]:
-    def command(llm: Any, _environment: Path, folder: Path, _mode: Mode, variables: dict[str, str]) -> list[str]:
+    return _with_files(lambda llm, _environment, folder, _mode, variables: written(llm, folder, variables))
+
+
+def _with_files(
+    written: Callable[[Any, Path, Path, Mode, dict[str, str]], list[str]],
+) -> Callable[[Any, Path, Path, Mode, dict[str, str]], list[str]]:
+    """A command that reads two files."""
+
+    def command(llm: Any, environment: Path, folder: Path, mode: Mode, variables: dict[str, str]) -> list[str]:
         for name in ("hello", "world"):
             (folder / "work" / f"{name}.txt").write_text(f"{name}\n")
-        return written(llm, folder, variables)
+        return written(llm, environment, folder, mode, variables)
 
     return command
 
@@ -233,9 +254,9 @@ AGENTS = (
         'init_chat_model(f"openai:{llm.model}", base_url=llm.base_url, api_key=llm.api_key)',
     ),
     Agent(
-        "langgraph_agent", "LangGraph", "langchain", _CHAT,
+        "langgraph_agent", "LangGraph", "langchain", _CHAT + _RESPONSES + _MESSAGES,
         'init_chat_model(f"openai:{llm.model}", base_url=llm.base_url, api_key=llm.api_key)',
-        SAID, PRINTED, _script("langgraph_agent.py"), 3,
+        SAID, PRINTED, _script("langgraph_agent.py"), "langgraph",
     ),
     _framework(
         "openai_agents", "OpenAI Agents SDK", "openai-agents", _RESPONSES + _CHAT + _MESSAGES,
@@ -250,19 +271,21 @@ AGENTS = (
         "OpenAIChat(id=llm.model, base_url=llm.base_url, api_key=llm.api_key)",
     ),
     _framework(
-        "strands_agent", "Strands Agents", "strands", (_CHAT[1], _MESSAGES[1]),
+        "strands_agent", "Strands Agents", "strands", (_CHAT[1], _RESPONSES[1], _MESSAGES[1]),
         'OpenAIModel(model_id=llm.model, client_args={"base_url": llm.base_url, "api_key": llm.api_key})',
     ),
     _framework(
-        "haystack_agent", "Haystack", "haystack", _CHAT + _RESPONSES,
+        "haystack_agent", "Haystack", "haystack",
+        (*_CHAT, *_RESPONSES, Mode("messages", "whole", rows=2, why=_DROPPED), Mode("messages", "stream")),
         "OpenAIChatGenerator(model=llm.model, api_base_url=llm.base_url, api_key=Secret.from_token(llm.api_key))",
     ),
     _framework(
-        "autogen_agent", "AutoGen", "autogen", _CHAT,
+        "autogen_agent", "AutoGen", "autogen",
+        _CHAT + _both("messages", rows=3, why="it writes the reasoning back as the answer's words"),
         "OpenAIChatCompletionClient(model=llm.model, base_url=llm.base_url, api_key=llm.api_key, model_info=...)",
     ),
     _framework(
-        "ag2_agent", "AG2", "ag2", _CHAT + _RESPONSES,
+        "ag2_agent", "AG2", "ag2", _CHAT + _RESPONSES + _MESSAGES,
         "OpenAIConfig(model=llm.model, base_url=llm.base_url, api_key=llm.api_key)",
     ),
     _framework(
@@ -270,24 +293,32 @@ AGENTS = (
         (
             Mode("chat", "whole", rows=2, why=_DROPPED),
             Mode("chat", "stream", rows=3, why=f"{_DROPPED}, and puts them before the next answer"),
+            Mode("responses", "whole", rows=2, why="it leaves out the calls of a turn that is over"),
+            Mode("responses", "stream", rows=3, why="it leaves out the calls and the answer of a turn that is over"),
+            Mode("messages", "whole"),
+            Mode("messages", "stream", rows=2, why="it puts the words beside the calls before the next answer, too"),
         ),
         "OpenAIChatCompletion(ai_model_id=llm.model, async_client=llm.async_openai())",
     ),
     _framework(
-        "crewai_agent", "CrewAI", "crewai", _both("chat", rows=2, why=_DROPPED),
+        "crewai_agent", "CrewAI", "crewai",
+        (
+            *_both("chat", rows=2, why=_DROPPED), Mode("responses", "whole", rows=2, why=_DROPPED),
+            *_both("messages", rows=2, why=_DROPPED),
+        ),
         'LLM(model=f"openai/{llm.model}", base_url=llm.base_url, api_key=llm.api_key)',
     ),
     _framework(
-        "llama_index_function", "LlamaIndex, `FunctionAgent`", "llama-index", _CHAT,
+        "llama_index_function", "LlamaIndex, `FunctionAgent`", "llama-index", _CHAT + _RESPONSES + _MESSAGES,
         "OpenAILike(llm.model, api_base=llm.base_url, api_key=llm.api_key, is_chat_model=True, "
         "is_function_calling_model=True)",
     ),
     _framework(
-        "google_adk_agent", "Google ADK, by litellm", "google-adk", _CHAT,
+        "google_adk_agent", "Google ADK", "google-adk", _CHAT + _MESSAGES,
         'LiteLlm(model=f"openai/{llm.model}", api_base=llm.base_url, api_key=llm.api_key)',
     ),
     Agent(
-        "smolagents_agent", "smolagents, `ToolCallingAgent`", "smolagents", _CHAT,
+        "smolagents_agent", "smolagents, `ToolCallingAgent`", "smolagents", _CHAT + _MESSAGES,
         "OpenAIModel(llm.model, api_base=llm.base_url, api_key=llm.api_key)",
         _FINAL_ANSWERS, PRINTED, _script("smolagents_agent.py"),
     ),
@@ -303,44 +334,50 @@ AGENTS = (
         _REACT, PRINTED, _script("llama_index_react.py"),
     ),
     Agent(
-        "camel_agent", "CAMEL", "camel", (Mode("chat", "whole"), Mode("chat", "stream", rows=2, why=_DROPPED)),
+        "camel_agent", "CAMEL", "camel", (Mode("chat", "whole"), Mode("chat", "stream", rows=2, why=_DROPPED),
+         Mode("messages", "whole"), Mode("messages", "stream", rows=2, why=_DROPPED)),
         "ModelFactory.create(ModelPlatformType.OPENAI_COMPATIBLE_MODEL, llm.model, url=llm.base_url, ...)",
         SAID, PRINTED, _script("camel_agent.py"),
     ),
     Agent(
-        "instructor_agent", "instructor", "instructor", (Mode("chat", "whole", 2), Mode("messages", "whole", 2)),
+        "instructor_agent", "instructor", "instructor", (
+            Mode("chat", "whole", 2), Mode("messages", "whole", 2),
+            *_both("responses", 2, 2, _AS_JSON), Mode("chat", "stream", 2, 2, _AS_JSON),
+            Mode("messages", "stream", 2, 2, _AS_JSON),
+        ),
         "instructor.from_openai(llm.openai())", _REPORTS, PRINTED, _script("instructor_agent.py"),
     ),
     Agent(
-        "atomic_agent", "Atomic Agents", "atomic-agents", (Mode("chat", "whole", 2, 2, _AS_JSON),),
+        "atomic_agent", "Atomic Agents", "atomic-agents", _both("chat", 2, 2, _AS_JSON),
         "BaseAgentConfig(client=instructor.from_openai(llm.openai()), model=llm.model)",
         _MESSAGES_OF_ATOMIC, PRINTED, _script("atomic_agent.py"),
     ),
     Agent(
-        "mcp_agent_openai", "mcp-agent", "mcp-agent", (Mode("chat", "whole"),),
+        "mcp_agent_llm", "mcp-agent", "mcp-agent", (Mode("chat", "whole"), Mode("messages", "stream")),
         "OpenAISettings(base_url=llm.base_url, api_key=llm.api_key, default_model=llm.model)",
-        SAID, PRINTED, _script("mcp_agent_openai.py"),
+        SAID, PRINTED, _script("mcp_agent_llm.py"),
     ),
     Agent(
         "dspy_agent", "DSPy, `ReAct`", "dspy",
-        (Mode("chat", "whole", 8, 8, "each step is a new prompt, which tells the earlier ones in fields"),),
+        _both("chat", 8, 8, _IN_FIELDS) + _both("responses", 8, 8, _IN_FIELDS) + _both("messages", 8, 8, _IN_FIELDS),
         'dspy.LM(f"openai/{llm.model}", api_base=llm.base_url, api_key=llm.api_key, cache=False)',
         _DSPY, PRINTED, _script("dspy_agent.py"),
     ),
     Agent(
-        "vercel_ai", "Vercel AI SDK", "js", _CHAT + _RESPONSES,
+        "vercel_ai", "Vercel AI SDK", "js", _CHAT + _RESPONSES + _MESSAGES,
         'createOpenAICompatible({ name: "gateway", baseURL: process.env.OPENAI_BASE_URL, '
         "apiKey: process.env.OPENAI_API_KEY })",
         SAID, PRINTED, _module("vercel_ai.mjs"),
     ),
     Agent(
-        "langchain_js", "LangChain.js, `createAgent`", "js", _CHAT[:1] + _RESPONSES,
+        "langchain_js", "LangChain.js, `createAgent`", "js", _CHAT + _RESPONSES + _MESSAGES,
         "new ChatOpenAI({ model, configuration: { baseURL: process.env.OPENAI_BASE_URL } })",
-        SAID, PRINTED, _module("langchain_js.mjs"), 3,
+        SAID, PRINTED, _module("langchain_js.mjs"), "langchain",
     ),
     Agent(
-        "openai_js", "OpenAI's SDK for JavaScript", "js", _CHAT,
-        "new OpenAI()  // it reads OPENAI_BASE_URL and OPENAI_API_KEY", SAID, PRINTED, _module("openai_js.mjs"), 6,
+        "openai_js", "OpenAI's SDK for JavaScript", "js", _CHAT + _RESPONSES,
+        "new OpenAI()  // it reads OPENAI_BASE_URL and OPENAI_API_KEY", SAID, PRINTED,
+        _module("openai_js.mjs"), "openai",
     ),
     _framework(
         "claude_sdk", "Claude Agent SDK", "claude-agent-sdk", _MESSAGES[1:],
@@ -376,6 +413,12 @@ AGENTS = (
         'aider --model openai/NAME, and env=os.environ | llm.env()', _FILES, _FILES, _program(programs.aider),
     ),
     Agent(
+        "openhands_agent", "OpenHands", "openhands",
+        (*_CHAT, Mode("messages", "whole"), Mode("messages", "stream", rows=3, why=_DOUBLED)),
+        'LLM(model=f"openai/{llm.model}", base_url=llm.base_url, api_key=llm.api_key)',
+        _in_shell("terminal", "command"), _FILES, _with_files(_script("openhands_agent.py")),
+    ),
+    Agent(
         "mini", "mini-swe-agent", "mini-swe-agent", (Mode("chat", "whole", calls=2),),
         "mini --model openai/NAME, and env=os.environ | llm.env()",
         (
@@ -388,6 +431,5 @@ AGENTS = (
 )  # fmt: skip
 
 NOT_PLAYED = {
-    "LangChain.js, streamed over Chat Completions": "it loads a tokenizer from the network to count tokens",
-    "OpenHands": "its package on PyPI is empty; it is installed from its own channels",
+    "CrewAI, streamed over Responses": "it reads the words of a streamed answer, and leaves out its calls",
 }

@@ -29,6 +29,18 @@ class NamedTool(msgspec.Struct, frozen=True):
 ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
+def must_call(choice: ToolChoice, tools: Sequence[dict[str, Any]] | None) -> bool:
+    """Whether an answer must be a tool call."""
+    return choice not in ("auto", "none") and bool(tools)
+
+
+def schema_of_text(
+    schema: dict[str, Any] | None, choice: ToolChoice, tools: Sequence[dict[str, Any]] | None
+) -> dict[str, Any] | None:
+    """The JSON schema of an answer's text; none for an answer that must be a call, as it has no text."""
+    return None if must_call(choice, tools) else schema
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A request in internal form.
 

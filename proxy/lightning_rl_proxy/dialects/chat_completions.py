@@ -18,6 +18,7 @@ from lightning_rl_proxy.dialects.base import (
     allowed,
     check_prefill,
     no_request,
+    schema_of_text,
     sse,
 )
 from lightning_rl_proxy.dialects.wire.chat_completions import ChatToolChoice, RelayedWire, ResponseFormat, Wire
@@ -83,7 +84,7 @@ def parse(fields: dict[str, Any], read: Sequence[dict[str, Any]] = ()) -> Reques
         sampling=wire.sampling(
             max_tokens=limit,
             stop=stops("stop", wire.stop),
-            json_schema=_json_schema(wire.response_format),
+            json_schema=schema_of_text(_json_schema(wire.response_format), choice, tools),
         ),
         max_context_tokens=wire.max_context_tokens,
         n=wire.n or 1,

@@ -27,6 +27,7 @@ from lightning_rl_proxy.dialects.base import (
     ToolChoice,
     check_prefill,
     left_out,
+    schema_of_text,
     sse,
 )
 from lightning_rl_proxy.dialects.wire.engine_fields import ENGINE_FIELDS, ENGINE_OFF
@@ -259,18 +260,19 @@ def _request(fields: dict[str, Any], wire: CountWire, max_tokens: int | None) ->
     read = [_tool(f"tools.{i}", tool) for i, tool in enumerate(wire.tools or ())]
     tools, unseen = left_out(read, "tools.{}")
     tools = _callable(wire, tools)
+    choice = _tool_choice(wire.tool_choice, tools)
     wanted = (wire.output_config and wire.output_config.format) or wire.output_format
     return Request(
         model=wire.model,
         messages=_system(wire.system) + _conversation(wire.messages),
         tools=tools,
-        tool_choice=_tool_choice(wire.tool_choice, tools),
+        tool_choice=choice,
         parallel_tool_calls=not (wire.tool_choice and wire.tool_choice.disable_parallel_tool_use),
         sampling=wire.sampling(
             top_k=-1 if wire.top_k == 0 else wire.top_k,
             max_tokens=max_tokens,
             stop=wire.stop_sequences or None,
-            json_schema=wanted.schema if wanted else None,
+            json_schema=schema_of_text(wanted.schema if wanted else None, choice, tools),
         ),
         stream=bool(wire.stream),
         ignored_fields=ignored + unseen,

@@ -23,6 +23,7 @@ from lightning_rl_proxy.dialects.base import (
     ToolChoice,
     allowed,
     no_request,
+    schema_of_text,
     sse,
 )
 from lightning_rl_proxy.dialects.chat_completions import PING, stops, token_logprobs
@@ -181,7 +182,7 @@ def parse(fields: dict[str, Any], known: Mapping[str, list[dict[str, Any]]] | No
         sampling=wire.sampling(
             max_tokens=wire.max_output_tokens,
             stop=stops("stop", wire.stop),
-            json_schema=_json_schema(wire.text),
+            json_schema=schema_of_text(_json_schema(wire.text), choice, tools),
         ),
         stream=bool(wire.stream),
         logprobs=LOGPROBS in _included(wire.include),

@@ -25,7 +25,7 @@ from lightning_rl_adapters.media import media_span
 from lightning_rl_adapters.span import Span
 from lightning_rl_adapters.tool_schemas import tools_span
 from lightning_rl_proxy.dialects import chat_completions, responses
-from lightning_rl_proxy.dialects.base import Dialect, Events, NamedTool, Opening, Request
+from lightning_rl_proxy.dialects.base import Dialect, Events, NamedTool, Opening, Request, must_call
 from lightning_rl_proxy.engines.base import Engine, EngineTokens
 from lightning_rl_proxy.engines.chat_backend import ChatAnswer
 from lightning_rl_proxy.errors import GatewayError
@@ -753,7 +753,7 @@ def _forced(request: Request, place: Place, renderer: Renderer) -> list[int]:
     Raises GatewayError(400) where the format has no such tokens.
     """
     choice = request.tool_choice
-    forces = choice not in ("auto", "none") and request.tools
+    forces = must_call(choice, request.tools)
     if request.prefill:
         begun = renderer.begun(place.prompt_ids, request.begun)
         if begun is None or forces or any(mark in request.begun for mark in _MARKS):

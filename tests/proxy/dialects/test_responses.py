@@ -166,6 +166,11 @@ def accumulated(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         ({"text": {"format": {"type": "text"}, "verbosity": "low"}}, lambda r: r.sampling.json_schema is None),
         ({"text": {"format": {"type": "json_object"}}}, lambda r: r.sampling.json_schema == {}),
         ({"text": {"format": SCHEMA}}, lambda r: r.sampling.json_schema == {"type": "object"}),
+        (  # a call has no text
+            {"text": {"format": SCHEMA}, "tools": [LOOK_UP], "tool_choice": "required"},
+            lambda r: r.sampling.json_schema is None,
+        ),
+        ({"text": {"format": SCHEMA}, "tools": [LOOK_UP]}, lambda r: r.sampling.json_schema == {"type": "object"}),
         ({"tools": [LOOK_UP]}, lambda r: r.tools == [NESTED] and r.tool_choice == "auto"),
         ({"tools": [LOOK_UP], "tool_choice": "required"}, lambda r: r.tool_choice == "required"),
         ({"tools": [LOOK_UP], "tool_choice": "none"}, lambda r: r.tool_choice == "none"),

@@ -5,11 +5,15 @@ import os
 import sys
 
 from ag2 import Agent
-from ag2.config import OpenAIConfig, OpenAIResponsesConfig
+from ag2.config import AnthropicConfig, OpenAIConfig, OpenAIResponsesConfig
 from asked import INSTRUCTIONS, QUESTIONS, population, weather
 
-kind = OpenAIResponsesConfig if sys.argv[1] == "responses" else OpenAIConfig
-config = kind(model="policy", base_url=os.environ["OPENAI_BASE_URL"], streaming=sys.argv[2] == "stream")
+kind, url = {
+    "chat": (OpenAIConfig, os.environ["OPENAI_BASE_URL"]),
+    "responses": (OpenAIResponsesConfig, os.environ["OPENAI_BASE_URL"]),
+    "messages": (AnthropicConfig, os.environ["ANTHROPIC_BASE_URL"]),
+}[sys.argv[1]]
+config = kind(model="policy", base_url=url, streaming=sys.argv[2] == "stream")
 agent = Agent("asked", prompt=INSTRUCTIONS, config=config, tools=[weather, population])
 
 

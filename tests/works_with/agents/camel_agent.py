@@ -28,13 +28,17 @@ class Words(BaseTokenCounter):
 
 
 stream = sys.argv[2] == "stream"
+platform, sdk, config = {
+    "chat": (ModelPlatformType.OPENAI_COMPATIBLE_MODEL, "OPENAI", {}),
+    "messages": (ModelPlatformType.ANTHROPIC, "ANTHROPIC", {"max_tokens": 200}),
+}[sys.argv[1]]
 model = ModelFactory.create(
-    model_platform=ModelPlatformType.OPENAI_COMPATIBLE_MODEL,
+    model_platform=platform,
     model_type="policy",
-    url=os.environ["OPENAI_BASE_URL"],
-    api_key=os.environ["OPENAI_API_KEY"],
+    url=os.environ[f"{sdk}_BASE_URL"],
+    api_key=os.environ[f"{sdk}_API_KEY"],
     token_counter=Words(),
-    model_config_dict={"stream": stream},
+    model_config_dict={**config, "stream": stream},
 )
 agent = ChatAgent(
     INSTRUCTIONS, model=model, tools=[FunctionTool(weather), FunctionTool(population)], stream_accumulate=True

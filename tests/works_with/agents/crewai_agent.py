@@ -7,7 +7,12 @@ from asked import INSTRUCTIONS, QUESTIONS, population, weather
 from crewai import LLM, Agent
 from crewai.tools import tool
 
-llm = LLM(model="openai/policy", base_url=os.environ["OPENAI_BASE_URL"], stream=sys.argv[2] == "stream")
+api, stream = sys.argv[1], sys.argv[2] == "stream"
+if api == "messages":
+    llm = LLM(model="anthropic/claude-sonnet-4-5", base_url=os.environ["ANTHROPIC_BASE_URL"], stream=stream)
+else:
+    over = "responses" if api == "responses" else "completions"
+    llm = LLM(model="openai/policy", base_url=os.environ["OPENAI_BASE_URL"], stream=stream, api=over)
 agent = Agent(
     role="guide", goal=INSTRUCTIONS, backstory="You know cities.", llm=llm, tools=[tool(weather), tool(population)]
 )

@@ -1,4 +1,4 @@
-"""Google's ADK, by litellm."""
+"""Google's ADK, by litellm; over Messages by its own client."""
 
 import asyncio
 import os
@@ -7,11 +7,15 @@ import sys
 from asked import INSTRUCTIONS, QUESTIONS, population, weather
 from google.adk.agents import LlmAgent
 from google.adk.agents.run_config import RunConfig, StreamingMode
+from google.adk.models.anthropic_llm import AnthropicLlm
 from google.adk.models.lite_llm import LiteLlm
 from google.adk.runners import InMemoryRunner
 from google.genai import types
 
-model = LiteLlm(model="openai/policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+if sys.argv[1] == "messages":
+    model = AnthropicLlm(model="policy")
+else:
+    model = LiteLlm(model="openai/policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
 agent = LlmAgent(name="asked", model=model, instruction=INSTRUCTIONS, tools=[weather, population])
 
 

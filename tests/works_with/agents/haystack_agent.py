@@ -7,9 +7,14 @@ from haystack.components.agents import Agent
 from haystack.components.generators.chat import OpenAIChatGenerator, OpenAIResponsesChatGenerator
 from haystack.dataclasses import ChatMessage
 from haystack.tools import create_tool_from_function
+from haystack_integrations.components.generators.anthropic import AnthropicChatGenerator
 
 api, stream = sys.argv[1], sys.argv[2] == "stream"
-generator = OpenAIResponsesChatGenerator if api == "responses" else OpenAIChatGenerator
+generator = {
+    "chat": OpenAIChatGenerator,
+    "responses": OpenAIResponsesChatGenerator,
+    "messages": AnthropicChatGenerator,
+}[api]
 agent = Agent(
     chat_generator=generator(model="policy", streaming_callback=(lambda chunk: None) if stream else None),
     system_prompt=INSTRUCTIONS,

@@ -1,4 +1,4 @@
-"""instructor: answers as objects, in one conversation."""
+"""instructor: answers as objects, in one conversation; streamed, each answer as an object that fills up."""
 
 import sys
 
@@ -29,6 +29,16 @@ def openai(messages: list) -> Report:
     return report
 
 
+def responses(messages: list) -> Report:
+    """The same over Responses, where instructor takes no calls in the history: the answer becomes text."""
+    from openai import OpenAI
+
+    client = instructor.from_openai(OpenAI(), mode=instructor.Mode.RESPONSES_TOOLS)
+    report = client.responses.create(model="policy", input=messages, response_model=Report)
+    messages.append({"role": "assistant", "content": report.model_dump_json()})
+    return report
+
+
 def anthropic(messages: list) -> Report:
     """The same over Messages."""
     from anthropic import Anthropic
@@ -46,7 +56,25 @@ def anthropic(messages: list) -> Report:
     return report
 
 
-ask = {"chat": openai, "messages": anthropic}[sys.argv[1]]
+def streamed(messages: list) -> Report:
+    """Over any of them: the objects of a stream say nothing of the call, so that the answer becomes history as text."""
+    if api == "messages":
+        from anthropic import Anthropic
+
+        create = instructor.from_anthropic(Anthropic()).messages.create_partial
+        settings = {"max_tokens": 200}
+    else:
+        from openai import OpenAI
+
+        mode = instructor.Mode.RESPONSES_TOOLS if api == "responses" else instructor.Mode.TOOLS
+        create, settings = instructor.from_openai(OpenAI(), mode=mode).chat.completions.create_partial, {}
+    *_, report = create(model="policy", messages=messages, response_model=Report, **settings)
+    messages.append({"role": "assistant", "content": report.model_dump_json()})
+    return report
+
+
+api = sys.argv[1]
+ask = streamed if sys.argv[2] == "stream" else {"chat": openai, "responses": responses, "messages": anthropic}[api]
 conversation: list = []
 for question in QUESTIONS:
     conversation.append({"role": "user", "content": question})

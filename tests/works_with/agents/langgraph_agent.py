@@ -8,8 +8,12 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 
-stream = sys.argv[2] == "stream"
-model = init_chat_model("openai:policy", streaming=stream).bind_tools([weather, population])
+api, stream = sys.argv[1], sys.argv[2] == "stream"
+if api == "messages":
+    model = init_chat_model("anthropic:policy", streaming=stream, max_tokens=200)
+else:
+    model = init_chat_model("openai:policy", streaming=stream, use_responses_api=api == "responses")
+model = model.bind_tools([weather, population])
 graph = StateGraph(MessagesState)
 graph.add_node("ask", lambda state: {"messages": [model.invoke([("system", INSTRUCTIONS), *state["messages"]])]})
 graph.add_node("tools", ToolNode([weather, population]))
@@ -19,4 +23,4 @@ graph.add_edge("tools", "ask")
 compiled = graph.compile(checkpointer=InMemorySaver())
 for question in QUESTIONS:
     said = compiled.invoke({"messages": [("user", question)]}, {"configurable": {"thread_id": "1"}})
-    print(said["messages"][-1].content)
+    print(said["messages"][-1].text)

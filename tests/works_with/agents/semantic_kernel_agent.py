@@ -1,4 +1,4 @@
-"""Semantic Kernel's `ChatCompletionAgent`."""
+"""Semantic Kernel's `ChatCompletionAgent`, and `OpenAIResponsesAgent` over Responses."""
 
 import asyncio
 import os
@@ -6,7 +6,13 @@ import sys
 
 from asked import INSTRUCTIONS, QUESTIONS, population, weather
 from openai import AsyncOpenAI
-from semantic_kernel.agents import ChatCompletionAgent, ChatHistoryAgentThread
+from semantic_kernel.agents import (
+    ChatCompletionAgent,
+    ChatHistoryAgentThread,
+    OpenAIResponsesAgent,
+    ResponsesAgentThread,
+)
+from semantic_kernel.connectors.ai.anthropic import AnthropicChatCompletion
 from semantic_kernel.connectors.ai.open_ai import OpenAIChatCompletion
 from semantic_kernel.functions import kernel_function
 
@@ -21,9 +27,18 @@ class Cities:
 
 
 async def main() -> None:
-    service = OpenAIChatCompletion(ai_model_id="policy", async_client=client)
-    agent = ChatCompletionAgent(service=service, name="asked", instructions=INSTRUCTIONS, plugins=[Cities()])
-    thread = ChatHistoryAgentThread()
+    common = {"name": "asked", "instructions": INSTRUCTIONS, "plugins": [Cities()]}
+    if sys.argv[1] == "responses":
+        agent = OpenAIResponsesAgent(ai_model_id="policy", client=client, store_enabled=False, **common)
+        thread = ResponsesAgentThread(client=client, enable_store=False)
+    elif sys.argv[1] == "messages":
+        agent, thread = (
+            ChatCompletionAgent(service=AnthropicChatCompletion("policy"), **common),
+            ChatHistoryAgentThread(),
+        )
+    else:
+        service = OpenAIChatCompletion(ai_model_id="policy", async_client=client)
+        agent, thread = ChatCompletionAgent(service=service, **common), ChatHistoryAgentThread()
     for question in QUESTIONS:
         if sys.argv[2] == "stream":
             text = ""

@@ -1,4 +1,5 @@
-// Vercel's AI SDK, over Chat Completions and Responses.
+// Vercel's AI SDK.
+import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, isStepCount, streamText, tool } from "ai";
@@ -7,10 +8,12 @@ import { INSTRUCTIONS, QUESTIONS, population, weather } from "./asked.mjs";
 
 const [api, streamed] = process.argv.slice(2);
 const at = { baseURL: process.env.OPENAI_BASE_URL, apiKey: process.env.OPENAI_API_KEY };
-const model =
-  api === "responses"
-    ? createOpenAI(at).responses("policy")
-    : createOpenAICompatible({ name: "gateway", ...at })("policy");
+const anthropic = { baseURL: `${process.env.ANTHROPIC_BASE_URL}/v1`, apiKey: process.env.ANTHROPIC_API_KEY };
+const model = {
+  chat: () => createOpenAICompatible({ name: "gateway", ...at })("policy"),
+  responses: () => createOpenAI(at).responses("policy"),
+  messages: () => createAnthropic(anthropic)("policy"),
+}[api]();
 const inputSchema = z.object({ city: z.string() });
 const tools = {
   weather: tool({ description: "The weather in a city now.", inputSchema, execute: weather }),
