@@ -38,6 +38,7 @@ from lightning_rl.ppo.cards import check_apart
 from lightning_rl.ppo.collector import Collected, Collector
 from lightning_rl.ppo.models import Models
 from lightning_rl.ppo.policy_learner import PolicyLearner, check_chat_formats
+from lightning_rl.ppo.privileged import Privileged
 from lightning_rl.ppo.reporting import Reporter, rollout_metrics, timed
 from lightning_rl.ppo.run_state import RunState, TuningRecord
 from lightning_rl.rewards import GroupReward
@@ -103,6 +104,8 @@ class PPO(Hooks, Algorithm):
         credit: how rewards become the credit of calls, instead of `algorithm.credit.strategy`.
         estimator: how credits become advantages (`rl.advantages`), instead of `algorithm.adv_estimator`.
         reward: what gives the rollouts of a group their rewards (`lightning_rl.rewards`), instead of the config's.
+        privileged: what a call's teacher is told and the policy is not (`docs/distillation.md`), instead of
+            `distillation.privileged`.
         tune_dataset: tasks that the best checkpoint and early stopping go by, instead of `data.tune_files`.
     """
 
@@ -118,6 +121,7 @@ class PPO(Hooks, Algorithm):
         credit: Strategy | None = None,
         estimator: Estimator | OutcomeEstimator | None = None,
         reward: GroupReward | None = None,
+        privileged: Privileged | None = None,
         tune_dataset: Dataset | None = None,
     ) -> None:
         self.config = config if isinstance(config, Config) else compose(config)
@@ -125,7 +129,12 @@ class PPO(Hooks, Algorithm):
             self.config = derived(self.config, {"policies": policies})
         self.configured_agents = configured_agents(self.config)
         self._rules_of = functools.partial(
-            resolved_config.step_rules, select=select, credit=credit, estimator=estimator, reward=reward
+            resolved_config.step_rules,
+            select=select,
+            credit=credit,
+            estimator=estimator,
+            reward=reward,
+            privileged=privileged,
         )
         self.rules = self._rules_of(self.config)
         self.learners = self._learners()

@@ -836,6 +836,13 @@ class DistillationLossConfig(Section, frozen=True):
     use_policy_gradient: Annotated[
         bool, effect("the token's negative loss is its advantage in a clipped policy loss; false: a loss to minimise")
     ] = True
+    gate: Annotated[
+        Above0 | None,
+        effect(
+            "a token's loss counts sigmoid(gate * (log p - log q)) times: more where the teacher p finds it likelier "
+            "than the policy q; null: every token counts alike"
+        ),
+    ] = None
     control_variate: Annotated[
         bool,
         effect(
@@ -852,6 +859,8 @@ class TeacherModel(Section, frozen=True):
 
     model_path: str | None = None
     server_urls: list[Annotated[str, Meta(pattern=r"\Ahttps?://[^?#]+\Z")]] | None = None
+    weights: Literal["initial", "averaged", "present"] | None = None
+    rate: Annotated[float, Meta(gt=0, le=1)] | None = None
     key: str | None = None
     agents: str | None = None
 
@@ -871,8 +880,17 @@ class Distillation(Section, frozen=True):
         dict[str, Any] | None,
         effect(
             "teachers by name, each with `model_path` (a folder or a hub's id: it is computed beside the trainer's "
-            "models) or `server_urls` (vLLM servers that have it); of several, each says what it teaches by `key` (the "
-            "tasks whose teacher_key is this) or `agents` (a regular expression of calling agents' names)"
+            "models), `server_urls` (vLLM servers that have it) or `weights` (the policy itself: `initial`, `present`, "
+            "or `averaged`, which goes `rate`, 0.05, of the way to the policy after each update); of several, each "
+            "says what it teaches by `key` (the tasks whose teacher_key is this) or `agents` (a regular expression of "
+            "calling agents' names)"
+        ),
+    ] = None
+    privileged: Annotated[
+        str | None,
+        effect(
+            "a function, `module:name` or `FILE.py:name`, that says of each call what its teacher is told and the "
+            "policy is not; null: nothing"
         ),
     ] = None
     distillation_loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
@@ -885,6 +903,11 @@ class Distillation(Section, frozen=True):
         """Whether rewards have no part in training."""
         return self.enabled and not self.distillation_loss.use_task_rewards
 
+    @property
+    def averages(self) -> bool:
+        """Whether a teacher is the average of the policy's weights."""
+        return any(teacher.weights == "averaged" for teacher in self.teachers().values())
+
     def teachers(self) -> dict[str, TeacherModel]:
         """The teachers by name; none where there is no distillation. Raises TeacherUnusable for one that is wrong."""
         if not self.enabled:
@@ -894,7 +917,8 @@ class Distillation(Section, frozen=True):
         if not found:
             raise TeacherUnusable(
                 "config key distillation.enabled=true needs a teacher: give "
-                "distillation.teacher_models.NAME.model_path (a folder or a hub's id) or .server_urls (vLLM servers)"
+                "distillation.teacher_models.NAME.model_path (a folder or a hub's id), .server_urls (vLLM servers) or "
+                ".weights (the policy itself: initial, averaged or present)"
             )
         for name, teacher in found.items():
             if len(found) > 1 and teacher.key is None and teacher.agents is None:
@@ -915,11 +939,15 @@ def _teacher(name: str, given: Any) -> TeacherModel:
         teacher = msgspec.convert(given, TeacherModel)
         re.compile(teacher.agents or "")
     except msgspec.ValidationError as error:
-        raise TeacherUnusable(f"config key {key}: {error}; there are model_path, server_urls, key and agents") from None
+        raise TeacherUnusable(
+            f"config key {key}: {error}; there are model_path, server_urls, weights, rate, key and agents"
+        ) from None
     except re.error as error:
         raise TeacherUnusable(f"config key {key}.agents is no regular expression: {error}") from error
-    if (teacher.model_path is None) == (not teacher.server_urls):
-        raise TeacherUnusable(f"config key {key} needs one of model_path and server_urls")
+    if sum((teacher.model_path is not None, bool(teacher.server_urls), teacher.weights is not None)) != 1:
+        raise TeacherUnusable(f"config key {key} needs one of model_path, server_urls and weights")
+    if teacher.rate is not None and teacher.weights != "averaged":
+        raise TeacherUnusable(f"config key {key}.rate is of weights=averaged alone")
     return teacher
 
 

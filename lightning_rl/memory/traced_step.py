@@ -243,9 +243,12 @@ class _TracedWorkers(LocalWorkers):
         """What the reference computes at once."""
         return self._bounds()
 
-    def _frozen_model(self, folder: Path) -> tuple[nn.Module, Forward]:
-        formats = self.config.actor_rollout_ref.ref.fsdp_config
-        model = _made(self.config, self._of, FORMATS[formats.model_dtype]).requires_grad_(False)
+    def _frozen_model(
+        self, folder: Path, formats: Fsdp | None = None, held: torch.dtype | None = None
+    ) -> tuple[nn.Module, Forward]:
+        formats = self.config.actor_rollout_ref.ref.fsdp_config if formats is None else formats
+        held = FORMATS[formats.model_dtype] if held is None else held
+        model = _made(self.config, self._of, held).requires_grad_(False)
         self.frozen = self._forward(model, formats, None)
         return model, self.frozen
 

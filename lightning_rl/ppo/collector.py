@@ -407,8 +407,10 @@ def _reader(
     config: Config, rules: StepRules, learners: Sequence[PolicyLearner]
 ) -> Callable[[RolloutTrace], Trajectory]:
     """What reads a finished rollout: of several policies as a whole, with what each of them learns from."""
+    messages = rules.privileged is not None
     own = {
-        one.name: reader(one.config, one.state.account.model, one.rules.select, one.policy.reward) for one in learners
+        one.name: reader(one.config, one.state.account.model, one.rules.select, one.policy.reward, messages=messages)
+        for one in learners
     }
     if "" in own:
         return own[""]

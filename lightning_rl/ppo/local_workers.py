@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rl.config import ConfigError
-from lightning_rl.config.schema import Config, Fsdp
+from lightning_rl.config.schema import Config, Fsdp, TeacherModel
 from lightning_rl.inference import model_code
 from lightning_rl.inference.devices import free_unused_memory
 from lightning_rl.inference.load import NotBySlices, folder_here, load_model, model_folder, unfilled, vocabulary_size
@@ -28,12 +28,14 @@ from lightning_rl.training.critic import Critic, ValueModel, value_head
 from lightning_rl.training.distributed.process_group import ProcessGroup
 from lightning_rl.training.forward import Forward
 from lightning_rl.training.reference import BaseOfAdapter, Reference
-from lightning_rl.training.teacher import FrozenTeacher, Scores
+from lightning_rl.training.teacher import AveragedTeacher, FrozenTeacher, PolicyAsTeacher, Scores
 from lightning_rl.vision import ModelVision, vision_of
 
 _log = logging.getLogger(__name__)
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+AVERAGED_RATE = 0.05  # of an averaged teacher, as arXiv 2601.20802 has it
 
 Role = Literal["actor", "value head", "critic", "reference"]
 # Of the policy's weights: all under the model's names, or the checkpoint's; or those that an adapter changes.
@@ -82,7 +84,7 @@ class LocalWorkers:
         files: of a policy that has no weights yet (`load.unfilled`), where each is; a team reads them, a part each.
 
     `model` is the policy with its adapter; `actor`, `critic` and `reference` (None where there is none) are there after
-    `train`, and so are the `teachers` that have a folder, by name, where the actor is. Raises ConfigError for an
+    `train`, and so are the `teachers` that no server has, by name, where the actor is. Raises ConfigError for an
     adapter that cannot be made.
     """
 
@@ -106,7 +108,7 @@ class LocalWorkers:
         self._pad_id: int = policy.config.get_text_config().pad_token_id or 0
         parameter = next(policy.parameters())
         self._device = torch.device("cpu") if parameter.is_meta else parameter.device
-        self.teachers: dict[str, FrozenTeacher] = {}
+        self.teachers: dict[str, FrozenTeacher | PolicyAsTeacher] = {}
         model = config.actor_rollout_ref.model
         self._team: ProcessGroup | None = None
         self._files, self._read_as = files, parameter.dtype
@@ -138,9 +140,9 @@ class LocalWorkers:
             if "reference" in self.roles and config.actor_rollout_ref.model.lora_rank:
                 self.reference = BaseOfAdapter(self.model, self._pad_id, forward=forward, **self._bounds())
             self.teachers = {
-                name: self._teacher(model_folder(teacher.model_path), vocabulary_size(folder))
+                name: self._teacher(teacher, folder, forward)
                 for name, teacher in config.distillation.teachers().items()
-                if teacher.model_path is not None
+                if not teacher.server_urls
             }
         if self._values is not None:
             of_values = self._forward(self._values.trunk, config.critic.fsdp_config, self._vision)
@@ -157,6 +159,16 @@ class LocalWorkers:
         """`Actor.update` of a copy of the plan: its metrics, and the `entropies` of its sequences."""
         assert self.actor is not None
         return self.actor.update(plan, values_alone=values_alone), [s.entropies for s in sequences_of(plan)]
+
+    def average_teachers(self) -> None:
+        """Have the teachers that are the policy's average follow its last update."""
+        for teacher in self.averaged.values():
+            teacher.follow(self.model)
+
+    @property
+    def averaged(self) -> dict[str, AveragedTeacher]:
+        """The teachers that change, by name."""
+        return {name: teacher for name, teacher in self.teachers.items() if isinstance(teacher, AveragedTeacher)}
 
     def teacher_scores(self, name: str, sequences: list[TrainingSequence], top: int) -> list[Scores]:
         """What one of the teachers says (`Teacher.score`)."""
@@ -203,6 +215,14 @@ class LocalWorkers:
             "critic": None if self.critic is None else self.critic.state_dict(),
             "value head": None if head is None else head.state_dict(),
             "adapter": {name: p.detach() for name, p in trained(self.model).items()} if adapted else None,
+            "teachers": self._averaged_weights() or None,
+        }
+
+    def _averaged_weights(self) -> dict[str, Tensor]:
+        return {
+            f"{name}.{weight}": value.detach()
+            for name, teacher in self.averaged.items()
+            for weight, value in teacher.weights.items()
         }
 
     def write_state(self, part: str, folder: Path) -> None:
@@ -216,6 +236,8 @@ class LocalWorkers:
             self.actor.load_state_dict(state["actor"])
             if state["adapter"] is not None:
                 shards.put(state["adapter"], trained(self.model))
+            if averaged := self._averaged_weights():
+                shards.put(state["teachers"], averaged)
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
         if self._value_head is not None:
@@ -262,16 +284,30 @@ class LocalWorkers:
         offload = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
         return Reference(model, self._pad_id, offload=offload, forward=forward, **self._bounds())
 
-    def _teacher(self, folder: Path, vocabulary: int) -> FrozenTeacher:
-        """The teacher in `folder`, held and run as the reference is."""
-        model, forward = self._frozen_model(folder)
-        offload = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
-        return FrozenTeacher(model, self._pad_id, vocabulary, offload=offload, forward=forward, **self._bounds())
+    def _teacher(self, given: TeacherModel, begun: Path, policy: Forward) -> FrozenTeacher | PolicyAsTeacher:
+        """A teacher in this process: one in a folder is held and run as the reference is; the policy itself is what is
+        trained, without its adapter where it is to be as it began (in the folder `begun`), or a copy in float32."""
+        vocabulary, bounds = vocabulary_size(begun), self._bounds()
+        if given.weights == "present":
+            return PolicyAsTeacher(policy, vocabulary, **bounds)
+        if given.weights == "initial" and self.config.actor_rollout_ref.model.lora_rank:
+            disabled: Any = self.model.disable_adapter
+            return PolicyAsTeacher(policy, vocabulary, within=disabled, **bounds)
+        bounds["offload"] = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
+        if given.weights == "averaged":
+            formats = self.config.actor_rollout_ref.actor.fsdp_config
+            model, forward = self._frozen_model(begun, formats, torch.float32)
+            rate = AVERAGED_RATE if given.rate is None else given.rate
+            return AveragedTeacher(model, self._pad_id, vocabulary, rate, forward=forward, **bounds)
+        model, forward = self._frozen_model(begun if given.model_path is None else model_folder(given.model_path))
+        return FrozenTeacher(model, self._pad_id, vocabulary, forward=forward, **bounds)
 
-    def _frozen_model(self, folder: Path) -> tuple[nn.Module, Forward]:
-        formats = self.config.actor_rollout_ref.ref.fsdp_config
+    def _frozen_model(
+        self, folder: Path, formats: Fsdp | None = None, held: torch.dtype | None = None
+    ) -> tuple[nn.Module, Forward]:
+        formats = self.config.actor_rollout_ref.ref.fsdp_config if formats is None else formats
         attention = self.config.actor_rollout_ref.model.attn_implementation
-        held = FORMATS[formats.model_dtype]
+        held = FORMATS[formats.model_dtype] if held is None else held
         if self._team is None:
             model: nn.Module = load_model(folder, held, self._device, attention)
         else:
@@ -280,7 +316,7 @@ class LocalWorkers:
                 self._fills[id(model)] = partial(shards.fill, files=files, dtype=held)
         return model, self._forward(model, formats, vision_of(folder, model))
 
-    def _bounds(self) -> dict[str, int | None]:
+    def _bounds(self) -> dict[str, Any]:
         """What the reference computes at once."""
         rows, actor = (
             self.config.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu,

@@ -173,6 +173,10 @@ class Models:
         """Values of the critic, or of the policy's value head; one must be there."""
         return (self.actor if self.critic is None else self.critic).values(sequences)
 
+    def average_teachers(self) -> None:
+        """Have the teachers that are the policy's average follow its last update."""
+        (self._own if self._crew is None else self._crew).average_teachers()
+
     def send_weights(self, version: int) -> None:
         """Give the engine what was trained, as policy version `version`; returns when it samples with it."""
         if isinstance(self.policy, VllmPolicy) and not self._sent_from_gpu and hasattr(self, "actor"):
@@ -264,10 +268,13 @@ class Models:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state. Raises ConfigError where the config now asks for other models."""
         asked = {what: what in self._roles for what in ("critic", "value head")}
-        for what, there in (asked | {"adapter": bool(self.config.actor_rollout_ref.model.lora_rank)}).items():
-            if there != (state[what] is not None):
+        asked |= {"adapter": bool(self.config.actor_rollout_ref.model.lora_rank)}
+        asked |= {"teachers": self.config.distillation.averages}
+        for what, there in asked.items():
+            found = state.get(what)  # earlier releases had no teachers in it
+            if there != (found is not None):
                 raise ConfigError(
-                    f"the checkpoint has {'no' if state[what] is None else 'its'} {what}, the config says otherwise: "
+                    f"the checkpoint has {'no' if found is None else 'its'} {what}, the config says otherwise: "
                     "resume with the config.yaml of the run's folder"
                 )
         (self._own if self._crew is None else self._crew).load_state_dict(state)

@@ -21,6 +21,7 @@ from lightning_rl.ppo import reporting, resolved_config, rollout_correction
 from lightning_rl.ppo.batch import StepBatch
 from lightning_rl.ppo.estimators import kl_controller_of, needs_critic
 from lightning_rl.ppo.models import Models, SharedEngine
+from lightning_rl.ppo.privileged import PrivilegedRows, warn_of_untaught
 from lightning_rl.ppo.reporting import Reporter, memory_advice, timed
 from lightning_rl.ppo.resolved_config import StepRules
 from lightning_rl.ppo.rollout_correction import SamplerCheck
@@ -70,6 +71,8 @@ class PolicyLearner:
         self.rules = rules
         self._kl_controller = kl_controller_of(policy.config)
         self.rendered_as = ""
+        self._privileged: PrivilegedRows | None = None
+        self._warned: set[str] = set()
         self.updated = False  # by the last step
 
     # The run begins.
@@ -91,6 +94,10 @@ class PolicyLearner:
         self.models = Models(self.config, folder, with_critic=with_critic, resumed=weights, shared=shared)
         self.config = self.models.config
         self.rendered_as = self.models.policy.name
+        if self.rules.privileged is not None:
+            renderer = resolved_config.loaded_renderer(self.config, self.models.policy.folder)
+            longest = getattr(self.models.policy.model.config, "max_position_embeddings", None)
+            self._privileged = PrivilegedRows(self.rules.privileged, renderer, longest)
         base = base_of_adapter(self.config)
         for other in opened:
             if base is not None and base_of_adapter(other.config) == base:
@@ -171,7 +178,7 @@ class PolicyLearner:
                 batch.put(reference_log_probs=models.reference.log_probs(batch.sequences))
         if models.teachers:
             with timed(timing, "teacher"):
-                teach(batch, models.teachers, self.config)
+                metrics |= self._teach(batch)
         if models.has_values:
             with timed(timing, "values"):
                 batch.put(values=models.values(batch.sequences))
@@ -194,6 +201,14 @@ class PolicyLearner:
         if "actor/first_k3_kl" in metrics:
             metrics["training/mismatch_kl"] = metrics.get("rollout_corr/k3_kl", metrics["actor/first_k3_kl"])
         return metrics, timing
+
+    def _teach(self, batch: StepBatch) -> dict[str, float]:
+        """Ask the teachers about the batch."""
+        untaught = teach(batch, self.models.teachers, self.config, self._privileged)
+        if self._privileged is None:
+            return {}
+        warn_of_untaught(untaught, self._warned)
+        return {"distillation/untaught_calls": float(sum(untaught.values()))}
 
     def _take_checkpoint(self, policy: str) -> None:
         """Take the weights of a policy in one of the run's newest checkpoints, by the seed; where there is none yet, or
@@ -230,6 +245,7 @@ class PolicyLearner:
         if not warming_up:
             with timed(timing, "update_actor"), memory_advice(self.config, step):
                 metrics |= models.actor.update(plan)
+                models.average_teachers()
             with timed(timing, "update_weights"):
                 self.publish_weights()
         return metrics

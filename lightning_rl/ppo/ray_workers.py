@@ -81,7 +81,7 @@ class RayWorkers:
         self.teachers = {
             name: RemoteTeacher(self._groups["actor"], name)
             for name, teacher in config.distillation.teachers().items()
-            if teacher.model_path is not None
+            if not teacher.server_urls
         }
 
     def weights(self) -> dict[str, Tensor]:
@@ -103,6 +103,15 @@ class RayWorkers:
         with group.alone:
             return WeightStream(group.ask(None, "begin_sending", form), tensors, device)
 
+    def average_teachers(self) -> None:
+        """As of `LocalWorkers`."""
+        if self._averages:
+            self._groups["actor"].ask(None, "average_teachers")
+
+    @property
+    def _averages(self) -> bool:
+        return self._config.distillation.averages
+
     def free_unused_memory(self) -> None:
         """Have all workers give back what they keep for later."""
         for group in self._all:
@@ -113,6 +122,7 @@ class RayWorkers:
         lora = bool(self._config.actor_rollout_ref.model.lora_rank)
         there = {"actor": True, "critic": self.critic is not None, "adapter": lora}
         there["value head"] = "value head" in self._groups
+        there["teachers"] = self._averages
         return {part: Elsewhere(bind(self._write_state, part)) if has else None for part, has in there.items()}
 
     def _write_state(self, part: str, folder: Path) -> None:

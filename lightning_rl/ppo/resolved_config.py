@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -22,6 +22,7 @@ from lightning_rl.config.schema import Config, Fsdp, Optim, RolloutSection, ValK
 from lightning_rl.inference.load import device_of
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.weights.check import Tolerance
+from lightning_rl.loading import NotLoadable, load
 from lightning_rl.ppo import rollout_correction
 from lightning_rl.ppo.batch import BatchRules
 from lightning_rl.ppo.estimators import (
@@ -32,6 +33,7 @@ from lightning_rl.ppo.estimators import (
     strategy_of,
 )
 from lightning_rl.ppo.off_policy.schedules import Async, OneStepOff, Schedule
+from lightning_rl.ppo.privileged import Privileged
 from lightning_rl.rewards import GroupReward
 from lightning_rl.rewards.training_rewards import Grader
 from lightning_rl.rl import distillation
@@ -69,8 +71,8 @@ class StepRules:
     """How the steps of a run are made, as the config and the arguments of `PPO` say together.
 
     `select` says which calls are trained (None: all), `grader` gives rewards (None: the agents' own count), `schedule`
-    says when rollouts are requested (None: by each step when it begins). `credit` and `estimator` are names, for the
-    records.
+    says when rollouts are requested (None: by each step when it begins). `privileged` says what a teacher is told that
+    the policy was not. `credit` and `estimator` are names, for the records.
     """
 
     batch: BatchRules
@@ -78,6 +80,7 @@ class StepRules:
     schedule: Schedule | None
     select: Callable[[Call], bool] | None
     grader: Grader | None
+    privileged: Privileged | None
     credit: str
     estimator: str
 
@@ -89,6 +92,7 @@ def step_rules(
     credit: Strategy | None = None,
     estimator: Estimator | OutcomeEstimator | None = None,
     reward: GroupReward | None = None,
+    privileged: Privileged | None = None,
 ) -> StepRules:
     """Resolve and check them, and warn of keys that the run's engine does not read; the arguments are those of `PPO`.
 
@@ -106,6 +110,7 @@ def step_rules(
         schedule=schedule(config),
         select=chosen,
         grader=Grader.of(config.reward, reward),
+        privileged=privileged_of(config, privileged),
         credit=name_of(credit) if credit else algorithm.credit.function or algorithm.credit.strategy,
         estimator=name_of(estimator) if estimator else algorithm.adv_estimator,
     )
@@ -448,6 +453,7 @@ def distillation_options(config: Config) -> DistillationOptions | None:
         loss_max_clamp=given.loss_max_clamp,
         log_prob_min_clamp=given.log_prob_min_clamp,
         use_policy_gradient=given.use_policy_gradient,
+        gate=given.gate,
         control_variate=given.control_variate,
         clip_ratio_low=given.clip_ratio if given.clip_ratio_low is None else given.clip_ratio_low,
         clip_ratio_high=given.clip_ratio if given.clip_ratio_high is None else given.clip_ratio_high,
@@ -457,6 +463,31 @@ def distillation_options(config: Config) -> DistillationOptions | None:
     except ValueError as error:
         raise ConfigError(f"distillation.distillation_loss: {error}") from error
     return options
+
+
+class PrivilegedUnusable(ConfigError, NotLoadable):
+    """`distillation.privileged` names no function."""
+
+
+def privileged_of(config: Config, given: Privileged | None) -> Privileged | None:
+    """What says of calls what their teacher is told: the argument of `PPO`, or the function that the config names.
+
+    Raises ConfigError for both, for a name of nothing that can be called, and where there is no teacher.
+    """
+    named = config.distillation.privileged
+    if given is not None and named is not None:
+        raise ConfigError("distillation.privileged and PPO(privileged=...) both name a function; leave one out")
+    function = given if named is None else load(named, "distillation.privileged", error=PrivilegedUnusable)
+    if function is None:
+        return None
+    if not callable(function):
+        raise ConfigError(f"distillation.privileged: {named or function!r} is no function")
+    if not config.distillation.enabled:
+        raise ConfigError(
+            "a privileged function is told to a teacher, and there is none: set distillation.enabled=true and "
+            "distillation.teacher_models.NAME.weights=initial (or averaged, or present), or another teacher"
+        )
+    return cast("Privileged", function)
 
 
 def critic_config(config: Config, training_steps: int) -> CriticConfig:

@@ -1,6 +1,7 @@
 """Which teacher a call has, by its task and its agent; and whether a teacher reads the policy's tokens."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from lightning_rl.config.schema import Config, TeacherModel
 from lightning_rl.inference.load import model_folder, vocabulary_size
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.batch import RolloutPart, StepBatch
+from lightning_rl.ppo.privileged import PrivilegedRows
 from lightning_rl.training.batch import TrainingSequence
-from lightning_rl.training.teacher import ServedTeacher, Teacher, ask_teachers
+from lightning_rl.training.teacher import ServedTeacher, Teacher, ask_teachers, put_taught
 
 _PROBES = ("Hello, world!", "def f(x):\n    return x * 2\n", "12345 + 67890 = ?", "naïve café — 東京 🙂")
 _SHOWN = 5  # keys of tasks in a message
@@ -26,7 +28,7 @@ def served_teachers(config: Config, policy: Path) -> dict[str, Teacher]:
     for name, teacher in config.distillation.teachers().items():
         if teacher.model_path is not None:
             _check_tokenizer(name, model_folder(teacher.model_path), policy)
-        else:
+        elif teacher.weights is None:
             made = ServedTeacher(name, teacher.server_urls or (), vocabulary_size(policy))
             tokenizer = Tokenizer.from_file(str(policy / "tokenizer.json"))
             made.check([(text, tokenizer.encode(text, add_special_tokens=False).ids) for text in _PROBES])
@@ -34,8 +36,14 @@ def served_teachers(config: Config, policy: Path) -> dict[str, Teacher]:
     return served
 
 
-def teach(batch: StepBatch, teachers: Mapping[str, Teacher], config: Config) -> None:
-    """Give the batch what its calls' teachers say. Raises ConfigError where not one of its calls has a teacher."""
+def teach(
+    batch: StepBatch, teachers: Mapping[str, Teacher], config: Config, privileged: PrivilegedRows | None = None
+) -> Counter[str]:
+    """Give the batch what its calls' teachers say; how many calls are not taught, by reason (`privileged`).
+
+    With `privileged` the teachers are asked about rows that tell them more. Raises ConfigError where not one of its
+    calls has a teacher.
+    """
     named, key = config.distillation.teachers(), config.distillation.teacher_key
 
     def teacher_of(sequence: TrainingSequence, call_id: str) -> str | None:
@@ -44,7 +52,13 @@ def teach(batch: StepBatch, teachers: Mapping[str, Teacher], config: Config) -> 
         return next((name for name, each in named.items() if _teaches(each, part, agent, key)), None)
 
     options = resolved_config.distillation_options(config)
-    ask_teachers(batch.sequences, teachers, teacher_of, 0 if options is None else options.top)
+    top = 0 if options is None else options.top
+    if privileged is not None:
+        rows, untaught = privileged.of(batch)
+        ask_teachers([each.row for each in rows], teachers, teacher_of, top)
+        put_taught(batch.sequences, [(each.student, each.where, each.row) for each in rows], top)
+        return untaught
+    ask_teachers(batch.sequences, teachers, teacher_of, top)
     taught = (s.teacher_log_probs for s in batch.sequences if s.teacher_log_probs is not None)
     if batch.sequences and all(len(each) == 0 or (each != each).all() for each in taught):
         seen = sorted({str(_key_of(part, key)) for part in batch.parts})
@@ -53,6 +67,7 @@ def teach(batch: StepBatch, teachers: Mapping[str, Teacher], config: Config) -> 
             f"{', '.join(seen[:_SHOWN])}, and the teachers are for "
             + ", ".join(f"{name}: key={each.key}, agents={each.agents}" for name, each in named.items())
         )
+    return Counter()
 
 
 def _teaches(teacher: TeacherModel, part: RolloutPart, agent: str | None, key: str) -> bool:

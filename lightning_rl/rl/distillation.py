@@ -27,7 +27,8 @@ class DistillationOptions:
 
     `loss_mode` is one of `rl.kl.KINDS` or of `DIVERGENCES`. `loss_max_clamp` bounds a token's loss on both sides,
     `log_prob_min_clamp` the log probabilities of `forward_kl_topk` from below. With `use_policy_gradient` the negative
-    loss is the token's advantage in a clipped policy loss; without, it is minimised as it is. `control_variate` then
+    loss is the token's advantage in a clipped policy loss; without, it is minimised as it is. With a `gate` g a token's
+    loss counts sg(sigmoid(g (log p - log q))) times (arXiv 2605.15155). `control_variate`, with the policy gradient,
     adds the reverse divergence of the token's distributions, as `reverse_kl_tail` has it: the gradient keeps its mean.
     Without `use_task_rewards` rewards, entropy and reference count nothing, and the coefficient is 1.
     """
@@ -39,6 +40,7 @@ class DistillationOptions:
     loss_max_clamp: float | None = None
     log_prob_min_clamp: float | None = None
     use_policy_gradient: bool = False
+    gate: float | None = None
     control_variate: bool = False
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
@@ -83,6 +85,8 @@ def check(options: DistillationOptions) -> None:
         )
     if options.control_variate and not options.use_policy_gradient:
         raise ValueError("control_variate lowers the variance of a policy gradient: set use_policy_gradient=true")
+    if options.control_variate and options.gate is not None:
+        raise ValueError("control_variate keeps the mean of a gradient that has no gate: leave one of the two out")
     if options.control_variate and mode not in ("k1", "kl"):
         raise ValueError(f"control_variate is that of loss_mode=k1, not of {mode}")
 
@@ -99,6 +103,9 @@ def distillation_loss(tokens: Taught, options: DistillationOptions) -> Tensor:
     else:
         teacher = torch.where(there, tokens.teacher, tokens.student.detach())
         loss = kl_penalty(tokens.student, teacher, options.loss_mode)
+    if options.gate is not None:
+        ahead = torch.where(there, tokens.teacher - tokens.student, 0.0).detach()
+        loss = torch.sigmoid(options.gate * ahead) * loss
     if options.loss_max_clamp is not None:
         loss = loss.clamp(-options.loss_max_clamp, options.loss_max_clamp)
     return torch.where(there, loss, 0.0)

@@ -5,8 +5,9 @@ about whole rows, so each path of a rollout's forest is scored once, however man
 has is the caller's to say; a token of a call without one is NaN, and has no part in the loss against the teacher.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import nn
 from lightning_rl.errors import Explained
 from lightning_rl.inference.vllm.control import Control, VllmRefused
 from lightning_rl.training.batch import TrainingSequence
+from lightning_rl.training.forward import Forward
 from lightning_rl.training.reference import Reference
 
 _AT_ONCE = 16  # requests to each server
@@ -54,11 +56,7 @@ def ask_teachers(
     """
     taught: dict[str, list[tuple[TrainingSequence, NDArray[np.int64]]]] = {name: [] for name in teachers}
     for sequence in sequences:
-        trained = len(sequence.trained)
-        sequence.teacher_log_probs = np.full(trained, np.nan, np.float32)
-        if top:
-            sequence.teacher_top_ids = np.tile(np.arange(top, dtype=np.int64), (trained, 1))
-            sequence.teacher_top_log_probs = np.full((trained, top), np.nan, np.float32)
+        _put_nothing(sequence, top)
         of_teacher: dict[str, list[NDArray[np.int64]]] = {}
         for call_id, where, _ in sequence.trained_by_call():
             if (name := teacher_of(sequence, call_id)) is not None:
@@ -71,6 +69,29 @@ def ask_teachers(
                 rows, teachers[name].score([sequence for sequence, _ in rows], top), strict=True
             ):
                 _put(sequence, where, scores)
+
+
+def put_taught(
+    sequences: Sequence[TrainingSequence],
+    rows: Iterable[tuple[TrainingSequence, NDArray[np.int64], TrainingSequence]],
+    top: int,
+) -> None:
+    """Give the sequences what teachers said of other rows with the same tokens: of the tokens at `where` of a sequence
+    what was said of the trained tokens of its row. `rows` are (sequence, where, row); the others have no teacher."""
+    for sequence in sequences:
+        _put_nothing(sequence, top)
+    for sequence, where, row in rows:
+        for name in ("teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs"):
+            if (given := getattr(row, name)) is not None:
+                getattr(sequence, name)[where] = given
+
+
+def _put_nothing(sequence: TrainingSequence, top: int) -> None:
+    trained = len(sequence.trained)
+    sequence.teacher_log_probs = np.full(trained, np.nan, np.float32)
+    if top:
+        sequence.teacher_top_ids = np.tile(np.arange(top, dtype=np.int64), (trained, 1))
+        sequence.teacher_top_log_probs = np.full((trained, top), np.nan, np.float32)
 
 
 def _put(sequence: TrainingSequence, where: NDArray[np.int64], scores: Scores) -> None:
@@ -98,18 +119,71 @@ class FrozenTeacher(Reference):
 
     def score(self, sequences: list[TrainingSequence], top: int) -> list[Scores]:
         """As `Teacher.score`."""
-        with self._place.in_use(), self._forward.without_gradient():
-            found: dict[int, Scores] = {}
-            for micro in self._forward.micro_batches(sequences, rows=self._rows, tokens=self._tokens):
-                sizes = [len(sequence.trained) for sequence in micro]
-                parts: tuple[torch.Tensor, ...] = (
-                    self._forward.top_log_probs(micro, top, self._vocabulary)
-                    if top
-                    else self._forward.log_probs(micro)[:1]
-                )
-                split = zip(*(torch.split(part.cpu(), sizes) for part in parts), strict=True)
-                found |= {id(s): _scores(*own) for s, own in zip(micro, split, strict=True)}
-            return self._forward.gathered(sequences, found)
+        with self._place.in_use():
+            cut = self._forward.micro_batches(sequences, rows=self._rows, tokens=self._tokens)
+            return _score(self._forward, sequences, cut, top, self._vocabulary)
+
+
+class AveragedTeacher(FrozenTeacher):
+    """The policy's weights as they were, averaged: after an update each goes `rate` of the way to the policy's.
+
+    Args:
+        model: the causal LM that it begins with, of the policy's form.
+        rate: 1: the policy's present weights.
+    """
+
+    def __init__(self, model: nn.Module, pad_id: int, vocabulary: int | None, rate: float, **options: Any) -> None:
+        super().__init__(model, pad_id, vocabulary, **options)
+        self.weights = dict(model.named_parameters())
+        self._rate = rate
+
+    def follow(self, policy: nn.Module) -> None:
+        """Go towards the policy."""
+        with self._place.in_use(), torch.no_grad():
+            for name, weight in policy.named_parameters():
+                self.weights[name].lerp_(weight.to(self.weights[name].dtype), self._rate)
+
+
+class PolicyAsTeacher:
+    """The policy itself, as it is when it is asked; `within` may put it into another state meanwhile."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        vocabulary: int | None = None,
+        *,
+        rows: int | None = None,
+        tokens: int | None = None,
+        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._forward, self._vocabulary, self._within = forward, vocabulary, within
+        self._rows, self._tokens = rows, tokens
+
+    def score(self, sequences: list[TrainingSequence], top: int) -> list[Scores]:
+        """As `Teacher.score`."""
+        with self._within():
+            cut = self._forward.micro_batches(sequences, rows=self._rows, tokens=self._tokens)
+            return _score(self._forward, sequences, cut, top, self._vocabulary)
+
+
+def _score(
+    forward: Forward,
+    sequences: list[TrainingSequence],
+    cut: Iterator[list[TrainingSequence]],
+    top: int,
+    vocabulary: int | None,
+) -> list[Scores]:
+    """What a model says of the trained tokens of sequences, computed in the parts `cut`."""
+    found: dict[int, Scores] = {}
+    with forward.without_gradient():
+        for micro in cut:
+            sizes = [len(sequence.trained) for sequence in micro]
+            parts: tuple[torch.Tensor, ...] = (
+                forward.top_log_probs(micro, top, vocabulary) if top else forward.log_probs(micro)[:1]
+            )
+            split = zip(*(torch.split(part.cpu(), sizes) for part in parts), strict=True)
+            found |= {id(s): _scores(*own) for s, own in zip(micro, split, strict=True)}
+        return forward.gathered(sequences, found)
 
 
 def _scores(log_probs: torch.Tensor, *of_top: torch.Tensor) -> Scores:

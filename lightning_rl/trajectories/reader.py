@@ -14,8 +14,11 @@ def reader(
     model: str | Collection[str],
     select: Callable[[Call], bool] | None,
     reward: str | None = None,
+    *,
+    messages: bool = False,
 ) -> Callable[[RolloutTrace], Trajectory]:
-    """What reads a finished rollout as the trajectory of `model`, or of several; `reward` as in `trajectory_of`."""
+    """What reads a finished rollout as the trajectory of `model`, or of several; `reward` and `messages` as in
+    `trajectory_of`."""
     overlong = config.data.overlong
     return partial(
         trajectory_of,
@@ -27,6 +30,7 @@ def reader(
         weights=config.algorithm.credit.weights,
         whole=overlong == "drop_rollout",
         reward=reward,
+        messages=messages,
     )
 
 

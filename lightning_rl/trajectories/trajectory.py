@@ -13,6 +13,7 @@ import msgspec
 from lightning_rl.store.contract import AttemptTrace, ErrorInfo, Rollout, RolloutTrace
 from lightning_rl.store.rewards import added_up, rewards_by_call
 from lightning_rl.trajectories.call_filter import context_of
+from lightning_rl.trajectories.conversation import SpokenCall, spoken_calls
 from lightning_rl.trajectories.termination import ended_by
 from lightning_rl.trajectories.token_account import ConservationError
 from lightning_rl.trajectories.trace_views import why_excluded
@@ -38,7 +39,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     SHA-256. Where the agent asked several policies, `of_policies` has by name what each of them learns from, and the
     rows here are only to be counted. `recorded_tokens` are those that its gateways recorded for each of its attempts,
     by attempt id; `span_tokens` are those of all its attempts that agents' spans tell of: no gateway counted them.
-    `task` is what it ran on.
+    `task` is what it ran on. `spoken` has its calls as messages, by call id, where they were asked for.
     """
 
     rollout_id: str
@@ -61,6 +62,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     ended_by: str | None = None
     media: dict[str, bytes] = {}
     task: Any = None
+    spoken: dict[str, SpokenCall] = {}
     of_policies: "dict[str, Trajectory]" = {}
 
     def of(self, policy: str) -> "Trajectory":
@@ -89,6 +91,7 @@ def trajectory_of(
     whole: bool = False,
     spans: bool = False,
     reward: str | None = None,
+    messages: bool = False,
 ) -> Trajectory:
     """Read a rollout's trace.
 
@@ -98,11 +101,11 @@ def trajectory_of(
     the policy's. A named reward `reward`, where the rollout has one, takes the place of the final one.
     Of these, calls that `select` is false of are context (`not_selected`), and so is `housekeeping`. `weights` make the
     final reward of the named ones. With `spans` the calls that agents' own spans tell of with token ids are read beside
-    the gateway's.
+    the gateway's; with `messages` the messages of calls are kept.
 
     Raises ForestError and ConservationError where the records do not fit together.
     """
-    records = _read(trace, {model} if isinstance(model, str) else model, spans=spans)
+    records = _read(trace, {model} if isinstance(model, str) else model, spans=spans, messages=messages)
     rewards = records.rewards if weights is None else credit.weighed(records.rewards, weights)
     if reward is not None and reward in rewards.named:
         rewards = msgspec.structs.replace(rewards, final=rewards.named[reward])
@@ -130,6 +133,7 @@ def trajectory_of(
         ended_by=records.ended_by,
         media=records.media,
         task=rollout.task,
+        spoken=records.spoken,
     )
     trajectory.check()
     return trajectory
@@ -149,6 +153,7 @@ class _Records:
     span_tokens: int = 0
     ended_by: str | None = None
     media: dict[str, bytes] = field(default_factory=dict)
+    spoken: dict[str, SpokenCall] = field(default_factory=dict)
 
     @property
     def calls(self) -> list[Call]:
@@ -167,7 +172,7 @@ class _Judgement:
     left_out: dict[str, int]
 
 
-def _read(trace: RolloutTrace, models: Collection[str] | None, *, spans: bool) -> _Records:
+def _read(trace: RolloutTrace, models: Collection[str] | None, *, spans: bool, messages: bool) -> _Records:
     """The calls, rewards and forest of the counting attempt, and the tokens of the others, by reason."""
     rollout = trace.rollout
     records = _Records(rollout, forest.build([]))
@@ -186,6 +191,7 @@ def _read(trace: RolloutTrace, models: Collection[str] | None, *, spans: bool) -
             records.media = media_of(attempt.spans)
             records.forest = forest.build(calls if rollout.mode != "train" else map(_with_known_logprobs, calls))
             records.ended_by = ended_by(attempt.spans)
+            records.spoken = spoken_calls(attempt.spans, calls) if messages else {}
             ids = {call.call_id for call in recorded}
             records.rewards, records.lost_rewards = _rewards(attempt, rollout, names, ids)
         elif reason := why_excluded(rollout, attempt.attempt):

@@ -56,6 +56,17 @@ def test_golden_numbers_of_a_loss(mode: str, expected: list[float]) -> None:
     assert found.tolist() == pytest.approx(expected, abs=1e-9)
 
 
+def test_a_gate_weighs_tokens_by_how_much_likelier_the_teacher_finds_them() -> None:
+    student = logits(STUDENT)
+    tokens = taught(student, logits(TEACHER), SAMPLED)
+    found = distillation_loss(tokens, DistillationOptions(loss_mode="k2", gate=5.0))
+    weights = torch.tensor([0.0003578499, 0.0813949381, 0.0001946765], dtype=torch.float64)
+    plain = distillation_loss(taught(student, logits(TEACHER), SAMPLED), DistillationOptions(loss_mode="k2"))
+    torch.testing.assert_close(found, weights * plain, rtol=1e-6, atol=1e-10)
+    gated, ungated = (torch.autograd.grad(each.sum(), student, retain_graph=True)[0] for each in (found, plain))
+    torch.testing.assert_close(gated, weights[:, None] * ungated, rtol=1e-6, atol=1e-10)  # none flows through the gate
+
+
 @pytest.mark.parametrize(("divergence", "expected"), WHOLE.items())
 def test_golden_numbers_over_the_whole_vocabulary(divergence: Callable[..., Tensor], expected: list[float]) -> None:
     q, p = logits(STUDENT).log_softmax(-1), logits(TEACHER).log_softmax(-1)

@@ -171,7 +171,7 @@ class Teller:
             asked["values"] = made.actor.values(batch)
         for name in made.teachers:
             ask_teachers(batch, {name: made.teachers[name]}, lambda *_, name=name: name, 4)
-            asked["teacher"] = [sequence.teacher_log_probs for sequence in batch]
+            asked[f"teacher {name}"] = [sequence.teacher_log_probs for sequence in batch]
         for number, sequence in enumerate(batch):
             sequence.old_log_probs = asked["log probs"][number]
             sequence.reference_log_probs = asked["reference"][number] if "reference" in asked else None
@@ -180,6 +180,7 @@ class Teller:
         if made.critic is not None:
             metrics |= made.critic.update(made.critic.plan(batch, rollouts))
         metrics |= made.actor.update(made.actor.plan(batch, rollouts))
+        made.average_teachers()
         asked["entropies"] = [s.entropies.float().numpy() for s in batch if s.entropies is not None]
         assert len(asked["entropies"]) == len(batch)
         return metrics, asked

@@ -20,7 +20,8 @@ NOT_ADDED = {"perf/padding_share", "perf/shared_share"}  # say how the work was 
 
 TEACHER = {
     "distillation.enabled": True,
-    "distillation.teacher_models": f"{{begun:{{model_path:'{CHECKPOINT}'}}}}",
+    "distillation.teacher_models": f"{{begun:{{model_path:'{CHECKPOINT}',agents:a}},"
+    "average:{weights:averaged,rate:0.5,agents:b},present:{weights:present,agents:c}}",
     "distillation.distillation_loss.control_variate": True,
     "distillation.distillation_loss.topk": 4,
     A
@@ -228,6 +229,7 @@ def test_what_any_number_has_written_any_number_reads_bit_by_bit(tell: Tell, wri
         {},
         pytest.param({"actor_rollout_ref.model.lora_rank": 2}, marks=pytest.mark.long),
         pytest.param({A + "fsdp_config.fsdp_size": 1}, marks=pytest.mark.long),
+        pytest.param(TEACHER, marks=pytest.mark.long),
     ],
 )
 def test_as_many_go_on_to_the_same_numbers_bit_by_bit(tell: Tell, changes: dict[str, Any], tmp_path: Path) -> None:
