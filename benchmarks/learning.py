@@ -6,6 +6,11 @@ Each run is a process of its own and leaves `<method>/seed-<n>/metrics.jsonl`; r
 again. Prints a table of held-out accuracy by step (mean over seeds, and the range at the end) and draws
 `learning.png`. `--only` names methods; with `--list` they are printed. Those that begin with `teacher` are drawn to the
 model that `grpo` makes in 60 steps, which is trained first where it is not there (`teacher/`).
+
+Those that begin with `hinted` train another student (`student/`): the tutorial's model after some supervised steps, in
+half of which the right query stands in the prompt. It has learned to read one there; without one it is right about as
+often as before. Of them `hinted-grpo` has rewards; `hinted-self-...` are taught by the student itself, which is told
+the right query: no reward counts.
 """
 
 import argparse
@@ -22,6 +27,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lightning_rl.config import compose
+from lightning_rl.ppo.privileged import TaughtCall
 from lightning_rl.ppo_algorithm import PPO
 from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl.trajectories.trajectory import Trajectory
@@ -56,6 +62,19 @@ DISTILLED = {
 }
 METHODS |= {name: {"distillation": {"enabled": True, "distillation_loss": loss}} for name, loss in DISTILLED.items()}
 TEACHER_STEPS = 60
+OWN_WEIGHTS = ("initial", "averaged", "present")
+HINTED = {f"hinted-self-{weights}": weights for weights in OWN_WEIGHTS}
+METHODS |= {"hinted-grpo": {}}
+METHODS |= {
+    name: {
+        "distillation": {
+            "enabled": True, "teacher_models": {"itself": {"weights": weights}}, "distillation_loss": ALONE,
+            "privileged": f"{__file__}:hint",
+        }
+    }
+    for name, weights in HINTED.items()
+}  # fmt: skip
+STUDENT_STEPS = 150
 
 
 class RowPerCall(PPO):
@@ -90,6 +109,44 @@ def per_call(row: Row) -> list[Row]:
     return found
 
 
+def hint(call: TaughtCall) -> str:
+    """What a student is told that is its own teacher: the right query."""
+    return hinted(call.task["gold"])
+
+
+def hinted(gold: str) -> str:
+    """The end of a prompt in which the right query stands."""
+    return f"right: {gold}"
+
+
+def make_student(folder: Path) -> None:
+    """Train the tutorial's model on its teacher's conversations, and on as many in which the right query is told."""
+    import random
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from examples.sql_agent import warm_start
+    from examples.sql_agent.agent import solve
+    from examples.sql_agent.data import write_set
+    from lightning_rl.tutorial import checkpoint
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint())
+    renderer = warm_start.make_renderer(tokenizer)
+    rng = random.Random(0)
+    examples = []
+    for task in write_set(folder.parent / "student-data", "demonstrations", 4_000_000, 700, 18):
+        as_ever = solve(task, warm_start.teacher(rng, task["gold"]))[1]
+        gold = task["gold"]
+        told = solve(task, lambda messages, gold=gold: gold if len(messages) == 1 else "done")[1]
+        told[0]["content"] += f"\n\n{hinted(gold)}"
+        examples += [warm_start.encode(renderer, tokenizer, messages) for messages in (as_ever, told)]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(), dtype="float32")
+    warm_start.train(model, examples, tokenizer.pad_token_id, STUDENT_STEPS, 1e-3)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_bytes((checkpoint() / "tokenizer_config.json").read_bytes())
+
+
 def train(method: str, seed: int, steps: int, folder: Path) -> None:
     """One run, in this process."""
     import lightning_rl as lrl
@@ -103,6 +160,8 @@ def train(method: str, seed: int, steps: int, folder: Path) -> None:
     }
     if method in DISTILLED:
         own["distillation"] = {"teacher_models": {"trained": {"model_path": str(folder.parents[1] / "teacher/model")}}}
+    if method.startswith("hinted"):
+        own["actor_rollout_ref"] = {"model": {"path": str(folder.parents[1] / "student")}}
     config = compose(OmegaConf.merge(CONFIG, METHODS[method], own))
     algorithm = (RowPerCall if method.endswith("row_per_call") else lrl.PPO)(config)
     tasks = make(folder / "data")
@@ -170,6 +229,10 @@ def main() -> None:
         return
     if DISTILLED.keys() & set(arguments.only) and not (arguments.out / "teacher" / "model").exists():
         in_process("grpo", 100, TEACHER_STEPS, arguments.out / "teacher")
+    student = arguments.out / "student"
+    if any(method.startswith("hinted") for method in arguments.only) and not (student / "config.json").exists():
+        student.parent.mkdir(parents=True, exist_ok=True)
+        make_student(student)
     histories: dict[str, list[list[dict[str, float]]]] = {method: [] for method in arguments.only}
     for seed in arguments.seeds:  # seeds outside, so that methods that are compared ran at about the same time
         for method in arguments.only:

@@ -445,6 +445,11 @@ def distillation_options(config: Config) -> DistillationOptions | None:
     given = config.distillation.distillation_loss
     if not config.distillation.enabled:
         return None
+    if config.distillation.averages and config.actor_rollout_ref.model.lora_rank:
+        raise ConfigError(
+            "distillation.teacher_models: weights=averaged is of whole models, and an adapter is trained "
+            "(actor_rollout_ref.model.lora_rank); take weights=initial or weights=present"
+        )
     options = DistillationOptions(
         loss_mode=given.loss_mode,
         topk=given.topk,

@@ -53,21 +53,20 @@ def teach(
 
     options = resolved_config.distillation_options(config)
     top = 0 if options is None else options.top
+    rows, untaught = ([], Counter[str]()) if privileged is None else privileged.of(batch)
+    asked = batch.sequences if privileged is None else [each.row for each in rows]
+    ask_teachers(asked, teachers, teacher_of, top)
     if privileged is not None:
-        rows, untaught = privileged.of(batch)
-        ask_teachers([each.row for each in rows], teachers, teacher_of, top)
         put_taught(batch.sequences, [(each.student, each.where, each.row) for each in rows], top)
-        return untaught
-    ask_teachers(batch.sequences, teachers, teacher_of, top)
-    taught = (s.teacher_log_probs for s in batch.sequences if s.teacher_log_probs is not None)
-    if batch.sequences and all(len(each) == 0 or (each != each).all() for each in taught):
+    taught = (s.teacher_log_probs for s in asked if s.teacher_log_probs is not None)
+    if asked and all(len(each) == 0 or (each != each).all() for each in taught):
         seen = sorted({str(_key_of(part, key)) for part in batch.parts})
         raise ConfigError(
             f"no call of the step has a teacher: the tasks' {key} (distillation.teacher_key) is "
             f"{', '.join(seen[:_SHOWN])}, and the teachers are for "
             + ", ".join(f"{name}: key={each.key}, agents={each.agents}" for name, each in named.items())
         )
-    return Counter()
+    return untaught
 
 
 def _teaches(teacher: TeacherModel, part: RolloutPart, agent: str | None, key: str) -> bool:

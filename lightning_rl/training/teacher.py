@@ -140,8 +140,9 @@ class AveragedTeacher(FrozenTeacher):
     def follow(self, policy: nn.Module) -> None:
         """Go towards the policy."""
         with self._place.in_use(), torch.no_grad():
-            for name, weight in policy.named_parameters():
-                self.weights[name].lerp_(weight.to(self.weights[name].dtype), self._rate)
+            there = dict(policy.named_parameters())
+            for name, weight in self.weights.items():
+                weight.lerp_(there[name].to(weight.dtype), self._rate)
 
 
 class PolicyAsTeacher:

@@ -136,18 +136,13 @@ def test_an_averaged_teacher_is_kept_in_checkpoints(tmp_path: Path) -> None:
     assert averaged(tmp_path / "parts", [2, 4]) == whole
 
 
-@pytest.mark.cluster
-@pytest.mark.long
-def test_two_workers_have_the_teacher_of_one(tmp_path: Path) -> None:
-    one = averaged(tmp_path / "one", [3])
-    assert averaged(tmp_path / "two", [2, 3], workers=2) == pytest.approx(one, rel=1e-3)
-
-
 def test_functions_that_cannot_be_used_are_refused() -> None:
     with pytest.raises(ConfigError, match="a privileged function is told to a teacher, and there is none"):
         lrl.PPO(config(), privileged=tells)
     with pytest.raises(ConfigError, match=r"distillation\.privileged and PPO\(privileged"):
         lrl.PPO(settings(distillation={"privileged": f"{__name__}:tells"}), privileged=tells)
+    with pytest.raises(ConfigError, match="weights=averaged is of whole models, and an adapter is trained"):
+        lrl.PPO(settings("averaged", actor_rollout_ref={"model": {"lora_rank": 2}}))
     with pytest.raises(ConfigError, match="has no 'telling'"):
         lrl.PPO(settings(distillation={"privileged": f"{__name__}:telling"}))
     assert lrl.PPO(settings(distillation={"privileged": f"{__name__}:tells"})).rules.privileged is tells
