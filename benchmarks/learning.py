@@ -63,16 +63,17 @@ DISTILLED = {
 METHODS |= {name: {"distillation": {"enabled": True, "distillation_loss": loss}} for name, loss in DISTILLED.items()}
 TEACHER_STEPS = 60
 OWN_WEIGHTS = ("initial", "averaged", "present")
-HINTED = {f"hinted-self-{weights}": weights for weights in OWN_WEIGHTS}
+HINTED = {f"hinted-self-{weights}": (weights, ALONE) for weights in OWN_WEIGHTS}
+HINTED["hinted-self-jsd"] = ("initial", {"loss_mode": "jsd_tail", "use_policy_gradient": False, **ALONE})
 METHODS |= {"hinted-grpo": {}}
 METHODS |= {
     name: {
         "distillation": {
-            "enabled": True, "teacher_models": {"itself": {"weights": weights}}, "distillation_loss": ALONE,
+            "enabled": True, "teacher_models": {"itself": {"weights": weights}}, "distillation_loss": loss,
             "privileged": f"{__file__}:hint",
         }
     }
-    for name, weights in HINTED.items()
+    for name, (weights, loss) in HINTED.items()
 }  # fmt: skip
 STUDENT_STEPS = 150
 

@@ -282,6 +282,15 @@ def _check_workers(config: Config) -> None:
     asked = f"trainer.nnodes={trainer.nnodes} and trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
     if find_spec("ray") is None:
         raise ConfigError(f"{asked} need Ray: pip install 'lightning-rl[ray]', or set both to 1")
+    for section, optim in (
+        ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.optim),
+        ("critic", config.critic.optim),
+    ):
+        if optim.optimizer_impl.startswith("torchao"):
+            raise ConfigError(
+                f"{section}.optim.optimizer_impl={optim.optimizer_impl}: its states are kept in checkpoints of "
+                f"one process, and {asked}: take torch.optim, whose states the workers share"
+            )
     if trainer.nnodes > 1 and not os.environ.get("RAY_ADDRESS"):
         raise ConfigError(
             f"trainer.nnodes={trainer.nnodes} needs a Ray cluster: start one (docs/distributed.md), and set "

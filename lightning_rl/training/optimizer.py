@@ -9,7 +9,7 @@ where memory allows it.
 import importlib
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,8 +116,9 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside the weights: optimizer, schedule, count of optimizer steps. Of what is shared
         it has this process's part."""
+        own = self._optimizer.state_dict()
         return {
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": {**own, "state": _each(own["state"], lambda value, _: states.taken_apart(value))},
             "schedule": self._schedule.state_dict(),
             "optimizer_steps": self.steps,
         }
@@ -125,13 +126,20 @@ class Optimizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; the weights must be those of the same moment."""
         saved = {**state["optimizer"], "param_groups": states.whole(state["optimizer"]["param_groups"])}
-        own = {
-            number: {name: _cut(value, self._parameters[number]) for name, value in values.items()}
-            for number, values in saved["state"].items()
-        }
+        own = _each(saved["state"], lambda value, number: _cut(value, self._parameters[number]))
         self._optimizer.load_state_dict({**saved, "state": own})
-        self._schedule.load_state_dict(state["schedule"])
+        self._schedule.load_state_dict(states.whole(state["schedule"]))
         self.steps = state["optimizer_steps"]
+
+
+def _each(
+    of_parameters: Mapping[int, Mapping[str, Any]], change: Callable[[Any, int], Any]
+) -> dict[int, dict[str, Any]]:
+    """What an optimizer keeps of its parameters, each value changed; `change` is given the parameter's number, too."""
+    return {
+        number: {name: change(value, number) for name, value in values.items()}
+        for number, values in of_parameters.items()
+    }
 
 
 def check(config: OptimizerConfig) -> None:
@@ -225,6 +233,7 @@ def _name(config: OptimizerConfig) -> str:
 
 
 def _cut(value: Any, parameter: nn.Parameter) -> Any:
+    value = states.put_together(value)
     return shards.cut(value, parameter) if isinstance(value, Tensor | states.Stored) else value
 
 

@@ -45,6 +45,13 @@ class Elsewhere:
         self.write = write
 
 
+# The only classes that are made of what a folder holds, and where they are.
+_LOW_BIT_CLASSES = {
+    "OptimState8bit": "torchao.optim.subclass_8bit",
+    "OptimState4bit": "torchao.optim.subclass_4bit",
+    "OptimStateFp8": "torchao.optim.subclass_fp8",
+}
+_KIND, _PARTS, _ABOUT = "low_bit", "parts", "about"
 PART = "part"  # the name of what `Elsewhere` writes in its folder
 
 
@@ -101,6 +108,44 @@ def whole(state: Any) -> Any:
     if isinstance(state, Mapping):
         return {key: whole(value) for key, value in state.items()}
     return type(state)(map(whole, state)) if isinstance(state, list | tuple) else state
+
+
+def taken_apart(value: Any) -> Any:
+    """A tensor of few bits (`torchao`'s optimizer states) as what it is made of; anything else as it is.
+
+    Such a tensor is one to torch and several in memory: codes, their scales, a table. A folder holds these, so nothing
+    is rounded again.
+    """
+    if type(value).__name__ not in _LOW_BIT_CLASSES:
+        return value
+    names, about = value.__tensor_flatten__()
+    parts = {name: getattr(value, name) for name in names}
+    return {_KIND: type(value).__name__, _PARTS: parts, _ABOUT: [_plain(each) for each in about]}
+
+
+def put_together(value: Any) -> Any:
+    """The inverse of `taken_apart`, of what was read or opened. Raises ValueError for a class that is not known."""
+    if not isinstance(value, Mapping) or _KIND not in value:
+        return value
+    if value[_KIND] not in _LOW_BIT_CLASSES:
+        raise ValueError(
+            f"an optimizer state in the checkpoint is a {value[_KIND]!r}; there are {', '.join(_LOW_BIT_CLASSES)}"
+        )
+    made: Any = getattr(importlib.import_module(_LOW_BIT_CLASSES[value[_KIND]]), value[_KIND])
+    return made.__tensor_unflatten__(whole(value[_PARTS]), [_read(each) for each in value[_ABOUT]])
+
+
+def _plain(about: Any) -> Any:
+    """What is known of a state beside its parts (signed, shape, dtype), as JSON holds it."""
+    if isinstance(about, torch.dtype):
+        return str(about)
+    return list(about) if isinstance(about, tuple) else about
+
+
+def _read(about: Any) -> Any:
+    if isinstance(about, str):
+        return getattr(torch, about.removeprefix("torch."))
+    return torch.Size(about) if isinstance(about, list) else about
 
 
 @dataclasses.dataclass(frozen=True)
