@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_rl.training.optimizer import Optimizer, OptimizerConfig, check, lr_factor
-from lightning_rl.training.state import opened, put_together, write
+from lightning_rl.training.state import put_together
 
 
 def config(**changes: Any) -> OptimizerConfig:
@@ -28,41 +27,6 @@ def config(**changes: Any) -> OptimizerConfig:
 def weights(seed: int = 0) -> list[nn.Parameter]:
     torch.manual_seed(seed)
     return [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4))]
-
-
-def of_few_bits(
-    folder: Path | None, name: str, steps: range, begin: tuple[list[nn.Parameter], Any] | None = None
-) -> Any:
-    """Weights and state after some steps of one of torchao's optimizers, whose state may go through a folder."""
-    torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(4))] if begin is None else begin[0]
-    optimizer = Optimizer(parameters, config(optimizer=name, optimizer_impl="torchao.optim", lr=0.01))
-    if begin is not None:
-        optimizer.load_state_dict(begin[1])
-    for step in steps:
-        give_gradients(parameters, step)
-        optimizer.step()
-        optimizer.offload()
-        optimizer.onload()
-        optimizer.schedule_step()
-    state = optimizer.state_dict()
-    if folder is not None:
-        write(folder, state)
-        state = opened(folder)
-    return parameters, state
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["AdamW8bit", pytest.param("AdamW4bit", marks=pytest.mark.long), pytest.param("AdamWFp8", marks=pytest.mark.long)],
-)
-def test_states_of_few_bits_go_on_from_a_folder_bit_by_bit(tmp_path: Path, name: str) -> None:
-    with torch.compiler.set_stance("force_eager"):  # what torchao compiles is the same uncompiled
-        whole, _ = of_few_bits(None, name, range(4))
-        half, state = of_few_bits(tmp_path / "state", name, range(2))
-        rest, _ = of_few_bits(None, name, range(2, 4), (half, state))
-    assert state["optimizer"]["state"][0]["exp_avg"]["low_bit"].startswith("OptimState")
-    assert all(torch.equal(one, other) for one, other in zip(whole, rest, strict=True))
 
 
 def test_a_folder_that_names_another_class_is_refused() -> None:
