@@ -4,7 +4,9 @@ Invariant: nothing of the step is written again here. The models are made of the
 those of `LocalWorkers`, and what is told is what their tensors take. What a forward pass tries on a few tokens
 (`Forward`) cannot be tried without numbers; the usual outcome is assumed, or what the model's config rules out.
 
-All layers but a few are left out and counted by what one more of them takes: every number is linear in their count.
+Of a model of very many layers most are left out, and counted by what one more of them takes. A peak is the largest of
+several sums, each linear in the count of layers, and which of them is the largest may change with the count: so layers
+are doubled until one more takes what it took before.
 """
 
 import copy
@@ -43,6 +45,8 @@ from lightning_rl.training.optimizer import FUSED, OptimizerConfig
 from lightning_rl.vision import ModelVision
 
 AnyOptim = TypeVar("AnyOptim", bound=Optim)
+_LINEAR = 0.005  # of a peak, by which three traces may be off a line
+_WHOLE = 32  # layers up to which all are traced: three traces of a few would take as long
 
 
 @dataclass(frozen=True)
@@ -101,11 +105,15 @@ def trace(
     lengths = -(-lengths[0] // together), -(-lengths[1] // together)
     text, period = model.get_text_config(), _period(model.get_text_config())
     layers: int = text.num_hidden_layers
-    if whole or layers <= 4 * period:
-        return _traced(config, model, lengths, on_gpu)
-    few, more = (_traced(config, _with_layers(model, count), lengths, on_gpu) for count in (2 * period, 4 * period))
-    found: TracedStep = _extrapolated(few, more, (layers - 2 * period) / (2 * period))
-    return found
+    steps: list[TracedStep] = []
+    count = 4 * period
+    while not whole and layers > _WHOLE * period and 2 * count <= layers:
+        steps.append(_traced(config, _with_layers(model, count), lengths, on_gpu))
+        if _goes_on_linearly(steps[-3:]):
+            found: TracedStep = _extrapolated(steps[-2], steps[-1], (layers - count // 2) / (count // 2))
+            return found
+        count *= 2
+    return _traced(config, model, lengths, on_gpu)
 
 
 def rows_of(config: Config, lengths: tuple[int, int], *, shared: bool, vocabulary: int) -> list[TrainingSequence]:
@@ -371,6 +379,20 @@ def _with_layers(model: Any, layers: int) -> Any:
     if kinds:
         text.layer_types = kinds[:layers]
     return fewer
+
+
+def _goes_on_linearly(steps: Sequence[TracedStep]) -> bool:
+    """Whether, of three traces with layers doubled each time, the last ones added to each peak what the first did."""
+    if len(steps) < 3:
+        return False
+    peaks = [
+        [getattr(held, name) for held in _held(step) for name in ("backward", "step", "scoring")] for step in steps
+    ]
+    return all(abs((most - more) - 2 * (more - few)) <= _LINEAR * most for few, more, most in zip(*peaks, strict=True))
+
+
+def _held(step: TracedStep) -> list[Held]:
+    return [held for held in (step.actor, step.critic, step.reference) if held is not None]
 
 
 def _extrapolated(few: Any, more: Any, steps: float) -> Any:

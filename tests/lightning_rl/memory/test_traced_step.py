@@ -1,5 +1,6 @@
 """What the traced step takes is what torch's allocator gives out in the real one."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Qwen2Config
 
 from lightning_rl import tutorial
 from lightning_rl.config import compose
@@ -96,16 +97,29 @@ def test_the_peak_is_that_of_the_allocator(way: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("words", [pytest.param([], id="kept"), pytest.param(WAYS["checkpointed"], id="checkpointed")])
 def test_layers_that_are_left_out_are_counted(words: list[str]) -> None:
-    few, whole = (trace(configured(*words), SMALL, LENGTHS, whole=whole).actor for whole in (False, True))
+    model = copy.deepcopy(SMALL)
+    model.num_hidden_layers, model.layer_types = 40, ["full_attention"] * 40
+    few, whole = (trace(configured(*words), model, LENGTHS, whole=whole).actor for whole in (False, True))
     assert few.weights == whole.weights
     assert few.optimizer == pytest.approx(whole.optimizer, rel=1e-3)
     assert few.update == pytest.approx(whole.update, rel=0.01)
 
 
 @pytest.mark.long
+def test_a_peak_that_moves_as_layers_are_added_is_found() -> None:
+    """A wide output layer: of few layers the peak is at its end, of more at its gradient beside those of all layers."""
+    model = Qwen2Config(
+        vocab_size=50_000, hidden_size=256, intermediate_size=1024, num_hidden_layers=36, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    few, whole = (trace(configured(), model, LENGTHS, whole=whole).actor for whole in (False, True))
+    assert few.update == pytest.approx(whole.update, rel=0.01)
+
+
+@pytest.mark.long
 def test_layers_of_two_kinds_are_left_out_in_pairs() -> None:
     model = Gemma2Config(
-        vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=12, num_attention_heads=4,
+        vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=66, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, sliding_window=16, final_logit_softcapping=30.0,
     )  # fmt: skip
     few, whole = (trace(configured(), model, LENGTHS, whole=whole).actor for whole in (False, True))
