@@ -124,6 +124,7 @@ def rows_of(config: Config, lengths: tuple[int, int], *, shared: bool, vocabular
     tokens = max(actor.ppo_max_token_len_per_gpu, config.critic.ppo_max_token_len_per_gpu, prompt + response)
     at_once = max(actor.ppo_micro_batch_size_per_gpu or 1, tokens // response)
     rng = np.random.default_rng(0)
+    taught = _taught(config, response)
     rows = []
     for number in range(-(-2 * at_once // group) * group):
         if number % group == 0 or not shared:
@@ -142,9 +143,22 @@ def rows_of(config: Config, lengths: tuple[int, int], *, shared: bool, vocabular
                 reference_log_probs=-each,
                 values=each,
                 returns=each,
+                **taught,
             )
         )
     return rows
+
+
+def _taught(config: Config, tokens: int) -> dict[str, Any]:
+    """What teachers say of so many trained tokens, where there are any."""
+    options = resolved_config.distillation_options(config)
+    if options is None:
+        return {}
+    found: dict[str, Any] = {"teacher_log_probs": np.full(tokens, -1.0, np.float32)}
+    if options.top:
+        found["teacher_top_ids"] = np.tile(np.arange(options.top, dtype=np.int64), (tokens, 1))
+        found["teacher_top_log_probs"] = np.full((tokens, options.top), -9.0, np.float32)
+    return found
 
 
 def _traced(config: Config, model: Any, lengths: tuple[int, int], on_gpu: bool) -> TracedStep:
@@ -226,15 +240,16 @@ def _score(learner: Actor | Critic, micro: list[TrainingSequence]) -> None:
 
 
 def _of_reference(live: LiveBytes, workers: "_TracedWorkers", rows: list[list[TrainingSequence]]) -> Held | None:
-    """A reference that is a model of its own."""
-    if workers.frozen is None:
+    """A reference that is a model of its own, and teachers that are: the weights of all, which score one by one."""
+    if not workers.frozen:
         return None
-    weights = sum(map(_bytes, [*workers.frozen.model.parameters(), *workers.frozen.model.buffers()]))
-    others, peaks = live.now - weights, []
+    models = [forward.model for forward in workers.frozen]
+    weights = sum(_bytes(one) for model in models for one in (*model.parameters(), *model.buffers()))
+    others, peaks, one = live.now - weights, [], workers.frozen[-1]
     for of_kind in rows:
         with live.peak() as scoring, torch.no_grad():
-            micro = next(iter(workers.frozen.micro_batches(of_kind, **workers.bounds())))
-            workers.frozen.log_probs(micro)
+            micro = next(iter(one.micro_batches(of_kind, **workers.bounds())))
+            one.log_probs(micro)
         peaks.append(scoring[0].total - others)
     return Held(weights=weights, scoring=max(peaks))
 
@@ -244,12 +259,15 @@ class _TracedWorkers(LocalWorkers):
 
     def __init__(self, config: Config, policy: nn.Module, roles: Any, model: Any) -> None:
         self._of = model
-        self.frozen: Forward | None = None
+        self.frozen: list[Forward] = []
         super().__init__(config, policy, roles)
 
     def bounds(self) -> dict[str, Any]:
         """What the reference computes at once."""
         return self._bounds()
+
+    def _vocabulary(self, folder: Path) -> int | None:
+        return None  # there is no tokenizer: a teacher's logits are as wide as the model says
 
     def _frozen_model(
         self, folder: Path, formats: Fsdp | None = None, held: torch.dtype | None = None
@@ -257,8 +275,8 @@ class _TracedWorkers(LocalWorkers):
         formats = self.config.actor_rollout_ref.ref.fsdp_config if formats is None else formats
         held = FORMATS[formats.model_dtype] if held is None else held
         model = _made(self.config, self._of, held).requires_grad_(False)
-        self.frozen = self._forward(model, formats, None)
-        return model, self.frozen
+        self.frozen.append(self._forward(model, formats, None))
+        return model, self.frozen[-1]
 
     def _value_model(self, policy: nn.Module) -> ValueModel:
         critic = self.config.critic  # made anew: a deep copy of fake tensors breaks torch's memory

@@ -287,7 +287,7 @@ class LocalWorkers:
     def _teacher(self, given: TeacherModel, begun: Path, policy: Forward) -> FrozenTeacher | PolicyAsTeacher:
         """A teacher in this process: one in a folder is held and run as the reference is; the policy itself is what is
         trained, without its adapter where it is to be as it began (in the folder `begun`), or a copy in float32."""
-        vocabulary, bounds = vocabulary_size(begun), self._bounds()
+        vocabulary, bounds = self._vocabulary(begun), self._bounds()
         if given.weights == "present":
             return PolicyAsTeacher(policy, vocabulary, **bounds)
         if given.weights == "initial" and self.config.actor_rollout_ref.model.lora_rank:
@@ -301,6 +301,10 @@ class LocalWorkers:
             return AveragedTeacher(model, self._pad_id, vocabulary, rate, forward=forward, **bounds)
         model, forward = self._frozen_model(begun if given.model_path is None else model_folder(given.model_path))
         return FrozenTeacher(model, self._pad_id, vocabulary, forward=forward, **bounds)
+
+    def _vocabulary(self, folder: Path) -> int | None:
+        """Tokens that the tokenizer of a model has."""
+        return vocabulary_size(folder)
 
     def _frozen_model(
         self, folder: Path, formats: Fsdp | None = None, held: torch.dtype | None = None

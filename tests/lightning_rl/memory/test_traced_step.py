@@ -94,6 +94,21 @@ def test_the_peak_is_that_of_the_allocator(way: str) -> None:
     assert held.step == pytest.approx(between + held.gradients + step, rel=0.05)
 
 
+@pytest.mark.parametrize("weights", ["initial", "averaged", "present"])
+def test_teachers_are_counted_and_what_they_say_is_there(weights: str) -> None:
+    """Beside a model that is trained: a frozen copy, or none where it is the model itself."""
+    teacher = f"distillation.teacher_models={{itself:{{weights:{weights}}}}}"
+    loss = ["distillation.distillation_loss.loss_mode=jsd_tail"]
+    loss += ["distillation.distillation_loss.use_policy_gradient=false"]
+    traced = trace(configured("distillation.enabled=true", teacher, *loss), ONE_LAYER, LENGTHS)
+    plain = trace(configured(), ONE_LAYER, LENGTHS)
+    assert traced.actor.weights == plain.actor.weights
+    assert traced.actor.backward == pytest.approx(plain.actor.backward, rel=0.3)
+    assert (traced.reference is not None) == (weights != "present")
+    if traced.reference is not None:
+        assert traced.reference.weights == plain.actor.weights
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("words", [pytest.param([], id="kept"), pytest.param(WAYS["checkpointed"], id="checkpointed")])
 def test_layers_that_are_left_out_are_counted(words: list[str]) -> None:
