@@ -13,6 +13,7 @@ from lightning_rl.agents.resources import LLM
 from lightning_rl.config.schema import UserTurns
 from lightning_rl.errors import Explained
 from lightning_rl.loading import load
+from lightning_rl.trajectories.conversation import text_of
 
 TAG = "user"
 Messages = Sequence[Mapping[str, Any]]
@@ -70,12 +71,5 @@ class ModelUser:
 def _from_the_other_side(messages: Messages) -> list[dict[str, str]]:
     """The texts of user and policy, their roles exchanged; the user sees neither tools nor the system's words."""
     roles = {"user": "assistant", "assistant": "user"}
-    said = [(roles[message["role"]], _text(message)) for message in messages if message.get("role") in roles]
+    said = [(roles[message["role"]], text_of(message)) for message in messages if message.get("role") in roles]
     return [{"role": role, "content": text} for role, text in said if text]
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content if part.get("type") == "text")

@@ -110,10 +110,10 @@ class PrivilegedRows:
         past: PastRollout,
         others: Sequence[PastRollout],
         untaught: Counter[str],
-    ) -> dict[str, list[str]]:
-        """The calls of a row by what their teacher is told."""
-        texts: dict[str, list[str]] = {}
-        for call_id, _, _ in sequence.trained_by_call():
+    ) -> dict[str, dict[str, NDArray[np.int64]]]:
+        """The calls of a row, and where their trained tokens stand among its K, by what their teacher is told."""
+        texts: dict[str, dict[str, NDArray[np.int64]]] = {}
+        for call_id, where, _ in sequence.trained_by_call():
             spoken = part.trajectory.spoken.get(call_id)
             if spoken is None:
                 untaught["no_messages"] += 1
@@ -122,7 +122,7 @@ class PrivilegedRows:
             if text is None:
                 untaught["nothing_to_tell"] += 1
             else:
-                texts.setdefault(text, []).append(call_id)
+                texts.setdefault(text, {})[call_id] = where
         return texts
 
     def _text(self, call: TaughtCall) -> str | None:
@@ -139,10 +139,10 @@ class PrivilegedRows:
         return text
 
     def _row(
-        self, trajectory: Trajectory, sequence: TrainingSequence, text: str, calls: Sequence[str]
+        self, trajectory: Trajectory, sequence: TrainingSequence, text: str, calls: Mapping[str, NDArray[np.int64]]
     ) -> TeacherRow | str:
         """The row behind another prompt, up to the last of these calls; or why there is none."""
-        root = trajectory.forest.nodes[calls[0]].path()[0].call
+        root = trajectory.forest.nodes[next(iter(calls))].path()[0].call
         if sequence.cut_context:
             return "truncated"
         if any(image.start < len(root.prompt_ids) for image in sequence.images):
@@ -150,8 +150,7 @@ class PrivilegedRows:
         prompt = self._prompt(trajectory.spoken.get(root.call_id), root.prompt_ids, text)
         if prompt is None:
             return "prompt_not_rendered"
-        of_calls = {name: where for name, where, _ in sequence.trained_by_call()}
-        where = np.concatenate([of_calls[call_id] for call_id in calls])
+        where = np.concatenate(list(calls.values()))
         added, end = len(prompt) - len(root.prompt_ids), int(sequence.trained[where[-1]]) + 1
         if self._longest is not None and end + added > self._longest:
             return "too_long"

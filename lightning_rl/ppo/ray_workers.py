@@ -105,12 +105,8 @@ class RayWorkers:
 
     def average_teachers(self) -> None:
         """As of `LocalWorkers`."""
-        if self._averages:
+        if self._config.distillation.averages:
             self._groups["actor"].ask(None, "average_teachers")
-
-    @property
-    def _averages(self) -> bool:
-        return self._config.distillation.averages
 
     def free_unused_memory(self) -> None:
         """Have all workers give back what they keep for later."""
@@ -122,7 +118,7 @@ class RayWorkers:
         lora = bool(self._config.actor_rollout_ref.model.lora_rank)
         there = {"actor": True, "critic": self.critic is not None, "adapter": lora}
         there["value head"] = "value head" in self._groups
-        there["teachers"] = self._averages
+        there["teachers"] = self._config.distillation.averages
         return {part: Elsewhere(bind(self._write_state, part)) if has else None for part, has in there.items()}
 
     def _write_state(self, part: str, folder: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_rl.rewards import FinishedRollout
 from lightning_rl.store.contract import Rollout
+from lightning_rl.trajectories.conversation import text_of
 from lightning_rl_adapters import conventions, forest, semconv
 from lightning_rl_adapters.call import calls_of
 from lightning_rl_adapters.span import Span
@@ -41,15 +42,7 @@ def finished_rollout(
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id or rollout.rollout_id,
         task=rollout.task,
-        answer=_text(messages[-1]) if messages else "",
+        answer=text_of(messages[-1]) if messages else "",
         messages=messages,
         rewards=dict(rollout.rewards),
     )
-
-
-def _text(message: dict[str, Any]) -> str:
-    """What a message says: no reasoning, no tool calls."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content if part.get("type") == "text")

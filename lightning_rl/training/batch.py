@@ -20,8 +20,8 @@ from lightning_rl.vision import PlacedImage
 from lightning_rl_adapters.forest import check_held
 from lightning_rl_adapters.rows import Row
 
-_OF_TEACHER = ("teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs")
-_KNOWN_LATER = ("old_log_probs", "weights", "reference_log_probs", "values", "returns", *_OF_TEACHER)  # None until then
+OF_TEACHER = ("teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs")
+_KNOWN_LATER = ("old_log_probs", "weights", "reference_log_probs", "values", "returns", *OF_TEACHER)  # None until then
 OfCalls = Mapping[str, float | NDArray[np.float64]]  # of a call, or of each of the tokens that it sampled
 
 

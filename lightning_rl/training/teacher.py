@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_rl.errors import Explained
 from lightning_rl.inference.vllm.control import Control, VllmRefused
-from lightning_rl.training.batch import TrainingSequence
+from lightning_rl.training.batch import OF_TEACHER, TrainingSequence
 from lightning_rl.training.forward import Forward
 from lightning_rl.training.reference import Reference
 
@@ -81,7 +81,7 @@ def put_taught(
     for sequence in sequences:
         _put_nothing(sequence, top)
     for sequence, where, row in rows:
-        for name in ("teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs"):
+        for name in OF_TEACHER:
             if (given := getattr(row, name)) is not None:
                 getattr(sequence, name)[where] = given
 

@@ -60,7 +60,7 @@ def transcript(calls: Sequence[SpokenCall]) -> str:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """The text of a message; images are left out."""
+    """What a message says: no images, no reasoning, no tool calls."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
