@@ -49,6 +49,10 @@ def client(body: bytes, *, stream: bool = False, status: int = 200) -> openai.Op
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array"}}}},
             lambda r: r.sampling.json_schema == {"type": "array"},
         ),
+        (  # a call has no text
+            {"response_format": {"type": "json_object"}, "tools": [LOOK_UP], "tool_choice": "required"},
+            lambda r: r.sampling.json_schema is None,
+        ),
         ({"tools": [LOOK_UP], "tool_choice": "required"}, lambda r: r.tool_choice == "required"),
         (
             {"tools": [LOOK_UP], "tool_choice": {"type": "function", "function": {"name": "look_up"}}},
