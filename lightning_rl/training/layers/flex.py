@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._dynamo import config as dynamo
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK: Final = 128
 FORMATS: Final = {torch.float32, torch.bfloat16, torch.float16}
+KERNELS: Final = 64  # of shapes of heads, formats, with and without gradients; torch's own limit is 8
 _compiled: Any = None
 
 
@@ -58,12 +60,16 @@ def block_mask(end: NDArray[np.int64], device: torch.device) -> BlockMask:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None) -> Tensor:
-    """Attention [B, H, T, D] of `query` [B, H, T, D] to `key` and `value` [B, H or fewer, T, D]."""
+    """Attention [B, H, T, D] of `query` [B, H, T, D] to `key` and `value` [B, H or fewer, T, D].
+
+    Beyond `KERNELS` compiled kernels it raises torch's FailOnRecompileLimitHit: torch would go on with scores of T x T.
+    """
     global _compiled  # once for all models: a kernel is compiled for each shape of heads
     if _compiled is None:
-        _compiled = torch.compile(flex_attention, dynamic=True)
+        _compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True)
     grouped = key.shape[1] != query.shape[1]
-    found: Tensor = _compiled(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped)
+    with dynamo.patch(recompile_limit=KERNELS):
+        found: Tensor = _compiled(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped)
     return found
 
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -98,6 +99,19 @@ def test_compiled_it_follows_the_blocks() -> None:
     found = flex.attend(*given, flex.block_mask(END, CPU), None)
     expected = scaled_dot_product_attention(*given, attn_mask=rule(END)[:, None], enable_gqa=True)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_more_shapes_of_heads_than_torch_would_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond its limit of 8 torch computes the scores of T x T, with a warning that is easily missed."""
+    torch.compiler.reset()
+    monkeypatch.setattr(flex, "_compiled", torch.compile(flex_attention, dynamic=True, fullgraph=True, backend="eager"))
+    mask = flex.block_mask(END, CPU)
+    for width in range(8, 18):
+        given = [torch.randn(1, of, 300, width) for of in (4, 2, 2)]
+        flex.attend(*given, mask, None)
+    monkeypatch.setattr(flex, "KERNELS", 1)
+    with pytest.raises(FailOnRecompileLimitHit):
+        flex.attend(*(torch.randn(1, of, 300, 18) for of in (4, 2, 2)), mask, None)
 
 
 def test_it_is_for_gpus_and_their_number_formats() -> None:
