@@ -10,6 +10,7 @@ What it says there, and what this module stands on:
   Penalties, biases and grammars have changed the logits by then.
 - `sampling_params` refuses names that it does not know; what is absent is the server's (--preferred-sampling-params),
   max_new_tokens 128, and null the end of the context. A prompt and a limit that exceed it together are refused.
+- With `ignore_eos` it looks at no stop token, `stop_token_ids` included.
 - An order to abort means all requests whose id begins with that one. A connection that is closed is seen after seconds.
 - A pause that retracts keeps the tokens, gives up their attention cache and lets it be flushed; on going on it is
   computed again, by the weights of then. One that keeps the cache in place makes such a flush fail.
@@ -130,6 +131,8 @@ class SGLangEngine:
         encoded: bytes | None = None,
     ) -> AsyncGenerator[EngineTokens | EngineFinish]:
         """See `Engine`. Leaving the iterator early closes the connection and orders an abort."""
+        if sampling.ignore_eos and sampling.stop_token_ids:
+            raise EngineRefused("SGLang stops at no token where ignore_eos is true: leave out stop_token_ids, or it")
         rid = f"{request_id}-{secrets.token_hex(8)}"  # no other request's id begins like this
         body: dict[str, Any] = {
             "rid": rid,

@@ -296,6 +296,11 @@ def test_only_a_server_with_a_tokenizer_keeps_to_a_schema() -> None:
     assert "logit_bias" in abilities(False)
 
 
+def test_stop_tokens_that_it_would_pass_over_are_refused() -> None:
+    with pytest.raises(EngineRefused, match="ignore_eos is true: leave out stop_token_ids"):
+        sample(StandIn(), ignore_eos=True, stop_token_ids=[5], max_tokens=8)
+
+
 def test_greedy_is_the_likeliest_token_and_has_the_logprobs_of_temperature_1() -> None:
     ids, logprobs, _, _ = sample(StandIn(), temperature=0.0, max_tokens=8)
     for i, token in enumerate(ids):

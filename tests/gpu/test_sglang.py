@@ -1,0 +1,283 @@
+"""A real SGLang server on a GPU: what the gateway's client understands of it, and a run that trains with it.
+
+The interpreter of SGLang's environment is SGLANG_PYTHON's, without it this one; more flags for the server are
+SGLANG_FLAGS. One server serves all tests, so each that changes its weights puts them back.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import urllib3
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_rl.inference.sglang import SGLangPolicy, update_from_disk
+from lightning_rl.inference.weights.check import EngineMismatch, Tolerance
+from lightning_rl.telemetry.metrics import jsonl
+from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens
+from lightning_rl_proxy.engines.sglang import SGLangEngine
+from lightning_rl_proxy.engines.sglang_probe import Abilities, probe_sglang
+from lightning_rl_proxy.errors import PromptTooLong
+from lightning_rl_proxy.sampling import Sampling
+from tests.gpu.checks import CHECKPOINT
+
+T = TypeVar("T")
+PYTHON = os.environ.get("SGLANG_PYTHON") or sys.executable
+FLAGS = ["--enable-deterministic-inference", "--incremental-streaming-output", "--enable-priority-scheduling"]
+FLAGS += ["--mem-fraction-static", "0.2", "--dtype", "bfloat16", *shlex.split(os.environ.get("SGLANG_FLAGS", ""))]
+START_SECONDS = 400.0
+MEAN = Tolerance(mean=0.1)  # of log probabilities, in bfloat16
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if subprocess.run([PYTHON, "-c", "import sglang"], capture_output=True).returncode:
+        pytest.skip(f"there is no SGLang in the environment of {PYTHON}: make test-gpu SGLANG_PYTHON=...")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("sglang") / "log"
+    command = [PYTHON, "-m", "sglang.launch_server", "--model-path", str(CHECKPOINT), "--port", str(port), *FLAGS]
+    with log.open("wb") as out:
+        server = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + START_SECONDS
+        while not _ready(address):
+            ended = server.poll() is not None
+            if ended or time.monotonic() > deadline:
+                pytest.fail(f"SGLang {'ended' if ended else 'is not ready'}:\n" + log.read_text()[-6000:])
+            time.sleep(0.5)
+        yield address
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+        if kept := os.environ.get("SGLANG_LOG"):
+            shutil.copy(log, kept)
+
+
+def _ready(address: str) -> bool:
+    try:
+        return urllib3.request("GET", address + "/ready", timeout=2.0, retries=False).status == 200
+    except urllib3.exceptions.HTTPError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    made: Any = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.bfloat16)
+    return made.to("cuda").eval()
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    tokenizer: Any = AutoTokenizer.from_pretrained(CHECKPOINT)
+    ids: list[int] = tokenizer("How many cities are there?")["input_ids"]
+    return ids
+
+
+def client(url: str, use: Callable[[SGLangEngine], Awaitable[T]], version: int = 0) -> T:
+    async def work() -> T:
+        able = await probe_sglang(url)
+        engine = SGLangEngine(model="m", url=url, stop_token_ids=[996], policy_version=version, able=able)
+        try:
+            return await use(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(work())
+
+
+async def generate(
+    engine: SGLangEngine, prompt: list[int], *, stream: bool = False, **sampling: Any
+) -> tuple[list[int], list[float] | None, EngineFinish]:
+    given = Sampling(**({"temperature": 1.0, "seed": 7, "max_tokens": 40} | sampling))
+    *parts, finish = [part async for part in engine.generate(prompt, given, request_id="r", stream=stream)]
+    assert isinstance(finish, EngineFinish)
+    tokens = [part for part in parts if isinstance(part, EngineTokens)]
+    logprobs = [one for part in tokens for one in part.logprobs or []]
+    ids = [token for part in tokens for token in part.token_ids]
+    return ids, logprobs if len(logprobs) == len(ids) else None, finish
+
+
+def test_the_probe_sees_what_its_flags_decide(url: str) -> None:
+    able = asyncio.run(probe_sglang(url))
+    assert able == Abilities(tempered=True, room=able.room, schemas=True, seeded=True, incremental=True)
+    assert able.room is not None
+    assert 500 < able.room <= 512
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_logprobs_are_those_of_the_model_at_the_temperature(
+    url: str, model: Any, prompt: list[int], temperature: float
+) -> None:
+    sampled = {"temperature": temperature, "ignore_eos": True, "max_tokens": 200}
+    ids, logprobs, finish = client(url, lambda engine: generate(engine, prompt, **sampled))
+    assert (len(ids), finish.reason) == (200, "length")
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *ids]], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
+    own = torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(ids, device="cuda")[:, None])[:, 0]
+    assert logprobs is not None
+    assert float((own.cpu() - torch.tensor(logprobs)).abs().mean()) < 0.05
+
+
+def test_a_stream_is_the_whole_answer_and_a_seed_repeats_it(url: str, prompt: list[int]) -> None:
+    async def ask(engine: SGLangEngine) -> list[tuple[list[int], list[float] | None, EngineFinish]]:
+        alike = [await generate(engine, prompt, stream=stream, ignore_eos=True) for stream in (False, True)]
+        return [*alike, await generate(engine, prompt, seed=8, ignore_eos=True)]
+
+    whole, streamed, other = client(url, ask)
+    assert whole[:2] == streamed[:2]
+    assert whole[0] != other[0]
+
+
+def test_a_stop_token_is_in_the_answer_and_named(url: str, prompt: list[int]) -> None:
+    async def ask(engine: SGLangEngine) -> tuple[list[int], EngineFinish]:
+        first, _, _ = await generate(engine, prompt, temperature=0.0, max_tokens=12, ignore_eos=True)
+        ids, _, finish = await generate(engine, prompt, temperature=0.0, max_tokens=12, stop_token_ids=[first[5]])
+        at = next(at for at, token in enumerate(first) if token in (first[5], 996))
+        assert (ids, finish.stop_match) == (first[: at + 1], first[at])
+        return ids, finish
+
+    assert client(url, ask)[1].reason == "stop"
+
+
+def test_what_holds_an_answer_holds_it(url: str, prompt: list[int]) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(CHECKPOINT)
+
+    async def ask(engine: SGLangEngine) -> list[tuple[list[int], list[float] | None, EngineFinish]]:
+        schema = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
+        schema["additionalProperties"] = False
+        return [
+            await generate(engine, prompt, json_schema=schema, max_tokens=100),
+            await generate(engine, prompt, regex="[ab]{5}", max_tokens=100),
+            await generate(engine, prompt, choice=["yes", "no"], max_tokens=100),
+            await generate(engine, prompt, logit_bias={"300": 100.0}, max_tokens=5, ignore_eos=True),
+        ]
+
+    found = client(url, ask)
+    words = [tokenizer.decode(ids, skip_special_tokens=True) for ids, _, _ in found]
+    assert isinstance(json.loads(words[0])["n"], bool)
+    assert re.fullmatch("[ab]{5}", words[1])
+    assert words[2] in ("yes", "no")
+    assert found[3][0] == [300] * 5
+    assert [logprobs for _, logprobs, _ in found] == [None] * 4  # of changed logits there are none
+
+
+def test_a_prompt_without_room_is_told_so(url: str) -> None:
+    with pytest.raises(PromptTooLong):
+        client(url, lambda engine: generate(engine, [300] * 600))
+
+
+def test_leaving_a_stream_ends_the_request(url: str, prompt: list[int]) -> None:
+    async def ask(engine: SGLangEngine) -> int:
+        given = Sampling(temperature=1.0, ignore_eos=True, max_tokens=400)
+        parts = engine.generate(prompt, given, request_id="left", stream=True)
+        await anext(parts)
+        await parts.aclose()
+        load = await engine.load()
+        assert load is not None
+        return load.waiting
+
+    assert client(url, ask) == 0
+
+
+def test_new_weights_in_the_middle_of_an_answer(url: str, model: Any, prompt: list[int], tmp_path: Path) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    model.save_pretrained(tmp_path / "new")
+
+    async def ask(engine: SGLangEngine) -> tuple[int, list[int], EngineFinish]:
+        given = Sampling(temperature=1.0, seed=5, ignore_eos=True, max_tokens=400)
+        parts = engine.generate(prompt, given, request_id="r", stream=True)
+        found: list[Any] = [await anext(parts)]
+        await engine.pause()
+        await asyncio.to_thread(update_from_disk, url, tmp_path / "new", 1)
+        engine.policy_version = 1
+        assert await engine.check() == 1
+        await engine.resume()
+        found += [part async for part in parts]
+        ids = [token for part in found[:-1] for token in part.token_ids]
+        return len(found[0].token_ids), ids, found[-1]
+
+    try:
+        first, ids, finish = client(url, ask)
+        assert (len(ids), finish.reason) == (400, "length")
+        (old, begin, at), (new, _, end) = [(v.version, v.start, v.end) for v in finish.version_spans]
+        assert (old, begin, new, end) == (0, 0, 1, 400)
+        assert first <= at < 400
+    finally:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.div_(1.1)
+        update_from_disk(url, CHECKPOINT, 0)
+
+
+def test_a_policy_gives_it_weights_and_finds_out_old_ones(url: str, tmp_path: Path) -> None:
+    policy = SGLangPolicy(CHECKPOINT, tmp_path, urls=[url], device="cuda", train_dtype=torch.bfloat16, tolerance=MEAN)
+    try:
+        for version in (1, 2):
+            change(policy.model)
+            policy.update_weights(policy.model, version)  # it compares log probabilities, and raises EngineMismatch
+        for _ in range(4):
+            change(policy.model)
+        with pytest.raises(EngineMismatch):
+            policy._compare()
+    finally:
+        policy.close()
+        update_from_disk(url, CHECKPOINT, 0)
+
+
+def change(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+
+
+def test_the_tutorials_agent_trains_with_it(url: str, tmp_path: Path) -> None:
+    told = f"import sys; from tests.gpu.test_sglang import train; train({url!r}, {str(tmp_path)!r})"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+    done = subprocess.run([sys.executable, "-c", told], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    steps = [row for row in jsonl.read(tmp_path / "run" / "metrics.jsonl") if row["step"] >= 1]
+    assert len(steps) == 3
+    print(*(f"{row['training/mismatch_kl']:.2g}" for row in steps))
+    assert all(row["training/mismatch_kl"] < 0.02 for row in steps)
+
+
+def train(url: str, folder: str) -> None:
+    """Three steps of the tutorial, sampled by the server at `url`."""
+    from omegaconf import OmegaConf
+
+    import lightning_rl as lrl
+    from examples.sql_agent.agent import sql_agent
+    from examples.sql_agent.data import make
+    from examples.sql_agent.train import CONFIG
+    from lightning_rl.config import compose
+
+    changes = {
+        "actor_rollout_ref": {
+            "rollout": {"name": "sglang", "server_urls": [url]},
+            "actor": {"fsdp_config": {"dtype": "bfloat16"}},
+        },
+        "trainer": {"total_training_steps": 3, "device": "cuda", "val_before_train": False, "test_freq": 0},
+    }
+    ppo = lrl.PPO(compose(OmegaConf.merge(CONFIG, changes)))
+    lrl.Trainer(sql_agent, n_runners=16, run_dir=Path(folder) / "run").fit(ppo, make(Path(folder) / "data")["train"])
