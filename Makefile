@@ -120,9 +120,9 @@ screenshots: $(VENV)/.dev $(BROWSER)/.made
 	  -m browser $(ARGS)
 
 # For a machine with a GPU: all that can only be seen there, in less than half an hour, and gpu-report.md about it.
-# VLLM_PYTHON names the interpreter of vLLM's environment, SPIDER Spider's folder, MODEL another model than Qwen2.5-Coder.
+# VLLM_PYTHON and SGLANG_PYTHON name interpreters of their environments, SPIDER Spider's folder, MODEL another model
 test-gpu: $(VENV)/.dev
-	VLLM_PYTHON=$(VLLM_PYTHON) $(if $(SPIDER),SPIDER=$(SPIDER)) $(if $(MODEL),MODEL=$(MODEL)) $(BIN)/python -m tests.gpu.report $(ARGS)
+	VLLM_PYTHON=$(VLLM_PYTHON) $(if $(SGLANG_PYTHON),SGLANG_PYTHON=$(SGLANG_PYTHON)) $(if $(SPIDER),SPIDER=$(SPIDER)) $(if $(MODEL),MODEL=$(MODEL)) $(BIN)/python -m tests.gpu.report $(ARGS)
 
 docs: $(VENV)/.dev $(SDKS)
 	$(BIN)/python -m lightning_rl.config.reference > docs/config.md

@@ -14,7 +14,7 @@ import torch
 from lightning_rl.config import ConfigError
 
 GIB: Final = 2**30
-CONTEXT: Final = GIB // 2
+CONTEXT: Final = 3 * GIB // 4  # 0.74 on an H200 (docs/gpu.md)
 FRAGMENTATION: Final = 0.05
 
 

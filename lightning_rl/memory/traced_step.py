@@ -233,10 +233,12 @@ def _of_learner(
 
 
 def _score(learner: Actor | Critic, micro: list[TrainingSequence]) -> None:
-    if isinstance(learner, Actor):
-        learner.forward.log_probs(micro)
-    else:
-        learner.forward.hidden(micro)
+    """As in inference mode, which cannot be traced: autocast keeps no copies of the weights there."""
+    with torch.autocast("cpu", enabled=False, cache_enabled=False):
+        if isinstance(learner, Actor):
+            learner.forward.log_probs(micro)
+        else:
+            learner.forward.hidden(micro)
 
 
 def _of_reference(live: LiveBytes, workers: "_TracedWorkers", rows: list[list[TrainingSequence]]) -> Held | None:

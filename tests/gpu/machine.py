@@ -10,7 +10,7 @@ import torch
 
 from lightning_rl.inference.devices import nvidia_smi
 
-_PACKAGES = ("lightning-rl", "torch", "triton", "transformers", "vllm", "ray", "flash-attn", "torchao")
+_PACKAGES = ("lightning-rl", "triton", "transformers", "vllm", "sglang", "ray", "flash-attn", "torchao")
 _ASK_VLLM = "import importlib.metadata as m; print(m.version('vllm'))"
 
 
@@ -34,7 +34,10 @@ def facts(vllm_python: str | None = None) -> list[tuple[str, str]]:
     found = [("system", platform.platform()), ("processor", f"{psutil.cpu_count()} cores, {gib:.0f} GiB")]
     for index, name, memory, driver in nvidia_smi("index", "name", "memory.total", "driver_version"):
         found.append((f"GPU {index}", f"{name}, {memory} MiB, driver {driver}"))
-    found.append(("CUDA of torch", str(torch.version.cuda)))
+    found += [
+        ("torch", torch.__version__),
+        ("CUDA of torch", str(torch.version.cuda)),
+    ]  # a build says so in its version
     found.append(("python", platform.python_version()))
     found += [(name, version) for name in _PACKAGES if (version := _version(name))]
     if vllm_python and vllm_python != sys.executable:
