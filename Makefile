@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 SDKS := .venv-sdk3/.made .venv-sdk-litellm/.made
 ORACLE := .venv-oracle
 VLLM := .venv-vllm
+SGLANG := .venv-sglang
 AGENTS := .venv-agents
 BROWSER := .venv-browser
 SITE := .venv-site
@@ -14,7 +15,7 @@ CHROMIUM ?= /usr/bin/chromium
 SERVICES := tests/lightning_rl/control_plane tests/lightning_rl/runner tests/lightning_rl/store tests/lightning_rl/cli/test_serve.py \
   tests/lightning_rl/cli/test_runner.py tests/lightning_rl/inspect/test_attached.py tests/lightning_rl/viewer/test_at_server.py
 CLUSTER := tests/cluster tests/lightning_rl/training/distributed
-FAST := not e2e and not chaos and not package and not sdk and not vllm and not agents and not cluster and not browser and not gpu and not works_with and not sandboxes
+FAST := not e2e and not chaos and not package and not sdk and not vllm and not sglang and not agents and not cluster and not browser and not gpu and not works_with and not sandboxes
 ASKING := forest/test_live_forest test_call_names test_gateway http/test_limits test_logs http/test_openapi test_parking \
   recording/test_recorder test_retries routing/test_router test_streaming rendering/test_chat_templates \
   forest/test_raw_prompts
@@ -27,7 +28,7 @@ REQUIRED = sed -n 's/^ *"\($(1)>=[^"]*\)",.*/\1/p' pyproject.toml
 # One thread each: several processes on the same cores stand in each other's way with more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: quickstart test test-all test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-agents test-works-with test-sandboxes test-browser test-gpu screenshots docs site notebooks lint types check bench clean
+.PHONY: quickstart test test-all test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-sglang test-agents test-works-with test-sandboxes test-browser test-gpu screenshots docs site notebooks lint types check bench clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/lightning-rl quickstart $(ARGS)
@@ -39,7 +40,7 @@ test: $(VENV)/.dev
 # four times as many random examples.
 test-all: export EXAMPLES = all
 test-all: test site test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle \
-  test-agents test-works-with test-sandboxes test-browser test-vllm test-vllm-training test-vllm-gateway
+  test-agents test-works-with test-sandboxes test-browser test-vllm test-vllm-training test-vllm-gateway test-sglang
 	$(PYTEST) tests $(SERVICES:%=--ignore %) --ignore tests/oracle -m "$(FAST) and long" -n 3 --dist loadscope
 
 # Those that start processes and databases by the hundred: servers, runners, and the store over each database.
@@ -118,6 +119,10 @@ test-browser: $(VENV)/.dev $(BROWSER)/.made site
 screenshots: $(VENV)/.dev $(BROWSER)/.made
 	OMP_NUM_THREADS=1 CHROMIUM=$(CHROMIUM) SCREENSHOTS=docs/images $(BROWSER)/bin/python -m pytest tests/browser/test_screenshots.py \
 	  -m browser $(ARGS)
+
+# A real SGLang: its tokens, its weights, and a run on it.
+test-sglang: $(VENV)/.dev $(SGLANG)/.made
+	$(PYTEST) tests/sglang $(ARGS)
 
 # For a machine with a GPU: all that can only be seen there, in less than half an hour, and gpu-report.md about it.
 # VLLM_PYTHON and SGLANG_PYTHON name interpreters of their environments, SPIDER Spider's folder, MODEL another model
@@ -232,5 +237,18 @@ $(VLLM)/seeing/.made: $(VLLM)/.made
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(@D) torchvision==0.28.0
 	touch $@
 
+# A real SGLang, which computes by torch alone on a CPU: without the packages that are for GPUs. Its torch is another than it
+# asks for, and its torchvision is imported as vLLM's is.
+FOR_GPUS := cuda-python datasets flash-attn-4 flashinfer-python humming-kernels modelscope nvidia-cutlass-dsl nvidia-mathdx \
+  nvshmem4py-cu13 quack-kernels sgl-deep-ep sgl-deep-gemm sgl-flash-mla sglang-kernel smg-grpc-servicer tilelang timm \
+  tml-renderers tokenspeed-mla torch torchaudio torchcodec torchvision
+$(SGLANG)/.made: Makefile $(VENV)/.dev
+	$(UV_VENV) --seed $(SGLANG)
+	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0+cpu
+	printf '%s\n' $(FOR_GPUS) > $(SGLANG)/excludes.txt
+	$(UV_INSTALL) --python $(SGLANG)/bin/python --excludes $(SGLANG)/excludes.txt sglang==0.5.23 dill triton==3.9.0
+	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps torchvision==0.28.0
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(dir $(SDKS)) $(ORACLE) $(VLLM) $(AGENTS) $(BROWSER) $(SITE) $(NODE) dist build site
+	rm -rf $(VENV) $(dir $(SDKS)) $(ORACLE) $(VLLM) $(SGLANG) $(AGENTS) $(BROWSER) $(SITE) $(NODE) dist build site

@@ -39,7 +39,7 @@ class Part:
 PARTS: Final = [
     Part("the trainer on the device", (*_PYTEST, "tests/gpu/test_devices.py"), 240),
     Part("vLLM: each transfer, asleep and awake", (*_PYTEST, "tests/gpu/test_vllm.py"), 390),
-    Part("SGLang: its tokens, its weights, a run", (*_PYTEST, "tests/gpu/test_sglang.py"), 290),
+    Part("SGLang: its tokens, its weights, a run", (*_PYTEST, "tests/sglang/test_engine.py"), 290),
     Part("the quickstart learns", (*_PYTEST, "tests/gpu/test_learning.py"), 180),
     Part("what an update of 1.5B takes on 24 GB", (*_RECIPES, "--recipes", "1.5B-24", "--limit", "22.5"), 180),
     Part("how long an update takes", (sys.executable, "benchmarks/train_step.py", "--device", "cuda"), 150),

@@ -1,4 +1,4 @@
-"""SGLang's native wire, `POST /generate` with `input_ids`: token in, token out, as SGLang 0.5.23's source has it.
+"""SGLang's native wire, `POST /generate` with `input_ids`: token in, token out, as SGLang 0.5.23 has it.
 
 What it says there, and what this module stands on:
 

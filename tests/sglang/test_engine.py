@@ -1,101 +1,40 @@
-"""A real SGLang server on a GPU: what the gateway's client understands of it, and a run that trains with it.
+"""A real SGLang server: what the gateway's client understands of it, its weights, and a run that trains with it.
 
-The interpreter of SGLang's environment is SGLANG_PYTHON's, without it this one; more flags for the server are
-SGLANG_FLAGS. One server serves all tests, so each that changes its weights puts them back.
+Tests that change the server's weights put them back.
 """
 
 import asyncio
-import contextlib
 import json
 import os
 import re
-import shlex
-import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
-import urllib3
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from lightning_rl.inference.sglang import SGLangPolicy, update_from_disk
-from lightning_rl.inference.weights.check import EngineMismatch, Tolerance
+from lightning_rl.inference.weights.check import FLOAT32, EngineMismatch, Tolerance
 from lightning_rl.telemetry.metrics import jsonl
 from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens
 from lightning_rl_proxy.engines.sglang import SGLangEngine
 from lightning_rl_proxy.engines.sglang_probe import Abilities, probe_sglang
 from lightning_rl_proxy.errors import PromptTooLong
 from lightning_rl_proxy.sampling import Sampling
-from tests.gpu.checks import CHECKPOINT
+from tests.sglang.conftest import CHECKPOINT, DEVICE, DTYPE, ON_GPU, ROOT
 
 T = TypeVar("T")
-PYTHON = os.environ.get("SGLANG_PYTHON") or sys.executable
-FLAGS = ["--enable-deterministic-inference", "--incremental-streaming-output", "--enable-priority-scheduling"]
-FLAGS += ["--mem-fraction-static", "0.2", "--dtype", "bfloat16", *shlex.split(os.environ.get("SGLANG_FLAGS", ""))]
-START_SECONDS = 400.0
-MEAN = Tolerance(mean=0.1)  # of log probabilities, in bfloat16
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    if subprocess.run([PYTHON, "-c", "import sglang"], capture_output=True).returncode:
-        pytest.skip(f"there is no SGLang in the environment of {PYTHON}: make test-gpu SGLANG_PYTHON=...")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("sglang") / "log"
-    command = [PYTHON, "-m", "sglang.launch_server", "--model-path", str(CHECKPOINT), "--port", str(port), *FLAGS]
-    with log.open("wb") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + START_SECONDS
-        while not _ready(address):
-            ended = server.poll() is not None
-            if ended or time.monotonic() > deadline:
-                pytest.fail(f"SGLang {'ended' if ended else 'is not ready'}:\n" + log.read_text()[-6000:])
-            time.sleep(0.5)
-        yield address
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-        if kept := os.environ.get("SGLANG_LOG"):
-            shutil.copy(log, kept)
-
-
-def _ready(address: str) -> bool:
-    try:
-        return urllib3.request("GET", address + "/ready", timeout=2.0, retries=False).status == 200
-    except urllib3.exceptions.HTTPError:
-        return False
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    made: Any = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.bfloat16)
-    return made.to("cuda").eval()
-
-
-@pytest.fixture(scope="module")
-def prompt() -> list[int]:
-    tokenizer: Any = AutoTokenizer.from_pretrained(CHECKPOINT)
-    ids: list[int] = tokenizer("How many cities are there?")["input_ids"]
-    return ids
+END = 996  # of the tutorial's turns
 
 
 def client(url: str, use: Callable[[SGLangEngine], Awaitable[T]], version: int = 0) -> T:
     async def work() -> T:
         able = await probe_sglang(url)
-        engine = SGLangEngine(model="m", url=url, stop_token_ids=[996], policy_version=version, able=able)
+        engine = SGLangEngine(model="m", url=url, stop_token_ids=[END], policy_version=version, able=able)
         try:
             return await use(engine)
         finally:
@@ -118,7 +57,7 @@ async def generate(
 
 def test_the_probe_sees_what_its_flags_decide(url: str) -> None:
     able = asyncio.run(probe_sglang(url))
-    assert able == Abilities(tempered=True, room=able.room, schemas=True, seeded=True, incremental=True)
+    assert able == Abilities(tempered=True, room=able.room, schemas=True, seeded=ON_GPU, incremental=True)
     assert able.room is not None
     assert 500 < able.room <= 512
 
@@ -131,27 +70,37 @@ def test_logprobs_are_those_of_the_model_at_the_temperature(
     ids, logprobs, finish = client(url, lambda engine: generate(engine, prompt, **sampled))
     assert (len(ids), finish.reason) == (200, "length")
     with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *ids]], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
-    own = torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(ids, device="cuda")[:, None])[:, 0]
+        logits = model(torch.tensor([[*prompt, *ids]], device=DEVICE)).logits[0, len(prompt) - 1 : -1].float()
+    own = torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(ids, device=DEVICE)[:, None])[:, 0]
     assert logprobs is not None
-    assert float((own.cpu() - torch.tensor(logprobs)).abs().mean()) < 0.05
+    apart = (own.cpu() - torch.tensor(logprobs)).abs()
+    assert float(apart.mean() if ON_GPU else apart.max()) < (0.05 if ON_GPU else 1e-3)
 
 
-def test_a_stream_is_the_whole_answer_and_a_seed_repeats_it(url: str, prompt: list[int]) -> None:
+def test_a_stream_is_the_whole_answer(url: str, prompt: list[int]) -> None:
     async def ask(engine: SGLangEngine) -> list[tuple[list[int], list[float] | None, EngineFinish]]:
-        alike = [await generate(engine, prompt, stream=stream, ignore_eos=True) for stream in (False, True)]
-        return [*alike, await generate(engine, prompt, seed=8, ignore_eos=True)]
+        sampled = {"temperature": 0.0, "ignore_eos": True}
+        return [await generate(engine, prompt, stream=stream, **sampled) for stream in (False, True)]
 
-    whole, streamed, other = client(url, ask)
-    assert whole[:2] == streamed[:2]
-    assert whole[0] != other[0]
+    whole, streamed = client(url, ask)
+    assert whole[0] == streamed[0]
+    assert whole[1] == pytest.approx(streamed[1], abs=1e-3 if DEVICE == "cpu" else 0.05)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="SGLang's deterministic sampling needs a kernel of a GPU")
+def test_a_seed_repeats_an_answer(url: str, prompt: list[int]) -> None:
+    async def ask(engine: SGLangEngine) -> list[list[int]]:
+        return [(await generate(engine, prompt, seed=seed, ignore_eos=True))[0] for seed in (7, 7, 8)]
+
+    first, again, other = client(url, ask)
+    assert first == again != other
 
 
 def test_a_stop_token_is_in_the_answer_and_named(url: str, prompt: list[int]) -> None:
     async def ask(engine: SGLangEngine) -> tuple[list[int], EngineFinish]:
         first, _, _ = await generate(engine, prompt, temperature=0.0, max_tokens=12, ignore_eos=True)
         ids, _, finish = await generate(engine, prompt, temperature=0.0, max_tokens=12, stop_token_ids=[first[5]])
-        at = next(at for at, token in enumerate(first) if token in (first[5], 996))
+        at = next(at for at, token in enumerate(first) if token in (first[5], END))
         assert (ids, finish.stop_match) == (first[: at + 1], first[at])
         return ids, finish
 
@@ -231,7 +180,14 @@ def test_new_weights_in_the_middle_of_an_answer(url: str, model: Any, prompt: li
 
 
 def test_a_policy_gives_it_weights_and_finds_out_old_ones(url: str, tmp_path: Path) -> None:
-    policy = SGLangPolicy(CHECKPOINT, tmp_path, urls=[url], device="cuda", train_dtype=torch.bfloat16, tolerance=MEAN)
+    policy = SGLangPolicy(
+        CHECKPOINT,
+        tmp_path,
+        urls=[url],
+        device=DEVICE,
+        train_dtype=DTYPE,
+        tolerance=Tolerance(mean=0.1) if ON_GPU else FLOAT32,
+    )
     try:
         for version in (1, 2):
             change(policy.model)
@@ -252,18 +208,17 @@ def change(model: Any) -> None:
 
 
 def test_the_tutorials_agent_trains_with_it(url: str, tmp_path: Path) -> None:
-    told = f"import sys; from tests.gpu.test_sglang import train; train({url!r}, {str(tmp_path)!r})"
+    told = f"import sys; from tests.sglang.test_engine import train; train({url!r}, {str(tmp_path)!r})"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
     done = subprocess.run([sys.executable, "-c", told], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     steps = [row for row in jsonl.read(tmp_path / "run" / "metrics.jsonl") if row["step"] >= 1]
-    assert len(steps) == 3
-    print(*(f"{row['training/mismatch_kl']:.2g}" for row in steps))
-    assert all(row["training/mismatch_kl"] < 0.02 for row in steps)
+    assert len(steps) == 2
+    assert all(row["training/mismatch_kl"] < (0.02 if ON_GPU else 1e-5) for row in steps)
 
 
 def train(url: str, folder: str) -> None:
-    """Three steps of the tutorial, sampled by the server at `url`."""
+    """Two steps of the tutorial, sampled by the server at `url`."""
     from omegaconf import OmegaConf
 
     import lightning_rl as lrl
@@ -275,9 +230,9 @@ def train(url: str, folder: str) -> None:
     changes = {
         "actor_rollout_ref": {
             "rollout": {"name": "sglang", "server_urls": [url]},
-            "actor": {"fsdp_config": {"dtype": "bfloat16"}},
+            "actor": {"fsdp_config": {"dtype": "bfloat16" if ON_GPU else "float32"}},
         },
-        "trainer": {"total_training_steps": 3, "device": "cuda", "val_before_train": False, "test_freq": 0},
+        "trainer": {"total_training_steps": 2, "device": DEVICE, "val_before_train": False, "test_freq": 0},
     }
     ppo = lrl.PPO(compose(OmegaConf.merge(CONFIG, changes)))
     lrl.Trainer(sql_agent, n_runners=16, run_dir=Path(folder) / "run").fit(ppo, make(Path(folder) / "data")["train"])
