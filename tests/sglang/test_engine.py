@@ -142,6 +142,8 @@ def test_leaving_a_stream_ends_the_request(url: str, prompt: list[int]) -> None:
         await parts.aclose()
         load = await engine.load()
         assert load is not None
+        assert load.capacity is not None
+        assert load.capacity > 0
         return load.waiting
 
     assert client(url, ask) == 0
