@@ -880,10 +880,10 @@ class Distillation(Section, frozen=True):
         dict[str, Any] | None,
         effect(
             "teachers by name, each with `model_path` (a folder or a hub's id: it is computed beside the trainer's "
-            "models), `server_urls` (vLLM servers that have it) or `weights` (the policy itself: `initial`, `present`, "
-            "or `averaged`, which goes `rate`, 0.05, of the way to the policy after each update); of several, each "
-            "says what it teaches by `key` (the tasks whose teacher_key is this) or `agents` (a regular expression of "
-            "calling agents' names)"
+            "models), `server_urls` (servers of vLLM or SGLang that have it) or `weights` (the policy itself: "
+            "`initial`, `present`, or `averaged`, which goes `rate`, 0.05, of the way to the policy after each "
+            "update); of several, each says what it teaches by `key` (the tasks whose teacher_key is this) or `agents` "
+            "(a regular expression of calling agents' names)"
         ),
     ] = None
     privileged: Annotated[
@@ -917,8 +917,8 @@ class Distillation(Section, frozen=True):
         if not found:
             raise TeacherUnusable(
                 "config key distillation.enabled=true needs a teacher: give "
-                "distillation.teacher_models.NAME.model_path (a folder or a hub's id), .server_urls (vLLM servers) or "
-                ".weights (the policy itself: initial, averaged or present)"
+                "distillation.teacher_models.NAME.model_path (a folder or a hub's id), .server_urls (of vLLM or "
+                "SGLang) or .weights (the policy itself: initial, averaged or present)"
             )
         for name, teacher in found.items():
             if len(found) > 1 and teacher.key is None and teacher.agents is None:

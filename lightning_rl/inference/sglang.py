@@ -24,10 +24,16 @@ from lightning_rl.inference.weights.stream import WeightStream, as_saved, export
 _PATH = "/update_weights_from_disk"
 _CONNECT_SECONDS = 10.0
 _SAMPLE_SECONDS = 60.0
+_SCORE_SECONDS = 600.0
+_SCORED_AT_ONCE = 16
 
 
 class WeightsNotUpdated(Explained, RuntimeError):
     """The server did not say that it took the weights and flushed its caches: it must not sample for training."""
+
+
+class ScoresRefused(Explained, RuntimeError):
+    """The server gave no log probabilities of a row."""
 
 
 class _Told(msgspec.Struct):
@@ -134,6 +140,52 @@ class SGLangPolicy:
     def close(self) -> None:
         """Remove what was on its way."""
         shutil.rmtree(self._outbox, ignore_errors=True)
+
+
+class Scorer:
+    """What the model of the SGLang server at `url` says of rows that others sampled."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        timeout = urllib3.Timeout(connect=_CONNECT_SECONDS, read=_SCORE_SECONDS)
+        self._pool = urllib3.PoolManager(maxsize=_SCORED_AT_ONCE, retries=False, timeout=timeout)
+
+    def is_there(self) -> bool:
+        """Whether an SGLang server answers at `url`; others do not know what is asked."""
+        try:
+            return self._pool.request("GET", self.url + "/model_info", timeout=_CONNECT_SECONDS).status == 200
+        except urllib3.exceptions.HTTPError:
+            return False
+
+    def score(self, token_ids: list[int], top: int) -> list[dict[str, Any]]:
+        """For each of these tokens what the model gives for its place at temperature 1: by token id the log probability
+        and the rank, of the `top` most likely ones and of the token (behind them, where it is none of them). Nothing is
+        known of the first. Raises ScoresRefused.
+        """
+        asked: dict[str, Any] = {"input_ids": token_ids, "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
+        asked |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top}
+        told = self._ask("/generate", asked)["meta_info"]
+        likely = told.get("input_top_logprobs") or [[]] * len(token_ids)
+        found: list[dict[str, Any]] = []
+        for (own, token, _), ranked in zip(told["input_token_logprobs"], likely, strict=True):
+            entries = {str(each): {"logprob": value, "rank": n} for n, (value, each, _) in enumerate(ranked or (), 1)}
+            found.append({str(token): {"logprob": own, "rank": top + 1}} | entries)
+        return found
+
+    def tokenize(self, text: str) -> list[int]:
+        """The token ids that the server writes a text with. Raises ScoresRefused."""
+        found: list[int] = self._ask("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
+        return found
+
+    def _ask(self, path: str, body: Any) -> Any:
+        try:
+            answer = self._pool.request("POST", self.url + path, json=body)
+        except urllib3.exceptions.HTTPError as error:
+            raise ScoresRefused(f"SGLang at {self.url}{path} does not answer: {error}") from error
+        if answer.status != 200:
+            said = answer.data[:500].decode(errors="replace")
+            raise ScoresRefused(f"SGLang at {self.url}: POST {path} answered {answer.status}: {said}")
+        return answer.json()
 
 
 def update_from_disk(url: str, folder: Path, version: int, *, seconds: float = 600.0) -> None:

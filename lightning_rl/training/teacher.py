@@ -1,6 +1,6 @@
 """Teachers: what other models say of the tokens that the policy sampled, behind the very tokens that it saw.
 
-A teacher is a frozen model in the trainer's process, as the reference is, or vLLM servers that have one. It is asked
+A teacher is a frozen model in the trainer's process, as the reference is, or servers that have one. It is asked
 about whole rows, so each path of a rollout's forest is scored once, however many calls are on it. Which teacher a call
 has is the caller's to say; a token of a call without one is NaN, and has no part in the loss against the teacher.
 """
@@ -8,6 +8,7 @@ has is the caller's to say; a token of a call without one is NaN, and has no par
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from lightning_rl.errors import Explained
+from lightning_rl.inference.sglang import Scorer, ScoresRefused
 from lightning_rl.inference.vllm.control import Control, VllmRefused
 from lightning_rl.training.batch import OF_TEACHER, TrainingSequence
 from lightning_rl.training.forward import Forward
@@ -195,9 +197,9 @@ def _scores(log_probs: torch.Tensor, *of_top: torch.Tensor) -> Scores:
 
 
 class ServedTeacher:
-    """A model on vLLM servers, which are asked for the log probabilities of a prompt: the row.
+    """A model on servers of vLLM or SGLang, which are asked for the log probabilities of a prompt: the row.
 
-    vLLM gives those of temperature 1, so only tokens that were sampled at it can be taught, and of text alone.
+    They give those of temperature 1, so only tokens that were sampled at it can be taught, and of text alone.
 
     Args:
         name: what messages call it.
@@ -206,12 +208,16 @@ class ServedTeacher:
     """
 
     def __init__(self, name: str, urls: Sequence[str], vocabulary: int) -> None:
-        self._name, self._vocabulary = name, vocabulary
-        self._servers = [Control(url) for url in urls]
+        self._name, self._vocabulary, self._urls = name, vocabulary, urls
+
+    @cached_property
+    def _servers(self) -> list[Control | Scorer]:
+        scorers = [Scorer(url) for url in self._urls]
+        return [scorer if scorer.is_there() else Control(scorer.url) for scorer in scorers]
 
     def score(self, sequences: list[TrainingSequence], top: int) -> list[Scores]:
-        """As `Teacher.score`. Raises TeacherRefused for rows that it cannot score, Unreached and VllmRefused for a
-        server that does not answer or answers with an error."""
+        """As `Teacher.score`. Raises TeacherRefused for rows that it cannot score; Unreached, VllmRefused and
+        ScoresRefused for a server that does not answer or answers with an error."""
         servers = self._servers
         with ThreadPoolExecutor(_AT_ONCE * len(servers), f"teacher {self._name}") as pool:
             asked = [
@@ -223,7 +229,7 @@ class ServedTeacher:
     def check(self, probe: Sequence[tuple[str, list[int]]]) -> None:
         """Whether each server writes these texts with these token ids, as the policy does.
 
-        Raises TeacherRefused where it does not, Unreached and VllmRefused as `score`.
+        Raises TeacherRefused where it does not, and what `score` raises.
         """
         for server in self._servers:
             for text, token_ids in probe:
@@ -234,11 +240,11 @@ class ServedTeacher:
                         "Take one with the same tokenizer"
                     )
 
-    def _score(self, server: Control, sequence: TrainingSequence, top: int) -> Scores:
+    def _score(self, server: Control | Scorer, sequence: TrainingSequence, top: int) -> Scores:
         if len(sequence.temperature) and not (sequence.temperature == 1).all():
             raise TeacherRefused(
                 f"teacher {self._name}: rollout {sequence.rollout} of the batch was sampled at temperature "
-                f"{sequence.temperature[sequence.temperature != 1][0]:g}, and vLLM gives the log probabilities of a "
+                f"{sequence.temperature[sequence.temperature != 1][0]:g}, and servers give the log probabilities of a "
                 "prompt at temperature 1 only: set actor_rollout_ref.rollout.temperature=1, or give the teacher as a "
                 "folder (model_path)"
             )
@@ -249,10 +255,11 @@ class ServedTeacher:
             )
         try:
             given = server.score(sequence.token_ids.tolist(), top)
-        except VllmRefused as error:
+        except (VllmRefused, ScoresRefused) as error:
+            of_vllm = "--max-model-len of at least one token more, and --max-logprobs of at least so many"
             error.add_note(
                 f"teacher {self._name} was asked about {len(sequence)} tokens, the {top} most likely of each place: "
-                "the server needs --max-model-len of at least one token more, and --max-logprobs of at least so many"
+                f"the server needs {of_vllm if isinstance(error, VllmRefused) else '--context-length for them'}"
             )
             raise
         scored = [_entry(given[place], int(sequence.token_ids[place]), top) for place in sequence.trained]
