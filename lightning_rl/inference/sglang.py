@@ -2,7 +2,8 @@
 
 The place of an update is after the gateway's pause and before its resume: that pause retracts the requests, so that the
 cache of the old weights can be flushed while they wait. What was sampled keeps its version, what comes next has the new
-one. An invariant as with vLLM: after an update a server's log probabilities are compared with the model's.
+one. An invariant as with vLLM: after an update a server's log probabilities are compared with the model's. A `Scorer`
+asks such a server what its model says of rows: a teacher's.
 """
 
 import shutil
