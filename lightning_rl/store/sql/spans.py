@@ -1,6 +1,7 @@
 """Spans: appended as they are recorded, read back by attempt."""
 
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 import sqlalchemy as sa
@@ -13,6 +14,8 @@ from lightning_rl.store.contract import (
 from lightning_rl.store.errors import NotFound
 from lightning_rl.store.sql.transactions import Transactions, reads
 from lightning_rl_adapters.span import Packed, Span, pack
+
+_COUNTED_AT_ONCE: Final = 5000  # spans: some 60 ms
 
 
 class SpanOperations(Transactions):
@@ -53,10 +56,24 @@ class SpanOperations(Transactions):
         packed = self.packed_traces(rollout_ids)
         return msgspec.msgpack.decode(packed, type=dict[str, RolloutTrace])
 
-    @reads
-    def recorded_calls(self, connection: sa.Connection) -> queries.RecordedCalls:
-        """What engines sampled in all recorded calls, and when the last one ended."""
-        return queries.recorded_calls(connection)
+    def recorded_calls(self) -> queries.RecordedCalls:
+        """What engines sampled in all recorded calls, and when the last one ended.
+
+        A SQLite file keeps what was counted, so that only later spans are read.
+        """
+        if self.shared:
+            return self._database.read(queries.recorded_calls)
+        while (counted := self.count_calls()).more:
+            pass
+        return queries.RecordedCalls(tokens=counted.tokens, newest_ns=counted.newest_ns)
+
+    def count_calls(self, most: int = _COUNTED_AT_ONCE) -> queries.CountedCalls:
+        """Count at `most` so many further spans of a SQLite file; what is counted by now."""
+        further, counted = self._database.read(lambda connection: queries.counted_calls(connection, most))
+        if further:
+            kept = self._database.replace(schema.meta, queries.COUNTED_CALLS, msgspec.json.encode(counted).decode())
+            self._database.write(lambda connection: connection.execute(kept))
+        return counted
 
     @reads
     def packed_traces(self, connection: sa.Connection, rollout_ids: Sequence[str]) -> bytes:

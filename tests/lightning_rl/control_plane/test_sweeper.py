@@ -43,6 +43,9 @@ class Noting:
     def overdue(self):
         return []
 
+    def count_calls(self) -> None:
+        pass
+
     def claimable(self, *, newly_seconds: float | None) -> bool:
         due, self.due = self.due, False
         return due

@@ -51,6 +51,7 @@ NOT_OVER_HTTP = {
     "attempt": "the gateway: it asks whether an attempt is open",
     "claimable": "the sweeper, every second: whether it wakes the claims that wait",
     "closed": "the sweeper, every second: what other servers have closed",
+    "count_calls": "the sweeper, every second",
     "counts": "/metrics",
     "expire": "the sweeper, every second",
     "make_up": "the sweeper, after a time in which the store could not be written",

@@ -10,11 +10,14 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sqlalchemy import event
 
-from lightning_rl.store import databases
+from lightning_rl.store import databases, queries
 from lightning_rl.store.contract import (
     ErrorInfo,
     Finish,
@@ -25,7 +28,8 @@ from lightning_rl.store.contract import (
 )
 from lightning_rl.store.errors import StoreUnwritable
 from lightning_rl.store.sql import SqlStore
-from lightning_rl_adapters.span import Span
+from lightning_rl_adapters.span import Span, unpacked
+from tests.random_examples import examples
 
 SUCCEEDED = Finish(status="succeeded", reward=1.0)
 AGENT_FAILED = Finish(status="failed", error=ErrorInfo(type="ValueError", message="no"))
@@ -200,6 +204,48 @@ def test_a_damaged_store_is_told_with_what_to_do(tmp_path: Path) -> None:
         with closing(SqlStore(f"sqlite:///{file}")) as store:
             store.page(limit=1000)
             store.recorded_calls()
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3)), max_size=8), max_size=6), st.integers(1, 5))
+def test_calls_are_counted_once_however_often_it_is_opened(batches: list[list[tuple[int, int]]], most: int) -> None:
+    """Each span of a batch is a call with so many tokens; one whose id is there already is left as it is."""
+    with TemporaryDirectory() as folder:
+        url, known = f"sqlite:///{folder}/store.db", dict[int, int]()
+        for batch in batches:
+            with closing(SqlStore(url)) as store:
+                for number, tokens in batch:
+                    store.add_spans([sampled(f"c{number}", tokens)])
+                    known.setdefault(number, tokens)
+                    store.count_calls(most)
+                total = sum(known.values())
+                assert store.recorded_calls().tokens == ({"m": total} if total else {})
+                assert store._database.read(queries.recorded_calls) == store.recorded_calls()
+
+
+def test_a_start_reads_the_spans_that_were_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, read = f"sqlite:///{tmp_path}/store.db", []
+    monkeypatch.setattr(queries, "unpacked", lambda record: read.append(1) or unpacked(record))
+    with closing(SqlStore(url)) as store:
+        store.add_spans([sampled(f"c{number}", 2) for number in range(300)])
+        store.count_calls()
+    with closing(SqlStore(url)) as store:
+        assert len(read) == 300
+        store.add_spans([sampled("later", 5)])
+        assert store.recorded_calls().tokens == {"m": 605}
+        assert len(read) == 301
+    with closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as other:
+        other.execute("DELETE FROM spans")
+    with closing(SqlStore(url)) as store:
+        store.add_spans([sampled("again", 3)])
+        assert store.recorded_calls().tokens == {"m": 3}
+
+
+def sampled(call_id: str, tokens: int) -> Span:
+    return Span(
+        span_id=call_id, name="lightning_rl.call", rollout_id="r", attempt_id="a", number=0, start_ns=0, end_ns=tokens,
+        attributes={"gen_ai.response.model": "m", "lightning_rl.response_ids": b"1234" * tokens},
+    )  # fmt: skip
 
 
 def test_a_store_that_another_process_holds_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
