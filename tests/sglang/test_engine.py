@@ -4,6 +4,7 @@ Tests that change the server's weights put them back.
 """
 
 import asyncio
+import copy
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from lightning_rl.inference.sglang import SGLangPolicy, update_from_disk
@@ -55,6 +57,13 @@ async def generate(
     return ids, logprobs if len(logprobs) == len(ids) else None, finish
 
 
+@torch.no_grad()
+def log_probs(model: Any, prompt: list[int], ids: list[int], temperature: float = 1.0) -> Tensor:
+    """What the model says of an answer, float32 [len(ids)]."""
+    logits = model(torch.tensor([[*prompt, *ids]], device=DEVICE)).logits[0, len(prompt) - 1 : -1].float().cpu()
+    return torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+
+
 def test_the_probe_sees_what_its_flags_decide(url: str) -> None:
     able = asyncio.run(probe_sglang(url))
     assert able == Abilities(tempered=True, room=able.room, schemas=True, seeded=ON_GPU, incremental=True)
@@ -69,11 +78,8 @@ def test_logprobs_are_those_of_the_model_at_the_temperature(
     sampled = {"temperature": temperature, "ignore_eos": True, "max_tokens": 200}
     ids, logprobs, finish = client(url, lambda engine: generate(engine, prompt, **sampled))
     assert (len(ids), finish.reason) == (200, "length")
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *ids]], device=DEVICE)).logits[0, len(prompt) - 1 : -1].float()
-    own = torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(ids, device=DEVICE)[:, None])[:, 0]
     assert logprobs is not None
-    apart = (own.cpu() - torch.tensor(logprobs)).abs()
+    apart = (log_probs(model, prompt, ids, temperature) - torch.tensor(logprobs)).abs()
     assert float(apart.mean() if ON_GPU else apart.max()) < (0.05 if ON_GPU else 1e-3)
 
 
@@ -150,12 +156,9 @@ def test_leaving_a_stream_ends_the_request(url: str, prompt: list[int]) -> None:
 
 
 def test_new_weights_in_the_middle_of_an_answer(url: str, model: Any, prompt: list[int], tmp_path: Path) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1)
-    model.save_pretrained(tmp_path / "new")
+    """Tokens before them have the old weights' log probabilities, later ones the new weights' behind the whole text."""
 
-    async def ask(engine: SGLangEngine) -> tuple[int, list[int], EngineFinish]:
+    async def ask(engine: SGLangEngine) -> list[Any]:
         given = Sampling(temperature=1.0, seed=5, ignore_eos=True, max_tokens=400)
         parts = engine.generate(prompt, given, request_id="r", stream=True)
         found: list[Any] = [await anext(parts)]
@@ -164,21 +167,24 @@ def test_new_weights_in_the_middle_of_an_answer(url: str, model: Any, prompt: li
         engine.policy_version = 1
         assert await engine.check() == 1
         await engine.resume()
-        found += [part async for part in parts]
-        ids = [token for part in found[:-1] for token in part.token_ids]
-        return len(found[0].token_ids), ids, found[-1]
+        return [*found, *[part async for part in parts]]
 
+    new = copy.deepcopy(model)
+    change(new)
+    new.save_pretrained(tmp_path / "new")
     try:
-        first, ids, finish = client(url, ask)
-        assert (len(ids), finish.reason) == (400, "length")
-        (old, begin, at), (new, _, end) = [(v.version, v.start, v.end) for v in finish.version_spans]
-        assert (old, begin, new, end) == (0, 0, 1, 400)
-        assert first <= at < 400
+        *tokens, finish = client(url, ask)
     finally:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.div_(1.1)
         update_from_disk(url, CHECKPOINT, 0)
+    ids = [token for part in tokens for token in part.token_ids]
+    told = torch.tensor([one for part in tokens for one in part.logprobs])
+    assert (len(ids), finish.reason) == (400, "length")
+    (old, begin, at), (then, _, end) = [(v.version, v.start, v.end) for v in finish.version_spans]
+    assert (old, begin, then, end) == (0, 0, 1, 400)
+    assert len(tokens[0].token_ids) <= at < 400
+    before, after = (told - log_probs(weights, prompt, ids) for weights in (model, new))
+    apart = torch.cat([before[:at], after[at:]]).abs()
+    assert float(apart.mean() if ON_GPU else apart.max()) < (0.05 if ON_GPU else 1e-3)
 
 
 def test_a_policy_gives_it_weights_and_finds_out_old_ones(url: str, tmp_path: Path) -> None:
@@ -210,7 +216,7 @@ def change(model: Any) -> None:
 
 
 def test_the_tutorials_agent_trains_with_it(url: str, tmp_path: Path) -> None:
-    told = f"import sys; from tests.sglang.test_engine import train; train({url!r}, {str(tmp_path)!r})"
+    told = f"from tests.sglang.test_engine import train; train({url!r}, {str(tmp_path)!r})"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
     done = subprocess.run([sys.executable, "-c", told], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
