@@ -218,7 +218,10 @@ def change(model: Any) -> None:
 def test_the_tutorials_agent_trains_with_it(url: str, tmp_path: Path) -> None:
     told = f"from tests.sglang.test_engine import train; train({url!r}, {str(tmp_path)!r})"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
-    done = subprocess.run([sys.executable, "-c", told], cwd=ROOT, env=environment, capture_output=True, text=True)
+    try:
+        done = subprocess.run([sys.executable, "-c", told], cwd=ROOT, env=environment, capture_output=True, text=True)
+    finally:
+        update_from_disk(url, CHECKPOINT, 0)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     steps = [row for row in jsonl.read(tmp_path / "run" / "metrics.jsonl") if row["step"] >= 1]
     assert len(steps) == 2
