@@ -125,7 +125,8 @@ test-sglang: $(VENV)/.dev $(SGLANG)/.made
 	$(PYTEST) tests/sglang $(ARGS)
 
 # For a machine with a GPU: all that can only be seen there, in less than half an hour, and gpu-report.md about it.
-# VLLM_PYTHON and SGLANG_PYTHON name interpreters of their environments, SPIDER Spider's folder, MODEL another model
+# VLLM_PYTHON and SGLANG_PYTHON name interpreters of their environments, SPIDER Spider's folder, MODEL another
+# model than Qwen2.5-Coder.
 test-gpu: $(VENV)/.dev
 	VLLM_PYTHON=$(VLLM_PYTHON) $(if $(SGLANG_PYTHON),SGLANG_PYTHON=$(SGLANG_PYTHON)) $(if $(SPIDER),SPIDER=$(SPIDER)) $(if $(MODEL),MODEL=$(MODEL)) $(BIN)/python -m tests.gpu.report $(ARGS)
 

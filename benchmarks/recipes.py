@@ -5,9 +5,8 @@
 Models of the named shapes with random weights; rows of 2,048 + 2,048 tokens in groups of eight (`long`: two answers of
 16,384 tokens to as long a prompt), enough for two micro-batches, and as many that share nothing, which take more
 memory. Each recipe is a process of its own, which gets `--limit` GiB of the GPU at most; the plans are traced on the
-CPU meanwhile. What is timed was done once before, so kernels are compiled. `--size tiny`
-plays it all with a small model on short rows. `1.5B-24` needs torchao. Run by hand; nothing asserts a
-time.
+CPU meanwhile. What is timed was done once before, so kernels are compiled. `--size tiny` plays it all with a small
+model on short rows. `1.5B-24` needs torchao. Run by hand; nothing asserts a time.
 """
 
 import argparse
