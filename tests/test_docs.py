@@ -56,6 +56,7 @@ def test_the_readmes_code_runs_as_it_stands_and_its_agent_learns(place: Path) ->
     assert (trained / "checkpoints" / f"step-{last}" / "model.safetensors").exists()
 
 
+@pytest.mark.smoke
 @pytest.mark.e2e
 def test_the_readmes_command_trains_without_a_script(place: Path) -> None:
     ours = [line for page, line in commands() if page == "README.md"]

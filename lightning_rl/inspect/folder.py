@@ -12,7 +12,7 @@ import huggingface_hub
 import msgspec
 
 from lightning_rl import tutorial
-from lightning_rl.config import compose
+from lightning_rl.config import read_back
 from lightning_rl.config.schema import TrainConfig
 from lightning_rl.inspect.recorded import NotRecorded
 from lightning_rl.inspect.trained import Found
@@ -29,7 +29,7 @@ _TOKENIZER = "tokenizer.json"
 
 def config_of(run_dir: Path) -> TrainConfig | None:
     """The run's keys; None where it was no training."""
-    return compose(file=run_dir / CONFIG, schema=TrainConfig) if (run_dir / CONFIG).is_file() else None
+    return read_back(run_dir / CONFIG, TrainConfig) if (run_dir / CONFIG).is_file() else None
 
 
 @dataclass(frozen=True)

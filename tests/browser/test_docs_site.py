@@ -31,6 +31,7 @@ def url() -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("page", ["", "reference/traces/", "notebooks/first_hour/", *DIAGRAMS])
 def test_a_page_is_whole_without_the_network(url: str, watch: Callable[..., Any], page: str, theme: str) -> None:
@@ -42,6 +43,7 @@ def test_a_page_is_whole_without_the_network(url: str, watch: Callable[..., Any]
     seen.is_well(url, "blob:")
 
 
+@pytest.mark.smoke
 def test_every_diagram_is_drawn() -> None:
     """The pages above are those that have some."""
     pages = {
@@ -60,6 +62,7 @@ def test_a_click_shows_a_diagram_at_its_own_size(url: str, watch: Callable[..., 
     assert page.evaluate(width) == fits
 
 
+@pytest.mark.smoke
 def test_a_search_leads_to_the_page(url: str, watch: Callable[..., Any]) -> None:
     seen = watch()
     page = seen.open(url, "article h1")

@@ -78,6 +78,7 @@ def hostile_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(run_dir, steps=[record_of(1, {"train-0": (0.0, -1.0, 2), "train-1": (1.0, 1.0, 2)})], metrics=rows)
 
 
+@pytest.mark.smoke
 def test_nothing_that_an_agent_wrote_runs(hostile_run: Path, watch: Callable[..., Any]) -> None:
     seen = watch()
     with dashboard(str(hostile_run)) as url:
@@ -193,6 +194,7 @@ def other_site(tmp_path: Path) -> Iterator[str]:
     served.shutdown()
 
 
+@pytest.mark.smoke
 def test_beyond_the_loopback_the_key_opens_a_session_and_other_sites_get_nothing(
     tmp_path: Path, watch: Callable[..., Any], other_site: str
 ) -> None:
@@ -267,6 +269,7 @@ def test_a_run_is_watched_while_it_is_written(tmp_path: Path, watch: Callable[..
             run.wait(60)
 
 
+@pytest.mark.smoke
 def test_many_updates_leave_the_page_as_large_as_it_was(tmp_path: Path, watch: Callable[..., Any]) -> None:
     run_dir = small_run(tmp_path / "small")
     with dashboard(str(run_dir)) as url:
@@ -281,6 +284,7 @@ def test_many_updates_leave_the_page_as_large_as_it_was(tmp_path: Path, watch: C
         assert page.evaluate(count) < before * 1.5 + 200
 
 
+@pytest.mark.smoke
 def test_what_breaks_while_the_page_is_open_is_said(tmp_path: Path, watch: Callable[..., Any]) -> None:
     run_dir = small_run(tmp_path / "small")
     seen = watch()

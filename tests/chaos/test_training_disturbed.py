@@ -79,6 +79,7 @@ def test_a_store_that_another_process_locks_for_a_while_costs_nothing(run: Train
     ended_undisturbed(run)
 
 
+@pytest.mark.smoke
 def test_a_server_that_stands_still_for_a_while_costs_nothing(run: Training) -> None:
     servers = run.processes("server")
     signal_all(servers, signal.SIGSTOP)

@@ -18,11 +18,13 @@ SEEDS = range(FIRST, FIRST + int(os.environ.get("CHAOS_SEEDS", len(VICTIMS))))
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
 
 
+@pytest.mark.smoke
 def test_the_first_seeds_have_every_victim() -> None:
     first = [{kill.victim for kill in kills(seed)} for seed in range(len(VICTIMS))]
     assert set(VICTIMS) == set().union(*first)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_killed_is_not_lost(tmp_path: Path, seed: int) -> None:
     told = survive(tmp_path, seed)

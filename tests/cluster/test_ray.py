@@ -74,6 +74,7 @@ def until(true: Callable[[], Any]) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.smoke
 def test_a_machine_that_vanishes_costs_its_attempts_a_retry_and_training_goes_on(
     cluster: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,6 +20,7 @@ __all__ = ["renderer", "served", "tokenizer"]
 IN_ITS_ENVIRONMENT = Path(sys.prefix).name == ".venv-agents"  # `make test-agents`, where it must be
 pytestmark = [
     pytest.mark.agents,
+    pytest.mark.smoke,
     pytest.mark.skipif(
         not IN_ITS_ENVIRONMENT and importlib.util.find_spec("autogen_agentchat") is None,
         reason="needs AutoGen: make test-agents",

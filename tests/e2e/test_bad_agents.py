@@ -12,7 +12,7 @@ import lightning_rl as lrl
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.telemetry.metrics.jsonl import read
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.smoke]
 
 KINDS = ["right", "nan", "text", "nothing", "dict", "raise", "hang", "no call", "long", "key", "json", "memory", "exit"]
 

@@ -15,6 +15,7 @@ __all__ = ["renderer", "served", "tokenizer"]
 
 pytestmark = [
     pytest.mark.agents,
+    pytest.mark.smoke,
     pytest.mark.skipif(
         Path(sys.prefix).name != ".venv-agents"  # `make test-agents`, where it must be
         and importlib.util.find_spec("opentelemetry.instrumentation.httpx") is None,

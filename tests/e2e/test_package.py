@@ -64,10 +64,12 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     shutil.rmtree(folder)  # more than a gigabyte, and pytest keeps the folders of three runs
 
 
+@pytest.mark.smoke
 def test_what_it_requires_fits_together(environment: Path, tmp_path: Path) -> None:
     assert "No broken requirements found" in run(environment / "pip", "check", cwd=tmp_path, timeout=60)
 
 
+@pytest.mark.smoke
 def test_no_module_needs_an_extra_to_be_imported(environment: Path, tmp_path: Path) -> None:
     run(environment / "python", "-c", IMPORT_ALL, cwd=tmp_path, timeout=120, **NO_NETWORK)
 

@@ -18,7 +18,7 @@ from lightning_rl_adapters.call import calls_of
 
 STEPS = 16
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.smoke]
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,7 @@ def members(wheel: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.smoke
 def test_its_wheel_is_the_checkouts(tmp_path: Path) -> None:
     sdist, wheel = build(ROOT, "sdist", tmp_path / "sdist"), build(ROOT, "wheel", tmp_path / "wheel")
     with tarfile.open(sdist) as archive:

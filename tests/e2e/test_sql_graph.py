@@ -344,6 +344,7 @@ def test_the_page_runs_the_commands_that_there_are() -> None:
         assert [option for option in options if option not in told] == []
 
 
+@pytest.mark.long
 def test_the_graph_asks_another_service_in_production(place: Path, tmp_path: Path) -> None:
     database = place / "shoes.sqlite"
     with closing(sqlite3.connect(database)) as connection:

@@ -8,12 +8,14 @@ import pytest
 
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.proxy.conftest import TOKENIZER
-from tests.sdk.matrix import COLUMNS, HERE, PAGE, Cell, Plays, features, fields, reference, section, verdict, written
+from tests.sdk.matrix import COLUMNS, HERE, PAGE, Plays, features, fields, reference, section, verdict, written
 from tests.sdk.players import CONVERSATIONS, MODES, PLAYERS, Mode
 from tests.sdk.stage import DOORS, Stage, Stored, amiss
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model 'claude:DeprecationWarning")
 HERE_PLAYERS = [column.player for column in COLUMNS if column.environment == HERE]
+# litellm takes three quarters of the time of all, most of it to be imported; make test-sdk plays a newer one.
+EACH = [pytest.param(one, marks=pytest.mark.long if one.startswith("litellm") else ()) for one in HERE_PLAYERS]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +24,7 @@ def plays(stage: Stage) -> Plays:
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
-@pytest.mark.parametrize("player", HERE_PLAYERS)
+@pytest.mark.parametrize("player", EACH)
 def test_whichever_sdk_asks_and_however_the_forest_is_the_same(plays: Plays, player: str, conversation: str) -> None:
     expected = plays.of(reference(player), MODES[0], conversation)
     for mode in MODES:
@@ -33,6 +35,7 @@ def test_whichever_sdk_asks_and_however_the_forest_is_the_same(plays: Plays, pla
             assert outcome.forest == expected.forest, mode
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("player", [player for player in HERE_PLAYERS if player.startswith("litellm")])
 def test_no_stream_is_left_open_for_the_collector(stage: Stage, player: str) -> None:
     def answers_being_read() -> set[int]:
@@ -72,7 +75,7 @@ def test_a_forest_holds_what_the_engine_said(plays: Plays, conversation: str) ->
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("player", HERE_PLAYERS)
+@pytest.mark.parametrize("player", EACH)
 def test_every_door_leads_to_the_same_attempt_and_only_the_tagged_one_names_the_agent(
     plays: Plays, player: str, mode: Mode
 ) -> None:
@@ -85,10 +88,9 @@ def test_every_door_leads_to_the_same_attempt_and_only_the_tagged_one_names_the_
         assert outcome.forest == agents, door
 
 
-def test_the_page_says_what_was_played(plays: Plays) -> None:
-    played: dict[Cell, str] = {}
-    for player in HERE_PLAYERS:
-        played |= plays.cells(player)
+@pytest.mark.parametrize("player", EACH)
+def test_the_page_says_what_was_played(plays: Plays, player: str) -> None:
+    played = plays.cells(player)
     page = written(PAGE.read_text())
     assert {cell: page.get(cell) for cell in played} == played, "python -m tests.sdk.matrix rewrites the page"
     assert len(page) == len(COLUMNS) * len(CONVERSATIONS)

@@ -52,6 +52,7 @@ def dialects(stage: Stage, rollout: str) -> set[str]:
     return {span.attributes[semconv.DIALECT] for span in stage.served.ledger.spans if span.rollout_id == rollout}
 
 
+@pytest.mark.long
 def test_the_pages_code_runs_as_it_stands(stage: Stage) -> None:
     litellm()  # quiet
     used: list[str] = []

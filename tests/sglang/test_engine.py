@@ -215,6 +215,7 @@ def change(model: Any) -> None:
             parameter.mul_(1.1)
 
 
+@pytest.mark.long
 def test_the_tutorials_agent_trains_with_it(url: str, tmp_path: Path) -> None:
     told = f"from tests.sglang.test_engine import train; train({url!r}, {str(tmp_path)!r})"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}

@@ -18,6 +18,7 @@ from tests.vllm.asking import ENDLESS, LONG, PROMPT, REGISTERED, Sampled, client
 from tests.vllm.server import CHECKPOINT, CONTEXT, END, Server, eventually
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("prompt", [PROMPT, [0], list(range(300))])
 @pytest.mark.parametrize("stream", [False, True])
 def test_sampled_tokens_have_the_logprobs_that_the_model_gives_them(
@@ -153,6 +154,7 @@ def test_a_client_that_leaves_takes_its_generation_along(raw: Server, stream: bo
     assert raw.completed == completed
 
 
+@pytest.mark.smoke
 def test_a_generation_that_is_left_after_its_first_tokens_is_aborted(raw: Server) -> None:
     completed = raw.completed
 
@@ -186,6 +188,7 @@ def test_a_generation_that_the_server_aborts_is_told_as_aborted(raw: Server, str
     assert len(sampled.token_ids) < CONTEXT - len(PROMPT)
 
 
+@pytest.mark.smoke
 def test_a_paused_generation_stands_still_and_goes_on_under_the_version_that_is_told(raw: Server) -> None:
     undisturbed = sample(raw, max_tokens=LONG, **ENDLESS)
 

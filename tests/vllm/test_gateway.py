@@ -50,6 +50,7 @@ def check_recorded(calls: list[Call]) -> None:
         assert [(v.version, v.start, v.end) for v in call.versions] == [(3, 0, len(call.response_ids))]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tool_choice", ["auto", {"type": "function", "function": {"name": "run_sql"}}])
 def test_a_conversation_with_tools_is_continued_token_by_token(
@@ -93,6 +94,7 @@ def test_several_choices_are_several_samples(raw: Server, tmp_path: Path, stream
         check_recorded(calls)
 
 
+@pytest.mark.smoke
 def test_a_stop_string_ends_the_answer_and_its_generation(raw: Server, tmp_path: Path) -> None:
     with attempt(tmp_path, raw) as at:
         free = ask(at, [QUESTION], temperature=0, max_tokens=60, **ENDLESS)["content"]
@@ -124,6 +126,7 @@ def test_a_conversation_that_outgrows_the_context_is_a_clear_400(raw: Server, tm
         assert told.value.response.headers["x-should-retry"] == "false"
 
 
+@pytest.mark.smoke
 def test_an_answer_goes_on_after_a_pause_under_the_new_version(raw: Server, tmp_path: Path) -> None:
     with attempt(tmp_path, raw) as at, ThreadPoolExecutor(1) as agents:
         with raw.slowed():

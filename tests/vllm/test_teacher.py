@@ -8,6 +8,7 @@ from tests.served_teachers import compare_scores, compare_tokenizer, row
 from tests.vllm.server import CHECKPOINT, CONTEXT, Server
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("top", [0, 5])
 def test_scores_are_those_of_the_weights(raw: Server, top: int) -> None:
     compare_scores(raw.url, CHECKPOINT, CONTEXT - 1, top)

@@ -28,6 +28,7 @@ class Watched(lrl.PPO):
         self.compared += 1
 
 
+@pytest.mark.smoke
 def test_two_workers_train_what_vllm_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config: dict[str, Any] = {

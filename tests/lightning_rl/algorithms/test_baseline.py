@@ -176,6 +176,7 @@ def test_dev_on_a_service_without_token_ids_says_that_rows_are_not_exact(
     assert [(row.exact, row.excluded) for row in trajectory.rows] == [(False, "inexact")]
 
 
+@pytest.mark.smoke
 def test_a_baseline_of_a_service(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "right")
     baseline = lrl.Baseline("theirs", base_url=service)

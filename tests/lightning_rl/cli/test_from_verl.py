@@ -71,6 +71,7 @@ def test_a_script_that_relies_on_a_scorer_that_is_not_here_does_not_begin(place:
         run("--from-verl", "run.sh", *OURS)
 
 
+@pytest.mark.long
 def test_a_script_that_relies_on_verls_scorers_has_them(place: Path) -> None:
     write_tasks(place, data_source="openai/gsm8k", reward_model={"ground_truth": "2"})
     told = json.loads(run("--from-verl", "run.sh", *OURS, "--dry-run", "--json"))

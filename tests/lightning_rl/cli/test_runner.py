@@ -86,7 +86,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpStore]:
         yield store
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("isolation", [pytest.param("thread", marks=pytest.mark.long), "process"])
 def test_it_joins_and_gives_back_what_runs_when_it_is_interrupted(
     store: HttpStore, tmp_path: Path, isolation: str
 ) -> None:
@@ -170,6 +170,7 @@ class Asks(Algorithm):
         self.rewards = self.finished(requests, lambda trace: trace.rollout.reward)
 
 
+@pytest.mark.smoke
 @pytest.mark.e2e
 def test_all_rollouts_of_a_trainer_may_run_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUNNER_KEY, KEY)

@@ -93,7 +93,7 @@ def test_an_unknown_key_on_the_command_line_is_named(override: str) -> None:
         ("actor_rollout_ref.actor.optim=3", r"actor_rollout_ref\.actor\.optim is 3: expected `object`"),
         ("algorithm.credit.weights={a: x}", r"algorithm\.credit\.weights\[...\] is {'a': 'x'}: expected `float`"),
         ("algorithm.credit.wieghts={a: 1}", r"'algorithm.credit.wieghts' is unknown; .*'algorithm.credit.weights'"),
-        ("data.seed=1,2", "cannot be composed: Ambiguous value"),
+        ("data.seed=1,2", "gives data.seed several values"),
         ("data.seed", "is no key=value"),
         ("agent=a:b", "'agent' is unknown"),  # only `lightning-rl train` reads it
     ],

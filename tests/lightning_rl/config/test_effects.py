@@ -572,8 +572,9 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize(("key", "value", "observe"), TABLE, ids=[row[0] for row in TABLE])
 def test_it_has_an_effect(key: str, value: Any, observe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = observe(compose(SMALL), monkeypatch)
-    assert before == observe(compose(SMALL), monkeypatch)
+    unchanged = compose(SMALL)
+    before = observe(unchanged, monkeypatch)
+    assert before == observe(unchanged, monkeypatch)
     written = re.sub(r'"(\w+)":', r"\1:", json.dumps(value))  # Hydra wants names of dicts without quotes
     changed = compose(SMALL, command_line=[f"{key}={written}"])
     assert observe(changed, monkeypatch) != before

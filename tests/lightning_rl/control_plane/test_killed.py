@@ -282,9 +282,8 @@ def test_a_damaged_journal_costs_open_attempts_and_nothing_else(tmp_path) -> Non
     assert (tmp_path / "gateway.journal.damaged").read_bytes() == data
 
 
-@pytest.mark.parametrize(
-    ("step", "recorded"), [pytest.param("within the append", 0, marks=pytest.mark.long), ("after the append", 1)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("step", "recorded"), [("within the append", 0), ("after the append", 1)])
 def test_a_retry_of_what_a_kill_cut_off_hears_the_answer_that_is_recorded(tmp_path, step, recorded) -> None:
     """Sampled anew, the call that nobody heard would be trained beside the one that was heard."""
     asked = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}

@@ -282,6 +282,7 @@ def test_many_spans_go_out_in_several_requests(
     assert [sum(1 for _ in receiver.all()), len(receiver.requests)] == [1100, 3]
 
 
+@pytest.mark.long
 def test_serve_answers_finishes_and_stops_while_its_endpoint_hangs(receiver: Receiver, tmp_path: Path) -> None:
     """As a person runs it: an agent is answered, its rollout ends, and SIGTERM stops it cleanly."""
     receiver.goes_on.clear()

@@ -47,6 +47,7 @@ def read(run_dir: Path, kind: str) -> tuple[RolloutTrace, dict[str, Any]]:
         return trace, resources_of(connection, trace.rollout.resources_id)
 
 
+@pytest.mark.smoke
 @pytest.mark.e2e
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_agent_gets_again_what_it_got_whichever_way_it_asks(run_dir: Path, kind: str) -> None:
@@ -84,6 +85,7 @@ def test_a_request_that_was_not_recorded_stops_it_with_the_first_difference(run_
     assert "this replay is over" in found.now.error
 
 
+@pytest.mark.smoke
 @pytest.mark.e2e
 def test_a_call_more_and_a_call_less_do_not_agree(run_dir: Path) -> None:
     more, less = again(run_dir, "chat", replayed.asks_on), again(run_dir, "chat", replayed.asks_less)

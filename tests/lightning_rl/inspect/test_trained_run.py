@@ -92,12 +92,14 @@ def test_the_record_has_the_entropy_of_each_trained_token(run_dir: Path) -> None
     assert sum(of_tokens) / len(of_tokens) == pytest.approx(row["actor/entropy"], rel=0.2)  # of several mini-batches
 
 
+@pytest.mark.smoke
 def test_validation_is_explained_as_what_it_is(run_dir: Path) -> None:
     printed = command(run_dir, "explain", "val-0-1-0-0")
     assert "counts, and is not trained: validation" in printed
     assert "not told what training made of it" not in printed
 
 
+@pytest.mark.smoke
 def test_the_doctor_looks_at_the_run(run_dir: Path) -> None:
     looked_at = json.loads(command(run_dir, "doctor", "--json"))["looked_at"]
     assert (looked_at["steps"], looked_at["rollouts"], looked_at["calls"]) == (1, 8, 16)

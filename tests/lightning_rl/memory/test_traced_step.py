@@ -100,7 +100,9 @@ def test_the_peak_is_that_of_the_allocator(way: str) -> None:
     assert held.scoring - between == pytest.approx(scoring, rel=small)
 
 
-@pytest.mark.parametrize("weights", ["initial", "averaged", "present"])
+@pytest.mark.parametrize(
+    "weights", ["initial", *(pytest.param(one, marks=pytest.mark.long) for one in ("averaged", "present"))]
+)
 def test_teachers_are_counted_and_what_they_say_is_there(weights: str) -> None:
     """Beside a model that is trained: a frozen copy, or none where it is the model itself."""
     teacher = f"distillation.teacher_models={{itself:{{weights:{weights}}}}}"
@@ -191,6 +193,7 @@ LONG = [
 ]
 
 
+@pytest.mark.long
 def test_rows_of_32k_tokens_make_nothing_of_their_square_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two answers of 16k tokens to one prompt of 16k: a line of 48k."""
     sizes, count = [], LiveBytes.count

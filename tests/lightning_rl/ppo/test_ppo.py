@@ -43,6 +43,7 @@ def config(**trainer: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.smoke
 def test_agents_that_fail_are_data(tmp_path: Path) -> None:
     algorithm = lrl.PPO(config())
     lrl.Trainer(some_fail, n_runners=4, run_dir=tmp_path).fit(algorithm, [0, 1, 2, 3])
@@ -259,6 +260,7 @@ def test_an_update_that_runs_out_of_memory_says_what_to_lower(tmp_path: Path) ->
     assert "ran out of memory: lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in raised.value.__notes__[0]
 
 
+@pytest.mark.smoke
 def test_an_engine_that_dies_ends_the_run_with_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Dies(lrl.PPO):
         def open(self, run_dir: Path) -> Any:

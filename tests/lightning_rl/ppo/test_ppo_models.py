@@ -72,6 +72,7 @@ def test_the_distance_from_the_reference_grows_from_0_and_lowers_rewards(lora: d
     assert rows[2]["actor/reward_kl_penalty_coeff"] == 0.5
 
 
+@pytest.mark.smoke
 def test_an_adapter_is_trained_sampled_and_left_as_a_whole_model(tmp_path: Path) -> None:
     _, rows = fitted(
         tmp_path, {"actor_rollout_ref": {"model": {"lora_rank": 4}}, "trainer": {"total_training_steps": 2}}

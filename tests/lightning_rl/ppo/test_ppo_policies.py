@@ -56,6 +56,7 @@ def equal(first: Path, second: Path) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.smoke
 def test_each_policy_learns_from_its_own_calls(tmp_path: Path) -> None:
     policies = {
         "planner": {"actor_rollout_ref": {"rollout": {"temperature": 1.5}}},

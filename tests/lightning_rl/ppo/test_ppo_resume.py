@@ -123,6 +123,7 @@ def assert_same_end(one: Path, other: Path) -> None:
     assert_same(state, others)
 
 
+@pytest.mark.smoke
 def test_a_killed_run_ends_with_the_weights_of_an_unbroken_one(resumed: Path, tmp_path: Path) -> None:
     """The unbroken one begins with the store of the killed one alone, and so samples nothing."""
     for name in ("store.db", "run.id"):

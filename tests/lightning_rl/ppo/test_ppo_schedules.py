@@ -109,6 +109,7 @@ class UpdatesLast(BeforeUpdates):
             assert rollouts.ended(waiting, wait_seconds=60)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("schedule", "bound"), [pytest.param("one_step_off", 1, marks=pytest.mark.long), ("async", 4)])
 def test_off_policy_runs_stay_within_the_bound_and_balance(tmp_path: Path, schedule: str, bound: int) -> None:
     fit(UpdatesLast(given(schedule, test_freq=2)), tmp_path, val_dataset=[0, 1])

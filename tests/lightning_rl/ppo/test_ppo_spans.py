@@ -36,6 +36,7 @@ def trained(
     return read(tmp_path / "metrics.jsonl"), list(step_record.read_all(tmp_path))
 
 
+@pytest.mark.smoke
 def test_an_agent_that_never_called_the_gateway_is_trained_from_its_spans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ def peak(tokens: int, vocabulary: int, *, by_chunks: bool) -> int:
         return int(snapshot["Total"])
 
 
+@pytest.mark.long
 def test_no_more_logits_are_held_than_a_chunk_has() -> None:
     """1,024 tokens and a vocabulary of 150,000: whole logits and their gradient are 1.1 GiB."""
     whole, chunks = (peak(1024, 150_000, by_chunks=way) for way in (False, True))

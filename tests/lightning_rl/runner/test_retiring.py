@@ -33,7 +33,7 @@ def agent(task, llm):
     return float(os.getpid())
 
 
-@pytest.mark.parametrize("hang", ["sleep", "in C"])
+@pytest.mark.parametrize("hang", ["sleep", pytest.param("in C", marks=pytest.mark.long)])
 def test_its_process_is_replaced_when_its_siblings_have_ended(server, tmp_path, monkeypatch, hang, caplog) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # one process
     go = tmp_path / "go"

@@ -298,6 +298,7 @@ def test_of_two_processes_that_open_a_new_store_one_makes_it(request: Any, tmp_p
         assert [process.communicate() for process in processes] == [("opened\n", "")] * 3
 
 
+@pytest.mark.long
 def test_alembic_is_loaded_for_an_upgrade_alone(tmp_path: Path) -> None:
     script = (
         "import sys; from lightning_rl.store.sql import SqlStore; SqlStore(sys.argv[1]).close(); "

@@ -125,6 +125,7 @@ print(asyncio.run(remember("after")))
 """
 
 
+@pytest.mark.long
 def test_a_forked_process_opens_its_own_connection_and_the_end_of_a_process_closes_its(tmp_path: Path) -> None:
     path = write(tmp_path, {"s": STDIO})
     done = subprocess.run([sys.executable, "-c", FORKS, path], capture_output=True, text=True, timeout=120)

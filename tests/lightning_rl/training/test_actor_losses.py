@@ -27,6 +27,7 @@ OPTIONS = {
     "dro_beta": 0.1, "clip_cov_ratio": 0.3, "clip_cov_lb": -9.0, "clip_cov_ub": 9.0, "kl_cov_ratio": 0.3,
     "rollout_is": "sequence", "entropy_coeff": 0.0,
 }  # fmt: skip
+OFTEN = ("vanilla", "gspo", "kl_cov", "clip_cov")  # by token, by row, and by what the rows of a batch have together
 several = settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -44,7 +45,9 @@ def learned(
     return loss, torch.cat([p.grad.flatten() for p in actor.model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.long) for name in LOSSES]
+)
 @several
 @given(
     forests_of_rollouts(),

@@ -228,6 +228,7 @@ def test_a_kill_while_saving_leaves_the_one_before_or_a_whole_new_one(tmp_path: 
     assert found[0] == "step-1"
 
 
+@pytest.mark.long
 def test_a_kill_while_one_is_written_anew_leaves_the_one_before(tmp_path: Path) -> None:
     """A resumed run comes by a broken one again, and writes it again."""
     moments = itertools.count(1)
@@ -400,6 +401,7 @@ def test_the_final_model_is_copied_where_there_are_no_hard_links(
     assert (final / "model.safetensors").read_bytes() == bytes(2**20)
 
 
+@pytest.mark.long
 def test_a_kill_while_the_final_model_is_replaced_leaves_no_mixture(tmp_path: Path) -> None:
     for step in (1, 2):
         small(tmp_path / "checkpoints", step)

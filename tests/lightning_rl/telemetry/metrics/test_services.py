@@ -30,6 +30,7 @@ def test_tensorboard_shows_what_was_logged_and_not_what_a_resumed_run_takes_back
     assert [(event.step, event.value) for event in found.Scalars("critic/rewards/mean")] == [(1, 0.5), (2, 1.0)]
 
 
+@pytest.mark.long
 def test_mlflow_keeps_one_run_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.tracking import MlflowClient
 

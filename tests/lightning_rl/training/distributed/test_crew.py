@@ -120,6 +120,7 @@ class Sleeper:
         threading.Event().wait()
 
 
+@pytest.mark.smoke
 def test_a_worker_that_dies_is_named_at_once(local_ray: None) -> None:
     group = WorkerGroup("the actor", 1, 2, "cpu", Sleeper)
     try:

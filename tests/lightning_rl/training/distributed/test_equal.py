@@ -57,6 +57,7 @@ def assert_near(a: Any, b: Any, rtol: float, atol: float, at: str = "end") -> No
         assert a == b, at
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_actor_critic_and_reference(tell: Tell, workers: int) -> None:
     story = Story({A + "use_kl_loss": True, A + "entropy_coeff": 0.01, A + "ppo_epochs": 2}, with_critic=True)
@@ -65,6 +66,7 @@ def test_actor_critic_and_reference(tell: Tell, workers: int) -> None:
     assert_same(one, several, rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_to_rounding_of_float64(tell: Tell, workers: int) -> None:
     """But for log probabilities, which are kept as float32."""
@@ -186,6 +188,7 @@ def test_fewer_rows_than_workers(tell: Tell) -> None:
     assert_same(tell(1, story), tell(4, story), rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.smoke
 def test_bfloat16_is_as_near_as_bfloat16_is(tell: Tell) -> None:
     exact = tell(1, Story(seeds=[0]))
     story = Story({A + "fsdp_config.dtype": "bfloat16"}, seeds=[0])

@@ -101,6 +101,7 @@ def test_compiled_it_follows_the_blocks() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 def test_more_shapes_of_heads_than_torch_would_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond its limit of 8 torch computes the scores of T x T, with a warning that is easily missed."""
     torch.compiler.reset()
