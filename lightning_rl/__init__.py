@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "PromptOptimization": "lightning_rl.algorithms.prompt_optimization",
     "PromptTemplate": "lightning_rl.agents.resources",
     "algo": "lightning_rl.compat.algorithm_function",
     "LightningStore": "lightning_rl.compat.lightning_store",
@@ -127,6 +128,7 @@ __all__ = [
     "LlmProxyTraceToTriplet",
     "NamedResources",
     "OtelTracer",
+    "PromptOptimization",
     "PromptTemplate",
     "ProxyLLM",
     "ResourcesUpdate",

@@ -138,9 +138,11 @@ class Baseline(Algorithm):
 
     def evaluate(self, name: str, tasks: Dataset) -> Evaluation:
         """Run the agent `n` times on each task."""
-        trajectories = [
-            trajectory_of(trace, agent_failure=0.0) for trace in self.roll_out(f"{name}-{self._digest()}", tasks)
-        ]
+        return self._evaluation(name, self.roll_out(f"{name}-{self._digest()}", tasks))
+
+    def _evaluation(self, name: str, traces: Sequence[RolloutTrace]) -> Evaluation:
+        """What finished rollouts were rewarded with; what went wrong in them is told."""
+        trajectories = [trajectory_of(trace, agent_failure=0.0) for trace in traces]
         Problems(self.run_dir).report(name, trajectories)
         rewards: dict[str, list[float]] = defaultdict(list)
         for trajectory in trajectories:
@@ -156,11 +158,18 @@ class Baseline(Algorithm):
 
     def roll_out(self, prefix: str, tasks: Dataset) -> list[RolloutTrace]:
         """The finished rollouts of a dataset, task by task; their ids begin with `prefix`."""
+        return self._rolled_out(f"baseline-{self._digest()}", prefix, list(enumerate(tasks)), {})
+
+    def _rolled_out(
+        self, version: str, prefix: str, tasks: Sequence[tuple[int, Any]], prompts: Mapping[str, Any]
+    ) -> list[RolloutTrace]:
+        """The finished rollouts of tasks, each with its index in its dataset. `version` names what they are given: the
+        models, and `prompts` as published."""
         model = self.policy.name if self.policy is not None else str(self.model)
         main_llm = {"type": "proxy_llm", "model": model, "val_sampling_parameters": self.sampling_parameters}
         named = {name: main_llm | {"agents": re.escape(name)} for name in self._names}
-        resources_id = f"baseline-{self._digest()}.{self.run_id}"  # the same when the run is resumed
-        self.store.publish({"main_llm": main_llm, **named}, resources_id)
+        resources_id = f"{version}.{self.run_id}"  # the same when the run is resumed
+        self.store.publish({"main_llm": main_llm, **named, **prompts}, resources_id)
         requests = [
             RolloutRequest(
                 task=task,
@@ -170,7 +179,7 @@ class Baseline(Algorithm):
                 resources_id=resources_id,
                 metadata={"task_index": f"{index}-{k}"},
             )
-            for index, task in enumerate(tasks)
+            for index, task in tasks
             for k in range(self.n)
         ]
         traces: list[RolloutTrace] = self.finished(requests, lambda trace: trace)

@@ -4,7 +4,7 @@ AttributeError's message. The names that it has are attributes of `lightning_rl`
 _NOT_TRACED = "leave it out: the gateway records the calls, and nothing is instrumented"
 _TYPE = "a type of theirs that nothing here takes; annotate with Any"
 _ONE_STORE = "leave it out: the store is store.db of the run folder, or that of lightning-rl serve (docs/store.md)"
-_PROMPTS = "an algorithm of your own that publishes prompts, lrl.algo"
+_PROMPTS = "lrl.PromptOptimization, which is GEPA, or an algorithm of your own that publishes prompts (lrl.algo)"
 _SPANS = "lrl.Span, as GET /api/v1/rollouts/{id}/attempts/{id}/spans gives it"
 _ATTRIBUTES = "attributes are plain dicts; emit_reward(..., attributes=...) flattens them"
 _COMPONENTS = "lightning_rl.loading.load('module:name', 'what it is')"

@@ -62,6 +62,15 @@ def test_the_agent_of_the_page_trains(page: str, tmp_path: Path) -> None:
     assert re.findall(r"^step (\d)/2  reward 0\.[1-9]\d*", printed, re.MULTILINE) == ["1", "2"]
 
 
+def test_a_prompt_is_found_that_is_better_on_tasks_that_the_search_never_saw(tmp_path: Path) -> None:
+    files_of("better-prompts.md", tmp_path)
+    printed = run_in(tmp_path, "prompts.py")
+    assert "candidate 0: mean reward 0.000\n" in printed
+    assert "val, the best: accuracy 1.000" in printed
+    [unseen] = re.findall(r"^train: accuracy (\S+),", printed, re.MULTILINE)  # of the baseline, on the last tasks
+    assert float(unseen) >= 0.5
+
+
 @pytest.mark.long
 def test_a_judge_gives_the_rewards(tmp_path: Path) -> None:
     files_of("reward-from-a-judge.md", tmp_path)
