@@ -90,7 +90,8 @@ class FunctionAgent(Agent):
                 raise AgentSignature(
                     f"{self.function.__qualname__}: nothing fills parameter {name!r}; this run has the models "
                     f"{sorted(available)}: name one in gateway.backends.{name} (frozen) or policies.{name} (trained), "
-                    "or give the parameter a default (prompts are published by lrl.PromptOptimization, or an algorithm of your own: lrl.algo)"
+                    "or give the parameter a default (prompts are published by lrl.PromptOptimization, "
+                    "or an algorithm of your own: lrl.algo)"
                 )
 
     def rollout(self, task: Any, resources: Mapping[str, Any], rollout: Any) -> Any:

@@ -13,6 +13,7 @@ import logging
 import math
 import re
 import string
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -247,18 +248,17 @@ class _Reflections:
             model = LM(model)
         self._ask = model
         self._file = file
-        self._kept: dict[str, list[str]] = {}
-        if file.exists():
-            for line in file.read_text().splitlines():
-                said = json.loads(line)
-                self._kept.setdefault(_digest(said["prompt"]), []).append(said["answer"])
+        self._kept = file.read_text().splitlines() if file.exists() else []
+        self._earlier: dict[str, list[str]] = defaultdict(list)  # by the prompt, in order
+        for said in map(json.loads, self._kept):
+            self._earlier[said["prompt"]].append(said["answer"])
 
     def __call__(self, prompt: str) -> str:
-        if kept := self._kept.get(_digest(prompt)):
-            return kept.pop(0)
+        if earlier := self._earlier[prompt]:
+            return earlier.pop(0)
         answer = self._ask(prompt)
-        with self._file.open("a") as lines:
-            lines.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
+        self._kept.append(json.dumps({"prompt": prompt, "answer": answer}))
+        write_whole(self._file, "\n".join([*self._kept, ""]).encode())
         return answer
 
 
@@ -290,7 +290,7 @@ class _Search:
         groups = [traces[at : at + n] for at in range(0, len(traces), n)]
         return EvaluationBatch(
             outputs=groups,
-            scores=[fmean(trajectory_of(one, agent_failure=0.0).reward or 0.0 for one in group) for group in groups],
+            scores=[_reward(group) for group in groups],
             trajectories=groups if capture_traces else None,
         )
 
@@ -331,6 +331,21 @@ def places(prompt: PromptTemplate) -> frozenset[str]:
     if unnamed := [name for name in found if not name.isidentifier()]:
         raise ValueError(f"{unnamed[0]!r} is no name; double the braces that are none of a place")
     return frozenset(found)
+
+
+def _reward(group: Sequence[RolloutTrace]) -> float:
+    """The mean reward of a task's rollouts; a failure of the agent is 0."""
+    rewards = [trajectory_of(trace, agent_failure=0.0).reward for trace in group]
+    given = [reward for reward in rewards if reward is not None]
+    if len(given) < len(rewards):
+        _log.warning(
+            "%d of %d rollouts of group %s have no reward%s",
+            len(rewards) - len(given),
+            len(rewards),
+            group[0].rollout.group_id,
+            ", and are left out of its mean" if given else ": it counts as 0",
+        )
+    return fmean(given or [0.0])
 
 
 def _told(trace: RolloutTrace) -> dict[str, Any]:

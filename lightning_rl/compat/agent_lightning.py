@@ -158,7 +158,8 @@ def check_parts(algorithm: "Algorithm", adapter: Any, initial_resources: Mapping
     if initial_resources is not None:
         raise TypeError(
             f"{type(algorithm).__name__} takes no initial_resources, it publishes main_llm itself: leave them out; "
-            "other models are in gateway.backends (docs/helpers.md), prompts are for lrl.PromptOptimization, or an algorithm of yours (lrl.algo)"
+            "other models are in gateway.backends (docs/helpers.md), prompts are for lrl.PromptOptimization, or an "
+            "algorithm of yours (lrl.algo)"
         )
     agent_match_of(adapter)
 
