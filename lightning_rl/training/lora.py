@@ -64,7 +64,7 @@ def adapted(
         config: Any = peft.LoraConfig(
             task_type="CAUSAL_LM",
             r=rank,
-            lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]  # it is multiplied with
+            lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # it is multiplied with
             target_modules=targets if isinstance(targets, str) else list(targets),
             exclude_modules=exclude if exclude is None or isinstance(exclude, str) else list(exclude),
         )

@@ -35,7 +35,7 @@ class NotebookTracker:
         self._rows: list[tuple[int, dict[str, float]]] = []
         self._note = "starting"
         self._began = self._drawn = monotonic()
-        self._cell: Any = display(self._shown(), raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        self._cell: Any = display(self._shown(), raw=True, display_id=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of `step`."""
