@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lightning_rl.agents.resources import LLM, PromptTemplate, ProxyLLM
     from lightning_rl.algorithms.base import Algorithm
     from lightning_rl.algorithms.baseline import Baseline
+    from lightning_rl.algorithms.prompt_optimization import PromptOptimization
     from lightning_rl.command_agent.agent import CommandAgent
     from lightning_rl.compat.agent_lightning import (
         AgentOpsTracer,

@@ -1,8 +1,10 @@
 """Importing the package costs next to nothing: what is heavy is loaded by the name that needs it."""
 
+import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +47,16 @@ def test_what_an_agent_or_a_script_names_loads_nothing_heavy(names: str) -> None
 def test_an_agents_names_load_no_third_party_code() -> None:
     modules = loaded("from lightning_rl import LLM, ProxyLLM, rollout, Agent, emit_reward, emit_message, operation")
     assert {name.partition(".")[0] for name in modules} == {"lightning_rl"}
+
+
+def test_type_checkers_know_every_name_that_is_there_at_run_time() -> None:
+    import lightning_rl
+
+    assert lightning_rl.__file__ is not None
+    [checked] = [
+        part
+        for part in ast.parse(Path(lightning_rl.__file__).read_text()).body
+        if isinstance(part, ast.If) and isinstance(part.test, ast.Name)
+    ]
+    known = {name.name for part in checked.body if isinstance(part, ast.ImportFrom) for name in part.names}
+    assert known == lightning_rl._HOME.keys() == set(lightning_rl.__all__) - {"__version__"}
