@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 import shlex
+import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from lightning_rl.inference.embedded import EmbeddedPolicy
 
 _GROUPS_AT_ONCE = 8  # that are graded
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_STORE = "store.db"
 
 
 class Baseline(Algorithm):
@@ -103,6 +106,7 @@ class Baseline(Algorithm):
         self.policy = EmbeddedPolicy(self.model)
         rendered_as, self.policy.name = self.policy.name, self.served_name(self.policy.name)
         self.policy.start()
+        _keep_tokenizer(self.policy.folder, run_dir, first=not self.resume or not (run_dir / _STORE).exists())
         return Endpoint(
             model=rendered_as,
             served_as=self.policy.name,
@@ -189,6 +193,17 @@ class Baseline(Algorithm):
         """Tells the rollouts of one model and sampling from those of another in the same folder."""
         asked = [str(self.model), self.base_url, self.chat_backend, sorted(self.sampling_parameters.items())]
         return hashlib.blake2b(repr(asked).encode(), digest_size=4).hexdigest()
+
+
+def _keep_tokenizer(model: Path, run_dir: Path, *, first: bool) -> None:
+    """The run's ids are known by its tokenizer, whatever becomes of the model. A folder whose models (the `first` and
+    those of later evaluations) have several keeps none."""
+    for file in _TOKENIZER_FILES:
+        found, kept = model / file, run_dir / file
+        if first and found.is_file():
+            shutil.copyfile(found, kept)
+        elif kept.is_file() and not (found.is_file() and found.read_bytes() == kept.read_bytes()):
+            kept.unlink()
 
 
 def _without_calls(trajectory: Trajectory) -> bool:

@@ -87,6 +87,8 @@ def decoder(run_dir: Path, config: TrainConfig | None) -> Callable[[list[int]], 
 
 def tokenizer_folder(run_dir: Path, config: TrainConfig | None) -> Path | None:
     """The folder of the tokenizer of the run's model; None where it is not on this machine, or not known."""
+    if (run_dir / _TOKENIZER).is_file():  # of a baseline, which makes no checkpoints
+        return run_dir
     checkpoints = run_dir / "checkpoints"
     written = [file.parent for file in checkpoints.glob(f"step-*/{_TOKENIZER}")]
     written = written or [file.parent for file in checkpoints.glob(f"step-*/*/{_TOKENIZER}")]  # of several policies

@@ -12,8 +12,13 @@ import pytest
 
 import lightning_rl as lrl
 from lightning_rl.algorithms.base import TaskError
+from lightning_rl.algorithms.baseline import _keep_tokenizer
 from lightning_rl.algorithms.evaluation import wilson
+from lightning_rl.inspect.folder import tokenizer_folder
 from lightning_rl.rewards import FinishedRollout
+from lightning_rl.sft import examples
+from lightning_rl.tutorial import checkpoint
+from lightning_rl_proxy.rendering.load import load_renderer
 from tests.lightning_rl.ppo.agents import plan_and_execute, says_something
 
 pytestmark = pytest.mark.e2e
@@ -59,6 +64,11 @@ def test_a_baseline_is_an_accuracy_with_its_confidence(tmp_path: Path, capsys: p
     assert "train: accuracy 0.500, 95 % confidence" in capsys.readouterr().out
     assert json.loads((tmp_path / "evaluations.json").read_text())[0]["mean"] == 0.5
     assert not (tmp_path / "checkpoints").exists()
+    # A policy with this tokenizer learns from its ids as they are.
+    sft = lrl.SFT({"sft": {"mode": "val"}}, traces=tmp_path)
+    learned = examples.load(sft.config, sft.sources, load_renderer(checkpoint(), "auto", "student"))
+    assert learned.trained
+    assert set(learned.calls) == {"as_sampled"}
 
 
 def test_one_model_plays_every_part_of_an_agent_that_asks_several(tmp_path: Path) -> None:
@@ -238,3 +248,18 @@ def test_a_task_that_is_no_json_value_is_named(value: Any, tmp_path: Path) -> No
 def test_fit_takes_an_algorithm_first(given: Any) -> None:
     with pytest.raises(TypeError, match=r"fit takes an algorithm first, as in fit\(lrl.PPO\(config\), tasks\)"):
         lrl.Trainer(agent).fit(given, TASKS)
+
+
+def test_a_folder_of_models_with_several_tokenizers_says_of_none_that_it_is_its_own(tmp_path: Path) -> None:
+    one, other, run = (tmp_path / name for name in ("one", "other", "run"))
+    for folder in (one, other, run):
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text(folder.name)
+    _keep_tokenizer(one, run, first=True)
+    assert tokenizer_folder(run, None) == run
+    assert (run / "tokenizer.json").read_text() == "one"
+    _keep_tokenizer(one, run, first=False)
+    assert tokenizer_folder(run, None) == run
+    for later in (other, one):
+        _keep_tokenizer(later, run, first=False)
+        assert tokenizer_folder(run, None) is None
