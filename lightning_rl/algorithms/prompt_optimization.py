@@ -351,8 +351,7 @@ def _reward(group: Sequence[RolloutTrace]) -> float:
 def _told(trace: RolloutTrace) -> dict[str, Any]:
     """A rollout as an example: the task, what was said, and how it was rewarded."""
     rollout = trace.rollout
-    counting = [one for one in trace.attempts if one.attempt.attempt_id == rollout.counting_attempt_id]
-    spans = (counting or trace.attempts)[-1].spans
+    spans = (trace.counting or trace.attempts[-1]).spans
     feedback = f"rewards: {json.dumps(rollout.rewards)}" if rollout.rewards else "no reward"
     if rollout.error is not None:
         feedback += f"; the agent failed: {rollout.error.type}: {rollout.error.message}"

@@ -189,11 +189,12 @@ def to_yaml(config: Config) -> str:
 
 
 def read_back(file: Path, schema: type[C]) -> C:
-    """What `to_yaml` wrote. Keys that another release had are left out. Raises ConfigError for a value that does not
-    fit."""
-    with _errors():
-        plain = yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return _checked(plain, schema)
+    """What `to_yaml` wrote, without composing it anew. A file that does not fit as it stands, since somebody changed it
+    or another release wrote it, is composed. Raises ConfigError as `compose` does."""
+    try:
+        return msgspec.convert(yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)), schema)
+    except (yaml.YAMLError, msgspec.ValidationError):
+        return compose(file=file, schema=schema)
 
 
 @functools.cache
@@ -245,11 +246,12 @@ def _from_command_line(
         name = override.key_or_group.replace("/", ".")
         if override.is_sweep_override():
             raise ConfigError(f"{override.input_line!r} gives {name} several values; a run takes one")
-        given = list(leaves({name: None if override.is_delete() else override.value()}))
+        value = None if override.is_delete() else override.value()
+        given = list(leaves({name: value}))
         if all(from_verl.knows(*each) for each in given):
             of_verl += given
         else:
-            ours.append((name, None if override.is_delete() else override.value()))
+            ours.append((name, value))
     # Converted keys give way to ours, so the translation is told of those, too.
     translation = translate([*ours, *of_verl], theirs=theirs)
     changed = OmegaConf.create({})

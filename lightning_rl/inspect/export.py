@@ -20,7 +20,7 @@ from lightning_rl.errors import Explained
 from lightning_rl.inspect import folder, pairs, recorded, trained
 from lightning_rl.inspect.rollout_source import Which, pages, resources_of
 from lightning_rl.store import queries
-from lightning_rl.store.contract import AttemptTrace, Rollout, RolloutTrace
+from lightning_rl.store.contract import Rollout, RolloutTrace
 from lightning_rl.store.rewards import added_up, rewards_by_call
 from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.call_filter import selection
@@ -257,7 +257,7 @@ class RowReader:
     def records(self, trace: RolloutTrace) -> Iterator[Record]:
         """Its rows, numbered from 1 as `explain` numbers them."""
         rollout = trace.rollout
-        counting = _counting(trace)
+        counting = trace.counting
         if counting is None:
             return
         found = self._found(rollout)
@@ -327,11 +327,6 @@ class RowReader:
                 }
             )
         return self._models[resources_id]
-
-
-def _counting(trace: RolloutTrace) -> AttemptTrace | None:
-    counting = trace.rollout.counting_attempt_id
-    return next((each for each in trace.attempts if each.attempt.attempt_id == counting), None)
 
 
 # Files

@@ -11,7 +11,7 @@ from lightning_rl.rewards import FinishedRollout, GroupReward
 from lightning_rl.rewards.finished import finished_rollout
 from lightning_rl.rewards.grading import from_config, grade, graded_before, late_rewards
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.contract import AttemptTrace, RolloutTrace
+from lightning_rl.store.contract import RolloutTrace
 
 
 class Grader:
@@ -43,7 +43,7 @@ class Grader:
         groups: defaultdict[str, list[FinishedRollout]] = defaultdict(list)
         attempts: dict[str, str] = {}
         for trace in traces:
-            counting = _counting(trace)
+            counting = trace.counting
             if trace.rollout.status == "succeeded" and counting is not None:
                 finished = finished_rollout(trace.rollout, counting.spans, model)
                 groups[finished.group_id].append(finished)
@@ -61,10 +61,3 @@ class Grader:
         store.add_late_rewards(late)
         again = store.traces(list(attempts))
         return [again.get(trace.rollout.rollout_id, trace) for trace in traces]
-
-
-def _counting(trace: RolloutTrace) -> AttemptTrace | None:
-    for attempt in trace.attempts:
-        if attempt.attempt.attempt_id == trace.rollout.counting_attempt_id:
-            return attempt
-    return None

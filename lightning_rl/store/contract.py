@@ -210,6 +210,12 @@ class RolloutTrace(msgspec.Struct, frozen=True, kw_only=True):
     rollout: Rollout
     attempts: list[AttemptTrace]
 
+    @property
+    def counting(self) -> AttemptTrace | None:
+        """The attempt that counts; None where none does."""
+        counts = self.rollout.counting_attempt_id
+        return next((one for one in self.attempts if one.attempt.attempt_id == counts), None)
+
 
 class WorkerAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt that a worker runs. Its lease is renewed by heartbeats and by calls."""

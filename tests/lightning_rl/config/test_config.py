@@ -10,7 +10,7 @@ from hydra import initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_rl.config import ConfigError, compose, keys, reference, to_yaml
+from lightning_rl.config import ConfigError, compose, keys, read_back, reference, to_yaml
 from lightning_rl.config.schema import TrainConfig
 from tests.random_examples import examples
 
@@ -130,7 +130,16 @@ def test_what_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, 
     file = tmp_path_factory.mktemp("config") / "config.yaml"
     config = compose(given, schema=TrainConfig)
     file.write_text(to_yaml(config))
-    assert compose(file=file, schema=TrainConfig) == config
+    assert compose(file=file, schema=TrainConfig) == read_back(file, TrainConfig) == config
+
+
+def test_a_file_that_somebody_changed_is_read_back_as_it_is_composed(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(compose({}, schema=TrainConfig)) + "data.seeed: 3\n")
+    with pytest.raises(ConfigError, match=r"config key 'data.seeed' is unknown; did you mean 'data.seed'"):
+        read_back(file, TrainConfig)
+    file.write_text("actor_rollout_ref: {rollout: {agent: {num_workers: 3}}}\n")  # a key of verl's
+    assert read_back(file, TrainConfig) == compose(file=file, schema=TrainConfig)
 
 
 def test_the_reference_page_is_the_schemas() -> None:
