@@ -47,8 +47,8 @@ SIZES: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
     "7B": {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28}
     | {"num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    | {"num_key_value_heads": 2, "vocab_size": 500, "tie_word_embeddings": True},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    | {"num_key_value_heads": 1, "vocab_size": 500, "tie_word_embeddings": True},
 }
 
 

@@ -123,7 +123,7 @@ class Plan:
     def _expectations(self) -> list[str]:
         cache = f"; room for {self.budget.at_once} rows of full length at once" if self.budget.at_once else ""
         return [
-            f"expected by arithmetic, measured on no GPU: {_range(self.speed.sampled)} tokens/s sampled, "
+            f"expected by arithmetic: {_range(self.speed.sampled)} tokens/s sampled, "
             f"{_range(self.speed.trained)} tokens/s trained, {_range(self.speed.step)} s a step{cache}"
         ]
 

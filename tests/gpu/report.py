@@ -23,6 +23,7 @@ from tests.gpu.machine import facts, used_memory, without_gpu
 ROOT = Path(__file__).parents[2]
 _TAIL_LINES: Final = 40
 _LOOK_SECONDS: Final = 0.5
+_TRAIN_STEP = (sys.executable, "benchmarks/train_step.py", "--device", "cuda", "--prompts", "256", "--tries", "1")
 _RECIPES = (sys.executable, "benchmarks/recipes.py")
 _PYTEST = (sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider")
 
@@ -38,11 +39,11 @@ class Part:
 
 PARTS: Final = [
     Part("the trainer on the device", (*_PYTEST, "tests/gpu/test_devices.py"), 240),
-    Part("vLLM: each transfer, asleep and awake", (*_PYTEST, "tests/gpu/test_vllm.py"), 390),
+    Part("vLLM: each transfer, asleep and awake, a run", (*_PYTEST, "tests/gpu/test_vllm.py"), 390),
     Part("SGLang: its tokens, its weights, a run", (*_PYTEST, "tests/sglang/test_engine.py"), 290),
     Part("the quickstart learns", (*_PYTEST, "tests/gpu/test_learning.py"), 180),
     Part("what an update of 1.5B takes on 24 GB", (*_RECIPES, "--recipes", "1.5B-24", "--limit", "22.5"), 180),
-    Part("how long an update takes", (sys.executable, "benchmarks/train_step.py", "--device", "cuda"), 150),
+    Part("how long an update takes", _TRAIN_STEP, 150),
     Part("Spider with Qwen2.5-Coder, two steps", (*_PYTEST, "tests/gpu/test_spider.py"), 360),
 ]
 

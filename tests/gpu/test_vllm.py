@@ -1,4 +1,4 @@
-"""vLLM on a GPU: weights reach it by each transfer, and it sleeps and wakes with what it was given last.
+"""vLLM on a GPU: weights reach it by each transfer, it sleeps and wakes with what it was given last, and a run learns.
 
 The interpreter of vLLM's environment is VLLM_PYTHON's; without it this one. `ipc` and `nccl` are vLLM's code in the
 trainer's process too, so they need vLLM in this environment.
@@ -15,7 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
+import lightning_rl as lrl
+from examples.sql_agent.agent import sql_agent
+from examples.sql_agent.data import make
+from examples.sql_agent.train import CONFIG
 from lightning_rl.config import compose
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.ppo import resolved_config
@@ -24,6 +29,7 @@ from tests.gpu.checks import CHECKPOINT
 from tests.gpu.machine import used_memory
 
 PYTHON = os.environ.get("VLLM_PYTHON") or sys.executable
+STEPS = 8
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
 
 
@@ -91,3 +97,21 @@ def test_asleep_it_gives_its_memory_and_awake_it_has_the_last_weights(way: str, 
         policy.wake()
         policy.update_weights(policy.model, 3)
         assert used_memory() > awake - 1024
+
+
+def test_an_agent_learns_where_trainer_and_engine_share_the_gpu(tmp_path: Path) -> None:
+    rollout = {"name": "vllm", "python": PYTHON, "devices": "colocated", "dtype": "bfloat16", "enforce_eager": True}
+    given = {
+        "actor_rollout_ref": {
+            "rollout": {**rollout, "gpu_memory_utilization": 0.3},
+            "actor": {"fsdp_config": {"dtype": "bfloat16"}},
+        },
+        "trainer": {"device": "cuda", "total_training_steps": STEPS, "test_freq": STEPS, "logger": ["jsonl"]},
+    }
+    ppo = lrl.PPO(compose(OmegaConf.merge(CONFIG, given)))
+    tasks = make(tmp_path / "data")
+    lrl.Trainer(sql_agent, n_runners=32, run_dir=tmp_path).fit(ppo, tasks["train"], val_dataset=tasks["heldout"])
+    rewards = {row["step"]: row["val/reward"] for row in ppo.history if "val/reward" in row}
+    assert rewards[STEPS] > rewards[0] + 0.1
+    steps = [row for row in ppo.history if row["step"] >= 1]
+    assert all(row["training/mismatch_kl"] < 0.01 for row in steps)

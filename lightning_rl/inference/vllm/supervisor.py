@@ -82,7 +82,8 @@ def _answers(pool: urllib3.PoolManager, url: str) -> bool:
 
 
 def _until_stdin_ends(over: threading.Event) -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 4096):  # not sys.stdin: a thread that holds its lock would crash the interpreter's end
+        pass
     over.set()
 
 

@@ -81,6 +81,7 @@ def test_why_it_ended_is_said_with_what_to_do_and_the_end_of_its_log(tmp_path: P
     assert advice in str(raised.value)
     assert said in str(raised.value)
     assert str(made.log) in str(raised.value)
+    assert "Fatal Python error" not in str(raised.value)  # of the process that kept it
     assert not made.runs
 
 
