@@ -8,7 +8,8 @@ teacher (`teacher/`) is what the tutorial makes of it in 60 steps. Both are made
 
 Each method has `--seconds` of wall clock for all that it does, starts of processes and the teacher's rollouts included,
 in a process of its own. Then the agent answers the held-out questions with what it has made, sampled at temperature 1.
-What is there already is not run again. Prints a table: held-out accuracy by seed, and what each did in its time.
+What is there already is not run again. Prints a table: held-out accuracy by seed, and what each did in its time. Draws
+`distillation.png`: the share of right training rollouts over the seconds, and the held-out accuracy at the end.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -33,6 +35,7 @@ from examples.sql_agent.data import make, write_set
 from examples.sql_agent.train import CONFIG, train
 from lightning_rl.config import compose
 from lightning_rl.ppo.privileged import TaughtCall
+from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl.training import checkpoint
 from lightning_rl.tutorial import checkpoint as tutorial_checkpoint
 
@@ -47,6 +50,7 @@ DISTILLED: dict[str, dict[str, Any]] = {
     "distillation, reverse_kl_tail": {"loss_mode": "reverse_kl_tail", "use_policy_gradient": False, **ALONE},
 }
 ITSELF = "self-distillation, told the right query"
+BEGAN = "began"  # in a method's folder: when, in seconds of the clock
 METHODS = ("rewards", *SUPERVISED, *DISTILLED, ITSELF)
 
 
@@ -98,6 +102,8 @@ def learn(method: str, seed: int, folder: Path, seconds: float) -> tuple[Path, s
     """The folder of the model that a method has made in its time, and what it did."""
     began = time.monotonic()
     out = folder.parents[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / BEGAN).write_text(str(time.time()))
     student, did = out / "student", []
     tasks = make(out / "data")
     teacher = out / "teacher" / "model"
@@ -186,6 +192,42 @@ def judged(model: Path, folder: Path) -> dict[str, float]:
     return {"accuracy": found.mean, "low": found.low, "high": found.high}
 
 
+def curve(folder: Path) -> tuple[list[float], list[float]]:
+    """Seconds since a method began, and the share of right rollouts of the step that ended then; of SFT nothing."""
+    began = float((folder / BEGAN).read_text())
+    if not (metrics := folder / "ppo" / "metrics.jsonl").exists():
+        return [], []
+    rows = [row for row in read(metrics) if "critic/score/mean" in row]
+    return [row["time"] - began for row in rows], [row["critic/score/mean"] for row in rows]
+
+
+def draw(found: dict[str, list[dict[str, Any]]], out: Path, seeds: Sequence[int], seconds: float) -> None:
+    """Write `distillation.png`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    for method, of_seeds in found.items():
+        held_out = [one["accuracy"] for one in of_seeds]
+        points = axes.scatter([seconds] * len(held_out), held_out, label=method, zorder=3, clip_on=False)
+        for seed in seeds:
+            axes.plot(*curve(folder_of(method, seed, out)), color=points.get_facecolor()[0], alpha=0.5, linewidth=1)
+    axes.set(
+        xlabel="seconds", ylabel="right: rollouts of a step (lines), held-out (points)", ylim=(0, 1), xlim=(0, seconds)
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(out / "distillation.png")
+
+
+def folder_of(method: str, seed: int, out: Path) -> Path:
+    """Where a run of a method is kept."""
+    return out / method.replace(", ", "-").replace(" ", "_") / f"seed-{seed}"
+
+
 def main() -> None:
     """Make teacher and student, run what is not there, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -214,13 +256,14 @@ def main() -> None:
     found: dict[str, list[dict[str, Any]]] = {method: [] for method in arguments.only}
     for seed in arguments.seeds:  # seeds outside, so that methods that are compared ran at about the same time
         for method in arguments.only:
-            folder = out / method.replace(", ", "-").replace(" ", "_") / f"seed-{seed}"
+            folder = folder_of(method, seed, out)
             if not (folder / "found.json").exists():
                 words = [sys.executable, __file__, "--seconds", str(arguments.seconds)]
                 words += ["--run", json.dumps([method, seed, str(folder)])]
                 root = str(Path(__file__).parents[1])
                 subprocess.run(words, check=True, env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "2"})
             found[method].append(json.loads((folder / "found.json").read_text()))
+    draw(found, out, arguments.seeds, arguments.seconds)
     before = json.loads((begins / "found.json").read_text())
     print(f"the student: {before['accuracy']:.3f} ({before['low']:.3f} to {before['high']:.3f})")
     print("| method | held-out accuracy | by seed | in its time |\n|---|---|---|---|")

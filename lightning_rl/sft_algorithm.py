@@ -1,5 +1,7 @@
 """SFT: supervised training on the answers of recorded calls. `train_step` is the story; its parts are in `sft/`.
 
+The calls are in folders and files (`fit`), or the agent is run with a teacher first (`Trainer(agent).fit(sft, tasks)`).
+
 The loss is the mean negative log-likelihood of answer tokens. It is the policy gradient of PPO's own actor (`gpg`)
 where the advantage of a token is its weight, so models, packing, optimizer, workers and checkpoints are those of PPO.
 """
@@ -16,21 +18,29 @@ import torch
 from msgspec.structs import replace
 from omegaconf import DictConfig
 
+from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
 from lightning_rl.config import ConfigError, compose, to_yaml
 from lightning_rl.config.schema import Config
 from lightning_rl.files import write_whole
 from lightning_rl.inference.load import located
+from lightning_rl.loops.configured import configured_agents
+from lightning_rl.loops.loop_registry import loops_of
 from lightning_rl.memory.plan import refuse_what_cannot_fit
 from lightning_rl.ppo import resolved_config
+from lightning_rl.ppo import tasks as tasks_of_run
 from lightning_rl.ppo.models import Models
 from lightning_rl.ppo.reporting import memory_advice, timed
+from lightning_rl.rewards.training_rewards import Grader
 from lightning_rl.sft import examples
 from lightning_rl.sft.examples import Example, Examples
+from lightning_rl.sft.teacher import Teacher
+from lightning_rl.sft.traces import TracedCall
 from lightning_rl.telemetry import metrics as trackers
 from lightning_rl.telemetry.metrics import jsonl
 from lightning_rl.telemetry.metrics.about import About
 from lightning_rl.training import checkpoint
 
+_CONFIG = "config.yaml"  # in the run folder
 _OF_ACTOR = {
     "actor/pg_loss": "sft/loss",
     "actor/entropy": "sft/entropy",
@@ -41,14 +51,17 @@ _OF_ACTOR = {
 }
 
 
-class SFT:
+class SFT(Algorithm):
     """Supervised fine-tuning on traces: the policy learns the answers that another model, or it itself, has given.
 
     Args:
         config: the keys of PPO (`docs/config.md`); `sft` says which traces.
-        traces: folders of runs, and files of `lightning-rl export --what calls`, instead of `sft.traces`.
+        traces: folders of runs, and files of `lightning-rl export --what calls`, instead of `sft.traces`. `fit` trains.
+        teacher: a model with which the agent is run first, instead of `sft.teacher`: one of `gateway.backends`, a
+            folder, or an id of the hub. Then `Trainer(agent).fit(sft, tasks)` runs it and trains.
 
-    After `fit`, `history` has the metrics of every step, `examples` what was learned from.
+    Afterwards `history` has the metrics of every step, `examples` what was learned from, and `model` is the folder of
+    the trained model, `run_dir`/model, which PPO takes as `actor_rollout_ref.model.path`.
     """
 
     console = True  # False: nothing is shown, whatever trainer.logger says
@@ -58,46 +71,139 @@ class SFT:
         config: Mapping[str, Any] | DictConfig | Config | None = None,
         *,
         traces: str | Path | Sequence[str | Path] | None = None,
+        teacher: str | Path | None = None,
     ) -> None:
         self.config = config if isinstance(config, Config) else compose(config)
         if self.config.policies:
             raise ConfigError("policies: SFT trains one policy; train each with a run of its own, sft.models chooses")
+        if self.config.trainer.resume_mode == "resume_path":
+            raise ConfigError(
+                "trainer.resume_mode=resume_path is PPO's: name the model as actor_rollout_ref.model.path"
+            )
         named = self.config.sft.traces if traces is None else traces
         self.sources = [named] if isinstance(named, str | Path) else list(named or ())
-        if not self.sources:
-            raise ConfigError("sft.traces names nothing to learn from: a run's folder, or a file of `export`")
+        if teacher is not None:
+            self.config = replace(self.config, sft=replace(self.config.sft, teacher=str(teacher)))
+        if not self.sources and self.config.sft.teacher is None:
+            raise ConfigError(
+                "sft.traces names nothing to learn from: a run's folder, or a file of `export`; or name sft.teacher"
+            )
         self.history: list[dict[str, float]] = []
         self.examples = Examples()
         self.step = 0
         self.run_dir = Path()
+        self.teacher = None if self.config.sft.teacher is None else Teacher(self.config, self.config.sft.teacher)
+        self._grader: Grader | None = None
+        trainer, agent = self.config.trainer, self.config.actor_rollout_ref.rollout.agent
+        self.configured_agents = configured_agents(self.config)
+        self.n_runners = agent.max_concurrent_rollouts
+        self.watchdog_seconds = trainer.watchdog_seconds
+        self.isolation = agent.isolation
+        self.resources = ("main_llm", *self.config.gateway.frozen_models())
+        self.ray = agent.ray if agent.ray.address is not None else None
+        self.resume = trainer.resume_mode == "auto"
+        self.named_run_dir = None if trainer.default_local_dir is None else Path(trainer.default_local_dir).expanduser()
+
+    @property
+    def model(self) -> Path:
+        """The folder of the trained model."""
+        return self.run_dir / "model"
 
     def fit(self, run_dir: str | Path | None = None) -> Path:
-        """Train; the folder of the trained model, `run_dir`/model, which PPO takes as `actor_rollout_ref.model.path`.
+        """Train on the traces that are named; returns `model`.
 
-        Raises ConfigError for a folder that holds a run (`trainer.resume_mode=auto` goes on with it), and for traces
-        that cannot be learned from.
+        Raises ConfigError for a folder that holds a run (`trainer.resume_mode=auto` goes on with it), for traces that
+        cannot be learned from, and where there is a teacher, who needs an agent and tasks.
         """
-        trainer = self.config.trainer
-        self.run_dir = Path(run_dir or trainer.default_local_dir or self._new_run_dir()).expanduser()
-        checkpoints = self.run_dir / "checkpoints"
-        resume = trainer.resume_mode == "auto"
-        if trainer.resume_mode == "resume_path":
-            raise ConfigError(
-                "trainer.resume_mode=resume_path is PPO's: name the model as actor_rollout_ref.model.path"
-            )
-        if (self.run_dir / "config.yaml").exists() and not resume:
+        if self.teacher is not None:
+            raise ConfigError("a teacher's rollouts need the agent and tasks: lrl.Trainer(agent).fit(sft, tasks)")
+        self.run_dir = Path(run_dir or self.named_run_dir or self.default_run_dir()).expanduser()
+        if (self.run_dir / _CONFIG).exists() and not self.resume:
             raise ConfigError(f"{self.run_dir} holds a run: set trainer.resume_mode=auto, or name another folder")
+        return self._learn()
+
+    # What the Trainer calls, where there is a teacher.
+
+    def default_run_dir(self) -> Path:
+        """See `Algorithm`."""
+        trainer, when = self.config.trainer, time.strftime("%Y%m%d-%H%M%S")
+        return Path("runs") / (trainer.project_name or "") / f"{trainer.experiment_name or 'sft'}-{when}"
+
+    def answer_for(self, names: Sequence[str]) -> None:
+        """See `Algorithm`: the teacher plays every part that no frozen model has."""
+        if self.teacher is None:
+            return  # `prepare` says so
+        frozen = self.config.gateway.frozen_models()
+        others = [name for name in names if name not in frozen]
+        self.teacher.answer_for(others)
+        self.resources = ("main_llm", *frozen, *others)
+
+    def prepare(self, train_dataset: Dataset | None, val_dataset: Dataset | None) -> tuple[Dataset, Dataset]:
+        """The tasks given, or those of `data.train_files`. Raises ConfigError where there is no teacher to answer
+        them, no task, or nothing that would give a reward where one is asked for."""
+        if self.teacher is None:
+            raise ConfigError("SFT learns from traces alone: call fit(run_dir), or name a teacher that runs the agent")
+        if val_dataset:
+            raise ConfigError("SFT holds out a share of the groups itself (sft.held_out): leave the val_dataset out")
+        data = self.config.data
+        tasks = tasks_of_run.tasks_of("train", train_dataset, data.train_files)
+        tasks = tasks_of_run.at_most(data.train_max_samples, tasks, data)
+        if not tasks:
+            raise ConfigError("there is no task for the teacher: give fit some, or set data.train_files")
+        if (loops := loops_of(self.config)) is not None:
+            loops.check(tasks)
+        self._grader = tasks_of_run.grader_of(self.config, Grader.of(self.config.reward, None), (tasks, [], []))
+        return tasks, []
+
+    def open(self, run_dir: Path) -> Endpoint:
+        """See `Algorithm`."""
+        self.run_dir, teacher = run_dir, self._its_teacher
+        trackers.check_names(self.config.trainer.logger)
+        teacher.run_id, teacher.shares_server, teacher.resume = self.run_id, self.shares_server, self.resume
+        endpoint = teacher.open(run_dir)
+        write_whole(run_dir / _CONFIG, to_yaml(self.config).encode())
+        return endpoint
+
+    def watch(self) -> None:
+        """See `Algorithm`."""
+        self._its_teacher.watch()
+
+    def close(self) -> None:
+        """See `Algorithm`."""
+        self._its_teacher.close()
+
+    def run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
+        """Let the teacher answer, then train. What it has answered in this folder before, it is not asked again."""
+        teacher = self._its_teacher
+        teacher.store, teacher.check = self.store, self.check
+        traces, evaluation = teacher.answer(train_dataset, self._grader)
+        if self.console and "console" in self.config.trainer.logger:
+            print(evaluation)
+        teacher.close()  # the policy gets its memory
+        self._learn(list(teacher.calls(traces)))
+
+    @property
+    def _its_teacher(self) -> Teacher:
+        assert self.teacher is not None, "prepare has refused to run without"
+        return self.teacher
+
+    def _learn(self, taught: Sequence[TracedCall] = ()) -> Path:
+        """Train in `run_dir` on the traces and on what a teacher has answered."""
+        trainer, checkpoints = self.config.trainer, self.run_dir / "checkpoints"
         trackers.check_names(trainer.logger)
         # Before anything is written: a folder with a run in it is not taken again.
         folder, _ = located(self.config.actor_rollout_ref.model.path)
-        self.examples = examples.load(self.config, self.sources, resolved_config.loaded_renderer(self.config, folder))
+        renderer = resolved_config.loaded_renderer(self.config, folder)
+        asked = None if self.teacher is None else self.teacher.asked
+        self.examples = examples.load(self.config, self.sources, renderer, taught=taught, teacher=asked)
         checkpoints.mkdir(parents=True, exist_ok=True)
-        resumed = checkpoint.latest(checkpoints) if resume else None
+        resumed = checkpoint.latest(checkpoints) if self.resume else None
         torch.manual_seed(self.config.data.seed)
         refuse_what_cannot_fit(as_trained(self.config))
         models = Models(as_trained(self.config), self.run_dir, with_critic=False, resumed=resumed, sampled=False)
-        optim = models.config.actor_rollout_ref.actor.optim
-        write_whole(self.run_dir / "config.yaml", to_yaml(_with_rate(self.config, optim.lr)).encode())
+        rate = models.config.actor_rollout_ref.actor.optim.lr
+        kept = replace(self.config, sft=replace(self.config.sft, lr=rate))
+        write_whole(self.run_dir / _CONFIG, to_yaml(kept).encode())
         total = self.steps()
         try:
             models.train(total)
@@ -110,7 +216,9 @@ class SFT:
 
     def steps(self) -> int:
         """How many steps the config makes of the traces that are trained."""
-        trainer = self.config.trainer
+        ours, trainer = self.config.sft, self.config.trainer
+        if ours.total_training_steps or ours.total_epochs:
+            return ours.total_training_steps or (ours.total_epochs or 1) * self._steps_per_epoch
         return trainer.total_training_steps or trainer.total_epochs * self._steps_per_epoch
 
     @property
@@ -206,10 +314,6 @@ class SFT:
         models.load_state_dict(saved["models"])
         checkpoint.set_rng_state(saved["rng"])
 
-    def _new_run_dir(self) -> Path:
-        trainer, when = self.config.trainer, time.strftime("%Y%m%d-%H%M%S")
-        return Path("runs") / (trainer.project_name or "") / f"{trainer.experiment_name or 'sft'}-{when}"
-
 
 def as_trained(config: Config) -> Config:
     """The keys with which PPO's actor does supervised training: one optimizer step a batch, on the mean over tokens."""
@@ -222,6 +326,7 @@ def as_trained(config: Config) -> Config:
         entropy_coeff=0.0,
         use_kl_loss=False,
         policy_loss=replace(ours.actor.policy_loss, loss_mode="gpg"),
+        optim=replace(ours.actor.optim, lr=config.sft.lr or ours.actor.optim.lr),
     )
     return replace(
         config,
@@ -243,10 +348,3 @@ def weighted(batch: Sequence[Example]) -> list[Any]:
         for rollout, one in enumerate(batch)
         for row in one.sequences
     ]
-
-
-def _with_rate(config: Config, rate: float | None) -> Config:
-    """The config with the learning rate that its model was given."""
-    ours = config.actor_rollout_ref
-    optim = replace(ours.actor.optim, lr=rate)
-    return replace(config, actor_rollout_ref=replace(ours, actor=replace(ours.actor, optim=optim)))

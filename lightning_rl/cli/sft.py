@@ -2,9 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from lightning_rl.cli.named_agent import agent_of
+
+if TYPE_CHECKING:
+    from lightning_rl.config.schema import TrainConfig
+    from lightning_rl.sft_algorithm import SFT
 
 
 def run(
@@ -26,12 +32,20 @@ def run(
         actor_rollout_ref.model.path=Qwen/Qwen3-0.6B actor_rollout_ref.actor.optim.lr=1e-5
     ```
 
-    `sft.traces` names folders of runs, and files of `lightning-rl export --what calls`. The trained model is in the run
-    folder's `model`; `lightning-rl train actor_rollout_ref.model.path=RUN_DIR/model` goes on from it.
+    `sft.traces` names folders of runs, and files of `lightning-rl export --what calls`. `sft.teacher` names a model
+    with which the agent is run on the tasks first:
+
+    ```
+    lightning-rl sft sft.teacher=helper gateway.backends.helper.kind=litellm \\
+        gateway.backends.helper.remote_model=anthropic/claude-sonnet-4-5 agent=my_agent:solve \\
+        data.train_files=tasks.jsonl sft.min_reward=1 actor_rollout_ref.model.path=Qwen/Qwen3-0.6B
+    ```
+
+    The trained model is in the run folder's `model`; `lightning-rl train actor_rollout_ref.model.path=RUN_DIR/model`
+    goes on from it. `lightning-rl train --sft` does both.
     """
     from lightning_rl.config import ConfigError, compose
     from lightning_rl.config.schema import TrainConfig
-    from lightning_rl.sft_algorithm import SFT
 
     given = list(overrides or ())
     if resume is not None:
@@ -41,18 +55,39 @@ def run(
         if not config.is_file():
             raise ConfigError(f"{resume.resolve()} holds no run of `lightning-rl sft`: there is no config.yaml in it")
         given.append("trainer.resume_mode=auto")
-    algorithm = SFT(compose(file=config, command_line=given, schema=TrainConfig))
-    algorithm.console = not as_json
-    model = algorithm.fit(run_dir)
+    settings = compose(file=config, command_line=given, schema=TrainConfig)
+    agent = None if settings.sft.teacher is None else agent_of(settings, None)
+    algorithm = supervised(agent, settings, run_dir, None, console=not as_json)
     result = {
         "run_dir": str(algorithm.run_dir),
         "steps": algorithm.step,
-        "model": str(model),
+        "model": str(algorithm.model),
         "metrics": algorithm.history[-1],
     }
     if as_json:
         typer.echo(json.dumps(result))
         return
+    _show(algorithm)
+
+
+def supervised(
+    agent: Any, settings: "TrainConfig", run_dir: Path | None, server: str | None, *, console: bool
+) -> "SFT":
+    """SFT that has trained in the folder; where there is a teacher, on its rollouts with the agent, too."""
+    from lightning_rl.sft_algorithm import SFT
+    from lightning_rl.trainer import Trainer
+
+    algorithm = SFT(settings)
+    algorithm.console = console
+    if algorithm.teacher is None:
+        algorithm.fit(run_dir)
+    else:
+        Trainer(agent, run_dir=run_dir, server=server).fit(algorithm)
+    return algorithm
+
+
+def _show(algorithm: "SFT") -> None:
+    model = algorithm.model
     measured = [one["sft/held_out_loss"] for one in algorithm.history if "sft/held_out_loss" in one]
     if measured:
         typer.echo(f"held-out loss {measured[0]:.4f} -> {measured[-1]:.4f} nats a token in {algorithm.step} steps")

@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lightning_rl.cli.named_agent import agent_of
+from lightning_rl.cli.sft import supervised
+
 if TYPE_CHECKING:
     from lightning_rl.config.from_verl import Note
     from lightning_rl.config.schema import TrainConfig
 
 CONFIG = "config.yaml"  # in the run folder: what `--resume` goes on with
+SFT = "sft"  # in the run folder: the supervised training that it began with
 _AGENT_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
 _AGENTS = ("agent", "actor_rollout_ref.rollout.multi_turn.langgraph.path")  # in the place of verl's own loop
 _WIDEST = 90  # characters of a key with its value, where the keys of a table stand in a column
@@ -42,6 +46,14 @@ def run(
             "the agent. By default a server and runners are started.",
         ),
     ] = None,
+    sft: Annotated[
+        bool,
+        typer.Option(
+            "--sft",
+            help="Begin with supervised training, as `lightning-rl sft` does with these keys, in the run folder's "
+            "`sft`, and go on from its model.",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")] = False,
     gpus: Annotated[
         str | None,
@@ -76,6 +88,12 @@ def run(
     `--server http://host:8080` attaches to a server that runs; rollouts are left to the runners that join it, and no
     agent is named here.
 
+    `--sft` begins with supervised training on the answers of a stronger model, then goes on with rewards:
+
+    ```
+    lightning-rl train --sft sft.teacher=helper sft.min_reward=1 sft.lr=1e-5 agent=my_agent:solve ...
+    ```
+
     `--from-verl run.sh` trains with what a script of verl's says: its overrides over verl's defaults, and those that
     are written here over both. The script itself is not run.
     """
@@ -86,6 +104,8 @@ def run(
         if run_dir is not None or config is not None:
             raise ConfigError("--resume takes the run folder's own configuration: leave --run-dir and --config out")
         run_dir, config = resume, resume / CONFIG
+        if not config.is_file() and (resume / SFT / CONFIG).is_file():
+            sft, config = True, resume / SFT / CONFIG
         if not config.is_file():
             raise ConfigError(f"{resume.resolve()} holds no run of `lightning-rl train`: there is no {CONFIG} in it")
         given.append("trainer.resume_mode=auto")
@@ -96,13 +116,14 @@ def run(
     settings, notes = _settings(config, given, from_verl)
     if notes is not None and not as_json:
         typer.echo(_table(notes))
-    agent = _agent(settings, server)
+    agent = agent_of(settings, server)
     if settings.data.train_files is None and not settings.trainer.val_only:
         raise ConfigError("name the tasks: data.train_files=tasks.jsonl")
     if dry_run:
-        _show(_plan(settings, run_dir, gpus), settings, notes, as_json=as_json)
+        plan = _plan(settings, run_dir, gpus)
+        _show({"begins_with": _sft_of(settings)} | plan if sft else plan, settings, notes, as_json=as_json)
         return
-    _train(agent, settings, run_dir, server, as_json=as_json)
+    _train(agent, settings, run_dir, server, sft=sft, as_json=as_json)
 
 
 def _settings(
@@ -117,32 +138,6 @@ def _settings(
     base, config, given = _of_verl(from_verl, given)
     notes = notes_of(file=config, command_line=given, schema=TrainConfig, theirs=True)
     return compose(base=base, file=config, command_line=given, schema=TrainConfig), notes
-
-
-def _agent(settings: "TrainConfig", server: str | None) -> Any:
-    """The agent that is named; None where the runners of a `server` have it, or loops of the configuration run.
-
-    Raises ConfigError where there is none, or one too many.
-    """
-    from lightning_rl.agents.agent import agent_of_run, load_agent
-    from lightning_rl.config import ConfigError
-    from lightning_rl.loops.configured import configured_agents
-
-    if settings.reward.command is not None and settings.command is None:
-        raise ConfigError(
-            "reward.command judges what the program of `command` did: name it, command='claude -p {prompt}'"
-        )
-    agent = None if settings.agent is None else load_agent(settings.agent)
-    if server is None:
-        agent_of_run(agent, configured_agents(settings))  # raises before anything is begun
-    elif agent is not None:
-        raise ConfigError(f"the runners of {server} have the agent: leave agent={settings.agent} out")
-    elif settings.command is not None:
-        raise ConfigError(
-            f"the runners of {server} have the agent: leave command={settings.command} out, and name a CommandAgent to "
-            "them: lightning-rl runner --agent my_agent.py:agent (docs/command-agents.md)"
-        )
-    return agent
 
 
 def _of_verl(file: Path, further: list[str]) -> tuple[dict[str, Any], Path | None, list[str]]:
@@ -173,20 +168,27 @@ def _table(notes: "list[Note]") -> str:
     return "\n".join([*(f"{given:<{width}}  {became}".rstrip() for given, became in lines), f"{counted}", ""])
 
 
-def _train(agent: Any, settings: "TrainConfig", run_dir: Path | None, server: str | None, *, as_json: bool) -> None:
+def _train(
+    agent: Any, settings: "TrainConfig", run_dir: Path | None, server: str | None, *, sft: bool, as_json: bool
+) -> None:
     from lightning_rl.ppo_algorithm import PPO
     from lightning_rl.trainer import Trainer
 
     algorithm = PPO(settings)
-    algorithm.console = not as_json
-    trainer = Trainer(agent, run_dir=run_dir, server=server)
     began = time.monotonic()
+    if sft:
+        run_dir = (run_dir or algorithm.named_run_dir or algorithm.default_run_dir()).resolve()
+    trainer = Trainer(agent, run_dir=run_dir, server=server)
     try:
+        if sft and run_dir is not None:
+            algorithm = PPO(_begun_with_sft(agent, settings, run_dir, server, as_json=as_json))
+        algorithm.console = not as_json
         trainer.fit(algorithm)
     except KeyboardInterrupt:
-        if trainer.run_dir is not None and (trainer.run_dir / CONFIG).exists():
+        folder = trainer.run_dir
+        if folder is not None and any(file.exists() for file in (folder / CONFIG, folder / SFT / CONFIG)):
             at = "" if server is None else f" --server {server}"
-            typer.echo(f"\nInterrupted. Go on with: lightning-rl train --resume {trainer.run_dir}{at}", err=True)
+            typer.echo(f"\nInterrupted. Go on with: lightning-rl train --resume {folder}{at}", err=True)
         raise
     last = algorithm.history[-1] if algorithm.history else {}
     checkpoint = algorithm.run_dir / "checkpoints" / f"step-{algorithm.step}"
@@ -203,6 +205,29 @@ def _train(agent: Any, settings: "TrainConfig", run_dir: Path | None, server: st
         typer.echo(json.dumps(result))
     elif "console" not in settings.trainer.logger:
         typer.echo("\n".join(algorithm.summary()))
+
+
+def _begun_with_sft(
+    agent: Any, settings: "TrainConfig", run_dir: Path, server: str | None, *, as_json: bool
+) -> "TrainConfig":
+    """The settings with the model of supervised training in place of theirs, once it is made."""
+    from lightning_rl.config import ConfigError, derived
+
+    if (run_dir / CONFIG).exists() and settings.trainer.resume_mode != "auto":
+        raise ConfigError(f"{run_dir} holds a run: go on with it (--resume), or name another folder")
+    model = supervised(agent, settings, run_dir / SFT, server, console=not as_json).model
+    return derived(settings, {"actor_rollout_ref": {"model": {"path": str(model)}}})
+
+
+def _sft_of(settings: "TrainConfig") -> str:
+    """What supervised training would learn from. Raises ConfigError where it is nothing."""
+    from lightning_rl.sft_algorithm import SFT
+
+    made = SFT(settings)
+    named = [str(source) for source in made.sources]
+    if made.teacher is not None:
+        named.append(f"rollouts of {made.teacher.model}")
+    return f"SFT on {', '.join(named)}"
 
 
 def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None = None) -> dict[str, Any]:

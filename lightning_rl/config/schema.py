@@ -827,6 +827,9 @@ class DistillationLossConfig(Section, frozen=True):
     distillation_loss_coef: Annotated[
         NotNegative, effect("what the teacher's loss counts beside the policy's, with use_task_rewards")
     ] = 1.0
+    distillation_loss_coef_end: Annotated[
+        NotNegative | None, effect("what it comes to in the last step, linearly from the first; null: it stays")
+    ] = None
     loss_max_clamp: Annotated[
         Above0 | None, effect("a token's loss against the teacher is at most this far from 0; null: no bound")
     ] = None
@@ -893,6 +896,13 @@ class Distillation(Section, frozen=True):
             "policy is not; null: nothing"
         ),
     ] = None
+    when_away: Annotated[
+        Literal["wait", "skip"],
+        effect(
+            "a teacher's server does not answer: wait: until it does; skip: go on without what it was to say; either "
+            "warns and names it"
+        ),
+    ] = "wait"
     distillation_loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
 
     def __post_init__(self) -> None:
@@ -1297,7 +1307,7 @@ class GatewayConfig(Section, frozen=True):
 
 
 class SftSection(Section, frozen=True):
-    """Which recorded answers `SFT` learns from (`docs/sft.md`); `PPO` reads none of it."""
+    """Which answers `SFT` learns from, and how (`docs/sft.md`); `PPO` reads none of it."""
 
     traces: Annotated[
         Files,
@@ -1323,6 +1333,19 @@ class SftSection(Section, frozen=True):
     held_out: Annotated[
         Share, effect("share of groups that are not trained; the loss on them is `sft/held_out_loss`")
     ] = 0.1
+    teacher: Annotated[
+        str | None,
+        effect(
+            "the agent is run on the tasks with this model first, and its rollouts are learned from: one of "
+            "`gateway.backends`, or a folder or hub id that the embedded engine samples"
+        ),
+    ] = None
+    n: Annotated[Positive, effect("rollouts of the teacher on each task")] = 1
+    lr: Annotated[
+        float | None, effect("learning rate of supervised training; null: `actor_rollout_ref.actor.optim.lr`")
+    ] = None
+    total_epochs: Annotated[Positive | None, effect("passes over what is learned from; null: as `trainer` says")] = None
+    total_training_steps: Annotated[Positive | None, effect("supervised steps; null: as epochs make them")] = None
 
 
 class PolicySection(Section, frozen=True):

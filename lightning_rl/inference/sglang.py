@@ -143,6 +143,10 @@ class SGLangPolicy:
         shutil.rmtree(self._outbox, ignore_errors=True)
 
 
+class ScorerUnreached(ScoresRefused):
+    """The server does not answer."""
+
+
 class Scorer:
     """What the model of the SGLang server at `url` says of rows that others sampled."""
 
@@ -161,7 +165,7 @@ class Scorer:
     def score(self, token_ids: list[int], top: int) -> list[dict[str, Any]]:
         """For each of these tokens what the model gives for its place at temperature 1: by token id the log probability
         and the rank, of the `top` most likely ones and of the token (behind them, where it is none of them). Nothing is
-        known of the first. Raises ScoresRefused.
+        known of the first. Raises ScoresRefused, ScorerUnreached where nobody answers.
         """
         asked: dict[str, Any] = {"input_ids": token_ids, "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
         asked |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top}
@@ -182,7 +186,7 @@ class Scorer:
         try:
             answer = self._pool.request("POST", self.url + path, json=body)
         except urllib3.exceptions.HTTPError as error:
-            raise ScoresRefused(f"SGLang at {self.url}{path} does not answer: {error}") from error
+            raise ScorerUnreached(f"SGLang at {self.url}{path} does not answer: {error}") from error
         if answer.status != 200:
             said = answer.data[:500].decode(errors="replace")
             raise ScoresRefused(f"SGLang at {self.url}: POST {path} answered {answer.status}: {said}")

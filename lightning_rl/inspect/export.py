@@ -134,7 +134,7 @@ def records(
     if what == "rows":
         of_trace = RowReader(connection, run_dir).records
     elif what == "calls":
-        of_trace = partial(_calls, vocabulary=_vocabulary(run_dir))
+        of_trace = partial(call_records, vocabulary=_vocabulary(run_dir))
     for trace in _traces(connection, which, limit):
         try:
             yield from of_trace(trace)
@@ -185,7 +185,8 @@ def _vocabulary(run_dir: Path) -> str | None:
     return None if tokenizer is None else FastTokenizer(tokenizer).vocabulary_digest()
 
 
-def _calls(trace: RolloutTrace, vocabulary: str | None) -> Iterator[Record]:
+def call_records(trace: RolloutTrace, vocabulary: str | None) -> Iterator[Record]:
+    """The calls of a rollout's attempts. `vocabulary` is the digest of that of their ids, where it is known."""
     for attempt in trace.attempts:
         tools = tools_of(attempt.spans)
         grown = forest.build(calls_of(attempt.spans))

@@ -157,6 +157,7 @@ class Collector:
             partial(self._algorithm.finished, sampled + greedy),
             traced=(f"{name} {step}", [str(request.group_id) for request in sampled]),
             when={"val": "validation", "tune": "tuning"}.get(name, f"step {step}"),
+            trained=name == "train" and not self._config.algorithm.filter_groups.enable,
         )
         self._note_greedy(trajectories[len(sampled) :])
         return trajectories[: len(sampled)]
@@ -179,7 +180,10 @@ class Collector:
         groups = [str(trace.rollout.group_id) for trace in traces]
         sampled = [group for group in groups if not group.startswith(_GREEDY)]
         return self._read(
-            lambda read: [read(trace) for trace in traces], traced=(f"train {step}", sampled), when=f"step {step}"
+            lambda read: [read(trace) for trace in traces],
+            traced=(f"train {step}", sampled),
+            when=f"step {step}",
+            trained=True,
         )
 
     def cancel(self, rollout_ids: Sequence[str]) -> None:
@@ -201,17 +205,33 @@ class Collector:
         *,
         traced: tuple[str, Sequence[str]],
         when: str,
+        trained: bool,
     ) -> list[Trajectory]:
         """Read finished rollouts, with the rewards that training gives.
 
         `traces` calls a function on each trace, in order. `traced` names the batch and its groups, some of which have
-        their traces written. Warns of what went wrong in rollouts of `when`.
+        their traces written. About those that are `trained` teachers are asked as they end. Warns of what went wrong in
+        rollouts of `when`.
         """
-        read, grader = self._reporter.traced(*traced, self._read_one), self._rules.grader
+        grader, ahead = self._rules.grader, [one for one in self._learners if trained and one.asks_ahead]
+
+        def read_one(trace: RolloutTrace) -> Trajectory:
+            trajectory = self._read_one(trace)
+            if not trajectory.group_id.startswith(_GREEDY):
+                for learner in ahead:
+                    learner.ask_ahead(trajectory)
+            return trajectory
+
+        def ended(trace: RolloutTrace) -> RolloutTrace:
+            if ahead:
+                read_one(trace)
+            return trace
+
         if grader is None:
-            trajectories = traces(read)
+            trajectories = traces(self._reporter.traced(*traced, read_one))
         else:
-            graded = grader.graded(traces(lambda trace: trace), self._algorithm.store, self._models)
+            read = self._reporter.traced(*traced, self._read_one)
+            graded = grader.graded(traces(ended), self._algorithm.store, self._models)
             trajectories = [read(trace) for trace in graded]
         self._reporter.warnings.report(when, trajectories)
         return trajectories

@@ -34,7 +34,7 @@ from lightning_rl.training.chat_template import with_template
 from lightning_rl.training.critic import Critic
 from lightning_rl.training.distributed.remote import OfTokens, RemoteActor, RemoteCritic, RemoteReference
 from lightning_rl.training.reference import BaseOfAdapter, Reference
-from lightning_rl.training.teacher import Teacher
+from lightning_rl.training.teacher import ServedTeacher, Teacher
 from lightning_rl.vision import vision_of
 
 AnyPolicy = EmbeddedPolicy | VllmPolicy | SGLangPolicy
@@ -159,7 +159,10 @@ class Models:
         return need(self.config, self._roles, self._resumed or self.policy.folder)
 
     def close(self) -> None:
-        """End the processes that train, where there are any beside this one."""
+        """End the processes that train, where there are any beside this one, and wait for no teacher."""
+        for teacher in self.teachers.values():
+            if isinstance(teacher, ServedTeacher):
+                teacher.close()
         if self._crew is not None:
             self._crew.close()
         self.cards.close()

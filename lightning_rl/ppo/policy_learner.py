@@ -18,6 +18,7 @@ from lightning_rl.config.policies import RunPolicy, base_of_adapter, engine_of_a
 from lightning_rl.inference.load import load_model
 from lightning_rl.ppo import batch as step_batch
 from lightning_rl.ppo import reporting, resolved_config, rollout_correction
+from lightning_rl.ppo import teachers as teachers_of_step
 from lightning_rl.ppo.batch import StepBatch
 from lightning_rl.ppo.estimators import kl_controller_of, needs_critic
 from lightning_rl.ppo.models import Models, SharedEngine
@@ -26,12 +27,12 @@ from lightning_rl.ppo.reporting import Reporter, memory_advice, timed
 from lightning_rl.ppo.resolved_config import StepRules
 from lightning_rl.ppo.rollout_correction import SamplerCheck
 from lightning_rl.ppo.run_state import PolicyState, RunState
-from lightning_rl.ppo.teachers import teach
 from lightning_rl.ppo.token_ledger import TokenLedger
 from lightning_rl.ppo.weight_sync import WeightSync
 from lightning_rl.store.client import HttpStore
 from lightning_rl.training import checkpoint, lora
 from lightning_rl.training.batch import MiniBatch
+from lightning_rl.training.teacher import ServedTeacher
 from lightning_rl.trajectories.step_record import CallRecord, RolloutRecord, StepRecord
 from lightning_rl.trajectories.trajectory import Trajectory
 
@@ -202,9 +203,19 @@ class PolicyLearner:
             metrics["training/mismatch_kl"] = metrics.get("rollout_corr/k3_kl", metrics["actor/first_k3_kl"])
         return metrics, timing
 
+    @property
+    def asks_ahead(self) -> bool:
+        """Whether teachers can be asked about a rollout while others of its step still run."""
+        served = any(isinstance(teacher, ServedTeacher) for teacher in self.models.teachers.values())
+        return served and self._privileged is None
+
+    def ask_ahead(self, trajectory: Trajectory) -> None:
+        """Ask the teachers on servers about a rollout that has ended."""
+        teachers_of_step.begin(trajectory.of(self.name), self.rules.batch, self.models.teachers, self.config)
+
     def _teach(self, batch: StepBatch) -> dict[str, float]:
         """Ask the teachers about the batch."""
-        untaught = teach(batch, self.models.teachers, self.config, self._privileged)
+        untaught = teachers_of_step.teach(batch, self.models.teachers, self.config, self._privileged)
         if self._privileged is None:
             return {}
         warn_of_untaught(untaught, self._warned)

@@ -464,6 +464,7 @@ def distillation_options(config: Config) -> DistillationOptions | None:
         topk=given.topk,
         use_task_rewards=given.use_task_rewards,
         distillation_loss_coef=given.distillation_loss_coef,
+        distillation_loss_coef_end=given.distillation_loss_coef_end,
         loss_max_clamp=given.loss_max_clamp,
         log_prob_min_clamp=given.log_prob_min_clamp,
         use_policy_gradient=given.use_policy_gradient,

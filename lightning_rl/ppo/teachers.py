@@ -12,10 +12,11 @@ from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, TeacherModel
 from lightning_rl.inference.load import model_folder, vocabulary_size
 from lightning_rl.ppo import resolved_config
-from lightning_rl.ppo.batch import RolloutPart, StepBatch
+from lightning_rl.ppo.batch import BatchRules, RolloutPart, StepBatch, read
 from lightning_rl.ppo.privileged import PrivilegedRows
 from lightning_rl.training.batch import TrainingSequence
-from lightning_rl.training.teacher import ServedTeacher, Teacher, ask_teachers, put_taught
+from lightning_rl.training.teacher import ServedTeacher, Teacher, TeacherOf, ask_ahead, ask_teachers, put_taught
+from lightning_rl.trajectories.trajectory import Trajectory
 
 _PROBES = ("Hello, world!", "def f(x):\n    return x * 2\n", "12345 + 67890 = ?", "naïve café — 東京 🙂")
 _SHOWN = 5  # keys of tasks in a message
@@ -29,11 +30,19 @@ def served_teachers(config: Config, policy: Path) -> dict[str, Teacher]:
         if teacher.model_path is not None:
             _check_tokenizer(name, model_folder(teacher.model_path), policy)
         elif teacher.weights is None:
-            made = ServedTeacher(name, teacher.server_urls or (), vocabulary_size(policy))
+            urls, away = teacher.server_urls or (), config.distillation.when_away
+            made = ServedTeacher(name, urls, vocabulary_size(policy), away)
             tokenizer = Tokenizer.from_file(str(policy / "tokenizer.json"))
             made.check([(text, tokenizer.encode(text, add_special_tokens=False).ids) for text in _PROBES])
             served[name] = made
     return served
+
+
+def begin(trajectory: Trajectory, rules: BatchRules, teachers: Mapping[str, Teacher], config: Config) -> None:
+    """Have the teachers on servers begin with a rollout that has ended, while others of its step still run."""
+    options = resolved_config.distillation_options(config)
+    batch = read([trajectory], rules)
+    ask_ahead(batch.sequences, teachers, _teacher_of(batch, config), 0 if options is None else options.top)
 
 
 def teach(
@@ -41,16 +50,12 @@ def teach(
 ) -> Counter[str]:
     """Give the batch what its calls' teachers say; how many calls are not taught, by reason (`privileged`).
 
-    With `privileged` the teachers are asked about rows that tell them more. Raises ConfigError where not one of its
-    calls has a teacher.
+    With `privileged` the teachers are asked about rows that tell them more. Rollouts of which an absent teacher said
+    nothing are left out as `teacher_away`, where it alone trains. Raises ConfigError where not one of its calls has a
+    teacher.
     """
     named, key = config.distillation.teachers(), config.distillation.teacher_key
-
-    def teacher_of(sequence: TrainingSequence, call_id: str) -> str | None:
-        part = batch.parts[sequence.rollout]
-        agent = part.trajectory.forest.nodes[call_id].call.agent
-        return next((name for name, each in named.items() if _teaches(each, part, agent, key)), None)
-
+    teacher_of, skipped = _teacher_of(batch, config), _skipped(teachers)
     options = resolved_config.distillation_options(config)
     top = 0 if options is None else options.top
     rows, untaught = ([], Counter[str]()) if privileged is None else privileged.of(batch)
@@ -58,6 +63,10 @@ def teach(
     ask_teachers(asked, teachers, teacher_of, top)
     if privileged is not None:
         put_taught(batch.sequences, [(each.student, each.where, each.row) for each in rows], top)
+    if _skipped(teachers) > skipped:
+        if config.distillation.without_rewards:
+            _leave_out_untaught(batch)
+        return untaught
     taught = (s.teacher_log_probs for s in asked if s.teacher_log_probs is not None)
     if asked and all(len(each) == 0 or (each != each).all() for each in taught):
         seen = sorted({str(_key_of(part, key)) for part in batch.parts})
@@ -67,6 +76,32 @@ def teach(
             + ", ".join(f"{name}: key={each.key}, agents={each.agents}" for name, each in named.items())
         )
     return untaught
+
+
+def _teacher_of(batch: StepBatch, config: Config) -> TeacherOf:
+    """Which teacher a call in a sequence of the batch has."""
+    named, key = config.distillation.teachers(), config.distillation.teacher_key
+
+    def teacher_of(sequence: TrainingSequence, call_id: str) -> str | None:
+        part = batch.parts[sequence.rollout]
+        agent = part.trajectory.forest.nodes[call_id].call.agent
+        return next((name for name, each in named.items() if _teaches(each, part, agent, key)), None)
+
+    return teacher_of
+
+
+def _skipped(teachers: Mapping[str, Teacher]) -> int:
+    """Rows about which servers did not answer, since the run began."""
+    return sum(teacher.skipped for teacher in teachers.values() if isinstance(teacher, ServedTeacher))
+
+
+def _leave_out_untaught(batch: StepBatch) -> None:
+    for part in batch.parts:
+        said = [s.teacher_log_probs for s in part.sequences if s.teacher_log_probs is not None]
+        if part.sequences and not any((each == each).any() for each in said):
+            part.left_out = "teacher_away"
+            part.excluded[part.left_out] += part.trained
+            part.sequences = []
 
 
 def _teaches(teacher: TeacherModel, part: RolloutPart, agent: str | None, key: str) -> bool:

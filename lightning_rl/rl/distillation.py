@@ -37,6 +37,7 @@ class DistillationOptions:
     topk: int = 32
     use_task_rewards: bool = True
     distillation_loss_coef: float = 1.0
+    distillation_loss_coef_end: float | None = None
     loss_max_clamp: float | None = None
     log_prob_min_clamp: float | None = None
     use_policy_gradient: bool = False
@@ -50,9 +51,13 @@ class DistillationOptions:
         """How many of the teacher's most likely tokens are compared; 0: none."""
         return self.topk if self.loss_mode in DIVERGENCES or self.control_variate else 0
 
-    @property
-    def coef(self) -> float:
-        return self.distillation_loss_coef if self.use_task_rewards else 1.0
+    def coef(self, progress: float) -> float:
+        """What the loss counts beside the policy's. It goes linearly from `distillation_loss_coef` at `progress` 0, the
+        run's first update, to `distillation_loss_coef_end` at 1, its last; where that is None it stays."""
+        if not self.use_task_rewards:
+            return 1.0
+        begin, end = self.distillation_loss_coef, self.distillation_loss_coef_end
+        return begin if end is None else begin + (end - begin) * progress
 
 
 class Taught(NamedTuple):

@@ -3,18 +3,20 @@
 Invariant: every answer token that was read is trained, held out or excluded by a name; each is trained in one row.
 """
 
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config
 from lightning_rl.sft import traces
 from lightning_rl.sft.student_ids import StudentFormat, Written
-from lightning_rl.sft.traces import Trace
+from lightning_rl.sft.traces import Trace, TracedCall
 from lightning_rl.training.batch import TrainingSequence, sequence_of
 from lightning_rl.trajectories.call_filter import context_of, selection
 from lightning_rl.trajectories.token_account import ConservationError
@@ -71,23 +73,42 @@ class Examples:
         }
 
 
-def load(config: Config, sources: Sequence[str | Path], renderer: Renderer) -> Examples:
-    """Read and choose traces, and write them in the ids of the student. Raises ConfigError where none is left."""
+def load(
+    config: Config,
+    sources: Sequence[str | Path],
+    renderer: Renderer,
+    *,
+    taught: Iterable[TracedCall] = (),
+    teacher: str | None = None,
+) -> Examples:
+    """Read and choose traces, and write them in the ids of the student. Raises ConfigError where none is left.
+
+    Args:
+        sources: folders of runs, and exported files.
+        taught: the calls of the run's own rollouts, whatever their mode. Those that `teacher` answered are learned
+            from, unless `sft.models` says otherwise.
+    """
     found, other_attempts = traces.read(sources)
+    of_run, others_of_run = traces.of_calls(taught)
     kept, left_out = traces.chosen(found, config.sft)
+    kept_of_run, left_out_of_run = traces.chosen(of_run, replace(config.sft, mode=None))
+    other_attempts += others_of_run
     examples = Examples(read=other_attempts.total(), excluded=other_attempts)
-    for trace, reason in left_out:
+    for trace, reason in (left_out := left_out + left_out_of_run):
         tokens = sum(len(call.response_token_ids) for call in trace.calls)
         examples.read += tokens
         examples.excluded[reason] += tokens
-    student, select = StudentFormat(renderer), _selection(config)
-    made = [_example(trace, student.write(trace), config, select, examples) for trace in kept]
+    student, made = StudentFormat(renderer), list[Example]()
+    of_teacher = None if teacher is None else re.escape(teacher)
+    for chosen, models in ((kept, config.sft.models), (kept_of_run, config.sft.models or of_teacher)):
+        select = _selection(config, models)
+        made += [_example(trace, student.write(trace), config, select, examples) for trace in chosen]
     usable = [one for one in made if one.sequences]
     if not usable:
         reasons = Counter(reason for _, reason in left_out) + Counter(dict(examples.calls))
         told = ", ".join(f"{n} {reason}" for reason, n in reasons.items())
         raise ConfigError(
-            f"of {len(found)} rollouts in sft.traces none is left to learn from ({told}): sft.mode, sft.min_reward, "
+            f"of {len(found) + len(of_run)} rollouts none is left to learn from ({told}): sft.mode, sft.min_reward, "
             "sft.models and algorithm.train_agents choose among them"
         )
     _split(usable, config, examples)
@@ -96,11 +117,11 @@ def load(config: Config, sources: Sequence[str | Path], renderer: Renderer) -> E
     return examples
 
 
-def _selection(config: Config) -> Callable[[Call], bool] | None:
-    """Which calls are learned from; the others are context."""
-    models = traces.names(config.sft.models, "sft.models")
+def _selection(config: Config, models: str | None) -> Callable[[Call], bool] | None:
+    """Which calls are learned from, of models whose names match; the others are context."""
+    named = traces.names(models, "sft.models")
     return selection(
-        config.algorithm.train_agents, None if models is None else lambda call: bool(models.fullmatch(call.model))
+        config.algorithm.train_agents, None if named is None else lambda call: bool(named.fullmatch(call.model))
     )
 
 

@@ -4,6 +4,7 @@ Both are read as the records of `lightning-rl export --what calls`, so a file an
 same traces.
 """
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -74,11 +75,22 @@ def read(sources: Sequence[str | Path]) -> tuple[list[Trace], Counter[str]]:
             first = calls[0]
             if (other := seen.setdefault(first.rollout_id, str(source))) != str(source):
                 raise ConfigError(f"sft.traces: rollout {first.rollout_id} is in {other} and in {source}: name one")
-            counting = [call for call in calls if call.counts]
-            excluded["superseded"] += sum(len(call.response_token_ids) for call in calls if not call.counts)
-            if counting:
-                traces.append(_trace(counting))
-    return traces, +excluded
+        found, superseded = of_calls(itertools.chain.from_iterable(of_source))
+        traces += found
+        excluded += superseded
+    return traces, excluded
+
+
+def of_calls(calls: Iterable[TracedCall]) -> tuple[list[Trace], Counter[str]]:
+    """See `read`: of calls that are there already."""
+    traces: list[Trace] = []
+    superseded = 0
+    for of_rollout in _by_rollout(calls):
+        counting = [call for call in of_rollout if call.counts]
+        superseded += sum(len(call.response_token_ids) for call in of_rollout if not call.counts)
+        if counting:
+            traces.append(_trace(counting))
+    return traces, +Counter(superseded=superseded)
 
 
 def chosen(traces: Iterable[Trace], config: SftSection) -> tuple[list[Trace], list[tuple[Trace, str]]]:

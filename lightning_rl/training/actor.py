@@ -238,7 +238,9 @@ class Actor(Learner):
         if top is not None and out.candidates is not None:
             found["distillation/teacher_mass"] = torch.nan_to_num(top.exp()).sum()
             found["distillation/student_mass"] = (out.candidates.exp() * taught.has_teacher[:, None]).sum()
-        return options.coef * summed, found
+        coefficient = options.coef(self.optimizer.progress)
+        found["distillation/coef"] = torch.full_like(each.detach(), coefficient).sum()
+        return coefficient * summed, found
 
     def _value_loss(
         self, states: Tensor, micro: Sequence[TrainingSequence], mini: MiniBatch

@@ -70,6 +70,7 @@ class Optimizer:
             raise ValueError("no parameter requires a gradient: there is nothing to train")
         lr_factor(0, config)
         self._optimizer = _built(self._parameters, config)
+        self._training_steps = config.training_steps
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: lr_factor(step, config))
 
     def step(self) -> dict[str, float]:
@@ -93,6 +94,11 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Forget the gradients."""
         self._optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def progress(self) -> float:
+        """0 in the run's first training step, 1 in its last."""
+        return min(1.0, self._schedule.last_epoch / max(self._training_steps - 1, 1))
 
     def schedule_step(self) -> None:
         """Go on to the learning rate of the next training step."""

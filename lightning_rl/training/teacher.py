@@ -5,11 +5,14 @@ about whole rows, so each path of a rollout's forest is scored once, however man
 has is the caller's to say; a token of a call without one is NaN, and has no part in the loss against the teacher.
 """
 
+import itertools
+import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,13 +20,17 @@ from numpy.typing import NDArray
 from torch import nn
 
 from lightning_rl.errors import Explained
-from lightning_rl.inference.sglang import Scorer, ScoresRefused
-from lightning_rl.inference.vllm.control import Control, VllmRefused
+from lightning_rl.inference.sglang import Scorer, ScorerUnreached, ScoresRefused
+from lightning_rl.inference.vllm.control import Control, Unreached, VllmRefused
 from lightning_rl.training.batch import OF_TEACHER, TrainingSequence
 from lightning_rl.training.forward import Forward
 from lightning_rl.training.reference import Reference
 
 _AT_ONCE = 16  # requests to each server
+_AWAY_SECONDS = 5.0  # between two tries of a server that does not answer
+_KEPT = 8  # batches for which what was asked ahead is kept
+
+_log = logging.getLogger(__name__)
 TeacherOf = Callable[[TrainingSequence, str], str | None]
 
 
@@ -46,6 +53,17 @@ class Teacher(Protocol):
     def score(self, sequences: list[TrainingSequence], top: int) -> list[Scores]:
         """Per sequence what is said of its trained tokens, with the `top` most likely ones (0: without)."""
         ...
+
+
+def ask_ahead(
+    sequences: Sequence[TrainingSequence], teachers: Mapping[str, Teacher], teacher_of: TeacherOf, top: int
+) -> None:
+    """Have the teachers on servers begin with sequences of which `ask_teachers` will ask later; returns at once."""
+    for sequence in sequences:
+        for name in {teacher_of(sequence, call_id) for call_id, _, _ in sequence.trained_by_call()}:
+            teacher = None if name is None else teachers[name]
+            if isinstance(teacher, ServedTeacher):
+                teacher.begin(sequence, top)
 
 
 def ask_teachers(
@@ -89,11 +107,10 @@ def put_taught(
 
 
 def _put_nothing(sequence: TrainingSequence, top: int) -> None:
-    trained = len(sequence.trained)
-    sequence.teacher_log_probs = np.full(trained, np.nan, np.float32)
+    nothing = _nothing(len(sequence.trained), top)
+    sequence.teacher_log_probs = nothing.log_probs
     if top:
-        sequence.teacher_top_ids = np.tile(np.arange(top, dtype=np.int64), (trained, 1))
-        sequence.teacher_top_log_probs = np.full((trained, top), np.nan, np.float32)
+        sequence.teacher_top_ids, sequence.teacher_top_log_probs = nothing.top_ids, nothing.top_log_probs
 
 
 def _put(sequence: TrainingSequence, where: NDArray[np.int64], scores: Scores) -> None:
@@ -205,26 +222,59 @@ class ServedTeacher:
         name: what messages call it.
         urls: the servers; rows are dealt out among them.
         vocabulary: tokens that the policy's tokenizer has.
+        when_away: a server does not answer: `wait` until it does, or `skip` the row, of which NaN is said then.
+
+    `skipped` counts such rows. Whoever makes one calls `close`.
     """
 
-    def __init__(self, name: str, urls: Sequence[str], vocabulary: int) -> None:
-        self._name, self._vocabulary, self._urls = name, vocabulary, urls
+    def __init__(
+        self, name: str, urls: Sequence[str], vocabulary: int, when_away: Literal["wait", "skip"] = "wait"
+    ) -> None:
+        self._name, self._vocabulary, self._urls, self._when_away = name, vocabulary, urls, when_away
+        self._turn = itertools.count()
+        self._begun: dict[tuple[bytes, bytes, int], tuple[int, Future[Scores]]] = {}  # by row; and before which batch
+        self._batches = 0
+        self._away: set[str] = set()  # servers, of which it was said
+        self._closed = threading.Event()
+        self.skipped = 0
 
     @cached_property
     def _servers(self) -> list[Control | Scorer]:
         scorers = [Scorer(url) for url in self._urls]
         return [scorer if scorer.is_there() else Control(scorer.url) for scorer in scorers]
 
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_AT_ONCE * len(self._servers), f"teacher {self._name}")
+
+    def begin(self, sequence: TrainingSequence, top: int) -> None:
+        """Ask about a row that `score` will be given later."""
+        if _cannot(sequence) is None and (row := _row(sequence, top)) not in self._begun:
+            self._begun[row] = self._batches, self._submit(sequence, top)
+
     def score(self, sequences: list[TrainingSequence], top: int) -> list[Scores]:
-        """As `Teacher.score`. Raises TeacherRefused for rows that it cannot score; Unreached, VllmRefused and
-        ScoresRefused for a server that does not answer or answers with an error."""
-        servers = self._servers
-        with ThreadPoolExecutor(_AT_ONCE * len(servers), f"teacher {self._name}") as pool:
-            asked = [
-                pool.submit(self._score, servers[number % len(servers)], sequence, top)
-                for number, sequence in enumerate(sequences)
-            ]
-            return [each.result() for each in asked]
+        """As `Teacher.score`. Raises TeacherRefused for rows that it cannot score; VllmRefused and ScoresRefused for a
+        server that answers with an error."""
+        for sequence in sequences:
+            if why := _cannot(sequence):
+                raise TeacherRefused(f"teacher {self._name}: rollout {sequence.rollout} of the batch {why}")
+        asked = []
+        for sequence in sequences:
+            _, begun = self._begun.pop(_row(sequence, top), (0, None))
+            asked.append(begun or self._submit(sequence, top))
+        self._batches += 1
+        self._begun = {row: (batch, of) for row, (batch, of) in self._begun.items() if batch + _KEPT > self._batches}
+        return [each.result() for each in asked]
+
+    def close(self) -> None:
+        """Wait for no server any more."""
+        self._closed.set()
+        if "_pool" in self.__dict__:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, sequence: TrainingSequence, top: int) -> "Future[Scores]":
+        server = self._servers[next(self._turn) % len(self._servers)]
+        return self._pool.submit(self._score, server, sequence, top)
 
     def check(self, probe: Sequence[tuple[str, list[int]]]) -> None:
         """Whether each server writes these texts with these token ids, as the policy does.
@@ -241,20 +291,8 @@ class ServedTeacher:
                     )
 
     def _score(self, server: Control | Scorer, sequence: TrainingSequence, top: int) -> Scores:
-        if len(sequence.temperature) and not (sequence.temperature == 1).all():
-            raise TeacherRefused(
-                f"teacher {self._name}: rollout {sequence.rollout} of the batch was sampled at temperature "
-                f"{sequence.temperature[sequence.temperature != 1][0]:g}, and servers give the log probabilities of a "
-                "prompt at temperature 1 only: set actor_rollout_ref.rollout.temperature=1, or give the teacher as a "
-                "folder (model_path)"
-            )
-        if sequence.images:
-            raise TeacherRefused(
-                f"teacher {self._name}: rollout {sequence.rollout} of the batch shows images, and a teacher behind "
-                "server_urls scores text alone: give the teacher as a folder (model_path)"
-            )
         try:
-            given = server.score(sequence.token_ids.tolist(), top)
+            given = self._asked(server, sequence.token_ids.tolist(), top)
         except (VllmRefused, ScoresRefused) as error:
             of_vllm = "--max-model-len of at least one token more, and --max-logprobs of at least so many"
             error.add_note(
@@ -262,6 +300,8 @@ class ServedTeacher:
                 f"the server needs {of_vllm if isinstance(error, VllmRefused) else '--context-length for them'}"
             )
             raise
+        if given is None:
+            return _nothing(len(sequence.trained), top)
         scored = [_entry(given[place], int(sequence.token_ids[place]), top) for place in sequence.trained]
         log_probs = np.asarray([own for own, *_ in scored], np.float32)
         if not top:
@@ -273,6 +313,54 @@ class ServedTeacher:
                 f"{self._vocabulary} tokens: take a teacher with the same tokenizer"
             )
         return Scores(log_probs, ids, np.asarray([likely for *_, likely in scored], np.float32).reshape(-1, top))
+
+    def _asked(self, server: Control | Scorer, token_ids: list[int], top: int) -> list[dict[str, Any]] | None:
+        """What a server says; None where it is away and nobody waits for it."""
+        while True:
+            try:
+                given = server.score(token_ids, top)
+            except (Unreached, ScorerUnreached) as error:
+                if server.url not in self._away:
+                    self._away.add(server.url)
+                    what = "the step waits for it" if self._when_away == "wait" else "the step goes on without it"
+                    _log.warning("teacher %s: %s; %s (distillation.when_away)", self._name, error, what)
+                if self._when_away == "skip":
+                    self.skipped += 1
+                    return None
+                if self._closed.wait(_AWAY_SECONDS):
+                    raise
+            else:
+                if server.url in self._away:
+                    self._away.discard(server.url)
+                    _log.warning("teacher %s: the server at %s answers again", self._name, server.url)
+                return given
+
+
+def _row(sequence: TrainingSequence, top: int) -> tuple[bytes, bytes, int]:
+    """What is asked of a server."""
+    return sequence.token_ids.tobytes(), sequence.trained.tobytes(), top
+
+
+def _cannot(sequence: TrainingSequence) -> str | None:
+    """Why servers cannot score a row."""
+    if len(sequence.temperature) and not (sequence.temperature == 1).all():
+        return (
+            f"was sampled at temperature {sequence.temperature[sequence.temperature != 1][0]:g}, and servers give the "
+            "log probabilities of a prompt at temperature 1 only: set actor_rollout_ref.rollout.temperature=1, or give "
+            "the teacher as a folder (model_path)"
+        )
+    if sequence.images:
+        return "shows images, and servers score text alone: give the teacher as a folder (model_path)"
+    return None
+
+
+def _nothing(trained: int, top: int) -> Scores:
+    """Of tokens that nobody scored."""
+    nan = np.full(trained, np.nan, np.float32)
+    if not top:
+        return Scores(nan)
+    ids = np.tile(np.arange(top, dtype=np.int64), (trained, 1))
+    return Scores(nan, ids, np.full((trained, top), np.nan, np.float32))
 
 
 def _entry(given: Mapping[str, Any], token_id: int, top: int) -> tuple[float, list[int], list[float]]:

@@ -93,6 +93,7 @@ class _Models:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.teachers: dict[str, Any] = {}
 
     def train(self, total: int) -> None: ...
 
@@ -240,6 +241,7 @@ TABLE: list[tuple[str, Any, Callable[[Config, pytest.MonkeyPatch], Any]]] = [
     (LOSS + "topk", 8, distilled),
     (LOSS + "use_task_rewards", False, distilled),
     (LOSS + "distillation_loss_coef", 0.5, distilled),
+    (LOSS + "distillation_loss_coef_end", 0.5, distilled),
     (LOSS + "loss_max_clamp", 10.0, distilled),
     (LOSS + "log_prob_min_clamp", -10.0, distilled),
     (LOSS + "use_policy_gradient", False, refusal),
@@ -563,6 +565,12 @@ ELSEWHERE = {
     },
     "sft.weights": "sft/test_traces.py::test_answers_weigh_what_their_rollouts_were_rewarded_with",
     "sft.held_out": "sft/test_traces.py::test_whole_groups_are_held_out",
+    "distillation.when_away": "training/test_teacher.py::test_a_row_is_skipped_where_the_run_shall_not_wait",
+    "sft.teacher": "sft/test_teacher.py::test_one_command_imitates_and_then_goes_on_with_rewards",
+    "sft.n": "sft/test_teacher.py::test_a_teacher_of_ours_with_the_policys_tokenizer_is_learned_by_its_ids",
+    "sft.lr": "sft/test_teacher.py::test_one_command_imitates_and_then_goes_on_with_rewards",
+    "sft.total_epochs": "sft/test_teacher.py::test_a_frozen_models_answers_are_learned",
+    "sft.total_training_steps": "sft/test_teacher.py::test_one_command_imitates_and_then_goes_on_with_rewards",
     "trainer.memory_check": ("memory/test_plan.py::test_a_run_that_cannot_fit_is_refused_with_the_phase_and_a_way"),
     "trainer.all_failed": (
         "cli/test_train.py::test_an_agent_that_fails_in_all_rollouts_of_a_step_ends_the_run_with_its_traceback"

@@ -1,5 +1,6 @@
 """Trainer and engine take turns on one GPU: in any order of steps, validations and checkpoints, together they never
-hold more than the plan says. Every allocation of both sides is counted; the order is that of the run's own parts."""
+hold more than the plan says. Every allocation of both sides is counted; the order is that of `PolicyLearner.learn` and
+what it calls."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_rl.config import compose
+from lightning_rl.config.policies import policies_of
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.policy import VllmPolicy
@@ -20,8 +22,13 @@ from lightning_rl.memory.engine import ASLEEP
 from lightning_rl.memory.gpus import stated
 from lightning_rl.memory.traced_step import Held, TracedStep
 from lightning_rl.ppo import models as models_module
+from lightning_rl.ppo import resolved_config
+from lightning_rl.ppo.batch import StepBatch
 from lightning_rl.ppo.models import Models
+from lightning_rl.ppo.policy_learner import LearnerParts, PolicyLearner
+from lightning_rl.ppo.run_state import PolicyState
 from lightning_rl.ppo.weight_sync import WeightSync
+from lightning_rl.training.batch import MiniBatch
 from tests.lightning_rl.memory.models import QWEN_15B
 from tests.random_examples import examples
 
@@ -53,7 +60,7 @@ class CountedActor:
     def __init__(self, card: Card, config: Config) -> None:
         self._card, self._place = card, config.actor_rollout_ref.actor.fsdp_config
         card.hold("weights", HELD.weights)
-        self.on_gpu = True
+        self.on_gpu = self.planned = True
 
     def onload(self) -> None:
         self._move("weights", HELD.weights, self._place.param_offload)
@@ -68,16 +75,22 @@ class CountedActor:
         if moves:
             self._card.hold(what, size)
 
-    def log_probs(self) -> None:
+    def log_probs(self, sequences: list[Any]) -> list[Any]:
         self.onload()
         self._compute(HELD.scoring - HELD.weights - HELD.optimizer)
+        return []
 
-    def update(self) -> None:
+    def plan(self, sequences: list[Any], rollouts: int) -> list[Any]:
+        return [MiniBatch([], {})] if self.planned else []
+
+    def update(self, plan: list[Any]) -> dict[str, float]:
+        assert plan
         self.onload()
         self._card.hold("optimizer", HELD.optimizer)
         self._compute(HELD.update - HELD.weights - HELD.optimizer)
         if self._place.optimizer_offload:
             self._card.hold("optimizer", 0)
+        return {}
 
     def _compute(self, size: int) -> None:
         self._card.hold("kept", max(size, self._card.held.get("kept", 0)))
@@ -87,7 +100,7 @@ class Colocated:
     """A run's own parts around models that are only counted."""
 
     def __init__(self, card: Card, config: Config, share: int, run_dir: Path) -> None:
-        self.card, self.config, self.version = card, config, 0
+        self.card, self.config = card, config
         options = Options(python="", dtype="bfloat16", device="cuda", processed_logprobs=False, sleeps=True)
         policy: Any = VllmPolicy(CHECKPOINT, options, run_dir, device="cpu", urls=["http://127.0.0.1:1"])
         engine_weights, woken = 2 * PARAMETERS, []
@@ -103,11 +116,20 @@ class Colocated:
         policy._prove = lambda *_: None
         self.models: Any = Models.__new__(Models)
         self.models.config, self.models.policy, self.models._crew = config, policy, None
-        self.models._own = SimpleNamespace(weight_stream=lambda form: as_saved(policy.model, stream_of(policy.model)))
+        self.models._roles = frozenset({"actor"})
+        self.models._own = SimpleNamespace(
+            weight_stream=lambda form: as_saved(policy.model, stream_of(policy.model)), average_teachers=lambda: None
+        )
         self.models.actor = self.actor = CountedActor(card, config)
         policy.make_room = self.models._make_room
         store: Any = SimpleNamespace(pause=lambda *_, **__: None, resume=lambda *_: None)
         self.weights = WeightSync(config, store, self.models)
+        [of_run] = policies_of(config)
+        self.learner = PolicyLearner(of_run, resolved_config.step_rules(compose()))
+        self.learner.models, self.learner.state = self.models, PolicyState(None, "policy")
+        self.learner.run = SimpleNamespace(step=1)  # type: ignore[assignment]
+        nobody: Any = SimpleNamespace(enter=lambda batch: None, write_record=lambda *_: None)
+        self.learner.parts = LearnerParts(self, nobody, self.weights, nobody)  # type: ignore[arg-type]
         card.hold("engine", share)  # it was started with the trainer's weights beside it, or in main memory
 
     def _offer(self, source: Any, version: int) -> None:
@@ -122,23 +144,22 @@ class Colocated:
             self.card.hold("buffer", 600 * MIB)
             self.card.hold("buffer", 0)
 
+    def set_old_log_probs(self, batch: StepBatch, log_probs: Any, version: int) -> dict[str, float]:
+        """As a `SamplerCheck` that does not take the sampler's."""
+        log_probs(batch.sequences)
+        return {}
+
     def step(self, *, updates: bool) -> None:
-        """As `PPO.train_step`."""
-        self.weights.sleep()
-        self.actor.onload()
-        self.actor.log_probs()
-        if updates:
-            self.actor.update()
-            self.version += 1
-            self.weights.publish(self.version)
-        self.actor.offload()
-        self.weights.wake()
+        self.actor.planned = updates
+        before = self.learner.state.policy_version
+        self.learner.learn([], {})
+        assert self.learner.state.policy_version == before + updates
 
     def resume(self) -> None:
         """As `PPO.run` begins."""
         self.weights.sleep()
         self.actor.onload()
-        self.weights.restore(self.version)
+        self.weights.restore(self.learner.state.policy_version)
         self.actor.offload()
         self.weights.wake()
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,10 +16,10 @@ import lightning_rl as lrl
 from lightning_rl.config import ConfigError, compose
 from lightning_rl.config.schema import TeacherUnusable
 from lightning_rl.ppo.batch import BatchRules, read
-from lightning_rl.ppo.teachers import served_teachers, teach
+from lightning_rl.ppo.teachers import begin, served_teachers, teach
 from lightning_rl.telemetry.metrics.jsonl import read as read_metrics
 from lightning_rl.training.batch import TrainingSequence
-from lightning_rl.training.teacher import Scores
+from lightning_rl.training.teacher import Scores, ServedTeacher
 from tests.adapters.forests import make_call
 from tests.lightning_rl.ppo.agents import two_calls
 from tests.lightning_rl.ppo.test_batch import rollout
@@ -99,6 +100,46 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     (other / "tokenizer.json").write_text(json.dumps(vocabulary))
     with pytest.raises(ConfigError, match=r"teacher_models.big: the teacher in .* has another tokenizer"):
         served_teachers(settings({"big": {"model_path": str(other)}}), CHECKPOINT)
+
+
+def test_what_is_asked_as_a_rollout_ends_is_what_its_step_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+
+    def score(token_ids: list[int], top: int) -> list[dict[str, Any]]:
+        asked.append(token_ids)
+        return [{str(each): {"logprob": -1.0, "rank": 1}} for each in token_ids]
+
+    config, teacher = settings({"big": {"server_urls": ["http://h:1"]}}), ServedTeacher("big", ["http://h:1"], 10**6)
+    monkeypatch.setitem(teacher.__dict__, "_servers", [SimpleNamespace(url="http://h:1", score=score)])
+    ended = [rolled_out(name, "a", {}) for name in ("r0", "r1")]
+    for trajectory in reversed(ended):
+        begin(trajectory, BatchRules(), {"big": teacher}, config)
+    batch = read(ended, BatchRules())
+    teach(batch, {"big": teacher}, config)
+    assert all((s.teacher_log_probs == -1).all() for s in batch.sequences)
+    assert len(asked) == len(batch.sequences) == 2
+    teacher.close()
+
+
+class Away(ServedTeacher):
+    """It is skipped for rollouts whose first token is odd."""
+
+    def __init__(self) -> None:
+        self.skipped = 0
+
+    def score(self, sequences: list[TrainingSequence], top: int) -> list[Scores]:
+        self.skipped += 1
+        return [Scores(np.full(len(s.trained), np.nan if s.rollout else -1.0, np.float32)) for s in sequences]
+
+
+@pytest.mark.parametrize("rewards", [True, False])
+def test_rollouts_without_their_teacher_train_by_rewards_or_are_left_out_by_name(rewards: bool) -> None:
+    config = settings({"big": {"model_path": "a"}}, distillation_loss={"use_task_rewards": rewards})
+    batch = read([rolled_out(name, "a", {}) for name in ("r0", "r1")], BatchRules())
+    trained = [part.trained for part in batch.parts]
+    teach(batch, {"big": Away()}, config)
+    assert [part.trained for part in batch.parts] == (trained if rewards else [trained[0], 0])
+    assert batch.parts[1].excluded["teacher_away"] == (0 if rewards else trained[1])
 
 
 @pytest.mark.e2e

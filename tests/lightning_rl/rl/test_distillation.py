@@ -91,6 +91,27 @@ def test_one_class_for_all_other_tokens_is_a_bound_from_below_and_exact_where_it
         torch.testing.assert_close(found, expected)
 
 
+def test_golden_numbers_of_the_advantage_with_a_control_variate() -> None:
+    tokens = taught(logits(STUDENT), logits(TEACHER), SAMPLED, top=4)  # all others are one token: the sum is whole
+    options = DistillationOptions(loss_mode="k1", use_policy_gradient=True, control_variate=True)
+    inputs = LossInputs(tokens.student, tokens.student.detach(), torch.zeros(3), torch.arange(3))
+    found = policy_gradient(tokens, distillation_loss(tokens, options), inputs, options).loss
+    assert (-found).tolist() == pytest.approx([-1.0503695594, -0.3637818846, -1.4302668995], abs=1e-9)
+
+
+def test_the_coefficient_goes_linearly_from_the_first_step_to_the_last() -> None:
+    options = DistillationOptions(distillation_loss_coef=0.8, distillation_loss_coef_end=0.2)
+    assert [options.coef(progress) for progress in (0.0, 0.5, 1.0)] == pytest.approx([0.8, 0.5, 0.2])
+    assert DistillationOptions(distillation_loss_coef=0.8).coef(1.0) == 0.8
+    alone = DistillationOptions(distillation_loss_coef_end=0.2, use_task_rewards=False)
+    assert alone.coef(1.0) == 1.0
+
+
+def test_golden_numbers_at_another_temperature() -> None:
+    q, p = ((logits(one) / 2).log_softmax(-1) for one in (STUDENT, TEACHER))
+    assert forward_kl(q, p).tolist() == pytest.approx([0.1168150970, 0.0346719013, 0.1756859008], abs=1e-9)
+
+
 @pytest.mark.parametrize("control_variate", [False, True])
 def test_the_policy_gradient_is_that_of_the_reverse_divergence(control_variate: bool) -> None:
     student, teacher = logits(STUDENT), logits(TEACHER)

@@ -22,7 +22,7 @@ def test_the_script_trains_on_traces_and_ppo_goes_on_from_there(tmp_path: Path) 
         [json.loads(line) for line in (tmp_path / "runs" / run / "metrics.jsonl").read_text().splitlines()]
         for run in ("sft", "ppo")
     )
-    assert of_sft[-1]["sft/calls/rendered"] == 32
+    assert of_sft[-1]["sft/calls/as_sampled"] == 32
     assert of_sft[-1]["tokens/pending"] == 0
     assert of_ppo[-1]["step"] == 2
     assert f"path: {(Path('runs') / 'sft' / 'model')}" in (tmp_path / "runs" / "ppo" / "config.yaml").read_text()

@@ -8,7 +8,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lightning_rl.inference.vllm.control import Unreached
 from lightning_rl.rl.distillation import DistillationOptions, forward_kl, jensen_shannon, reverse_kl
+from lightning_rl.training import teacher as teacher_module
 from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.forward import Forward
@@ -158,3 +160,77 @@ def test_a_server_is_not_asked_about_what_it_cannot_score() -> None:
     sequence.temperature = np.full_like(sequence.temperature, 0.7)
     with pytest.raises(TeacherRefused, match=r"temperature 0.7, .*set actor_rollout_ref.rollout.temperature=1"):
         ServedTeacher("big", ["http://127.0.0.1:9"], VOCABULARY).score([sequence], 0)
+
+
+class AtTimesAway:
+    """A server that is away so many times, and then says -1 of every token."""
+
+    url = "http://teacher.example"
+
+    def __init__(self, away: int) -> None:
+        self.away, self.asked = away, list[list[int]]()
+
+    def score(self, token_ids: list[int], top: int) -> list[dict[str, Any]]:
+        self.asked.append(token_ids)
+        if len(self.asked) <= self.away:
+            raise Unreached(f"vLLM at {self.url} does not answer")
+        return [{str(each): {"logprob": -1.0, "rank": 1}} for each in token_ids]
+
+
+def served(server: AtTimesAway, monkeypatch: pytest.MonkeyPatch, **more: Any) -> ServedTeacher:
+    monkeypatch.setattr(teacher_module, "_AWAY_SECONDS", 0.01)
+    made = ServedTeacher("big", [server.url], VOCABULARY, **more)
+    monkeypatch.setitem(made.__dict__, "_servers", [server])
+    return made
+
+
+def test_rows_that_were_begun_are_asked_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = AtTimesAway(0)
+    teacher, rows = served(server, monkeypatch), [a_row(n) for n in range(4)]
+    for row in rows[:2]:
+        teacher.begin(row, 0)
+        teacher.begin(a_row(int(row.token_ids[0])), 0)  # the same row, made again
+    assert [each.log_probs.tolist() for each in teacher.score(rows, 0)] == [[-1.0, -1.0]] * 4
+    assert sorted(server.asked) == sorted(row.token_ids.tolist() for row in rows)
+    teacher.score(rows, 0)
+    assert len(server.asked) == 8, "what was said is given once: the policy changes, a frozen teacher is asked again"
+    teacher.close()
+
+
+def test_a_step_waits_for_a_server_that_is_away_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    teacher = served(AtTimesAway(3), monkeypatch)
+    assert teacher.score([a_row(1)], 0)[0].log_probs.tolist() == [-1.0, -1.0]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert "teacher big: vLLM at http://teacher.example does not answer; the step waits for it" in said[0]
+    assert "answers again" in said[1]
+    teacher.close()
+
+
+@pytest.mark.parametrize("top", [0, 2])
+def test_a_row_is_skipped_where_the_run_shall_not_wait(
+    top: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    teacher = served(AtTimesAway(1), monkeypatch, when_away="skip")
+    [found] = teacher.score([a_row(1)], top)
+    assert np.isnan(found.log_probs).all()
+    assert (found.top_log_probs is None) == (top == 0)
+    assert teacher.skipped == 1
+    assert "the step goes on without it" in caplog.text
+    teacher.close()
+
+
+def test_a_run_that_ends_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = served(AtTimesAway(10**9), monkeypatch)
+    teacher.begin(a_row(1), 0)
+    [(_, begun)] = teacher._begun.values()
+    teacher.close()
+    assert isinstance(begun.exception(timeout=20), Unreached)
+
+
+def a_row(first: int) -> TrainingSequence:
+    """Four tokens, the last two of them trained."""
+    ones = np.ones(2, np.float32)
+    return TrainingSequence(0, np.asarray([first, 5, 6, 7]), np.asarray([2, 3]), -ones, ones, ones)

@@ -1,0 +1,141 @@
+"""SFT that runs the agent with a teacher first: its answers, and its answers alone, are learned from."""
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from typer.testing import CliRunner
+
+import lightning_rl as lrl
+from lightning_rl.cli import app
+from lightning_rl.config import ConfigError
+from lightning_rl.telemetry.metrics.jsonl import read
+from tests.proxy.engines.service import Service, running
+
+from .records import CHECKPOINT
+
+CONFIG: dict[str, Any] = {
+    "data": {"train_batch_size": 4, "max_prompt_length": 200},
+    "actor_rollout_ref": {"actor": {"optim": {"lr": 1e-3}}},
+    "sft": {"min_reward": 1.0, "held_out": 0.25},
+    "trainer": {"total_epochs": 1, "device": "cpu", "logger": ["jsonl"]},
+}
+TASKS = [{"i": i} for i in range(8)]
+
+
+@lrl.rollout
+async def agent(task: dict[str, Any], llm: lrl.LLM) -> float:
+    """Asks its model, and a judge whose answer nobody shall learn; odd tasks are right."""
+    async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+        chat: Any = [{"role": "user", "content": f"how many cats are {task['i']} years old?"}]
+        await client.chat.completions.create(model=llm.model, messages=chat, max_tokens=8)
+        if task.get("judged", True):
+            await client.chat.completions.create(model="judge", messages=chat, max_tokens=8)
+    return float(task["i"] % 2)
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    with running() as service:
+        service.tokens = False
+        service.reply = lambda body: "select count from cats" if body["model"] == "theirs" else "fair"
+        yield service
+
+
+def with_service(service: Service) -> dict[str, Any]:
+    frozen = {"kind": "openai", "url": service.url}
+    backends = {"helper": frozen | {"remote_model": "theirs"}, "judge": frozen | {"remote_model": "strict"}}
+    return CONFIG | {"gateway": {"backends": backends}}
+
+
+@pytest.mark.e2e
+@pytest.mark.smoke
+def test_a_frozen_models_answers_are_learned(service: Service, tmp_path: Path) -> None:
+    config = with_service(service) | {"sft": CONFIG["sft"] | {"total_epochs": 2}}
+    sft = lrl.SFT(config, teacher="helper")
+    lrl.Trainer(agent, n_runners=4, run_dir=tmp_path).fit(sft, TASKS)
+    # Four of eight rollouts are right, one of them is held out; three answers, twice.
+    assert (len(sft.examples.trained), len(sft.examples.held_out), sft.step) == (3, 1, 2)
+    last = sft.history[-1]
+    assert last["sft/held_out_loss"] < sft.history[0]["sft/held_out_loss"]
+    assert last["sft/calls/rendered"] == 8, "the judge's calls are written, too"
+    assert last["tokens/excluded/not_selected"] > 0, "and are not learned"
+    assert last["tokens/received"] == last["tokens/trained"] + sum(
+        value for name, value in last.items() if name.startswith("tokens/excluded/")
+    )
+    assert sft.model == tmp_path / "model"
+    asked = len(service.requests)
+    assert asked == 16
+
+    again = lrl.SFT(config | {"trainer": CONFIG["trainer"] | {"resume_mode": "auto"}}, teacher="helper")
+    lrl.Trainer(agent, n_runners=4, run_dir=tmp_path).fit(again, TASKS)
+    assert len(service.requests) == asked
+    assert again.step == 2
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+def test_a_teacher_of_ours_with_the_policys_tokenizer_is_learned_by_its_ids(tmp_path: Path) -> None:
+    sft = lrl.SFT(CONFIG | {"sft": {"n": 2, "held_out": 0.0, "total_training_steps": 3}}, teacher=CHECKPOINT)
+    tasks = [{"i": i, "judged": False} for i in range(4)]
+    lrl.Trainer(agent, n_runners=4, run_dir=tmp_path).fit(sft, tasks)
+    assert set(sft.examples.calls) == {"as_sampled"}
+    assert (len(sft.examples.trained), sft.step) == (8, 3)
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+def test_one_command_imitates_and_then_goes_on_with_rewards(service: Service, tmp_path: Path) -> None:
+    program, tasks, run = tmp_path / "asking.py", tmp_path / "tasks.jsonl", tmp_path / "run"
+    program.write_text(
+        f"from typing import Any\nimport openai\nimport lightning_rl as lrl\n\n{inspect.getsource(agent)}"
+    )
+    tasks.write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    backends = [
+        f"gateway.backends.{name}={{kind:openai,url:'{service.url}',remote_model:{model}}}"
+        for name, model in (("helper", "theirs"), ("judge", "strict"))
+    ]
+    words = [
+        *("train", "--sft", f"agent={program}:agent", f"data.train_files={tasks}", *backends, "--run-dir", str(run)),
+        *("sft.teacher=helper", "sft.min_reward=1", "sft.lr=1e-3", "sft.total_training_steps=2", "--json"),
+        *("data.train_batch_size=4", "data.max_prompt_length=200", "data.max_response_length=8", "trainer.device=cpu"),
+        *("actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=1", "actor_rollout_ref.actor.optim.lr=1e-4"),
+    ]
+    planned = CliRunner().invoke(app, [*words, "--dry-run"])
+    assert planned.exit_code == 0, planned.output
+    assert json.loads(planned.stdout)["plan"]["begins_with"] == "SFT on rollouts of helper"
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout.splitlines()[-1])["model"] == str(run / "model")
+    assert [row["step"] for row in read(run / "sft" / "metrics.jsonl")][-1] == 2
+    assert f"path: {run / 'sft' / 'model'}" in (run / "config.yaml").read_text()
+    first = read(run / "metrics.jsonl")[-1]
+    assert (first["step"], first["actor/lr"]) == (1, 1e-4), "the rate of supervised training is its own"
+
+    # Stopped between the two: what is there is taken, and PPO begins.
+    for left in (*run.glob("*.yaml"), *run.glob("run.id"), *run.glob("store.db*")):
+        left.unlink()
+    asked = len(service.requests)
+    more = CliRunner().invoke(app, ["train", "--resume", str(run), "--json"])
+    assert more.exit_code == 0, more.output
+    assert sum(one["model"] == "theirs" for one in service.requests[asked:]) == 0
+
+
+def test_what_is_no_model_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"sft\.teacher=helper: gateway\.backends is empty, and there is no folder"):
+        lrl.SFT(CONFIG, teacher="helper")
+
+
+def test_a_teacher_needs_an_agent_and_tasks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lrl\.Trainer\(agent\)\.fit\(sft, tasks\)"):
+        lrl.SFT(CONFIG, teacher=CHECKPOINT).fit(tmp_path)
+    with pytest.raises(ConfigError, match="there is no task for the teacher"):
+        lrl.Trainer(agent, run_dir=tmp_path).fit(lrl.SFT(CONFIG, teacher=CHECKPOINT))
+    with pytest.raises(ConfigError, match=r"call fit\(run_dir\), or name a teacher"):
+        lrl.Trainer(agent, run_dir=tmp_path).fit(lrl.SFT(CONFIG, traces=tmp_path), TASKS)
+    with pytest.raises(ConfigError, match="leave the val_dataset out"):
+        lrl.Trainer(agent, run_dir=tmp_path).fit(lrl.SFT(CONFIG, teacher=CHECKPOINT), TASKS, TASKS)
