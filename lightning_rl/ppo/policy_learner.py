@@ -18,7 +18,6 @@ from lightning_rl.config.policies import RunPolicy, base_of_adapter, engine_of_a
 from lightning_rl.inference.load import load_model
 from lightning_rl.ppo import batch as step_batch
 from lightning_rl.ppo import reporting, resolved_config, rollout_correction
-from lightning_rl.ppo import teachers as teachers_of_step
 from lightning_rl.ppo.batch import StepBatch
 from lightning_rl.ppo.estimators import kl_controller_of, needs_critic
 from lightning_rl.ppo.models import Models, SharedEngine
@@ -27,6 +26,7 @@ from lightning_rl.ppo.reporting import Reporter, memory_advice, timed
 from lightning_rl.ppo.resolved_config import StepRules
 from lightning_rl.ppo.rollout_correction import SamplerCheck
 from lightning_rl.ppo.run_state import PolicyState, RunState
+from lightning_rl.ppo.teachers import begin_to_teach, teach
 from lightning_rl.ppo.token_ledger import TokenLedger
 from lightning_rl.ppo.weight_sync import WeightSync
 from lightning_rl.store.client import HttpStore
@@ -162,7 +162,7 @@ class PolicyLearner:
         if not learns or self.policy.checkpoints_of is not None:
             for trajectory in trajectories:
                 self.parts.ledger.exclude(trajectory, "frozen")
-            self.write_record([_frozen(trajectory) for trajectory in trajectories])
+            self.write_record([_frozen(trajectory) for trajectory in trajectories], before)
             if learns and self.policy.checkpoints_of is not None:
                 self._take_checkpoint(self.policy.checkpoints_of)
             self.updated = self.state.policy_version > before
@@ -195,7 +195,7 @@ class PolicyLearner:
             found = self.update(batch, plan, timing) if plan else reporting.skipped(batch, self.run.step, self.name)
             metrics |= found
         finally:  # an update that fails is looked into, too
-            self.write_record(step_batch.records(batch, plan))
+            self.write_record(step_batch.records(batch, plan), before)
         models.actor.offload()
         parts.weights.wake()
         self.updated = self.state.policy_version > before
@@ -211,11 +211,11 @@ class PolicyLearner:
 
     def ask_ahead(self, trajectory: Trajectory) -> None:
         """Ask the teachers on servers about a rollout that has ended."""
-        teachers_of_step.begin(trajectory.of(self.name), self.rules.batch, self.models.teachers, self.config)
+        begin_to_teach(trajectory.of(self.name), self.rules.batch, self.models.teachers, self.config)
 
     def _teach(self, batch: StepBatch) -> dict[str, float]:
         """Ask the teachers about the batch."""
-        untaught = teachers_of_step.teach(batch, self.models.teachers, self.config, self._privileged)
+        untaught = teach(batch, self.models.teachers, self.config, self._privileged)
         if self._privileged is None:
             return {}
         warn_of_untaught(untaught, self._warned)
@@ -266,11 +266,11 @@ class PolicyLearner:
         self.state.policy_version += 1
         self.parts.weights.publish(self.state.policy_version)
 
-    def write_record(self, of_rollouts: list[RolloutRecord]) -> None:
-        """Write down what the step makes of its rollouts."""
+    def write_record(self, of_rollouts: list[RolloutRecord], version: int) -> None:
+        """Write down what the step, which began with this policy version, makes of its rollouts."""
         record = StepRecord(
             step=self.run.step,
-            policy_version=self.state.policy_version,
+            policy_version=version,
             rule=self.rules.credit,
             loss_agg_mode=self.config.actor_rollout_ref.actor.loss_agg_mode,
             rollouts=of_rollouts,

@@ -38,7 +38,7 @@ def served_teachers(config: Config, policy: Path) -> dict[str, Teacher]:
     return served
 
 
-def begin(trajectory: Trajectory, rules: BatchRules, teachers: Mapping[str, Teacher], config: Config) -> None:
+def begin_to_teach(trajectory: Trajectory, rules: BatchRules, teachers: Mapping[str, Teacher], config: Config) -> None:
     """Have the teachers on servers begin with a rollout that has ended, while others of its step still run."""
     options = resolved_config.distillation_options(config)
     batch = read([trajectory], rules)

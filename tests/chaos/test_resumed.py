@@ -58,9 +58,9 @@ class DyingLearner(PolicyLearner):
         if self is self.of.learners[-1]:
             self.of.reach(phase)
 
-    def write_record(self, of_rollouts: Any) -> None:
+    def write_record(self, of_rollouts: Any, version: int) -> None:
         self.reach("entered")
-        super().write_record(of_rollouts)
+        super().write_record(of_rollouts, version)
         self.reach("recorded")
 
     def publish_weights(self) -> None:

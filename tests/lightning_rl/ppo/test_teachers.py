@@ -16,7 +16,7 @@ import lightning_rl as lrl
 from lightning_rl.config import ConfigError, compose
 from lightning_rl.config.schema import TeacherUnusable
 from lightning_rl.ppo.batch import BatchRules, read
-from lightning_rl.ppo.teachers import begin, served_teachers, teach
+from lightning_rl.ppo.teachers import begin_to_teach, served_teachers, teach
 from lightning_rl.telemetry.metrics.jsonl import read as read_metrics
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.teacher import Scores, ServedTeacher
@@ -113,7 +113,7 @@ def test_what_is_asked_as_a_rollout_ends_is_what_its_step_asks(monkeypatch: pyte
     monkeypatch.setitem(teacher.__dict__, "_servers", [SimpleNamespace(url="http://h:1", score=score)])
     ended = [rolled_out(name, "a", {}) for name in ("r0", "r1")]
     for trajectory in reversed(ended):
-        begin(trajectory, BatchRules(), {"big": teacher}, config)
+        begin_to_teach(trajectory, BatchRules(), {"big": teacher}, config)
     batch = read(ended, BatchRules())
     teach(batch, {"big": teacher}, config)
     assert all((s.teacher_log_probs == -1).all() for s in batch.sequences)
