@@ -125,7 +125,8 @@ def _check_tokenizer(name: str, teacher: Path, policy: Path) -> None:
         what = f"token {differ[0][0]!r} is not the same id in both" if differ else f"their ends of text are {ends}"
         raise ConfigError(
             f"distillation.teacher_models.{name}: the teacher in {teacher} has another tokenizer than the policy in "
-            f"{policy} ({what}), and cannot score its tokens: take a teacher with the same tokenizer"
+            f"{policy} ({what}), and cannot score its tokens: take one with the same tokenizer, or let the policy "
+            "learn from this one's answers as text, by supervised training (sft.teacher; docs/sft.md)"
         )
 
 

@@ -287,7 +287,8 @@ class ServedTeacher:
                     raise TeacherRefused(
                         f"teacher {self._name}: the server at {server.url} writes {text!r} as the tokens {found}, and "
                         f"the policy as {token_ids}: a teacher of another tokenizer cannot score the policy's tokens. "
-                        "Take one with the same tokenizer"
+                        "Take one with the same tokenizer, or let the policy learn from its answers as text, by "
+                        "supervised training (sft.teacher; docs/sft.md)"
                     )
 
     def _score(self, server: Control | Scorer, sequence: TrainingSequence, top: int) -> Scores:

@@ -98,7 +98,9 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     ids = vocabulary["model"]["vocab"]
     ids[first], ids[second] = ids[second], ids[first]
     (other / "tokenizer.json").write_text(json.dumps(vocabulary))
-    with pytest.raises(ConfigError, match=r"teacher_models.big: the teacher in .* has another tokenizer"):
+    with pytest.raises(
+        ConfigError, match=r"teacher_models.big: the teacher in .* has another tokenizer .* \(sft.teacher; "
+    ):
         served_teachers(settings({"big": {"model_path": str(other)}}), CHECKPOINT)
 
 
