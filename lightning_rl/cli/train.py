@@ -215,6 +215,8 @@ def _begun_with_sft(
 
     if (run_dir / CONFIG).exists() and settings.trainer.resume_mode != "auto":
         raise ConfigError(f"{run_dir} holds a run: go on with it (--resume), or name another folder")
+    if not as_json:
+        typer.echo(f"{_sft_of(settings)}, in {run_dir / SFT}; then PPO")
     model = supervised(agent, settings, run_dir / SFT, server, console=not as_json).model
     return derived(settings, {"actor_rollout_ref": {"model": {"path": str(model)}}})
 
