@@ -334,10 +334,10 @@ def _outer(name: str) -> list[str]:
 
 
 def _nearest(name: str, valid: frozenset[str]) -> str:
-    """The likeliest of the names that end alike, two where there are more, or else the one that is written alike."""
+    """The likeliest of the names that end alike, three where there are more, or else the one that is written alike."""
     leaf = name.rsplit(".", 1)[-1]
     same_leaf = [other for other in sorted(valid) if other.rsplit(".", 1)[-1] == leaf]
-    found = difflib.get_close_matches(name, same_leaf or sorted(valid), n=2 if same_leaf else 1, cutoff=0.0)
+    found = difflib.get_close_matches(name, same_leaf or sorted(valid), n=3 if same_leaf else 1, cutoff=0.0)
     return " or ".join(repr(one.removesuffix(".*")) for one in found)
 
 

@@ -64,7 +64,7 @@ def test_the_documented_dict_of_agent_lightning_composes_unchanged() -> None:
     ("override", "nearest"),
     [
         ({"data": {"train_batchsize": 4}}, "data.train_batch_size"),
-        ({"trainer": {"lr": 1}}, "critic.optim.lr' or 'actor_rollout_ref.actor.optim.lr"),
+        ({"trainer": {"lr": 1}}, "sft.lr' or 'critic.optim.lr' or 'actor_rollout_ref.actor.optim.lr"),
         ({"algorithms": {"adv_estimator": "grpo"}}, "algorithm.adv_estimator"),
     ],
 )
