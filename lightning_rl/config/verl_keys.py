@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 Kind = Literal["converted", "accepted", "refused"]
 Converted = dict[str, Any]
 
+_NOT_THEIRS = "gateway."  # names in it are the user's, such as a frozen model that is called `checkpoint`
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
 _VLLM = f"{_ROLLOUT}engine_kwargs.vllm."
@@ -56,7 +57,7 @@ class Rule(NamedTuple):
 
 def rule_of(key: str) -> Rule | None:
     """The rule of one of verl's keys; None: it is ours under its own name, or unknown."""
-    return _rule_of(key)
+    return None if key.startswith(_NOT_THEIRS) else _rule_of(key)
 
 
 @cache

@@ -16,8 +16,8 @@ import openai
 import pytest
 
 import lightning_rl as lrl
-from lightning_rl.control_plane.launch import ServerNotStarted
 from lightning_rl.store.contract import RolloutTrace
+from lightning_rl.store.errors import Conflict
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl.trajectories.trace_views import rows_of, triplets_of
@@ -222,7 +222,7 @@ def test_a_helper_may_not_have_the_policys_name(tmp_path: Path) -> None:
         "data": {"train_batch_size": 4},
         "gateway": {"backends": {"checkpoint": {"kind": "openai", "url": "http://127.0.0.1:1/v1"}}},
     }
-    with pytest.raises(ServerNotStarted, match="'checkpoint' has token engines already; give the chat backend another"):
+    with pytest.raises(Conflict, match="'checkpoint' has token engines already; give the chat backend another"):
         lrl.Trainer(judged, n_runners=1, run_dir=tmp_path).fit(lrl.PPO(config), TASKS)
 
 

@@ -52,6 +52,8 @@ def test_a_run_does_not_begin_without_the_key(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_command_line_names_models_whole_or_key_by_key() -> None:
+    named = {"gateway": {"backends": {"checkpoint": OPENAI}}}  # as a section of verl's
+    assert list(compose(named).gateway.frozen_models()) == ["checkpoint"]
     whole = compose(command_line=["gateway.backends={judge: {kind: openai, url: 'https://h/v1', api_key_env: A_KEY}}"])
     parts = compose(
         command_line=[
