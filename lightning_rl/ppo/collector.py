@@ -210,7 +210,8 @@ class Collector:
         """Read finished rollouts, with the rewards that training gives.
 
         `traces` calls a function on each trace, in order. `traced` names the batch and its groups, some of which have
-        their traces written. About those that are `trained` teachers are asked as they end. Warns of what went wrong in
+        their traces written. About those that are `trained` teachers are asked as they end,
+        unless a grader is yet to say whether they count. Warns of what went wrong in
         rollouts of `when`.
         """
         grader, ahead = self._rules.grader, [one for one in self._learners if trained and one.asks_ahead]
@@ -222,16 +223,11 @@ class Collector:
                     learner.ask_ahead(trajectory)
             return trajectory
 
-        def ended(trace: RolloutTrace) -> RolloutTrace:
-            if ahead:
-                read_one(trace)
-            return trace
-
         if grader is None:
             trajectories = traces(self._reporter.traced(*traced, read_one))
         else:
             read = self._reporter.traced(*traced, self._read_one)
-            graded = grader.graded(traces(ended), self._algorithm.store, self._models)
+            graded = grader.graded(traces(lambda trace: trace), self._algorithm.store, self._models)
             trajectories = [read(trace) for trace in graded]
         self._reporter.warnings.report(when, trajectories)
         return trajectories

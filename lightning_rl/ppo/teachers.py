@@ -65,7 +65,7 @@ def teach(
         put_taught(batch.sequences, [(each.student, each.where, each.row) for each in rows], top)
     if _skipped(teachers) > skipped:
         if config.distillation.without_rewards:
-            _leave_out_untaught(batch)
+            _leave_out_untaught(batch, teacher_of)
         return untaught
     taught = (s.teacher_log_probs for s in asked if s.teacher_log_probs is not None)
     if asked and all(len(each) == 0 or (each != each).all() for each in taught):
@@ -95,10 +95,12 @@ def _skipped(teachers: Mapping[str, Teacher]) -> int:
     return sum(teacher.skipped for teacher in teachers.values() if isinstance(teacher, ServedTeacher))
 
 
-def _leave_out_untaught(batch: StepBatch) -> None:
+def _leave_out_untaught(batch: StepBatch, teacher_of: TeacherOf) -> None:
+    """Leave out the rollouts that have a teacher, and of which none has said anything."""
     for part in batch.parts:
+        has_one = any(teacher_of(s, call_id) for s in part.sequences for call_id, _, _ in s.trained_by_call())
         said = [s.teacher_log_probs for s in part.sequences if s.teacher_log_probs is not None]
-        if part.sequences and not any((each == each).any() for each in said):
+        if has_one and not any((each == each).any() for each in said):
             part.left_out = "teacher_away"
             part.excluded[part.left_out] += part.trained
             part.sequences = []

@@ -224,7 +224,7 @@ class ServedTeacher:
         vocabulary: tokens that the policy's tokenizer has.
         when_away: a server does not answer: `wait` until it does, or `skip` the row, of which NaN is said then.
 
-    `skipped` counts such rows. Whoever makes one calls `close`.
+    `skipped` counts such rows among those that were given to `score`. Whoever makes one calls `close`.
     """
 
     def __init__(
@@ -264,7 +264,9 @@ class ServedTeacher:
             asked.append(begun or self._submit(sequence, top))
         self._batches += 1
         self._begun = {row: (batch, of) for row, (batch, of) in self._begun.items() if batch + _KEPT > self._batches}
-        return [each.result() for each in asked]
+        found = [each.result() for each in asked]
+        self.skipped += sum(len(each.log_probs) > 0 and bool(np.isnan(each.log_probs).all()) for each in found)
+        return found
 
     def close(self) -> None:
         """Wait for no server any more."""
@@ -326,7 +328,6 @@ class ServedTeacher:
                     what = "the step waits for it" if self._when_away == "wait" else "the step goes on without it"
                     _log.warning("teacher %s: %s; %s (distillation.when_away)", self._name, error, what)
                 if self._when_away == "skip":
-                    self.skipped += 1
                     return None
                 if self._closed.wait(_AWAY_SECONDS):
                     raise

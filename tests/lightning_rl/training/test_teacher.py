@@ -222,6 +222,17 @@ def test_a_row_is_skipped_where_the_run_shall_not_wait(
     teacher.close()
 
 
+def test_a_row_that_was_skipped_ahead_counts_where_its_step_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = served(AtTimesAway(1), monkeypatch, when_away="skip")
+    teacher.begin(a_row(1), 0)
+    [(_, begun)] = teacher._begun.values()
+    assert np.isnan(begun.result(20).log_probs).all()
+    before = teacher.skipped
+    teacher.score([a_row(1)], 0)
+    assert teacher.skipped == before + 1, "by this a step knows that a teacher was away"
+    teacher.close()
+
+
 def test_a_run_that_ends_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = served(AtTimesAway(10**9), monkeypatch)
     teacher.begin(a_row(1), 0)
