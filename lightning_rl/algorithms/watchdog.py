@@ -93,7 +93,7 @@ def _around(state: Mapping[str, Any]) -> list[str]:
             told.append(f"model {name} samples {model['in_flight']} calls now")
     told += [f"engine {name} is away: {engine['away']}" for name, engine in state["engines"].items() if engine["away"]]
     if state["claims_held_back"]:
-        told.append(f"{state['claims_held_back']} runners wait until the engines bear one more rollout")
+        told.append(f"{state['claims_held_back']} slots of runners wait until the engines bear one more rollout")
     elif not state["claims_waiting"]:
         told.append("no runner asks for a rollout: all are busy, or none runs")
     return told or ["no model samples and no engine is away: the agents are busy with something else"]

@@ -76,7 +76,7 @@ def _families(state: Mapping[str, Any], rollouts: Mapping[str, int]) -> Iterable
     yield by_status
     for key, about in (
         ("open_attempts", "Attempts that called and are not sealed."),
-        ("claims_held_back", "Workers that wait until the engines bear one more rollout."),
+        ("claims_held_back", "Slots of runners that wait until the engines bear one more rollout."),
         ("tokens_pending", "Sampled tokens of open attempts."),
         ("records_waiting", "Records on their way from the journal to the store."),
         ("journal_bytes", "Size of the journal."),

@@ -1,9 +1,8 @@
 """How many more rollouts a process may begin.
 
 Invariant: a slot is free, taken, or freed for good: a process that retires takes no more rollouts, and tells its
-parent of
-each that it will not use again, so that the next process may. It retires by itself once it has begun as many rollouts
-as it may.
+parent of each that it will not use again, so that the next process may. It retires by itself once it has begun as many
+rollouts as it may.
 """
 
 import threading

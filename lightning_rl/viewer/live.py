@@ -86,7 +86,9 @@ def waiting(server: dict[str, Any] | None, counts: dict[str, int], state: str) -
                 {"who": f"engine {engine['url'] or engine['kind']}", "what": f"being well again: {engine['away']}"}
             )
     if told.get("claims_held_back"):
-        found.append({"who": f"{told['claims_held_back']} runners", "what": "engines that bear one more rollout"})
+        found.append(
+            {"who": f"{told['claims_held_back']} slots of runners", "what": "engines that bear one more rollout"}
+        )
     running, queued = counts.get("running", 0), counts.get("queued", 0)
     if running:
         found.append(

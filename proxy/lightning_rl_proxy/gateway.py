@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -51,7 +51,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 # for ASGI's word, one for each call.
 GONE = "lightning_rl.gone"
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds
-_JSON = (b"content-type", b"application/json")
 _NOT_FOUND = "not_found_error"
 _DIALECTS: dict[str, Dialect] = {
     "/v1/chat/completions": chat_completions,
@@ -62,10 +61,6 @@ _DIALECTS: dict[str, Dialect] = {
 _POSTS = (*_DIALECTS, "/v1/messages/count_tokens", "/v1/embeddings")
 # What clients get that ask a base URL whether somebody is there. It is the same for all, and needs no key.
 _ROOT = msgspec.json.encode({"service": "lightning_rl gateway", "paths": [*_POSTS, "/v1/models"]})
-_INFO_SECONDS = 1.0  # how long the ledger's word on an attempt is believed
-_SEALED_REMEMBERED = 65536
-_FAILURES_REMEMBERED = 65536  # attempts
-_STARTING_SECONDS = 10.0  # an attempt that has not called by then is busy with something else
 _log = logging.getLogger(__name__)
 
 
@@ -420,7 +415,9 @@ class Gateway:
             self.counters["joined_retries"] += 1
             return inflight
         self.limits.check_calls(attempt.in_flight, attempt.address.attempt_id)
-        inflight = InflightRequest(body_key)
+        # A first call counts as expected until an engine has it: its prompt may take long to make.
+        begun = partial(self.attempts.has_begun, attempt.name)
+        inflight = InflightRequest(body_key, begun)
         inflight.earlier = attempt.recorded.get(body_key, []) if retry else []
         try:
             work = self._call_handler.work(attempt, agent, dialect, self._decoded(attempt, dialect, body), inflight)
@@ -428,8 +425,9 @@ class Gateway:
             failure = as_gateway_error(error)
             self._delivery.note_if_ours(attempt, body_key, failure)
             raise failure from error
-        attempt.begin(inflight, asyncio.create_task(self._noting(work, attempt.address) if self._noted else work))
-        self.attempts.has_begun(attempt.name)
+        task = asyncio.create_task(self._noting(work, attempt.address) if self._noted else work)
+        task.add_done_callback(lambda _: begun())
+        attempt.begin(inflight, task)
         return inflight
 
     async def _hand_over(

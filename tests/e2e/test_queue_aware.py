@@ -123,7 +123,7 @@ def test_a_paused_model_takes_as_many_rollouts_as_it_bears_and_the_others_when_i
             with launch_runners(2 * PLACES, as_agent(rests), running.url, "r", log_dir=tmp_path):
                 store.enqueue([RolloutRequest(task=i, rollout_id=name) for i, name in enumerate(names)])
                 # Some may be held back before those that are let through have begun.
-                while (now := store.state())["claims_held_back"] < PLACES or now["open_attempts"] < PLACES:
+                while not (now := store.state())["claims_held_back"] or now["open_attempts"] < PLACES:
                     assert time.monotonic() < end + 40, "nothing is held back"
                     time.sleep(0.02)
                 assert now["open_attempts"] == PLACES

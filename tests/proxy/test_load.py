@@ -1,11 +1,13 @@
 """How busy the gateway says its engines are: with calls, and with attempts that are about to call."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 
-from lightning_rl_proxy.http import open_attempts
+from lightning_rl_proxy.http import call_handler, open_attempts
 from lightning_rl_proxy.recording.ledger import AttemptInfo
 from tests.proxy.conftest import Served
 
@@ -21,11 +23,11 @@ def opened(served: Served, attempt_id: str) -> None:
     served.run(work)
 
 
-def say(served: Served, attempt_id: str) -> None:
+def say(served: Served, attempt_id: str, **more: Any) -> None:
     chat: Any = [{"role": "user", "content": "how many?"}]
     where: Any = {"attempt_id": attempt_id}
     with openai.OpenAI(base_url=served.base_url(**where), api_key=served.key(**where), max_retries=0) as client:
-        client.chat.completions.create(model="policy", messages=chat)
+        client.chat.completions.create(model="policy", messages=chat, extra_body=more)
 
 
 def test_an_attempt_that_was_handed_out_is_expected_to_call_until_it_has_or_is_over(served: Served) -> None:
@@ -42,6 +44,28 @@ def test_an_attempt_that_was_handed_out_is_expected_to_call_until_it_has_or_is_o
     assert (now.policy, now.starting["policy"], now.open_attempts, now.models["policy"].calls) == ("policy", 0, 1, 0)
     assert 1 in capacity_freed
     assert capacity_freed[-1] == 0
+
+
+def test_a_first_call_counts_as_expected_while_its_prompt_is_made(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, goes_on = threading.Event(), threading.Event()
+    choose = call_handler._renderer_for
+
+    def slow(*args: Any) -> Any:
+        reading.set()
+        assert goes_on.wait(20)
+        return choose(*args)
+
+    monkeypatch.setattr(call_handler, "_renderer_for", slow)
+    opened(served, "a1")
+    with ThreadPoolExecutor(1) as pool:
+        said = pool.submit(say, served, "a1", chat_template_kwargs={"enable_thinking": False})
+        assert reading.wait(20)
+        assert served.gateway.load().starting["policy"] == 1
+        goes_on.set()
+        said.result()
+    assert served.gateway.load().starting["policy"] == 0
 
 
 def test_an_attempt_that_does_not_call_for_long_is_busy_with_something_else(

@@ -55,9 +55,9 @@ class Admission:
         self._handing_out = 0
         door.when_capacity_freed(self.capacity_freed)
 
-    def has_room(self) -> bool:
-        """Whether a rollout may begin now."""
-        return room(self._door.load(), self._handing_out) > 0
+    def room(self) -> float:
+        """How many rollouts may begin now; infinite where no engine says what it bears."""
+        return room(self._door.load(), self._handing_out)
 
     @contextmanager
     def handing_out(self, rollouts: int) -> Iterator[None]:
@@ -70,6 +70,6 @@ class Admission:
             self.capacity_freed()
 
     def capacity_freed(self) -> None:
-        """There may be room: as many claims as there is room for take their turn."""
+        """There may be room: claims of as many rollouts as there is room for take their turn."""
         if self._signals.held_back:
-            self._signals.room(room(self._door.load(), self._handing_out))
+            self._signals.room(self.room())

@@ -6,6 +6,7 @@ Used from the event loop only.
 """
 
 import asyncio
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,7 +20,7 @@ class Notifications:
         self.closing = False
         self._queued: asyncio.Future[None] | None = None
         self._waiting: dict[str, set[_Ended]] = {}
-        self._line: dict[asyncio.Future[None], None] = {}
+        self._line: dict[asyncio.Future[None], int] = {}
 
     def next_queued(self) -> "asyncio.Future[None]":
         """Done when rollouts are queued after this call. It is shared: wait for it, do not cancel it."""
@@ -47,14 +48,15 @@ class Notifications:
 
     @property
     def held_back(self) -> int:
-        """How many wait for room."""
-        return len(self._line)
+        """How many rollouts those who wait for room would take."""
+        return sum(self._line.values())
 
     @contextmanager
-    def next_room(self) -> "Iterator[asyncio.Future[None]]":
-        """A place in line: done when it is its turn. Whoever leaves then without using it has to tell of the room."""
+    def next_room(self, rollouts: int = 1) -> "Iterator[asyncio.Future[None]]":
+        """A place in line, of one who would take so many: done when there is room for one of them or more. Whoever
+        leaves then without using it has to tell of the room."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line[future] = None
+        self._line[future] = rollouts
         if self.closing:
             _wake(future)
         try:
@@ -63,12 +65,11 @@ class Notifications:
             self._line.pop(future, None)
 
     def room(self, places: float) -> None:
-        """There is room for so many: wake those that wait the longest."""
+        """There is room for so many rollouts: wake those that wait the longest."""
         while self._line and places > 0:
             future = next(iter(self._line))
-            del self._line[future]
+            places -= self._line.pop(future)
             _wake(future)
-            places -= 1
 
     @contextmanager
     def next_ended(self, rollout_ids: Sequence[str]) -> "Iterator[_Ended]":
@@ -98,7 +99,7 @@ class Notifications:
         """The server is about to stop: let every long poll answer now."""
         self.closing = True
         self.queued()
-        self.room(len(self._line))
+        self.room(math.inf)
         for future in set().union(*self._waiting.values()):
             if not future.done():
                 future.set_result(set())

@@ -1,6 +1,7 @@
 """How queued rollouts are handed to workers: when there is one, when the engines bear one more, each once."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 
 from starlette.exceptions import HTTPException
@@ -83,26 +84,31 @@ class Claims:
             self.check_open_attempts()
             queued = self._signals.next_queued()
             # What was handed out already is asked for again where its answer was lost.
-            let_in = body.claim_id in self._answered or self._admission.has_room()
-            claims = await self._take(body) if let_in else []
+            room = math.inf if body.claim_id in self._answered else self._admission.room()
+            claims = await self._take(body, room) if room else []
             left = end - loop.time()
             if claims or left <= 0 or self._signals.closing:
                 return claims
-            if let_in:
+            if room:
                 await asyncio.wait([queued], timeout=left)
             else:
-                with self._signals.next_room() as turn:
+                with self._signals.next_room(body.limit) as turn:
                     await asyncio.wait([turn], timeout=left)
             # A worker that left while it waited must not be given a rollout.
             if await has_left():
                 self._admission.capacity_freed()  # its turn is another's
                 return []
 
-    async def _take(self, body: ClaimBody) -> list[Claim]:
-        """Queued rollouts, if there are any, handed out. A claim of several may take more than there is room for."""
-        with self._admission.handing_out(body.limit):
+    async def _take(self, body: ClaimBody, room: float) -> list[Claim]:
+        """Queued rollouts, if there are any, handed out: as many as there is room for."""
+        with self._admission.handing_out(int(min(body.limit, room))):
             found = await self._sql.run(
-                self._store.claim, body.worker_id, agents=body.agents, limit=body.limit, claim_id=body.claim_id
+                self._store.claim,
+                body.worker_id,
+                agents=body.agents,
+                limit=body.limit,
+                claim_id=body.claim_id,
+                room=room,
             )
             if found and body.claim_id is not None:
                 self._answered[body.claim_id] = None

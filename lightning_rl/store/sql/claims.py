@@ -1,5 +1,6 @@
 """Claims: a rollout is handed out to one worker under a lease, which its heartbeats renew."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -82,9 +83,10 @@ class ClaimOperations(RolloutOperations):
         agents: Sequence[str] | None = None,
         limit: int = 1,
         claim_id: str | None = None,
+        room: float = math.inf,
     ) -> list[Claim]:
         """Up to `limit` queued rollouts, oldest first, each with an attempt opened under a lease; none that pauses
-        before a retry.
+        before a retry. Fewer where there is `room` for fewer (at least 1).
 
         `agents` narrows it to rollouts of these agents and to those that name none. The same
         `claim_id` again gives the same claims.
@@ -101,7 +103,7 @@ class ClaimOperations(RolloutOperations):
             self._database.hold_name(connection, claim_id)
             if made := self._claimed(connection, claim_id, body):
                 return made
-        rows = connection.execute(query, {"limit": limit, "now": self._clock()}).all()
+        rows = connection.execute(query, {"limit": int(min(limit, room)), "now": self._clock()}).all()
         return self._open_attempts(connection, rows, worker_id, claim_id, body) if rows else []
 
     @reads

@@ -294,6 +294,7 @@ class CallHandler:
             return not choice.ended
 
         ended = False
+        context.inflight.asks_engine()
         try:
             await self._router.generate(
                 context.model,
@@ -377,6 +378,7 @@ class CallHandler:
         sampling, defaults = attempt.info.sampling_of(model) if policy else ({}, {})
         sent = relayed_calls.body_of({**defaults, **fields}, sampling, index)
         start_ns = self._clock()
+        context.inflight.asks_engine()
         answer = await self._router.complete(model, sent)
         # As in `_sample`, nothing waits from here to the end.
         place = relayed_calls.placed(by_messages, answer, request)

@@ -6,6 +6,7 @@ leave only after the calls are recorded.
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from lightning_rl_adapters.call import Call
@@ -18,11 +19,13 @@ class InflightRequest:
 
     `calls` are what is to be recorded; `commits` what can be continued once it is delivered, and `responses` the
     conversations that a client may go on with by a response's id. `earlier`: of a retry, what was answered to the same
-    body at another gateway, or here before a restart.
+    body at another gateway, or here before a restart. `asks_engine` is to be called when an engine or a backend is
+    asked.
     """
 
-    def __init__(self, body_key: bytes) -> None:
+    def __init__(self, body_key: bytes, asks_engine: Callable[[], None]) -> None:
         self.body_key = body_key
+        self.asks_engine = asks_engine
         self.request_id = f"req_{new_call_id()}"
         self.task: asyncio.Task[bytes] | None = None
         self.model = ""

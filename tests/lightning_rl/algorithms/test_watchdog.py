@@ -69,7 +69,7 @@ def test_it_names_rollouts_attempts_and_workers(caplog: pytest.LogCaptureFixture
     [
         ({"model": {"paused": True, "paused_seconds": 45.0}}, "calls of model policy wait: it is paused since 45 s"),
         ({"engines": {"policy 0": {"away": "it does not answer"}}}, "engine policy 0 is away: it does not answer"),
-        ({"claims_held_back": 3}, "3 runners wait until the engines bear one more rollout"),
+        ({"claims_held_back": 3}, "3 slots of runners wait until the engines bear one more rollout"),
         ({"claims_waiting": 0}, "no runner asks for a rollout: all are busy, or none runs"),
         ({}, "no model samples and no engine is away: the agents are busy with something else"),
     ],

@@ -91,7 +91,7 @@ class World:
         """A request that waits for as many answers."""
         first = self.attempt.take_numbers(len(answers))
         place = self.attempt.forest.find_place("m", messages, TOOLS, Spelling())
-        asked = Asked(messages, place, place.prompt_ids.copy(), [], [], InflightRequest(b""))
+        asked = Asked(messages, place, place.prompt_ids.copy(), [], [], InflightRequest(b"", lambda: None))
         for number, answer in enumerate(answers, start=first):
             said = copy.deepcopy(answer)
             for index, made in enumerate(said.get("tool_calls", [])):

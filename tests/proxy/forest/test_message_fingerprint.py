@@ -151,7 +151,7 @@ def answer(attempt: LiveAttempt, messages: list[Message], message: Message, call
         call_id=call_id, rollout_id="r", attempt_id="a", number=attempt.take_numbers(1), model="m", prompt_ids=[],
         response_ids=[], logprobs=None, versions=[], temperature=1.0, finish_reason="stop",
     )  # fmt: skip
-    inflight = InflightRequest(b"")
+    inflight = InflightRequest(b"", lambda: None)
     inflight.commits.append(Answered(place, call, message, reasoned=False))
     attempt.commit(inflight)
     return call_id

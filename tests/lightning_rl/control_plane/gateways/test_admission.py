@@ -109,7 +109,7 @@ def test_all_who_wait_get_their_turn_and_the_engines_are_never_over_full(
 
         async def worker() -> None:
             nonlocal done, most
-            while not admission.has_room():
+            while not admission.room():
                 with signals.next_room() as turn:
                     await turn
             with admission.handing_out(1):
@@ -139,7 +139,7 @@ def test_a_claim_that_finds_nothing_queued_leaves_its_room_to_the_next() -> None
         admission = Admission(Gateway(1), signals)
         with signals.next_room() as turn:
             with admission.handing_out(1):
-                assert not admission.has_room()
+                assert not admission.room()
                 admission.capacity_freed()
                 assert not turn.done()
             assert turn.done()
@@ -192,6 +192,20 @@ def test_a_claim_whose_answer_was_lost_gets_it_without_room(served: Any) -> None
     busy(served, 1, 1)
     assert served.call("POST", "/api/v1/rollouts/claim", body)[1]["claims"] == first
     assert served.call("POST", "/api/v1/rollouts/claim", body | {"claim_id": "c2"})[1]["claims"] == []
+
+
+def test_a_claim_of_several_takes_as_many_as_there_is_room_for(served: Any, eventually: Any) -> None:
+    enqueue(served, *(f"r{number}" for number in range(8)))
+    busy(served, 5, 2)
+    claimed = served.client("runner").claim("w", limit=8, claim_id="c1")
+    assert [claim.rollout.rollout_id for claim in claimed] == ["r0", "r1", "r2"]
+    assert served.client("runner").claim("w", limit=8, claim_id="c1") == claimed
+    busy(served, 5, 5)
+    thread, answers = in_thread(lambda: served.client("runner").claim("w", limit=5, wait_seconds=60))
+    eventually(lambda: held_back(served) == 5)
+    busy(served, 5, 3)
+    thread.join(20)
+    assert [claim.rollout.rollout_id for claim in answers[0]] == ["r3", "r4"]
 
 
 def test_a_claim_without_room_waits_no_longer_than_it_may_and_leaves_no_place_in_line(served: Any) -> None:
