@@ -148,8 +148,8 @@ def serve_with(client: str) -> None:
     """Be the server, with another client in place of ours; `engines/http.py` takes its names when it is imported."""
     if client in CLIENTS:
         assert "lightning_rl_proxy.engines.http" not in sys.modules
-        ours.Client, ours.Request = CLIENTS[client], GeneralRequest  # type: ignore[assignment,misc]
-        ours.Response = GeneralResponse  # type: ignore[assignment,misc]
+        ours.Client, ours.HttpRequest = CLIENTS[client], GeneralRequest  # type: ignore[assignment,misc]
+        ours.HttpResponse = GeneralResponse  # type: ignore[assignment,misc]
     runpy.run_module("lightning_rl.control_plane.process", run_name="__main__")
 
 

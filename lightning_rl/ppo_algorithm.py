@@ -15,7 +15,6 @@ the store already holds are trained as they are, the rest is sampled.
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,20 +23,20 @@ from typing import Any
 import msgspec
 from omegaconf import DictConfig
 
-from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
-from lightning_rl.config import backends, compose, derived, to_yaml
+from lightning_rl.algorithms.base import Dataset, Endpoint
+from lightning_rl.config import backends, derived, to_yaml
 from lightning_rl.config.policies import named, policies_of
 from lightning_rl.config.schema import Config
+from lightning_rl.configured_algorithm import ConfiguredAlgorithm, composed
 from lightning_rl.files import write_whole
 from lightning_rl.inference.load import located
-from lightning_rl.loops.configured import configured_agents
 from lightning_rl.memory.plan import refuse_what_cannot_fit
 from lightning_rl.ppo import reporting, resolved_config, run_state
 from lightning_rl.ppo import tasks as tasks_of_run
 from lightning_rl.ppo.cards import check_apart
 from lightning_rl.ppo.collector import Collected, Collector
 from lightning_rl.ppo.models import Models
-from lightning_rl.ppo.policy_learner import PolicyLearner, check_chat_formats
+from lightning_rl.ppo.policy_learner import Learners, PolicyLearner
 from lightning_rl.ppo.privileged import Privileged
 from lightning_rl.ppo.reporting import Reporter, rollout_metrics, timed
 from lightning_rl.ppo.run_state import RunState, TuningRecord
@@ -49,7 +48,6 @@ from lightning_rl.telemetry import metrics as trackers
 from lightning_rl.telemetry import traces
 from lightning_rl.telemetry.metrics import jsonl
 from lightning_rl.training import checkpoint
-from lightning_rl.training.distributed import cluster
 from lightning_rl.trajectories.trajectory import Trajectory
 from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.credit import Strategy
@@ -93,7 +91,7 @@ class Hooks:
         """The step is done, validated where due; what is put into `metrics` is logged. Saving comes after."""
 
 
-class PPO(Hooks, Algorithm):
+class PPO(Hooks, ConfiguredAlgorithm):
     """Proximal policy optimisation.
 
     Args:
@@ -110,7 +108,6 @@ class PPO(Hooks, Algorithm):
     """
 
     learner = PolicyLearner  # what each policy of the run is made with
-    console = True  # False: nothing is shown, whatever trainer.logger says
 
     def __init__(
         self,
@@ -124,10 +121,7 @@ class PPO(Hooks, Algorithm):
         privileged: Privileged | None = None,
         tune_dataset: Dataset | None = None,
     ) -> None:
-        self.config = config if isinstance(config, Config) else compose(config)
-        if policies is not None:
-            self.config = derived(self.config, {"policies": policies})
-        self.configured_agents = configured_agents(self.config)
+        super().__init__(config if policies is None else derived(composed(config), {"policies": policies}))
         self._rules_of = functools.partial(
             resolved_config.step_rules,
             select=select,
@@ -140,27 +134,17 @@ class PPO(Hooks, Algorithm):
         self.learners = self._learners()
         self.state = RunState(self.config)
         self.history: list[dict[str, float]] = []
-        trainer, rollout, schedule = self.config.trainer, self.config.actor_rollout_ref.rollout, self.rules.schedule
-        at_once = self.config.data.train_batch_size if schedule is None else schedule.before
-        self.n_runners = rollout.agent.max_concurrent_rollouts or min(MOST, at_once * rollout.n)
-        self.watchdog_seconds = trainer.watchdog_seconds
-        self.isolation = rollout.agent.isolation
-        self.resources = ("main_llm", *self.config.policies, *self.config.gateway.frozen_models())
-        self.ray = rollout.agent.ray if rollout.agent.ray.address is not None else None
-        self.resume = trainer.resume_mode == "auto"
-        self.named_run_dir = None if trainer.default_local_dir is None else Path(trainer.default_local_dir).expanduser()
-        self.max_restarts = trainer.max_restarts
+        self.n_runners = self.n_runners or min(MOST, resolved_config.rollouts_at_once(self.config, self.rules.schedule))
+        self.max_restarts = self.config.trainer.max_restarts
         self._tune_dataset = tune_dataset
         self._total_steps = 0  # of the tasks that `prepare` has seen
-        self._opened: list[PolicyLearner] = []  # whose models are loaded
-        self._joined_ray = False
         self._parts: RunParts | None = None  # there from `run` on
 
     @property
     def models(self) -> Models:
         """Policy, reference and critic; of several policies those of the first."""
-        assert self._opened, "the run is not open"
-        return self._opened[0].models
+        assert self.learners.opened, "the run is not open"
+        return self.learners[0].models
 
     @property
     def policy(self) -> Any:
@@ -195,12 +179,6 @@ class PPO(Hooks, Algorithm):
 
     # What the Trainer calls.
 
-    def default_run_dir(self) -> Path:
-        """See `Algorithm`."""
-        trainer, folder = self.config.trainer, super().default_run_dir()
-        name = folder.name if trainer.experiment_name is None else f"{trainer.experiment_name}-{folder.name}"
-        return folder.parent / (trainer.project_name or "") / name
-
     def train_only(self, agents: str) -> None:
         """See `Algorithm`. Raises ConfigError where `algorithm.train_agents` says otherwise."""
         self.config = resolved_config.with_train_agents(self.config, agents)
@@ -228,7 +206,7 @@ class PPO(Hooks, Algorithm):
             return False
         self.state = RunState(self.config, run_dir)
         self.state.step, self.history = end.made, jsonl.read(run_dir / "metrics.jsonl")
-        if self._shows:
+        if self.shows:
             print(f"this run is finished, with {end.made} of {end.asked} steps: there is nothing left to do")
             print("\n".join(self.summary()))
         return True
@@ -250,14 +228,8 @@ class PPO(Hooks, Algorithm):
         resumed = checkpoint.latest(run_dir / "checkpoints") if self.resume else self._begin_from(run_dir)
         self.state = RunState(self.config, run_dir, resumed)
         self.state.check_policies([learner.name for learner in self.learners])
-        self._opened = []
         refuse_what_cannot_fit(self.config)
-        for learner in self.learners:
-            learner.open(self.state, resumed, self.learners)
-            self._opened.append(learner)
-            if self._shows and (where := learner.models.cards.line()):
-                print(where)
-        check_chat_formats(self.learners)
+        self.learners.open(self.state, resumed, tell=print if self.shows else None)
         for learner in self.learners:
             learner.start(self.served_name(learner.name or learner.rendered_as))
         first, *others = self.learners
@@ -273,13 +245,11 @@ class PPO(Hooks, Algorithm):
             endpoint, served_as=served[0].name, more_models=[other.models.policy.name for other in others]
         )
 
-    def _learners(self) -> list[PolicyLearner]:
-        """The policies of the run, the first of which answers whoever asks for none by name."""
+    def _learners(self) -> Learners:
         policies = policies_of(self.config)
         check_apart(policies)
-        return [
-            self.learner(policy, self._rules_of(policy.config) if policy.name else self.rules) for policy in policies
-        ]
+        rules = [self._rules_of(policy.config) if policy.name else self.rules for policy in policies]
+        return Learners(map(self.learner, policies, rules))
 
     def _begin_from(self, run_dir: Path) -> Path | None:
         """The checkpoint of another run that this one begins with, in its own folder; None where it begins anew."""
@@ -288,24 +258,17 @@ class PPO(Hooks, Algorithm):
 
     def watch(self) -> None:
         """Raise what ended an engine, when something has."""
-        for learner in self._opened:
-            learner.models.policy.check()
+        self.learners.watch()
 
     def close(self) -> None:
         """Stop the engines, and the processes that train."""
-        with ExitStack() as all_of_them:
-            if self._joined_ray:
-                self._joined_ray = False
-                all_of_them.callback(cluster.leave)
-            for learner in self._opened:
-                all_of_them.callback(learner.close)
+        self.learners.close()
 
     def run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
         """Train on `train_dataset` and report on `val_dataset`."""
         state, total = self.state, self.steps(len(train_dataset))
         self._total_steps = total
-        self._make_room_for_workers()
-        weights = {learner.name: learner.prepare(self.store, total) for learner in self.learners}
+        weights = self.learners.prepare(self.store, total)
         load = {one.name: partial(one.load_state_dict, weights=weights[one.name]) for one in self.learners}
         state.restore(load, synchronous=self.rules.schedule is None)
         written, kept = self.run_dir / "metrics.jsonl", state.step if state.resumed else None
@@ -315,7 +278,7 @@ class PPO(Hooks, Algorithm):
         for each in weights.values():
             each.wake()
         self.on_init_end()
-        reporter = Reporter(self.config, state, self.models, total, console=self._shows)
+        reporter = Reporter(self.config, state, self.models, total, console=self.shows)
         try:
             for learner in self.learners:
                 learner.begin(self.store, weights[learner.name], reporter)
@@ -330,14 +293,8 @@ class PPO(Hooks, Algorithm):
                 reporting.note_end(self.run_dir, reporting.Finished(asked=total, made=self.step))
         finally:
             reporter.close()
-        if self._shows:
+        if self.shows:
             print("\n".join(self.summary()))
-
-    def _make_room_for_workers(self) -> None:
-        """Join Ray for the workers of all policies, where there are several: each would ask for those of its own."""
-        if len(self.learners) > 1 and self.config.trainer.workers > 1:
-            needs = [learner.models.worker_need() for learner in self.learners]
-            self._joined_ray = cluster.join(sum(workers for workers, _ in needs), sum(size for _, size in needs))
 
     def _train(self, total: int, val_dataset: Dataset) -> None:
         """All steps that are left, with validation, tuning and checkpoints where due."""
@@ -414,24 +371,15 @@ class PPO(Hooks, Algorithm):
         """Write a checkpoint that `transformers` loads and that a run resumes from; its folder."""
         in_flight = self.parts.rollouts.in_flight
         return self.state.save(
-            self._export,
+            self.learners.export,
             {learner.name: learner.state_dict() for learner in self.learners},
             None if in_flight is None else in_flight.state_dict(),
         )
-
-    def _export(self, folder: Path) -> None:
-        for learner in self.learners:
-            learner.export(folder)
 
     def _measure(self, val_dataset: Dataset) -> dict[str, float]:
         """What is due together: validation, and the tuning set."""
         metrics = self.validate(val_dataset) if val_dataset else {}
         return metrics | (self.tune() if self._tune_dataset and not self.config.trainer.val_only else {})
-
-    @property
-    def _shows(self) -> bool:
-        """Whether a person reads along."""
-        return self.console and "console" in self.config.trainer.logger
 
 
 def _due(step: int, every: int) -> bool:

@@ -6,7 +6,6 @@ The loss is the mean negative log-likelihood of answer tokens. It is the policy 
 where the advantage of a token is its weight, so models, packing, optimizer, workers and checkpoints are those of PPO.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -18,12 +17,12 @@ import torch
 from msgspec.structs import replace
 from omegaconf import DictConfig
 
-from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
-from lightning_rl.config import ConfigError, compose, to_yaml
+from lightning_rl.algorithms.base import Dataset, Endpoint
+from lightning_rl.config import ConfigError, to_yaml
 from lightning_rl.config.schema import Config
+from lightning_rl.configured_algorithm import ConfiguredAlgorithm
 from lightning_rl.files import write_whole
 from lightning_rl.inference.load import located
-from lightning_rl.loops.configured import configured_agents
 from lightning_rl.loops.loop_registry import loops_of
 from lightning_rl.memory.plan import refuse_what_cannot_fit
 from lightning_rl.ppo import resolved_config
@@ -33,7 +32,7 @@ from lightning_rl.ppo.reporting import memory_advice, timed
 from lightning_rl.rewards.training_rewards import Grader
 from lightning_rl.sft import examples
 from lightning_rl.sft.examples import Example, Examples
-from lightning_rl.sft.teacher import Teacher
+from lightning_rl.sft.teacher import TeacherBaseline
 from lightning_rl.sft.traces import TracedCall
 from lightning_rl.telemetry import metrics as trackers
 from lightning_rl.telemetry.metrics import jsonl
@@ -51,7 +50,7 @@ _OF_ACTOR = {
 }
 
 
-class SFT(Algorithm):
+class SFT(ConfiguredAlgorithm):
     """Supervised fine-tuning on traces: the policy learns the answers that another model, or it itself, has given.
 
     Args:
@@ -64,7 +63,7 @@ class SFT(Algorithm):
     the trained model, `run_dir`/model, which PPO takes as `actor_rollout_ref.model.path`.
     """
 
-    console = True  # False: nothing is shown, whatever trainer.logger says
+    unnamed = "sft"
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class SFT(Algorithm):
         traces: str | Path | Sequence[str | Path] | None = None,
         teacher: str | Path | None = None,
     ) -> None:
-        self.config = config if isinstance(config, Config) else compose(config)
+        super().__init__(config)
         if self.config.policies:
             raise ConfigError("policies: SFT trains one policy; train each with a run of its own, sft.models chooses")
         if self.config.trainer.resume_mode == "resume_path":
@@ -92,17 +91,10 @@ class SFT(Algorithm):
         self.examples = Examples()
         self.step = 0
         self.run_dir = Path()
-        self.teacher = None if self.config.sft.teacher is None else Teacher(self.config, self.config.sft.teacher)
+        self.teacher = (
+            None if self.config.sft.teacher is None else TeacherBaseline(self.config, self.config.sft.teacher)
+        )
         self._grader: Grader | None = None
-        trainer, agent = self.config.trainer, self.config.actor_rollout_ref.rollout.agent
-        self.configured_agents = configured_agents(self.config)
-        self.n_runners = agent.max_concurrent_rollouts
-        self.watchdog_seconds = trainer.watchdog_seconds
-        self.isolation = agent.isolation
-        self.resources = ("main_llm", *self.config.gateway.frozen_models())
-        self.ray = agent.ray if agent.ray.address is not None else None
-        self.resume = trainer.resume_mode == "auto"
-        self.named_run_dir = None if trainer.default_local_dir is None else Path(trainer.default_local_dir).expanduser()
 
     @property
     def model(self) -> Path:
@@ -123,11 +115,6 @@ class SFT(Algorithm):
         return self._learn()
 
     # What the Trainer calls, where there is a teacher.
-
-    def default_run_dir(self) -> Path:
-        """See `Algorithm`."""
-        trainer, when = self.config.trainer, time.strftime("%Y%m%d-%H%M%S")
-        return Path("runs") / (trainer.project_name or "") / f"{trainer.experiment_name or 'sft'}-{when}"
 
     def answer_for(self, names: Sequence[str]) -> None:
         """See `Algorithm`: the teacher plays every part that no frozen model has."""
@@ -177,13 +164,13 @@ class SFT(Algorithm):
         teacher = self._its_teacher
         teacher.store, teacher.check = self.store, self.check
         traces, evaluation = teacher.answer(train_dataset, self._grader)
-        if self.console and "console" in self.config.trainer.logger:
+        if self.shows:
             print(evaluation)
         teacher.close()  # the policy gets its memory
         self._learn(list(teacher.calls(traces)))
 
     @property
-    def _its_teacher(self) -> Teacher:
+    def _its_teacher(self) -> TeacherBaseline:
         assert self.teacher is not None, "prepare has refused to run without"
         return self.teacher
 

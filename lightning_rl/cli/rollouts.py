@@ -205,11 +205,11 @@ def _place(run_dir: Path | None, url: str | None) -> "Iterator[RolloutSource]":
     if url is None:
         folder = recorded.newest_run() if run_dir is None else run_dir
         if not recorded.is_attached(folder) or not (folder / recorded.RUN_ID).is_file():
-            yield places.Folder(folder)
+            yield places.RolloutFolder(folder)
             return
         url, run_id = ((folder / name).read_text().strip() for name in (URL_FILE, recorded.RUN_ID))
     with _server(run_dir, url) as store:
-        yield places.Server(store, run_id)
+        yield places.RolloutServer(store, run_id)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ _INSTEAD = {
 _log = logging.getLogger(__name__)
 
 
-class _Model(NamedTuple):
+class _Registration(NamedTuple):
     """How the gateway is told of a model: `register_engine`'s arguments."""
 
     model: str
@@ -139,7 +139,7 @@ class LLMProxy:
         return self._store
 
 
-def _model(given: Mapping[str, Any]) -> _Model:
+def _model(given: Mapping[str, Any]) -> _Registration:
     """An entry of litellm's `model_list`."""
     name, params = given.get("model_name"), dict(given.get("litellm_params") or {})
     there, url, key = (params.pop(field, None) for field in ("model", "api_base", "api_key"))
@@ -148,8 +148,8 @@ def _model(given: Mapping[str, Any]) -> _Model:
     if params:
         raise ValueError(f"model {name!r}: litellm_params {sorted(params)} are not taken; sampling is as_resource's")
     if there.startswith(_TOKENS) and url:
-        return _Model(name, "vllm", str(url).rstrip("/").removesuffix("/v1"), None, None)
-    return _Model(name, "litellm", url, _key(key), there)
+        return _Registration(name, "vllm", str(url).rstrip("/").removesuffix("/v1"), None, None)
+    return _Registration(name, "litellm", url, _key(key), there)
 
 
 def _key(given: Any) -> str | None:

@@ -24,7 +24,7 @@ from lightning_rl.compat.session_batch import EndedSession, SessionBatch, Sessio
 from lightning_rl.compat.session_leases import Leases
 from lightning_rl.compat.session_sampling import published
 from lightning_rl.runner import outcome
-from lightning_rl.runner.delivery import Delivery
+from lightning_rl.runner.delivery import SpanDelivery
 from lightning_rl.runner.error_classification import error_info
 from lightning_rl.runner.outcome import Outcome
 from lightning_rl.store.client import HttpStore
@@ -119,7 +119,7 @@ class AgentFramework:
 
     async def __aenter__(self) -> Self:
         self._store = HttpStore(self._url, self._key)
-        self._deliver = Delivery(self._url, self._key, connections=_REQUESTS)
+        self._deliver = SpanDelivery(self._url, self._key, connections=_REQUESTS)
         self._requests = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="sessions")
         self._sync_runners = ThreadPoolExecutor(_SYNC_RUNNERS, thread_name_prefix="session runners")
         self._leases = Leases(self._store, _LEASE_SECONDS)

@@ -33,7 +33,7 @@ class RunGivenUp(Explained, RuntimeError):
     """The server does not know the run any more."""
 
 
-class ServedPolicy(Served, Protocol):
+class PolicyToServe(Served, Protocol):
     """What a run needs a server to serve."""
 
     tokenizer: str | None
@@ -78,7 +78,7 @@ class Attachment:
 
 @contextmanager
 def attached(
-    store: HttpStore, run_id: str, policy: ServedPolicy, *, lease_seconds: float = LEASE_SECONDS
+    store: HttpStore, run_id: str, policy: PolicyToServe, *, lease_seconds: float = LEASE_SECONDS
 ) -> Iterator[Attachment]:
     """The run with its engines at a server, for as long as the block runs.
 
@@ -111,7 +111,7 @@ def _register(store: HttpStore, engine: Mapping[str, Any]) -> None:
         raise
 
 
-def check_server(store: HttpStore, policy: ServedPolicy) -> None:
+def check_server(store: HttpStore, policy: PolicyToServe) -> None:
     """Whether the server is there, takes the key, and means the same tokens as the run. Raises CannotAttach."""
     try:
         there = msgspec.convert(store.server(), ServerInfo)
@@ -135,7 +135,7 @@ def check_server(store: HttpStore, policy: ServedPolicy) -> None:
         )
 
 
-def _wanted(policy: ServedPolicy) -> ServerInfo:
+def _wanted(policy: PolicyToServe) -> ServerInfo:
     """What a server would say of itself that was started for this run."""
     from lightning_rl_proxy.rendering.load import load_renderer
 
@@ -177,7 +177,7 @@ def _differences(here: ServerInfo, there: ServerInfo) -> list[str]:
     return found
 
 
-def serve_command(policy: ServedPolicy) -> str:
+def serve_command(policy: PolicyToServe) -> str:
     """The command that starts a server for a run."""
     words = ["lightning-rl", "serve", "--model", policy.model]
     if policy.tokenizer is not None:

@@ -21,7 +21,7 @@ from lightning_rl_adapters.tool_schemas import tools_of
 Record = dict[str, Any]
 
 
-class _Asked(NamedTuple):
+class _PairCall(NamedTuple):
     """One call: the ids of its whole prompt, and what they say."""
 
     node: Node
@@ -84,7 +84,7 @@ def _pair(best: RolloutTrace, worst: RolloutTrace) -> Record | None:
     return None
 
 
-def _calls(trace: RolloutTrace) -> list[_Asked]:
+def _calls(trace: RolloutTrace) -> list[_PairCall]:
     """The policy's calls of the counting attempt, in the order in which they were asked; those with all their ids."""
     counting = trace.rollout.counting_attempt_id
     attempt = next((each for each in trace.attempts if each.attempt.attempt_id == counting), None)
@@ -100,7 +100,7 @@ def _calls(trace: RolloutTrace) -> list[_Asked]:
     ]
 
 
-def _asked(node: Node, said: Mapping[str, Mapping[str, Any]], schemas: Mapping[str, Any]) -> _Asked:
+def _asked(node: Node, said: Mapping[str, Mapping[str, Any]], schemas: Mapping[str, Any]) -> _PairCall:
     ids: list[int] = []
     messages: list[dict[str, Any]] = []
     for one in node.path():
@@ -113,7 +113,7 @@ def _asked(node: Node, said: Mapping[str, Mapping[str, Any]], schemas: Mapping[s
     first = said[node.path()[0].call.call_id]
     [answer] = said[node.call.call_id].get(semconv.OUTPUT_MESSAGES) or [{}]
     tools = schemas.get(first.get(semconv.TOOLS) or "")
-    return _Asked(node, ids, [_for_templates(one) for one in messages], tools, _for_templates(answer))
+    return _PairCall(node, ids, [_for_templates(one) for one in messages], tools, _for_templates(answer))
 
 
 def _for_templates(message: dict[str, Any]) -> dict[str, Any]:

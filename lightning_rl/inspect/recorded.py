@@ -52,7 +52,7 @@ class RunForks(msgspec.Struct, frozen=True, kw_only=True):
     most: dict[str, dict[str, int]]
 
 
-class _Attributes(msgspec.Struct):
+class _ForkAttributes(msgspec.Struct):
     cause: str | None = msgspec.field(name=semconv.FORK_CAUSE, default=None)
     parent: str | None = msgspec.field(name=semconv.PARENT, default=None)
 
@@ -70,7 +70,7 @@ C = TypeVar("C", bound=Named)
 class _Place(Named):
     """Of a call only what tells its place."""
 
-    attributes: _Attributes
+    attributes: _ForkAttributes
 
 
 _PLACE = msgspec.msgpack.Decoder(_Place)

@@ -20,7 +20,7 @@ from lightning_rl_adapters.media import Placed
 from lightning_rl_adapters.triplet import media as media_of_prompt
 from lightning_rl_adapters.triplet import prompt_ids
 from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, Load
-from lightning_rl_proxy.engines.chat_backend import ChatAnswer
+from lightning_rl_proxy.engines.chat_backend import BackendAnswer
 from lightning_rl_proxy.forest import message_fingerprint
 from lightning_rl_proxy.forest.fork_causes import first_difference
 from lightning_rl_proxy.rendering.base import Markup, ParsedAnswer, Renderer
@@ -268,7 +268,7 @@ class RecordedBackend:
         self.model = model
         self._recording = recording
 
-    async def complete(self, body: dict[str, Any]) -> ChatAnswer:
+    async def complete(self, body: dict[str, Any]) -> BackendAnswer:
         """See `ChatBackend`."""
         kept = self._recording.by_messages(self.model, body.get("messages") or [])
         asked, answered = kept.tokens
@@ -285,9 +285,11 @@ class RecordedBackend:
             "usage": None if None in kept.tokens else usage,
         }
         if not kept.exact:
-            return ChatAnswer(body=answer)
+            return BackendAnswer(body=answer)
         call = kept.call
-        return ChatAnswer(body=answer, prompt_ids=kept.prompt, response_ids=call.response_ids, logprobs=call.logprobs)
+        return BackendAnswer(
+            body=answer, prompt_ids=kept.prompt, response_ids=call.response_ids, logprobs=call.logprobs
+        )
 
     async def embed(self, body: dict[str, Any]) -> bytes:
         """See `ChatBackend`: embeddings are not recorded."""

@@ -114,7 +114,7 @@ def _asked(which: Which) -> "sa.Select[tuple[object, ...]]":
     return queries.ROLLOUTS.where(*(schema.rollouts.c[name] == value for name, value in wanted.items()))
 
 
-class Folder:
+class RolloutFolder:
     """A run's folder, its run alive or over."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -161,7 +161,7 @@ class PagedStore(HttpStore):
         return found.rollouts, found.cursor
 
 
-class Server:
+class RolloutServer:
     """A running server, by its admin key; with `run_id` the rollouts of that run alone."""
 
     def __init__(self, store: PagedStore, run_id: str | None = None) -> None:

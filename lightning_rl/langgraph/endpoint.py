@@ -19,7 +19,7 @@ OPENAI = "https://api.openai.com/v1"
 _rollouts: ContextVar[LLM | None] = ContextVar("lightning_rl_langgraph_llm", default=None)
 
 
-class Endpoint(NamedTuple):
+class ChatEndpoint(NamedTuple):
     """An OpenAI-compatible service: its URL, a key, and the model that is asked for."""
 
     base_url: str
@@ -37,7 +37,7 @@ def answering(llm: LLM) -> Iterator[None]:
         _rollouts.reset(token)
 
 
-def endpoint_of(model: str | None, base_url: str | None, api_key: str | None) -> Endpoint:
+def endpoint_of(model: str | None, base_url: str | None, api_key: str | None) -> ChatEndpoint:
     """The endpoint of a model with these fields; what is None is the rollout's, outside of one the environment's.
 
     A model with a base URL of its own takes nothing of the rollout's; one with a name alone asks the gateway for that
@@ -46,14 +46,14 @@ def endpoint_of(model: str | None, base_url: str | None, api_key: str | None) ->
     """
     llm = _rollouts.get()
     if llm is not None and base_url is None:
-        return Endpoint(llm.base_url, llm.api_key, model or llm.model)
+        return ChatEndpoint(llm.base_url, llm.api_key, model or llm.model)
     key = api_key or os.environ.get("OPENAI_API_KEY")
     name = model or os.environ.get("OPENAI_MODEL")
     if not name:
         raise ValueError("outside of a rollout ChatModel needs a model: ChatModel(model=...), or set OPENAI_MODEL")
     if not key:
         raise ValueError("outside of a rollout ChatModel needs a key: ChatModel(api_key=...), or set OPENAI_API_KEY")
-    return Endpoint(base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI, key, name)
+    return ChatEndpoint(base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI, key, name)
 
 
 def tagged(base_url: str, node: str | None) -> str:

@@ -6,7 +6,8 @@ tokens, and calls that wait while its own weights are sent.
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from lightning_rl.ppo.weight_sync import WeightSync
 from lightning_rl.store.client import HttpStore
 from lightning_rl.training import checkpoint, lora
 from lightning_rl.training.batch import MiniBatch
+from lightning_rl.training.distributed import cluster
 from lightning_rl.training.teacher import ServedTeacher
 from lightning_rl.trajectories.step_record import CallRecord, RolloutRecord, StepRecord
 from lightning_rl.trajectories.trajectory import Trajectory
@@ -78,7 +80,7 @@ class PolicyLearner:
 
     # The run begins.
 
-    def open(self, run: RunState, resumed: Path | None, learners: Sequence["PolicyLearner"]) -> None:
+    def open(self, run: RunState, resumed: Path | None, learners: "Learners") -> None:
         """Load the models of the run, those of a checkpoint where there is one.
 
         `learners` are all of the run: of adapters over the same weights the trainer has these once, and so has the
@@ -90,8 +92,7 @@ class PolicyLearner:
         folder.mkdir(parents=True, exist_ok=True)
         weights = None if resumed is None else resumed / self.name
         with_critic = needs_critic(self.config, self.rules.batch.estimator)
-        opened = [each for each in learners if hasattr(each, "models")]
-        shared = self._shared_engine(learners, opened)
+        shared = self._shared_engine(learners)
         self.models = Models(self.config, folder, with_critic=with_critic, resumed=weights, shared=shared)
         self.config = self.models.config
         self.rendered_as = self.models.policy.name
@@ -100,20 +101,18 @@ class PolicyLearner:
             longest = getattr(self.models.policy.model.config, "max_position_embeddings", None)
             self._privileged = PrivilegedRows(self.rules.privileged, renderer, longest)
         base = base_of_adapter(self.config)
-        for other in opened:
+        for other in learners.opened:
             if base is not None and base_of_adapter(other.config) == base:
                 lora.share_base(self.models.model, other.models.model)
                 return
 
-    def _shared_engine(
-        self, learners: "Sequence[PolicyLearner]", opened: "Sequence[PolicyLearner]"
-    ) -> SharedEngine | None:
+    def _shared_engine(self, learners: "Learners") -> SharedEngine | None:
         own = engine_of_adapters(self.config)
         same = [each for each in learners if own is not None and engine_of_adapters(each.config) == own]
         if len(same) < 2:
             return None
         ranks = [each.config.actor_rollout_ref.model.lora_rank for each in same]
-        return SharedEngine(ranks, [each.models for each in opened if each in same])
+        return SharedEngine(ranks, [each.models for each in learners.opened if each in same])
 
     def start(self, served_name: str) -> None:
         """Start the engine, which is asked for by this name."""
@@ -309,7 +308,57 @@ def _frozen(trajectory: Trajectory) -> RolloutRecord:
     )
 
 
-def check_chat_formats(learners: Sequence[PolicyLearner]) -> None:
+class Learners(list[PolicyLearner]):
+    """The policies of a run, the first of which answers whoever asks for none by name; `opened` are those whose models
+    are loaded."""
+
+    def __init__(self, learners: Iterable[PolicyLearner]) -> None:
+        super().__init__(learners)
+        self.opened: list[PolicyLearner] = []
+        self._joined_ray = False
+
+    def open(self, run: RunState, resumed: Path | None, tell: Callable[[str], None] | None) -> None:
+        """Load the models of all, and `tell` which devices they are on. Raises ConfigError where their chat formats
+        differ."""
+        self.opened.clear()
+        for learner in self:
+            learner.open(run, resumed, self)
+            self.opened.append(learner)
+            if tell is not None and (where := learner.models.cards.line()):
+                tell(where)
+        _check_chat_formats(self)
+
+    def prepare(self, store: HttpStore, steps: int) -> dict[str, WeightSync]:
+        """Make what is trained, for a run of so many steps; what sends each one's weights, by its name.
+
+        Ray is joined for the workers of all of several: each would ask for those of its own.
+        """
+        if len(self) > 1 and self[0].config.trainer.workers > 1:
+            needs = [learner.models.worker_need() for learner in self]
+            self._joined_ray = cluster.join(sum(workers for workers, _ in needs), sum(size for _, size in needs))
+        return {learner.name: learner.prepare(store, steps) for learner in self}
+
+    def watch(self) -> None:
+        """Raise what ended an engine, when something has."""
+        for learner in self.opened:
+            learner.models.policy.check()
+
+    def export(self, folder: Path) -> None:
+        """Write policies and tokenizers."""
+        for learner in self:
+            learner.export(folder)
+
+    def close(self) -> None:
+        """Stop the engines, and the processes that train."""
+        with ExitStack() as all_of_them:
+            if self._joined_ray:
+                self._joined_ray = False
+                all_of_them.callback(cluster.leave)
+            for learner in self.opened:
+                all_of_them.callback(learner.close)
+
+
+def _check_chat_formats(learners: Sequence[PolicyLearner]) -> None:
     """Raises ConfigError where policies write chats in different ways: one gateway renders for all of them."""
     from lightning_rl_proxy.rendering.fingerprint import fingerprint_of
 

@@ -707,3 +707,9 @@ def training_steps(config: Config, tasks: int) -> int:
 def name_of(given: Any) -> str:
     """How a function of the user's is called in the records."""
     return getattr(getattr(given, "function", given), "__qualname__", type(given).__name__)
+
+
+def rollouts_at_once(config: Config, schedule: Schedule | None) -> int:
+    """How many rollouts are asked for at a time; `schedule` says how many groups there are ahead of training."""
+    groups = config.data.train_batch_size if schedule is None else schedule.before
+    return groups * config.actor_rollout_ref.rollout.n

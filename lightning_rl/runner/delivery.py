@@ -18,7 +18,7 @@ _TRY_AGAIN = (429, 502, 503, 504)
 _log = logging.getLogger(__name__)
 
 
-class Delivery:
+class SpanDelivery:
     """Sends spans to the server at `url`, with a runner key of it; safe to share between threads."""
 
     def __init__(self, url: str, key: str, connections: int = 1) -> None:

@@ -28,7 +28,7 @@ Spawn = Callable[[Callable[[], None]], None]  # runs what it is given in a threa
 Done = Callable[[Outcome], None]
 
 
-class Run(Protocol):
+class AgentRun(Protocol):
     """One run of the agent on a claimed rollout."""
 
     def start(self) -> None:
@@ -48,7 +48,7 @@ class Run(Protocol):
 class Executor(Protocol):
     """Makes the runs of one process."""
 
-    def run(self, claim: Claim, printed: Printed, done: Done) -> Run:
+    def run(self, claim: Claim, printed: Printed, done: Done) -> AgentRun:
         """A run that has not begun. `done` is called in a thread that may wait."""
         ...
 
@@ -61,7 +61,7 @@ class InProcess:
         self.spawn = spawn
         self.async_agents = AsyncAgents()
 
-    def run(self, claim: Claim, printed: Printed, done: Done) -> Run:
+    def run(self, claim: Claim, printed: Printed, done: Done) -> AgentRun:
         """See `Executor`."""
         return _InProcess(self, claim, printed, done)
 
@@ -82,11 +82,11 @@ class _InProcess:
         self.where = ""
 
     def start(self) -> None:
-        """See `Run`."""
+        """See `AgentRun`."""
         self._runs.spawn(self._call)
 
     def stop(self) -> None:
-        """See `Run`. A thread cannot be ended from outside; a task can, where nobody blocks its loop."""
+        """See `AgentRun`. A thread cannot be ended from outside; a task can, where nobody blocks its loop."""
         with self._lock:
             self._stopped = True
             self.where = _stack_of(self._thread)

@@ -30,7 +30,7 @@ from lightning_rl.agents.agent import Agent, run_agent
 from lightning_rl.agents.emitted import Emitted
 from lightning_rl.processes.event_loop import AsyncAgents
 from lightning_rl.runner import outcome
-from lightning_rl.runner.executors import Done, Run, Spawn
+from lightning_rl.runner.executors import AgentRun, Done, Spawn
 from lightning_rl.runner.outcome import Outcome
 from lightning_rl.runner.output_capture import LOG, CapturedOutput, Printed
 from lightning_rl.runner.payload import LENGTH
@@ -60,7 +60,7 @@ class ForkServer:
         self.spawn = spawn
         self._loop.submit(self._listen(died))
 
-    def run(self, claim: Claim, printed: Printed, done: Done) -> Run:
+    def run(self, claim: Claim, printed: Printed, done: Done) -> AgentRun:
         """See `Runs`."""
         return _Isolated(self, next(self._numbers), claim, printed, done)
 
@@ -124,11 +124,11 @@ class _Isolated:
         self._done = done
 
     def start(self) -> None:
-        """See `Run`."""
+        """See `AgentRun`."""
         self._server.begin_rollout(self._number, self._claim, self._printed, self._ended)
 
     def stop(self) -> None:
-        """See `Run`."""
+        """See `AgentRun`."""
         self._server.kill(self._number)
 
     def _ended(self, status: int, answer: Outcome | None) -> None:

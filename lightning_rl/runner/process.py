@@ -21,7 +21,7 @@ from functools import cache
 
 from lightning_rl.processes.child import TellAlarms, tell
 from lightning_rl.runner import isolated, output_capture
-from lightning_rl.runner.delivery import Delivery
+from lightning_rl.runner.delivery import SpanDelivery
 from lightning_rl.runner.executors import Executor, InProcess
 from lightning_rl.runner.isolated import ForkServer
 from lightning_rl.runner.leases import ActiveClaims
@@ -105,7 +105,7 @@ class _Process:
             active=active,
             results=results,
             runs=runs,
-            deliver=Delivery(url, key, connections=self._payload["slots"]),
+            deliver=SpanDelivery(url, key, connections=self._payload["slots"]),
             stop=self._stop,
             finished=cache(lambda: tell({"finished": True}, self._parent)),
             hangs=self._slots.retire,

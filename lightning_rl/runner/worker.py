@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from lightning_rl.runner import output_capture
-from lightning_rl.runner.executors import Executor, Run
+from lightning_rl.runner.executors import AgentRun, Executor
 from lightning_rl.runner.leases import ActiveClaims
 from lightning_rl.runner.outcome import Outcome, SpanBatch
 from lightning_rl.runner.output_capture import Printed
@@ -169,11 +169,11 @@ class Worker:
         if log is not None:
             self._store.add_log(*running.place, log)
 
-    def _lose(self, running: _Running, run: Run) -> None:
+    def _lose(self, running: _Running, run: AgentRun) -> None:
         """The claim was lost, to another worker or altogether. Its slot is free, even if the agent still runs."""
         threading.Thread(target=self._look_after, args=(running, run), name="lost rollout", daemon=True).start()
 
-    def _look_after(self, running: _Running, run: Run) -> None:
+    def _look_after(self, running: _Running, run: AgentRun) -> None:
         run.stop()
         self._slots.give_back()
         ended = running.over.wait(LEFT_SECONDS)

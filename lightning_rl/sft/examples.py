@@ -16,7 +16,7 @@ from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config
 from lightning_rl.sft import traces
 from lightning_rl.sft.student_ids import StudentFormat, Written
-from lightning_rl.sft.traces import Trace, TracedCall
+from lightning_rl.sft.traces import CallTrace, TracedCall
 from lightning_rl.training.batch import TrainingSequence, sequence_of
 from lightning_rl.trajectories.call_filter import context_of, selection
 from lightning_rl.trajectories.token_account import ConservationError
@@ -126,7 +126,7 @@ def _selection(config: Config, models: str | None) -> Callable[[Call], bool] | N
 
 
 def _example(
-    trace: Trace,
+    trace: CallTrace,
     written: Written,
     config: Config,
     select: Callable[[Call], bool] | None,

@@ -7,7 +7,7 @@ whole; one that goes on keeps the ids before it where the format continues appen
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_rl.sft.traces import Trace, TracedCall
+from lightning_rl.sft.traces import CallTrace, TracedCall
 from lightning_rl_adapters.call import Call
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering.answers import NotWritten, answer_ids
@@ -27,7 +27,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _WrittenCall:
     """One call's conversation and, where it could be written, all of its ids."""
 
     messages: list[dict[str, Any]]  # with the answer
@@ -44,10 +44,10 @@ class StudentFormat:
         self._renderer = renderer
         self._vocabulary = renderer.tokenizer.vocabulary_digest()
 
-    def write(self, trace: Trace) -> Written:
+    def write(self, trace: CallTrace) -> Written:
         """The trace's calls in the student's ids."""
         written = Written()
-        asked: dict[str, _Asked] = {}
+        asked: dict[str, _WrittenCall] = {}
         for call in trace.calls:
             parent = asked.get(call.parent_call_id or "")
             before = [] if parent is None else parent.messages
@@ -57,7 +57,7 @@ class StudentFormat:
                 one = self._asked(call, parent, messages, tools)
             except NotWritten as error:
                 written.why_not[call.call_id] = str(error)
-                one = _Asked([*messages, *call.answer[:1]], tools)
+                one = _WrittenCall([*messages, *call.answer[:1]], tools)
             asked[call.call_id] = one
             if one.prompt is not None:
                 written.calls.append(_call(call, one, parent))
@@ -67,10 +67,10 @@ class StudentFormat:
     def _asked(
         self,
         call: TracedCall,
-        parent: _Asked | None,
+        parent: _WrittenCall | None,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
-    ) -> _Asked:
+    ) -> _WrittenCall:
         """Raises NotWritten with the reason."""
         if call.media:
             raise NotWritten("images")
@@ -78,7 +78,7 @@ class StudentFormat:
             raise NotWritten("no_answer")
         conversation = [*messages, *call.answer[:1]]
         if self._was_asked_so(call, parent, messages, tools):
-            return _Asked(conversation, tools, call.prompt_token_ids, call.response_token_ids, recorded=True)
+            return _WrittenCall(conversation, tools, call.prompt_token_ids, call.response_token_ids, recorded=True)
         if call.dialect == _RAW:
             raise NotWritten("raw_prompt")
         if call.parent_call_id is not None and parent is None:
@@ -87,12 +87,12 @@ class StudentFormat:
             raise NotWritten("no_answer")
         ended = call.finish_reason != "length"
         answer = answer_ids(self._renderer, messages, call.answer[0], tools, ended=ended)
-        return _Asked(conversation, tools, self._prompt(call, parent, messages, tools), answer)
+        return _WrittenCall(conversation, tools, self._prompt(call, parent, messages, tools), answer)
 
     def _was_asked_so(
         self,
         call: TracedCall,
-        parent: _Asked | None,
+        parent: _WrittenCall | None,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
     ) -> bool:
@@ -106,7 +106,7 @@ class StudentFormat:
     def _prompt(
         self,
         call: TracedCall,
-        parent: _Asked | None,
+        parent: _WrittenCall | None,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
     ) -> list[int]:
@@ -124,7 +124,7 @@ class StudentFormat:
             return None
 
 
-def _call(call: TracedCall, asked: _Asked, parent: _Asked | None) -> Call:
+def _call(call: TracedCall, asked: _WrittenCall, parent: _WrittenCall | None) -> Call:
     """The call in a forest: behind its parent where its prompt begins with all of the parent's ids."""
     prompt = asked.prompt or []
     context = [] if parent is None or parent.prompt is None else parent.prompt + parent.answer

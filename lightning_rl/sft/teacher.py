@@ -17,7 +17,7 @@ from lightning_rl.store.contract import RolloutTrace
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 
 
-class Teacher(Baseline):
+class TeacherBaseline(Baseline):
     """The agent with the model `name`: one of `gateway.backends`, else a folder or an id of the hub, which the embedded
     engine samples. Raises ConfigError where it is none of these.
     """

@@ -49,7 +49,7 @@ class TracedCall(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: str | None = None
 
 
-class Trace(msgspec.Struct, frozen=True, kw_only=True):
+class CallTrace(msgspec.Struct, frozen=True, kw_only=True):
     """The calls of a rollout's counting attempt, in order of arrival; `reward` is None where it was given none."""
 
     rollout_id: str
@@ -59,12 +59,12 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     calls: list[TracedCall]
 
 
-def read(sources: Sequence[str | Path]) -> tuple[list[Trace], Counter[str]]:
+def read(sources: Sequence[str | Path]) -> tuple[list[CallTrace], Counter[str]]:
     """The traces of all sources, and how many tokens of attempts that do not count stand beside them, by reason.
 
     Raises ConfigError naming a source that holds no calls, or whose rollouts are in another one too.
     """
-    traces: list[Trace] = []
+    traces: list[CallTrace] = []
     excluded: Counter[str] = Counter()
     seen: dict[str, str] = {}
     for source in sources:
@@ -81,9 +81,9 @@ def read(sources: Sequence[str | Path]) -> tuple[list[Trace], Counter[str]]:
     return traces, excluded
 
 
-def of_calls(calls: Iterable[TracedCall]) -> tuple[list[Trace], Counter[str]]:
+def of_calls(calls: Iterable[TracedCall]) -> tuple[list[CallTrace], Counter[str]]:
     """See `read`: of calls that are there already."""
-    traces: list[Trace] = []
+    traces: list[CallTrace] = []
     superseded = 0
     for of_rollout in _by_rollout(calls):
         counting = [call for call in of_rollout if call.counts]
@@ -93,10 +93,10 @@ def of_calls(calls: Iterable[TracedCall]) -> tuple[list[Trace], Counter[str]]:
     return traces, +Counter(superseded=superseded)
 
 
-def chosen(traces: Iterable[Trace], config: SftSection) -> tuple[list[Trace], list[tuple[Trace, str]]]:
+def chosen(traces: Iterable[CallTrace], config: SftSection) -> tuple[list[CallTrace], list[tuple[CallTrace, str]]]:
     """The traces to learn from, and the others, each with the reason."""
-    kept: list[Trace] = []
-    left_out: list[tuple[Trace, str]] = []
+    kept: list[CallTrace] = []
+    left_out: list[tuple[CallTrace, str]] = []
     for trace in traces:
         reason = _why_not(trace, config)
         if reason is None:
@@ -110,7 +110,7 @@ def chosen(traces: Iterable[Trace], config: SftSection) -> tuple[list[Trace], li
     return kept, left_out
 
 
-def _why_not(trace: Trace, config: SftSection) -> str | None:
+def _why_not(trace: CallTrace, config: SftSection) -> str | None:
     asks = config.min_reward is not None or config.best_of_group is not None or config.weights == "reward"
     if config.mode is not None and trace.mode != config.mode:
         return f"mode_{trace.mode}"
@@ -121,9 +121,9 @@ def _why_not(trace: Trace, config: SftSection) -> str | None:
     return "no_weight" if config.weights == "reward" and trace.reward <= 0 else None
 
 
-def _best(traces: Sequence[Trace], n: int) -> set[str]:
+def _best(traces: Sequence[CallTrace], n: int) -> set[str]:
     """The rollouts with the highest rewards of each group; of equals those that come first."""
-    groups: dict[str, list[Trace]] = {}
+    groups: dict[str, list[CallTrace]] = {}
     for trace in traces:
         groups.setdefault(trace.group_id, []).append(trace)
     ranked = (sorted(group, key=lambda trace: -(trace.reward or 0.0)) for group in groups.values())
@@ -138,11 +138,11 @@ def names(regex: str | None, key: str) -> re.Pattern[str] | None:
         raise ConfigError(f"{key} {regex!r} is no regular expression: {error}") from error
 
 
-def _trace(calls: list[TracedCall]) -> Trace:
+def _trace(calls: list[TracedCall]) -> CallTrace:
     calls = sorted(calls, key=lambda call: call.number)
     final = next((call.reward for call in calls if call.reward is not None), None)
     single = [value for call in calls for value in (call.call_rewards or {}).values()]
-    return Trace(
+    return CallTrace(
         rollout_id=calls[0].rollout_id,
         group_id=calls[0].group_id or calls[0].rollout_id,
         mode=calls[0].mode,

@@ -57,7 +57,7 @@ class Source(Protocol):
         ...
 
 
-class _Attributes(msgspec.Struct):
+class _CallAttributes(msgspec.Struct):
     cause: str | None = msgspec.field(name=semconv.FORK_CAUSE, default=None)
     sampled: int = msgspec.field(name=semconv.OUTPUT_TOKENS, default=0)
     ids: bytes = msgspec.field(name=semconv.RESPONSE_IDS, default=b"")
@@ -66,7 +66,7 @@ class _Attributes(msgspec.Struct):
 
 
 class _CallSpan(recorded.Named):
-    attributes: _Attributes
+    attributes: _CallAttributes
 
 
 _CALL = msgspec.msgpack.Decoder(_CallSpan)

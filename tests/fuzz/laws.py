@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, settings
 
 from lightning_rl_adapters.call import VersionRange
 from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, EngineUnavailable, Load
-from lightning_rl_proxy.engines.chat_backend import ChatAnswer
+from lightning_rl_proxy.engines.chat_backend import BackendAnswer
 from lightning_rl_proxy.http import openapi
 from lightning_rl_proxy.rendering.images import Shown
 from lightning_rl_proxy.sampling import Sampling
@@ -134,7 +134,7 @@ class PlannedService:
     def __init__(self, engine: PlannedEngine) -> None:
         self._engine = engine
 
-    async def complete(self, body: dict[str, Any]) -> ChatAnswer:
+    async def complete(self, body: dict[str, Any]) -> BackendAnswer:
         plan = self._engine.plans.popleft() if self._engine.plans else Plan([])
         if plan.end in ("fail", "break", "silent", "abort"):
             self._engine.failures += 1
@@ -147,7 +147,7 @@ class PlannedService:
         answer = {"id": "x", "object": "chat.completion", "created": 0, "model": "remote", "usage": None}
         choice = {"index": 0, "message": said, "finish_reason": plan.end}
         ids = plan.ids if plan.logprobs else None
-        return ChatAnswer(body=answer | {"choices": [choice]}, prompt_ids=ids and [1], response_ids=ids)
+        return BackendAnswer(body=answer | {"choices": [choice]}, prompt_ids=ids and [1], response_ids=ids)
 
     async def embed(self, body: dict[str, Any]) -> bytes:
         return b'{"object": "list", "data": []}'

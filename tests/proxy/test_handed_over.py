@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import from_span
 from lightning_rl_adapters.span import Packed, Span, unpack
-from lightning_rl_proxy.engines.chat_backend import ChatAnswer
+from lightning_rl_proxy.engines.chat_backend import BackendAnswer
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.recording.ledger import AttemptInfo
 from lightning_rl_proxy.rendering.base import Renderer
@@ -67,10 +67,10 @@ class Judge:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
 
-    async def complete(self, body: dict[str, Any]) -> ChatAnswer:
+    async def complete(self, body: dict[str, Any]) -> BackendAnswer:
         self.asked.append(body)
         message = {"role": "assistant", "content": "fair"}
-        return ChatAnswer(
+        return BackendAnswer(
             body={
                 "id": f"theirs-{len(self.asked)}",
                 "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],

@@ -20,7 +20,7 @@ from lightning_rl.inference.devices import free_unused_memory
 from lightning_rl.inference.load import device_of, load_model, located, skeleton
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.control import Unreached
-from lightning_rl.inference.vllm.replicas import WATCH_SECONDS, Member, Replicas, Server
+from lightning_rl.inference.vllm.replicas import WATCH_SECONDS, Member, OwnServer, Replicas
 from lightning_rl.inference.vllm.server import VllmServer
 from lightning_rl.inference.vllm.transfer import AdapterTransfer, Transfer, transfer_of
 from lightning_rl.inference.weights.check import FLOAT32, LogProbs, SampledTokens, Tolerance, log_probs_of, prove
@@ -63,7 +63,7 @@ class VllmPolicy:
         run_dir: Path,
         *,
         urls: Iterable[str] = (),
-        make: Callable[[Options, Path, int], Server] | None = None,
+        make: Callable[[Options, Path, int], OwnServer] | None = None,
         weights: Path | None = None,
         device: str = "auto",
         train_dtype: torch.dtype = torch.float32,
@@ -254,5 +254,5 @@ class VllmPolicy:
                 raise
 
 
-def _child(options: Options, run_dir: Path, index: int) -> Server:
+def _child(options: Options, run_dir: Path, index: int) -> OwnServer:
     return VllmServer(options, run_dir, index, options.devices[index] if options.devices else ())

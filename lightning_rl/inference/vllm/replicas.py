@@ -16,7 +16,7 @@ WATCH_SECONDS = 0.5
 _log = logging.getLogger(__name__)
 
 
-class Server(Protocol):
+class OwnServer(Protocol):
     """A server that is ours: `VllmServer`, here or on another machine."""
 
     url: str
@@ -38,7 +38,7 @@ class Server(Protocol):
 class Member:
     """A server, ours or (`server` None) somebody else's; one that is `away` has ended, or not taken its weights yet."""
 
-    def __init__(self, url: str, server: Server | None) -> None:
+    def __init__(self, url: str, server: OwnServer | None) -> None:
         self.server = server
         self.control = Control(url)
         self.away = False
@@ -99,7 +99,7 @@ class Replicas:
         for member in self.members:
             member.control.close()
 
-    def _own(self) -> list[Server]:
+    def _own(self) -> list[OwnServer]:
         return [member.server for member in self.members if member.server is not None]
 
     # The watcher's thread.
@@ -116,7 +116,7 @@ class Replicas:
                             self._failed = error
                         return
 
-    def _revive(self, member: Member, server: Server) -> None:
+    def _revive(self, member: Member, server: OwnServer) -> None:
         member.away = True
         why, member.restarts = server.why(), member.restarts + 1
         if member.restarts > _RESTARTS:

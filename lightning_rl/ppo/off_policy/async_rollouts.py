@@ -43,7 +43,7 @@ class Rollouts(Protocol):
 
 
 @dataclass
-class _Asked:
+class _PendingGroup:
     """A group in flight; `trajectories` are there once all its rollouts have ended."""
 
     place: int
@@ -98,7 +98,7 @@ class InFlight:
         self.asked = asked
         self.idle_seconds = 0.0  # in which no rollout was asked for that had not ended, since it was last set to 0
         self._last_end: float | None = None
-        self._groups: list[_Asked] = []
+        self._groups: list[_PendingGroup] = []
         first = min((place for place, _ in groups), default=asked)
         self._tasks = islice(_numbered(batches), first, None)
         versions = dict(groups)
@@ -160,7 +160,7 @@ class InFlight:
             ids = [str(request.rollout_id) for request in self._requests(*following)]
             if not self._rollouts.is_there(ids[0]):
                 break
-            self._groups.append(_Asked(self.asked, 0, ids, set(ids)))
+            self._groups.append(_PendingGroup(self.asked, 0, ids, set(ids)))
             self.asked += 1
         self._rollouts.cancel(self.waiting)
         while self.waiting:
@@ -190,7 +190,7 @@ class InFlight:
             self.idle_seconds += max(0.0, min(rollout.created_at for rollout in rollouts) - self._last_end)
         for (place, _, _), group in zip(tasks, requests, strict=True):
             ids = [str(request.rollout_id) for request in group]
-            self._groups.append(_Asked(place, version, ids, set(ids)))
+            self._groups.append(_PendingGroup(place, version, ids, set(ids)))
         self._groups.sort(key=lambda group: group.place)
 
     def _end(self, wait_seconds: float) -> None:

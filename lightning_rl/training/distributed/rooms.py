@@ -94,7 +94,7 @@ def _gpus_of(room: Any, bundle: int, count: int) -> tuple[str, ...]:
     """The GPUs of a bundle, asked by an actor that has all of them for a moment."""
     import ray
 
-    asked: Any = ray.remote(_Asked)
+    asked: Any = ray.remote(_DeviceReport)
     made = asked.options(num_cpus=0, num_gpus=count, scheduling_strategy=scheduled(room, bundle)).remote()
     try:
         found: list[Any] = ray.get(made.gpus.remote())
@@ -103,7 +103,7 @@ def _gpus_of(room: Any, bundle: int, count: int) -> tuple[str, ...]:
     return tuple(map(str, found))
 
 
-class _Asked:
+class _DeviceReport:
     def gpus(self) -> list[Any]:
         import ray
 

@@ -21,7 +21,12 @@ from lightning_rl_proxy.dialects.base import (
     schema_of_text,
     sse,
 )
-from lightning_rl_proxy.dialects.wire.chat_completions import ChatToolChoice, RelayedWire, ResponseFormat, Wire
+from lightning_rl_proxy.dialects.wire.chat_completions import (
+    ChatCompletionsWire,
+    ChatToolChoice,
+    RelayedWire,
+    ResponseFormat,
+)
 from lightning_rl_proxy.dialects.wire.engine_fields import ENGINE_FIELDS, ENGINE_OFF, unsupported
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, SampledToken
@@ -66,7 +71,7 @@ def parse(fields: dict[str, Any], read: Sequence[dict[str, Any]] = ()) -> Reques
     """See `Dialect`. `read` are the messages before those in the fields, in internal form."""
     given = _with_functions_as_tools(fields, read)
     try:
-        wire = msgspec.convert(given, Wire)
+        wire = msgspec.convert(given, ChatCompletionsWire)
     except msgspec.ValidationError as error:
         raise no_request("chat completion", error) from error
     ignored = TABLES.ignored(fields)
@@ -238,7 +243,7 @@ def function_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, 
     return [dict(tool) for tool in tools] if tools else None
 
 
-def _goes_on(wire: Wire, messages: Sequence[dict[str, Any]]) -> bool:
+def _goes_on(wire: ChatCompletionsWire, messages: Sequence[dict[str, Any]]) -> bool:
     """Whether the last message is the beginning of the answer. Raises GatewayError(400) where it cannot be one."""
     if not wire.continue_final_message:
         if wire.add_generation_prompt is False:

@@ -24,7 +24,7 @@ from lightning_rl_proxy.dialects.chat_completions import (
     stops,
     usage,
 )
-from lightning_rl_proxy.dialects.wire.completions import Wire
+from lightning_rl_proxy.dialects.wire.completions import CompletionsWire
 from lightning_rl_proxy.dialects.wire.engine_fields import ENGINE_FIELDS, ENGINE_OFF, unsupported
 from lightning_rl_proxy.dialects.wire.sampling import TokenId
 from lightning_rl_proxy.errors import GatewayError
@@ -55,7 +55,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 def parse(fields: dict[str, Any]) -> Request:
     """See `Dialect`. An absent `max_tokens` means 16, as it does at OpenAI."""
     try:
-        wire = msgspec.convert(fields, Wire)
+        wire = msgspec.convert(fields, CompletionsWire)
     except msgspec.ValidationError as error:
         raise no_request("completion", error) from error
     ignored = TABLES.ignored(fields)

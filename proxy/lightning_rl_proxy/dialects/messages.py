@@ -35,20 +35,20 @@ from lightning_rl_proxy.dialects.wire.messages import (
     Assistant,
     CountWire,
     Document,
-    Image,
+    ImageBlock,
+    MessagesTool,
     MessagesToolChoice,
+    MessagesWire,
     PlainSource,
     RedactedThinking,
     SearchResult,
     System,
     Text,
     Thinking,
-    Tool,
-    ToolResult,
+    ToolResultBlock,
     ToolUse,
     Url,
     User,
-    Wire,
 )
 from lightning_rl_proxy.errors import GatewayError, PromptTooLong
 from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, tool_call
@@ -130,7 +130,7 @@ T = TypeVar("T")
 
 def parse(fields: dict[str, Any]) -> Request:
     """See `Dialect`."""
-    wire = _converted(fields, Wire)
+    wire = _converted(fields, MessagesWire)
     request = _request(fields, wire, wire.max_tokens)
     if not isinstance(wire.messages[-1], Assistant):
         return request
@@ -330,13 +330,13 @@ def _user(contents: Iterable[Sequence[Any]]) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     said: list[dict[str, Any]] = []
     for blocks in contents:
-        results += [_tool_result(block) for block in blocks if isinstance(block, ToolResult)]
-        parts = [_part(block) for block in blocks if not isinstance(block, ToolResult)]
+        results += [_tool_result(block) for block in blocks if isinstance(block, ToolResultBlock)]
+        parts = [_part(block) for block in blocks if not isinstance(block, ToolResultBlock)]
         said += [_BREAK, *parts] if said and parts else parts
     return results + ([{"role": "user", "content": _content(said)}] if said or not results else [])
 
 
-def _tool_result(block: ToolResult) -> dict[str, Any]:
+def _tool_result(block: ToolResultBlock) -> dict[str, Any]:
     """A tool message. Chat formats have no mark for a failed call, so the model is told so in a word."""
     parts = [_part(inner) for inner in _listed(block.content)]
     if block.is_error:
@@ -367,7 +367,7 @@ def _listed(content: str | Sequence[T] | None) -> Sequence[T | Text]:
     return [Text(content)] if isinstance(content, str) else content or []
 
 
-def _part(block: Text | Image | Document | SearchResult) -> dict[str, Any]:
+def _part(block: Text | ImageBlock | Document | SearchResult) -> dict[str, Any]:
     if isinstance(block, Text):
         return _text(block.text)
     if isinstance(block, Document):
@@ -416,7 +416,7 @@ def _tool(where: str, tool: dict[str, Any]) -> dict[str, Any] | None:
         description, properties, required = _CLIENTS_TOOLS[name]
         parameters = {"type": "object", "properties": properties, "required": required}
         tool = {"name": tool.get("name"), "description": description, "input_schema": parameters}
-    known = _converted(tool, Tool, where)
+    known = _converted(tool, MessagesTool, where)
     about = {} if known.description is None else {"description": known.description}
     return {"type": "function", "function": {"name": known.name, **about, "parameters": known.input_schema}}
 

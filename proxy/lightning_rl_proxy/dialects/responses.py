@@ -28,7 +28,7 @@ from lightning_rl_proxy.dialects.base import (
 )
 from lightning_rl_proxy.dialects.chat_completions import PING, stops, token_logprobs
 from lightning_rl_proxy.dialects.wire.engine_fields import ENGINE_FIELDS, ENGINE_OFF, unsupported
-from lightning_rl_proxy.dialects.wire.responses import INCLUDABLE, LOGPROBS, Wire
+from lightning_rl_proxy.dialects.wire.responses import INCLUDABLE, LOGPROBS, ResponsesWire
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, SampledToken
 
@@ -167,7 +167,7 @@ class _Said(msgspec.Struct):
 def parse(fields: dict[str, Any], known: Mapping[str, list[dict[str, Any]]] | None = None) -> Request:
     """See `Dialect`. What is `kept` of the responses `known` by id is where an `item_reference` finds its item."""
     try:
-        wire = msgspec.convert(fields, Wire)
+        wire = msgspec.convert(fields, ResponsesWire)
     except msgspec.ValidationError as error:
         raise _no_request(error) from error
     ignored = TABLES.ignored(fields)
@@ -382,7 +382,7 @@ def instructed(request: Request) -> int:
     return 1 if request.fields.get("instructions") else 0
 
 
-def _messages(wire: Wire, known: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _messages(wire: ResponsesWire, known: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": wire.instructions}] if wire.instructions else []
     if isinstance(wire.input, str):
         return [*messages, {"role": "user", "content": wire.input}]

@@ -42,7 +42,7 @@ _LITELLM_FIELDS = frozenset(
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
-class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class BackendAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One choice. `body` is the service's answer as the agent gets it; ids and logprobs are None where none were told.
 
     `logprobs` are natural logs, one per response id. `ignored_fields` of the request were not handed on.
@@ -60,7 +60,7 @@ class ChatBackend(Protocol):
 
     model: str
 
-    async def complete(self, body: dict[str, Any]) -> ChatAnswer:
+    async def complete(self, body: dict[str, Any]) -> BackendAnswer:
         """The answer to a chat request without `n` and `stream`.
 
         Raises GatewayError, with the service's own status, where it answers with an error; EngineUnavailable where it
@@ -92,7 +92,7 @@ class OpenAIBackend:
         self._asks_for_tokens = True
         self._session: aiohttp.ClientSession | None = None
 
-    async def complete(self, body: dict[str, Any]) -> ChatAnswer:
+    async def complete(self, body: dict[str, Any]) -> BackendAnswer:
         """See `ChatBackend`."""
         plain = body | {"model": self.remote_model}
         if not self._asks_for_tokens:
@@ -163,14 +163,14 @@ class LitellmBackend:
         # Where it is given no key, litellm takes one of the environment, by a name that it knows.
         self._keys = [api_key] if api_key else [value for name, value in os.environ.items() if _KEY_NAME.search(name)]
 
-    async def complete(self, body: dict[str, Any]) -> ChatAnswer:
+    async def complete(self, body: dict[str, Any]) -> BackendAnswer:
         """See `ChatBackend`."""
         fields = {name: value for name, value in body.items() if name in _LITELLM_FIELDS and value is not None}
         # Tools are the agent's; without the second flag they need the package mcp.
         answer = await self._ask("acompletion", fields | {"no-log": True, "_skip_mcp_handler": True})
         ignored = [name for name in body if name not in _LITELLM_FIELDS and name != "model"]
         told = _chat_completion(self._service, answer.model_dump(mode="json"))
-        return ChatAnswer(body=told, ignored_fields=ignored)
+        return BackendAnswer(body=told, ignored_fields=ignored)
 
     async def embed(self, body: dict[str, Any]) -> bytes:
         """See `ChatBackend`."""
@@ -222,7 +222,7 @@ class _ServiceLogprobs(msgspec.Struct):
     content: list[_ServiceLogprob]
 
 
-def _told(body: dict[str, Any], asked: Mapping[str, Any]) -> ChatAnswer:
+def _told(body: dict[str, Any], asked: Mapping[str, Any]) -> BackendAnswer:
     """The answer with what it tells of tokens; what the agent did not ask for is taken out of the body."""
     choice = body["choices"][0]
     prompt_ids = _ids(body.get("prompt_token_ids", choice.get("prompt_token_ids")))
@@ -235,7 +235,7 @@ def _told(body: dict[str, Any], asked: Mapping[str, Any]) -> ChatAnswer:
     if not asked.get("logprobs") and "logprobs" in shown:
         shown["logprobs"] = None
     body = {name: value for name, value in body.items() if name not in dropped} | {"choices": [shown]}
-    return ChatAnswer(body=body, prompt_ids=prompt_ids, response_ids=response_ids, logprobs=logprobs)
+    return BackendAnswer(body=body, prompt_ids=prompt_ids, response_ids=response_ids, logprobs=logprobs)
 
 
 def _ids(value: Any) -> list[int] | None:

@@ -28,7 +28,7 @@ class NoAnswer(EngineUnavailable):
     """The server was not reached, hung up before its answer was whole, or does not speak HTTP."""
 
 
-class Response:
+class HttpResponse:
     """One answer: `status`, and the body whole by `read` or line by line by `lines`."""
 
     def __init__(self, url: str, connection: "_Connection") -> None:
@@ -117,14 +117,14 @@ class Response:
             self._news.set_result(None)
 
 
-class Request:
+class HttpRequest:
     """An answer for as long as somebody waits for it."""
 
     def __init__(self, client: "Client", method: str, path: str, body: bytes) -> None:
         self._asked = client, method, path, body
-        self._response: Response | None = None
+        self._response: HttpResponse | None = None
 
-    async def __aenter__(self) -> Response:
+    async def __aenter__(self) -> HttpResponse:
         client, method, path, body = self._asked
         url = client.url + path
         connection = await client.connection(url)
@@ -167,13 +167,13 @@ class Client:
         self._waiting: deque[asyncio.Future[None]] = deque()  # for a connection
         self._sweeping: asyncio.TimerHandle | None = None
 
-    def get(self, path: str) -> Request:
-        """Ask for what is at `path`: a context whose value is the `Response`. Entering it raises NoAnswer."""
-        return Request(self, "GET", path, b"")
+    def get(self, path: str) -> HttpRequest:
+        """Ask for what is at `path`: a context whose value is the `HttpResponse`. Entering it raises NoAnswer."""
+        return HttpRequest(self, "GET", path, b"")
 
-    def post(self, path: str, body: bytes) -> Request:
+    def post(self, path: str, body: bytes) -> HttpRequest:
         """Send JSON, as `get` does."""
-        return Request(self, "POST", path, body)
+        return HttpRequest(self, "POST", path, body)
 
     async def close(self) -> None:
         """Close every connection."""
@@ -265,13 +265,13 @@ class _Connection(asyncio.Protocol):
         self._loop = loop
         self._transport: asyncio.Transport | None = None
         self._parser: Any = httptools.HttpResponseParser(self)
-        self._response: Response | None = None
+        self._response: HttpResponse | None = None
         self._framed = False  # whether the answer says where it ends, other than by the end of the connection
         self._held = False
 
-    def ask(self, url: str, head: bytes, body: bytes) -> Response:
+    def ask(self, url: str, head: bytes, body: bytes) -> HttpResponse:
         """Send a request; its answer is still to come."""
-        response = self._response = Response(url, self)
+        response = self._response = HttpResponse(url, self)
         if self._transport is None:
             response.end(NoAnswer(f"engine {url} hung up"))
         else:

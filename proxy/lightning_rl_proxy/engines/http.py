@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
-from lightning_rl_proxy.engines.client import Client, NoAnswer, Request, Response
+from lightning_rl_proxy.engines.client import Client, HttpRequest, HttpResponse, NoAnswer
 from lightning_rl_proxy.errors import PromptTooLong
 
 # How the embedded engine, vLLM and SGLang (before and after it has queued it) say that a prompt does not fit.
@@ -49,7 +49,7 @@ class EngineConnection:
         self.url = self._client.url
 
     def post(self, path: str, body: Any) -> "_Taken":
-        """The answer to `body`: a context whose value is the `Response`, if the server takes it. Entering it raises
+        """The answer to `body`: a context whose value is the `HttpResponse`, if the server takes it. Entering it raises
         EngineUnavailable, EngineRefused or PromptTooLong."""
         return _Taken(self._client, "POST", path, msgspec.json.encode(body))
 
@@ -86,10 +86,10 @@ class EngineConnection:
         await self._client.close()
 
 
-class _Taken(Request):
+class _Taken(HttpRequest):
     """A request that the server does not refuse."""
 
-    async def __aenter__(self) -> Response:
+    async def __aenter__(self) -> HttpResponse:
         response = await super().__aenter__()
         if response.status == 200:
             return response
@@ -99,12 +99,12 @@ class _Taken(Request):
             response.close()
 
 
-async def _answer(request: Request) -> tuple[int, bytes]:
+async def _answer(request: HttpRequest) -> tuple[int, bytes]:
     async with request as response:
         return response.status, await response.read()
 
 
-async def events(response: Response) -> AsyncIterator[bytes]:
+async def events(response: HttpResponse) -> AsyncIterator[bytes]:
     """The data of a stream's events, up to its end. Raises NoAnswer where it is cut off."""
     async for line in response.lines():
         data = line.removeprefix(b"data:").strip()

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, EngineUnavailable, Load
-from lightning_rl_proxy.engines.client import Response
+from lightning_rl_proxy.engines.client import HttpResponse
 from lightning_rl_proxy.engines.http import EngineConnection, Problem, events, refusal
 from lightning_rl_proxy.engines.sglang_probe import GENERATE, NAME, READY, Abilities
 from lightning_rl_proxy.engines.token_labels import Labelled, Labels, is_biased, known
@@ -252,7 +252,7 @@ class SGLangEngine:
                     yield self._finish(meta.finish_reason, answer.output_ids, meta, sampled)
                     return
 
-    async def _answers(self, response: Response, *, stream: bool) -> AsyncIterator[tuple[_SglangGenerated, _Meta]]:
+    async def _answers(self, response: HttpResponse, *, stream: bool) -> AsyncIterator[tuple[_SglangGenerated, _Meta]]:
         """The answers in a response: those of a stream's events, or the one that it is. Raises what they refuse."""
         async for data in events(response) if stream else _whole(response):
             answer = _decoded(response.url, data, _generated)
@@ -301,7 +301,7 @@ def _decoded(url: str, data: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
         raise EngineUnavailable(f"{url} does not answer as {NAME} does ({error}): {data[:200]!r}") from error
 
 
-async def _whole(response: Response) -> AsyncIterator[bytes]:
+async def _whole(response: HttpResponse) -> AsyncIterator[bytes]:
     yield await response.read()
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, EngineUnavailable, Load
-from lightning_rl_proxy.engines.client import Response
+from lightning_rl_proxy.engines.client import HttpResponse
 from lightning_rl_proxy.engines.http import EngineConnection, Problem, events, refusal
 from lightning_rl_proxy.engines.probe import GENERATE, MODELS, LogprobsMode
 from lightning_rl_proxy.engines.token_labels import Labelled, Labels, is_biased, known
@@ -71,7 +71,7 @@ class _VllmGenerated(msgspec.Struct):
     error: Problem | None = None
 
 
-class _Model(msgspec.Struct):
+class _ListedModel(msgspec.Struct):
     id: str = ""
     policy_version: int | None = None
     max_num_seqs: int | None = None
@@ -79,7 +79,7 @@ class _Model(msgspec.Struct):
 
 
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    data: list[_ListedModel]
 
 
 class _WeightInfo(msgspec.Struct):
@@ -319,7 +319,7 @@ class TokenEngine:
         return EngineFinish(choice.finish_reason or "abort", stop, versions)
 
 
-async def _choices(response: Response) -> AsyncIterator[tuple[_VllmGenerated, _VllmChoice]]:
+async def _choices(response: HttpResponse) -> AsyncIterator[tuple[_VllmGenerated, _VllmChoice]]:
     """The choices of a stream's events, each with its event."""
     async for data in events(response):
         event = _decoder.decode(data)

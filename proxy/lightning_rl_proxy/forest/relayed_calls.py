@@ -14,7 +14,7 @@ from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call
 from lightning_rl_proxy.address import Address
 from lightning_rl_proxy.dialects.base import NamedTool, Request
-from lightning_rl_proxy.engines.chat_backend import ChatAnswer
+from lightning_rl_proxy.engines.chat_backend import BackendAnswer
 from lightning_rl_proxy.forest.nodes import Place
 from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer
 from lightning_rl_proxy.sampling import REPLACED
@@ -69,7 +69,7 @@ def body_of(fields: Mapping[str, Any], algorithm: Mapping[str, float | int], ind
     return body
 
 
-def answer_of(answer: ChatAnswer) -> ParsedAnswer:
+def answer_of(answer: BackendAnswer) -> ParsedAnswer:
     """A service's answer in internal form."""
     choice = answer.body["choices"][0]
     message = choice["message"]
@@ -88,7 +88,7 @@ def answer_of(answer: ChatAnswer) -> ParsedAnswer:
     )
 
 
-def prompt_tokens(answer: ChatAnswer) -> int:
+def prompt_tokens(answer: BackendAnswer) -> int:
     """How long the prompt was, as far as the service tells."""
     usage = answer.body.get("usage")
     return (usage.get("prompt_tokens") or 0) if isinstance(usage, dict) else len(answer.prompt_ids or ())
@@ -106,7 +106,7 @@ def deltas(answer: ParsedAnswer, *, tokens: bool = False) -> Iterator[Delta]:
         yield Delta(kind="tool_call", tool_call=call, tool_index=index)
 
 
-def placed(place: Place, answer: ChatAnswer, request: Request) -> Place:
+def placed(place: Place, answer: BackendAnswer, request: Request) -> Place:
     """Where the answer's call is, now that its prompt may be known."""
     return place if answer.prompt_ids is None else place.with_prompt(answer.prompt_ids, request.messages)
 
@@ -122,7 +122,7 @@ class CallIdentity(NamedTuple):
 
 
 def call_of(
-    answer: ChatAnswer,
+    answer: BackendAnswer,
     place: Place,
     sent: dict[str, Any],
     identity: CallIdentity,
@@ -153,7 +153,7 @@ def call_of(
     )
 
 
-def told_again(call: Call, said: Mapping[str, Any]) -> ChatAnswer:
+def told_again(call: Call, said: Mapping[str, Any]) -> BackendAnswer:
     """The answer of a recorded call, `said` the attributes of its span: what the service said, under an id of ours."""
     message = said[semconv.OUTPUT_MESSAGES][0]
     counts = {"prompt_tokens": said.get(semconv.INPUT_TOKENS), "completion_tokens": said.get(semconv.OUTPUT_TOKENS)}
@@ -167,11 +167,11 @@ def told_again(call: Call, said: Mapping[str, Any]) -> ChatAnswer:
     }
     if usage:
         body["usage"] = usage | {"total_tokens": sum(usage.values())}
-    return ChatAnswer(body=body)
+    return BackendAnswer(body=body)
 
 
 def attributes(
-    answer: ChatAnswer, place: Place, request: Request, dialect: str, sent: dict[str, Any]
+    answer: BackendAnswer, place: Place, request: Request, dialect: str, sent: dict[str, Any]
 ) -> dict[str, Any]:
     """What the span says beside the call."""
     usage = answer.body.get("usage")
@@ -192,13 +192,13 @@ def attributes(
     return more | place.attributes()
 
 
-def message_of(answer: ChatAnswer) -> dict[str, Any]:
+def message_of(answer: BackendAnswer) -> dict[str, Any]:
     """The assistant's message."""
     message: dict[str, Any] = answer.body["choices"][0]["message"]
     return {"role": "assistant"} | message
 
 
-def reasoned(answer: ChatAnswer) -> bool:
+def reasoned(answer: BackendAnswer) -> bool:
     """Whether the service told of reasoning before the answer."""
     message = message_of(answer)
     return bool(message.get("reasoning_content") or message.get("reasoning"))

@@ -27,7 +27,7 @@ from lightning_rl_adapters.tool_schemas import tools_span
 from lightning_rl_proxy.dialects import chat_completions, responses
 from lightning_rl_proxy.dialects.base import Dialect, Events, NamedTool, Opening, Request, must_call
 from lightning_rl_proxy.engines.base import Engine, EngineTokens
-from lightning_rl_proxy.engines.chat_backend import ChatAnswer
+from lightning_rl_proxy.engines.chat_backend import BackendAnswer
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.forest import message_fingerprint, relayed_calls
 from lightning_rl_proxy.forest.incremental_decode import DecodedBody
@@ -370,7 +370,9 @@ class CallHandler:
             stream.stop(index, answer)
         return stream.end(answers)
 
-    async def _ask(self, context: CallContext, by_messages: Place, number: int, index: int, call_id: str) -> ChatAnswer:
+    async def _ask(
+        self, context: CallContext, by_messages: Place, number: int, index: int, call_id: str
+    ) -> BackendAnswer:
         attempt, request, model = context.attempt, context.request, context.model
         fields = request.fields if context.dialect is chat_completions else relayed_calls.fields_of(request)
         # What an attempt publishes is about its policy: a judge beside it keeps the temperature that it was given.

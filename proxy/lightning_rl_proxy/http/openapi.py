@@ -18,8 +18,8 @@ from lightning_rl_proxy.dialects.wire.common import (
     SCHEMAS,
     AnthropicError,
     EmbeddingsRequest,
-    Model,
-    Models,
+    ModelInfo,
+    ModelList,
     OpenAIError,
 )
 from lightning_rl_proxy.dialects.wire.completions import CompletionsRequest, TextCompletion
@@ -77,8 +77,8 @@ _OPERATIONS = (
     _Operation(
         "embeddings", "post", "/embeddings", "Embeddings, of a chat backend that has some", None, EmbeddingsRequest
     ),
-    _Operation("models", "get", "/models", "The models that are served", Models),
-    _Operation("model", "get", "/models/{model}", "One of the models", Model),
+    _Operation("models", "get", "/models", "The models that are served", ModelList),
+    _Operation("model", "get", "/models/{model}", "One of the models", ModelInfo),
 )  # fmt: skip
 _IDS = {"type": "string", "pattern": f"^{ID_PATTERN}$"}
 _EVENT = {

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from lightning_rl_adapters.call import VersionRange
 from lightning_rl_proxy.engines.base import Engine, EngineFinish, EngineTokens, EngineUnavailable
-from lightning_rl_proxy.engines.chat_backend import ChatAnswer, ChatBackend
+from lightning_rl_proxy.engines.chat_backend import BackendAnswer, ChatBackend
 from lightning_rl_proxy.errors import UnknownModel
 from lightning_rl_proxy.rendering.images import Shown
 from lightning_rl_proxy.routing.engine_health import EngineHealth
@@ -239,7 +239,7 @@ class Router:
             self._asked[model] -= 1
             self.capacity_freed()
 
-    async def complete(self, model: str, body: dict[str, Any]) -> ChatAnswer:
+    async def complete(self, model: str, body: dict[str, Any]) -> BackendAnswer:
         """One choice of a chat backend. Waits while the model is paused. Raises as `generate` does."""
         await self._not_paused(model)
         pool = self._backends[model]

@@ -20,7 +20,7 @@ from lightning_rl.cli.rollouts import ADMIN_KEY, KEY_FILE, REPEATS, URL_FILE
 from lightning_rl.control_plane.launch import launch
 from lightning_rl.errors import Explained
 from lightning_rl.files import owned
-from lightning_rl.inspect.rollout_source import Folder, PagedStore, Server, Which, tail
+from lightning_rl.inspect.rollout_source import PagedStore, RolloutFolder, RolloutServer, Which, tail
 from lightning_rl.store.contract import ErrorInfo, Finish, RolloutConfig, RolloutRequest
 from lightning_rl.store.errors import NotAllowed
 from lightning_rl.store.sql import SqlStore
@@ -101,7 +101,7 @@ def test_tail_of_a_folder_tells_each_that_ends_once_old_and_new(tmp_path: Path) 
         for number in range(4):
             record(store, f"old-{number}", [])
         store.enqueue([RolloutRequest(task=1, rollout_id="first"), RolloutRequest(task=2, rollout_id="second")])
-        ended = tail(Folder(tmp_path), Which(), before=2)
+        ended = tail(RolloutFolder(tmp_path), Which(), before=2)
         assert [next(ended).rollout_id, next(ended).rollout_id] == ["old-2", "old-3"]
         one, two = store.claim("worker", limit=2)
         store.finish("second", two.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
@@ -215,7 +215,7 @@ def test_what_a_training_step_asked_for_is_not_retried(server: tuple[str, Path],
 def test_tail_at_a_server_waits_and_misses_none(server: tuple[str, Path], store: PagedStore) -> None:
     store.enqueue([RolloutRequest(task=1, rollout_id="e-0"), RolloutRequest(task=1, rollout_id="e-1", mode="val")])
     with closing(PagedStore(server[0], "admin")) as other:
-        ended = tail(Server(other), Which(mode="train"))
+        ended = tail(RolloutServer(other), Which(mode="train"))
 
         def end_some() -> None:
             time.sleep(0.5)
@@ -234,7 +234,7 @@ def test_a_page_that_was_not_full_is_gone_on_with(
     server: tuple[str, Path], store: PagedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_rl.inspect.rollout_source._PAGE", 3)
-    place = Server(store)
+    place = RolloutServer(store)
     before = len(list(place.arrived()))
     assert before == len(list(store.rollouts()))
     told = []

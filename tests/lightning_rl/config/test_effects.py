@@ -58,7 +58,8 @@ class Story(PPO):
         store: Any = _Store()
         [learner] = self.learners
         learner.models, learner.state, self.store = models, PolicyState(None, "policy"), store
-        learner.run, self._opened = self.state, [learner]
+        learner.run = self.state
+        self.learners.opened.append(learner)
         self._tune_dataset = ["tune"]
 
     def finished(self, requests: Sequence[RolloutRequest], read: Callable[[Any], Any]) -> list[Any]:

@@ -23,7 +23,7 @@ from opentelemetry.trace import SpanKind
 from lightning_rl.agents.emit import emit_message, emit_reward, operation
 from lightning_rl.agents.emitted import Emitted
 from lightning_rl.inspect.explain import explain
-from lightning_rl.runner.delivery import Delivery
+from lightning_rl.runner.delivery import SpanDelivery
 from lightning_rl.runner.outcome import batches
 from lightning_rl.store.contract import Claim, Finish, Reward, RolloutRequest
 from lightning_rl.store.errors import StoreUnwritable
@@ -151,7 +151,7 @@ def test_what_an_agent_emitted_is_kept_once_however_often_it_is_sent(served, cla
     with emitted.collecting(), operation("step", inputs={"a": 1}):
         emit_message("hello")
         emit_reward(0.5, "style")
-    deliver = Delivery(served.url, "runner")
+    deliver = SpanDelivery(served.url, "runner")
     deliver(place(claim)[0], batches(emitted.spans))
     deliver(place(claim)[0], batches(emitted.spans))
     assert sorted(names(served, claim)) == ["lightning_rl.message", "lightning_rl.operation", "lightning_rl.reward"]
@@ -165,7 +165,7 @@ def test_many_spans_are_sent_in_several_requests(served, claim) -> None:
     with emitted.collecting():
         for number in range(1100):
             emit_message(str(number))
-    Delivery(served.url, "runner")(place(claim)[0], batches(emitted.spans))
+    SpanDelivery(served.url, "runner")(place(claim)[0], batches(emitted.spans))
     assert len(names(served, claim)) == 1100
 
 

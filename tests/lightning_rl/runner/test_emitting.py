@@ -15,7 +15,7 @@ import pytest
 
 from lightning_rl.agents.agent import as_agent
 from lightning_rl.agents.emitted import Emitted
-from lightning_rl.runner.delivery import Delivery
+from lightning_rl.runner.delivery import SpanDelivery
 from lightning_rl.runner.executors import InProcess
 from lightning_rl.runner.launch import launch
 from lightning_rl.runner.leases import ActiveClaims
@@ -164,8 +164,8 @@ def emitting(task, llm):
 
 def test_an_export_that_fails_changes_nothing_of_the_rollout(server, caplog) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, answers nothing
-        hangs = Delivery(f"http://127.0.0.1:{silent.getsockname()[1]}", "runner")
-        for deliver in (Delivery("http://127.0.0.1:9", "runner"), hangs, Delivery(server.url, "a wrong key")):
+        hangs = SpanDelivery(f"http://127.0.0.1:{silent.getsockname()[1]}", "runner")
+        for deliver in (SpanDelivery("http://127.0.0.1:9", "runner"), hangs, SpanDelivery(server.url, "a wrong key")):
             caplog.clear()
             with caplog.at_level(logging.WARNING):
                 trace = work(server, emitting, deliver)
@@ -205,7 +205,7 @@ def test_rewards_that_are_posted_again_count_once(server, monkeypatch) -> None:
 def test_an_agents_own_environment_leads_spans_nowhere_else(server, monkeypatch, variable) -> None:
     monkeypatch.setenv(variable, "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer theirs")
-    assert [span.name for span in work(server, emitting, Delivery(server.url, "runner")).spans] == [
+    assert [span.name for span in work(server, emitting, SpanDelivery(server.url, "runner")).spans] == [
         "lightning_rl.message", "lightning_rl.reward",
     ]  # fmt: skip
 

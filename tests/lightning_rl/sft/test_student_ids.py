@@ -8,7 +8,7 @@ import pytest
 
 from lightning_rl.sft import traces
 from lightning_rl.sft.student_ids import StudentFormat, Written
-from lightning_rl.sft.traces import Trace
+from lightning_rl.sft.traces import CallTrace
 from lightning_rl_adapters import forest, triplet
 from lightning_rl_proxy.rendering.answers import NotWritten, answer_ids
 from lightning_rl_proxy.rendering.base import Renderer
@@ -38,7 +38,7 @@ def renderer(request: pytest.FixtureRequest) -> Renderer:
     return load_renderer(CHECKPOINT, request.param, "student")
 
 
-def trace(tmp_path: Path, records: list[dict[str, Any]]) -> Trace:
+def trace(tmp_path: Path, records: list[dict[str, Any]]) -> CallTrace:
     [found], _ = traces.read([write(tmp_path / "calls.jsonl", records)])
     return found
 

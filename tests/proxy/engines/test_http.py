@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
-from lightning_rl_proxy.engines.client import Response
+from lightning_rl_proxy.engines.client import HttpResponse
 from lightning_rl_proxy.engines.http import EngineConnection, events, refusal
 from lightning_rl_proxy.errors import PromptTooLong
 
@@ -25,7 +25,7 @@ def test_events_are_whole_wherever_their_bytes_are_cut(data: list[str], cuts: li
     places = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
 
     async def read() -> list[bytes]:
-        response = Response("http://h:1/x", Mock())
+        response = HttpResponse("http://h:1/x", Mock())
 
         async def feed() -> None:
             for start, end in itertools.pairwise(places):

@@ -37,7 +37,7 @@ class ResponseFormat(msgspec.Struct):
     json_schema: JsonSchema | None = None
 
 
-class Wire(SamplingWire, kw_only=True):
+class ChatCompletionsWire(SamplingWire, kw_only=True):
     """The honoured fields, as OpenAI types them; `top_k`, `chat_template_kwargs` and the like are vLLM's extensions."""
 
     model: str
@@ -83,7 +83,7 @@ class CalledFunction(msgspec.Struct):
     arguments: str
 
 
-class ToolCall(msgspec.Struct, kw_only=True):
+class ChatToolCall(msgspec.Struct, kw_only=True):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -93,7 +93,7 @@ class ChatMessage(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[str | TextPart | RefusalPart | ImagePart] | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ChatToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -110,7 +110,7 @@ class ChatTool(msgspec.Struct):
     function: FunctionSchema
 
 
-class ChatCompletionsRequest(Wire, kw_only=True):
+class ChatCompletionsRequest(ChatCompletionsWire, kw_only=True):
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]  # type: ignore[assignment]
     tools: list[ChatTool] | None = None  # type: ignore[assignment]
 
@@ -129,7 +129,7 @@ class ChatAnswer(msgspec.Struct):
     role: Literal["assistant"]
     content: str | None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ChatToolCall] | None = None
 
 
 class ChatChoice(msgspec.Struct):

@@ -42,7 +42,7 @@ class AnthropicError(msgspec.Struct):
     error: AnthropicErrorDetail
 
 
-class Model(msgspec.Struct):
+class ModelInfo(msgspec.Struct):
     id: str
     object: Literal["model"]
     type: Literal["model"]
@@ -52,9 +52,9 @@ class Model(msgspec.Struct):
     created_at: str
 
 
-class Models(msgspec.Struct):
+class ModelList(msgspec.Struct):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelInfo]
     has_more: bool
 
 

@@ -8,7 +8,7 @@ from lightning_rl_proxy.dialects.wire.common import OpenAIUsage
 from lightning_rl_proxy.dialects.wire.sampling import Count, SamplingWire
 
 
-class Wire(SamplingWire, kw_only=True):
+class CompletionsWire(SamplingWire, kw_only=True):
     """The honoured fields, as OpenAI types them; `top_k` and the like are vLLM's extensions."""
 
     model: str
@@ -41,7 +41,7 @@ _Prompt = Annotated[
 ]
 
 
-class CompletionsRequest(Wire, kw_only=True):
+class CompletionsRequest(CompletionsWire, kw_only=True):
     prompt: _Prompt
 
 

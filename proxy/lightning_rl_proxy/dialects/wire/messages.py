@@ -20,7 +20,7 @@ class Url(msgspec.Struct, tag="url"):
     url: str
 
 
-class Image(msgspec.Struct, tag="image"):
+class ImageBlock(msgspec.Struct, tag="image"):
     source: Base64 | Url
 
 
@@ -58,14 +58,14 @@ class ToolUse(msgspec.Struct, tag="tool_use"):
     input: dict[str, Any]
 
 
-class ToolResult(msgspec.Struct, tag="tool_result"):
+class ToolResultBlock(msgspec.Struct, tag="tool_result"):
     tool_use_id: str
-    content: str | list[Text | Image | Document | SearchResult] | None = None
+    content: str | list[Text | ImageBlock | Document | SearchResult] | None = None
     is_error: bool | None = None
 
 
 class User(msgspec.Struct, tag_field="role", tag="user"):
-    content: str | list[Text | Image | ToolResult | Document | SearchResult]
+    content: str | list[Text | ImageBlock | ToolResultBlock | Document | SearchResult]
 
 
 class Assistant(msgspec.Struct, tag_field="role", tag="assistant"):
@@ -76,7 +76,7 @@ class System(msgspec.Struct, tag_field="role", tag="system"):
     content: str | list[Text]
 
 
-class Tool(msgspec.Struct):
+class MessagesTool(msgspec.Struct):
     name: Annotated[str, msgspec.Meta(min_length=1)]
     input_schema: dict[str, Any]
     description: str | None = None
@@ -110,7 +110,7 @@ class CountWire(SamplingWire, kw_only=True):
     output_format: Format | None = None
 
 
-class Wire(CountWire, kw_only=True):
+class MessagesWire(CountWire, kw_only=True):
     """The honoured fields."""
 
     max_tokens: Count
@@ -129,7 +129,7 @@ class CountTokensRequest(CountWire, kw_only=True):
     tools: list[CustomTool] | None = None  # type: ignore[assignment]
 
 
-class MessagesRequest(Wire, kw_only=True):
+class MessagesRequest(MessagesWire, kw_only=True):
     tools: list[CustomTool] | None = None  # type: ignore[assignment]
 
 

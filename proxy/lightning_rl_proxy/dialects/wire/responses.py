@@ -17,7 +17,7 @@ INCLUDABLE = (
 )  # fmt: skip
 
 
-class Wire(SamplingWire, kw_only=True):
+class ResponsesWire(SamplingWire, kw_only=True):
     """Fields that are honoured or repeated, as OpenAI types them; `top_k` and the like are vLLM's extensions."""
 
     model: str
@@ -105,7 +105,7 @@ class TextCallOutput(msgspec.Struct, kw_only=True):
     output: _Content
 
 
-class Tool(msgspec.Struct):
+class ResponsesTool(msgspec.Struct):
     """A function, or a tool of another type (`custom`, `local_shell`, `apply_patch`; others are left out)."""
 
     type: str
@@ -163,9 +163,9 @@ _Items = Annotated[
 _Includable = Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(INCLUDABLE)})]
 
 
-class ResponsesRequest(Wire, kw_only=True):
+class ResponsesRequest(ResponsesWire, kw_only=True):
     input: str | _Items | None = None
-    tools: list[Tool] | None = None
+    tools: list[ResponsesTool] | None = None
     text: TextConfig | None = None  # type: ignore[assignment]
     include: list[_Includable] | None = None
 
