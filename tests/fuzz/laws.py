@@ -39,7 +39,7 @@ SCHEMAS = {
     "/v1/responses": ("Response", "OpenAIError"),
     "/v1/messages": ("Message", "AnthropicError"),
     "/v1/messages/count_tokens": ("InputTokens", "AnthropicError"),
-    "/v1/models": ("Models", "OpenAIError"),
+    "/v1/models": ("ModelList", "OpenAIError"),
 }
 
 

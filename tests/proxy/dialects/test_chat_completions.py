@@ -68,7 +68,9 @@ def test_a_field_is_honoured(fields: dict[str, Any], read: Callable[[Any], bool]
     assert read(chat_completions.parse(asked(**fields)))
 
 
-@pytest.mark.parametrize("name", sorted(set(chat_completions.Wire.__struct_fields__) - {"model", "messages"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(chat_completions.ChatCompletionsWire.__struct_fields__) - {"model", "messages"})
+)
 def test_null_means_not_given(name: str) -> None:
     assert chat_completions.parse(asked(**{name: None})) == chat_completions.parse(asked()).__replace__(
         fields=asked(**{name: None})
@@ -77,7 +79,7 @@ def test_null_means_not_given(name: str) -> None:
 
 def test_every_honoured_field_is_read() -> None:
     tables = chat_completions.TABLES
-    assert tables.honoured | set(tables.relaxed) == set(chat_completions.Wire.__struct_fields__)
+    assert tables.honoured | set(tables.relaxed) == set(chat_completions.ChatCompletionsWire.__struct_fields__)
 
 
 @pytest.mark.parametrize(

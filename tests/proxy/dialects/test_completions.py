@@ -64,7 +64,7 @@ def test_what_cannot_be_honoured_is_named(fields: dict[str, Any], param: str) ->
 
 
 def test_every_honoured_field_is_read() -> None:
-    assert completions.TABLES.honoured == set(completions.Wire.__struct_fields__)
+    assert completions.TABLES.honoured == set(completions.CompletionsWire.__struct_fields__)
 
 
 def test_an_absent_limit_means_what_it_means_at_openai() -> None:

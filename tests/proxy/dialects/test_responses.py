@@ -212,7 +212,7 @@ def test_a_field_is_honoured(fields: dict[str, Any], read: Callable[[Any], bool]
 
 def test_every_honoured_field_is_read_and_every_field_is_in_one_table() -> None:
     tables = [responses.TABLES.honoured, responses.TABLES.hints, frozenset(responses.TABLES.off)]
-    read = set(responses.Wire.__struct_fields__)
+    read = set(responses.ResponsesWire.__struct_fields__)
     assert responses.TABLES.honoured <= read <= responses.TABLES.honoured | responses.TABLES.hints
     assert sum(map(len, tables)) == len(frozenset.union(*tables))
 
@@ -300,7 +300,7 @@ def test_what_cannot_be_honoured_is_refused_and_named(fields: dict[str, Any], pa
 
 @given(
     st.dictionaries(
-        st.sampled_from(sorted({*responses.Wire.__struct_fields__, *responses.TABLES.off} - {"model"})),
+        st.sampled_from(sorted({*responses.ResponsesWire.__struct_fields__, *responses.TABLES.off} - {"model"})),
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.text(max_size=3),
             lambda inner: (
