@@ -87,7 +87,7 @@ def policies_of(config: Config) -> list[RunPolicy]:
 def base_of_adapter(config: Config) -> tuple[Any, ...] | None:
     """What is equal for policies whose adapters are over the same weights; None: it has no adapter."""
     model = config.actor_rollout_ref.model
-    return (model.path, repr(model.override_config)) if model.lora_rank else None
+    return (model.path, repr(model.override_config), model.load_in_4bit) if model.lora_rank else None
 
 
 def engine_of_adapters(config: Config) -> tuple[Any, ...] | None:

@@ -142,6 +142,13 @@ class Model(Section, frozen=True):
     lora_adapter_path: Annotated[
         str | None, effect("a `peft` folder whose adapter training begins with; null: one that changes nothing")
     ] = None
+    load_in_4bit: Annotated[
+        bool,
+        effect(
+            "under an adapter: the trainer holds linear layers in 4 bits (QLoRA, NF4 of `bitsandbytes`); "
+            "engines and exported models have the same numbers whole; in one process"
+        ),
+    ] = False
     lora_export: Annotated[
         Literal["merged", "adapter"],
         effect("the final model: a whole one with the adapter in its weights, or the adapter alone"),

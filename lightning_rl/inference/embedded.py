@@ -1,7 +1,7 @@
 """A model from disk with the engine that samples it: what an algorithm opens to have a policy on this machine."""
 
-import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from lightning_rl.inference.adapters import shareable
 from lightning_rl.inference.engine import EmbeddedEngine
 from lightning_rl.inference.load import device_of, load_model, located, skeleton
 from lightning_rl.inference.server import EngineServer
+from lightning_rl.inference.weights.four_bit import plain_copy
 from lightning_rl.inference.weights.stream import WeightStream
 from lightning_rl.vision import vision_of
 
@@ -26,6 +27,7 @@ class EmbeddedPolicy:
         dtype: the number format in which the engine computes logits; logprobs are float32 in any.
         train_dtype: that of `model`, where it is trained; None: the engine's.
         max_num_seqs, max_model_len, expected_len, threads: as in `EmbeddedEngine`.
+        load_in_4bit: `model` has the weights of its linear layers in 4 bits; the engine computes with the same numbers.
         elsewhere: others have the weights that are trained, and `model` has none.
         beside: policies of adapters over the same weights, made before this one: where the model can be sampled with
             several adapters at once, this one is sampled by their engine. None: nobody else may be.
@@ -52,12 +54,13 @@ class EmbeddedPolicy:
         expected_len: int = 0,
         threads: int | None = None,
         attention: str | None = None,
+        load_in_4bit: bool = False,
         elsewhere: bool = False,
         beside: "Sequence[EmbeddedPolicy] | None" = None,
     ) -> None:
         self.folder, self.name = located(path)
         held = (train_dtype if trained else None) or dtype
-        own: Any = load_model(weights or self.folder, held, device_of(device), attention)
+        own: Any = load_model(weights or self.folder, held, device_of(device), attention, load_in_4bit=load_in_4bit)
         self.model: Any = skeleton(weights or self.folder, held, attention=attention) if elsewhere else own
         self.vision = vision_of(self.folder, self.model)
         shares = beside is not None and self.vision is None and shareable(own)
@@ -65,7 +68,7 @@ class EmbeddedPolicy:
             self.engine: EmbeddedEngine = beside[0].engine
         else:
             self.engine = EmbeddedEngine(
-                copy.deepcopy(own).to(dtype) if trained and not elsewhere else own.to(dtype),
+                plain_copy(own).to(dtype) if load_in_4bit or (trained and not elsewhere) else own.to(dtype),
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
                 expected_len=expected_len,
@@ -124,10 +127,11 @@ class Unsampled(EmbeddedPolicy):
         device: str,
         dtype: torch.dtype,
         attention: str | None,
+        load_in_4bit: bool = False,
         elsewhere: bool = False,
     ) -> None:
         self.folder, self.name = located(path)
-        make = skeleton if elsewhere else load_model
+        make = skeleton if elsewhere else partial(load_model, load_in_4bit=load_in_4bit)
         self.model = make(weights or self.folder, dtype, device_of(device), attention)
         self.vision = vision_of(self.folder, self.model)
 

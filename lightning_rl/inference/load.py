@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from lightning_rl import tutorial
 from lightning_rl.errors import Explained
+from lightning_rl.inference.weights import four_bit
 from lightning_rl.inference.weights.stream import distinct, files_of
 
 _OLD_NAMES = {"rope_theta", "rope_scaling"}  # of what `rope_parameters` holds, which `transformers` still takes
@@ -196,9 +197,11 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     attention: str | None = None,
+    *,
+    load_in_4bit: bool = False,
 ) -> nn.Module:
     """The causal LM at `path` (a folder or a model id), on `device`, ready to be sampled from; with its vision tower,
-    if it has one. `attention`: see `attention_of`."""
+    if it has one. `attention`: see `attention_of`; `load_in_4bit`: see `four_bit.quantize`."""
     transformers.utils.logging.disable_progress_bar()  # it would break up the progress line of the run
     implementation = attention_of(AutoConfig.from_pretrained(path), attention)
     try:
@@ -210,5 +213,7 @@ def load_model(
             f"the model {path} cannot be loaded with actor_rollout_ref.model.attn_implementation={attention} "
             f"({error}); leave it null"
         ) from error
+    if load_in_4bit:
+        four_bit.quantize(model, torch.device(device))
     ready: nn.Module = model.to(device).eval()
     return ready

@@ -51,6 +51,7 @@ class SGLangPolicy:
         device: of `model`: cpu, cuda, or auto.
         train_dtype: of `model`, and of what the servers are sent.
         tolerance: how far log probabilities of server and model may be apart.
+        load_in_4bit: `model` has the weights of its linear layers in 4 bits; servers get them whole.
         elsewhere: others have the weights that are trained, and `model` has none.
 
     `name` is what the gateway calls it, `folder` holds its tokenizer, `model` is the one that is trained. `score` is
@@ -71,10 +72,11 @@ class SGLangPolicy:
         train_dtype: torch.dtype = torch.float32,
         tolerance: Tolerance = FLOAT32,
         attention: str | None = None,
+        load_in_4bit: bool = False,
         elsewhere: bool = False,
     ) -> None:
         self.folder, self.name = located(path)
-        make = skeleton if elsewhere else load_model
+        make = skeleton if elsewhere else bind(load_model, load_in_4bit=load_in_4bit)
         model: Any = make(weights or self.folder, train_dtype, device_of(device), attention)
         self.model = model
         self.score: LogProbs | None = None if elsewhere else bind(log_probs_of, model)

@@ -75,8 +75,9 @@ class MemoryPlanner:
         ours = config.actor_rollout_ref
         held = FORMATS[ours.actor.fsdp_config.model_dtype].itemsize
         low_bit = ours.actor.optim.optimizer_impl.startswith("torchao.")
-        each = held if ours.model.lora_rank else 2 * held + (1 if low_bit else 2 * held)
-        return self._parameters * each // config.trainer.workers if "Adam" in ours.actor.optim.optimizer else 0
+        frozen = 0.5 if ours.model.load_in_4bit else held
+        each = frozen if ours.model.lora_rank else 2 * held + (1 if low_bit else 2 * held)
+        return int(self._parameters * each) // config.trainer.workers if "Adam" in ours.actor.optim.optimizer else 0
 
     def _tidied(self, changes: Keys) -> Keys:
         """Without those that turn out not to be needed, the dearest first."""
@@ -108,6 +109,9 @@ class MemoryPlanner:
             yield from shares if shares_gpu else []
         yield {f"{_ACTOR}fsdp_config.param_offload": True}
         yield from shares if shares_gpu else []
+        if ours.model.lora_rank and config.trainer.workers == 1:
+            yield {f"{_MODEL}load_in_4bit": True}
+            yield from shares if shares_gpu else []
 
 
 def advice(config: Config) -> str:

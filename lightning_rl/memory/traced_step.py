@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_rl.config.schema import Config, Fsdp, Optim
 from lightning_rl.inference.load import attention_of
 from lightning_rl.memory.live_bytes import LiveBytes
+from lightning_rl.memory.traced_4bit import hold_in_4bit
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.estimators import needs_critic
 from lightning_rl.ppo.local_workers import FORMATS, LocalWorkers, roles_of
@@ -177,6 +178,8 @@ def _traced(config: Config, model: Any, lengths: tuple[int, int], on_gpu: bool) 
         live = stack.enter_context(LiveBytes(vocabulary))
         policy = _made(config, model, FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype])
         parameters = sum(parameter.numel() for parameter in policy.parameters())
+        if config.actor_rollout_ref.model.load_in_4bit:
+            hold_in_4bit(policy)
         with_critic = needs_critic(config, resolved_config.rules(config, None, None).estimator)
         roles = roles_of(config, with_critic=with_critic)
         workers = _TracedWorkers(_with_traceable_optimizers(config, on_gpu), policy, roles, model)

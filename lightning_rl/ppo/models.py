@@ -21,6 +21,7 @@ from lightning_rl.inference.embedded import EmbeddedPolicy, Unsampled
 from lightning_rl.inference.load import ModelConfigRefused, device_of, load_model, located, with_config
 from lightning_rl.inference.sglang import SGLangPolicy
 from lightning_rl.inference.vllm.policy import VllmPolicy
+from lightning_rl.inference.weights import four_bit
 from lightning_rl.inference.weights.stream import WeightStream, stream_of_files
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.cards import Cards
@@ -93,7 +94,7 @@ class Models:
         self.policy: AnyPolicy = _policy(config, run_dir, self._resumed, self.cards, sampled=sampled, shared=shared)
         template = config.actor_rollout_ref.model.chat_template
         self.tokenizer = with_template(self.policy.folder, template, run_dir / "tokenizer")
-        parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
+        parameters = four_bit.count(self.policy.model)
         self.learning_rate_by_size = config.actor_rollout_ref.actor.optim.lr is None
         self.config = config = resolved_config.with_learning_rate(config, parameters)
         self._crew: RayWorkers | None = None
@@ -304,6 +305,7 @@ def _policy(
             device=_device(config, cards),
             dtype=FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype],
             attention=config.actor_rollout_ref.model.attn_implementation,
+            load_in_4bit=config.actor_rollout_ref.model.load_in_4bit,
             elsewhere=config.trainer.workers > 1,
         )
     if name is not None:
@@ -348,6 +350,7 @@ def _sampled(
             expected_len=config.data.max_tokens,
             threads=rollout.num_threads,
             attention=model.attn_implementation,
+            load_in_4bit=model.load_in_4bit,
             elsewhere=config.trainer.workers > 1,
             beside=_of_kind(EmbeddedPolicy, shared),
         )
@@ -358,6 +361,7 @@ def _sampled(
         "train_dtype": held,
         "tolerance": resolved_config.sampler_tolerance(config),
         "attention": model.attn_implementation,
+        "load_in_4bit": model.load_in_4bit,
         "elsewhere": config.trainer.workers > 1,
     }
     if rollout.name == "sglang":
@@ -371,8 +375,9 @@ def _sampled(
     if shared is not None and not policy.takes_adapter and (urls or options.device == "cuda"):
         raise ConfigError(
             "policies with adapters over one model would share vLLM's servers, and this model cannot be sampled with "
-            "several at once: it reads images, has experts that are modules of their own, or vLLM sleeps on the GPU of "
-            "the trainer; give each policy actor_rollout_ref.rollout.devices, or server_urls, of its own"
+            "several at once: it reads images, has experts that are modules of their own, is held in 4 bits "
+            "(load_in_4bit), or vLLM sleeps on the GPU of the trainer; give each policy "
+            "actor_rollout_ref.rollout.devices, or server_urls, of its own"
         )
     return policy
 

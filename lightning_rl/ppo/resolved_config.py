@@ -131,6 +131,7 @@ def check(config: Config, estimator: Estimator | OutcomeEstimator) -> None:
             raise ConfigError(f"{key}: {error}") from error
     _check_engine(config)
     _check_schedule(config)
+    _check_4bit(config)
     if trainer.workers > 1:
         _check_workers(config)
     chat_template_kwargs(config)
@@ -144,6 +145,22 @@ def check(config: Config, estimator: Estimator | OutcomeEstimator) -> None:
         raise ConfigError("trainer.critic_warmup has no critic to warm up: set algorithm.adv_estimator=gae, or 0")
     if trainer.early_stopping.patience is not None and trainer.test_freq < 1:
         raise ConfigError("trainer.early_stopping.patience counts measurements: set trainer.test_freq to make some")
+
+
+def _check_4bit(config: Config) -> None:
+    model, key = config.actor_rollout_ref.model, "actor_rollout_ref.model.load_in_4bit=true"
+    if not model.load_in_4bit:
+        return
+    if not model.lora_rank:
+        raise ConfigError(
+            f"{key} holds weights that are not trained: train an adapter over them, as with "
+            "actor_rollout_ref.model.lora_rank=16"
+        )
+    if config.trainer.workers > 1:
+        raise ConfigError(
+            f"{key} is for one process, and trainer.n_gpus_per_node x trainer.nnodes is {config.trainer.workers}: "
+            "several hold the weights in shards, whole numbers of 16 bits; leave one of them out"
+        )
 
 
 def _check_schedule(config: Config) -> None:

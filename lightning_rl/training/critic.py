@@ -4,7 +4,6 @@ That state is the hidden state of the token before it, so a value never sees the
 loss is a sum of weighted token losses as the actor's is: rows, their order and micro-batches change nothing.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from lightning_rl.inference.load import attention_of
+from lightning_rl.inference.weights.four_bit import plain_copy
 from lightning_rl.rl.losses import value_loss
 from lightning_rl.training import shards
 from lightning_rl.training.batch import MiniBatch, TrainingSequence, by_sequence
@@ -59,7 +59,7 @@ class ValueModel(nn.Module):
     @staticmethod
     def like(policy: Any, dtype: torch.dtype | None = None) -> "ValueModel":
         """With a copy of the weights that a causal LM of transformers has now, held as `dtype` (None: as there)."""
-        trunk: nn.Module = copy.deepcopy(policy.base_model)
+        trunk = plain_copy(policy.base_model)
         return ValueModel(trunk.to(dtype).requires_grad_()).eval()
 
 

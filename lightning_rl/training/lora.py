@@ -4,6 +4,7 @@ Invariant: whatever leaves here under the names of the unadapted model computes 
 rounding; so only plain LoRA is taken, and no weight that is tied to another.
 """
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -14,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rl.inference.adapters import A, B
+from lightning_rl.inference.weights import four_bit
 from lightning_rl.inference.weights.stream import Described, WeightStream, distinct
 from lightning_rl.training.shards import full
 
+# bitsandbytes, which peft looks for, warns on some CPUs of a kernel that is for sampling alone.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 # peft asks transformers in an old way.
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
 
@@ -124,14 +128,26 @@ def merged(model: nn.Module) -> WeightStream:
     """
     base: Any = model.get_base_model()  # type: ignore[operator]
     state = base.state_dict(keep_vars=True)
-    own = distinct({name.replace(_WRAPPED, "."): each for name, each in state.items() if ".lora_" not in name})
+    in_4_bits = {f"{name}.weight": layer for name, layer in four_bit.quantized_layers(base).items()}
+    scales = tuple(f"{name}." for name in in_4_bits)
+    names = {
+        name: name.replace(_WRAPPED, ".") for name in state if ".lora_" not in name and not name.startswith(scales)
+    }
+    own = distinct({names[name]: state[name] for name in names})
+    packed = {names[name]: layer for name, layer in in_4_bits.items()}
     layers = {f"{name}.weight": layer for name, layer in _layers(model).items()}
+    described = {
+        name: four_bit.described(packed[name]) if name in packed else Described(tensor.dtype, tuple(tensor.shape))
+        for name, tensor in own.items()
+    }
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in own.items():  # one by one: each is made in float32
-            yield name, _with_adapter(layers[name]).to(tensor.dtype) if name in layers else full(tensor.detach())
+            if name in layers:
+                yield name, _with_adapter(layers[name]).to(described[name].dtype)
+            else:
+                yield name, four_bit.weight_of(packed[name]) if name in packed else full(tensor.detach())
 
-    described = {name: Described(tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()}
     return WeightStream(described, tensors, _device(model))
 
 
@@ -217,7 +233,7 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 @torch.no_grad()
 def _with_adapter(layer: Any) -> Tensor:
     """The weight of an adapted layer with its adapter, whole."""
-    weight = full(layer.get_base_layer().weight)
+    weight = full(four_bit.weight_of(layer.get_base_layer()))
     down, up, transposed = _parts(layer)
     delta = full(up) @ full(down) * layer.scaling["default"]
     wide = weight.to(torch.promote_types(weight.dtype, delta.dtype))
@@ -233,8 +249,8 @@ def _parts(layer: Any) -> tuple[nn.Parameter, nn.Parameter, bool]:
 
 
 def _described(layer: Any) -> Described:
-    weight = layer.get_base_layer().weight
-    return Described(torch.promote_types(weight.dtype, _parts(layer)[0].dtype), tuple(weight.shape))
+    weight = four_bit.described(layer.get_base_layer())
+    return Described(torch.promote_types(weight.dtype, _parts(layer)[0].dtype), weight.shape)
 
 
 def _device(model: nn.Module) -> torch.device:

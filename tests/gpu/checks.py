@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_rl.config import compose
 from lightning_rl.inference.load import load_model
+from lightning_rl.ppo import local_workers
 from lightning_rl.ppo.local_workers import LocalWorkers, roles_of
 from lightning_rl.training.forward import additive_mask
 from lightning_rl.training.layers import flex
@@ -51,7 +52,8 @@ def _with_gradients(given: list[Tensor], mask: Tensor) -> list[Tensor]:
 def trained(device: str, *words: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Log probabilities before an update of the tutorial's model, and its weights after two."""
     config = compose(command_line=["actor_rollout_ref.actor.optim.lr=1e-3", *words])
-    policy: Any = load_model(CHECKPOINT, torch.float32, device)
+    in_4_bits = config.actor_rollout_ref.model.load_in_4bit
+    policy: Any = load_model(CHECKPOINT, torch.float32, device, load_in_4bit=in_4_bits)
     made = LocalWorkers(config, policy, roles_of(config, with_critic=False))
     made.train(CHECKPOINT, 10)
     assert made.actor is not None
@@ -63,4 +65,4 @@ def trained(device: str, *words: str) -> tuple[list[Tensor], dict[str, Tensor]]:
         for sequence, each in zip(batch, own, strict=True):
             sequence.old_log_probs = each
         made.actor.update(made.actor.plan(batch, 4))
-    return first, {name: weight.float().cpu() for name, weight in policy.state_dict().items()}
+    return first, {name: weight.detach().float().cpu() for name, weight in local_workers.trained(policy).items()}

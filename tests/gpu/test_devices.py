@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_rl.config import compose
+from lightning_rl.inference.weights import four_bit
 from lightning_rl.memory.traced_step import rows_of, trace
 from lightning_rl.ppo.cards import Cards
 from lightning_rl.ppo.local_workers import LocalWorkers, roles_of
@@ -17,6 +18,7 @@ from tests.gpu.checks import differences_of_attention, trained
 from tests.lightning_rl.memory.models import qwen
 
 LENGTHS = 1024, 512
+IN_4_BITS = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.load_in_4bit=true"]
 MODEL = qwen(512, 2048, 8, heads=8, keys=2, vocabulary=32_000, tied=True)  # 60 million parameters
 
 
@@ -35,22 +37,32 @@ def test_packed_rows_go_through_that_attention() -> None:
     assert (forward.unpacked_because, forward.by_flex) == (None, True)
 
 
-def test_an_update_is_that_of_the_cpu() -> None:
-    (log_probs, weights), (expected, of_cpu) = trained("cuda"), trained("cpu")
+@pytest.mark.parametrize("words", [[], IN_4_BITS], ids=["whole", "4 bits"])
+def test_an_update_is_that_of_the_cpu(words: list[str]) -> None:
+    if words:
+        pytest.importorskip("bitsandbytes")
+    (log_probs, weights), (expected, of_cpu) = trained("cuda", *words), trained("cpu", *words)
     for a, b in zip(log_probs, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-3)
     moved = sum(float((of_cpu[name] - weight).norm()) ** 2 for name, weight in weights.items()) ** 0.5
     assert moved < 0.05 * sum(float(weight.norm()) ** 2 for weight in of_cpu.values()) ** 0.5
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize(
+    "more",
+    [[], ["actor_rollout_ref.model.enable_gradient_checkpointing=true"], IN_4_BITS],
+    ids=["kept", "checkpointed", "4 bits"],
+)
 @pytest.mark.usefixtures("free_gpu")
-def test_an_update_takes_the_memory_that_the_plan_says(checkpointed: bool) -> None:
+def test_an_update_takes_the_memory_that_the_plan_says(more: list[str]) -> None:
     actor = "actor_rollout_ref.actor."
     words = [f"{actor}fsdp_config.dtype=bfloat16", f"{actor}ppo_max_token_len_per_gpu=8192"]
-    words += [f"actor_rollout_ref.model.enable_gradient_checkpointing={checkpointed}", "actor_rollout_ref.rollout.n=4"]
-    config = compose(command_line=words)
-    policy: Any = AutoModelForCausalLM.from_config(MODEL, dtype=torch.float32).to("cuda").eval()
+    config = compose(command_line=[*words, *more, "actor_rollout_ref.rollout.n=4"])
+    policy: Any = AutoModelForCausalLM.from_config(MODEL, dtype=torch.float32).eval()
+    if config.actor_rollout_ref.model.load_in_4bit:
+        pytest.importorskip("bitsandbytes")
+        four_bit.quantize(policy, torch.device("cuda"))
+    policy.to("cuda")
     workers = LocalWorkers(config, policy, roles_of(config, with_critic=False))
     workers.train(Path(), 1)
     learner = workers.actor

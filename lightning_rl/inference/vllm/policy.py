@@ -42,6 +42,7 @@ class VllmPolicy:
         device: of `model`: cpu, cuda, or auto.
         train_dtype: of `model`.
         tolerance: how far log probabilities of server and model may be apart.
+        load_in_4bit: `model` has the weights of its linear layers in 4 bits; servers get them whole.
         elsewhere: others have the weights that are trained, and `model` has none.
         beside: policies of adapters over the same weights, made before this one: where the model can be sampled with
             several adapters at once, this one is sampled by their servers. None: nobody else may be, and servers get
@@ -69,11 +70,12 @@ class VllmPolicy:
         train_dtype: torch.dtype = torch.float32,
         tolerance: Tolerance = FLOAT32,
         attention: str | None = None,
+        load_in_4bit: bool = False,
         elsewhere: bool = False,
         beside: "Sequence[VllmPolicy] | None" = None,
     ) -> None:
         self.folder, self.name = located(path)
-        make_model = skeleton if elsewhere else load_model
+        make_model = skeleton if elsewhere else bind(load_model, load_in_4bit=load_in_4bit)
         model: Any = make_model(weights or self.folder, train_dtype, device_of(device), attention)
         self.model = model
         self.score: LogProbs | None = None if elsewhere else bind(log_probs_of, model)
@@ -82,7 +84,9 @@ class VllmPolicy:
         self.make_room: Callable[[str], None] = lambda what: free_unused_memory()
         context = options.context or model.config.get_text_config().max_position_embeddings
         sees = vision_of(self.folder, model) is not None
-        self.takes_adapter = beside is not None and not (sees or options.sleeps) and shareable(model)
+        # The servers' own weights, which an adapter would be put over, are not those in 4 bits.
+        shares = beside is not None and not (sees or options.sleeps or load_in_4bit)
+        self.takes_adapter = shares and shareable(model)
         self._options = msgspec.structs.replace(
             options,
             model=str(self.folder),

@@ -420,6 +420,9 @@ ELSEWHERE = {
     "actor_rollout_ref.model.exclude_modules": "ppo/test_models.py::test_what_is_excluded_gets_no_adapter",
     ROLLOUT + "val_kwargs.do_sample": "test_validation_without_sampling_is_greedy",
     "actor_rollout_ref.model.lora_adapter_path": "ppo/test_models.py::test_an_adapter_goes_on_from_a_folder",
+    "actor_rollout_ref.model.load_in_4bit": (
+        "ppo/test_models.py::test_a_base_in_4_bits_is_sampled_scored_and_exported_with_the_same_numbers"
+    ),
     "actor_rollout_ref.model.lora_export": "ppo/test_models.py::test_an_adapter_is_exported_merged_or_alone",
     ACTOR + "fsdp_config.model_dtype": "ppo/test_models.py::test_number_formats_are_what_the_keys_say",
     ACTOR + "fsdp_config.dtype": "ppo/test_models.py::test_number_formats_are_what_the_keys_say",

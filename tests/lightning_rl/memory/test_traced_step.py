@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Qwen2Co
 from lightning_rl import tutorial
 from lightning_rl.config import compose
 from lightning_rl.config.schema import Config
+from lightning_rl.inference.weights import four_bit
 from lightning_rl.memory.budget import budget
 from lightning_rl.memory.gpus import stated
 from lightning_rl.memory.live_bytes import LiveBytes
@@ -34,11 +35,12 @@ WAYS: dict[str, list[str]] = {
     "bf16": [f"{ACTOR}fsdp_config.model_dtype=bf16"],
     "autocast": [f"{ACTOR}fsdp_config.dtype=bfloat16"],
     "adapter": [f"{MODEL}lora_rank=8", f"{ACTOR}fsdp_config.model_dtype=bf16"],
+    "4 bits": [f"{MODEL}lora_rank=8", f"{MODEL}load_in_4bit=true"],
     "whole rows": [f"{MODEL}use_remove_padding=false", f"{ACTOR}ppo_micro_batch_size_per_gpu=3"],
     "critic": ["algorithm.adv_estimator=gae"],
 }
 
-LONGER = {"float32", "bf16", "adapter", "whole rows", "critic", "checkpointed"}
+LONGER = {"float32", "bf16", "adapter", "4 bits", "whole rows", "critic", "checkpointed"}
 
 
 def configured(*words: str) -> Config:
@@ -64,6 +66,9 @@ def allocated(config: Config, model: Any, kind: str) -> tuple[int, int, int]:
     torch.manual_seed(0)
     held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
     policy = AutoModelForCausalLM.from_config(model, dtype=held).eval()
+    if config.actor_rollout_ref.model.load_in_4bit:
+        pytest.importorskip("bitsandbytes")
+        four_bit.quantize(policy, torch.device("cpu"))
     workers = LocalWorkers(config, policy, roles_of(config, with_critic=kind == "critic"))
     workers.train(Path(), 1)
     learner: Actor | Critic | None = workers.critic if kind == "critic" else workers.actor

@@ -15,6 +15,7 @@ import lightning_rl as lrl
 from lightning_rl.config import ConfigError, compose
 from lightning_rl.inference.load import AttentionUnknown, load_model
 from lightning_rl.inference.weights.check import Tolerance
+from lightning_rl.inference.weights.four_bit import quantized_layers
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.models import Models, SharedEngine
 from lightning_rl.training.batch import TrainingSequence
@@ -443,3 +444,38 @@ def test_policies_whose_model_takes_one_adapter_at_a_time_share_no_servers(
     monkeypatch.setattr("lightning_rl.inference.vllm.policy.shareable", lambda _: False)
     with pytest.raises(ConfigError, match=r"cannot be sampled with several at once.* server_urls, of its own"):
         Models(config, tmp_path, with_critic=False, shared=SharedEngine([2, 2], []))
+
+
+def test_a_base_in_4_bits_is_sampled_scored_and_exported_with_the_same_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    made = models(with_critic=True, model={"lora_rank": 2, "load_in_4bit": True})
+    plain = models(model={"lora_rank": 2})
+    assert made.config.actor_rollout_ref.actor.optim.lr == plain.config.actor_rollout_ref.actor.optim.lr
+    assert len(quantized_layers(made.model)) == 7 * made.policy.model.config.num_hidden_layers
+    assert made.critic is not None
+    assert not quantized_layers(made.critic.model)
+    step(made)
+    made.send_weights(1)
+    made.export(tmp_path)
+    rows, exported = sequences(), AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert not quantized_layers(exported)
+    for name, value in exported.state_dict().items():
+        torch.testing.assert_close(engine_weights(made)[name], value, rtol=0, atol=1e-6)
+    found, of_plain = made.actor.log_probs(rows), plain.actor.log_probs(rows)
+    for row, ours, other in zip(rows, found, of_plain, strict=True):
+        logits = exported(torch.from_numpy(row.token_ids)[None]).logits[0].log_softmax(-1)
+        theirs = logits[row.trained - 1, row.token_ids[row.trained]].detach().numpy()
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+        assert np.abs(ours - other).max() > 0.01
+
+
+def test_weights_in_4_bits_are_under_an_adapter_and_in_one_process() -> None:
+    with pytest.raises(ConfigError, match="lora_rank=16"):
+        lrl.PPO({"actor_rollout_ref": {"model": {"load_in_4bit": True}}})
+    with pytest.raises(ConfigError, match="load_in_4bit=true is for one process"):
+        lrl.PPO(
+            {
+                "actor_rollout_ref": {"model": {"load_in_4bit": True, "lora_rank": 2}},
+                "trainer": {"n_gpus_per_node": 2},
+            }
+        )
