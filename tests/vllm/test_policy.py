@@ -120,13 +120,17 @@ def test_a_server_that_is_killed_comes_back_with_the_present_weights(policy: Vll
 
 
 @pytest.mark.long
-def test_servers_that_run_already_are_attached(policy: VllmPolicy, checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_4_bits", [False, True], ids=["whole", "4 bits"])
+def test_servers_that_run_already_are_attached(
+    policy: VllmPolicy, checkpoint: Path, tmp_path: Path, in_4_bits: bool
+) -> None:
     urls = [registration["url"] for registration in policy.registrations()]
     options = Options(python="", dtype="float32", device="cpu", context=CONTEXT, processed_logprobs=False)
-    second = VllmPolicy(checkpoint, options, tmp_path, device="cpu", urls=urls)
+    second = VllmPolicy(checkpoint, options, tmp_path, device="cpu", urls=urls, load_in_4bit=in_4_bits)
     try:
         second.start()
-        second.update_weights(second.model, 0)
+        if not in_4_bits:  # there the model with an adapter alone has whole weights
+            second.update_weights(second.model, 0)
         assert [registration["url"] for registration in second.registrations()] == urls
         adapted = lora.adapted(second.model, rank=4, alpha=8, targets="all-linear")
         _disturb(adapted, only="lora_")
