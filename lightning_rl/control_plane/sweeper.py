@@ -87,8 +87,7 @@ class Sweeper:
             overdue = await self._left_to_us(overdue)
             await self._tell_of_others()
         await self.end(overdue)
-        if not self._store.shared:
-            await self._sql.run(self._store.count_calls)  # so that the next start need not read them
+        await self._sql.run(self._store.merge_counts)
         # Twice as far back as need be: what was told of before wakes nobody for nothing but once.
         if self._signals.claims_wait and await self._sql.run(
             self._store.claimable, newly_seconds=None if self._store.shared else 2 * elapsed

@@ -65,9 +65,13 @@ class Database(Protocol):
         """Nobody else holds this name until the transaction is over."""
         ...
 
-    def insert_new(self, connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> None:
-        """Insert rows of the same columns, with values as the driver takes them; those that are there stay as they
-        are."""
+    def hold_table(self, connection: sa.Connection, table: sa.Table) -> None:
+        """Nobody else adds or changes rows of this table until the transaction is over."""
+        ...
+
+    def insert_new(self, connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> list[str]:
+        """Insert rows of the same columns, the first of which is the table's key, with values as the driver takes them;
+        those that are there stay as they are. The keys of those that were not."""
         ...
 
     def replace(self, table: sa.Table, key: str, value: str) -> sa.Insert:
@@ -163,17 +167,28 @@ class Sqlite:
     def hold_name(self, connection: sa.Connection, name: str) -> None:
         """See `Database`: the transaction holds the whole file."""
 
-    def insert_new(self, connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> None:
+    def hold_table(self, connection: sa.Connection, table: sa.Table) -> None:
+        """See `Database`: the transaction holds the whole file."""
+
+    def insert_new(self, connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> list[str]:
         """See `Database`. Many rows in one statement: for each statement the driver gives Python's lock away, and then
-        waits for the event loop to give it back, as that waits for the driver."""
+        waits for the event loop to give it back, as that waits for the driver. (Older SQLites know no RETURNING.)"""
+        new: list[str] = []
         for begin in range(0, len(rows), _ROWS):
             part = rows[begin : begin + _ROWS]
-            row = f"({', '.join('?' * len(part[0]))})"
+            key, row = next(iter(part[0])), f"({', '.join('?' * len(part[0]))})"
+            keys = tuple(dict.fromkeys(one[key] for one in part))
+            there = connection.exec_driver_sql(
+                f"SELECT {key} FROM {table.name} WHERE {key} IN ({', '.join('?' * len(keys))})", keys
+            )
+            known = set(there.scalars())
+            new += [each for each in keys if each not in known]
             connection.exec_driver_sql(
                 f"INSERT INTO {table.name} ({', '.join(part[0])}) VALUES {', '.join([row] * len(part))} "
                 "ON CONFLICT DO NOTHING",
                 tuple(value for one in part for value in one.values()),
             )
+        return new
 
     def replace(self, table: sa.Table, key: str, value: str) -> sa.Insert:
         """See `Database`."""
@@ -314,10 +329,17 @@ class Postgres:
         """See `Database`."""
         connection.execute(self._HOLD_NAME, {"name": name})
 
-    def insert_new(self, connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> None:
+    def hold_table(self, connection: sa.Connection, table: sa.Table) -> None:
         """See `Database`."""
-        if rows:
-            connection.execute(postgresql.insert(table).on_conflict_do_nothing(), list(rows))
+        connection.execute(sa.text(f"LOCK TABLE {table.name} IN SHARE ROW EXCLUSIVE MODE"))
+
+    def insert_new(self, connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> list[str]:
+        """See `Database`."""
+        if not rows:
+            return []
+        [key] = table.primary_key.columns
+        insert = postgresql.insert(table).on_conflict_do_nothing().returning(key)
+        return list(connection.execute(insert, list(rows)).scalars())
 
     def replace(self, table: sa.Table, key: str, value: str) -> sa.Insert:
         """See `Database`."""

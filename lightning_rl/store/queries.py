@@ -4,7 +4,7 @@ Invariant: nothing here writes. Many ids are read in a few statements, not one e
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +15,6 @@ from lightning_rl.store.contract import NOT_COUNTED, ErrorInfo, Reward, Rollout,
 from lightning_rl.store.errors import Conflict, Invalid, NotFound
 from lightning_rl.store.life_cycle import ENDED, ROLLOUT_TRANSITIONS
 from lightning_rl.store.records import attempt_of, ending_of, rollout_of
-from lightning_rl_adapters import semconv
 from lightning_rl_adapters.span import unpacked
 
 _CHUNK = 500  # ids per IN (...): every statement has one of few lengths, below SQLite's limit
@@ -87,51 +86,6 @@ RUNNING = sa.text("attempts.status = 'running'")
 
 
 _ERRORS = sa.select(schema.attempts.c.error).where(schema.attempts.c.rollout_id == sa.bindparam("rollout_id"))
-_RECORDS = sa.select(schema.spans.c.record).execution_options(yield_per=256)
-# Those behind a place, in the order they came: SQLite's own number of a row grows, and no span is ever removed.
-_PLACE: sa.ColumnElement[int] = sa.literal_column("rowid")
-_RECORDS_SINCE = (
-    sa.select(_PLACE, schema.spans.c.record)
-    .where(sa.bindparam("counted") < _PLACE)
-    .order_by(_PLACE)
-    .limit(sa.bindparam("most"))
-)
-_LAST_PLACE = sa.select(sa.func.max(_PLACE)).select_from(schema.spans)
-COUNTED_CALLS = "counted_calls"  # of `meta`: a CountedCalls as JSON
-_COUNTED_CALLS = sa.select(schema.meta.c.value).where(schema.meta.c.key == COUNTED_CALLS)
-_ID_BYTES = 4  # of a packed token id
-
-
-class _SampledAttributes(msgspec.Struct):
-    """Those attributes of a span that say what a token engine sampled; a frozen model's call is not trainable."""
-
-    model: str | None = msgspec.field(name=semconv.RESPONSE_MODEL, default=None)
-    response_ids: bytes | None = msgspec.field(name=semconv.RESPONSE_IDS, default=None)
-    trainable: bool = msgspec.field(name=semconv.TRAINABLE, default=True)
-    overshoot: int = msgspec.field(name=semconv.OVERSHOOT, default=0)
-
-
-class _Sampled(msgspec.Struct):
-    name: str
-    end_ns: int
-    attributes: _SampledAttributes
-
-
-_SAMPLED = msgspec.msgpack.Decoder(_Sampled)
-
-
-class RecordedCalls(msgspec.Struct, frozen=True, kw_only=True):
-    """All calls together: the tokens that engines sampled, per model, and when the last of them ended (0: none did)."""
-
-    tokens: dict[str, int]
-    newest_ns: int = 0
-
-
-class CountedCalls(RecordedCalls, frozen=True, kw_only=True):
-    """`RecordedCalls` of the spans up to the place `through` of a SQLite file; `more`: others may come behind it."""
-
-    through: int = 0
-    more: bool = False
 
 
 class PackedAttemptTrace(msgspec.Struct, frozen=True, kw_only=True):
@@ -310,35 +264,6 @@ def counted_attempts(connection: sa.Connection, rollout_id: str) -> int:
     """How often the rollout was tried, without the attempts that were stopped from outside."""
     errors = connection.execute(_ERRORS, {"rollout_id": rollout_id}).scalars()
     return sum(not _stopped(error) for error in errors)
-
-
-def recorded_calls(connection: sa.Connection) -> RecordedCalls:
-    """What all spans tell of calls; they are read a batch at a time."""
-    return _with(RecordedCalls(tokens={}), connection.execute(_RECORDS).scalars())
-
-
-def counted_calls(connection: sa.Connection, most: int) -> tuple[bool, CountedCalls]:
-    """Of a SQLite file: what was counted, with at `most` so many further spans; and whether there were any."""
-    kept = connection.execute(_COUNTED_CALLS).scalar()
-    counted = CountedCalls(tokens={}) if kept is None else msgspec.json.decode(kept, type=CountedCalls)
-    if counted.through > (connection.execute(_LAST_PLACE).scalar() or 0):  # somebody else has taken spans out
-        counted = CountedCalls(tokens={})
-    rows = connection.execute(_RECORDS_SINCE, {"counted": counted.through, "most": most}).all()
-    now = _with(counted, (record for _, record in rows))
-    through = rows[-1][0] if rows else counted.through
-    found = CountedCalls(tokens=now.tokens, newest_ns=now.newest_ns, through=through, more=len(rows) == most)
-    return bool(rows), found
-
-
-def _with(before: RecordedCalls, records: Iterable[bytes]) -> RecordedCalls:
-    found, newest_ns = Counter(before.tokens), before.newest_ns
-    for record in records:
-        span = _SAMPLED.decode(unpacked(record))
-        sampled = span.attributes
-        if span.name == semconv.CALL_SPAN and sampled.trainable and sampled.response_ids:
-            found[str(sampled.model)] += len(sampled.response_ids) // _ID_BYTES + sampled.overshoot
-            newest_ns = max(newest_ns, span.end_ns)
-    return RecordedCalls(tokens=dict(found), newest_ns=newest_ns)
 
 
 def claimable(connection: sa.Connection, now: float, *, since: float | None = None) -> bool:

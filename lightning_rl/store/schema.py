@@ -9,12 +9,13 @@ from typing import Any
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = "5"  # the id of the newest revision
+SCHEMA_VERSION = "6"  # the id of the newest revision
 READABLE = (
     "1",
     "2",
     "3",
     "4",
+    "5",
     SCHEMA_VERSION,
 )  # "1" held spans as maps, which are read as they are; its tables were these
 
@@ -90,6 +91,14 @@ spans = sa.Table(
     sa.Column("number", _WHOLE, nullable=False),
     sa.Column("record", sa.LargeBinary, nullable=False),  # a packed Span
     sa.Index("spans_by_attempt", "rollout_id", "attempt_id"),
+)
+
+# What the spans come to that one transaction added, or several together.
+call_counts = sa.Table(
+    "call_counts",
+    metadata,
+    sa.Column("position", _WHOLE, primary_key=True, autoincrement=True),
+    sa.Column("counted", sa.LargeBinary, nullable=False),  # JSON of the RecordedCalls
 )
 
 rewards = sa.Table(

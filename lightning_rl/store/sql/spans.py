@@ -1,21 +1,19 @@
 """Spans: appended as they are recorded, read back by attempt."""
 
 from collections.abc import Sequence
-from typing import Final
 
 import msgspec
 import sqlalchemy as sa
 
-from lightning_rl.store import queries, schema
+from lightning_rl.store import call_counts, queries
+from lightning_rl.store.call_counts import RecordedCalls
 from lightning_rl.store.contract import (
     AttemptTrace,
     RolloutTrace,
 )
 from lightning_rl.store.errors import NotFound
-from lightning_rl.store.sql.transactions import Transactions, reads
+from lightning_rl.store.sql.transactions import Transactions, reads, writes
 from lightning_rl_adapters.span import Packed, Span, pack
-
-_COUNTED_AT_ONCE: Final = 5000  # spans: some 60 ms
 
 
 class SpanOperations(Transactions):
@@ -29,7 +27,7 @@ class SpanOperations(Transactions):
         """Keep spans as `add_spans` does."""
         rows = [msgspec.structs.asdict(span) for span in spans]
         if rows:
-            self._database.write(lambda connection: self._database.insert_new(connection, schema.spans, rows))
+            self._database.write(lambda connection: call_counts.add_spans(self._database, connection, rows))
 
     def spans(self, rollout_id: str, attempt_id: str) -> list[Span]:
         """The attempt's spans by arrival number.
@@ -56,24 +54,17 @@ class SpanOperations(Transactions):
         packed = self.packed_traces(rollout_ids)
         return msgspec.msgpack.decode(packed, type=dict[str, RolloutTrace])
 
-    def recorded_calls(self) -> queries.RecordedCalls:
-        """What engines sampled in all recorded calls, and when the last one ended.
+    def recorded_calls(self) -> RecordedCalls:
+        """What engines sampled in all recorded calls, and when the last one ended."""
+        found = self._database.read(lambda connection: call_counts.recorded(connection, in_file=not self.shared))
+        if found is None:
+            found = self._database.write(lambda connection: call_counts.count_anew(self._database, connection))
+        return found
 
-        A SQLite file keeps what was counted, so that only later spans are read.
-        """
-        if self.shared:
-            return self._database.read(queries.recorded_calls)
-        while (counted := self.count_calls()).more:
-            pass
-        return queries.RecordedCalls(tokens=counted.tokens, newest_ns=counted.newest_ns)
-
-    def count_calls(self, most: int = _COUNTED_AT_ONCE) -> queries.CountedCalls:
-        """Count at `most` so many further spans of a SQLite file; what is counted by now."""
-        further, counted = self._database.read(lambda connection: queries.counted_calls(connection, most))
-        if further:
-            kept = self._database.replace(schema.meta, queries.COUNTED_CALLS, msgspec.json.encode(counted).decode())
-            self._database.write(lambda connection: connection.execute(kept))
-        return counted
+    @writes
+    def merge_counts(self, connection: sa.Connection) -> None:
+        """Put what was counted of the calls into fewer rows."""
+        call_counts.merge(connection)
 
     @reads
     def packed_traces(self, connection: sa.Connection, rollout_ids: Sequence[str]) -> bytes:

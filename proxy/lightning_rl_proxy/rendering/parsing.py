@@ -5,6 +5,7 @@ a format is followed (reasoning, text, calls); after anything else nothing more 
 """
 
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
@@ -287,6 +288,8 @@ class _Course:
         self.closed_call = False  # by the tokens pushed last
         self._markup = markup
         self._marks = markup.marks()
+        # Of two marks that begin at one place the first in the alphabet is found.
+        self._mark = re.compile("|".join(re.escape(mark) for mark in sorted(self._marks)) or "(?!)")
         self._textual = set(self._marks).difference(markup.tokens.values())
         self._open, self._close = markup.reasoning or ("", "")
         self._call, self._call_end = markup.calls or ("", "")
@@ -320,10 +323,10 @@ class _Course:
     def _read(self, text: str) -> list[tuple[Channel, str]]:
         told: list[tuple[Channel, str]] = []
         self._buffer += text
-        while found := self._first_mark():
-            place, mark = found
-            told += self._say(self._buffer[:place])
-            self._buffer = self._buffer[place + len(mark) :]
+        while found := self._mark.search(self._buffer):
+            mark = found[0]
+            told += self._say(self._buffer[: found.start()])
+            self._buffer = self._buffer[found.end() :]
             if mark in self._textual:
                 self._pass(mark)
             elif self.state != "calls":
@@ -333,10 +336,6 @@ class _Course:
         told += self._say(self._buffer[: len(self._buffer) - kept])
         self._buffer = self._buffer[len(self._buffer) - kept :]
         return told
-
-    def _first_mark(self) -> tuple[int, str] | None:
-        found = ((self._buffer.find(mark), mark) for mark in self._marks)
-        return min((place for place in found if place[0] >= 0), default=None)
 
     def _pass(self, mark: str) -> None:
         """Go on behind a mark."""
@@ -484,5 +483,6 @@ class _TextPiece:
 
 def _overlap(text: str, marks: Sequence[str]) -> int:
     """The length of the longest end of `text` with which one of `marks` begins."""
-    lengths = (n for mark in marks for n in range(1, min(len(mark), len(text) + 1)) if text.endswith(mark[:n]))
+    begun = (mark for mark in marks if mark[0] in text)
+    lengths = (n for mark in begun for n in range(1, min(len(mark), len(text) + 1)) if text.endswith(mark[:n]))
     return max(lengths, default=0)

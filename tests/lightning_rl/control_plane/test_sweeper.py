@@ -43,7 +43,7 @@ class Noting:
     def overdue(self):
         return []
 
-    def count_calls(self) -> None:
+    def merge_counts(self) -> None:
         pass
 
     def claimable(self, *, newly_seconds: float | None) -> bool:

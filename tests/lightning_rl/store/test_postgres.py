@@ -3,15 +3,18 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
+from lightning_rl.store import call_counts
 from lightning_rl.store.contract import Finish, ResourcesRequest, Reward, RolloutRequest
 from lightning_rl.store.errors import Conflict, Invalid, StoreUnwritable
 from lightning_rl.store.sql import SqlStore
+from lightning_rl_adapters.span import Span
 from tests.lightning_rl.store.backends import OverHttp, served
 from tests.postgres import Cluster
 
@@ -356,3 +359,43 @@ def test_what_is_read_is_one_moment(store: SqlStore, second: SqlStore) -> None:
     assert (read.status, read.attempts[0].status) == ("running", "running")
     assert store.rollout("r1").status == "succeeded"
     assert next(reads, None) is None
+
+
+def test_calls_are_counted_once_by_servers_that_record_merge_and_begin_to_count_at_once(
+    store: SqlStore, second: SqlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_counts, "_WORTH_MERGING", 3)
+    over = threading.Event()
+
+    def merge(server: SqlStore) -> None:
+        while not over.wait(0.002):
+            server.merge_counts()
+
+    def begin(server: SqlStore) -> None:
+        server.recorded_calls()  # the first count reads what is there, while others add to it
+        while not over.wait(0.01):
+            server._database.write(partial(call_counts.count_anew, server._database))
+
+    def record(server: SqlStore, first: int) -> None:
+        for batch in range(40):  # a half of each batch is another's too
+            server.add_spans([sampled(f"c{4 * batch + first + number}") for number in range(4)])
+
+    others = [threading.Thread(target=work, args=(server,)) for work in (merge, begin) for server in (store, second)]
+    recorders = [threading.Thread(target=record, args=each) for each in ((store, 0), (second, 2))]
+    for thread in [*others, *recorders]:
+        thread.start()
+    for thread in recorders:
+        thread.join()
+    over.set()
+    for thread in others:
+        thread.join()
+    found = store.recorded_calls()
+    assert (found.tokens, found.spans) == ({"m": 2 * 162}, 162)
+    assert store._database.write(partial(call_counts.count_anew, store._database)) == found
+
+
+def sampled(call_id: str) -> Span:
+    """A call whose engine sampled two tokens."""
+    attributes = {"gen_ai.response.model": "m", "lightning_rl.response_ids": bytes(8)}
+    place = {"rollout_id": "r", "attempt_id": "a", "name": "lightning_rl.call", "number": 0}
+    return Span(span_id=call_id, start_ns=0, end_ns=1, attributes=attributes, **place)

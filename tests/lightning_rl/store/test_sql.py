@@ -9,15 +9,17 @@ import sys
 import threading
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import event
 
-from lightning_rl.store import databases, queries
+from lightning_rl.store import call_counts, databases
 from lightning_rl.store.contract import (
     ErrorInfo,
     Finish,
@@ -207,33 +209,36 @@ def test_a_damaged_store_is_told_with_what_to_do(tmp_path: Path) -> None:
 
 
 @settings(max_examples=examples(20), deadline=None)
-@given(st.lists(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3)), max_size=8), max_size=6), st.integers(1, 5))
-def test_calls_are_counted_once_however_often_it_is_opened(batches: list[list[tuple[int, int]]], most: int) -> None:
+@given(
+    st.lists(st.lists(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3)), max_size=4), max_size=8), max_size=6)
+)
+def test_calls_are_counted_once_however_often_it_is_opened(openings: list[list[list[tuple[int, int]]]]) -> None:
     """Each span of a batch is a call with so many tokens; one whose id is there already is left as it is."""
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, patch.object(call_counts, "_WORTH_MERGING", 2):
         url, known = f"sqlite:///{folder}/store.db", dict[int, int]()
-        for batch in batches:
+        for batches in openings:
             with closing(SqlStore(url)) as store:
-                for number, tokens in batch:
-                    store.add_spans([sampled(f"c{number}", tokens)])
-                    known.setdefault(number, tokens)
-                    store.count_calls(most)
-                total = sum(known.values())
-                assert store.recorded_calls().tokens == ({"m": total} if total else {})
-                assert store._database.read(queries.recorded_calls) == store.recorded_calls()
+                for batch in batches:
+                    store.add_spans([sampled(f"c{number}", tokens) for number, tokens in batch])
+                    for number, tokens in batch:
+                        known.setdefault(number, tokens)
+                    store.merge_counts()
+                total, found = sum(known.values()), store.recorded_calls()
+                assert found.tokens == ({"m": total} if total else {})
+                assert store._database.write(partial(call_counts.count_anew, store._database)) == found
 
 
-def test_a_start_reads_the_spans_that_were_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_reads_no_span_unless_somebody_has_taken_some_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, read = f"sqlite:///{tmp_path}/store.db", []
-    monkeypatch.setattr(queries, "unpacked", lambda record: read.append(1) or unpacked(record))
     with closing(SqlStore(url)) as store:
+        assert store.recorded_calls().tokens == {}
         store.add_spans([sampled(f"c{number}", 2) for number in range(300)])
-        store.count_calls()
+    monkeypatch.setattr(call_counts, "unpacked", lambda record: read.append(1) or unpacked(record))
     with closing(SqlStore(url)) as store:
-        assert len(read) == 300
-        store.add_spans([sampled("later", 5)])
-        assert store.recorded_calls().tokens == {"m": 605}
-        assert len(read) == 301
+        assert store.recorded_calls().tokens == {"m": 600}
+        assert not read
     with closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as other:
         other.execute("DELETE FROM spans")
     with closing(SqlStore(url)) as store:
