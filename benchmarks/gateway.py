@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -41,6 +41,8 @@ from lightning_rl.algorithms.base import Endpoint
 from lightning_rl.control_plane import launch as server
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Finish, RolloutConfig, RolloutRequest
+from lightning_rl_adapters import semconv
+from lightning_rl_adapters.span import unpack
 from lightning_rl_proxy.engines.client import Client
 from lightning_rl_proxy.rendering.load import load_renderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
@@ -295,6 +297,23 @@ def end_attempts(store: HttpStore, attempts: list[tuple[str, str]]) -> None:
         store.finish(rollout_id, attempt_id, Finish(status="succeeded"))
 
 
+def records(file: Path) -> str:
+    """What a call takes in the store, of which so much is its tokens, log probabilities and texts."""
+    with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as store:
+        pages = dict(store.execute("SELECT name, sum(pgsize) FROM dbstat GROUP BY name"))
+        calls = [unpack(record).attributes for (record,) in store.execute("SELECT record FROM spans")]
+    packed = (semconv.PROMPT_IDS, semconv.RESPONSE_IDS, semconv.LOGPROBS)
+    needed = sum(len(call[name]) for call in calls for name in packed)
+    texts = [m for call in calls for name in (semconv.INPUT_MESSAGES, semconv.OUTPUT_MESSAGES) for m in call[name]]
+    needed += sum(len(message["content"].encode()) for message in texts)
+    spans = sum(pages[name] for name in ("spans", "spans_by_attempt", "sqlite_autoindex_spans_1"))
+    each, whole = needed / len(calls), sum(pages.values())
+    return (
+        f"a call is {each:,.0f} bytes of tokens, log probabilities and text; its record takes {spans / needed:.2f} "
+        f"times as much, with its rollout and attempt {whole / needed:.2f} times ({len(calls)} calls)"
+    )
+
+
 def main() -> None:
     """Run the rounds and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -358,6 +377,8 @@ def main() -> None:
             if peer_urls:
                 over = median(g.rate / p.rate for g, p in zip(found["gateway"], found[PEER], strict=True))
                 print(f"| {clients} | | **{over:.0f}x {PEER}'s calls/s** | | | |")
+        store.close()
+        print("\n" + records(folder / "store.db"))
     return None
 
 

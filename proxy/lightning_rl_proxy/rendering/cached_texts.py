@@ -3,8 +3,12 @@
 A text is cut at its special tokens, as a tokenizer does first, which looks at what is between them alone; so the long
 beginning that prompts share is found again though they end differently. Invariant: the ids are those of the whole text.
 Whether a tokenizer is of that kind is read from its file, and tried; of another, whole texts are kept.
+
+Who has met many unknown texts will meet more: then they are tokenised in the fastest way that gives the same ids
+(`ascii_bpe`), which is made in a thread of its own and compared on what is known.
 """
 
+import logging
 import re
 import threading
 from array import array
@@ -12,13 +16,16 @@ from collections import OrderedDict
 
 from tokenizers import Tokenizer
 
+from lightning_rl_proxy.rendering import ascii_bpe
 from lightning_rl_proxy.rendering.long_texts import LongTexts
 from lightning_rl_proxy.rendering.special_tokens import longest_of
 
 _CHARACTERS = 16 * 2**20  # of all texts that are kept: some tens of MB with their ids
 _LARGEST = _CHARACTERS // 16  # of one text
 _OF_THE_BEGINNING = ("Metaspace", "Prepend", "add_prefix_space=True")  # treat where a whole text begins in another way
+_MANY = 64  # unknown texts
 _TRIED = 16  # special tokens; some tokenizers have thousands
+_log = logging.getLogger(__name__)
 _PROBES = ("how many?\n", " a b", "\n\nx", "Ωé ", "1234")
 
 
@@ -38,6 +45,8 @@ class CachedTexts:
         self._lock = threading.Lock()
         self._special = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
         self._cuts = re.compile(f"({longest_of(self._special)})") if _cuts_first(tokenizer) else None
+        self._unknown = 0  # texts that were met
+        self._of_ascii: ascii_bpe.Encode | None = None
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text. Raises PromptTooLong."""
@@ -63,10 +72,28 @@ class CachedTexts:
         if ids is not None:
             self._long_texts.count(len(ids))
             return ids
-        ids = array("I", self._long_texts.encode(self._tokenizer, text))
+        by = self._of_ascii if text.isascii() else None
+        ids = array("I", self._long_texts.encode(self._tokenizer, text, by=by))
+        self._unknown += 1
+        if self._unknown == _MANY and self._cuts is not None:  # what is between special tokens has none
+            threading.Thread(target=self._hasten, name="a faster tokenizer", daemon=True).start()
         if len(text) <= _LARGEST:
             self._keep(text, ids)
         return ids
+
+    def _hasten(self) -> None:
+        """Find a faster way for ASCII texts, and take it if it gives the ids that are known."""
+        encode = ascii_bpe.of(self._tokenizer)
+        if encode is None:
+            return
+        with self._lock:
+            known = [(text, ids.tolist()) for text, ids in self._known.items() if text.isascii()]
+        if wrong := [text for text, ids in known if encode(text) != ids]:
+            _log.error(
+                "tiktoken gives %d of %d texts other ids than tokenizers, and is not used", len(wrong), len(known)
+            )
+            return
+        self._of_ascii = encode
 
     def _keep(self, text: str, ids: "array[int]") -> None:
         with self._lock:
