@@ -102,9 +102,9 @@ class Counted(LongTexts):
         super().__init__(tokenizer)
         self.texts: list[str] = []
 
-    def encode(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    def encode(self, tokenizer: Tokenizer, text: str, **how: Any) -> list[int]:
         self.texts.append(text)
-        return super().encode(tokenizer, text, add_special_tokens=add_special_tokens)
+        return super().encode(tokenizer, text, **how)
 
 
 def test_what_prompts_share_is_tokenised_once() -> None:
