@@ -131,9 +131,9 @@ def slow_down(policy: EmbeddedPolicy) -> None:
     """Let every step take as long as that of a larger model on an accelerator."""
     forward = policy.engine._policy.forward
 
-    def slowly(*batch: Any) -> Any:
+    def slowly(*batch: Any, **about: Any) -> Any:
         time.sleep(STEP_SECONDS)
-        return forward(*batch)
+        return forward(*batch, **about)
 
     policy.engine._policy.forward = slowly  # type: ignore[method-assign]
 
