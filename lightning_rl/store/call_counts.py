@@ -16,18 +16,18 @@ from lightning_rl.store.databases import Database
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.span import unpacked
 
-_COUNTED: Final = "calls_are_counted"  # of `meta`
+_COUNTED: Final = "calls_are_counted"  # of `meta`, and held by who merges or counts anew
 _MERGED_AT_ONCE: Final = 1000
 _WORTH_MERGING: Final = 100  # rows
 _ID_BYTES: Final = 4  # of a packed token id
 _RECORDS = sa.select(schema.spans.c.record).execution_options(yield_per=256)
 _ROWS = sa.select(schema.call_counts.c.counted)
+_POSITIONS = sa.select(schema.call_counts.c.position)
 _MARK = sa.select(schema.meta.c.value).where(schema.meta.c.key == _COUNTED)
 _SOME = (
     sa.select(schema.call_counts.c.position, schema.call_counts.c.counted)
     .order_by(schema.call_counts.c.position)
     .limit(_MERGED_AT_ONCE)
-    .with_for_update(skip_locked=True)  # another server merges others
 )
 
 
@@ -49,13 +49,14 @@ class _SampledAttributes(msgspec.Struct):
     overshoot: int = msgspec.field(name=semconv.OVERSHOOT, default=0)
 
 
-class _Sampled(msgspec.Struct):
+class _Named(msgspec.Struct):
     name: str
     end_ns: int
-    attributes: _SampledAttributes
+    attributes: msgspec.Raw
 
 
-_SAMPLED = msgspec.msgpack.Decoder(_Sampled)
+_NAMED = msgspec.msgpack.Decoder(_Named)
+_SAMPLED = msgspec.msgpack.Decoder(_SampledAttributes)
 
 
 def add_spans(database: Database, connection: sa.Connection, rows: Sequence[dict[str, Any]]) -> None:
@@ -82,6 +83,7 @@ def recorded(connection: sa.Connection, *, in_file: bool) -> RecordedCalls | Non
 
 def count_anew(database: Database, connection: sa.Connection) -> RecordedCalls:
     """Read all spans, a batch at a time, and keep what they come to; nobody adds any meanwhile."""
+    database.hold_name(connection, _COUNTED)  # or a row that is merged meanwhile would stay beside its sum
     database.hold_table(connection, schema.spans)
     found = _of_records(connection.execute(_RECORDS).scalars())
     connection.execute(sa.delete(schema.call_counts))
@@ -90,13 +92,23 @@ def count_anew(database: Database, connection: sa.Connection) -> RecordedCalls:
     return found
 
 
-def merge(connection: sa.Connection) -> None:
+def merge(database: Database, connection: sa.Connection) -> None:
     """Put rows together, where there are many."""
+    if len(connection.execute(_POSITIONS.limit(_WORTH_MERGING)).all()) < _WORTH_MERGING:
+        return
+    database.hold_name(connection, _COUNTED)
     rows = connection.execute(_SOME).all()
-    if len(rows) >= _WORTH_MERGING:
-        merged = schema.call_counts.c.position.in_([row.position for row in rows])
-        connection.execute(sa.delete(schema.call_counts).where(merged))
-        _insert(connection, _together(row.counted for row in rows))
+    merged = schema.call_counts.c.position.in_([row.position for row in rows])
+    connection.execute(sa.delete(schema.call_counts).where(merged))
+    _insert(connection, _together(row.counted for row in rows))
+
+
+def _sampled(attributes: msgspec.Raw) -> _SampledAttributes:
+    """What an engine sampled: nothing where a span has a call's name and other attributes. It is kept all the same."""
+    try:
+        return _SAMPLED.decode(attributes)
+    except msgspec.ValidationError:
+        return _SampledAttributes()
 
 
 def _insert(connection: sa.Connection, counted: RecordedCalls) -> None:
@@ -116,9 +128,11 @@ def _of_records(records: Iterable[bytes]) -> RecordedCalls:
     tokens, newest_ns, spans = Counter[str](), 0, 0
     for record in records:
         spans += 1
-        span = _SAMPLED.decode(unpacked(record))
-        sampled = span.attributes
-        if span.name == semconv.CALL_SPAN and sampled.trainable and sampled.response_ids:
+        span = _NAMED.decode(unpacked(record))
+        if span.name != semconv.CALL_SPAN:
+            continue
+        sampled = _sampled(span.attributes)
+        if sampled.trainable and sampled.response_ids:
             tokens[str(sampled.model)] += len(sampled.response_ids) // _ID_BYTES + sampled.overshoot
             newest_ns = max(newest_ns, span.end_ns)
     return RecordedCalls(tokens=dict(tokens), newest_ns=newest_ns, spans=spans)

@@ -57,6 +57,14 @@ def test_a_first_call_counts_as_expected_while_its_prompt_is_made(
         assert goes_on.wait(20)
         return choose(*args)
 
+    asked: list[int] = []
+    generate = served.gateway.router.generate
+
+    async def noting(*args: Any, **kwargs: Any) -> None:
+        asked.append(served.gateway.load().starting["policy"])
+        await generate(*args, **kwargs)
+
+    monkeypatch.setattr(served.gateway.router, "generate", noting)
     monkeypatch.setattr(call_handler, "_renderer_for", slow)
     opened(served, "a1")
     with ThreadPoolExecutor(1) as pool:
@@ -65,6 +73,7 @@ def test_a_first_call_counts_as_expected_while_its_prompt_is_made(
         assert served.gateway.load().starting["policy"] == 1
         goes_on.set()
         said.result()
+    assert asked == [0]  # an engine that is asked has the call among its own
     assert served.gateway.load().starting["policy"] == 0
 
 

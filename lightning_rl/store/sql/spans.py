@@ -64,7 +64,7 @@ class SpanOperations(Transactions):
     @writes
     def merge_counts(self, connection: sa.Connection) -> None:
         """Put what was counted of the calls into fewer rows."""
-        call_counts.merge(connection)
+        call_counts.merge(self._database, connection)
 
     @reads
     def packed_traces(self, connection: sa.Connection, rollout_ids: Sequence[str]) -> bytes:

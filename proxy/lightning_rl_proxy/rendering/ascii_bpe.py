@@ -100,6 +100,8 @@ def _tokens(model: _Model, tokenizer: Tokenizer) -> tuple[dict[bytes, int], list
     for pair in model.merges:
         first, second = pair if isinstance(pair, list) else pair.split(" ")
         letters = first + second
+        if not byte_of.keys() >= set(letters):
+            return None
         token = bytes(map(byte_of.__getitem__, letters))
         if token in ranks or [found.id for found in merged.tokenize(letters)] != [vocab[letters]]:
             return None

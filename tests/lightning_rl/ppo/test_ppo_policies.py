@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 import lightning_rl as lrl
 from lightning_rl.cli import app
 from lightning_rl.config import ConfigError
+from lightning_rl.ppo.policy_learner import Learners
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl.trajectories import step_record
@@ -243,3 +245,28 @@ def test_the_pages_script_and_command_run(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1/1  reward" in done.stdout
+
+
+class Openable:
+    """A policy that notes whose models were loaded when it was opened."""
+
+    name = ""
+
+    def __init__(self, seen: list[list[Any]]) -> None:
+        self._seen = seen
+        self.models: Any = SimpleNamespace(
+            cards=SimpleNamespace(line=lambda: None), policy=SimpleNamespace(folder="the same")
+        )
+
+    def open(self, run: Any, resumed: Any, learners: Learners) -> None:
+        self._seen.append(list(learners.opened))
+
+
+def test_policies_that_are_opened_anew_share_nothing_with_those_before() -> None:
+    nobody: Any = None
+    seen: list[list[Any]] = []
+    made: Any = [Openable(seen), Openable(seen)]
+    learners = Learners(made)
+    for _ in range(2):  # as after a lost worker (trainer.max_restarts)
+        learners.open(nobody, None, tell=None)
+    assert seen == [[], made[:1]] * 2

@@ -523,3 +523,19 @@ def test_sampled_tokens_are_summed_by_model_over_all_calls(store) -> None:
         Span(span_id="y", name="something", number=601, attributes={}, **times, **place),
     ])  # fmt: skip
     assert store.recorded_calls().tokens == {"m0": 300, "m1": 600}
+
+
+def test_a_span_that_has_a_calls_name_and_other_attributes_is_kept_and_counts_nothing(store) -> None:
+    store.enqueue([RolloutRequest(task=1, rollout_id="r")])
+    (claim,) = store.claim("w")
+    place = {"rollout_id": "r", "attempt_id": claim.attempt.attempt_id, "start_ns": 0, "end_ns": 0}
+    odd = [{"gen_ai.response.model": 5}, {"lightning_rl.response_ids": "text"}, {"lightning_rl.overshoot": "x"}]
+    names = ("lightning_rl.call", "something")
+    spans = [
+        Span(span_id=f"{name}{number}", name=name, number=number, attributes=attributes, **place)
+        for name in names
+        for number, attributes in enumerate(odd)
+    ]
+    store.add_spans(spans)
+    assert len(store.spans("r", claim.attempt.attempt_id)) == len(spans)
+    assert store.recorded_calls().tokens == {}

@@ -75,6 +75,8 @@ def changed(**model: Any) -> Tokenizer:
     """A byte-level tokenizer of three merges, in which something is changed."""
     vocab = {letter: number for number, letter in enumerate(sorted(ALPHABET))}
     merges = model.pop("merges", [("b", "c"), ("a", "bc"), ("d", "d")])
+    for letter in model.pop("more", []):
+        vocab[letter] = len(vocab)
     for first, second in merges:
         vocab.setdefault(first + second, len(vocab))
     made = Tokenizer(models.BPE(vocab, merges, **model))
@@ -89,6 +91,8 @@ def test_whatever_may_be_merged_in_another_way_is_left_alone() -> None:
     never_reached = changed(merges=[("b", "c"), ("a", "b"), ("ab", "c")])  # b and c are together before
     assert ids(never_reached, "abc") != [never_reached.token_to_id("abc")]
     assert ascii_bpe.of(never_reached) is None
+    no_bytes = changed(merges=[("b", "c"), ("▁", "a")], more=["▁"])
+    assert ascii_bpe.of(no_bytes) is None
     assert ascii_bpe.of(changed(dropout=0.1)) is None
     assert ascii_bpe.of(changed(ignore_merges=True)) is None
     other_split = changed()
