@@ -13,7 +13,7 @@ import msgspec
 from lightning_rl.errors import Explained
 from lightning_rl.inspect import trained
 from lightning_rl.inspect.explain import marks_of, numbers_of, row_views, rows_of
-from lightning_rl.inspect.trained import CallTraining, Found, RolloutTraining
+from lightning_rl.inspect.trained import UNKNOWN, CallTraining, Found, RolloutTraining, TrainedBy
 from lightning_rl.store.contract import AttemptTrace, RolloutTrace
 from lightning_rl.store.rewards import added_up, rewards_by_call
 from lightning_rl.trajectories.step_record import CallRecord
@@ -128,27 +128,24 @@ def detail(
     trace: RolloutTrace,
     attempt: AttemptTrace,
     call_id: str,
+    run: TrainedBy = UNKNOWN,
     *,
-    max_tokens: int | None = None,
-    select: Callable[[Call], bool] | None = None,
-    found: Found | None = None,
-    not_recorded: str | None = None,
     decode: Decode | None = None,
-    sampler_is_old: bool = False,
 ) -> CallDetail:
-    """A call of one of the trace's attempts laid open; `max_tokens`, `select` and `found` as in `explain`.
+    """A call of one of the trace's attempts laid open, with its tokens' texts where `decode` gives them.
 
     Raises:
         ForestError: the calls of the attempt do not fit together; it names the call.
     """
     if attempt.attempt.attempt_id != trace.rollout.counting_attempt_id:
-        found = not_recorded = None
+        run = run._replace(found=None, not_recorded=None)
+    found = run.found
     tree = forest.build(calls_of(attempt.spans))
     numbers = numbers_of(tree)
     call = tree.nodes[call_id].call
     attributes = next(span.attributes for span in attempt.spans if span.span_id == call_id)
     excluded = why_excluded(trace.rollout, attempt.attempt)
-    cut = rows_of(tree, max_tokens=max_tokens, select=select, found=found)
+    cut = rows_of(tree, run)
     views = [view for view in row_views(tree, cut) if any(part.number == numbers[call_id] for part in view.calls)]
     owner = next((view.number for view in views if call_id in cut[view.number - 1].call_ids), None)
     row_excluded = None if owner is None else cut[owner - 1].excluded
@@ -181,8 +178,8 @@ def detail(
         call_rewards=_own_rewards(attempt, call_id),
         training=found and trained.call_training(found, call_id),
         rollout_training=None if found is None else trained.rollout_training(found),
-        not_recorded=not_recorded,
-        sampler_is_old=sampler_is_old,
+        not_recorded=run.not_recorded,
+        sampler_is_old=run.sampler_is_old,
         rows=[view.number for view in views],
         trained_in=owner if in_row else None,
         row_excluded=row_excluded,

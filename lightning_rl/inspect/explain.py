@@ -5,13 +5,13 @@ do not say; calls are numbered from 1 in order of arrival, and rows from 1.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from lightning_rl.inspect import trained
-from lightning_rl.inspect.trained import CallTraining, Found, RolloutTraining
+from lightning_rl.inspect.trained import UNKNOWN, CallTraining, RolloutTraining, TrainedBy
 from lightning_rl.store.contract import AttemptTrace, Log, Rollout, RolloutTrace
 from lightning_rl.trajectories.call_filter import context_of
 from lightning_rl.trajectories.trace_views import log_of, why_excluded
@@ -114,14 +114,10 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
 
 def explain(
     trace: RolloutTrace,
-    *,
-    max_tokens: int | None = None,
-    select: Callable[[Call], bool] | None = None,
-    found: Found | None = None,
-    not_recorded: str | None = None,
+    run: TrainedBy = UNKNOWN,
 ) -> RolloutView:
-    """A rollout laid open, with the rows that training with this `max_tokens` and `select` cuts, and what the record
-    `found` of its step says; calls that were left out there are left out of the rows.
+    """A rollout laid open, with the rows that training by `run` cuts, and what the record of its step says; calls that
+    were left out there are left out of the rows.
 
     Raises:
         ForestError: the calls of an attempt do not fit together; it names the call.
@@ -135,23 +131,20 @@ def explain(
         reward=rollout.reward,
         error=None if rollout.error is None else f"{rollout.error.type}: {rollout.error.message}",
         counting_attempt_id=rollout.counting_attempt_id,
-        attempts=[_attempt(rollout, attempt, max_tokens, select, found) for attempt in trace.attempts],
-        training=None if found is None else trained.rollout_training(found),
-        not_recorded=not_recorded,
+        attempts=[_attempt(rollout, attempt, run) for attempt in trace.attempts],
+        training=None if run.found is None else trained.rollout_training(run.found),
+        not_recorded=run.not_recorded,
     )
 
 
 def rows_of(
     tree: Forest,
-    *,
-    max_tokens: int | None = None,
-    select: Callable[[Call], bool] | None = None,
-    found: Found | None = None,
+    run: TrainedBy,
 ) -> list[Row]:
-    """The rows that training cuts from an attempt."""
+    """The rows that training by `run` cuts from an attempt."""
     calls = [node.call for node in tree.nodes.values()]
-    left_out = context_of(calls, select)
-    return rows.cut(tree, {}, max_tokens=max_tokens, left_out=left_out | trained.left_out_calls(found))
+    left_out = context_of(calls, run.select)
+    return rows.cut(tree, {}, max_tokens=run.max_tokens, left_out=left_out | trained.left_out_calls(run.found))
 
 
 def numbers_of(tree: Forest) -> dict[str, int]:
@@ -187,15 +180,13 @@ def words_of(message: dict[str, Any]) -> str:
 def _attempt(
     rollout: Rollout,
     trace: AttemptTrace,
-    max_tokens: int | None,
-    select: Callable[[Call], bool] | None,
-    found: Found | None,
+    run: TrainedBy,
 ) -> AttemptView:
     attempt, reason = trace.attempt, why_excluded(rollout, trace.attempt)
     if attempt.attempt_id != rollout.counting_attempt_id:
-        found = None  # a step sees only the attempt that counts
+        run = run._replace(found=None)  # a step sees only the attempt that counts
     tree = forest.build(calls_of(trace.spans))
-    cut = rows_of(tree, max_tokens=max_tokens, select=select, found=found)
+    cut = rows_of(tree, run)
     for row in cut:
         row.excluded = row.excluded or reason
     attributes = {span.span_id: span.attributes for span in trace.spans}
@@ -209,7 +200,7 @@ def _attempt(
         excluded=reason,
         error=None if attempt.error is None else f"{attempt.error.type}: {attempt.error.message}",
         calls=[
-            _call(node, numbers, attributes[call_id], in_rows, found and trained.call_training(found, call_id))
+            _call(node, numbers, attributes[call_id], in_rows, run.found and trained.call_training(run.found, call_id))
             for call_id, node in tree.nodes.items()
         ],
         forks=_forks(tree, numbers, attributes),

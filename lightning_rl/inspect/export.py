@@ -295,7 +295,7 @@ class RowReader:
         return rows.cut(
             trajectory.forest,
             credit.final_values(trajectory.forest, trajectory.reward),
-            max_tokens=folder.as_trained(self._config).get("max_tokens"),
+            max_tokens=folder.trained_by(self._config).max_tokens,
             left_out=trajectory.why_left_out | more,
         )
 

@@ -6,7 +6,6 @@ Invariant: nothing is fetched from a network and nothing is written.
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import msgspec
@@ -15,7 +14,7 @@ from lightning_rl import tutorial
 from lightning_rl.config import read_back
 from lightning_rl.config.schema import TrainConfig
 from lightning_rl.inspect.recorded import NotRecorded
-from lightning_rl.inspect.trained import Found
+from lightning_rl.inspect.trained import Found, TrainedBy
 from lightning_rl.store.contract import Rollout, RolloutTrace
 from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.call_filter import selection
@@ -48,18 +47,20 @@ def beside(run_dir: Path, rollout: Rollout) -> FolderContext:
     return FolderContext(config, *_record_of(run_dir, config, rollout))
 
 
-def as_trained(config: TrainConfig | None) -> dict[str, Any]:
-    """What the run's own keys say of its rows; nothing where it was no training.
+def trained_by(config: TrainConfig | None, found: Found | None = None, not_recorded: str | None = None) -> TrainedBy:
+    """What the run's own keys say of its rows, and the record of a rollout's step.
 
     A function that a script gave (`PPO(select=...)`) is not recorded, but what it left out is in the step's record.
     """
     if config is None:
-        return {}
-    drops = config.data.overlong.startswith("drop")
-    return {
-        "max_tokens": config.data.max_tokens if drops else None,
-        "select": selection(config.algorithm.train_agents, None),
-    }
+        return TrainedBy(found=found, not_recorded=not_recorded)
+    return TrainedBy(
+        max_tokens=config.data.max_tokens if config.data.overlong.startswith("drop") else None,
+        select=selection(config.algorithm.train_agents, None),
+        found=found,
+        not_recorded=not_recorded,
+        sampler_is_old=config.algorithm.rollout_correction.bypass_mode,
+    )
 
 
 def with_trained_calls(config: TrainConfig | None, trace: RolloutTrace) -> RolloutTrace:

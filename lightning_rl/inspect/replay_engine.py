@@ -19,12 +19,12 @@ from lightning_rl_adapters.forest import Node
 from lightning_rl_adapters.media import Placed
 from lightning_rl_adapters.triplet import media as media_of_prompt
 from lightning_rl_adapters.triplet import prompt_ids
-from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, Load
+from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, GenerationRequest, Load
 from lightning_rl_proxy.engines.chat_backend import BackendAnswer
 from lightning_rl_proxy.forest import message_fingerprint
 from lightning_rl_proxy.forest.fork_causes import first_difference
 from lightning_rl_proxy.rendering.base import Markup, ParsedAnswer, Renderer
-from lightning_rl_proxy.rendering.images import Shown, Vision
+from lightning_rl_proxy.rendering.images import Vision
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.sampling import SPECIFIC, Sampling
 
@@ -218,21 +218,13 @@ class RecordedEngine:
         self.policy_version = max((v.version for call in of_model for v in call.versions), default=0)
         self._kind = of_model[0].logprob_kind if of_model else "sampled"
 
-    async def generate(
-        self,
-        prompt: list[int],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        priority: int = 0,
-        stream: bool = False,
-        media: Sequence[Shown] = (),
-        encoded: bytes | None = None,
-    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         """See `Engine`."""
-        call = self._recording.by_tokens(self.model, prompt, sampling, [one.placed for one in media]).call
+        call = self._recording.by_tokens(
+            self.model, request.prompt, request.sampling, [one.placed for one in request.media]
+        ).call
         ids, logprobs = call.response_ids, call.logprobs
-        at_once = 1 if stream else max(1, len(ids))
+        at_once = 1 if request.stream else max(1, len(ids))
         for start in range(0, len(ids), at_once):
             part = slice(start, start + at_once)
             yield EngineTokens(ids[part], None if logprobs is None else logprobs[part])

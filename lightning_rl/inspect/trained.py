@@ -1,13 +1,35 @@
-"""What training made of a rollout, as its step's record says it.
+"""How a run cuts rows from rollouts, and what training made of one, as its step's record says it.
 
 Pure: records in, views out. Invariant: nothing is computed anew; where no record says it, it is not told.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import msgspec
 
 from lightning_rl.trajectories.step_record import CallRecord, PlusRecord, RolloutRecord, StepRecord
+from lightning_rl_adapters.call import Call
 
 Found = tuple[StepRecord, RolloutRecord]
+
+
+class TrainedBy(NamedTuple):
+    """What is known of the run that a rollout is from; nothing of one that was no training.
+
+    Its rows have up to `max_tokens` and the calls that `select` takes; None: all. `found` is the record of the step
+    that trained the rollout, or `not_recorded` says why there is none. With `sampler_is_old` training took the
+    sampler's logprobs for its own.
+    """
+
+    max_tokens: int | None = None
+    select: Callable[[Call], bool] | None = None
+    found: Found | None = None
+    not_recorded: str | None = None
+    sampler_is_old: bool = False
+
+
+UNKNOWN = TrainedBy()
 
 
 class CallTraining(msgspec.Struct, frozen=True, kw_only=True):

@@ -286,7 +286,7 @@ class Collector:
             self,
             why_not=lambda group, _: why_not(rule, schedule, group, self._versions()),
             most=rule.max_num_gen_batches * batch_size if rule.enable else None,
-            **left,
+            state=left,
         )
 
     def _versions(self) -> dict[str, int]:

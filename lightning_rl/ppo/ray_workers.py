@@ -65,7 +65,7 @@ class RayWorkers:
         self._all: list[WorkerGroup] = []
         try:
             for own in apart:
-                build = bind(_built, config, own, weights, folder, training_steps, *_own_loss(config))
+                build = bind(_built, config, own, weights, folder, training_steps, _own_loss(config))
                 name, seat = ", ".join(sorted(own)), room if "actor" in own else None
                 group = WorkerGroup(name, trainer.nnodes, trainer.per_node, device, build, seat)
                 self._all.append(group)
@@ -154,12 +154,11 @@ def _built(
     weights: Path,
     folder: Path,
     training_steps: int,
-    loss_mode: str,
-    loss: Any,
+    own_loss: tuple[str, Any],
     team: ProcessGroup,
 ) -> LocalWorkers:
     """The models of one worker, in its process. They come to its device in shards."""
-    LOSSES[loss_mode] = loss
+    LOSSES.update([own_loss])
     torch.manual_seed(config.data.seed + team.rank)
     held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
     register_model_code(config)

@@ -35,7 +35,7 @@ def rollout(trace: RolloutTrace, config: TrainConfig | None, found: Found | None
     """The rollout laid open. Raises NotRecorded for one whose calls do not fit together."""
     trace = folder.with_trained_calls(config, trace)
     try:
-        view = explain(trace, **folder.as_trained(config), found=found)
+        view = explain(trace, folder.trained_by(config, found))
     except ForestError as error:
         raise NotRecorded(f"rollout {trace.rollout.rollout_id} is damaged: {error}") from error
     told: dict[str, Any] = msgspec.to_builtins(view)
@@ -124,11 +124,8 @@ def call(
     if attempt is None or not 1 <= number <= len(made):
         raise NotRecorded(f"rollout {trace.rollout.rollout_id} has no call {number} in an attempt {sequence}")
     one = made[number - 1]
-    bypass = config is not None and config.algorithm.rollout_correction.bypass_mode
     try:
-        view = calls.detail(
-            trace, attempt, one.call_id, **folder.as_trained(config), found=found, sampler_is_old=bypass
-        )
+        view = calls.detail(trace, attempt, one.call_id, folder.trained_by(config, found))
         path = calls.path_of(attempt, one.call_id)
     except ForestError as error:
         raise NotRecorded(f"rollout {trace.rollout.rollout_id} is damaged: {error}") from error

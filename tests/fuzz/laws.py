@@ -13,7 +13,7 @@ import os
 import re
 import socket
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -22,10 +22,16 @@ import urllib3
 from hypothesis import HealthCheck, settings
 
 from lightning_rl_adapters.call import VersionRange
-from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, EngineUnavailable, Load
+from lightning_rl_proxy.engines.base import (
+    EngineFinish,
+    EngineRefused,
+    EngineTokens,
+    EngineUnavailable,
+    GenerationRequest,
+    Load,
+)
 from lightning_rl_proxy.engines.chat_backend import BackendAnswer
 from lightning_rl_proxy.http import openapi
-from lightning_rl_proxy.rendering.images import Shown
 from lightning_rl_proxy.sampling import Sampling
 from tests.proxy.conftest import MODEL, Served
 
@@ -82,17 +88,7 @@ class PlannedEngine:
         self.failures = 0
         self._end_id = end_id
 
-    async def generate(
-        self,
-        prompt: list[int],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        priority: int = 0,
-        stream: bool = False,
-        media: Sequence[Shown] = (),
-        encoded: bytes | None = None,
-    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         plan = self.plans.popleft() if self.plans else Plan([])
         if plan.end in ("fail", "break", "silent", "abort"):
             self.failures += 1
@@ -101,7 +97,7 @@ class PlannedEngine:
         if plan.end == "refuse":
             raise EngineRefused("planned")
         ids = [*plan.ids, self._end_id] if plan.end == "stop" else plan.ids
-        size = plan.step if stream else max(len(ids), 1)
+        size = plan.step if request.stream else max(len(ids), 1)
         for start in range(0, len(ids), size):
             if plan.slow:
                 await asyncio.sleep(0.001)

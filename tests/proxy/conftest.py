@@ -20,7 +20,7 @@ from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call, VersionRange, calls_of
 from lightning_rl_adapters.span import Packed, Span, unpack
 from lightning_rl_proxy.address import Address, base_url
-from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, EngineUnavailable, Load
+from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, EngineUnavailable, GenerationRequest, Load
 from lightning_rl_proxy.forest import incremental_decode, nodes
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.http.keys import sign_attempt_key
@@ -109,12 +109,10 @@ class ScriptedSampler:
         self._end = end
         self.policy_version = VERSION
 
-    async def sample(
-        self, script: Script, prompt: list[int], sampling: Sampling, *, request_id: str, stream: bool
-    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    async def sample(self, script: Script, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         ids, cut = script
         logprobs = [-0.25 * (i + 1) for i in range(len(ids))]
-        size = 1 if stream else len(ids)
+        size = 1 if request.stream else len(ids)
         for i in range(0, len(ids), size):
             yield EngineTokens(ids[i : i + size], logprobs[i : i + size])
         yield EngineFinish(
@@ -192,27 +190,17 @@ class ScriptedEngine:
         await self._sampler.resume()
         self.frozen = False
 
-    async def generate(
-        self,
-        prompt: list[int],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        priority: int = 0,
-        stream: bool = False,
-        media: Sequence[Shown] = (),
-        encoded: bytes | None = None,
-    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
-        assert encoded is None or msgspec.json.decode(encoded) == prompt
-        self.prompts.append(prompt.copy())  # once it is answered, the list goes on
-        self.media.append(media)
-        self.samplings.append(sampling)
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
+        assert request.encoded is None or msgspec.json.decode(request.encoded) == request.prompt
+        self.prompts.append(request.prompt.copy())  # once it is answered, the list goes on
+        self.media.append(request.media)
+        self.samplings.append(request.sampling)
         script, hold = self._next(), self.hold
         if self.fail:
             self.fail -= 1
             raise EngineUnavailable("scripted failure")
         finish: EngineFinish | None = None
-        sampled = self._sampler.sample(script, prompt, sampling, request_id=request_id, stream=stream)
+        sampled = self._sampler.sample(script, request)
         given: list[float] = []
         self.logprobs.append(given)
         try:
@@ -223,7 +211,7 @@ class ScriptedEngine:
                     if isinstance(part, EngineFinish):
                         finish = part
                         break
-                    for piece in _pieces(part) if self.steps is not None and stream else [part]:
+                    for piece in _pieces(part) if self.steps is not None and request.stream else [part]:
                         if self.steps is not None:
                             await self.steps.acquire()
                         given += piece.logprobs or []

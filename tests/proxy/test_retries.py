@@ -11,7 +11,7 @@ import select
 import socket
 import threading
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -28,13 +28,11 @@ from hypothesis import strategies as st
 
 from lightning_rl_adapters import forest
 from lightning_rl_adapters.call import Call
-from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, EngineUnavailable
+from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, EngineUnavailable, GenerationRequest
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.rendering.images import Shown
 from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
-from lightning_rl_proxy.sampling import Sampling
 from tests.proxy.conftest import MODEL, SECRET, MemoryLedger, ScriptedEngine, Served, listening
 from tests.random_examples import examples
 
@@ -50,28 +48,18 @@ class CountingEngine(ScriptedEngine):
         self.broken = 0
         self.slow = 0
 
-    async def generate(
-        self,
-        prompt: list[int],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        priority: int = 0,
-        stream: bool = False,
-        media: Sequence[Shown] = (),
-        encoded: bytes | None = None,
-    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         self.script.append(f"sample number {len(self.prompts)} of all")
         self.hold = asyncio.Event() if self.slow else None
         self.slow = max(0, self.slow - 1)
         broken, self.broken = self.broken > 0, max(0, self.broken - 1)
-        parts = super().generate(prompt, sampling, request_id=request_id, priority=priority, stream=stream or broken)
+        parts = super().generate(request._replace(stream=request.stream or broken))
         try:
             async for part in parts:
                 yield part
                 if broken:
                     raise EngineUnavailable("it broke down in mid-answer")
-                await asyncio.sleep(0.005 if stream else 0)  # so that a stream can be cut while it is sampled
+                await asyncio.sleep(0.005 if request.stream else 0)  # so that a stream can be cut while it is sampled
         finally:
             await parts.aclose()
 

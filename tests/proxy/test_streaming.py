@@ -18,7 +18,7 @@ from lightning_rl_adapters.call import from_span
 from lightning_rl_proxy.dialects import chat_completions, completions, messages, responses
 from lightning_rl_proxy.dialects.base import Dialect, Opening
 from lightning_rl_proxy.forest.raw_prompts import RawPromptReader
-from lightning_rl_proxy.rendering.parsing import AnswerParser
+from lightning_rl_proxy.rendering.parsing import AnswerEnd, AnswerParser
 from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.proxy.conftest import EITHER_SERVER, Served, calls_in
@@ -277,7 +277,7 @@ def test_the_recorded_ids_through_the_serializer_are_the_streamed_events(
     assert renderer is not None
     parser = AnswerParser(
         renderer if request.prompt is None else RawPromptReader(renderer), call.call_id, call.prompt_ids, request.tools,
-        stop=request.sampling.stop or (),
+        AnswerEnd(request.sampling.stop or ()),
     )  # fmt: skip
     out = [told.start()]
     for token, logprob in zip(call.response_ids, call.logprobs or [], strict=True):

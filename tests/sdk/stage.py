@@ -5,21 +5,19 @@ The engine says what is scripted, so every play of a conversation must leave the
 
 import json
 import subprocess
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import calls_of
-from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens
+from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, GenerationRequest
 from lightning_rl_proxy.errors import PromptTooLong
 from lightning_rl_proxy.gateway import Gateway
-from lightning_rl_proxy.rendering.images import Shown
 from lightning_rl_proxy.rendering.load import load_renderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
-from lightning_rl_proxy.sampling import Sampling
 from tests.proxy.conftest import MODEL, SECRET, TOKENIZER, MemoryLedger, ScriptedEngine, Served, listening
 from tests.sdk import players
 from tests.sdk.players import CONVERSATIONS, PLAYERS, Conversation, Door, Mode, Played, Seen, play
@@ -34,20 +32,10 @@ class StagedEngine(ScriptedEngine):
 
     too_long = False
 
-    async def generate(
-        self,
-        prompt: list[int],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        priority: int = 0,
-        stream: bool = False,
-        media: Sequence[Shown] = (),
-        encoded: bytes | None = None,
-    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         if self.too_long:
-            raise PromptTooLong(len(prompt), 8)
-        parts = super().generate(prompt, sampling, request_id=request_id, priority=priority, stream=stream)
+            raise PromptTooLong(len(request.prompt), 8)
+        parts = super().generate(request)
         try:
             async for part in parts:
                 yield part

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens
+from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, GenerationRequest
 from lightning_rl_proxy.engines.vllm import TokenEngine
 from lightning_rl_proxy.sampling import Sampling
 from tests.proxy.conftest import MODEL, VERSION, Script, ScriptedEngine, ScriptedSampler
@@ -50,13 +50,12 @@ class ForcedVllm(TokenEngine):
         )
         self._asked = asked
 
-    async def sample(
-        self, script: Script, prompt: list[int], sampling: Sampling, *, request_id: str, stream: bool
-    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    async def sample(self, script: Script, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         """See `ScriptedSampler`."""
         self._asked["generations"] += 1
+        sampling = request.sampling
         told = _Told(**msgspec.structs.asdict(sampling) | {"max_tokens": _limit(script, sampling)}, script=script.ids)
-        async with aclosing(self.generate(prompt, told, request_id=request_id, stream=stream)) as parts:
+        async with aclosing(self.generate(request._replace(sampling=told))) as parts:
             async for part in parts:
                 yield part
 

@@ -16,6 +16,7 @@ from lightning_rl.store.contract import Rollout, RolloutRequest
 from lightning_rl.trajectories.trajectory import Trajectory
 
 Requests = Callable[[int, tuple[int, Any]], list[RolloutRequest]]  # of the group with this number of a batch and task
+_NOTHING_ASKED: Mapping[str, Any] = {"asked": 0, "groups": ()}
 
 
 class Rollouts(Protocol):
@@ -75,7 +76,7 @@ class InFlight:
         requests: the rollouts of a group, which has the task of its number in its batch.
         why_not: why a group that has ended is not to be trained at a policy version; None: it may be.
         most: a step takes what there is when so many groups have ended and were left out or are there; None: no matter.
-        asked, groups: what `state_dict` had of a run that is resumed; `groups` are asked for again.
+        state: what `state_dict` gave where a run is resumed, whose groups are asked for again.
     """
 
     def __init__(
@@ -87,14 +88,15 @@ class InFlight:
         *,
         why_not: Callable[[list[Trajectory], int], str | None],
         most: int | None = None,
-        asked: int = 0,
-        groups: Sequence[tuple[int, int]] = (),
+        state: Mapping[str, Any] = _NOTHING_ASKED,
     ) -> None:
         self._schedule = schedule
         self._requests = requests
         self._rollouts = rollouts
         self._why_not = why_not
         self._most = most
+        asked: int = state["asked"]
+        groups: Sequence[tuple[int, int]] = state["groups"]
         self.asked = asked
         self.idle_seconds = 0.0  # in which no rollout was asked for that had not ended, since it was last set to 0
         self._last_end: float | None = None

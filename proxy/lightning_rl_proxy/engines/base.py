@@ -8,6 +8,24 @@ from lightning_rl_proxy.rendering.images import Shown
 from lightning_rl_proxy.sampling import Sampling
 
 
+class GenerationRequest(NamedTuple):
+    """What an engine is to sample an answer from.
+
+    `prompt` is to be read, not kept: it may grow once the answer is committed. `encoded` is the same as a JSON list,
+    where it is at hand. `media` are the images that the prompt shows, and where; an engine without the ability `images`
+    is given none. With `stream` tokens are handed over as they are sampled. Of two requests the one with the lower
+    `priority` is more urgent.
+    """
+
+    prompt: list[int]
+    sampling: Sampling
+    request_id: str
+    stream: bool = False
+    priority: int = 0
+    media: Sequence[Shown] = ()
+    encoded: bytes | None = None
+
+
 class EngineTokens(NamedTuple):
     """Some sampled tokens with their logprobs (nats), or None where the engine gives none; `version` is the policy
     version that they are known to be of, None: what the gateway believes of the engine."""
@@ -65,23 +83,9 @@ class Engine(Protocol):
     abilities: frozenset[str]
     context: int | None
 
-    def generate(
-        self,
-        prompt: list[int],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        priority: int = 0,
-        stream: bool = False,
-        media: Sequence[Shown] = (),
-        encoded: bytes | None = None,
-    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
-        """Sample: yields `EngineTokens` one or more times and at last one `EngineFinish`, with which it ends; with
-        `stream`, as they are sampled.
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
+        """Sample: yields `EngineTokens` one or more times and at last one `EngineFinish`, with which it ends.
 
-        `prompt` is to be read, not kept: it may grow once the answer is committed. `encoded` is the same as a JSON
-        list, where it is at hand. `media` are the images that the prompt shows, and where; an engine without the
-        ability `images` is given none.
         Leaving the iterator early aborts the generation. Raises EngineUnavailable, EngineRefused or PromptTooLong.
         """
         ...

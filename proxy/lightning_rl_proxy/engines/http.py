@@ -44,8 +44,8 @@ class _Refused(msgspec.Struct):
 class EngineConnection:
     """The connections to the server at `url`."""
 
-    def __init__(self, url: str, *, connections: int = 1024) -> None:
-        self._client = Client(url, connections=connections, idle_seconds=_IDLE_SECONDS)
+    def __init__(self, url: str) -> None:
+        self._client = Client(url, idle_seconds=_IDLE_SECONDS)
         self.url = self._client.url
 
     def post(self, path: str, body: Any) -> "_Taken":

@@ -22,18 +22,24 @@ import asyncio
 import contextlib
 import re
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
 
-from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, EngineUnavailable, Load
+from lightning_rl_proxy.engines.base import (
+    EngineFinish,
+    EngineRefused,
+    EngineTokens,
+    EngineUnavailable,
+    GenerationRequest,
+    Load,
+)
 from lightning_rl_proxy.engines.client import HttpResponse
 from lightning_rl_proxy.engines.http import EngineConnection, Problem, events, refusal
 from lightning_rl_proxy.engines.sglang_probe import GENERATE, NAME, READY, Abilities
 from lightning_rl_proxy.engines.token_labels import Labelled, Labels, is_biased, known
-from lightning_rl_proxy.rendering.images import Shown
 from lightning_rl_proxy.sampling import Sampling
 
 T = TypeVar("T")
@@ -106,7 +112,6 @@ class SGLangEngine:
         stop_token_ids: list[int],
         policy_version: int,
         able: Abilities,
-        connections: int = 1024,
     ) -> None:
         self.model = model
         self.policy_version = policy_version
@@ -115,34 +120,25 @@ class SGLangEngine:
         self._able = able
         self._stop_token_ids = stop_token_ids
         self._labels = Labels(policy_version)
-        self._server = EngineConnection(url, connections=connections)
+        self._server = EngineConnection(url)
         self.url = self._server.url
         self._paused = False
 
-    async def generate(
-        self,
-        prompt: list[int],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        priority: int = 0,
-        stream: bool = False,
-        media: Sequence[Shown] = (),
-        encoded: bytes | None = None,
-    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         """See `Engine`. Leaving the iterator early closes the connection and orders an abort."""
+        sampling = request.sampling
         if sampling.ignore_eos and sampling.stop_token_ids:
             raise EngineRefused("SGLang stops at no token where ignore_eos is true: leave out stop_token_ids, or it")
-        rid = f"{request_id}-{secrets.token_hex(8)}"  # no other request's id begins like this
+        rid = f"{request.request_id}-{secrets.token_hex(8)}"  # no other request's id begins like this
         body: dict[str, Any] = {
             "rid": rid,
-            "input_ids": prompt if encoded is None else msgspec.Raw(encoded),
-            "sampling_params": self._parameters(sampling, len(prompt)),
+            "input_ids": request.prompt if request.encoded is None else msgspec.Raw(request.encoded),
+            "sampling_params": self._parameters(sampling, len(request.prompt)),
             "return_logprob": not is_biased(sampling),
-            "stream": stream,
+            "stream": request.stream,
         }
-        if priority:
-            body["priority"] = -priority
+        if request.priority:
+            body["priority"] = -request.priority
         await self._tell_version()
         ended = False
         try:

@@ -12,7 +12,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, EngineUnavailable, Load
+from lightning_rl_proxy.engines.base import (
+    EngineFinish,
+    EngineRefused,
+    EngineTokens,
+    EngineUnavailable,
+    GenerationRequest,
+    Load,
+)
 from lightning_rl_proxy.engines.client import HttpResponse
 from lightning_rl_proxy.engines.http import EngineConnection, Problem, events, refusal
 from lightning_rl_proxy.engines.probe import GENERATE, MODELS, LogprobsMode
@@ -124,7 +131,6 @@ class TokenEngine:
         policy_version: int,
         logprobs: LogprobsMode = "raw",
         context: int | None = None,
-        connections: int = 1024,
         adapter: bool = False,
     ) -> None:
         self.model = model
@@ -138,32 +144,22 @@ class TokenEngine:
         self._labels = Labels(policy_version)
         self._capacity: int | None = None
         self._ask_capacity_at = 0.0
-        self._server = EngineConnection(url, connections=connections)
+        self._server = EngineConnection(url)
         self.url = self._server.url
 
-    async def generate(
-        self,
-        prompt: list[int],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        priority: int = 0,
-        stream: bool = False,
-        media: Sequence[Shown] = (),
-        encoded: bytes | None = None,
-    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         """See `Engine`. Leaving the iterator early closes the connection, which aborts the generation."""
         body: dict[str, Any] = {
-            "token_ids": prompt if encoded is None else msgspec.Raw(encoded),
-            "sampling_params": self._parameters(sampling),
-            "request_id": request_id,
+            "token_ids": request.prompt if request.encoded is None else msgspec.Raw(request.encoded),
+            "sampling_params": self._parameters(request.sampling),
+            "request_id": request.request_id,
         }
-        if priority:
-            body["priority"] = priority
-        if stream:
+        if request.priority:
+            body["priority"] = request.priority
+        if request.stream:
             body["stream"] = True
-        if media:
-            body |= _shown(media) if self.kind == "embedded" else _content_parts(prompt, media)
+        if request.media:
+            body |= _shown(request.media) if self.kind == "embedded" else _content_parts(request.prompt, request.media)
         version: int | None = None
         if self._adapter:
             version = self.policy_version
@@ -171,18 +167,18 @@ class TokenEngine:
         else:
             await self._tell_version()
         async with self._server.post(GENERATE, body) as response:
-            if not stream:
+            if not request.stream:
                 generated = _decoder.decode(await response.read())
                 [choice] = generated.choices
-                self._check_prompt(prompt, media, generated.prompt_token_ids)
+                self._check_prompt(request, generated.prompt_token_ids)
                 yield _tokens(choice, version)
                 yield self._finish(choice, len(choice.token_ids), version)
                 return
             sampled = 0
-            read = not media
+            read = not request.media
             async for event, choice in _choices(response):
                 if not read:  # the first event tells
-                    self._check_prompt(prompt, media, event.prompt_token_ids)
+                    self._check_prompt(request, event.prompt_token_ids)
                     read = True
                 if choice.token_ids:
                     sampled += len(choice.token_ids)
@@ -299,13 +295,13 @@ class TokenEngine:
     async def _order(self, path: str, body: Any = None) -> None:
         await self._server.order(path, body, needs=_NEEDS)
 
-    def _check_prompt(self, prompt: list[int], media: Sequence[Shown], read: list[int] | None) -> None:
+    def _check_prompt(self, request: GenerationRequest, read: list[int] | None) -> None:
         """Raises EngineRefused where a vLLM server has made another prompt of the images than is recorded."""
-        if media and self.kind == "vllm" and read != prompt:
+        if request.media and self.kind == "vllm" and read != request.prompt:
             problem = "does not tell which prompt it read" if read is None else f"read {len(read)} tokens"
             raise EngineRefused(
-                f"engine {self.url} {problem}, of the {len(prompt)} that the images make here: give it and the gateway "
-                "the same preprocessor_config.json",
+                f"engine {self.url} {problem}, of the {len(request.prompt)} that the images make here: give it and the "
+                "gateway the same preprocessor_config.json",
                 status=502,
             )
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -26,7 +26,7 @@ from lightning_rl_adapters.span import Span
 from lightning_rl_adapters.tool_schemas import tools_span
 from lightning_rl_proxy.dialects import chat_completions, responses
 from lightning_rl_proxy.dialects.base import Dialect, Events, NamedTool, Opening, Request, must_call
-from lightning_rl_proxy.engines.base import Engine, EngineTokens
+from lightning_rl_proxy.engines.base import Engine, EngineTokens, GenerationRequest
 from lightning_rl_proxy.engines.chat_backend import BackendAnswer
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.forest import message_fingerprint, relayed_calls
@@ -47,7 +47,7 @@ from lightning_rl_proxy.rendering.base import (
     written,
 )
 from lightning_rl_proxy.rendering.image_fetcher import ImageFetcher
-from lightning_rl_proxy.rendering.parsing import AnswerParser, Reader
+from lightning_rl_proxy.rendering.parsing import AnswerEnd, AnswerParser, Reader
 from lightning_rl_proxy.routing.router import Generation, Router, no_engine
 from lightning_rl_proxy.sampling import effective
 
@@ -207,12 +207,14 @@ class CallHandler:
             self._count_fork(place)
             self._record_images(attempt, place)
             self._record_tools(context, place)
-        room = _room(request, len(place.prompt_ids) + len(forced))
-        reader: Reader = renderer if request.prompt is None else RawPromptReader(renderer)
+        sampled_from = _SampledFrom(
+            place,
+            forced,
+            renderer if request.prompt is None else RawPromptReader(renderer),
+            _room(request, len(place.prompt_ids) + len(forced)),
+        )
         choices = [
-            _SampledChoice(
-                context, place, forced, reader, self._clock, room, index=index, number=first + index, call_id=call_id
-            )
+            _SampledChoice(context, sampled_from, self._clock, index=index, number=first + index, call_id=call_id)
             for index, call_id in enumerate(
                 [e.call.call_id for e in earlier] or [new_call_id() for _ in range(request.n)]
             )
@@ -294,20 +296,17 @@ class CallHandler:
             return not choice.ended
 
         ended = False
+        asked = GenerationRequest(
+            choice.place.prompt_ids,
+            choice.sampling,
+            choice.call_id,
+            stream=choice.watched,
+            media=choice.place.media,
+            encoded=None if choice.place.prompt is None else choice.place.prompt.encoded,
+        )
         context.inflight.asks_engine()
         try:
-            await self._router.generate(
-                context.model,
-                choice.place.prompt_ids,
-                choice.sampling,
-                generation,
-                request_id=choice.call_id,
-                stream=choice.watched,
-                home=choice.home,
-                media=choice.place.media,
-                encoded=None if choice.place.prompt is None else choice.place.prompt.encoded,
-                take=take,
-            )
+            await self._router.generate(context.model, asked, generation, home=choice.home, take=take)
             ended = True
         finally:
             if not ended and generation.token_ids:
@@ -417,23 +416,31 @@ class CallHandler:
             self._counters["ignored_fields"] += len(fields)
 
 
+class _SampledFrom(NamedTuple):
+    """What all choices of a request are sampled from: a place and the tokens `forced`, with which each answer begins
+    and which nobody samples. `room` is how many tokens an answer may have; None: no limit but the engine's."""
+
+    place: Place
+    forced: list[int]
+    reader: Reader
+    room: int | None
+
+
 class _SampledChoice:
-    """One answer while it is sampled. It begins with the tokens `forced`, which nobody samples."""
+    """One answer while it is sampled."""
 
     def __init__(
         self,
         context: CallContext,
-        place: Place,
-        forced: list[int],
-        reader: Reader,
+        sampled_from: _SampledFrom,
         clock: Clock,
-        room: int | None,
         *,
         index: int,
         number: int,
         call_id: str,
     ) -> None:
         request, info = context.request, context.attempt.info
+        place, forced, reader, room = sampled_from
         sampling, defaults = info.sampling_of(context.model)
         self.context = context
         self.index = index
@@ -458,9 +465,8 @@ class _SampledChoice:
                 self.call_id,
                 place.prompt_ids,
                 request.callable_tools,
+                AnswerEnd(self.sampling.stop or (), one_tool_call=one_tool_call),
                 prefix_ids=forced,
-                stop=self.sampling.stop or (),
-                parallel_tool_calls=not one_tool_call,
                 tokens=request.logprobs or request.token_ids,
             )
         self._begun = request.begun  # which the client has, and is not told again

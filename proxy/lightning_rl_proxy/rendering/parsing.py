@@ -56,12 +56,23 @@ class Reader(Protocol):
         ...
 
 
+class AnswerEnd(NamedTuple):
+    """Where an answer ends beside where the model ends it: before the first of these texts, or, with `one_tool_call`,
+    with its first tool call."""
+
+    stop: Sequence[str] = ()
+    one_tool_call: bool = False
+
+
+_MODELS_END = AnswerEnd()
+
+
 class AnswerParser:
     """Sampled tokens of one answer -> deltas as they come, and at last the Answer.
 
     `prefix_ids` are the forced tokens with which the answer begins; they stand behind `prompt_ids`, and nobody sampled
-    them. With `parallel_tool_calls=False` the answer ends with its first tool call, and with the end of the turn where
-    the model says it there, so that it is learnt; it is asked for one token more than the call, or some white space.
+    them. An answer of one tool call has the end of the turn, too, where the model says it there, so that it is learnt;
+    the model is asked for one token more than the call, or some white space.
     After `ended` (a stop string has matched; behind the one tool call comes anything else than that end) tokens are
     only counted, as `overshoot`: they belong to no answer. With `tokens` the deltas hold the sampled ones.
     """
@@ -72,10 +83,9 @@ class AnswerParser:
         call_id: str,
         prompt_ids: list[int],
         tools: Sequence[dict[str, Any]] | None,
+        end: AnswerEnd = _MODELS_END,
         *,
         prefix_ids: Sequence[int] = (),
-        stop: Sequence[str] = (),
-        parallel_tool_calls: bool = True,
         tokens: bool = False,
     ) -> None:
         self.ended = False
@@ -85,7 +95,7 @@ class AnswerParser:
         self._prompt_ids = prompt_ids
         self._tools = tools
         self._prefix_ids = list(prefix_ids)
-        self._parallel = parallel_tool_calls
+        self._parallel = not end.one_tool_call
         self._wants_tokens = tokens
         self._kept: list[int] = []
         self._called: int | None = None  # the number of kept tokens to the end of the one call that is wanted
@@ -98,7 +108,7 @@ class AnswerParser:
         tokenizer, markup = reader.tokenizer, reader.markup
         if markup is not None and not tools:
             markup = markup.without_calls()
-        stops = [text for text in stop if text]
+        stops = [text for text in end.stop if text]
         self._stops = _StopStrings(stops, reader) if stops else None
         self._course = None
         self._alone = tokenizer.added_ids

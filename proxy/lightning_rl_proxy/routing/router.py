@@ -15,7 +15,7 @@ from contextlib import aclosing
 from typing import Any, Literal
 
 from lightning_rl_adapters.call import VersionRange
-from lightning_rl_proxy.engines.base import Engine, EngineFinish, EngineTokens, EngineUnavailable
+from lightning_rl_proxy.engines.base import Engine, EngineFinish, EngineTokens, EngineUnavailable, GenerationRequest
 from lightning_rl_proxy.engines.chat_backend import BackendAnswer, ChatBackend
 from lightning_rl_proxy.errors import UnknownModel
 from lightning_rl_proxy.rendering.images import Shown
@@ -181,24 +181,18 @@ class Router:
     async def generate(
         self,
         model: str,
-        prompt: list[int],
-        sampling: Sampling,
+        request: GenerationRequest,
         generation: Generation,
         *,
-        request_id: str,
-        stream: bool = False,
         home: Engine | None = None,
-        media: Sequence[Shown] = (),
-        encoded: bytes | None = None,
         take: Callable[[EngineTokens], bool] = lambda _: True,
     ) -> None:
-        """Sample one answer into `generation`; with `stream`, as it is sampled.
+        """Sample one answer into `generation`.
 
         `take` is given the tokens that come, and says whether more are wanted; where not, or on cancellation, the
-        engine's work is aborted. `encoded` is the prompt as a JSON list, where it is at hand. `home` is the engine that
-        has the conversation so far in its cache; None for a new one. Waits while the model is paused. An engine that
-        fails before it gave a token is left for another one, each once. Raises EngineUnavailable, EngineRefused or
-        PromptTooLong.
+        engine's work is aborted. `home` is the engine that has the conversation so far in its cache; None for a new
+        one. Waits while the model is paused. An engine that fails before it gave a token is left for another one, each
+        once. Raises EngineUnavailable, EngineRefused or PromptTooLong.
         """
         tried: list[Replica[Engine]] = []
         self._asked[model] += 1
@@ -206,14 +200,11 @@ class Router:
             while True:
                 pool, replica = await self._take(model, home, tried)
                 engine, known_by = replica.engine, replica.reported
-                generation.begin(engine, sampling)
+                generation.begin(engine, request.sampling)
                 tried.append(replica)
                 failure: EngineUnavailable | None = None
                 try:
-                    parts = engine.generate(
-                        prompt, sampling, request_id=request_id, stream=stream, media=media, encoded=encoded
-                    )
-                    async with aclosing(parts):
+                    async with aclosing(engine.generate(request)) as parts:
                         async for part in parts:
                             if isinstance(part, EngineFinish):
                                 generation.end(part)
@@ -231,10 +222,14 @@ class Router:
                     if generation.versions:
                         self._watch.sampled_with(pool, replica, generation.versions[-1].version, known_by)
                     return
-                failure = failure or EngineUnavailable(f"the engine of model {model!r} broke request {request_id} off")
+                failure = failure or EngineUnavailable(
+                    f"the engine of model {model!r} broke request {request.request_id} off"
+                )
                 if generation.token_ids or all(each in tried for each in pool.well()):
                     raise failure
-                _log.warning("request %s goes on to another engine than %s: %s", request_id, replica.name, failure)
+                _log.warning(
+                    "request %s goes on to another engine than %s: %s", request.request_id, replica.name, failure
+                )
         finally:
             self._asked[model] -= 1
             self.capacity_freed()

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, Renderer
 from lightning_rl_proxy.rendering.chat_templates import TemplateRenderer
 from lightning_rl_proxy.rendering.load import load_renderer
-from lightning_rl_proxy.rendering.parsing import AnswerParser
+from lightning_rl_proxy.rendering.parsing import AnswerEnd, AnswerParser
 from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.proxy.conftest import TOKENIZER
@@ -226,7 +226,7 @@ def test_no_stop_string_is_told_and_tokens_end_with_the_match(
 
     answers = []
     for parts in (list(groups(ids, cuts)), [[token] for token in ids]):
-        parser = AnswerParser(renderer, "7", prompt, TOOLS, stop=stop, tokens=True)
+        parser = AnswerParser(renderer, "7", prompt, TOOLS, AnswerEnd(stop), tokens=True)
         answer, deltas = streamed(parser, parts)
         assert_adds_up(answer, deltas)
         assert not any(found in delta.text for found in stop for delta in deltas)
@@ -264,7 +264,7 @@ def test_one_call_at_a_time_ends_with_the_token_that_completes_it_or_with_the_tu
         ids += [*spelled(renderer, [behind]), renderer.stop_token_ids[0]]
     answers = []
     for parts in (list(groups(ids, cuts)), [[token] for token in ids]):
-        parser = AnswerParser(renderer, "7", prompt, TOOLS, stop=stop, parallel_tool_calls=False, tokens=True)
+        parser = AnswerParser(renderer, "7", prompt, TOOLS, AnswerEnd(stop, one_tool_call=True), tokens=True)
         answer, deltas = streamed(parser, parts)
         assert_adds_up(answer, deltas)
         assert parser.overshoot == len(ids) - len(answer.token_ids)
@@ -335,7 +335,7 @@ def test_without_tools_the_markup_of_a_call_is_content_where_it_stands(
         answer = renderer.parse("7", prompt_of(renderer), ids, None, "stop", None)
         assert (answer.content, answer.tool_calls) == (said, [])
         assert (answer.reasoning or "") == ("hm" if thought else "")
-        parser = AnswerParser(renderer, "7", prompt_of(renderer), [], parallel_tool_calls=True)
+        parser = AnswerParser(renderer, "7", prompt_of(renderer), [])
         told = [delta for token in ids for delta in parser.push([token], None)]
         assert all(delta.kind != "tool_call" for delta in told)
         assert parser.finish("stop")[0].content == said
@@ -344,7 +344,7 @@ def test_without_tools_the_markup_of_a_call_is_content_where_it_stands(
 def test_a_stop_string_cuts_inside_a_token_and_takes_the_earliest(renderers: dict[str, Renderer]) -> None:
     renderer = renderers["qwen3"]
     ids = spelled(renderer, ["One, two.\n\nObservation: three"])
-    parser = AnswerParser(renderer, "7", prompt_of(renderer), None, stop=["Observation:", "two.\n\nO", "never"])
+    parser = AnswerParser(renderer, "7", prompt_of(renderer), None, AnswerEnd(["Observation:", "two.\n\nO", "never"]))
     answer, deltas = streamed(parser, [ids])
     assert (answer.content, answer.stop_match, answer.finish_reason) == ("One,", "two.\n\nO", "stop")
     assert "".join(delta.text for delta in deltas) == "One,"
@@ -354,7 +354,7 @@ def test_a_stop_string_cuts_inside_a_token_and_takes_the_earliest(renderers: dic
 
 def test_a_stop_string_in_a_call_leaves_it_visible_as_text(renderers: dict[str, Renderer]) -> None:
     renderer = renderers["hermes"]
-    parser = AnswerParser(renderer, "7", prompt_of(renderer), TOOLS, stop=["arguments"])
+    parser = AnswerParser(renderer, "7", prompt_of(renderer), TOOLS, AnswerEnd(["arguments"]))
     answer, deltas = streamed(parser, [spelled(renderer, ["I look.\n", CALLS["json"]])])
     assert (answer.content, answer.tool_calls) == ('I look.\n<tool_call>\n{"name": "count", "', [])
     assert_adds_up(answer, deltas)
@@ -362,7 +362,7 @@ def test_a_stop_string_in_a_call_leaves_it_visible_as_text(renderers: dict[str, 
 
 def test_a_stop_string_cuts_reasoning_too(renderers: dict[str, Renderer]) -> None:
     renderer = renderers["qwen3"]
-    parser = AnswerParser(renderer, "7", prompt_of(renderer), None, stop=["halt"])
+    parser = AnswerParser(renderer, "7", prompt_of(renderer), None, AnswerEnd(["halt"]))
     answer, deltas = streamed(parser, [spelled(renderer, ["<think>\nso I halt here"])])
     assert (answer.reasoning, answer.content) == ("so I", "")
     assert_adds_up(answer, deltas)
@@ -373,7 +373,7 @@ def test_with_one_call_at_a_time_the_second_is_overshoot(renderers: dict[str, Re
         renderer = renderers[name]
         call = CALLS[FORM.get(name, "json")]
         ids = spelled(renderer, [call, "\n", call])
-        parser = AnswerParser(renderer, "7", prompt_of(renderer), TOOLS, parallel_tool_calls=False)
+        parser = AnswerParser(renderer, "7", prompt_of(renderer), TOOLS, AnswerEnd(one_tool_call=True))
         answer, deltas = streamed(parser, [ids])
         assert (len(answer.tool_calls), answer.finish_reason, parser.ended) == (1, "stop", True), name
         assert parser.overshoot == len(ids) - len(answer.token_ids) > 0
@@ -410,7 +410,7 @@ def test_the_end_of_the_turn_behind_the_only_call_is_part_of_the_answer(
 ) -> None:
     renderer = renderers["qwen3"]
     ids = [*spelled(renderer, [CALLS["json"] + behind]), renderer.stop_token_ids[0]]
-    parser = AnswerParser(renderer, "7", prompt_of(renderer), TOOLS, stop=stop, parallel_tool_calls=False, tokens=True)
+    parser = AnswerParser(renderer, "7", prompt_of(renderer), TOOLS, AnswerEnd(stop, one_tool_call=True), tokens=True)
     answer, deltas = streamed(parser, [[token] for token in ids])
     assert (answer.token_ids, len(answer.tool_calls), parser.overshoot) == (ids, 1, 0)
     assert_adds_up(answer, deltas)
@@ -420,7 +420,7 @@ def test_what_might_have_begun_a_stop_string_behind_the_only_call_is_overshoot(r
     renderer = renderers["qwen3"]
     ids = spelled(renderer, [CALLS["json"], "\nab"])
     parser = AnswerParser(
-        renderer, "7", prompt_of(renderer), TOOLS, stop=["</tool_call>\nend"], parallel_tool_calls=False, tokens=True
+        renderer, "7", prompt_of(renderer), TOOLS, AnswerEnd(["</tool_call>\nend"], one_tool_call=True), tokens=True
     )
     answer, deltas = streamed(parser, [[token] for token in ids])
     assert renderer.tokenizer.decode(answer.token_ids) == CALLS["json"]
@@ -460,7 +460,7 @@ def test_work_grows_with_the_length_of_a_plain_answer_only(renderers: dict[str, 
     tokenizer.__class__ = Counting
     try:
         ids = spelled(renderer, [PLAIN]) * 200
-        parser = AnswerParser(renderer, "7", prompt_of(renderer), None, stop=["never"])
+        parser = AnswerParser(renderer, "7", prompt_of(renderer), None, AnswerEnd(["never"]))
         for token in ids:
             parser.push([token], None)
         parser.finish("stop")

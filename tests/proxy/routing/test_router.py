@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import openai
@@ -11,9 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rl_adapters.call import VersionRange
-from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, EngineUnavailable, Load
+from lightning_rl_proxy.engines.base import (
+    EngineFinish,
+    EngineRefused,
+    EngineTokens,
+    EngineUnavailable,
+    GenerationRequest,
+    Load,
+)
 from lightning_rl_proxy.errors import PromptTooLong
-from lightning_rl_proxy.rendering.images import Shown
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing import engine_health
 from lightning_rl_proxy.routing.load_balancer import ModelLoad, Replica, choose
@@ -52,24 +58,14 @@ class Engine:
         self.checks = 0
         self.said_load: Load | None = None
 
-    async def generate(
-        self,
-        prompt: list[int],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        priority: int = 0,
-        stream: bool = False,
-        media: Sequence[Shown] = (),
-        encoded: bytes | None = None,
-    ) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         self.calls += 1
         version = self.policy_version if self.label is None else self.label
         for index, part in enumerate(PARTS):
             if self.dies == index:
                 raise self.error
             yield part
-            if request_id == HELD:
+            if request.request_id == HELD:
                 await self.never.wait()
             if self.hold is not None:
                 await self.hold.wait()
@@ -134,9 +130,11 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(call())
 
 
-async def sample(router: Router, generation: Generation | None = None, **more: Any) -> Generation:
+async def sample(
+    router: Router, generation: Generation | None = None, *, stream: bool = False, **more: Any
+) -> Generation:
     generation = Generation() if generation is None else generation
-    await router.generate("m", [5], Sampling(), generation, request_id="r", **more)
+    await router.generate("m", GenerationRequest([5], Sampling(), "r", stream=stream), generation, **more)
     return generation
 
 
@@ -152,7 +150,9 @@ class Held:
     def __init__(self, router: Router, home: Engine | None = None) -> None:
         self.generation = Generation()
         self._begun = asyncio.Event()
-        self._work = router.generate("m", [5], Sampling(), self.generation, request_id=HELD, home=home, take=self._take)
+        self._work = router.generate(
+            "m", GenerationRequest([5], Sampling(), HELD), self.generation, home=home, take=self._take
+        )
         self._task: asyncio.Task[None] | None = None
 
     def _take(self, _: EngineTokens) -> bool:

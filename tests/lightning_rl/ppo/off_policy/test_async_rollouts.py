@@ -165,7 +165,7 @@ def test_what_a_killed_run_had_in_flight_is_asked_for_again_and_nothing_else() -
     state = msgspec.json.decode(msgspec.json.encode(first.state_dict()))
     later = Scripted(lambda waiting: waiting)
     later.done = rollouts.done  # the store knows what has ended
-    second = in_flight(Async(2, 2), later, **state)
+    second = in_flight(Async(2, 2), later, state=state)
     assert second.state_dict() == first.state_dict()
     assert sorted(later.asked) == sorted(set(rollouts.asked) - {f"{name}-{k}" for name in taken for k in range(N)})
     assert names(second.hand_over(1, 38, 1.0).taken) == ["1.0", "2.1"]
