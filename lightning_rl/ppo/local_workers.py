@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_rl.config import ConfigError
@@ -155,10 +157,12 @@ class LocalWorkers:
 
     def update_actor(
         self, plan: list[MiniBatch], *, values_alone: bool = False
-    ) -> tuple[dict[str, float], list[Tensor | None]]:
-        """`Actor.update` of a copy of the plan: its metrics, and the `entropies` of its sequences."""
+    ) -> tuple[dict[str, float], list[tuple[Tensor | None, NDArray[np.float32] | None]]]:
+        """`Actor.update` of a copy of the plan: its metrics, and the `entropies` and `old_log_probs` of its
+        sequences."""
         assert self.actor is not None
-        return self.actor.update(plan, values_alone=values_alone), [s.entropies for s in sequences_of(plan)]
+        metrics = self.actor.update(plan, values_alone=values_alone)
+        return metrics, [(s.entropies, s.old_log_probs) for s in sequences_of(plan)]
 
     def average_teachers(self) -> None:
         """Have the teachers that are the policy's average follow its last update."""

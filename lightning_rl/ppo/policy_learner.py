@@ -30,10 +30,12 @@ from lightning_rl.ppo.run_state import PolicyState, RunState
 from lightning_rl.ppo.teachers import begin_to_teach, teach
 from lightning_rl.ppo.token_ledger import TokenLedger
 from lightning_rl.ppo.weight_sync import WeightSync
+from lightning_rl.rl.losses import loss_named
 from lightning_rl.store.client import HttpStore
 from lightning_rl.training import checkpoint, lora
 from lightning_rl.training.batch import MiniBatch
 from lightning_rl.training.distributed import cluster
+from lightning_rl.training.model_traits import has_dropout
 from lightning_rl.training.teacher import ServedTeacher
 from lightning_rl.trajectories.step_record import CallRecord, RolloutRecord, StepRecord
 from lightning_rl.trajectories.trajectory import Trajectory
@@ -171,8 +173,10 @@ class PolicyLearner:
         parts.weights.sleep()
         models.actor.onload()
         batch = step_batch.read(trajectories, self.rules.batch)
-        with timed(timing, "old_log_prob"):
-            metrics |= self.set_old_log_probs(batch)
+        in_update = self._update_finds_old_log_probs(len(trajectories))
+        if not in_update:
+            with timed(timing, "old_log_prob"):
+                metrics |= self.set_old_log_probs(batch)
         if models.reference is not None:
             with timed(timing, "ref"):
                 batch.put(reference_log_probs=models.reference.log_probs(batch.sequences))
@@ -184,7 +188,7 @@ class PolicyLearner:
                 batch.put(values=models.values(batch.sequences))
         with timed(timing, "adv"):
             step_batch.estimate(batch, replace(self.rules.batch, kl_coef=self.state.kl_coef), greedy)
-            if not self.config.algorithm.rollout_correction.bypass_mode:
+            if not in_update and not self.config.algorithm.rollout_correction.bypass_mode:
                 metrics |= rollout_correction.correct(batch, self.rules.correction)
         metrics |= batch.metrics()
         self.state.update_kl_coef(batch.kl, len(batch.parts))
@@ -193,6 +197,8 @@ class PolicyLearner:
         try:
             found = self.update(batch, plan, timing) if plan else reporting.skipped(batch, self.run.step, self.name)
             metrics |= found
+            if plan and in_update:
+                metrics |= rollout_correction.found_in_update(batch, self.rules.correction)
         finally:  # an update that fails is looked into, too
             self.write_record(step_batch.records(batch, plan), before)
         models.actor.offload()
@@ -240,6 +246,24 @@ class PolicyLearner:
     def set_old_log_probs(self, batch: StepBatch) -> dict[str, float]:
         """Old log probabilities: the sampler's (bypass) or the trainer's own; and how far the two are apart."""
         return self.parts.sampler.set_old_log_probs(batch, self.models.actor.log_probs, self.state.policy_version)
+
+    def _update_finds_old_log_probs(self, rollouts: int) -> bool:
+        """Whether the old log probabilities are those that the update's own forward pass finds, so that none is needed
+        before: of one mini-batch they are of the same weights. Not where something asks for them before the update
+        (the check of the first batch, a correction, a distance from the reference in the rewards, a loss that prepares
+        for the whole mini-batch), nor where dropout makes each pass another one."""
+        if not self.parts.sampler.compared:
+            return False
+        actor, config = self.models.actor.config, self.config
+        return (
+            rollouts <= actor.mini_batch_rollouts
+            and self.run.step > config.trainer.critic_warmup
+            and not config.algorithm.rollout_correction.bypass_mode
+            and not self.rules.correction.active
+            and not self.state.kl_coef
+            and loss_named(actor.loss_mode).prepare is None
+            and not has_dropout(self.models.model)
+        )
 
     def update(self, batch: StepBatch, plan: list[MiniBatch], timing: dict[str, float]) -> dict[str, float]:
         """Update the critic, then the policy, unless the critic warms up; publish the policy's new weights."""

@@ -45,7 +45,7 @@ class SamplerCheck:
         self._tolerance = tolerance
         self._began_ns = began_ns
         self._began_version = began_version
-        self._compared = False
+        self.compared = False  # a batch that the current weights sampled
 
     def set_old_log_probs(
         self, batch: StepBatch, trainers: Callable[[list[TrainingSequence]], list[NDArray[np.float32]]], version: int
@@ -54,7 +54,7 @@ class SamplerCheck:
 
         `trainers` computes the trainer's own log probabilities. Raises SamplerMismatch.
         """
-        sequences, first = batch.sequences, not self._compared
+        sequences, first = batch.sequences, not self.compared
         if self._bypass:
             batch.put(old_log_probs=[sequence.rollout_log_probs for sequence in sequences])
             if not first:
@@ -62,21 +62,19 @@ class SamplerCheck:
         own = trainers(sequences)
         if not self._bypass:
             batch.put(old_log_probs=own)
-        gaps, of_these_weights = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
+        of_these_weights = [np.zeros(0, np.float32)]
         for sequence, log_probs in zip(sequences, own, strict=True):
             if not sequence.cut_context:
-                gaps.append(np.abs(log_probs - sequence.rollout_log_probs))
-                of_these_weights.append(gaps[-1][self._sampled_by(version, batch, sequence)])
-        gap = np.concatenate(gaps)
-        largest, mean = largest_and_mean(gap)
-        self._compared = self._compared or any(map(len, of_these_weights))
+                gaps = np.abs(log_probs - sequence.rollout_log_probs)
+                of_these_weights.append(gaps[self._sampled_by(version, batch, sequence)])
+        self.compared = self.compared or any(map(len, of_these_weights))
         if first and (apart := self._tolerance.exceeded_by(np.concatenate(of_these_weights))) is not None:
             raise SamplerMismatch(
                 f"on the first batch the log probabilities of sampler and trainer are {apart}: the engine does not run "
                 "the model that is trained; check its weights, its dtype (actor_rollout_ref.rollout.dtype, which is "
                 "best the trainer's), chat format and cache"
             )
-        return {"training/rollout_probs_diff_max": largest, "training/rollout_probs_diff_mean": mean}
+        return differences(sequences, own)
 
     def _sampled_by(self, version: int, batch: StepBatch, sequence: TrainingSequence) -> NDArray[np.bool_]:
         """Which trained tokens of a sequence the weights `version` sampled, [K].
@@ -95,6 +93,24 @@ class SamplerCheck:
                 versions = call.policy_versions()
                 same[where] = [versions[place] == version for place in places]
         return same
+
+
+def differences(sequences: Sequence[TrainingSequence], own: Sequence[NDArray[np.float32]]) -> dict[str, float]:
+    """verl's metrics of how far the sampler's log probabilities are from the trainer's `own`. Rows whose context was
+    cut are not compared."""
+    gaps = [
+        np.abs(log_probs - sequence.rollout_log_probs)
+        for sequence, log_probs in zip(sequences, own, strict=True)
+        if not sequence.cut_context
+    ]
+    largest, mean = largest_and_mean(_flat(gaps))
+    return {"training/rollout_probs_diff_max": largest, "training/rollout_probs_diff_mean": mean}
+
+
+def found_in_update(batch: StepBatch, rules: CorrectionRules) -> dict[str, float]:
+    """The metrics of a batch whose old log probabilities its update has found; `rules` correct nothing."""
+    sequences = batch.sequences
+    return differences(sequences, [_old(sequence) for sequence in sequences]) | correct(batch, rules)
 
 
 def rules_of(section: RolloutCorrection, *, overlong: str = "drop_row", loss_mode: str = "vanilla") -> CorrectionRules:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_rl.rl.distillation import DistillationOptions, Taught, distillation_loss, policy_gradient
 from lightning_rl.rl.kl import kl_penalty
 from lightning_rl.rl.losses import LossInputs, LossOptions, loss_named
-from lightning_rl.training.batch import MiniBatch, TrainingSequence, by_sequence, canonical_order
+from lightning_rl.training.batch import MiniBatch, TrainingSequence, by_sequence, canonical_order, sequences_of
 from lightning_rl.training.critic import values_of, weighted_value_loss
 from lightning_rl.training.forward import Forward, Outputs, Sizes
 from lightning_rl.training.learner import Learner, LearnerConfig, add_up, means
@@ -112,13 +112,17 @@ class Actor(Learner):
             return [values.float().cpu().numpy() for values in self._log_probs(sequences, cut)]
 
     def update(self, plan: list[MiniBatch], *, values_alone: bool = False) -> dict[str, float]:
-        """One PPO update over mini-batches whose `old_log_probs` are set; verl's `actor/...` metrics, and
-        `actor/first_k3_kl`: the distance from the old ones before anything was changed.
+        """One PPO update; verl's `actor/...` metrics, and `actor/first_k3_kl`: the distance from the old log
+        probabilities before anything was changed.
 
-        With `values_alone` the value head learns and the policy stays (critic warm-up of a shared trunk).
+        A plan of one mini-batch needs no `old_log_probs`: those that its first pass finds are the old ones, and its
+        sequences are given them. With `values_alone` the value head learns and the policy stays (critic warm-up of a
+        shared trunk).
         """
         if not plan:
             return {}
+        if len(plan) > 1 and not values_alone and any(s.old_log_probs is None for s in sequences_of(plan)):
+            raise ValueError("old_log_probs are not set, and only of one mini-batch the update itself can find them")
         step = self._value_step if values_alone else self._optimizer_step
         metrics: list[dict[str, float]] = []
         self.onload()
@@ -152,13 +156,14 @@ class Actor(Learner):
 
     def accumulate(self, mini: MiniBatch, constants: Mapping[int, Tensor] | None = None) -> dict[str, float]:
         """Add the gradient of one mini-batch's loss to the parameters' `.grad`; its metrics. In the first pass each of
-        its sequences is given its `entropies`.
+        its sequences is given its `entropies`, and where none has any its `old_log_probs`.
 
         `constants` are `prepare`'s of the whole mini-batch, where `mini` holds a part of its sequences alone.
         """
         constants = self.prepare(mini.sequences) if constants is None else constants
         trained = sum(len(s.trained) for s in mini.sequences)
         first_pass, entropies_of = any(s.entropies is None for s in mini.sequences), dict[int, Tensor]()
+        finds_old, old_of = all(s.old_log_probs is None for s in mini.sequences), dict[int, Tensor]()
         sums = dict.fromkeys(Sizes._fields, 0.0)
         for micro in self._micro_batches(mini.sequences):
             sums |= {name: sums[name] + size for name, size in self.forward.sizes(micro)._asdict().items()}
@@ -168,7 +173,9 @@ class Actor(Learner):
             log_probs, entropies = out.log_probs, out.entropies
             if first_pass:
                 entropies_of |= _by_id(micro, entropies.detach())
-            tokens = self._tokens(micro, log_probs, constants)
+            if finds_old:
+                old_of |= _by_id(micro, log_probs.detach())
+            tokens = self._tokens(micro, log_probs, constants, log_probs.detach() if finds_old else None)
             weights = self._gather(np.full(len(s.trained), mini.weights[s.rollout]) for s in micro)
             policy = self._loss.token_loss(tokens, self.config)
             pg_loss = (weights * self._importance(micro) * policy.loss).sum()
@@ -201,6 +208,9 @@ class Actor(Learner):
         if first_pass:
             for sequence, own in zip(mini.sequences, self.forward.gathered(mini.sequences, entropies_of), strict=True):
                 sequence.entropies = own  # not brought over from its device yet: that would wait for it
+        if finds_old:
+            for sequence, own in zip(mini.sequences, self.forward.gathered(mini.sequences, old_of), strict=True):
+                sequence.old_log_probs = own.float().cpu().numpy()
         sums = self.forward.total(sums)
         in_rows, distinct, computed = (sums.pop(name) for name in Sizes._fields)
         sums["perf/padding_share"] = 1 - distinct / computed
@@ -283,11 +293,16 @@ class Actor(Learner):
         return self.forward.gathered(sequences, found)
 
     def _tokens(
-        self, sequences: Sequence[TrainingSequence], log_probs: Tensor, constants: Mapping[int, Tensor] | None = None
+        self,
+        sequences: Sequence[TrainingSequence],
+        log_probs: Tensor,
+        constants: Mapping[int, Tensor] | None = None,
+        old: Tensor | None = None,
     ) -> LossInputs:
+        """`old` where the sequences do not have theirs yet."""
         return LossInputs(
             log_probs=log_probs,
-            old_log_probs=self._gather(_known(s, "old_log_probs") for s in sequences),
+            old_log_probs=self._gather(_known(s, "old_log_probs") for s in sequences) if old is None else old,
             advantages=self._gather(s.advantages for s in sequences),
             sequence=self._gather(np.full(len(s.trained), s.rollout) for s in sequences),
             constants=self._constants(sequences, constants) if constants else None,

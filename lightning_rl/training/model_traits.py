@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from lightning_rl.training.batch import TrainingSequence
 
+_DROPOUTS: Final = ("dropout", "pdrop", "dropout_prob", "drop_rate")  # how names of rates end
 _WINDOWS: Final = ("sliding_window", "attention_chunk_size", "window_size")
 _ATTENTION: Final = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
@@ -26,6 +27,13 @@ def text_config(model: nn.Module) -> Any:
     """The config of its language part; None: it is no model of transformers."""
     config = getattr(model, "config", None)
     return config.get_text_config() if isinstance(config, PreTrainedConfig) else None
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether its config asks for dropout in training, so that each forward pass is another one."""
+    told = text_config(model)
+    rates = {} if told is None else told.to_dict()
+    return any(isinstance(rate, int | float) and rate > 0 for name, rate in rates.items() if name.endswith(_DROPOUTS))
 
 
 def grouped_heads(config: Any) -> int:

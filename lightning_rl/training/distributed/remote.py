@@ -31,11 +31,12 @@ class RemoteActor(Planner):
         return found
 
     def update(self, plan: list[MiniBatch], *, values_alone: bool = False) -> dict[str, float]:
-        """One PPO update; its metrics are those of the whole batch. The plan's sequences get their `entropies`."""
+        """One PPO update; its metrics are those of the whole batch. The plan's sequences get their `entropies`, and
+        their `old_log_probs` where the update finds these."""
         metrics: dict[str, float]
-        metrics, entropies = self._group.ask(None, "update_actor", plan, values_alone=values_alone)
-        for sequence, own in zip(sequences_of(plan), entropies, strict=True):
-            sequence.entropies = own
+        metrics, found = self._group.ask(None, "update_actor", plan, values_alone=values_alone)
+        for sequence, (entropies, old) in zip(sequences_of(plan), found, strict=True):
+            sequence.entropies, sequence.old_log_probs = entropies, old
         return metrics
 
     def offload(self) -> None:

@@ -144,6 +144,8 @@ class Colocated:
             self.card.hold("buffer", 600 * MIB)
             self.card.hold("buffer", 0)
 
+    compared = False
+
     def set_old_log_probs(self, batch: StepBatch, log_probs: Any, version: int) -> dict[str, float]:
         """As a `SamplerCheck` that does not take the sampler's."""
         log_probs(batch.sequences)

@@ -21,6 +21,7 @@ from lightning_rl.processes.child import ChildDied
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl.trainer import RunFolderUsed
+from lightning_rl.training.actor import Actor
 from lightning_rl.trajectories import step_record
 from lightning_rl_adapters.call import calls_of
 from lightning_rl_adapters.span import unpack_logprobs
@@ -105,12 +106,27 @@ def test_a_server_that_dies_ends_the_run_by_name_and_leaves_no_process(tmp_path:
     assert children("lightning_rl") == []
 
 
-def test_recomputed_old_log_probs_train_too(tmp_path: Path) -> None:
-    algorithm = lrl.PPO(config(total_training_steps=2, save_freq=1))
+@pytest.mark.parametrize("mini_batch", [4, 2])
+def test_old_log_probs_are_the_trainers_own_and_of_one_mini_batch_those_that_the_update_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mini_batch: int
+) -> None:
+    passes: list[int] = []
+    once = Actor.log_probs
+    monkeypatch.setattr(Actor, "log_probs", lambda actor, rows: passes.append(len(rows)) or once(actor, rows))
+    given = config(total_training_steps=2, save_freq=1)
+    given["actor_rollout_ref"]["actor"] = {"ppo_mini_batch_size": mini_batch}
+    algorithm = lrl.PPO(given)
     lrl.Trainer(some_fail, n_runners=4, run_dir=tmp_path).fit(algorithm, [0, 1, 2, 3], val_dataset=[0, 3])
+    assert len(passes) == (1 if mini_batch == 4 else 2), "the first batch is compared before anything is trained on it"
+    for record in step_record.read_all(tmp_path):
+        calls = [call for one in record.rollouts for call in one.calls.values() if call.trained_tokens]
+        assert calls
+        assert all(len(unpack_logprobs(call.old_log_probs)) == call.trained_tokens for call in calls)
     rows = read(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert all("training/rollout_probs_diff_max" in row for row in rows[1:])
+    assert all(0 <= row["training/rollout_probs_diff_max"] < 1e-4 for row in rows[1:])
+    assert all(0 <= row["training/mismatch_kl"] < 1e-6 for row in rows[1:])
+    assert rows[1].keys() - rows[2].keys() == ({"timing_s/old_log_prob"} if mini_batch == 4 else set())
     assert rows[-1]["val/reward"] == 1.0
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-2"]
     assert json.loads((tmp_path / "checkpoints" / "step-2" / "config.json").read_text())["model_type"] == "qwen2"

@@ -3,16 +3,19 @@
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from torch import nn
+from transformers import GPT2Config, PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM
 
 from lightning_rl.rl.aggregation import MODES
 from lightning_rl.training.actor import Actor, ActorConfig
 from lightning_rl.training.batch import TrainingSequence, collate, micro_batches, sequence_of
 from lightning_rl.training.forward import Forward
+from lightning_rl.training.model_traits import has_dropout
 from lightning_rl.training.optimizer import OptimizerConfig
 from lightning_rl_adapters import forest, rows
 from lightning_rl_adapters.call import Call, VersionRange
@@ -187,6 +190,46 @@ def test_an_update_makes_the_rewarded_answer_likelier() -> None:
     after = actor.log_probs(batch)
     assert after[0][0] > before[0][0]
     assert after[1][0] < before[1][0]
+
+
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(forests_of_rollouts(), st.integers(1, 3), st.integers(1, 2))
+def test_of_one_mini_batch_the_update_finds_the_old_log_probs_that_a_pass_before_it_would(
+    rollouts: list[forest.Forest], micro_rows: int, epochs: int
+) -> None:
+    ends = []
+    for known in (True, False):
+        actor = Actor(tiny_model().float(), config(micro_batch_rows=micro_rows, ppo_epochs=epochs), pad_id=0)
+        batch = merged(rollouts)
+        own = actor.log_probs(batch)
+        for sequence, log_probs in zip(batch, own, strict=True):
+            sequence.old_log_probs = log_probs if known else None
+        metrics = actor.update(actor.plan(batch, rollouts=len(rollouts)))
+        ends.append((metrics, [parameter.detach().clone() for parameter in actor.model.parameters()]))
+        for sequence, log_probs in zip(batch, own, strict=True):
+            assert np.array_equal(sequence.old_log_probs, log_probs)
+    assert ends[0][0] == ends[1][0]
+    assert all(map(torch.equal, *(weights for _, weights in ends)))
+
+
+def test_of_several_mini_batches_old_log_probs_must_be_known() -> None:
+    batch = many_answers()
+    for sequence in batch:
+        sequence.old_log_probs = None
+    actor = Actor(tiny_model(), config(mini_batch_rollouts=4), 0)
+    with pytest.raises(ValueError, match="old_log_probs are not set, and only of one mini-batch"):
+        actor.update(actor.plan(batch, rollouts=8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "drops"),
+    [(Qwen2Config(), False), (Qwen2Config(attention_dropout=0.1), True), (GPT2Config(), True)],
+    ids=["none", "of attention", "by another name"],
+)
+def test_dropout_is_found_in_a_models_config(settings: PreTrainedConfig, drops: bool) -> None:
+    model = nn.Module()
+    model.config = settings
+    assert has_dropout(model) is drops
 
 
 @given(st.lists(st.integers(2, 30), min_size=1, max_size=30), st.integers(1, 5), st.integers(30, 90))

@@ -179,7 +179,12 @@ class Teller:
         rollouts = max(s.rollout for s in batch) + 1
         if made.critic is not None:
             metrics |= made.critic.update(made.critic.plan(batch, rollouts))
-        metrics |= made.actor.update(made.actor.plan(batch, rollouts))
+        plan = made.actor.plan(batch, rollouts)
+        if len(plan) == 1 and not made.actor.prepare(batch):
+            for sequence in batch:
+                sequence.old_log_probs = None  # the update finds them
+        metrics |= made.actor.update(plan)
+        asked["old log probs"] = [sequence.old_log_probs for sequence in batch]
         made.average_teachers()
         asked["entropies"] = [s.entropies.float().numpy() for s in batch if s.entropies is not None]
         assert len(asked["entropies"]) == len(batch)

@@ -96,6 +96,7 @@ def test_every_loss(tell: Tell, mode: str, together: int) -> None:
         {"actor_rollout_ref.model.use_remove_padding": False},
         {A + "fsdp_config.param_offload": True, A + "fsdp_config.optimizer_offload": True, A + "shuffle": True},
         {"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 1, A + "ppo_micro_batch_size_per_gpu": 1},
+        {A + "ppo_mini_batch_size": 100, A + "ppo_epochs": 2},
         TEACHER,
     ],
     ids=[
@@ -105,6 +106,7 @@ def test_every_loss(tell: Tell, mode: str, together: int) -> None:
         "whole rows",
         "offload and shuffle",
         "micro-batches of a row",
+        "one mini-batch, whose old log probabilities the update finds",
         "a teacher",
     ],
 )
@@ -132,12 +134,13 @@ def test_layers_that_keep_their_weights_until_the_backward_pass(tell: Tell) -> N
     ("workers", "together", "changes"),
     [
         (2, 2, {A + "entropy_coeff": 0.01}),
+        (2, 2, {A + "ppo_mini_batch_size": 100}),
         pytest.param(4, 2, {"actor_rollout_ref.model.use_remove_padding": False}, marks=pytest.mark.long),
         (2, 2, {"critic.shared_trunk": "true", "actor_rollout_ref.model.enable_gradient_checkpointing": True}),
         pytest.param(2, 2, {"actor_rollout_ref.model.lora_rank": 2}, marks=pytest.mark.long),
         pytest.param(2, 2, TEACHER, marks=pytest.mark.long),
     ],
-    ids=["packed", "whole rows, two groups", "shared trunk, checkpointing", "adapter", "a teacher"],
+    ids=["packed", "one mini-batch", "whole rows, two groups", "shared trunk, checkpointing", "adapter", "a teacher"],
 )
 def test_workers_that_compute_a_row_together(tell: Tell, workers: int, together: int, changes: dict[str, Any]) -> None:
     """Sequence parallelism."""
