@@ -27,6 +27,7 @@ NEUTRAL: dict[str, float | int] = {
     "repetition_penalty": 1.0,
 }  # fmt: skip
 _WAIT_SECONDS = 2.0  # between two looks at the processes of the run
+_GATHER_SECONDS = 0.1  # rollouts are read some together: each request to the server costs the agents beside it
 
 
 class TaskError(Explained, TypeError):
@@ -142,6 +143,7 @@ class Algorithm:
             finished = [rollout.rollout_id for rollout in self.ended(sorted(waiting), watchdog)]
             ended |= {rollout_id: read(trace) for rollout_id, trace in self.store.traces(finished).items()}
             waiting.difference_update(finished)
+            time.sleep(_GATHER_SECONDS * len(waiting) / len(requests))  # the last ones are read at once
         return [ended[str(request.rollout_id)] for request in requests]
 
     def ask(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:

@@ -6,7 +6,10 @@ rollouts as it may.
 """
 
 import threading
+import time
 from collections.abc import Callable
+
+_GATHER_SECONDS = 0.005  # rollouts end nearly together: engines sample them in one batch
 
 
 class Slots:
@@ -44,14 +47,23 @@ class Slots:
     def take(self, most: int = 1) -> int:
         """Wait for free ones, and take `most` of them at most, to begin rollouts; how many, 0 when there will be none.
 
-        No more than half of the free ones are taken at once, so that other processes get their share of the rollouts.
+        Of many free ones half are taken at once, so that other processes get their share of the rollouts. While others
+        are in use some more may be free in a moment, and are taken together.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._may_take() or self._retired or self._closed)
+            until = time.monotonic() + _GATHER_SECONDS
+            while (
+                self._free < self._all
+                and not (self._retired or self._closed)
+                and self._changed.wait(until - time.monotonic())
+            ):
+                pass
             if self._retired or self._closed:
                 return 0
             left = self._free if self._most is None else self._most - self._taken
-            number = min(most, (self._free + 1) // 2, left)
+            share = self._free if self._free <= self._all // 4 else (self._free + 1) // 2
+            number = min(most, share, left)
             self._free -= number
             self._taken += number
             return number

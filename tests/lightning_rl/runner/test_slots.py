@@ -1,12 +1,15 @@
 """How many rollouts a process runs in all, where it is told."""
 
 import sys
+import threading
 
 import cloudpickle
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rl.agents.agent import as_agent
+from lightning_rl.runner import slots as slots_module
 from lightning_rl.runner.launch import launch
 from lightning_rl.runner.slots import Slots
 from lightning_rl.store.contract import RolloutConfig, RolloutRequest
@@ -47,6 +50,23 @@ def test_several_are_taken_at_once_and_half_is_left_for_others() -> None:
     assert slots.take(64) == 2
     slots.close()
     assert slots.take(64) == 0
+
+
+def test_the_few_that_are_free_while_others_are_in_use_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots_module, "_GATHER_SECONDS", 60.0)
+    slots = Slots(8, freed=lambda _: None, empty=lambda: None)
+    for number in (4, 2, 2):  # the last two are a quarter
+        with monkeypatch.context() as at_once:
+            at_once.setattr(slots_module, "_GATHER_SECONDS", 0.0)
+            assert slots.take(64) == number
+    taken: list[int] = []
+    taker = threading.Thread(target=lambda: taken.append(slots.take(64)))
+    taker.start()
+    for _ in range(8):
+        assert taken == [], "some are in use, and may be free in a moment"
+        slots.put_back()
+    taker.join()
+    assert taken == [4], "all are free: nothing more to wait for, and half is left for others"
 
 
 def test_no_slot_is_taken_for_what_may_not_begin() -> None:
