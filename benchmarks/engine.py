@@ -1,13 +1,18 @@
 """How fast the embedded engine samples: in process, and over HTTP from a process of its own.
 
     python benchmarks/engine.py [--threads 1] [--repeats 5] [--skip-generate]
+    python benchmarks/engine.py --formats [--vllm PYTHON] [--threads 1] [--repeats 3]
 
 The model is random, of the quickstart's size (0.92M parameters). Every figure is the median of the
 repeats; `generate` is transformers' own, in the same run. Repeats of the two take turns.
+
+`--formats` samples random models of 0.92M and 100M parameters in float32 and in bfloat16, 16 calls of 300 + 128 tokens
+at once, beside `generate` and, where `--vllm` names the Python of its environment, vLLM in a process of its own.
 """
 
 import argparse
 import asyncio
+import copy
 import itertools
 import json
 import os
@@ -15,9 +20,11 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import aiohttp
 import torch
@@ -30,19 +37,21 @@ from lightning_rl.inference.server import EngineServer
 
 VOCAB = 1024
 HTTP_TOKENS = 15
+SECONDS = "SECONDS "  # how the line of `vllm_offline.py` begins
+CALLS, PROMPT, ANSWER = 16, 300, 128  # of --formats
 KINDS = ("answers", "streams", "episodes")
 _numbers = itertools.count()
 
 
-def make_model() -> nn.Module:
-    """A random model of the quickstart's size."""
+def make_model(*, large: bool = False) -> nn.Module:
+    """A random model of the quickstart's size, or of 100M parameters."""
     config = Qwen2Config(
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=384,
-        vocab_size=VOCAB,
+        hidden_size=768 if large else 128,
+        num_hidden_layers=12 if large else 4,
+        num_attention_heads=12 if large else 4,
+        num_key_value_heads=4 if large else 2,
+        intermediate_size=2048 if large else 384,
+        vocab_size=32_000 if large else VOCAB,
         tie_word_embeddings=True,
         max_position_embeddings=512,
         eos_token_id=None,
@@ -51,9 +60,9 @@ def make_model() -> nn.Module:
     return model
 
 
-def prompts(n: int, size: int, group: int = 1) -> list[list[int]]:
+def prompts(n: int, size: int, group: int = 1, vocabulary: int = VOCAB) -> list[list[int]]:
     """`n` random prompts, each `group` times in a row."""
-    each = [[random.randrange(VOCAB) for _ in range(size)] for _ in range(-(-n // group))]
+    each = [[random.randrange(vocabulary) for _ in range(size)] for _ in range(-(-n // group))]
     return [prompt for prompt in each for _ in range(group)][:n]
 
 
@@ -108,6 +117,46 @@ def in_process(engine: EmbeddedEngine, repeats: int, with_generate: bool) -> Non
         taken = median_seconds(repeats, *work.values())
         rates = [f"{name} {n * 32 / one:6.0f}" for name, one in zip(work, taken, strict=True)]
         print(f"  batch {n:3d}: {'  '.join(rates)}")
+
+
+def formats(threads: int, repeats: int, vllm: str | None) -> None:
+    """Tokens per second in float32 and in bfloat16."""
+    print(f"{CALLS} calls of {PROMPT} + {ANSWER} tokens at once: sampled tokens/s, and seconds to the first ones")
+    for large in (False, True):
+        for dtype in (torch.float32, torch.bfloat16):
+            print(f"  {in_format(make_model(large=large).to(dtype), threads, repeats, vllm)}", flush=True)
+
+
+def in_format(plain: nn.Module, threads: int, repeats: int, vllm: str | None) -> str:
+    """A line about one model in its number format."""
+    name, vocabulary = str(plain.dtype).removeprefix("torch."), int(plain.config.vocab_size)  # type: ignore[union-attr]
+    with tempfile.TemporaryDirectory() as folder, EmbeddedEngine(copy.deepcopy(plain)) as engine:
+        work = {
+            "whole": lambda: sample_all(engine, prompts(CALLS, PROMPT, vocabulary=vocabulary), ANSWER),
+            "first": lambda: sample_all(engine, prompts(CALLS, PROMPT, vocabulary=vocabulary), 1),
+            "generate": lambda: generate_all(plain, prompts(CALLS, PROMPT, vocabulary=vocabulary), ANSWER),
+        }
+        whole, first, others = median_seconds(repeats, *work.values())
+        tokens, size = CALLS * ANSWER, sum(p.numel() for p in plain.parameters())
+        line = (
+            f"{size / 1e6:5.1f}M {name:<8}  ours {tokens / whole:6.0f} ({first:.2f} s)  generate {tokens / others:6.0f}"
+        )
+        if vllm is not None:
+            plain.save_pretrained(folder)  # type: ignore[operator]
+            asked = [folder, name, *map(str, (CALLS, PROMPT, ANSWER, repeats))]
+            line += f"  vLLM {tokens / statistics.median(json.loads(_vllm_says(vllm, threads, asked))):6.0f}"
+        return line
+
+
+def _vllm_says(python: str, threads: int, arguments: list[str]) -> str:
+    cores = "0" if threads == 1 else f"0-{threads - 1}"
+    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores}
+    command = [python, str(Path(__file__).parent / "vllm_offline.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own)
+    if done.returncode:
+        sys.exit(f"vLLM failed:\n{done.stderr[-4000:]}")
+    said = [line for line in done.stdout.splitlines() if line.startswith(SECONDS)]
+    return said[0].removeprefix(SECONDS)
 
 
 async def client(url: str, concurrency: int, requests: int, kind: str) -> float:
@@ -175,6 +224,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--skip-generate", action="store_true")
+    parser.add_argument("--formats", action="store_true")
+    parser.add_argument("--vllm", help="the Python of an environment with vLLM, for --formats")
     parser.add_argument("--client", help=argparse.SUPPRESS)
     parser.add_argument("--concurrency", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
@@ -188,6 +239,9 @@ def main() -> None:
         return
     torch.set_num_threads(options.threads)
     print(f"threads {options.threads}, load {os.getloadavg()[0]:.1f}")
+    if options.formats:
+        formats(options.threads, options.repeats, options.vllm)
+        return
     with EmbeddedEngine(make_model()) as engine:
         in_process(engine, options.repeats, not options.skip_generate)
         update(engine, options.repeats)

@@ -1,7 +1,13 @@
 """Train the agent you already have: the public names, loaded when first used (importing this loads no torch)."""
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    # So many turns a core waits for the others of a matrix product before it sleeps; read when torch is loaded. By its
+    # default an update on a busy machine takes four times as long as on one core (docs/performance.md#cores-that-wait).
+    os.environ["GOMP_SPINCOUNT"] = "10000"
 
 if TYPE_CHECKING:
     from lightning_rl.agents.agent import Agent, rollout

@@ -27,7 +27,7 @@ def fits(model: nn.Module) -> bool:
     parameter = next(model.parameters())
     return (
         config.model_type in FAMILIES
-        and parameter.dtype == torch.float32
+        and parameter.dtype in (torch.float32, torch.bfloat16)
         and config.hidden_act == "silu"
         and config.rope_parameters.get("rope_type") in STATIC_ROPE
         and config.rope_parameters.get("partial_rotary_factor", 1.0) == 1.0
@@ -188,10 +188,14 @@ class FusedDecoder:
         if layer.low_qkv is not None:
             qkv = layer.low_qkv.add(normed, qkv)
         qkv = qkv.view(n, -1, dim)
-        rotary = qkv[:, : self.rotary_heads]
+        rotary = heads = qkv[:, : self.rotary_heads]
         if layer.head_norm is not None:
-            rotary.copy_(F.rms_norm(rotary, (dim,), None, layer.eps) * layer.head_norm)
+            rotary = F.rms_norm(rotary, (dim,), None, layer.eps) * layer.head_norm
+        if rotary.dtype != torch.float32:
+            rotary = rotary.float()  # complex numbers are of two float32
         torch.view_as_complex(rotary.view(n, -1, dim // 2, 2)).mul_(rotation)
+        if rotary is not heads:
+            heads.copy_(rotary)
         keys, values = self.cache.write(number, qkv[:, repeat * kv_heads :])
         # The query heads that share a key head stand in a column: [b, kv_heads, repeat * q, dim].
         queries = qkv[:, : repeat * kv_heads].view(b, q, kv_heads, repeat, dim)

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,24 @@ def loaded(statement: str) -> list[str]:
 
 def test_the_package_loads_itself_alone() -> None:
     assert loaded("import lightning_rl") == ["lightning_rl"]
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
+    ids=["by default", "its own", "a policy"],
+)
+def test_cores_that_wait_for_others_soon_sleep(given: dict[str, str], spins: str) -> None:
+    """What OpenMP itself says as torch is loaded, which its wheels for other systems do not."""
+    names = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
+    environment = {name: value for name, value in os.environ.items() if name not in names} | given
+    command = [sys.executable, "-c", "import lightning_rl, torch"]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, env=environment | {"OMP_DISPLAY_ENV": "verbose"}
+    )
+    if "GOMP_SPINCOUNT" not in done.stderr:
+        pytest.skip("this torch has another OpenMP than GNU's")
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,7 @@ def test_a_partial_update_is_held_to_names_and_shapes_too(engine):
     assert_exact("qwen2", [1], ask(engine, [1], max_tokens=20).result(TIMEOUT))
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "llama-biased", "mistral"])
 def test_a_bfloat16_engine_is_within_a_tenth_of_a_nat_of_float32_and_of_a_plain_pass(architecture):
     held = make(architecture).bfloat16()
     with EmbeddedEngine(make(architecture).bfloat16()) as engine:
