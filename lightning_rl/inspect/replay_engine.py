@@ -19,7 +19,7 @@ from lightning_rl_adapters.forest import Node
 from lightning_rl_adapters.media import Placed
 from lightning_rl_adapters.triplet import media as media_of_prompt
 from lightning_rl_adapters.triplet import prompt_ids
-from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, GenerationRequest, Load
+from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineTokens, Load, TokenRequest
 from lightning_rl_proxy.engines.chat_backend import BackendAnswer
 from lightning_rl_proxy.forest import message_fingerprint
 from lightning_rl_proxy.forest.fork_causes import first_difference
@@ -218,7 +218,7 @@ class RecordedEngine:
         self.policy_version = max((v.version for call in of_model for v in call.versions), default=0)
         self._kind = of_model[0].logprob_kind if of_model else "sampled"
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    async def generate(self, request: TokenRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         """See `Engine`."""
         call = self._recording.by_tokens(
             self.model, request.prompt, request.sampling, [one.placed for one in request.media]

@@ -27,8 +27,8 @@ from lightning_rl_proxy.engines.base import (
     EngineRefused,
     EngineTokens,
     EngineUnavailable,
-    GenerationRequest,
     Load,
+    TokenRequest,
 )
 from lightning_rl_proxy.engines.chat_backend import BackendAnswer
 from lightning_rl_proxy.http import openapi
@@ -88,7 +88,7 @@ class PlannedEngine:
         self.failures = 0
         self._end_id = end_id
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    async def generate(self, request: TokenRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         plan = self.plans.popleft() if self.plans else Plan([])
         if plan.end in ("fail", "break", "silent", "abort"):
             self.failures += 1

@@ -20,7 +20,7 @@ from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call, VersionRange, calls_of
 from lightning_rl_adapters.span import Packed, Span, unpack
 from lightning_rl_proxy.address import Address, base_url
-from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, EngineUnavailable, GenerationRequest, Load
+from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, EngineUnavailable, Load, TokenRequest
 from lightning_rl_proxy.forest import incremental_decode, nodes
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.http.keys import sign_attempt_key
@@ -109,7 +109,7 @@ class ScriptedSampler:
         self._end = end
         self.policy_version = VERSION
 
-    async def sample(self, script: Script, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    async def sample(self, script: Script, request: TokenRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         ids, cut = script
         logprobs = [-0.25 * (i + 1) for i in range(len(ids))]
         size = 1 if request.stream else len(ids)
@@ -190,7 +190,7 @@ class ScriptedEngine:
         await self._sampler.resume()
         self.frozen = False
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    async def generate(self, request: TokenRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         assert request.encoded is None or msgspec.json.decode(request.encoded) == request.prompt
         self.prompts.append(request.prompt.copy())  # once it is answered, the list goes on
         self.media.append(request.media)

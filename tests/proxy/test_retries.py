@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from lightning_rl_adapters import forest
 from lightning_rl_adapters.call import Call
-from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, EngineUnavailable, GenerationRequest
+from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, EngineUnavailable, TokenRequest
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
@@ -48,7 +48,7 @@ class CountingEngine(ScriptedEngine):
         self.broken = 0
         self.slow = 0
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    async def generate(self, request: TokenRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         self.script.append(f"sample number {len(self.prompts)} of all")
         self.hold = asyncio.Event() if self.slow else None
         self.slow = max(0, self.slow - 1)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import calls_of
-from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, GenerationRequest
+from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, TokenRequest
 from lightning_rl_proxy.errors import PromptTooLong
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.rendering.load import load_renderer
@@ -32,7 +32,7 @@ class StagedEngine(ScriptedEngine):
 
     too_long = False
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    async def generate(self, request: TokenRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         if self.too_long:
             raise PromptTooLong(len(request.prompt), 8)
         parts = super().generate(request)

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from lightning_rl.inference.sglang import SGLangPolicy, update_from_disk
 from lightning_rl.inference.weights.check import FLOAT32, EngineMismatch, Tolerance
 from lightning_rl.telemetry.metrics import jsonl
-from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, GenerationRequest
+from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, TokenRequest
 from lightning_rl_proxy.engines.sglang import SGLangEngine
 from lightning_rl_proxy.engines.sglang_probe import Abilities, probe_sglang
 from lightning_rl_proxy.errors import PromptTooLong
@@ -49,7 +49,7 @@ async def generate(
     engine: SGLangEngine, prompt: list[int], *, stream: bool = False, **sampling: Any
 ) -> tuple[list[int], list[float] | None, EngineFinish]:
     given = Sampling(**({"temperature": 1.0, "seed": 7, "max_tokens": 40} | sampling))
-    *parts, finish = [part async for part in engine.generate(GenerationRequest(prompt, given, "r", stream=stream))]
+    *parts, finish = [part async for part in engine.generate(TokenRequest(prompt, given, "r", stream=stream))]
     assert isinstance(finish, EngineFinish)
     tokens = [part for part in parts if isinstance(part, EngineTokens)]
     logprobs = [one for part in tokens for one in part.logprobs or []]
@@ -143,7 +143,7 @@ def test_a_prompt_without_room_is_told_so(url: str) -> None:
 def test_leaving_a_stream_ends_the_request(url: str, prompt: list[int]) -> None:
     async def ask(engine: SGLangEngine) -> int:
         given = Sampling(temperature=1.0, ignore_eos=True, max_tokens=400)
-        parts = engine.generate(GenerationRequest(prompt, given, "left", stream=True))
+        parts = engine.generate(TokenRequest(prompt, given, "left", stream=True))
         await anext(parts)
         await parts.aclose()
         load = await engine.load()
@@ -160,7 +160,7 @@ def test_new_weights_in_the_middle_of_an_answer(url: str, model: Any, prompt: li
 
     async def ask(engine: SGLangEngine) -> list[Any]:
         given = Sampling(temperature=1.0, seed=5, ignore_eos=True, max_tokens=400)
-        parts = engine.generate(GenerationRequest(prompt, given, "r", stream=True))
+        parts = engine.generate(TokenRequest(prompt, given, "r", stream=True))
         found: list[Any] = [await anext(parts)]
         await engine.pause()
         await asyncio.to_thread(update_from_disk, url, tmp_path / "new", 1)

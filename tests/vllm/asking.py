@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, GenerationRequest
+from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, TokenRequest
 from lightning_rl_proxy.engines.vllm import TokenEngine
 from lightning_rl_proxy.sampling import Sampling
 from tests.vllm.server import END, MODEL, Server
@@ -83,7 +83,7 @@ async def whole(
     """One generation to its end."""
     asked = Sampling(**{"temperature": 1.0, "seed": 1, **sampling})
     sampled = Sampled()
-    request = GenerationRequest(prompt or PROMPT, asked, uuid.uuid4().hex, stream=stream, priority=priority)
+    request = TokenRequest(prompt or PROMPT, asked, uuid.uuid4().hex, stream=stream, priority=priority)
     async for part in engine.generate(request):
         sampled.add(part)
     return sampled

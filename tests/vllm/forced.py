@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, GenerationRequest
+from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, TokenRequest
 from lightning_rl_proxy.engines.vllm import TokenEngine
 from lightning_rl_proxy.sampling import Sampling
 from tests.proxy.conftest import MODEL, VERSION, Script, ScriptedEngine, ScriptedSampler
@@ -50,7 +50,7 @@ class ForcedVllm(TokenEngine):
         )
         self._asked = asked
 
-    async def sample(self, script: Script, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    async def sample(self, script: Script, request: TokenRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         """See `ScriptedSampler`."""
         self._asked["generations"] += 1
         sampling = request.sampling

@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 from tokenizers import Tokenizer
 
-from lightning_rl_proxy.engines.base import EngineRefused, EngineTokens, GenerationRequest
+from lightning_rl_proxy.engines.base import EngineRefused, EngineTokens, TokenRequest
 from lightning_rl_proxy.engines.probe import probe
 from lightning_rl_proxy.engines.vllm import TokenEngine
 from lightning_rl_proxy.errors import PromptTooLong
@@ -160,7 +160,7 @@ def test_a_generation_that_is_left_after_its_first_tokens_is_aborted(raw: Server
 
     async def leave(engine: TokenEngine) -> int:
         asked = Sampling(temperature=1.0, **ENDLESS)
-        async with aclosing(engine.generate(GenerationRequest(PROMPT, asked, "r", stream=True))) as parts:
+        async with aclosing(engine.generate(TokenRequest(PROMPT, asked, "r", stream=True))) as parts:
             async for part in parts:
                 assert isinstance(part, EngineTokens)
                 return len(part.token_ids)
@@ -197,7 +197,7 @@ def test_a_paused_generation_stands_still_and_goes_on_under_the_version_that_is_
         counts = []
         async with (
             client(raw) as other,
-            aclosing(engine.generate(GenerationRequest(PROMPT, asked, "r", stream=True))) as parts,
+            aclosing(engine.generate(TokenRequest(PROMPT, asked, "r", stream=True))) as parts,
         ):
             with raw.slowed():
                 sampled.add(await anext(parts))

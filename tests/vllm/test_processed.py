@@ -7,7 +7,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, EngineUnavailable, GenerationRequest
+from lightning_rl_proxy.engines.base import EngineFinish, EngineTokens, EngineUnavailable, TokenRequest
 from lightning_rl_proxy.engines.probe import probe
 from lightning_rl_proxy.engines.vllm import TokenEngine
 from lightning_rl_proxy.sampling import Sampling
@@ -88,7 +88,7 @@ def test_a_server_that_dies_fails_its_requests_as_ones_to_try_again(processed: S
 
     async def die(engine: TokenEngine, at: Attempt) -> list[str]:
         with processed.slowed():
-            parts = engine.generate(GenerationRequest(PROMPT, Sampling(temperature=1.0, **ENDLESS), "r", stream=True))
+            parts = engine.generate(TokenRequest(PROMPT, Sampling(temperature=1.0, **ENDLESS), "r", stream=True))
             assert isinstance(await anext(parts), EngineTokens)
             waiting = asyncio.create_task(whole(engine, **ENDLESS))
             agent = asyncio.create_task(asyncio.to_thread(refused_by, at))

@@ -8,7 +8,7 @@ from lightning_rl_proxy.rendering.images import Shown
 from lightning_rl_proxy.sampling import Sampling
 
 
-class GenerationRequest(NamedTuple):
+class TokenRequest(NamedTuple):
     """What an engine is to sample an answer from.
 
     `prompt` is to be read, not kept: it may grow once the answer is committed. `encoded` is the same as a JSON list,
@@ -83,7 +83,7 @@ class Engine(Protocol):
     abilities: frozenset[str]
     context: int | None
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    def generate(self, request: TokenRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         """Sample: yields `EngineTokens` one or more times and at last one `EngineFinish`, with which it ends.
 
         Leaving the iterator early aborts the generation. Raises EngineUnavailable, EngineRefused or PromptTooLong.

@@ -33,8 +33,8 @@ from lightning_rl_proxy.engines.base import (
     EngineRefused,
     EngineTokens,
     EngineUnavailable,
-    GenerationRequest,
     Load,
+    TokenRequest,
 )
 from lightning_rl_proxy.engines.client import HttpResponse
 from lightning_rl_proxy.engines.http import EngineConnection, Problem, events, refusal
@@ -124,7 +124,7 @@ class SGLangEngine:
         self.url = self._server.url
         self._paused = False
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    async def generate(self, request: TokenRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         """See `Engine`. Leaving the iterator early closes the connection and orders an abort."""
         sampling = request.sampling
         if sampling.ignore_eos and sampling.stop_token_ids:

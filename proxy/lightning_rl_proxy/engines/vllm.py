@@ -17,8 +17,8 @@ from lightning_rl_proxy.engines.base import (
     EngineRefused,
     EngineTokens,
     EngineUnavailable,
-    GenerationRequest,
     Load,
+    TokenRequest,
 )
 from lightning_rl_proxy.engines.client import HttpResponse
 from lightning_rl_proxy.engines.http import EngineConnection, Problem, events, refusal
@@ -147,7 +147,7 @@ class TokenEngine:
         self._server = EngineConnection(url)
         self.url = self._server.url
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    async def generate(self, request: TokenRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         """See `Engine`. Leaving the iterator early closes the connection, which aborts the generation."""
         body: dict[str, Any] = {
             "token_ids": request.prompt if request.encoded is None else msgspec.Raw(request.encoded),
@@ -295,7 +295,7 @@ class TokenEngine:
     async def _order(self, path: str, body: Any = None) -> None:
         await self._server.order(path, body, needs=_NEEDS)
 
-    def _check_prompt(self, request: GenerationRequest, read: list[int] | None) -> None:
+    def _check_prompt(self, request: TokenRequest, read: list[int] | None) -> None:
         """Raises EngineRefused where a vLLM server has made another prompt of the images than is recorded."""
         if request.media and self.kind == "vllm" and read != request.prompt:
             problem = "does not tell which prompt it read" if read is None else f"read {len(read)} tokens"

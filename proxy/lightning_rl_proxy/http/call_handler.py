@@ -26,7 +26,7 @@ from lightning_rl_adapters.span import Span
 from lightning_rl_adapters.tool_schemas import tools_span
 from lightning_rl_proxy.dialects import chat_completions, responses
 from lightning_rl_proxy.dialects.base import Dialect, Events, NamedTool, Opening, Request, must_call
-from lightning_rl_proxy.engines.base import Engine, EngineTokens, GenerationRequest
+from lightning_rl_proxy.engines.base import Engine, EngineTokens, TokenRequest
 from lightning_rl_proxy.engines.chat_backend import BackendAnswer
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.forest import message_fingerprint, relayed_calls
@@ -296,7 +296,7 @@ class CallHandler:
             return not choice.ended
 
         ended = False
-        asked = GenerationRequest(
+        asked = TokenRequest(
             choice.place.prompt_ids,
             choice.sampling,
             choice.call_id,

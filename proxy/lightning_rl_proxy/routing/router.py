@@ -15,7 +15,7 @@ from contextlib import aclosing
 from typing import Any, Literal
 
 from lightning_rl_adapters.call import VersionRange
-from lightning_rl_proxy.engines.base import Engine, EngineFinish, EngineTokens, EngineUnavailable, GenerationRequest
+from lightning_rl_proxy.engines.base import Engine, EngineFinish, EngineTokens, EngineUnavailable, TokenRequest
 from lightning_rl_proxy.engines.chat_backend import BackendAnswer, ChatBackend
 from lightning_rl_proxy.errors import UnknownModel
 from lightning_rl_proxy.rendering.images import Shown
@@ -181,7 +181,7 @@ class Router:
     async def generate(
         self,
         model: str,
-        request: GenerationRequest,
+        request: TokenRequest,
         generation: Generation,
         *,
         home: Engine | None = None,

@@ -14,8 +14,8 @@ from lightning_rl_proxy.engines.base import (
     EngineRefused,
     EngineTokens,
     EngineUnavailable,
-    GenerationRequest,
     Load,
+    TokenRequest,
 )
 from lightning_rl_proxy.engines.http import EngineConnection
 from lightning_rl_proxy.engines.sglang import SGLangEngine
@@ -47,7 +47,7 @@ async def generate(
     engine: SGLangEngine, *, prompt: list[int] = PROMPT, stream: bool = False, priority: int = 0, **sampling: Any
 ) -> tuple[list[EngineTokens], EngineFinish]:
     given = Sampling(**({"temperature": 1.0, "seed": 7} | sampling))
-    parts = engine.generate(GenerationRequest(prompt, given, "r", stream=stream, priority=priority))
+    parts = engine.generate(TokenRequest(prompt, given, "r", stream=stream, priority=priority))
     *tokens, finish = [part async for part in parts]
     assert isinstance(finish, EngineFinish)
     return [part for part in tokens if isinstance(part, EngineTokens)], finish
@@ -255,7 +255,7 @@ def test_a_token_that_stands_for_logits_that_were_none_is_not_passed_on(stream: 
     got: list[EngineTokens | EngineFinish] = []
 
     async def collect(engine: SGLangEngine) -> None:
-        async for part in engine.generate(GenerationRequest(PROMPT, Sampling(seed=1), "r", stream=stream)):
+        async for part in engine.generate(TokenRequest(PROMPT, Sampling(seed=1), "r", stream=stream)):
             got.append(part)
 
     with pytest.raises(EngineUnavailable, match="no token of the vocabulary: NaN happened"):
@@ -318,9 +318,7 @@ def test_greedy_is_the_likeliest_token_and_has_the_logprobs_of_temperature_1() -
 
 async def leave(engine: SGLangEngine, request_id: str, parts: int) -> None:
     """Take some parts of a stream and go."""
-    async with aclosing(
-        engine.generate(GenerationRequest(PROMPT, Sampling(seed=1), request_id, stream=True))
-    ) as stream:
+    async with aclosing(engine.generate(TokenRequest(PROMPT, Sampling(seed=1), request_id, stream=True))) as stream:
         for _ in range(parts):
             await anext(stream)
 
@@ -329,7 +327,7 @@ def test_leaving_aborts_this_request_and_none_whose_name_begins_like_it() -> Non
     server = StandIn(endless=True, context=10**9)
 
     async def go(engine: SGLangEngine) -> None:
-        async with aclosing(engine.generate(GenerationRequest(PROMPT, Sampling(), "call-10", stream=True))) as other:
+        async with aclosing(engine.generate(TokenRequest(PROMPT, Sampling(), "call-10", stream=True))) as other:
             await anext(other)
             await leave(engine, "call-1", 2)
             await anext(other)
@@ -360,7 +358,7 @@ def test_what_ended_by_itself_is_not_aborted() -> None:
     server = StandIn()
 
     async def go(engine: SGLangEngine) -> None:
-        async with aclosing(engine.generate(GenerationRequest(PROMPT, Sampling(seed=1), "r", stream=True))) as parts:
+        async with aclosing(engine.generate(TokenRequest(PROMPT, Sampling(seed=1), "r", stream=True))) as parts:
             async for part in parts:
                 if isinstance(part, EngineFinish):
                     break
@@ -415,7 +413,7 @@ def test_a_pause_in_the_middle_changes_no_token_and_tells_who_sampled_which(incr
     server.waits_at = 200
 
     async def go(engine: SGLangEngine) -> tuple[list[int], int, EngineFinish]:
-        parts = engine.generate(GenerationRequest(PROMPT, Sampling(seed=5), "r", stream=True))
+        parts = engine.generate(TokenRequest(PROMPT, Sampling(seed=5), "r", stream=True))
         first = await anext(parts)
         await engine.pause()
         at = len(server.requests[0].ids)

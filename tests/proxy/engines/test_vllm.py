@@ -14,8 +14,8 @@ from lightning_rl_proxy.engines.base import (
     EngineRefused,
     EngineTokens,
     EngineUnavailable,
-    GenerationRequest,
     Load,
+    TokenRequest,
 )
 from lightning_rl_proxy.engines.vllm import TokenEngine
 from lightning_rl_proxy.errors import PromptTooLong
@@ -84,7 +84,7 @@ def with_client(
 
 
 async def generate(engine: TokenEngine, **sampling: Any) -> list[EngineTokens | EngineFinish]:
-    return [part async for part in engine.generate(GenerationRequest([5], Sampling(**sampling), "r"))]
+    return [part async for part in engine.generate(TokenRequest([5], Sampling(**sampling), "r"))]
 
 
 def sample(wire: Wire, logprobs: Any = "raw", **sampling: Any) -> list[EngineTokens | EngineFinish]:
@@ -146,7 +146,7 @@ def test_what_the_server_lacks_is_not_the_agents_fault(wire: Wire, status: int, 
 
 def test_an_error_within_a_stream_is_what_its_code_says(wire: Wire) -> None:
     async def stream(engine: TokenEngine) -> list[EngineTokens | EngineFinish]:
-        return [part async for part in engine.generate(GenerationRequest([5], Sampling(), "r", stream=True))]
+        return [part async for part in engine.generate(TokenRequest([5], Sampling(), "r", stream=True))]
 
     for code, expected in ((400, EngineRefused), (500, EngineUnavailable)):
         wire.answer = b'data: {"error": {"message": "bad token", "code": %d}}\n\ndata: [DONE]\n\n' % code
@@ -247,7 +247,7 @@ def test_a_version_of_an_adapter_has_a_name_of_its_own_and_nobody_is_frozen(wire
         engine.policy_version = 4
         await engine.resume()
         parts = []
-        async for part in engine.generate(GenerationRequest([5], Sampling(), "r")):
+        async for part in engine.generate(TokenRequest([5], Sampling(), "r")):
             engine.policy_version = 5  # the weights are new while it answers
             parts.append(part)
         return parts
@@ -319,7 +319,7 @@ PROMPT = [5, 8, 8, 8, 6, 8, 8, 7]  # 8 is the placeholder
 
 def shown(wire: Wire, prompt: list[int], **more: Any) -> list[EngineTokens | EngineFinish]:
     async def use(engine: TokenEngine) -> list[EngineTokens | EngineFinish]:
-        parts = engine.generate(GenerationRequest(prompt, Sampling(), "r", media=SHOWN, **more))
+        parts = engine.generate(TokenRequest(prompt, Sampling(), "r", media=SHOWN, **more))
         return [part async for part in parts]
 
     return with_client(wire, use)

@@ -16,8 +16,8 @@ from lightning_rl_proxy.engines.base import (
     EngineRefused,
     EngineTokens,
     EngineUnavailable,
-    GenerationRequest,
     Load,
+    TokenRequest,
 )
 from lightning_rl_proxy.errors import PromptTooLong
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
@@ -58,7 +58,7 @@ class Engine:
         self.checks = 0
         self.said_load: Load | None = None
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
+    async def generate(self, request: TokenRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
         self.calls += 1
         version = self.policy_version if self.label is None else self.label
         for index, part in enumerate(PARTS):
@@ -134,7 +134,7 @@ async def sample(
     router: Router, generation: Generation | None = None, *, stream: bool = False, **more: Any
 ) -> Generation:
     generation = Generation() if generation is None else generation
-    await router.generate("m", GenerationRequest([5], Sampling(), "r", stream=stream), generation, **more)
+    await router.generate("m", TokenRequest([5], Sampling(), "r", stream=stream), generation, **more)
     return generation
 
 
@@ -151,7 +151,7 @@ class Held:
         self.generation = Generation()
         self._begun = asyncio.Event()
         self._work = router.generate(
-            "m", GenerationRequest([5], Sampling(), HELD), self.generation, home=home, take=self._take
+            "m", TokenRequest([5], Sampling(), HELD), self.generation, home=home, take=self._take
         )
         self._task: asyncio.Task[None] | None = None
 
