@@ -1,14 +1,15 @@
 """What the gateway costs: calls per second and added latency, recording durably, beside a bare relay in the same run.
 
-    python benchmarks/gateway.py [--prompt 300 --answer 128 --group 8] [--peer PYTHON]
+    python benchmarks/gateway.py [--prompt 300 --answer 128 --group 8] [--turns 10] [--peer PYTHON]
 
 Both sit between the same clients and the same instant token engine (its answer at once, no model). The gateway is the
 real server: keys, forest, journal, SQLite store. The relay is the least that any proxy must do: parse the request,
 tokenise it with the same chat format, ask the engine over HTTP, decode the answer, write it to SQLite in batches; its
 event loop, its client for the engine, its garbage collection and its tokenizer are the gateway's. Every call goes to an
-attempt of its own, with a text of its own or, of a group, the same as the calls before and behind it. They take turns;
-medians are printed, and the processor time of the serving process per call, which does not depend on what else the
-machine does.
+attempt of its own, with a text of its own or, of a group, the same as the calls before and behind it. With `--turns` it
+is the last of a conversation of so many calls, whose client sends all that was said: `--prompt` tokens in the end.
+Gateway and relay take turns; medians are printed, and the processor time of the serving process per call, which does
+not depend on what else the machine does.
 
 `--peer` names the Python of an environment with agentlightning 0.3 and its LLMProxy (`llm_proxy.py`), which is then a
 third beside them. It speaks Chat Completions to an engine that answers with the same tokens at once, and looks at no
@@ -241,36 +242,66 @@ def question(n: int, tokens: int) -> str:
     return " ".join([text, *rng.choices(WORDS, k=max(0, round((tokens - 40) / TOKENS_A_WORD)))])
 
 
+class Size(NamedTuple):
+    """What each call asks: about so many tokens in all, after so many turns; so many calls in a row the same."""
+
+    tokens: int = 40
+    group: int = 1
+    turns: int = 1
+
+
 async def load(
-    requests: list[tuple[str, str]], clients: int, number: Iterator[int], tokens: int = 40, group: int = 1
+    requests: list[tuple[str, str]],
+    clients: int,
+    number: Iterator[int],
+    size: Size = Size(),  # noqa: B008
+    begin: Callable[[], None] = lambda: None,
 ) -> tuple[float, list[float]]:
-    """Send one call to each (URL, key) from `clients` clients; seconds, and the latency of each call."""
-    waiting = iter(requests)
+    """Send one call to each (URL, key) from `clients` clients; seconds, and the latency of each call. Of several turns
+    the last alone counts, before which `begin` is called."""
+    said: dict[int, list[dict[str, str]]] = {place: [] for place in range(len(requests))}
     latencies: list[float] = []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=clients)) as session:
 
-        async def client() -> None:
-            for url, key in waiting:
-                text = question(next(number) // group, tokens)
-                body = msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "content": text}]})
+        async def client(waiting: Iterator[tuple[int, tuple[str, str]]]) -> None:
+            for place, (url, key) in waiting:
+                text = question(next(number) // size.group, size.tokens // size.turns)
+                said[place].append({"role": "user", "content": text})
+                body = msgspec.json.encode({"model": MODEL, "messages": said[place]})
                 headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
                 started = time.perf_counter()
                 async with session.post(f"{url}/chat/completions", data=body, headers=headers) as response:
-                    await response.read()
+                    answered = await response.read()
                     assert response.status == 200, await response.text()
                 latencies.append(time.perf_counter() - started)
+                if size.turns > 1:
+                    message = msgspec.json.decode(answered)["choices"][0]["message"]
+                    said[place].append({"role": "assistant", "content": message["content"]})
 
-        started = time.perf_counter()
-        await asyncio.gather(*(client() for _ in range(clients)))
+        for turn in range(size.turns):
+            if turn == size.turns - 1:
+                latencies.clear()
+                begin()
+            started, waiting = time.perf_counter(), iter(list(enumerate(requests)))
+            await asyncio.gather(*(client(waiting) for _ in range(clients)))
         return time.perf_counter() - started, latencies
 
 
 def measure(
-    requests: list[tuple[str, str]], clients: int, pid: int, number: Iterator[int], tokens: int = 40, group: int = 1
+    requests: list[tuple[str, str]],
+    clients: int,
+    pid: int,
+    number: Iterator[int],
+    size: Size = Size(),  # noqa: B008
 ) -> Measured:
     """One round."""
-    before = cpu_seconds(pid)
-    seconds, latencies = asyncio.run(load(requests, clients, number, tokens, group))
+    before = 0.0
+
+    def begin() -> None:
+        nonlocal before
+        before = cpu_seconds(pid)
+
+    seconds, latencies = asyncio.run(load(requests, clients, number, size, begin))
     ranked = sorted(latencies)
     return Measured(
         rate=len(requests) / seconds,
@@ -322,6 +353,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=40, help="tokens of a prompt, about")
     parser.add_argument("--answer", type=int, default=len(ANSWER), help="tokens of an answer")
     parser.add_argument("--group", type=int, default=1, help="calls with the same prompt")
+    parser.add_argument("--turns", type=int, default=1, help="the call is this one of its conversation")
     parser.add_argument("--peer", help="the Python of an environment with agentlightning 0.3 and litellm's proxy")
     parser.add_argument("--peer-calls", type=int, default=200, help="its calls of a round")
     parser.add_argument("--role", choices=["engine", "relay"])
@@ -333,7 +365,7 @@ def main() -> None:
     if arguments.role == "relay":
         return serve(bare_relay(arguments.engine_url, arguments.database))
 
-    number, size = itertools.count(), (arguments.prompt, arguments.group)
+    number, size = itertools.count(), Size(arguments.prompt, arguments.group, arguments.turns)
     with ExitStack() as parts:
         folder = Path(parts.enter_context(tempfile.TemporaryDirectory()))
         engine_url, _ = parts.enter_context(role("--role", "engine", "--answer", str(arguments.answer)))
@@ -355,11 +387,11 @@ def main() -> None:
             found: dict[str, list[Measured]] = {"gateway": [], "bare relay": []} | ({PEER: []} if peer_urls else {})
             for warm_up in (True, *[False] * arguments.rounds):
                 attempts = open_attempts(store, calls)
-                gateway = measure(attempts, clients, serving.pid, number, *size)
+                gateway = measure(attempts, clients, serving.pid, number, size)
                 end_attempts(store, attempts)
-                relay = measure([(f"{relay_url}/v1", "none")] * calls, clients, relay_pid, number, *size)
+                relay = measure([(f"{relay_url}/v1", "none")] * calls, clients, relay_pid, number, size)
                 peer = (
-                    measure([(url, "none") for url in peer_urls], clients, peer_pid, number, *size)
+                    measure([(url, "none") for url in peer_urls], clients, peer_pid, number, size)
                     if peer_urls
                     else None
                 )
