@@ -8,6 +8,7 @@ import pytest
 
 from lightning_rl.inspect import draw
 from lightning_rl.inspect.explain import ExplainedFork, RowCall, explain, words_of
+from lightning_rl.inspect.trained import TrainedBy
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call, VersionRange
 from lightning_rl_adapters.forest import ForestError
@@ -15,7 +16,7 @@ from tests.adapters.words import attempt_of, rollout_of, say
 
 
 def lines_of(*calls: Call, **how: Any) -> list[str]:
-    [attempt] = explain(rollout_of(attempt_of(calls)), **how).attempts
+    [attempt] = explain(rollout_of(attempt_of(calls)), TrainedBy(**how)).attempts
     return list(draw.attempt(attempt))
 
 

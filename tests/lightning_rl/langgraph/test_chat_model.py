@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from lightning_rl.agents.resources import LLM
 from lightning_rl.langgraph import ChatModel
 from lightning_rl.langgraph.wire import to_wire
+from lightning_rl_proxy.engines.base import TokenRequest
 from lightning_rl_proxy.errors import PromptTooLong
 from tests.lightning_rl.langgraph.conftest import Recorded, calls_tool
 from tests.proxy.conftest import Served
@@ -175,8 +176,8 @@ def test_errors_are_those_of_the_openai_sdk(served: Served, llm: LLM, ask: Ask) 
 def test_a_prompt_that_is_too_long_is_langchains_error_too(
     served: Served, llm: LLM, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refuse(prompt: list[int], *_: Any, **__: Any) -> Any:
-        raise PromptTooLong(len(prompt), 8)
+    async def refuse(request: TokenRequest) -> Any:
+        raise PromptTooLong(len(request.prompt), 8)
         yield
 
     monkeypatch.setattr(served.engine, "generate", refuse)

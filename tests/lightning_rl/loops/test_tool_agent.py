@@ -8,6 +8,7 @@ from lightning_rl.agents.task_fields import LoopTaskError, messages_of
 from lightning_rl.loops import AgentLoop, Limits, Setting, SingleTurnAgent, ToolAgent
 from lightning_rl.loops.user import FunctionUser
 from lightning_rl.tools.trajectory import ToolCall, ToolResult
+from lightning_rl_proxy.engines.base import TokenRequest
 from lightning_rl_proxy.errors import PromptTooLong
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.lightning_rl.langgraph.test_graph_agent import check_masks, trained
@@ -228,11 +229,12 @@ def limited(served: Served, context: int = 10_000) -> None:
         script = next_script()
         return script._replace(ids=script.ids[: room[-1]], cut=True) if len(script.ids) > room[-1] else script
 
-    async def limited_generate(prompt: list[int], sampling: Any, **more: Any) -> Any:
-        if len(prompt) >= context:
-            raise PromptTooLong(len(prompt), context)
-        room.append(min(sampling.max_tokens or context, context - len(prompt)))
-        async for part in generate(prompt, sampling, **more):
+    async def limited_generate(request: TokenRequest) -> Any:
+        tokens = len(request.prompt)
+        if tokens >= context:
+            raise PromptTooLong(tokens, context)
+        room.append(min(request.sampling.max_tokens or context, context - tokens))
+        async for part in generate(request):
             yield part
 
     engine._next = cut  # type: ignore[method-assign]
