@@ -107,23 +107,24 @@ async def answer(send: Any, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def instant_engine(tokens: int = len(ANSWER)) -> Asgi:
-    """The token wire with a fixed answer of so many tokens."""
+def instant_engine(tokens: int = len(ANSWER), prompt: int = 40) -> Asgi:
+    """The token wire with a fixed answer of so many tokens; and Chat Completions, to prompts of about `prompt`."""
     ids = [ANSWER[n % len(ANSWER)] for n in range(tokens)]
     content = [{"token_id": t, "logprob": -0.5, "rank": 1, "top_logprobs": []} for t in ids]
     versions = [{"version": "0", "start": 0, "end": len(ids)}]
     choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "stop_reason": None}
     fixed = msgspec.json.encode({"choices": [choice | {"weight_versions": versions, "logprobs": {"content": content}}]})
-    return fixed_answer(fixed, chat_answer())
+    return fixed_answer(fixed, chat_answer(ids, prompt))
 
 
-def chat_answer() -> bytes:
+def chat_answer(ids: list[int], prompt: int) -> bytes:
     """The same answer as vLLM's Chat Completions give it, with token ids."""
-    message = {"role": "assistant", "content": "how many shops have size over 3?"}
-    choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": ANSWER}
-    usage = {"prompt_tokens": 40, "completion_tokens": len(ANSWER), "total_tokens": 40 + len(ANSWER)}
+    text = "how many shops have size over 3? " * (len(ids) // len(ANSWER))
+    message = {"role": "assistant", "content": text.rstrip()}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": ids}
+    usage = {"prompt_tokens": prompt, "completion_tokens": len(ids), "total_tokens": prompt + len(ids)}
     about = {"id": "x", "object": "chat.completion", "created": 0, "model": MODEL}
-    return msgspec.json.encode(about | {"choices": [choice], "usage": usage, "prompt_token_ids": list(range(40))})
+    return msgspec.json.encode(about | {"choices": [choice], "usage": usage, "prompt_token_ids": list(range(prompt))})
 
 
 def fixed_answer(fixed: bytes, chat: bytes = b"") -> Asgi:
@@ -361,14 +362,16 @@ def main() -> None:
     parser.add_argument("--database", type=Path)
     arguments = parser.parse_args()
     if arguments.role == "engine":
-        return serve(instant_engine(arguments.answer))
+        return serve(instant_engine(arguments.answer, arguments.prompt))
     if arguments.role == "relay":
         return serve(bare_relay(arguments.engine_url, arguments.database))
 
     number, size = itertools.count(), Size(arguments.prompt, arguments.group, arguments.turns)
     with ExitStack() as parts:
         folder = Path(parts.enter_context(tempfile.TemporaryDirectory()))
-        engine_url, _ = parts.enter_context(role("--role", "engine", "--answer", str(arguments.answer)))
+        engine_url, _ = parts.enter_context(
+            role("--role", "engine", "--answer", str(arguments.answer), "--prompt", str(arguments.prompt))
+        )
         relay_url, relay_pid = parts.enter_context(
             role("--role", "relay", "--engine-url", engine_url, "--database", str(folder / "relay.db"))
         )
