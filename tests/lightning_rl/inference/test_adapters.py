@@ -35,8 +35,10 @@ def adapted(architecture: str, adapter: int, seed: int = 0, targets: Any = "all-
     return model
 
 
-def with_adapters(architecture: str, models: dict[int, nn.Module], **options: Any) -> EmbeddedEngine:
-    engine = EmbeddedEngine(make(architecture), **options)
+def with_adapters(
+    architecture: str, models: dict[int, nn.Module], dtype: torch.dtype = torch.float32, **options: Any
+) -> EmbeddedEngine:
+    engine = EmbeddedEngine(make(architecture).to(dtype), **options)
     for adapter, model in models.items():
         assert engine.add_adapter() == adapter
         engine.update_adapter(adapter, lora.low_rank(model), version=adapter)
@@ -61,6 +63,18 @@ jobs = st.lists(
     min_size=1,
     max_size=12,
 )
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama-biased", "mistral"])  # the last by hooks
+def test_in_bfloat16_logprobs_are_those_of_the_adapters_model_to_its_rounding(architecture: str) -> None:
+    models = {1: adapted(architecture, 1), 2: adapted(architecture, 2)}
+    with with_adapters(architecture, models, torch.bfloat16) as engine:
+        outputs = {adapter: ask(engine, [1, 2, 3], f"{adapter}", adapter, max_tokens=30) for adapter in (0, 1, 2)}
+        for adapter, model in {0: make(architecture), **models}.items():
+            output = outputs[adapter].result(TIMEOUT)
+            off = np.abs(np.subtract(output.logprobs, true_logprobs(model, [1, 2, 3], output.token_ids)))
+            assert off.mean() < 0.05
+            assert off.max() < 0.5
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
