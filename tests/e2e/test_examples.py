@@ -65,7 +65,7 @@ def recorded(folder: Path) -> list[tuple[Rollout, list[Call], list[dict[str, Any
         (
             trace.rollout,
             calls_of(trace.attempts[-1].spans),
-            [dict(span.attributes) for span in trace.attempts[-1].spans],
+            [dict(span.attributes) for span in trace.attempts[-1].spans if span.name == semconv.CALL_SPAN],
         )
         for trace in traces(folder).values()
     ]
