@@ -251,11 +251,14 @@ class Size(NamedTuple):
     turns: int = 1
 
 
+ONE_CALL = Size()
+
+
 async def load(
     requests: list[tuple[str, str]],
     clients: int,
     number: Iterator[int],
-    size: Size = Size(),  # noqa: B008
+    size: Size = ONE_CALL,
     begin: Callable[[], None] = lambda: None,
 ) -> tuple[float, list[float]]:
     """Send one call to each (URL, key) from `clients` clients; seconds, and the latency of each call. Of several turns
@@ -293,7 +296,7 @@ def measure(
     clients: int,
     pid: int,
     number: Iterator[int],
-    size: Size = Size(),  # noqa: B008
+    size: Size = ONE_CALL,
 ) -> Measured:
     """One round."""
     before = 0.0

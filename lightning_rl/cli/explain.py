@@ -49,14 +49,14 @@ def run(
         trace = recorded.trace(connection, recorded.find(connection, rollout))
     known = folder.beside(place, trace.rollout)
     trace = folder.with_trained_calls(known.config, trace)
-    run = folder.trained_by(known.config, known.found, known.not_recorded)
+    training = folder.trained_by(known.config, known.found, known.not_recorded)
     try:
         if call is None:
-            view = msgspec.structs.replace(explain(trace, run), run_dir=str(place.resolve()))
+            view = msgspec.structs.replace(explain(trace, training), run_dir=str(place.resolve()))
             _show(view, draw.rollout(view), as_json=as_json)
             return
         attempt, call_id = calls.find(trace, call)
-        one = calls.detail(trace, attempt, call_id, run, decode=folder.decoder(place, known.config))
+        one = calls.detail(trace, attempt, call_id, training, decode=folder.decoder(place, known.config))
     except ForestError as error:
         raise recorded.NotRecorded(
             f"rollout {trace.rollout.rollout_id} of {place.resolve()} is damaged: {error}"

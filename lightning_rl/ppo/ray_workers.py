@@ -158,7 +158,8 @@ def _built(
     team: ProcessGroup,
 ) -> LocalWorkers:
     """The models of one worker, in its process. They come to its device in shards."""
-    LOSSES.update([own_loss])
+    mode, loss = own_loss
+    LOSSES[mode] = loss
     torch.manual_seed(config.data.seed + team.rank)
     held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
     register_model_code(config)

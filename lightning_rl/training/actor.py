@@ -122,7 +122,9 @@ class Actor(Learner):
         if not plan:
             return {}
         if len(plan) > 1 and not values_alone and any(s.old_log_probs is None for s in sequences_of(plan)):
-            raise ValueError("old_log_probs are not set, and only of one mini-batch the update itself can find them")
+            raise ValueError(
+                "old_log_probs are not set, and only of one mini-batch the update finds them itself: compute them"
+            )
         step = self._value_step if values_alone else self._optimizer_step
         metrics: list[dict[str, float]] = []
         self.onload()

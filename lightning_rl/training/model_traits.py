@@ -30,10 +30,18 @@ def text_config(model: nn.Module) -> Any:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether its config asks for dropout in training, so that each forward pass is another one."""
-    told = text_config(model)
-    rates = {} if told is None else told.to_dict()
-    return any(isinstance(rate, int | float) and rate > 0 for name, rate in rates.items() if name.endswith(_DROPOUTS))
+    """Whether its config asks for dropout in training, in any part: each forward pass is then another one."""
+    config = getattr(model, "config", None)
+    return isinstance(config, PreTrainedConfig) and _asks_for_dropout(config.to_dict())
+
+
+def _asks_for_dropout(config: dict[Any, Any]) -> bool:
+    return any(
+        _asks_for_dropout(value)
+        if isinstance(value, dict)
+        else str(name).endswith(_DROPOUTS) and isinstance(value, int | float) and value > 0
+        for name, value in config.items()
+    )
 
 
 def grouped_heads(config: Any) -> int:

@@ -1,16 +1,60 @@
-"""Policies of one run are rendered by one gateway, so they write chats alike."""
+"""Policies of one run write chats alike, since one gateway renders them; and which passes a step needs."""
 
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from transformers import GPT2Config, Qwen2Config
 
 import lightning_rl as lrl
-from lightning_rl.config import ConfigError
+from lightning_rl.config import ConfigError, compose
+from lightning_rl.config.policies import policies_of
 from lightning_rl.inference.embedded import EmbeddedPolicy
+from lightning_rl.ppo import resolved_config
+from lightning_rl.ppo.estimators import kl_controller_of
+from lightning_rl.ppo.policy_learner import PolicyLearner
+from lightning_rl.ppo.run_state import PolicyState
+from lightning_rl.training.learner import Planner
 from tests.lightning_rl.ppo.test_ppo import CHECKPOINT
+
+
+@pytest.mark.parametrize(
+    ("words", "step", "found"),
+    [
+        ([], 2, True),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=8"], 2, False),
+        (["trainer.critic_warmup=2", "algorithm.adv_estimator=gae"], 2, False),
+        (["trainer.critic_warmup=2", "algorithm.adv_estimator=gae"], 3, True),
+        (["algorithm.rollout_correction.bypass_mode=true"], 2, False),
+        (["algorithm.rollout_correction.rollout_is=token"], 2, False),
+        (["algorithm.rollout_correction.rollout_token_veto_threshold=0.001"], 2, False),
+        (["algorithm.use_kl_in_reward=true"], 2, False),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"], 2, False),
+    ],
+)
+def test_the_update_finds_old_log_probs_where_nothing_needs_them_before(
+    words: list[str], step: int, found: bool
+) -> None:
+    config = compose(command_line=["data.train_batch_size=16", *words])
+    [of_run] = policies_of(config)
+    learner = PolicyLearner(of_run, resolved_config.step_rules(config))
+    model: Any = torch.nn.Module()
+    model.config = Qwen2Config()
+    learner.models = SimpleNamespace(model=model, actor=Planner())  # type: ignore[assignment]
+    learner.models.actor.config = resolved_config.actor_config(config, 10)
+    learner.state, learner.run = PolicyState(kl_controller_of(config), "policy"), SimpleNamespace(step=step)  # type: ignore[assignment]
+    learner.parts = SimpleNamespace(sampler=SimpleNamespace(compared=False))  # type: ignore[assignment]
+    rollouts = 16 * config.actor_rollout_ref.rollout.n
+    assert not learner._update_finds_old_log_probs(rollouts), "the first batch is compared"
+    learner.parts.sampler.compared = True
+    assert learner._update_finds_old_log_probs(rollouts) is found
+    model.config = GPT2Config()
+    assert not learner._update_finds_old_log_probs(rollouts), "it has dropout"
 
 
 def swap_two_tokens(folder: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import GPT2Config, PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import Gemma3Config, GPT2Config, PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM
 
 from lightning_rl.rl.aggregation import MODES
 from lightning_rl.training.actor import Actor, ActorConfig
@@ -223,8 +223,14 @@ def test_of_several_mini_batches_old_log_probs_must_be_known() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "drops"),
-    [(Qwen2Config(), False), (Qwen2Config(attention_dropout=0.1), True), (GPT2Config(), True)],
-    ids=["none", "of attention", "by another name"],
+    [
+        (Qwen2Config(), False),
+        (Qwen2Config(attention_dropout=0.1), True),
+        (GPT2Config(), True),
+        (Gemma3Config(), False),
+        (Gemma3Config(vision_config={"attention_dropout": 0.1}), True),
+    ],
+    ids=["none", "of attention", "by another name", "none that sees images", "of what sees images"],
 )
 def test_dropout_is_found_in_a_models_config(settings: PreTrainedConfig, drops: bool) -> None:
     model = nn.Module()
