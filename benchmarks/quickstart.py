@@ -3,6 +3,10 @@
     python benchmarks/quickstart.py --seeds 0 1 2 --out runs/benchmark
 
 Writes one `seed-<n>/metrics.jsonl` per seed, `quickstart.png` with all curves, and prints a table.
+
+    python benchmarks/quickstart.py --starts 3 --busy 6
+
+measures the start alone: seconds to the first line, and to the end of the first step, beside so many endless loops.
 """
 
 import argparse
@@ -24,6 +28,24 @@ def run(seed: int, out: Path, steps: int | None) -> tuple[float, list[dict[str, 
     started = time.monotonic()
     subprocess.run(command + (["--steps", str(steps)] if steps else []), check=True)
     return time.monotonic() - started, read(folder / "metrics.jsonl")
+
+
+def start(folder: Path, busy: int) -> tuple[float, float]:
+    """Seconds to the first line that a quickstart prints, and to the end of its first step."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
+    command = [sys.executable, "-m", "lightning_rl", "quickstart", "--steps", "1", "--run-dir", str(folder)]
+    started = time.monotonic()
+    seconds: list[float] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as quickstart:
+        assert quickstart.stdout is not None
+        for line in quickstart.stdout:
+            if not seconds or line.startswith("step 1/"):
+                seconds.append(time.monotonic() - started)
+    for loop in loops:
+        loop.kill()
+        loop.wait()
+    first, step = seconds
+    return first, step
 
 
 def draw(histories: dict[int, list[dict[str, float]]], path: Path) -> None:
@@ -50,8 +72,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int)
     parser.add_argument("--out", type=Path, default=Path("runs") / "benchmark-quickstart")
+    parser.add_argument("--starts", type=int, help="measure so many starts, and nothing else")
+    parser.add_argument("--busy", type=int, default=0, help="endless loops beside the starts")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.starts:
+        found = [start(arguments.out / f"start-{n}", arguments.busy) for n in range(arguments.starts)]
+        lines, steps = (median(column) for column in zip(*found, strict=True))
+        print(f"first line after {lines:.2f} s, first step after {steps:.2f} s (medians of {len(found)})")
+        return
     results = {seed: run(seed, arguments.out, arguments.steps) for seed in arguments.seeds}
     draw({seed: history for seed, (_, history) in results.items()}, arguments.out / "quickstart.png")
     for seed, (seconds, history) in results.items():

@@ -1,5 +1,6 @@
 """Train the agent you already have: the public names, loaded when first used (importing this loads no torch)."""
 
+import gc
 import importlib
 import os
 from typing import TYPE_CHECKING, Any
@@ -175,7 +176,13 @@ if not TYPE_CHECKING:  # type checkers know the names above, and report the othe
 
             instead = f": {INSTEAD[name]} (docs/coming-from-agent-lightning.md)" if name in INSTEAD else ""
             raise AttributeError(f"module 'lightning_rl' has no attribute {name!r}{instead}")
-        return getattr(importlib.import_module(_HOME[name]), name)
+        collected = gc.isenabled()
+        gc.disable()  # nothing of torch and transformers is garbage, and looking for some takes a fifth of their import
+        try:
+            return getattr(importlib.import_module(_HOME[name]), name)
+        finally:
+            if collected:
+                gc.enable()
 
 
 def __dir__() -> list[str]:

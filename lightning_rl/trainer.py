@@ -34,6 +34,7 @@ from lightning_rl.control_plane import launch as server
 from lightning_rl.control_plane.attach import LEASE_SECONDS, attached, check_server
 from lightning_rl.errors import Explained, WorkerDied
 from lightning_rl.files import owned
+from lightning_rl.processes.child import Child
 from lightning_rl.processes.service_keys import RUNNER_KEY, SHORTEST, is_loopback
 from lightning_rl.runner import launch as runners
 from lightning_rl.runner.payload import Isolation
@@ -212,8 +213,9 @@ class Trainer:
                 return
             algorithm.shares_server = self._attaches
             parts.callback(algorithm.close)
+            child = None if self._attaches else parts.enter_context(server.loading(run_dir))
             endpoint = algorithm.open(run_dir)
-            store, runner_key, serving = self._at_server(run_dir, endpoint, parts)
+            store, runner_key, serving = self._at_server(run_dir, endpoint, child, parts)
             _write_private(run_dir / _RUN_ID, algorithm.run_id)
             _write_private(run_dir / "server.url", store.url)
             lease_seconds = LEASE_SECONDS if serving is None else _OWN_LEASE_SECONDS
@@ -245,26 +247,25 @@ class Trainer:
         return self.server is not None or self.store is not None
 
     def _at_server(
-        self, run_dir: Path, endpoint: Endpoint, parts: ExitStack
+        self, run_dir: Path, endpoint: Endpoint, child: Child | None, parts: ExitStack
     ) -> tuple[HttpStore, str, server.Serving | None]:
         """The store of the server that the run is at, its runners' key, and the server where it is a child of ours."""
-        if self._attaches:
+        if child is None:
             store = self._elsewhere(parts)
             check_server(store, endpoint)
             return store, self._runner_key or "", None
         admin_key, runner_key = secrets.token_urlsafe(24), self._runner_key or secrets.token_urlsafe(24)
         _write_private(run_dir / "admin.key", admin_key)
-        serving = parts.enter_context(
-            server.launch(
-                run_dir,
-                msgspec.structs.replace(endpoint, engines=[]),
-                admin_key=admin_key,
-                runner_key=runner_key,
-                host=self.host,
-                port=self.port,
-                url=self.url,
-                otlp_endpoint=endpoint.otlp_endpoint,
-            )
+        serving = server.serve(
+            child,
+            run_dir,
+            msgspec.structs.replace(endpoint, engines=[]),
+            admin_key=admin_key,
+            runner_key=runner_key,
+            host=self.host,
+            port=self.port,
+            url=self.url,
+            otlp_endpoint=endpoint.otlp_endpoint,
         )
         store = HttpStore(serving.url, admin_key)
         parts.callback(store.close)

@@ -58,6 +58,11 @@ def async_anthropic_client() -> "anthropic.AsyncAnthropic":
     return found
 
 
+def load() -> None:
+    """Load what clients and their first calls need, so that processes forked from this one do not: half a second."""
+    _ = openai_client().chat.completions  # openai loads what is behind each name when it is first used
+
+
 def _kept(kind: Any) -> Any:
     """A client of that class which stays open when one of those that use it is closed."""
 

@@ -33,13 +33,14 @@ def run(
     console = Console()
     started = time.monotonic()
     run_dir = (run_dir or Path("runs") / time.strftime("quickstart-%Y%m%d-%H%M%S")).resolve()
-    tutorial = _tutorial()
+    folder = tutorial_place.folder()
     console.print(
         "[bold]An ordinary SQL agent learns to answer questions.[/] "
         "It asks a 0.9M-parameter model for SQL, sees what the database says, and may try again (three turns).\n"
-        f"The agent: {Path(tutorial.__file__).parent / 'agent.py'}\nThe run:   {run_dir}\n",
+        f"The agent: {folder / 'agent.py'}\nThe run:   {run_dir}\n",
         soft_wrap=True,
     )
+    tutorial = _tutorial(folder)  # with torch and transformers, which takes seconds
     algorithm = tutorial.train(run_dir=run_dir, seed=seed, steps=steps)
     tell(algorithm, run_dir, tutorial, console)
     console.print(f"\nAll of it took {time.monotonic() - started:.0f} s.")
@@ -81,9 +82,8 @@ def tell(algorithm: "PPO", run_dir: Path, tutorial: Any, console: "Console") -> 
     )
 
 
-def _tutorial() -> Any:
+def _tutorial(folder: Path) -> Any:
     """The tutorial's `train` module."""
-    folder = tutorial_place.folder()
     # Runners import the agent by the same name, from the search path that they inherit.
     sys.path.insert(0, str(folder.parent))
     return importlib.import_module(f"{folder.name}.train")

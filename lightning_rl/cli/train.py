@@ -171,17 +171,18 @@ def _table(notes: "list[Note]") -> str:
 def _train(
     agent: Any, settings: "TrainConfig", run_dir: Path | None, server: str | None, *, sft: bool, as_json: bool
 ) -> None:
-    from lightning_rl.ppo_algorithm import PPO
-    from lightning_rl.trainer import Trainer
+    if not as_json:
+        typer.echo("loading torch and transformers")  # else nothing is printed for seconds
+    import lightning_rl as lrl
 
-    algorithm = PPO(settings)
+    algorithm = lrl.PPO(settings)
     began = time.monotonic()
     if sft:
         run_dir = (run_dir or algorithm.named_run_dir or algorithm.default_run_dir()).resolve()
-    trainer = Trainer(agent, run_dir=run_dir, server=server)
+    trainer = lrl.Trainer(agent, run_dir=run_dir, server=server)
     try:
         if sft and run_dir is not None:
-            algorithm = PPO(_begun_with_sft(agent, settings, run_dir, server, as_json=as_json))
+            algorithm = lrl.PPO(_begun_with_sft(agent, settings, run_dir, server, as_json=as_json))
         algorithm.console = not as_json
         trainer.fit(algorithm)
     except KeyboardInterrupt:

@@ -47,7 +47,30 @@ class Serving:
 
 
 @contextmanager
-def launch(
+def launch(run_dir: Path, endpoint: ServedPolicy, *, admin_key: str, runner_key: str, **more: Any) -> Iterator[Serving]:
+    """A server whose files are in `run_dir`, for as long as the block runs. As `loading`, then `serve`."""
+    with loading(run_dir) as child:
+        yield serve(child, run_dir, endpoint, admin_key=admin_key, runner_key=runner_key, **more)
+
+
+@contextmanager
+def loading(run_dir: Path) -> Iterator[Child]:
+    """A server's process, for as long as the block runs. It loads its code, and waits for what `serve` tells it: the
+    caller loads a model meanwhile. Raises ServerNotStarted where its log cannot be written.
+    """
+    child = Child("lightning_rl.control_plane.process", name="the server", log=run_dir / "server.log")
+    try:
+        try:
+            child.start()
+        except OSError as error:
+            raise ServerNotStarted(f"the run folder {run_dir} cannot be written: {error}") from error
+        yield child
+    finally:
+        child.stop()
+
+
+def serve(
+    child: Child,
     run_dir: Path,
     endpoint: ServedPolicy,
     *,
@@ -57,13 +80,12 @@ def launch(
     port: int = 0,
     url: str | None = None,
     otlp_endpoint: str | None = None,
-) -> Iterator[Serving]:
-    """A server whose files are in `run_dir`, for as long as the block runs; `url` is where others reach it, by default
-    where it listens.
+) -> Serving:
+    """Have the process of `loading` serve `endpoint` from its files in `run_dir`; returns once it answers.
 
-    `otlp_endpoint`: where every span that it records is sent, too.
-    Its alarms are logged here as warnings. Raises ServerNotStarted when something stands in the way that the user can
-    remove, and ChildDied, with the end of `server.log`, when it ended otherwise.
+    `url`: where others reach it, by default where it listens. `otlp_endpoint`: where every span that it records is
+    sent, too. Its alarms are logged here as warnings. Raises ServerNotStarted when something stands in the way that the
+    user can remove, and ChildDied, with the end of `server.log`, when it ended otherwise.
     """
     settings = {
         "store": f"sqlite:///{run_dir / 'store.db'}",
@@ -85,22 +107,5 @@ def launch(
         "url": url,
         "otlp_endpoint": otlp_endpoint,
     }
-    child = Child(
-        "lightning_rl.control_plane.process",
-        name="the server",
-        log=run_dir / "server.log",
-        first=msgspec.json.encode(settings) + b"\n",
-    )
-    try:
-        yield Serving(_started(child, run_dir), child)
-    finally:
-        child.stop()
-
-
-def _started(child: Child, run_dir: Path) -> str:
-    """The URL of the server, once it answers."""
-    try:
-        child.start()
-    except OSError as error:
-        raise ServerNotStarted(f"the run folder {run_dir} cannot be written: {error}") from error
-    return child.wait_until_told("url", ServerNotStarted)
+    child.write(msgspec.json.encode(settings) + b"\n")
+    return Serving(child.wait_until_told("url", ServerNotStarted), child)

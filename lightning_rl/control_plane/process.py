@@ -106,7 +106,10 @@ class Started(msgspec.Struct, frozen=True):
 def main() -> None:
     """Read the settings, serve until told to stop."""
     logs.begin(logging.StreamHandler())
-    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerSettings)
+    line = sys.stdin.buffer.readline()
+    if not line:  # the parent could not begin the run, or is gone
+        return
+    settings = msgspec.json.decode(line, type=ServerSettings)
     ALARMS.addHandler(TellAlarms())
     try:
         listen_and_serve(settings, _announce)

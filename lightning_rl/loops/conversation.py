@@ -7,15 +7,16 @@ Invariant: nothing is asked once a limit is reached, and no answer is asked for 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
-
-import openai
+from typing import TYPE_CHECKING, Any, Self
 
 from lightning_rl.agents.emit import emit_object
 from lightning_rl.agents.resources import LLM
 from lightning_rl.loops import limits as words
 from lightning_rl.loops.limits import Limits
 from lightning_rl.trajectories.termination import ending
+
+if TYPE_CHECKING:
+    from openai import BadRequestError
 
 _TOO_LONG = "context_length_exceeded"
 
@@ -74,6 +75,8 @@ class Conversation:
         answer that a limit cut off is given as it is, and ends the conversation. Raises ValueError for an `n`: a
         conversation has one answer at a time.
         """
+        from openai import BadRequestError  # half a second of import, which the trainer does not need
+
         if request.get("n", 1) != 1:
             raise ValueError(f"n={request['n']}: a conversation has one answer at a time; open several of them")
         if self.ended_by is None and self.assistant_turns == self.limits.assistant_turns:
@@ -83,7 +86,7 @@ class Conversation:
         asked: Any = {"model": self.llm.model, "messages": self.messages, **request, **self._room(request)}
         try:
             completion = await self._client.chat.completions.create(**asked)
-        except openai.BadRequestError as error:
+        except BadRequestError as error:
             if error.code != _TOO_LONG:
                 raise
             self.ended_by = self._why_refused(error)
@@ -113,7 +116,7 @@ class Conversation:
             found["extra_body"] = {**(request.get("extra_body") or {}), "max_context_tokens": context}
         return found
 
-    def _why_refused(self, error: openai.BadRequestError) -> str:
+    def _why_refused(self, error: "BadRequestError") -> str:
         if error.param != "max_context_tokens":
             return words.CONTEXT
         return words.ROW_LENGTH if self._first_prompt is None else self.limits.of_context(self._first_prompt)

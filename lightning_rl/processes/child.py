@@ -41,7 +41,7 @@ class Child:
     """
 
     def __init__(
-        self, module: str, *, name: str, log: Path, first: bytes, heard: Callable[[], None] = lambda: None
+        self, module: str, *, name: str, log: Path, first: bytes = b"", heard: Callable[[], None] = lambda: None
     ) -> None:
         self.name = name
         self.told: dict[str, Any] = {}

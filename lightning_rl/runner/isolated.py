@@ -215,9 +215,10 @@ def _load_what_rollouts_need() -> None:
     """What every child would load anew."""
     from opentelemetry.exporter.otlp.proto.common import trace_encoder  # noqa: F401
 
-    from lightning_rl.agents import emitted
+    from lightning_rl.agents import clients, emitted
 
     emitted._tracer()
+    clients.load()
     asyncio.new_event_loop().close()
 
 

@@ -30,6 +30,12 @@ def test_the_package_loads_itself_alone() -> None:
     assert loaded("import lightning_rl") == ["lightning_rl"]
 
 
+def test_the_quickstart_says_what_it_does_before_it_loads_torch() -> None:
+    begins = "import lightning_rl.cli.quickstart as q; q._tutorial = lambda folder: sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", f"import sys; {begins}; q.run(0, None, None)"], capture_output=True)
+    assert (done.returncode, b"An ordinary SQL agent learns" in done.stdout) == (0, True)
+
+
 @pytest.mark.parametrize(
     ("given", "spins"),
     [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")],

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from lightning_rl.algorithms.base import Endpoint
-from lightning_rl.control_plane.launch import ServerNotStarted, launch
+from lightning_rl.control_plane.launch import ServerNotStarted, launch, loading
 from lightning_rl.processes.child import ChildDied
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Finish, RolloutConfig, RolloutRequest
@@ -48,6 +48,13 @@ def test_a_server_runs_as_long_as_its_block_and_keeps_what_it_answered(tmp_path)
             check_for_long(serving)
     with launch(tmp_path, policy_of(), admin_key="a", runner_key="r") as serving:
         assert HttpStore(serving.url, "a").rollout("r1").reward == 1.0
+
+
+def test_a_server_that_is_told_nothing_ends_without_a_word(tmp_path) -> None:
+    with loading(tmp_path) as child:
+        pass
+    assert child.process.returncode == 0
+    assert (tmp_path / "server.log").read_text() == ""
 
 
 def check_for_long(serving) -> None:

@@ -145,3 +145,17 @@ def test_random_numbers_differ_between_the_rollouts_of_one_process(server, tmp_p
 
     with asked(server, tmp_path, agent, range(6), isolation="process") as rollouts:
         assert len({rollout.reward for rollout in rollouts.ended()}) == 6
+
+
+def test_a_client_loads_nothing_anew_in_each_process(server, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+
+    def agent(task, llm):
+        import sys
+
+        before = set(sys.modules)
+        llm.openai().chat.completions  # noqa: B018 - that is what loads it
+        return {"reward": 0.0, "loaded": float(len(set(sys.modules) - before))}
+
+    with asked(server, tmp_path, agent, range(2), isolation="process") as rollouts:
+        assert [rollout.rewards["loaded"] for rollout in rollouts.ended()] == [0, 0]
