@@ -43,7 +43,6 @@ from lightning_rl.ppo.run_state import RunState, TuningRecord
 from lightning_rl.rewards import GroupReward
 from lightning_rl.rl.advantages import Estimator
 from lightning_rl.rl.baselines import OutcomeEstimator
-from lightning_rl.runner.launch import MOST
 from lightning_rl.telemetry import metrics as trackers
 from lightning_rl.telemetry import traces
 from lightning_rl.telemetry.metrics import jsonl
@@ -108,6 +107,7 @@ class PPO(Hooks, ConfiguredAlgorithm):
     """
 
     learner = PolicyLearner  # what each policy of the run is made with
+    asks_for: int
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class PPO(Hooks, ConfiguredAlgorithm):
         self.learners = self._learners()
         self.state = RunState(self.config)
         self.history: list[dict[str, float]] = []
-        self.n_runners = self.n_runners or min(MOST, resolved_config.rollouts_at_once(self.config, self.rules.schedule))
+        self.asks_for = resolved_config.rollouts_at_once(self.config, self.rules.schedule)
         self.max_restarts = self.config.trainer.max_restarts
         self._tune_dataset = tune_dataset
         self._total_steps = 0  # of the tasks that `prepare` has seen

@@ -70,7 +70,8 @@ class Trainer:
         algorithm: Agent-lightning's order, `Trainer(algorithm=algorithm).fit(agent, tasks)`.
         n_runners: at most so many rollouts run at the same time, packed into at most as many processes as there are
             cores. Fewer do while the engines bear no more. By default what the algorithm says: as many as the engines
-            bear, 64 at most; 8 where only services answer, which do not say what they bear.
+            bear, 64 a core at most, and 64 in all where each is a process or starts a program; 8 where only services
+            answer, which do not say what they bear.
         run_dir: the run folder, made when missing; by default what the algorithm says
             (`trainer.default_local_dir`, else `runs/<date and time>`).
         port: where the server listens; 0 takes a free one.
@@ -284,12 +285,14 @@ class Trainer:
         self, agent: Agent | None, algorithm: Algorithm, endpoint: Endpoint, runner_key: str, run_dir: Path
     ) -> "AbstractContextManager[Working | Hosts | None]":
         """The runners of the run, None where all rollouts are left to others."""
-        wanted = self.n_runners
+        wanted, isolation, url = self.n_runners, self.isolation or algorithm.isolation, algorithm.store.url
         if wanted is None:
-            wanted = 0 if self._attaches else algorithm.n_runners or _at_once(endpoint)
+            wanted = 0 if self._attaches else algorithm.n_runners
         if agent is None or (self._attaches and not wanted):
             return nullcontext()
-        isolation, url = self.isolation or algorithm.isolation, algorithm.store.url
+        if wanted is None:
+            most = runners.at_once(start_processes=isolation == "process" or agent.starts_processes)
+            wanted = runners.FOR_SERVICES if _services_alone(endpoint) else min(algorithm.asks_for or most, most)
         if algorithm.ray is None:
             return runners.launch(wanted, agent, url, runner_key, log_dir=run_dir, isolation=isolation)
         from lightning_rl.runner import on_ray
@@ -358,10 +361,8 @@ class Trainer:
         return dev
 
 
-def _at_once(endpoint: Endpoint) -> int:
-    """How many rollouts may run at once where nobody says."""
-    services = all(engine["kind"] in ("openai", "litellm") for engine in endpoint.engines)
-    return runners.FOR_SERVICES if services else runners.MOST
+def _services_alone(endpoint: Endpoint) -> bool:
+    return all(engine["kind"] in ("openai", "litellm") for engine in endpoint.engines)
 
 
 def _runner_key(host: str, url: str | None) -> str | None:

@@ -41,6 +41,8 @@ class Agent:
     Each may be async. `resources["main_llm"]` is a `ProxyLLM`, to be resolved by hand: `.resolve(rollout)`.
     """
 
+    starts_processes = False  # whether each rollout starts programs: fewer run at once where no number is given
+
     def rollout(self, task: Any, resources: Mapping[str, Any], rollout: Any) -> Any:
         """Run the agent once on `task`; returns a reward, a dict of rewards, or None when it emitted one."""
         raise NotImplementedError(f"{type(self).__name__} defines no rollout(task, resources, rollout)")

@@ -80,6 +80,7 @@ class Algorithm:
     store: HttpStore
     check: Callable[[], None]
     n_runners: int | None = None  # at most so many rollouts at once, where the Trainer is not told; None: it decides
+    asks_for: int | None = None  # so many rollouts are asked for at a time, of which it decides then; None: any number
     isolation: "Isolation" = "thread"  # of a rollout, where the Trainer is not told
     ray: "RayActors | None" = None  # where runners are Ray's actors
     configured_agents: "Sequence[ConfiguredAgent]" = ()  # what the configuration names as the agent

@@ -242,6 +242,7 @@ def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None = None
     from lightning_rl.loops.loop_registry import loops_of
     from lightning_rl.ppo import resolved_config, tasks
     from lightning_rl.ppo_algorithm import PPO
+    from lightning_rl.runner.launch import at_once
     from lightning_rl.telemetry import metrics
 
     algorithm, data, rollout = PPO(settings), settings.data, settings.actor_rollout_ref.rollout
@@ -261,6 +262,7 @@ def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None = None
     train, val, _ = found if folder is None else tasks.without_overlong(settings, folder, found)
     steps = 0 if settings.trainer.val_only else algorithm.steps(len(train))
     numbers = None if folder is None else preflight.parameters(folder)
+    processes = algorithm.isolation == "process" or settings.command is not None
     unknown = "not known before the model is here"
     return {
         "agent": settings.agent or settings.command or rollout.multi_turn.langgraph.path or (loops and loops.default),
@@ -274,7 +276,7 @@ def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None = None
         "val_tasks": len(val),
         "steps": steps,
         "rollouts_per_step": data.train_batch_size * rollout.n,
-        "rollouts_at_once": algorithm.n_runners,
+        "rollouts_at_once": algorithm.n_runners or min(algorithm.asks_for, at_once(start_processes=processes)),
         "run_dir": str((run_dir or algorithm.named_run_dir or algorithm.default_run_dir()).resolve()),
     }
 

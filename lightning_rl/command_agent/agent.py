@@ -41,6 +41,8 @@ class CommandAgent(Agent):
     Raises CommandError or SandboxUnusable for what cannot run.
     """
 
+    starts_processes = True
+
     def __init__(
         self,
         command: str,

@@ -213,6 +213,7 @@ class HookedAgent(Agent):
     def __init__(self, agent: Agent, hooks: Sequence[Hook]) -> None:
         self._agent = agent
         self._hooks = hooks
+        self.starts_processes = agent.starts_processes
 
     def training_rollout(self, task: Any, resources: Mapping[str, Any], rollout: Any) -> Any:
         """See `Agent`."""

@@ -336,9 +336,9 @@ class AgentRuns(Section, frozen=True):
     max_concurrent_rollouts: Annotated[
         Positive | None,
         effect(
-            "at most so many rollouts run at once, where Trainer is given no n_runners; null: those of a step, 64 at "
-            "most. The engines' queues decide how many of them do. For agents that compute much themselves set twice "
-            "the number of cores"
+            "at most so many rollouts run at once, where Trainer is given no n_runners; null: those of a step, 64 a "
+            "core at most, and 64 in all where each is a process or starts a program. The engines' queues decide how "
+            "many of them do. For agents that compute much themselves set twice the number of cores"
         ),
     ] = None
     timeout_seconds: Annotated[Above0 | None, effect("an attempt that takes longer has failed; null: no limit")] = 600.0

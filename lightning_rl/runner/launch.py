@@ -31,7 +31,7 @@ from lightning_rl.runner.payload import LENGTH, ONE_MORE_SLOT, Isolation, Payloa
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.errors import StoreError
 
-MOST = 64  # rollouts at once where no number is given
+MOST = 64  # rollouts at once in a process where no number is given, and in all where each starts processes of its own
 FOR_SERVICES = 8  # the same where only services answer, of whose queues nothing is known
 _RESTARTS = 3  # of one process, without a rollout that ended in between
 _log = logging.getLogger(__name__)
@@ -282,6 +282,11 @@ def launch(
     slots = shares(n_runners, cores if most is None else min(cores, most))
     with running(payload, slots, log_dir=log_dir, most=most) as working:
         yield working
+
+
+def at_once(*, start_processes: bool) -> int:
+    """How many rollouts run at once at most where no number is given."""
+    return MOST if start_processes else MOST * len(os.sched_getaffinity(0))
 
 
 def payload_of(agent: bytes, url: str, key: str, *, isolation: Isolation) -> Payload:

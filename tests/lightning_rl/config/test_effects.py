@@ -796,7 +796,7 @@ def test_the_schedule_is_what_the_keys_say() -> None:
     def planned(**trainer: Any) -> Any:
         ppo = PPO({"data": {"train_batch_size": 4}, "actor_rollout_ref": {"rollout": {"n": 2}}, "trainer": trainer})
         schedule = ppo.rules.schedule
-        return None if schedule is None else (type(schedule), schedule.threshold, schedule.before, ppo.n_runners)
+        return None if schedule is None else (type(schedule), schedule.threshold, schedule.before, ppo.asks_for)
 
     assert planned() is None
     assert planned(schedule="one_step_off") == (OneStepOff, 1, 4, 8)
