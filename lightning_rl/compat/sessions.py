@@ -252,7 +252,7 @@ class AgentFramework:
     def _finish(self, claim: Claim, made: Outcome) -> None:
         """Make the outcome durable. One that was lost meanwhile is over already."""
         place = (claim.rollout.rollout_id, claim.attempt.attempt_id)
-        self._deliver(place[0], made.spans)
+        self._deliver([(place[0], batch) for batch in made.spans])
         with contextlib.suppress(Conflict):
             if made.rewards:
                 self._store.add_rewards(*place, made.rewards)

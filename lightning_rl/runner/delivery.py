@@ -6,16 +6,19 @@ Invariant: delivery takes a few seconds at most and raises nothing. Spans are to
 import gzip
 import logging
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import urllib3
 
-from lightning_rl.runner.outcome import SpanBatch
+from lightning_rl.runner.outcome import MOST_SPANS, SpanBatch
 
 _SECONDS = 2.0  # for one request, and for the last to begin: a stopped process leaves 5 to results on their way
 _PAUSE_SECONDS = 0.2
 _TRY_AGAIN = (429, 502, 503, 504)
 _log = logging.getLogger(__name__)
+
+Emitted = tuple[str, SpanBatch]  # by which rollout
 
 
 class SpanDelivery:
@@ -30,18 +33,24 @@ class SpanDelivery:
         }
         self._pool = urllib3.PoolManager(maxsize=connections, retries=False, timeout=_SECONDS)
 
-    def __call__(self, rollout_id: str, batches: Sequence[SpanBatch]) -> None:
-        """Send the spans of one attempt. What cannot be sent in time is given up, and told in the log."""
+    def __call__(self, emitted: Sequence[Emitted]) -> None:
+        """Send the spans of attempts, several in a request. What cannot be sent in time is given up, and told in the
+        log."""
         end = time.monotonic() + _SECONDS
-        for number, batch in enumerate(batches):
-            if not self._sent(batch, end):
-                told = "%d of the %d spans that rollout %s emitted did not reach the server"
-                left = sum(each.number for each in batches[number:])
-                _log.warning(told, left, sum(each.number for each in batches), rollout_id)
-                return
+        lost: Counter[str] = Counter()
+        for together in _requests(emitted):
+            if self._sent(together, end):
+                continue
+            for one in together:  # what is wrong with one of them is no other's loss
+                if len(together) == 1 or not self._sent([one], end):
+                    lost[one[0]] += one[1].number
+        for rollout_id, number in lost.items():
+            told = "%d of the %d spans that rollout %s emitted did not reach the server"
+            _log.warning(told, number, sum(each.number for name, each in emitted if name == rollout_id), rollout_id)
 
-    def _sent(self, batch: SpanBatch, end: float) -> bool:
-        body = gzip.compress(batch.otlp, compresslevel=1)
+    def _sent(self, together: Sequence[Emitted], end: float) -> bool:
+        # Messages of protobuf whose fields are lists are joined by writing one behind the other.
+        body = gzip.compress(b"".join(batch.otlp for _, batch in together), compresslevel=1)
         while time.monotonic() < end:
             try:
                 status = self._pool.request("POST", self._url, body=body, headers=self._headers).status
@@ -51,3 +60,17 @@ class SpanDelivery:
                 return status == 200
             time.sleep(_PAUSE_SECONDS)
         return False
+
+
+def _requests(emitted: Sequence[Emitted]) -> Iterator[list[Emitted]]:
+    """Batches that go together: as many as are no more spans than the largest batch."""
+    together: list[Emitted] = []
+    number = 0
+    for one in emitted:
+        if together and number + one[1].number > MOST_SPANS:
+            yield together
+            together, number = [], 0
+        together.append(one)
+        number += one[1].number
+    if together:
+        yield together

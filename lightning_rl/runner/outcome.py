@@ -15,7 +15,7 @@ from lightning_rl.runner.error_classification import error_info
 from lightning_rl.store.contract import Claim, Finish, Reward
 from lightning_rl_adapters.credit import FINAL
 
-_BATCH = 512
+MOST_SPANS = 512  # of a request
 
 
 class SpanBatch(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ def batches(spans: Sequence[ReadableSpan]) -> list[SpanBatch]:
         return []
     from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
-    parts = (spans[start : start + _BATCH] for start in range(0, len(spans), _BATCH))
+    parts = (spans[start : start + MOST_SPANS] for start in range(0, len(spans), MOST_SPANS))
     return [SpanBatch(len(part), encode_spans(part).SerializeToString()) for part in parts]
 
 

@@ -97,7 +97,7 @@ class _Process:
         threading.Thread(target=self._hear_parent, name="parent", daemon=True).start()
         store = HttpStore(url, key, connections=_CONNECTIONS)
         active = ActiveClaims()
-        results = Results(store, active, self._stop)
+        results = Results(store, active, self._stop, SpanDelivery(url, key))
         worker = Worker(
             store=store,
             worker_id=self._payload["worker_id"],
@@ -105,7 +105,6 @@ class _Process:
             active=active,
             results=results,
             runs=runs,
-            deliver=SpanDelivery(url, key, connections=self._payload["slots"]),
             stop=self._stop,
             finished=cache(lambda: tell({"finished": True}, self._parent)),
             hangs=self._slots.retire,

@@ -1,4 +1,4 @@
-"""Results on their way to the server: those of one gateway that are there together leave together.
+"""Results on their way to the server: those of one gateway that are there together leave together, behind their spans.
 
 Invariant: a result is told until the server has answered it, or its claim is no longer ours; which of the two is told
 once, to its `over`. That one of several is refused changes nothing for the others, and while nobody can say how calls
@@ -17,6 +17,7 @@ import msgspec
 
 from lightning_rl.runner.error_classification import error_info
 from lightning_rl.runner.leases import ActiveClaims
+from lightning_rl.runner.outcome import SpanBatch
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Claim, Ending, Finish, Log
 from lightning_rl.store.errors import Conflict, Invalid, NotFound, Unreachable
@@ -31,11 +32,13 @@ _log = logging.getLogger(__name__)
 
 
 class Result(NamedTuple):
-    """How the attempt of `claim` ended, and what it printed; `over` is called with whether the server has taken it."""
+    """How the attempt of `claim` ended, what it printed and emitted; `over` is called with whether the server has taken
+    the result."""
 
     claim: Claim
     ending: Ending
     log: Log | None
+    spans: Sequence[SpanBatch]
     over: Callable[[bool], None]
 
 
@@ -49,12 +52,22 @@ class _Group:
 
 
 class Results:
-    """The results of one process; safe to share between threads. `stop` ends waiting for a server that is away."""
+    """The results of one process; safe to share between threads. `stop` ends waiting for a server that is away.
 
-    def __init__(self, store: HttpStore, active: ActiveClaims, stop: threading.Event) -> None:
+    `deliver` sends the spans that agents emitted, before their results, and raises nothing.
+    """
+
+    def __init__(
+        self,
+        store: HttpStore,
+        active: ActiveClaims,
+        stop: threading.Event,
+        deliver: Callable[[Sequence[tuple[str, SpanBatch]]], None],
+    ) -> None:
         self._store = store
         self._active = active
         self._stop = stop
+        self._deliver = deliver
         self._there = threading.Condition()
         self._waiting: deque[Result] = deque()
         self._again: list[_Group] = []  # of the sending thread alone
@@ -89,6 +102,8 @@ class Results:
     def _new_groups(self) -> list[_Group]:
         with self._there:
             taken = [self._waiting.popleft() for _ in range(min(_TOGETHER, len(self._waiting)))]
+        if emitted := [(result.ending.rollout_id, batch) for result in taken for batch in result.spans]:
+            self._deliver(emitted)
         groups: dict[str | None, _Group] = {}
         for result in taken:
             groups.setdefault(result.claim.gateway_url, _Group([])).results.append(result)

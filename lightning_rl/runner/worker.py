@@ -6,12 +6,12 @@ attempt printed is kept in both cases. The slot of a rollout is free when its re
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from lightning_rl.runner import output_capture
 from lightning_rl.runner.executors import AgentRun, Executor
 from lightning_rl.runner.leases import ActiveClaims
-from lightning_rl.runner.outcome import Outcome, SpanBatch
+from lightning_rl.runner.outcome import Outcome
 from lightning_rl.runner.output_capture import Printed
 from lightning_rl.runner.results import Result, Results
 from lightning_rl.runner.slots import Slots
@@ -49,8 +49,8 @@ class _Running:
 class Worker:
     """The rollouts of one process.
 
-    `deliver` sends the spans that an agent emitted, and raises nothing. `finished` is called after every rollout that
-    ended, `hangs` when an agent goes on although its claim was lost a while ago. `stop` ends all waiting.
+    `finished` is called after every rollout that ended, `hangs` when an agent goes on although its claim was lost a
+    while ago. `stop` ends all waiting.
     """
 
     def __init__(
@@ -62,7 +62,6 @@ class Worker:
         active: ActiveClaims,
         results: Results,
         runs: Executor,
-        deliver: Callable[[str, Sequence[SpanBatch]], None],
         stop: threading.Event,
         finished: Callable[[], None],
         hangs: Callable[[], object],
@@ -73,7 +72,6 @@ class Worker:
         self._active = active
         self._results = results
         self._runs = runs
-        self._deliver = deliver
         self._stop = stop
         self._finished = finished
         self._hangs = hangs
@@ -148,15 +146,13 @@ class Worker:
         if not self._active.finishing(claim):
             _log.warning("dropped the result of rollout %s: it was lost before", rollout_id)
             return
-        if outcome.spans:
-            self._deliver(rollout_id, outcome.spans)
         ending = Ending(
             rollout_id=rollout_id,
             attempt_id=claim.attempt.attempt_id,
             finish=outcome.finish,
             rewards=list(outcome.rewards),
         )
-        self._results.put(Result(claim, ending, running.log(), lambda taken: self._over(claim, taken)))
+        self._results.put(Result(claim, ending, running.log(), outcome.spans, lambda taken: self._over(claim, taken)))
 
     def _over(self, claim: Claim, taken: bool) -> None:
         if taken:

@@ -24,7 +24,7 @@ from lightning_rl.agents.emit import emit_message, emit_reward, operation
 from lightning_rl.agents.emitted import Emitted
 from lightning_rl.inspect.explain import explain
 from lightning_rl.runner.delivery import SpanDelivery
-from lightning_rl.runner.outcome import batches
+from lightning_rl.runner.outcome import SpanBatch, batches
 from lightning_rl.store.contract import Claim, Finish, Reward, RolloutRequest
 from lightning_rl.store.errors import StoreUnwritable
 from lightning_rl.trajectories.trajectory import trajectory_of
@@ -152,12 +152,33 @@ def test_what_an_agent_emitted_is_kept_once_however_often_it_is_sent(served, cla
         emit_message("hello")
         emit_reward(0.5, "style")
     deliver = SpanDelivery(served.url, "runner")
-    deliver(place(claim)[0], batches(emitted.spans))
-    deliver(place(claim)[0], batches(emitted.spans))
+    for _ in range(2):
+        deliver([(place(claim)[0], batch) for batch in batches(emitted.spans)])
     assert sorted(names(served, claim)) == ["lightning_rl.message", "lightning_rl.operation", "lightning_rl.reward"]
     served.client().finish(*place(claim), Finish(status="succeeded"))
     rollout = served.client().rollout(claim.rollout.rollout_id)
     assert (rollout.reward, rollout.rewards) == (None, {})  # rewards are told by the control plane alone
+
+
+def test_spans_of_several_attempts_go_together_and_what_is_wrong_with_one_is_no_others_loss(served, caplog) -> None:
+    claims = [served.client().start(RolloutRequest(task=number)) for number in range(3)]
+    emitted: list[tuple[str, SpanBatch]] = []
+    for claim in claims:
+        of_claim = Emitted(*place(claim))
+        with of_claim.collecting():
+            emit_message("hello")
+        emitted += [(place(claim)[0], batch) for batch in batches(of_claim.spans)]
+    deliver, sent = SpanDelivery(served.url, "runner"), []
+    deliver._pool.request, ask = (
+        lambda *args, **kwargs: sent.append(ask(*args, **kwargs)) or sent[-1],
+        deliver._pool.request,
+    )
+    deliver(emitted[:2])
+    assert [answer.status for answer in sent] == [200]
+    deliver([("broken", SpanBatch(7, b"no protobuf")), emitted[2]])
+    assert [answer.status for answer in sent] == [200, 400, 400, 200]
+    assert [names(served, claim) for claim in claims] == [["lightning_rl.message"]] * 3
+    assert caplog.messages == ["7 of the 7 spans that rollout broken emitted did not reach the server"]
 
 
 def test_many_spans_are_sent_in_several_requests(served, claim) -> None:
@@ -165,7 +186,7 @@ def test_many_spans_are_sent_in_several_requests(served, claim) -> None:
     with emitted.collecting():
         for number in range(1100):
             emit_message(str(number))
-    SpanDelivery(served.url, "runner")(place(claim)[0], batches(emitted.spans))
+    SpanDelivery(served.url, "runner")([(place(claim)[0], batch) for batch in batches(emitted.spans)])
     assert len(names(served, claim)) == 1100
 
 

@@ -58,11 +58,11 @@ def work(server, agent, deliver) -> AttemptTrace:
     finished = threading.Event()
     slots = Slots(1, freed=lambda _: None, empty=lambda: None)
     active, stop = ActiveClaims(), threading.Event()
-    results = Results(store, active, stop)
+    results = Results(store, active, stop, deliver)
     spawn(results.send)
     worker = Worker(
         store=store, worker_id="here", slots=slots, active=active, results=results,
-        runs=InProcess(as_agent(agent), spawn), deliver=deliver, stop=stop, finished=finished.set, hangs=lambda: None,
+        runs=InProcess(as_agent(agent), spawn), stop=stop, finished=finished.set, hangs=lambda: None,
     )  # fmt: skip
     worker.begin(claim)
     assert finished.wait(60)
@@ -176,11 +176,11 @@ def test_an_export_that_fails_changes_nothing_of_the_rollout(server, caplog) -> 
 
 
 def test_nothing_is_sent_where_nothing_was_emitted(server) -> None:
-    sent: list[tuple[str, Sequence[SpanBatch]]] = []
-    assert work(server, lambda task, llm: 1.0, lambda *what: sent.append(what)).attempt.reward == 1.0
+    sent: list[tuple[str, SpanBatch]] = []
+    assert work(server, lambda task, llm: 1.0, sent.extend).attempt.reward == 1.0
     assert sent == []
-    trace = work(server, emitting, lambda *what: sent.append(what))
-    [(rollout_id, [batch])] = sent
+    trace = work(server, emitting, sent.extend)
+    [(rollout_id, batch)] = sent
     assert (rollout_id, batch.number) == (trace.attempt.rollout_id, 2)
     assert b"lightning_rl.message" in batch.otlp
 

@@ -31,7 +31,7 @@ def begun(store: Any, wanted: int) -> list[str]:
     slots = Slots(1, freed=lambda _: None, empty=lambda: None)
     worker = Worker(
         store=store, worker_id="w", slots=slots, active=ActiveClaims(), results=None, runs=None,
-        deliver=lambda *_: None, stop=threading.Event(), finished=lambda: None, hangs=lambda: None,
+        stop=threading.Event(), finished=lambda: None, hangs=lambda: None,
     )  # fmt: skip
 
     def begin(claim: Claim) -> None:

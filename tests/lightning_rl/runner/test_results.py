@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from lightning_rl.runner.leases import ActiveClaims
+from lightning_rl.runner.outcome import SpanBatch
 from lightning_rl.runner.results import Result, Results
 from lightning_rl.store.contract import Attempt, Claim, Ending, Finish, Log, RolloutRequest
 from lightning_rl.store.errors import Conflict, Invalid, Unreachable
@@ -42,7 +43,10 @@ class World:
         self.claims = self.store.claim("w", limit=5)
         self.server: Any = Server(self.store)
         self.active, self.stop = ActiveClaims(), threading.Event()
-        self.results = Results(self.server, self.active, self.stop)
+        self.spans: list[list[str]] = []  # of a request each: whose they are
+        self.results = Results(
+            self.server, self.active, self.stop, lambda emitted: self.spans.append([name for name, _ in emitted])
+        )
         self.over: dict[str, list[bool]] = {claim.rollout.rollout_id: [] for claim in self.claims}
         for claim in self.claims:
             self.active.add(claim)
@@ -54,7 +58,7 @@ class World:
             attempt_id=claim.attempt.attempt_id,
             finish=Finish(**{"status": "succeeded", "reward": 1.0} | finish),
         )
-        return Result(claim, ending, log, self.over[rollout_id].append)
+        return Result(claim, ending, log, [SpanBatch(1, b"")], self.over[rollout_id].append)
 
     def send(self, results: Sequence[Result]) -> None:
         for result in results:
@@ -77,6 +81,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 def test_what_is_there_together_is_one_request(world: World) -> None:
     world.send([world.result(claim, Log(stdout="x") if n == 3 else None) for n, claim in enumerate(world.claims)])
     assert world.server.requests == [["r0", "r1", "r2", "r3", "r4"]]
+    assert world.spans == [["r0", "r1", "r2", "r3", "r4"]]
     assert world.server.logs == ["r3: x"]
     assert world.statuses() == ["succeeded"] * 5
     assert list(world.over.values()) == [[True]] * 5
@@ -101,6 +106,7 @@ def test_a_server_that_is_away_is_told_again_what_is_still_ours(world: World) ->
     world.active.remove(world.claims[4])
     world.send([world.result(claim) for claim in world.claims])
     assert world.server.requests == [["r0", "r1", "r2", "r3", "r4"], ["r0", "r1", "r2", "r3"], ["r0", "r1", "r2", "r3"]]
+    assert world.spans == [["r0", "r1", "r2", "r3", "r4"]]
     assert list(world.over.values()) == [[True]] * 4 + [[False]]
 
 
