@@ -1,6 +1,6 @@
 """What the gateway costs: calls per second and added latency, recording durably, beside a bare relay in the same run.
 
-    python benchmarks/gateway.py [--prompt 300 --answer 128 --group 8] [--turns 10] [--peer PYTHON]
+    python benchmarks/gateway.py [--prompt 300 --answer 128 --group 8] [--turns 10] [--peer PYTHON] [--rllm PROGRAM]
 
 Both sit between the same clients and the same instant token engine (its answer at once, no model). The gateway is the
 real server: keys, forest, journal, SQLite store. The relay is the least that any proxy must do: parse the request,
@@ -13,7 +13,9 @@ not depend on what else the machine does.
 
 `--peer` names the Python of an environment with agentlightning 0.3 and its LLMProxy (`llm_proxy.py`), which is then a
 third beside them. It speaks Chat Completions to an engine that answers with the same tokens at once, and looks at no
-keys.
+keys. `--rllm` names the program `rllm-model-gateway` (rllm-model-gateway 0.1.0 from PyPI), another one: started as its
+README says, over SQLite, each call in a session of its own. It looks at no keys either, reads a call's token ids and
+log probabilities from the engine's answer, and leaves rendering and tokenising to the engine, which costs nothing here.
 """
 
 import argparse
@@ -23,11 +25,13 @@ import itertools
 import json
 import os
 import random
+import socket
 import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -36,6 +40,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
+import urllib3
 import uvicorn
 
 from lightning_rl.algorithms.base import Endpoint
@@ -52,7 +57,7 @@ TOKENIZER = Path(__file__).parents[1] / "examples" / "sql_agent" / "checkpoint"
 MODEL = "policy"
 GENERATE = "/inference/v1/generate"
 CHAT = "/v1/chat/completions"
-PEER = "Agent Lightning 0.3, LLMProxy"
+PEER, RLLM = "Agent Lightning 0.3, LLMProxy", "rllm-model-gateway 0.1.0"
 ANSWER = [300, 301, 302, 303, 304, 305, 306, 307]
 TOKENS_A_WORD = 1.58  # of the tutorial's tokenizer
 WORDS = [
@@ -114,26 +119,32 @@ def instant_engine(tokens: int = len(ANSWER), prompt: int = 40) -> Asgi:
     versions = [{"version": "0", "start": 0, "end": len(ids)}]
     choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "stop_reason": None}
     fixed = msgspec.json.encode({"choices": [choice | {"weight_versions": versions, "logprobs": {"content": content}}]})
-    return fixed_answer(fixed, chat_answer(ids, prompt))
+    return fixed_answer(fixed, chat_answer(ids, prompt), chat_answer(ids, prompt, logprobs=True))
 
 
-def chat_answer(ids: list[int], prompt: int) -> bytes:
+def chat_answer(ids: list[int], prompt: int, *, logprobs: bool = False) -> bytes:
     """The same answer as vLLM's Chat Completions give it, with token ids."""
     text = "how many shops have size over 3? " * (len(ids) // len(ANSWER))
     message = {"role": "assistant", "content": text.rstrip()}
     choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": ids}
+    if logprobs:
+        choice["logprobs"] = {
+            "content": [{"token": " shops", "logprob": -0.5, "bytes": list(b" shops"), "top_logprobs": []} for _ in ids]
+        }
     usage = {"prompt_tokens": prompt, "completion_tokens": len(ids), "total_tokens": prompt + len(ids)}
     about = {"id": "x", "object": "chat.completion", "created": 0, "model": MODEL}
     return msgspec.json.encode(about | {"choices": [choice], "usage": usage, "prompt_token_ids": list(range(prompt))})
 
 
-def fixed_answer(fixed: bytes, chat: bytes = b"") -> Asgi:
-    """An engine that gives the same answer to every prompt, and another to every conversation."""
+def fixed_answer(fixed: bytes, chat: bytes = b"", with_logprobs: bytes = b"") -> Asgi:
+    """An engine that gives the same answer to every prompt, and another to every conversation; one more to those who
+    ask for log probabilities there."""
     well = msgspec.json.encode({"data": [{"policy_version": 0}]})  # of its health and of its queue
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await body_of(receive)
-        await answer(send, {GENERATE: fixed, CHAT: chat}.get(scope["path"], well))
+        asked = await body_of(receive)
+        told = with_logprobs if with_logprobs and b'"logprobs"' in asked else chat
+        await answer(send, {GENERATE: fixed, CHAT: told}.get(scope["path"], well))
 
     return app
 
@@ -229,6 +240,27 @@ def llm_proxy(python: str, engine_url: str, calls: int, log: Path) -> Iterator[t
     finally:
         child.terminate()
         child.wait(20)
+
+
+@contextmanager
+def rllm_gateway(program: str, engine_url: str, folder: Path) -> Iterator[tuple[str, int]]:
+    """rLLM's gateway; its URL, and its process id."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [program, "--host", "127.0.0.1", "--port", str(port), "--worker", f"{engine_url}/v1"]
+    command += ["--db-path", str(folder / "rllm.db"), "--log-level", "WARNING"]
+    with (folder / "rllm.log").open("wb") as lines:
+        child = subprocess.Popen(command, stdout=lines, stderr=lines)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        urllib3.request("GET", f"{url}/health", retries=urllib3.Retry(total=12, backoff_factor=0.2))
+        yield url, child.pid
+    finally:
+        child.terminate()
+        child.wait(20)
+    with closing(sqlite3.connect(f"file:{folder / 'rllm.db'}?mode=ro", uri=True)) as store:
+        (traces,) = store.execute("SELECT count(*) FROM traces").fetchone()
+    print(f"{RLLM} at its end: {traces} traces", file=sys.stderr)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -359,6 +391,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=1, help="calls with the same prompt")
     parser.add_argument("--turns", type=int, default=1, help="the call is this one of its conversation")
     parser.add_argument("--peer", help="the Python of an environment with agentlightning 0.3 and litellm's proxy")
+    parser.add_argument("--rllm", help="the program of rllm-model-gateway")
     parser.add_argument("--peer-calls", type=int, default=200, help="its calls of a round")
     parser.add_argument("--role", choices=["engine", "relay"])
     parser.add_argument("--engine-url")
@@ -382,39 +415,39 @@ def main() -> None:
         endpoint = Endpoint(model=MODEL, tokenizer=str(TOKENIZER), renderer="qwen3", engines=[engine])
         serving = parts.enter_context(server.launch(folder, endpoint, admin_key="admin", runner_key="runner"))
         store = HttpStore(serving.url, "admin")
-        peer_urls: list[str] = []
+        peers: dict[str, tuple[Callable[[int], list[str]], int]] = {}  # the URLs of so many calls, and the process id
         if arguments.peer:
-            peer_urls, peer_pid = parts.enter_context(
+            urls, pid = parts.enter_context(
                 llm_proxy(arguments.peer, engine_url, arguments.peer_calls, folder / "peer.log")
             )
+            peers[PEER] = (lambda _: urls), pid
+        if arguments.rllm:
+            url, pid = parts.enter_context(rllm_gateway(arguments.rllm, engine_url, folder))
+            peers[RLLM] = (lambda calls: [f"{url}/sessions/{uuid.uuid4().hex}/v1" for _ in range(calls)]), pid
         print("| clients | | calls/s | median ms | p99 ms | CPU ms per call |\n|---|---|---|---|---|---|")
         for clients in (1, 16):
             calls = arguments.calls if clients > 1 else arguments.calls // 4
-            found: dict[str, list[Measured]] = {"gateway": [], "bare relay": []} | ({PEER: []} if peer_urls else {})
+            found: dict[str, list[Measured]] = {name: [] for name in ("gateway", "bare relay", *peers)}
             for warm_up in (True, *[False] * arguments.rounds):
                 attempts = open_attempts(store, calls)
-                gateway = measure(attempts, clients, serving.pid, number, size)
+                turn = {"gateway": measure(attempts, clients, serving.pid, number, size)}
                 end_attempts(store, attempts)
-                relay = measure([(f"{relay_url}/v1", "none")] * calls, clients, relay_pid, number, size)
-                peer = (
-                    measure([(url, "none") for url in peer_urls], clients, peer_pid, number, size)
-                    if peer_urls
-                    else None
-                )
+                relayed = [(f"{relay_url}/v1", "none")] * calls
+                turn["bare relay"] = measure(relayed, clients, relay_pid, number, size)
+                for name, (urls_of, pid) in peers.items():
+                    turn[name] = measure([(url, "none") for url in urls_of(calls)], clients, pid, number, size)
                 if not warm_up:
-                    found["gateway"].append(gateway)
-                    found["bare relay"].append(relay)
-                    if peer is not None:
-                        found[PEER].append(peer)
+                    for name, measured in turn.items():
+                        found[name].append(measured)
             middle = {name: Measured(*map(median, zip(*rounds, strict=True))) for name, rounds in found.items()}
             for name, m in middle.items():
                 print(f"| {clients} | {name} | {m.rate:.0f} | {m.p50:.2f} | {m.p99:.2f} | {m.cpu:.2f} |")
             ratio = median(g.rate / r.rate for g, r in zip(found["gateway"], found["bare relay"], strict=True))
             added = middle["gateway"].p50 - middle["bare relay"].p50
             print(f"| {clients} | | **{ratio:.2f}x the relay's calls/s** | {added:+.2f} | | |")
-            if peer_urls:
-                over = median(g.rate / p.rate for g, p in zip(found["gateway"], found[PEER], strict=True))
-                print(f"| {clients} | | **{over:.0f}x {PEER}'s calls/s** | | | |")
+            for name in peers:
+                over = median(g.rate / p.rate for g, p in zip(found["gateway"], found[name], strict=True))
+                print(f"| {clients} | | **{over:.3g}x the calls/s of {name}** | | | |")
         store.close()
         print("\n" + records(folder / "store.db"))
     return None

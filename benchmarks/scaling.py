@@ -24,20 +24,22 @@ from pathlib import Path
 import numpy as np
 
 # Measured: each with its line of docs/performance.md, on two shared x86-64 cores.
-GATEWAY_MS = 0.25  # CPU of a call, its record in the store included: 0.23 to 0.25 in nine runs
+SHORT_CALL_MS, LONG_CALL_MS = 0.60, 1.77  # CPU of a call, its record in the store included, at 16 clients; of
+SHORT_CALL, LONG_CALL = 300 + 128, 3000 + 500  # tokens, all new
 LONG_PROMPT_MS = 0.36 / 61.4  # more for 1,000 tokens of history: 0.26 to 0.51 ms at turn 300
-LIFE_MS = 0.98  # CPU of a rollout's life in the store, SQLite, batches
+LIFE_MS = 0.77  # CPU of a rollout's life in the store, SQLite, real runners
 LIFE_POSTGRES_MS = 1.51  # the same in the server before a PostgreSQL
 POSTGRES_PER_SECOND = 248.0  # such lives; what they take that is not the server's is the database's, at most
 LIFE_CALLS = 2  # of such a life
 RUNNER_MS = 1.9  # CPU of a call in the runner: agent and `openai` client
 RUNNER_KB = 71_000 / 256  # resident, of an async rollout that waits; docs/runners.md
-STORAGE = 1.19  # times (12 bytes a sampled token + 4 a prompt token + text)
+STORAGE = 1.19  # times (12 bytes a sampled token + 4 a prompt token + text), in conversations
 TEXT_BYTES = 860 / 211  # of a token
 SOURCES = {
-    "GATEWAY_MS": "at 0.23 to 0.25 ms a call",
+    "SHORT_CALL_MS": "| 300 + 128 | 16 | 1,647, 0.60 ms |",
+    "LONG_CALL_MS": "| 3,000 + 500 | 16 | 607, 1.77 ms |",
     "LONG_PROMPT_MS": "Turn 300 costs 0.26 to 0.51 ms over turn 3",
-    "LIFE_MS": "| SQLite on disk, HTTP, batches | 591 | 0.98 |",
+    "LIFE_MS": "966 rollouts/s, 0.77 ms of the server's CPU each",
     "LIFE_POSTGRES_MS": "| PostgreSQL 15 (no fsync), HTTP, batches | 248 | 1.51 and what PostgreSQL takes |",
     "RUNNER_MS": "the runners (agent, `openai` client, SQLite) took about 1.9 ms of",
     "STORAGE": "Storage: 1.19 times (12 bytes",
@@ -50,14 +52,14 @@ OPEN_KB = 680.0  # resident, of an open attempt of ten calls that add some 560 t
 BEAT_SECONDS = 10.0  # a third of `unresponsive_seconds`
 OPEN_LIMIT = 10_000  # attempts open on one server, `--limit open_attempts`
 
-# Published by others, not measured by us: tokens a second and GPU of whole RL runs, engine and trainer together.
-TOKENS_PER_GPU = {
-    "0.6B": 11_900.0,  # prime-rl's benchmarks: Qwen3-0.6B, RL, one H100, 16k context
-    "35B-A3B": 18_852.0 / 32,  # verl's docs: Qwen3.5-35B-A3B, V1 colocate_async, 4 nodes; 8 GPUs each assumed
-}
+# Measured on one H200, docs/gpu.md: Qwen2.5-1.5B, recipe (3), with vLLM on the same card.
+SAMPLED_PER_SECOND = 12_500.0  # by vLLM, the prompts included
+TRAINED_PER_SECOND = 65_536 / (0.53 + 2.75)  # tokens of rows: their log probabilities, then the update
+WEIGHTS_SECONDS = 3.3  # from the last token before new weights to the first after
 
-# Assumptions: what an agent does, and how busy a part may be.
+# Assumptions: what an agent does, how much a step trains, and how busy a part may be.
 CALLS = 10  # of a rollout
+STEP_CALLS = 1024 * CALLS  # after which there are new weights
 PROMPT_TOKENS, SAMPLED_TOKENS = 500, 300  # that a call adds
 TOOL_SECONDS = 20.0  # between two calls
 TOKEN_SECONDS = 0.02  # to sample one, when nobody waits
@@ -65,6 +67,40 @@ FILL = 1.2  # times the rollouts that would just keep the engine busy: so many a
 BUSY = 0.7  # of each server, where one plans
 OPEN = 100_000  # rollouts
 AWAY_SECONDS = TOOL_SECONDS + SAMPLED_TOKENS * TOKEN_SECONDS + RUNNER_MS / 1e3  # of a call's round, at no station
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """What a call takes of a GPU, in seconds, and what new weights take of all of them after a step."""
+
+    sampling: float
+    training: float = 0.0
+    weights: float = 0.0
+
+    def station(self, number: int) -> "Station":
+        """So many of them: all stand still for new weights."""
+        return Station("GPUs", self.sampling + self.training, number, self.weights / STEP_CALLS)
+
+    def shares(self, number: int) -> str:
+        """Of the time of so many: sampling, training, new weights."""
+        if not self.training:
+            return "together"
+        parts = (self.sampling, self.training, self.weights * number / STEP_CALLS)
+        return " / ".join(f"{part / sum(parts):.0%}" for part in parts)
+
+
+# Tokens a second and GPU of whole RL runs, published by others and not measured by us: sampling, training and weights
+# are in them together.
+MODELS = {
+    "0.6B": Gpus((PROMPT_TOKENS + SAMPLED_TOKENS) / 11_900.0),  # prime-rl's benchmarks: Qwen3-0.6B, one H100, 16k
+    "1.5B": Gpus(
+        SAMPLED_TOKENS / SAMPLED_PER_SECOND,
+        (PROMPT_TOKENS + SAMPLED_TOKENS) / TRAINED_PER_SECOND,
+        WEIGHTS_SECONDS,
+    ),
+    # verl's docs: Qwen3.5-35B-A3B, V1 colocate_async, 4 nodes; 8 GPUs each assumed
+    "35B-A3B": Gpus((PROMPT_TOKENS + SAMPLED_TOKENS) / (18_852.0 / 32)),
+}
 
 
 @dataclass(frozen=True)
@@ -80,11 +116,17 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Station:
-    """A part that calls queue for: seconds of one of its servers for a call."""
+    """A part that calls queue for: seconds of one of its servers for a call, and of all of them at once."""
 
     name: str
     seconds: float
     servers: int
+    pause: float = 0.0
+
+    @property
+    def between(self) -> float:
+        """Seconds between two calls where it is busy all the time."""
+        return self.seconds / self.servers + self.pause
 
 
 @dataclass(frozen=True)
@@ -104,10 +146,9 @@ class Flow:
 
 def stations(model: str, gpus: int, deployment: Deployment, rollouts: int) -> list[Station]:
     """The parts that a call passes, with what heartbeats leave of them."""
-    history = (CALLS / 2 * (PROMPT_TOKENS + SAMPLED_TOKENS)) / 1000
-    call_ms = GATEWAY_MS + LONG_PROMPT_MS * history
+    call_ms = gateway_ms()
     beats = beating(rollouts)
-    engine = Station("engine", (PROMPT_TOKENS + SAMPLED_TOKENS) / TOKENS_PER_GPU[model], gpus)
+    engine = MODELS[model].station(gpus)
     if not deployment.postgres_cores:
         return [engine, _beside("server", (call_ms + LIFE_MS / CALLS) / 1e3, 1, beats)]
     database_ms = (1e3 / POSTGRES_PER_SECOND - LIFE_POSTGRES_MS) / LIFE_CALLS
@@ -116,6 +157,13 @@ def stations(model: str, gpus: int, deployment: Deployment, rollouts: int) -> li
         Station("server", (call_ms + LIFE_POSTGRES_MS / CALLS) / 1e3, deployment.servers),
         _beside("database", database_ms / 1e3, deployment.postgres_cores, beats),
     ]
+
+
+def gateway_ms() -> float:
+    """CPU of a call: what is new, by the two sizes that were measured, and what came before."""
+    token_ms = (LONG_CALL_MS - SHORT_CALL_MS) / (LONG_CALL - SHORT_CALL)
+    new = PROMPT_TOKENS + SAMPLED_TOKENS
+    return SHORT_CALL_MS + token_ms * (new - SHORT_CALL) + LONG_PROMPT_MS * CALLS / 2 * new / 1000
 
 
 def beating(rollouts: int) -> float:
@@ -132,7 +180,8 @@ def flow(parts: Sequence[Station], rollouts: float, away: float) -> Flow:
     """The flow of so many rollouts; `away`: seconds between a call and the next in which they need no station."""
     seconds = np.array([part.seconds for part in parts])
     servers = np.array([part.servers for part in parts], dtype=float)
-    queued, delay = seconds / servers, float((seconds * (servers - 1) / servers).sum())
+    queued = np.array([part.between for part in parts])
+    delay = float((seconds * (servers - 1) / servers).sum())
     lengths = np.full(len(parts), rollouts / (len(parts) + 1.0))
     for _ in range(100_000):
         times = queued * (1 + lengths * (rollouts - 1) / rollouts)
@@ -157,7 +206,7 @@ def run(model: str, gpus: int, deployment: Deployment, rollouts: int) -> Flow:
 def admitted(model: str, gpus: int, rollouts: int = OPEN) -> int:
     """How many of the open rollouts run: few more than keep the engine busy, the rest is queued."""
     engine, _ = stations(model, gpus, Deployment(), 0)
-    filling = engine.servers / engine.seconds * (AWAY_SECONDS + engine.seconds)
+    filling = (AWAY_SECONDS + engine.seconds + engine.pause) / engine.between
     return min(rollouts, math.ceil(FILL * filling))
 
 
@@ -175,17 +224,19 @@ def plan(model: str, gpus: int, rollouts: int) -> Deployment:
 def table() -> str:
     """The table of the page."""
     names = ["model", "GPUs", "run at once", "calls/s, one server", "limited by", "servers as planned", "calls/s"]
-    names += ["limited by", "wait for the engine, s", "busy GPUs", "runner cores", "servers, GB", "disk, MB/s"]
+    names += ["limited by", "wait for a GPU, s", "busy GPUs", "sample / train / weights", "runner cores"]
+    names += ["servers, GB", "disk, MB/s"]
     lines = [names, ["---"] * len(names)]
-    for model in TOKENS_PER_GPU:
+    for model in MODELS:
         for gpus in (1, 64, 1000):
             running = admitted(model, gpus)
             alone, deployment = run(model, gpus, Deployment(), running), plan(model, gpus, running)
             planned = run(model, gpus, deployment, running)
             cores = math.ceil(planned.calls * RUNNER_MS / 1e3 / BUSY)
             line = [model, f"{gpus:,}", f"{running:,}", rounded(alone.calls), alone.limit, str(deployment)]
-            line += [rounded(planned.calls), planned.limit, rounded(planned.waits["engine"])]
-            line += [f"{planned.busy['engine']:.0%}", f"{cores:,}", rounded(running * OPEN_KB / 1e6)]
+            line += [rounded(planned.calls), planned.limit, rounded(planned.waits["GPUs"])]
+            line += [f"{planned.busy['GPUs']:.0%}", MODELS[model].shares(gpus), f"{cores:,}"]
+            line += [rounded(running * OPEN_KB / 1e6)]
             lines.append([*line, rounded(planned.calls * call_bytes() / 1e6)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -211,7 +262,7 @@ def plot(path: Path) -> None:
 
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4))
     gpus = [int(number) for number in np.unique(np.geomspace(1, 1000, 40).astype(int))]
-    for model, colour in zip(TOKENS_PER_GPU, ("tab:blue", "tab:orange"), strict=True):
+    for model, colour in zip(MODELS, ("tab:blue", "tab:green", "tab:orange"), strict=True):
         for deployment, style in ((Deployment(), ":"), (Deployment(2, 4), "--"), (Deployment(10, 20), "-")):
             calls = [run(model, number, deployment, admitted(model, number)).calls for number in gpus]
             left.loglog(gpus, calls, style, color=colour, label=f"{model}; {deployment}")
@@ -228,11 +279,11 @@ def plot(path: Path) -> None:
     rollouts = [int(number) for number in np.unique(np.geomspace(16, OPEN, 40).astype(int))]
     for number, colour in ((1, "tab:green"), (64, "tab:blue"), (1000, "tab:red")):
         flows = [run("0.6B", number, plan("0.6B", number, many), many) for many in rollouts]
-        waits = {part: [max(1e-4, each.waits[part]) for each in flows] for part in ("engine", "server")}
-        right.loglog(rollouts, waits["engine"], color=colour, label=f"{number} GPUs")
+        waits = {part: [max(1e-4, each.waits[part]) for each in flows] for part in ("GPUs", "server")}
+        right.loglog(rollouts, waits["GPUs"], color=colour, label=f"{number} GPUs")
         right.loglog(rollouts, waits["server"], ":", color=colour)
     right.set(xlabel="rollouts that run at once", ylabel="seconds that a call waits", title="0.6B, servers as planned")
-    right.legend(fontsize=7, title="for the engine (dotted: a server)", title_fontsize=7)
+    right.legend(fontsize=7, title="for a GPU (dotted: a server)", title_fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

@@ -45,7 +45,7 @@ from load import resident_mb
 
 from lightning_rl.agents.agent import as_agent
 from lightning_rl.processes.child import Child
-from lightning_rl.runner.launch import launch
+from lightning_rl.runner.launch import at_once, launch
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Ending, Finish, Reward, RolloutRequest
 from lightning_rl.store.sql import SqlStore
@@ -57,7 +57,6 @@ BATCH = 128  # rollouts that are enqueued, waited for and read back together
 CLAIM = 8  # rollouts that a worker takes at a time
 ALGORITHMS = 2  # that each have a batch under way
 WORKERS = 8
-RUNNERS = 32  # rollouts at once, where real runners take them
 PROMPT, RESPONSE = list(range(1000, 1100)), list(range(2000, 2032))  # token ids of a call
 SAID = "SELECT count(*) FROM shops WHERE size > 7 " * 4
 ASKED = "shops id size city\nbooks id shops_id price\nhow many shops have a size over seven? " * 4
@@ -218,7 +217,7 @@ def emitting(task: Any, llm: Any) -> dict[str, float]:
 
 def runners_lives(side: Any, url: str, folder: Path, rollouts: int) -> Measured:
     """Lives of so many rollouts on real runners, as a Trainer starts them."""
-    with launch(RUNNERS, as_agent(emitting), url, "runner", log_dir=folder):
+    with launch(at_once(start_processes=False), as_agent(emitting), url, "runner", log_dir=folder):
         asked(side, BATCH, defaultdict(list))  # until they are there
         return lived(side, rollouts, [], threading.Event(), defaultdict(list))
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 ROOT = Path(__file__).parents[1]
-MODELS = ["0.6B", "35B-A3B"]
+MODELS = ["0.6B", "1.5B", "35B-A3B"]
 
 
 def load() -> ModuleType:
@@ -43,10 +43,16 @@ def test_the_limits_that_the_page_speaks_of() -> None:
     [server] = [part for part in scaling.stations("0.6B", 1, scaling.Deployment(), 0) if part.name == "server"]
     assert f"{server.seconds * 1e3:.2f} ms of CPU a call" in page
     most = scaling.BUSY / server.seconds
-    assert round(most, -2) == 1900
-    for model, gpus in (("0.6B", 127), ("35B-A3B", 2560)):
-        [engine, _] = scaling.stations(model, gpus, scaling.Deployment(), 0)
-        assert most == pytest.approx(gpus / engine.seconds, rel=0.02)
+    assert f"{round(most, -1):,.0f} calls/s at 70 %" in page
+    for model, gpus in (("0.6B", 56), ("1.5B", 53), ("35B-A3B", 1129)):
+        assert most == pytest.approx(gpus / scaling.MODELS[model].station(gpus).seconds, rel=0.02)
+    assert f"costs the gateway {scaling.gateway_ms():.2f} ms of CPU" in page
+    one_call = scaling.MODELS["1.5B"]
+    assert f"takes an H200 {one_call.sampling + one_call.training:.3f} s" in page
+    for gpus, step, share in ((64, 1, "24%"), (1000, 1, "83%"), (1000, 16, "24%")):
+        larger = scaling.Gpus(one_call.sampling, one_call.training, one_call.weights / step)
+        assert larger.shares(gpus).endswith(share)
+        assert share.replace("%", " %") in page
     wanted = scaling.admitted("0.6B", 1000, 10**9) / scaling.FILL
     assert f"{round(wanted, -3):,.0f} for all" in page
     assert f"{scaling.beating(100_000):.2f} of a core" in page
@@ -62,12 +68,12 @@ def test_nothing_flows_faster_than_a_part_lets_it_and_more_of_a_part_slows_nothi
     parts = scaling.stations(model, gpus, given, rollouts)
     flow = scaling.run(model, gpus, given, rollouts)
     for part in parts:
-        assert flow.busy[part.name] == pytest.approx(flow.calls * part.seconds / part.servers)
+        assert flow.busy[part.name] == pytest.approx(flow.calls * part.between)
         assert flow.busy[part.name] <= 1 + 1e-6
         assert flow.waits[part.name] >= -1e-9
     assert flow.calls <= rollouts / scaling.AWAY_SECONDS * (1 + 1e-9)
     # Little's law: whoever is not away is at a station, or waits there.
-    there = sum(flow.waits[part.name] + part.seconds for part in parts)
+    there = sum(flow.waits[part.name] + part.seconds + part.pause for part in parts)
     assert flow.calls * (scaling.AWAY_SECONDS + there) == pytest.approx(rollouts, rel=1e-4)
     assert scaling.run(model, more * gpus, given, rollouts).calls >= flow.calls * (1 - 1e-3)
     ample = scaling.Deployment(more * servers, more * 4 * servers)
