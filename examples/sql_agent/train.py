@@ -37,7 +37,7 @@ def train(run_dir: Path, *, seed: int = 0, steps: int | None = None, validate_on
     if steps is not None:
         config["trainer"] = {**CONFIG["trainer"], "total_training_steps": steps}
     ppo = lrl.PPO(config)
-    lrl.Trainer(sql_agent, n_runners=32, run_dir=run_dir).fit(ppo, tasks["train"], val_dataset=tasks[validate_on])
+    lrl.Trainer(sql_agent, run_dir=run_dir).fit(ppo, tasks["train"], val_dataset=tasks[validate_on])
     return ppo
 
 

@@ -123,7 +123,7 @@ def train(
         "trainer": trainer if steps is None else {**trainer, "total_training_steps": steps},
     }
     ppo = lrl.PPO(config)
-    trainer = lrl.Trainer(agent(setting), n_runners=32, run_dir=run_dir)
+    trainer = lrl.Trainer(agent(setting), run_dir=run_dir)
     trainer.fit(ppo, setting.tasks["train"], val_dataset=setting.tasks[validate_on])
     return ppo
 
