@@ -6,7 +6,7 @@ Each gateway is the real server in a process of its own; all share one PostgreSQ
 machine) and one instant token engine. Attempts are claimed at one server, which names the least busy gateway for each;
 every call goes to an attempt of its own. Where processes outnumber cores, clients, engine, database and gateways share
 them: then calls per second say little, and the processor time per call (of the gateways, and of PostgreSQL) says what
-one more core would bear. With one gateway no call is noted in the store; with several each is, before its answer ends.
+one more core would bear.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # whose tests start a PostgreSQL
-from gateway import MODEL, TOKENIZER, cpu_seconds, load, open_attempts, role
+from gateway import MODEL, TOKENIZER, Size, cpu_seconds, load, open_attempts, role
 
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Ending, Finish
@@ -72,15 +72,24 @@ def postgres_cpu(postmaster: int) -> float:
     return sum(cpu_seconds(int(pid)) for pid in children)
 
 
-def measure(servers: list[tuple[str, int]], postmaster: int, calls: int, clients: int, number: Iterator[int]) -> Round:
-    """One round: attempts over all servers, one call each."""
+def measure(
+    servers: list[tuple[str, int]], postmaster: int, calls: int, clients: int, number: Iterator[int], turns: int
+) -> Round:
+    """One round: attempts over all servers, one call each, the last of so many turns."""
     store = HttpStore(servers[0][0], "admin")
     attempts = open_attempts(store, calls)
-    used = [cpu_seconds(pid) for _, pid in servers], postgres_cpu(postmaster)
-    seconds, latencies = asyncio.run(load(attempts, clients, number))
-    time.sleep(1)  # what is written behind the answers belongs to them
-    gateways = sum(cpu_seconds(pid) for _, pid in servers) - sum(used[0])
-    database = postgres_cpu(postmaster) - used[1]
+    used: list[tuple[float, float]] = []
+
+    def begin() -> None:
+        time.sleep(1)  # what is written behind the earlier answers belongs to them
+        used.append((sum(cpu_seconds(pid) for _, pid in servers), postgres_cpu(postmaster)))
+
+    if turns == 1:
+        begin()
+    seconds, latencies = asyncio.run(load(attempts, clients, number, Size(40 * turns, 1, turns), begin))
+    time.sleep(1)
+    gateways = sum(cpu_seconds(pid) for _, pid in servers) - used[0][0]
+    database = postgres_cpu(postmaster) - used[0][1]
     end_all(store, attempts)
     ranked = sorted(latencies)
     return Round(
@@ -101,10 +110,10 @@ def end_all(store: HttpStore, attempts: list[tuple[str, str]]) -> None:
 
 
 def together(urls: list[str]) -> None:
-    """Wait until all of several gateways note their calls."""
+    """Wait until all gateways are named."""
     while True:
         told = HttpStore(urls[0], "admin")._call("GET", "/gateways", None, dict[str, Any])["gateways"]
-        if len(told) == len(urls) and (len(urls) == 1 or all(each["notes_calls"] for each in told)):
+        if len(told) == len(urls):
             return
         time.sleep(0.1)
 
@@ -116,6 +125,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=600, help="of a round")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=1, help="the call is this one of its attempt")
     arguments = parser.parse_args()
     bin_dir = programs()
     if bin_dir is None:
@@ -137,7 +147,7 @@ def main() -> None:
                 there = [servers.enter_context(gateway(folder / str(i), url, engine_url)) for i in range(count)]
                 together([url for url, _ in there])
                 found = [
-                    measure(there, postmaster, arguments.calls, arguments.clients, number)
+                    measure(there, postmaster, arguments.calls, arguments.clients, number, arguments.turns)
                     for _ in range(arguments.rounds + 1)
                 ][1:]
                 middle = Round(*map(median, zip(*found, strict=True)))

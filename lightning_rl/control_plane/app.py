@@ -167,7 +167,7 @@ class _Life:
         await sql.run(store.renew_leases)
         if fleet is not None:
             await fleet.join()
-            self._tasks.append(asyncio.create_task(fleet.run(self._load, gateway.held, gateway.settle)))
+            self._tasks.append(asyncio.create_task(fleet.run(self._load)))
         await gateway.start()
         gateway_id = None if fleet is None else fleet.gateway_id
         if gateway.journal_damaged:
@@ -175,8 +175,6 @@ class _Life:
         else:
             for open_then in await sql.run(store.running, why="server", gateway_id=gateway_id):
                 gateway.interrupted(open_then.rollout_id, open_then.attempt_id, "the server was started anew meanwhile")
-        if fleet is not None:
-            await fleet.ready()
         before = await sql.run(store.recorded_calls)
         gateway.restore(before.tokens, before.newest_ns)
         await self._server.together.adopt()
@@ -190,7 +188,9 @@ class _Life:
         await gateway.stop()
         await self._server.together.close()
         if self._fleet is not None:
-            await self._fleet.leave(stored=not gateway.state()["records_waiting"])
+            # Whoever went on with an attempt would not know that records of it were given up here.
+            whole = not any(gateway.is_lost(*name) for name in gateway.held())
+            await self._fleet.leave(stored=whole and not gateway.state()["records_waiting"])
 
     def _load(self) -> tuple[int, int]:
         now = self._server.gateway.state()

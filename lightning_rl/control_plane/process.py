@@ -255,7 +255,6 @@ async def _app(
         renderer=renderer,
         router=router,
         limits=settings.limits,
-        notes=fleet,
         allowed_media_domains=settings.allowed_media_domains,
         housekeeping=settings.housekeeping,
     )

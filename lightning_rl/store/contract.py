@@ -246,30 +246,27 @@ class Overdue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatewayInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A gateway of a store that several servers share, as it last said; without its lease renewed it is gone.
-
-    `notes_calls`: the store hears of a call before its answer leaves, so that others know which attempts are whole.
-    """
+    """A gateway of a store that several servers share, as it last said; without its lease renewed it is gone."""
 
     gateway_id: str
     url: str
     open_attempts: int = 0
     calls_in_flight: int = 0
-    notes_calls: bool = False
     lease_expires_at: float = 0.0
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """The gateway that has a running attempt. `unstored`: it may have calls of it that the store lacks.
+    """The gateway that has a running attempt.
 
-    `live` until its lease ends, `gone` some time after; in between nobody can say.
+    `live` until its lease ends, `gone` some time after; in between nobody can say. `left`: it has stopped, and the
+    store has all its calls.
     """
 
     gateway_id: str
     url: str
     live: bool
     gone: bool
-    unstored: bool
+    left: bool
 
 
 read_hints(globals())

@@ -1,12 +1,12 @@
 """The gateways that share a store, and which running attempt is whose.
 
-Invariants: a running attempt that was placed has one owner, and changes it only when the owner's lease is over and
-all calls that it answered are in the store. An owner says that the store may lack calls (`note`) before it answers
-one, and takes that back when it lacks none. Times are of the servers' clocks, which may differ by `APART_SECONDS`.
+Invariants: a running attempt that was placed has one owner, and changes it only when the owner has left: it has
+stopped, and all calls that it answered are in the store. What an owner had whose lease ended otherwise is tried again
+as another attempt. Times are of the servers' clocks, which may differ by `APART_SECONDS`.
 """
 
 import heapq
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -18,13 +18,13 @@ from lightning_rl.store.databases import Database
 APART_SECONDS = 2.0
 _PLACING = "lightning_rl.placing"
 _GATEWAYS, _PLACEMENTS = schema.gateways.c, schema.placements.c
-# A gateway that is not in its table any more is gone, and nobody knows what it noted.
+# A gateway that is not in its table any more is gone, and nobody knows how.
 _LEASE = sa.func.coalesce(_GATEWAYS.lease_expires_at, 0.0)
-_NOTES = sa.func.coalesce(_GATEWAYS.notes_calls, sa.false())
+_LEFT = sa.func.coalesce(_GATEWAYS.has_left, sa.false())
 _OWNED = sa.select(
     schema.placements,
     sa.func.coalesce(_GATEWAYS.url, "").label("url"),
-    _NOTES.label("notes_calls"),
+    _LEFT.label("has_left"),
     _LEASE.label("lease_expires_at"),
 ).outerjoin(schema.gateways, _GATEWAYS.gateway_id == _PLACEMENTS.gateway_id)
 _HAS = sa.select(sa.func.count()).where(_PLACEMENTS.gateway_id == _GATEWAYS.gateway_id).scalar_subquery()
@@ -47,7 +47,7 @@ class Gateways:
                 "url": info.url,
                 "open_attempts": info.open_attempts,
                 "calls_in_flight": info.calls_in_flight,
-                "notes_calls": info.notes_calls,
+                "has_left": False,
                 "lease_expires_at": now + lease_seconds,
             }
             renewed = sa.update(schema.gateways).where(_GATEWAYS.gateway_id == info.gateway_id).values(told)
@@ -65,25 +65,17 @@ class Gateways:
 
     def leave(self, gateway_id: str) -> None:
         """A gateway stops, and the store lacks none of its calls: its attempts are anybody's at once."""
-
-        def work(connection: sa.Connection) -> None:
-            over = {"lease_expires_at": self._clock() - 2 * APART_SECONDS, "notes_calls": True}
-            connection.execute(sa.update(schema.gateways).where(_GATEWAYS.gateway_id == gateway_id).values(over))
-            connection.execute(_all_stored(gateway_id))
-
-        self._database.write(work)
-
-    def stored_all(self, gateway_id: str) -> None:
-        """A gateway has replayed its journal: the store lacks no call of it."""
-        self._database.write(lambda connection: connection.execute(_all_stored(gateway_id)))
+        over = {"lease_expires_at": self._clock() - 2 * APART_SECONDS, "has_left": True}
+        leaving = sa.update(schema.gateways).where(_GATEWAYS.gateway_id == gateway_id).values(over)
+        self._database.write(lambda connection: connection.execute(leaving))
 
     def owner(self, attempt_id: str) -> Owner | None:
         """Who has a running attempt; None where nobody does, or it has ended."""
         return self._database.read(lambda connection: _owner(connection, attempt_id, self._clock()))
 
     def take(self, rollout_id: str, attempt_id: str, gateway_id: str) -> Owner | None:
-        """The owner of a running attempt: this gateway, where nobody has it, or whoever had it is gone and the store
-        lacks no call of it. None where the attempt does not run."""
+        """The owner of a running attempt: this gateway, where nobody has it, or whoever had it has left. None where the
+        attempt does not run."""
 
         def work(connection: sa.Connection) -> Owner | None:
             self._database.hold(connection, [rollout_id])
@@ -92,27 +84,11 @@ class Gateways:
             owner = _owner(connection, attempt_id, self._clock())
             if owner is None:
                 placed = {"attempt_id": attempt_id, "rollout_id": rollout_id, "gateway_id": gateway_id}
-                self._database.insert_new(connection, schema.placements, [placed | {"unstored": False}])
-            elif owner.gone and not owner.unstored and owner.gateway_id != gateway_id:
+                self._database.insert_new(connection, schema.placements, [placed])
+            elif owner.left and owner.gateway_id != gateway_id:
                 change = sa.update(schema.placements).where(_PLACEMENTS.attempt_id == attempt_id)
-                connection.execute(change.values(gateway_id=gateway_id, unstored=False))
+                connection.execute(change.values(gateway_id=gateway_id))
             return _owner(connection, attempt_id, self._clock())
-
-        return self._database.write(work)
-
-    def note(self, gateway_id: str, unstored: Collection[str], stored: Collection[str]) -> set[str]:
-        """Note of some attempts that the store may lack calls of them, and of others that it lacks none.
-
-        The ids of those `unstored` ones that the gateway has; the others are no longer its own.
-        """
-
-        def work(connection: sa.Connection) -> set[str]:
-            for ids, value in ((stored, False), (unstored, True)):
-                if ids:
-                    own = sa.and_(_PLACEMENTS.attempt_id.in_(sorted(ids)), _PLACEMENTS.gateway_id == gateway_id)
-                    change = sa.update(schema.placements).where(own).values(unstored=value)
-                    noted = set(connection.execute(change.returning(_PLACEMENTS.attempt_id)).scalars())
-            return noted if unstored else set()
 
         return self._database.write(work)
 
@@ -124,10 +100,9 @@ class Gateways:
         return set(attempt_ids) - self._database.read(lambda connection: set(connection.execute(own).scalars()))
 
     def abandoned(self) -> list[Overdue]:
-        """The running attempts whose owner is gone, perhaps with calls that the store lacks."""
+        """The running attempts whose owner is gone and has not left, so that the store may lack calls of them."""
         gone = self._clock() > _LEASE + APART_SECONDS
-        whole = sa.and_(_NOTES, sa.not_(_PLACEMENTS.unstored))
-        found = self._database.read(lambda connection: connection.execute(_OWNED.where(gone, sa.not_(whole))).all())
+        found = self._database.read(lambda connection: connection.execute(_OWNED.where(gone, sa.not_(_LEFT))).all())
         return [Overdue(rollout_id=row.rollout_id, attempt_id=row.attempt_id, why="server") for row in found]
 
     def may_end(self, gateway_id: str, attempt_ids: Sequence[str]) -> set[str]:
@@ -158,7 +133,7 @@ def place(
     for rollout_id, attempt_id in attempts:
         count, calls, gateway_id = queue[0]
         heapq.heapreplace(queue, (count + 1, calls, gateway_id))
-        placed.append({"attempt_id": attempt_id, "rollout_id": rollout_id, "gateway_id": gateway_id, "unstored": False})
+        placed.append({"attempt_id": attempt_id, "rollout_id": rollout_id, "gateway_id": gateway_id})
         urls[attempt_id] = live[gateway_id].url
     connection.execute(sa.insert(schema.placements), placed)
     return urls
@@ -176,9 +151,8 @@ def leave(connection: sa.Connection, attempt_id: str) -> None:
 
 
 def _live(connection: sa.Connection, now: float) -> list[GatewayInfo]:
-    rows = connection.execute(
-        sa.select(schema.gateways).where(_GATEWAYS.lease_expires_at >= now).order_by(_GATEWAYS.gateway_id)
-    )
+    told = [_GATEWAYS[name] for name in GatewayInfo.__struct_fields__]
+    rows = connection.execute(sa.select(*told).where(_GATEWAYS.lease_expires_at >= now).order_by(_GATEWAYS.gateway_id))
     return [GatewayInfo(**row._mapping) for row in rows]
 
 
@@ -191,9 +165,5 @@ def _owner(connection: sa.Connection, attempt_id: str, now: float) -> Owner | No
         url=row.url,
         live=row.lease_expires_at >= now,
         gone=row.lease_expires_at + APART_SECONDS < now,
-        unstored=row.unstored or not row.notes_calls,
+        left=row.has_left,
     )
-
-
-def _all_stored(gateway_id: str) -> sa.Update:
-    return sa.update(schema.placements).where(_PLACEMENTS.gateway_id == gateway_id).values(unstored=False)

@@ -9,13 +9,14 @@ from typing import Any
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = "6"  # the id of the newest revision
+SCHEMA_VERSION = "7"  # the id of the newest revision
 READABLE = (
     "1",
     "2",
     "3",
     "4",
     "5",
+    "6",
     SCHEMA_VERSION,
 )  # "1" held spans as maps, which are read as they are; its tables were these
 
@@ -132,7 +133,7 @@ gateways = sa.Table(
     sa.Column("url", sa.Text, nullable=False),
     sa.Column("open_attempts", sa.Integer, nullable=False),
     sa.Column("calls_in_flight", sa.Integer, nullable=False),
-    sa.Column("notes_calls", sa.Boolean, nullable=False),
+    sa.Column("has_left", sa.Boolean, nullable=False),  # it has stopped, and the store has all its calls
     sa.Column("lease_expires_at", sa.Float, nullable=False),
 )
 
@@ -142,6 +143,5 @@ placements = sa.Table(
     sa.Column("attempt_id", sa.Text, primary_key=True),
     sa.Column("rollout_id", sa.Text, nullable=False),
     sa.Column("gateway_id", sa.Text, nullable=False),
-    sa.Column("unstored", sa.Boolean, nullable=False),  # whether its gateway may have calls that are not in spans
     sa.Index("placements_by_gateway", "gateway_id"),
 )

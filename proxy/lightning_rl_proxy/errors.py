@@ -80,10 +80,3 @@ def closed(attempt_id: str, ended: str | None = None) -> GatewayError:
 def elsewhere(attempt_id: str, url: str) -> GatewayError:
     """Another gateway has the attempt, or had it until a moment ago."""
     return GatewayError(503, f"attempt {attempt_id} is at the gateway {url}: ask there", kind="api_error", retry=True)
-
-
-def fenced() -> GatewayError:
-    """The store has not heard of this gateway for so long that others may have its attempts."""
-    return GatewayError(
-        503, "this gateway cannot reach its store: another one may have the attempt", kind="api_error", retry=True
-    )

@@ -7,7 +7,7 @@ answer was written before its client was seen to leave; only delivered calls are
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -36,7 +36,7 @@ from lightning_rl_proxy.http.keys import KeyRefused, sent_key, verify_attempt_ke
 from lightning_rl_proxy.http.limits import RequestLimits, announced_bytes
 from lightning_rl_proxy.http.open_attempts import OpenAttempts
 from lightning_rl_proxy.recording.clock import Clock
-from lightning_rl_proxy.recording.ledger import AttemptInfo, AttemptTokens, Ledger, NoNotes, Notes
+from lightning_rl_proxy.recording.ledger import AttemptInfo, AttemptTokens, Ledger
 from lightning_rl_proxy.recording.recorder import Recorder
 from lightning_rl_proxy.rendering.base import Renderer
 from lightning_rl_proxy.rendering.image_fetcher import ImageFetcher
@@ -82,8 +82,8 @@ class Gateway:
 
     `grace_seconds`: how long a call whose client left runs on, waiting for a retry to join it. `ping_seconds`: how long
     a stream may be silent. `parked_seconds`: how long a call waits for a paused model until white space goes before its
-    answer, so that its client waits on. `notes` are for a store that other gateways share. `housekeeping` are rules
-    beside those of `http/housekeeping.py`.
+    answer, so that its client waits on. `housekeeping` are rules beside those of
+    `http/housekeeping.py`.
     """
 
     def __init__(
@@ -98,7 +98,6 @@ class Gateway:
         ping_seconds: float = 10.0,
         parked_seconds: float = 20.0,
         limits: RequestLimits | None = None,
-        notes: Notes | None = None,
         allowed_media_domains: Sequence[str] = (),
         housekeeping: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
@@ -117,9 +116,7 @@ class Gateway:
         self._secret = secret
         self._renderer = renderer
         self._clock = Clock()
-        self._notes = notes or NoNotes()
-        self._noted = notes is not None
-        self._recorder = Recorder(journal, ledger, counters=self.counters, taken=self.settle)
+        self._recorder = Recorder(journal, ledger, counters=self.counters)
         self._image_fetcher = ImageFetcher(allowed_media_domains)
         self._call_handler = CallHandler(
             router,
@@ -192,11 +189,6 @@ class Gateway:
         """What engines handed over for the attempts at these rollouts, by attempt id; those whose calls did not come in
         at this process, and those that it forgot, are left out."""
         return self.attempts.tokens_of(rollout_ids)
-
-    def settle(self, attempts: Iterable[tuple[str, str]]) -> None:
-        """Note of those of the attempts of which nothing is on its way that the store has all their calls."""
-        if self._noted:
-            self._notes.settle([name for name in attempts if not self.attempts.is_under_way(name)])
 
     @property
     def journal_damaged(self) -> bool:
@@ -294,7 +286,6 @@ class Gateway:
             return
         address = self._authorised(door, headers)
         try:
-            self._notes.check()
             attempt = await self.attempts.find(address)
         except GatewayError as error:
             if error.status >= 500:
@@ -425,7 +416,7 @@ class Gateway:
             failure = as_gateway_error(error)
             self._delivery.note_if_ours(attempt, body_key, failure)
             raise failure from error
-        task = asyncio.create_task(self._noting(work, attempt.address) if self._noted else work)
+        task = asyncio.create_task(work)
         task.add_done_callback(lambda _: begun())
         attempt.begin(inflight, task)
         return inflight
@@ -449,17 +440,6 @@ class Gateway:
             gone.remove_done_callback(inflight.wake)
             if gone is not signalled:
                 gone.cancel()
-
-    async def _noting(self, work: Coroutine[Any, Any, bytes], address: Address) -> bytes:
-        """Do the work of an answer, which does not end before the store knows that it may lack the call."""
-        noted = asyncio.create_task(self._notes.begin(address.rollout_id, address.attempt_id))
-        try:
-            last = await work
-            await noted
-        finally:
-            noted.cancel()
-        self._notes.check()
-        return last
 
     def _models(self, one: str | None = None) -> bytes:
         """The models, or one of them, in words that OpenAI's and Anthropic's clients both read."""

@@ -30,7 +30,7 @@ ERRORS: dict[str, dict[str, Any]] = {
     "another attempt's key": {"key_of": "a2"},
     "an unknown path, or a model that is refused": {"method": "GET"},
     "the attempt is closed": {"closed": True},
-    "another gateway has the attempt, or may have": {"elsewhere": True},
+    "another gateway has the attempt": {"elsewhere": True},
     "the body is over 64 MiB": {"max_body": 8},
     "no engine, or it failed": {"fail": 1},
 }

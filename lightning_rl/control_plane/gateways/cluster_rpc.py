@@ -200,7 +200,7 @@ class Peers(Alone):
         if self._fleet.sure and self._gateway.holds(rollout_id, attempt_id):
             return await self.seal_here(rollout_id, attempt_id)
         owner = await self._fleet.owner(attempt_id)
-        if owner is not None and owner.gone and not owner.unstored:
+        if owner is not None and owner.left:
             owner = await self._fleet.take(rollout_id, attempt_id)  # or another gateway might, and go on with it
         if owner is None or owner.gateway_id == self._fleet.gateway_id:
             return await self.seal_here(rollout_id, attempt_id)

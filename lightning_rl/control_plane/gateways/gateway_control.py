@@ -4,7 +4,7 @@ Invariant: a pause that has a lease ends with it, whoever asked for it and whate
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -47,10 +47,6 @@ class GatewayDoor(EngineDoor, LoadDoor, Protocol):
 
     def idle_seconds(self, rollout_id: str, attempt_id: str) -> float | None:
         """How long ago the attempt's last call ended; 0 while one is in flight, None where none came in here."""
-        ...
-
-    def settle(self, attempts: Iterable[tuple[str, str]]) -> None:
-        """Look which of these attempts the store has all calls of, and note it."""
         ...
 
     async def release(self, rollout_id: str, attempt_id: str) -> None:

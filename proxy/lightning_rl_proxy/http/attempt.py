@@ -36,7 +36,6 @@ class LiveAttempt:
         self.checked_at = checked_at
         self.sealed = not info.open
         self.inflight: dict[bytes, list[InflightRequest]] = {}
-        self.unrecorded: set[InflightRequest] = set()  # of them, those whose calls are not recorded yet
         self.tokens_received = Counter[str]()  # by model
         self.tokens_recovered = _recorded_tokens(info.spans)
         self.called_at: float | None = None  # when a call last began or ended, by the monotonic clock
@@ -68,7 +67,6 @@ class LiveAttempt:
         self.called_at = time.monotonic()
         task.add_done_callback(partial(self._worked, inflight))
         self.inflight.setdefault(inflight.body_key, []).append(inflight)
-        self.unrecorded.add(inflight)
 
     def forget(self, inflight: InflightRequest) -> None:
         """No retry joins the request any more."""

@@ -144,7 +144,6 @@ class Delivery:
         if inflight.recorded:
             return
         inflight.recorded = True
-        attempt.unrecorded.discard(inflight)
         for call, more in inflight.calls:
             kept = call if delivered else msgspec.structs.replace(call, delivered=False)
             self._recorder.record(to_span(kept, **more))

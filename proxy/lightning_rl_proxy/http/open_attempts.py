@@ -79,13 +79,6 @@ class OpenAttempts:
             return None
         return 0.0 if attempt.in_flight else time.monotonic() - attempt.called_at
 
-    def is_under_way(self, name: tuple[str, str]) -> bool:
-        """Whether a call of the attempt is worked on, or not in the ledger yet."""
-        if self._recorder.waits(*name):
-            return True
-        attempt = self._attempts.get(name)
-        return attempt is not None and (attempt.in_flight > 0 or bool(attempt.unrecorded))
-
     def starting(self, policy: str) -> dict[str, int]:
         """How many attempts were opened moments ago and have not called yet, by their policy: `policy` where they name
         none. Every policy of an attempt that was opened here is there."""

@@ -1,8 +1,7 @@
-"""What the gateway needs of a store: is this attempt open, how is it sampled, and a place for its spans; and where
-several gateways share the store, a place for notes of what it may lack."""
+"""What the gateway needs of a store: is this attempt open, how is it sampled, and a place for its spans."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -91,32 +90,3 @@ class Ledger(Protocol):
     async def add_spans(self, spans: Sequence[Packed]) -> None:
         """Keep the spans, durably on return. A span id that is already there is left as it is."""
         ...
-
-
-class Notes(Protocol):
-    """Tells the store which attempts it may lack calls of, so that another gateway knows what it may go on with."""
-
-    def check(self) -> None:
-        """Raises GatewayError where this gateway may answer nothing, since others may have its attempts."""
-        ...
-
-    async def begin(self, rollout_id: str, attempt_id: str) -> None:
-        """On return the store knows that it may lack a call of the attempt. Raises GatewayError where it cannot."""
-        ...
-
-    def settle(self, attempts: Iterable[tuple[str, str]]) -> None:
-        """The store lacks no call of these attempts, and none is being answered."""
-        ...
-
-
-class NoNotes:
-    """The notes of a gateway that is its store's only one: none."""
-
-    def check(self) -> None:
-        """See `Notes`."""
-
-    async def begin(self, rollout_id: str, attempt_id: str) -> None:
-        """See `Notes`."""
-
-    def settle(self, attempts: Iterable[tuple[str, str]]) -> None:
-        """See `Notes`."""

@@ -21,7 +21,7 @@ import re
 import struct
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,7 +63,6 @@ class Recorder:
     `max_waiting` records, or `max_waiting_bytes` of them, may wait for the ledger. `counters` counts `journal_errors`,
     and by `recording_lost` the records that were given up; `tokens_lost`, by attempt and model, the tokens sampled for
     these.
-    `taken` is told of the attempts of which the ledger has taken records.
     """
 
     def __init__(
@@ -75,14 +74,12 @@ class Recorder:
         max_waiting: int = _MAX_WAITING,
         max_waiting_bytes: int = _MAX_WAITING_BYTES,
         counters: Counter[str] | None = None,
-        taken: Callable[[Iterable[_Name]], None] = lambda _: None,
     ) -> None:
         self._path = journal
         self._ledger = ledger
         self._max_batch = max_batch
         self._max_waiting = max_waiting
         self._max_waiting_bytes = max_waiting_bytes
-        self._tell_taken = taken
         self._waiting_of: dict[_Name, int] = {}
         self._pending: deque[_Waiting] = deque()
         self._handed: list[_Waiting] = []  # those that the ledger is taking now; all are older than the pending ones
@@ -173,10 +170,6 @@ class Recorder:
     def is_lost(self, rollout_id: str, attempt_id: str) -> bool:
         """Whether records of this attempt were given up: it cannot be trained, and has to fail as infrastructure."""
         return (rollout_id, attempt_id) in self.tokens_lost
-
-    def waits(self, rollout_id: str, attempt_id: str) -> bool:
-        """Whether records of this attempt are still on their way to the ledger."""
-        return (rollout_id, attempt_id) in self._waiting_of
 
     async def stored(self) -> None:
         """Wait until every record made so far is durable in the ledger, but for those that were given up.
@@ -286,7 +279,6 @@ class Recorder:
         for one in taken:
             self._waiting_bytes -= one.size
             self._none_waits(one.attempt)
-        self._tell_taken({one.attempt for one in taken})
         if self._pending:
             return
         self._behind.end()

@@ -1,7 +1,8 @@
-"""What an answer waits for in the store: at a gateway that is alone nothing, but for one question after a restart."""
+"""What an answer waits for in the store: nothing, but for one question after a restart."""
 
 import asyncio
 import json
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ import pytest
 
 from lightning_rl.control_plane.gateways.membership import Membership
 from lightning_rl.control_plane.gateways.store_ledger import StoreLedger, claimed_info
-from lightning_rl.store.contract import Claim, RolloutRequest
+from lightning_rl.store.contract import Claim, GatewayInfo, RolloutRequest
+from lightning_rl.store.errors import StoreUnwritable
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread
 from lightning_rl_adapters.call import Call, calls_of
@@ -23,7 +25,7 @@ from lightning_rl_proxy.rendering.load import load_renderer
 from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
-from tests.lightning_rl.control_plane.gateways.test_membership import Hanging, until
+from tests.lightning_rl.control_plane.gateways.test_membership import until
 from tests.proxy.conftest import MODEL, TOKENIZER, ScriptedEngine
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -40,13 +42,31 @@ def store(tmp_path: Path) -> Iterator[SqlStore]:
         yield store
 
 
-def gateway_of(store: SqlStore, sql: SqlThread, renderer: LibraryRenderer, folder: Path, **more: Any) -> Gateway:
+class Hanging:
+    """A store's method that says nothing until `end`; then it fails. Of a test that fails it is the end, too."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self.end = self._over.set
+
+    def __enter__(self) -> "Hanging":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def __call__(self, *_: Any) -> None:
+        self._over.wait()
+        raise StoreUnwritable("gone")
+
+
+def gateway_of(
+    store: SqlStore, sql: SqlThread, renderer: LibraryRenderer, folder: Path, fleet: Membership | None = None
+) -> Gateway:
     router = Router(MODEL)
     router.register(ScriptedEngine(FastTokenizer(TOKENIZER)))
-    ledger = StoreLedger(store, sql, more.get("notes"))
-    return Gateway(
-        ledger=ledger, secret=store.secret, journal=folder / "journal", renderer=renderer, router=router, **more
-    )
+    ledger = StoreLedger(store, sql, fleet)
+    return Gateway(ledger=ledger, secret=store.secret, journal=folder / "journal", renderer=renderer, router=router)
 
 
 async def ask(gateway: Gateway, claim: Claim, messages: list[dict[str, Any]]) -> tuple[int, dict[str, Any]]:
@@ -83,25 +103,28 @@ def calls(store: SqlStore, claim: Claim) -> list[Call]:
     return calls_of(store.trace(claim.rollout.rollout_id, claim.attempt.attempt_id).spans)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_alone_no_answer_waits_for_a_store_that_hangs_or_is_refused_because_of_it(
-    store: SqlStore, renderer: LibraryRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+@pytest.mark.parametrize("gateways", ["one, of its own store", "one", "several"])
+def test_no_answer_waits_for_a_store_that_hangs_or_is_refused_because_of_it(
+    store: SqlStore, renderer: LibraryRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gateways: str
 ) -> None:
-    """The only gateway of a store, be it one that several could share or not; also when its lease is long over."""
+    """Also when the gateway's lease is long over, whether others share the store or not."""
 
     async def work(hanging: Hanging) -> None:
-        fleet = (
-            Membership(store, gateway_id="g", url="http://g", lease_seconds=0.2, every_seconds=0.05) if shared else None
-        )
+        fleet = None
+        if gateways != "one, of its own store":
+            fleet = Membership(store, gateway_id="g", url="http://g", lease_seconds=0.2, every_seconds=0.05)
+        if gateways == "several":
+            store.gateways.announce(GatewayInfo(gateway_id="other", url="http://other"), 600)
         sql = SqlThread()
-        gateway = gateway_of(store, sql, renderer, tmp_path, notes=fleet)
+        gateway = gateway_of(store, sql, renderer, tmp_path, fleet)
         if fleet is not None:
             await fleet.join()
-            renewing = asyncio.create_task(fleet.run(lambda: (0, 0), gateway.held, gateway.settle))
+            assert len(fleet.others) == (gateways == "several")
+            renewing = asyncio.create_task(fleet.run(lambda: (0, 0)))
         await gateway.start()
         claim = store.start(RolloutRequest(task=1), "w")
         gateway.open(claimed_info(claim))
-        for where, what in ((store, "add_packed"), (store.gateways, "announce"), (store.gateways, "note")):
+        for where, what in ((store, "add_packed"), (store.gateways, "announce")):
             monkeypatch.setattr(where, what, hanging)
         status, answer = await ask(gateway, claim, HELLO)
         assert status == 200

@@ -184,7 +184,7 @@ def served(
             router.register(engine)
         gateway = Gateway(
             ledger=StoreLedger(store, sql, one), secret=store.secret, journal=folder / "journal", renderer=None,
-            router=router, limits=RequestLimits(), notes=one,
+            router=router, limits=RequestLimits(),
         )  # fmt: skip
         keys = Keys(admin="admin", runner="runner", peer=peer_key(store.secret))
         app = create_app(

@@ -17,7 +17,7 @@ LEASE = 15.0
 PATIENT = RolloutConfig(unresponsive_seconds=1e6, timeout_seconds=None)
 
 
-def gateway(name: str, **said: int | bool) -> GatewayInfo:
+def gateway(name: str, **said: int) -> GatewayInfo:
     return GatewayInfo(gateway_id=name, url=f"http://{name}", **said)
 
 
@@ -117,8 +117,8 @@ def test_without_gateways_claims_name_none(shared: SqlStore) -> None:
         shared.gateways.take(rollout_id, "nope", "a")
 
 
-def placed_at_a(store: SqlStore, n: int = 1, **said: bool) -> list[tuple[str, str]]:
-    store.gateways.announce(gateway("a", **said), LEASE)
+def placed_at_a(store: SqlStore, n: int = 1) -> list[tuple[str, str]]:
+    store.gateways.announce(gateway("a"), LEASE)
     return claimed(store, n)
 
 
@@ -128,78 +128,48 @@ def owner_after(store: SqlStore, place: tuple[str, str], asking: str) -> str:
     return owner.gateway_id
 
 
-def test_an_attempt_is_taken_over_only_from_a_gateway_that_is_gone(shared: SqlStore, clock: Clock) -> None:
-    [place] = placed_at_a(shared, notes_calls=True)
+def test_what_a_gateway_had_that_is_gone_is_tried_again_and_not_taken_over(shared: SqlStore, clock: Clock) -> None:
+    [place] = placed_at_a(shared)
     assert owner_after(shared, place, "b") == "a"
     clock.advance(LEASE + APART_SECONDS / 2)  # by the clock of another server it may still live
     owner = shared.gateways.owner(place[1])
     assert owner is not None
-    assert (owner.live, owner.gone) == (False, False)
-    assert owner_after(shared, place, "b") == "a"
-    die(clock)
-    shared.gateways.announce(gateway("b"), LEASE)
-    assert owner_after(shared, place, "b") == "b"
-    assert owner_after(shared, place, "a") == "b"
-    assert shared.gateways.lost("a", [place[1]]) == {place[1]}
-    assert shared.gateways.lost("b", [place[1]]) == set()
-
-
-def test_an_attempt_with_calls_that_the_store_may_lack_is_abandoned_and_not_taken(
-    shared: SqlStore, clock: Clock
-) -> None:
-    noted, whole = placed_at_a(shared, 2, notes_calls=True)
-    assert shared.gateways.note("a", {noted[1], whole[1]}, ()) == {noted[1], whole[1]}
-    assert shared.gateways.note("a", (), {whole[1]}) == set()
+    assert (owner.live, owner.gone, owner.left) == (False, False, False)
     assert shared.gateways.abandoned() == []
     die(clock)
     shared.gateways.announce(gateway("b"), LEASE)
-    assert owner_after(shared, noted, "b") == "a"
-    assert [(late.attempt_id, late.why) for late in shared.gateways.abandoned()] == [(noted[1], "server")]
+    assert owner_after(shared, place, "b") == "a"
+    assert [(late.attempt_id, late.why) for late in shared.gateways.abandoned()] == [(place[1], "server")]
     [moved] = shared.expire(shared.gateways.abandoned())
-    assert (moved.rollout_id, moved.status) == (noted[0], "queued")
-    assert owner_after(shared, whole, "b") == "b"
+    assert (moved.rollout_id, moved.status) == (place[0], "queued")
+    assert shared.gateways.lost("a", [place[1]]) == {place[1]}
 
 
-def test_of_a_gateway_that_noted_nothing_nobody_knows_what_the_store_lacks(shared: SqlStore, clock: Clock) -> None:
+def test_a_gateway_that_comes_back_has_its_attempts_until_somebody_ended_them(shared: SqlStore, clock: Clock) -> None:
     [place] = placed_at_a(shared)
     die(clock)
-    assert owner_after(shared, place, "b") == "a"
-    assert [late.attempt_id for late in shared.gateways.abandoned()] == [place[1]]
-
-
-def test_a_gateway_that_comes_back_and_has_replayed_its_journal_has_its_attempts(
-    shared: SqlStore, clock: Clock
-) -> None:
-    [place] = placed_at_a(shared, notes_calls=True)
-    shared.gateways.note("a", {place[1]}, ())
-    die(clock)
-    shared.gateways.announce(gateway("a", notes_calls=True), LEASE)
+    shared.gateways.announce(gateway("a"), LEASE)
     assert shared.gateways.abandoned() == []
-    shared.gateways.stored_all("a")
-    die(clock)
-    shared.gateways.announce(gateway("b"), LEASE)
-    assert owner_after(shared, place, "b") == "b"
+    assert shared.gateways.lost("a", [place[1]]) == set()
 
 
-def test_a_gateway_that_left_leaves_its_attempts_to_all_at_once(shared: SqlStore) -> None:
-    [place] = placed_at_a(shared)
+def test_a_gateway_that_left_leaves_its_attempts_to_all_at_once(shared: SqlStore, clock: Clock) -> None:
+    first, second = placed_at_a(shared, 2)
     shared.gateways.announce(gateway("b"), LEASE)
     shared.gateways.leave("a")
     assert [each.gateway_id for each in shared.gateways.live()] == ["b"]
-    assert owner_after(shared, place, "b") == "b"
-
-
-def test_a_note_of_an_attempt_that_another_has_is_refused(shared: SqlStore, clock: Clock) -> None:
-    [place] = placed_at_a(shared, notes_calls=True)
+    assert shared.gateways.abandoned() == []
+    assert owner_after(shared, first, "b") == "b"
+    assert owner_after(shared, first, "a") == "b"
+    assert shared.gateways.lost("a", [first[1], second[1]]) == {first[1]}
+    shared.gateways.announce(gateway("a"), LEASE)  # started again, it has what nobody took
+    assert owner_after(shared, second, "b") == "a"
     die(clock)
-    shared.gateways.announce(gateway("b"), LEASE)
-    assert owner_after(shared, place, "b") == "b"
-    assert shared.gateways.note("a", {place[1]}, ()) == set()
-    assert shared.gateways.note("b", {place[1]}, ()) == {place[1]}
+    assert {late.attempt_id for late in shared.gateways.abandoned()} == {first[1], second[1]}
 
 
 def test_who_may_end_an_overdue_attempt(shared: SqlStore, clock: Clock) -> None:
-    [(_, attempt_id)] = placed_at_a(shared, notes_calls=True)
+    [(_, attempt_id)] = placed_at_a(shared)
     assert shared.gateways.may_end("a", [attempt_id]) == {attempt_id}
     assert shared.gateways.may_end("b", [attempt_id]) == set()
     die(clock)

@@ -1,7 +1,6 @@
-"""A gateway among others: when it notes its calls, when it may answer, and what servers do for each other."""
+"""A gateway among others: its lease, which attempts are its own, and what servers do for each other."""
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -18,11 +17,9 @@ from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Finish, GatewayInfo, RolloutRequest
 from lightning_rl.store.errors import Conflict, StoreUnwritable
 from lightning_rl.store.sql import SqlStore
-from lightning_rl_proxy.errors import GatewayError
 from tests.lightning_rl.store.backends import served
 
-ME, OTHER = "me", GatewayInfo(gateway_id="other", url="http://other", notes_calls=True)
-NAME = ("r", "a")
+ME, OTHER = "me", GatewayInfo(gateway_id="other", url="http://other")
 
 
 @pytest.fixture
@@ -38,17 +35,6 @@ def name(store: SqlStore) -> tuple[str, str]:
     return "r", store.rollout("r").attempts[0].attempt_id
 
 
-def unstored(store: SqlStore) -> bool:
-    """Whether the store says that it may lack calls."""
-    owner = store.gateways.owner(name(store)[1])
-    assert owner is not None
-    return owner.unstored
-
-
-def noted(store: SqlStore) -> list[bool]:
-    return [each.notes_calls for each in store.gateways.live() if each.gateway_id == ME]
-
-
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not holds():
@@ -56,12 +42,12 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def within(store: SqlStore, work: Callable[[Membership], Coroutine[Any, Any, None]], **fields: Any) -> None:
-    """Do some work with a gateway that renews its lease often; it holds the attempt, of which nothing is on its way."""
+    """Do some work with a gateway that renews its lease often."""
 
     async def run() -> None:
         fleet = Membership(store, gateway_id=ME, url="http://me", every_seconds=0.02, **fields)
         await fleet.join()
-        renewing = asyncio.create_task(fleet.run(lambda: (1, 2), lambda: [name(store)], lambda _: None))
+        renewing = asyncio.create_task(fleet.run(lambda: (1, 2)))
         try:
             await work(fleet)
         finally:
@@ -71,104 +57,27 @@ def within(store: SqlStore, work: Callable[[Membership], Coroutine[Any, Any, Non
     asyncio.run(run())
 
 
-def test_alone_nothing_is_noted(store: SqlStore) -> None:
-    async def work(fleet: Membership) -> None:
-        await fleet.begin(*name(store))
-        assert noted(store) == [False]
-
-    within(store, work)
-
-
-def test_when_another_comes_all_that_is_open_is_noted_and_later_calls_before_their_answers(store: SqlStore) -> None:
-    async def work(fleet: Membership) -> None:
-        store.gateways.announce(OTHER, 600)
-        await until(lambda: noted(store) == [True])
-        store.gateways.note(ME, {name(store)[1]}, ())
-        assert unstored(store)
-        fleet.settle([name(store)])
-        await until(lambda: not unstored(store))
-        await fleet.begin(*name(store))
-        assert unstored(store)  # at once, when `begin` has returned
-        await fleet.begin(*name(store))
-
-    within(store, work)
-
-
-def test_when_the_others_are_gone_notes_end_after_the_store_has_heard_so(store: SqlStore) -> None:
-    async def work(fleet: Membership) -> None:
-        store.gateways.announce(OTHER, 600)
-        await until(lambda: noted(store) == [True])
-        store.gateways.leave(OTHER.gateway_id)
-        await until(lambda: noted(store) == [False])
-        await until(lambda: not fleet._noting)
-
-    within(store, work)
-
-
-def test_a_call_of_an_attempt_that_another_has_is_not_answered(store: SqlStore) -> None:
-    async def work(fleet: Membership) -> None:
-        store.gateways.announce(OTHER, 600)
-        await until(lambda: noted(store) == [True])
-        with pytest.raises(GatewayError) as refused:
-            await fleet.begin("r", "not-mine")
-        assert (refused.value.status, refused.value.retry) == (503, True)
-
-    within(store, work)
-
-
 def refusing(*_: Any) -> None:
     raise StoreUnwritable("gone")
 
 
-class Hanging:
-    """A store's method that says nothing until `end`; then it fails. Of a test that fails it is the end, too."""
-
-    def __init__(self) -> None:
-        self._over = threading.Event()
-        self.end = self._over.set
-
-    def __enter__(self) -> "Hanging":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def __call__(self, *_: Any) -> None:
-        self._over.wait()
-        refusing()
-
-
-@pytest.mark.parametrize("how", ["refuses", "hangs"])
-def test_without_its_store_one_of_several_answers_until_its_lease_is_over(
-    store: SqlStore, monkeypatch: pytest.MonkeyPatch, how: str
+def test_it_is_sure_of_what_it_holds_until_its_lease_is_over_and_again_when_it_has_looked(
+    store: SqlStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(fleet: Membership) -> None:
-        with Hanging() as hanging:
-            await broken(fleet, hanging)
-
-    async def broken(fleet: Membership, hanging: Hanging) -> None:
         store.gateways.announce(OTHER, 600)
-        await until(lambda: noted(store) == [True])
-        fleet.settle([name(store)])
-        await until(lambda: not unstored(store))
-
-        for what in ("announce", "note"):
-            monkeypatch.setattr(store.gateways, what, refusing if how == "refuses" else hanging)
-        fleet.check()
-        with pytest.raises(GatewayError):  # it waits, and no longer than the lease
-            await fleet.begin(*name(store))
-        with pytest.raises(GatewayError) as refused:
-            fleet.check()
-        assert (refused.value.status, refused.value.retry) == (503, True)
-        hanging.end()
+        await until(lambda: [each.gateway_id for each in fleet.others] == [OTHER.gateway_id])
+        assert fleet.sure
+        monkeypatch.setattr(store.gateways, "announce", refusing)
+        await until(lambda: not fleet.sure)
         monkeypatch.undo()
         await until(lambda: fleet.lapsed)
-        with pytest.raises(GatewayError):  # until it is known what others have taken meanwhile
-            fleet.check()
+        assert not fleet.sure  # until it is known what others have ended meanwhile
+        assert await fleet.lost([name(store), ("r", "not-mine")]) == [("r", "not-mine")]
         fleet.lapsed = False
-        fleet.check()
+        assert fleet.sure
 
-    within(store, work, lease_seconds=1.0)
+    within(store, work, lease_seconds=0.3)
 
 
 Pair = tuple[str, str, SqlStore]
