@@ -17,6 +17,7 @@ from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Finish, GatewayInfo, RolloutRequest
 from lightning_rl.store.errors import Conflict, StoreUnwritable
 from lightning_rl.store.sql import SqlStore
+from lightning_rl_proxy.gateway import Gateway
 from tests.lightning_rl.store.backends import served
 
 ME, OTHER = "me", GatewayInfo(gateway_id="other", url="http://other")
@@ -136,6 +137,23 @@ def test_a_finish_at_the_other_server_shuts_the_door_where_the_attempt_is(pair: 
         other.finish(claim.rollout.rollout_id, claim.attempt.attempt_id, Finish(status="succeeded"))
         assert call(url, claim).status == 409
         assert other.rollout(claim.rollout.rollout_id).status == "succeeded"
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_gateway_that_gave_records_of_an_attempt_up_leaves_nothing_to_others(
+    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    def fleet(url: str) -> Membership:
+        return Membership(store, gateway_id="one", url=url, every_seconds=0.05)
+
+    monkeypatch.setattr(Gateway, "is_lost", lambda *_: lost)
+    with closing(SqlStore(postgres_url)) as store:
+        with served(store, tmp_path, fleet=fleet) as url:
+            HttpStore(url, "admin").publish({"main_llm": {"type": "proxy_llm", "model": "m"}})
+            claim = HttpStore(url, "admin").start(RolloutRequest(task=1))
+        owner = store.gateways.owner(claim.attempt.attempt_id)
+        assert owner is not None
+        assert owner.left == (not lost)
 
 
 def test_an_attempt_whose_gateway_is_gone_and_may_have_kept_calls_fails_whatever_its_worker_says(pair: Pair) -> None:
