@@ -1,19 +1,20 @@
 """What agents emitted, on its way to the server: by OTLP, as any other program's spans.
 
-Invariant: delivery takes a few seconds at most and raises nothing. Spans are told of a rollout, never its condition.
+Invariant: delivery raises nothing, and a server that does not answer is waited for once, for a few seconds. Spans are
+told of a rollout, never its condition.
 """
 
 import gzip
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 import urllib3
 
 from lightning_rl.runner.outcome import MOST_SPANS, SpanBatch
 
-_SECONDS = 2.0  # for one request, and for the last to begin: a stopped process leaves 5 to results on their way
+_SECONDS = 2.0  # for a request and its repeats: a stopped process leaves 5 to results on their way
 _PAUSE_SECONDS = 0.2
 _TRY_AGAIN = (429, 502, 503, 504)
 _log = logging.getLogger(__name__)
@@ -34,32 +35,41 @@ class SpanDelivery:
         self._pool = urllib3.PoolManager(maxsize=connections, retries=False, timeout=_SECONDS)
 
     def __call__(self, emitted: Sequence[Emitted]) -> None:
-        """Send the spans of attempts, several in a request. What cannot be sent in time is given up, and told in the
-        log."""
-        end = time.monotonic() + _SECONDS
+        """Send the spans of attempts, several in a request. What is refused is given up, and all that is left when the
+        server does not answer in time; both are told in the log."""
         lost: Counter[str] = Counter()
-        for together in _requests(emitted):
-            if self._sent(together, end):
+        waiting = deque(_requests(emitted))
+        while waiting:
+            together = waiting.popleft()
+            taken = self._taken(together)
+            if taken:
                 continue
-            for one in together:  # what is wrong with one of them is no other's loss
-                if len(together) == 1 or not self._sent([one], end):
-                    lost[one[0]] += one[1].number
+            if taken is None:
+                together += [one for others in waiting for one in others]
+                waiting.clear()
+            elif len(together) > 1:  # what is wrong with one of them is no other's loss
+                waiting.extendleft([one] for one in reversed(together))
+                continue
+            for name, batch in together:
+                lost[name] += batch.number
         for rollout_id, number in lost.items():
             told = "%d of the %d spans that rollout %s emitted did not reach the server"
             _log.warning(told, number, sum(each.number for name, each in emitted if name == rollout_id), rollout_id)
 
-    def _sent(self, together: Sequence[Emitted], end: float) -> bool:
+    def _taken(self, together: Sequence[Emitted]) -> bool | None:
+        """Whether the server takes these; None where it does not say so in time."""
         # Messages of protobuf whose fields are lists are joined by writing one behind the other.
         body = gzip.compress(b"".join(batch.otlp for _, batch in together), compresslevel=1)
+        end = time.monotonic() + _SECONDS
         while time.monotonic() < end:
             try:
                 status = self._pool.request("POST", self._url, body=body, headers=self._headers).status
             except urllib3.exceptions.HTTPError:
-                return False
+                return None
             if status not in _TRY_AGAIN:
                 return status == 200
             time.sleep(_PAUSE_SECONDS)
-        return False
+        return None
 
 
 def _requests(emitted: Sequence[Emitted]) -> Iterator[list[Emitted]]:

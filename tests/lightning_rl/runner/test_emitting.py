@@ -12,6 +12,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import urllib3
 
 from lightning_rl.agents.agent import as_agent
 from lightning_rl.agents.emitted import Emitted
@@ -173,6 +174,20 @@ def test_an_export_that_fails_changes_nothing_of_the_rollout(server, caplog) -> 
             assert ([reward.call_id for reward in trace.rewards], trace.spans) == (["resp_c"], [])
             rollout_id = trace.attempt.rollout_id
             assert f"2 of the 2 spans that rollout {rollout_id} emitted did not reach the server" in caplog.text
+
+
+def test_a_server_that_does_not_answer_is_asked_once_for_all_that_waits(caplog) -> None:
+    deliver, asked = SpanDelivery("http://127.0.0.1:9", "runner"), []
+
+    def request(*args: Any, **kwargs: Any) -> None:
+        asked.append(args)
+        raise urllib3.exceptions.HTTPError("silent")
+
+    deliver._pool.request = request
+    deliver([("a", SpanBatch(512, b"")), ("a", SpanBatch(8, b"")), ("b", SpanBatch(512, b""))])
+    assert len(asked) == 1
+    told = "%d of the %d spans that rollout %s emitted did not reach the server"
+    assert caplog.messages == [told % (520, 520, "a"), told % (512, 512, "b")]
 
 
 def test_nothing_is_sent_where_nothing_was_emitted(server) -> None:
