@@ -1,6 +1,7 @@
 """What the gateway costs: calls per second and added latency, recording durably, beside a bare relay in the same run.
 
-    python benchmarks/gateway.py [--prompt 300 --answer 128 --group 8] [--turns 10] [--peer PYTHON] [--rllm PROGRAM]
+    python benchmarks/gateway.py [--prompt 300 --answer 128 --group 8] [--turns 10] [--peer PYTHON] [--agl PROGRAM]
+        [--rllm PROGRAM]
 
 Both sit between the same clients and the same instant token engine (its answer at once, no model). The gateway is the
 real server: keys, forest, journal, SQLite store. The relay is the least that any proxy must do: parse the request,
@@ -13,7 +14,8 @@ not depend on what else the machine does.
 
 `--peer` names the Python of an environment with agentlightning 0.3 and its LLMProxy (`llm_proxy.py`), which is then a
 third beside them. It speaks Chat Completions to an engine that answers with the same tokens at once, and looks at no
-keys. `--rllm` names the program `rllm-model-gateway` (rllm-model-gateway 0.1.0 from PyPI), another one: started as its
+keys. `--agl` names the program `agl-server` of Agent Lightning 1.0 (from its repository), which keeps events in memory.
+`--rllm` names the program `rllm-model-gateway` (rllm-model-gateway 0.1.0 from PyPI), another one: started as its
 README says, over SQLite, each call in a session of its own. It looks at no keys either, reads a call's token ids and
 log probabilities from the engine's answer, and leaves rendering and tokenising to the engine, which costs nothing here.
 """
@@ -58,6 +60,7 @@ MODEL = "policy"
 GENERATE = "/inference/v1/generate"
 CHAT = "/v1/chat/completions"
 PEER, RLLM = "Agent Lightning 0.3, LLMProxy", "rllm-model-gateway 0.1.0"
+AGL, AGL_KEY = "Agent Lightning 1.0, agl-server", "benchmark"
 ANSWER = [300, 301, 302, 303, 304, 305, 306, 307]
 TOKENS_A_WORD = 1.58  # of the tutorial's tokenizer
 WORDS = [
@@ -243,21 +246,46 @@ def llm_proxy(python: str, engine_url: str, calls: int, log: Path) -> Iterator[t
 
 
 @contextmanager
-def rllm_gateway(program: str, engine_url: str, folder: Path) -> Iterator[tuple[str, int]]:
-    """rLLM's gateway; its URL, and its process id."""
+def peer_program(command: list[str], port_as: str, health: str, folder: Path) -> Iterator[tuple[str, int]]:
+    """A server that is started by a command, which is told its port as `port_as` says; its URL, and its process id."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [program, "--host", "127.0.0.1", "--port", str(port), "--worker", f"{engine_url}/v1"]
-    command += ["--db-path", str(folder / "rllm.db"), "--log-level", "WARNING"]
-    with (folder / "rllm.log").open("wb") as lines:
-        child = subprocess.Popen(command, stdout=lines, stderr=lines)
+    with (folder / "peer-program.log").open("wb") as lines:
+        told = port_as.format(port).split()
+        child = subprocess.Popen([*command, *told], stdout=lines, stderr=lines, cwd=folder)
     url = f"http://127.0.0.1:{port}"
     try:
-        urllib3.request("GET", f"{url}/health", retries=urllib3.Retry(total=12, backoff_factor=0.2))
+        urllib3.request("GET", f"{url}{health}", retries=urllib3.Retry(total=12, backoff_factor=0.2))
         yield url, child.pid
     finally:
         child.terminate()
         child.wait(20)
+
+
+@contextmanager
+def agl_server(program: str, engine_url: str, folder: Path) -> Iterator[tuple[Callable[[int], list[str]], int]]:
+    """Agent Lightning's server; what makes the base URLs of so many attempts, and its process id."""
+    command = [program, "host=127.0.0.1", f"key={AGL_KEY}", f"default_proxy.model_name={MODEL}"]
+    with peer_program(command, "port={}", "/healthz", folder) as (url, pid):
+        headers = {"authorization": f"Bearer {AGL_KEY}"}
+        model = [{"model": MODEL, "endpoint": f"{engine_url}/v1"}]
+        assert urllib3.request("POST", f"{url}/api/models", json=model, headers=headers).status == 201
+
+        def attempts(calls: int) -> list[str]:
+            made = urllib3.request("POST", f"{url}/api/rollouts", json=[{"input": None}] * calls, headers=headers)
+            assert made.status == 201, made.data
+            return [f"{url}/proxy/rollout/{one['rollout_id']}/attempt/1/mode/train/openai/v1" for one in made.json()]
+
+        yield attempts, pid
+
+
+@contextmanager
+def rllm_gateway(program: str, engine_url: str, folder: Path) -> Iterator[tuple[str, int]]:
+    """rLLM's gateway; its URL, and its process id."""
+    command = [program, "--host", "127.0.0.1", "--worker", f"{engine_url}/v1"]
+    command += ["--db-path", str(folder / "rllm.db"), "--log-level", "WARNING"]
+    with peer_program(command, "--port {}", "/health", folder) as found:
+        yield found
     with closing(sqlite3.connect(f"file:{folder / 'rllm.db'}?mode=ro", uri=True)) as store:
         (traces,) = store.execute("SELECT count(*) FROM traces").fetchone()
     print(f"{RLLM} at its end: {traces} traces", file=sys.stderr)
@@ -391,6 +419,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=1, help="calls with the same prompt")
     parser.add_argument("--turns", type=int, default=1, help="the call is this one of its conversation")
     parser.add_argument("--peer", help="the Python of an environment with agentlightning 0.3 and litellm's proxy")
+    parser.add_argument("--agl", help="the program agl-server")
     parser.add_argument("--rllm", help="the program of rllm-model-gateway")
     parser.add_argument("--peer-calls", type=int, default=200, help="its calls of a round")
     parser.add_argument("--role", choices=["engine", "relay"])
@@ -421,6 +450,8 @@ def main() -> None:
                 llm_proxy(arguments.peer, engine_url, arguments.peer_calls, folder / "peer.log")
             )
             peers[PEER] = (lambda _: urls), pid
+        if arguments.agl:
+            peers[AGL] = parts.enter_context(agl_server(arguments.agl, engine_url, folder))
         if arguments.rllm:
             url, pid = parts.enter_context(rllm_gateway(arguments.rllm, engine_url, folder))
             peers[RLLM] = (lambda calls: [f"{url}/sessions/{uuid.uuid4().hex}/v1" for _ in range(calls)]), pid
@@ -435,7 +466,7 @@ def main() -> None:
                 relayed = [(f"{relay_url}/v1", "none")] * calls
                 turn["bare relay"] = measure(relayed, clients, relay_pid, number, size)
                 for name, (urls_of, pid) in peers.items():
-                    turn[name] = measure([(url, "none") for url in urls_of(calls)], clients, pid, number, size)
+                    turn[name] = measure([(url, AGL_KEY) for url in urls_of(calls)], clients, pid, number, size)
                 if not warm_up:
                     for name, measured in turn.items():
                         found[name].append(measured)
