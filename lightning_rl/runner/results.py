@@ -19,7 +19,7 @@ from lightning_rl.runner.error_classification import error_info
 from lightning_rl.runner.leases import ActiveClaims
 from lightning_rl.runner.outcome import SpanBatch
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.contract import Claim, Ending, Finish, Log
+from lightning_rl.store.contract import AttemptLog, Claim, Ending, Finish, Log
 from lightning_rl.store.errors import Conflict, Invalid, NotFound, Unreachable
 
 _LOOK_SECONDS = 0.1  # so soon it is seen that the process stops, while a server is away
@@ -141,10 +141,14 @@ class Results:
             self._again.append(again)
 
     def _report(self, results: Sequence[Result]) -> None:
-        for result in results:
-            if result.log is not None:
-                self._store.add_log(result.ending.rollout_id, result.ending.attempt_id, result.log)
         endings = [result.ending for result in results]
+        logs = [
+            AttemptLog(rollout_id=ending.rollout_id, attempt_id=ending.attempt_id, log=result.log)
+            for ending, result in zip(endings, results, strict=True)
+            if result.log is not None
+        ]
+        if logs:
+            self._store.add_logs(logs)
         try:
             self._store.finish_many(endings)
         except Invalid as error:

@@ -50,6 +50,12 @@ class AttemptsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     attempts: list[Attempt]
 
 
+class KeptAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """How many are kept."""
+
+    kept: int
+
+
 class RewardsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Rewards, with their ids."""
 

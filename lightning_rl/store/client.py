@@ -17,6 +17,7 @@ import urllib3
 from lightning_rl.store.answers import (
     AttemptsAnswer,
     ClaimsAnswer,
+    KeptAnswer,
     LeaseAnswer,
     LeasesAnswer,
     PageAnswer,
@@ -28,6 +29,7 @@ from lightning_rl.store.answers import (
 )
 from lightning_rl.store.contract import (
     Attempt,
+    AttemptLog,
     Claim,
     Ending,
     Finish,
@@ -227,6 +229,10 @@ class HttpStore:
     def add_log(self, rollout_id: str, attempt_id: str, log: Log) -> None:
         """Keep what an attempt printed, which may have ended; the first log of an attempt stays."""
         self._call("POST", f"{_attempt_path(rollout_id, attempt_id)}/log", log, Log)
+
+    def add_logs(self, logs: Sequence[AttemptLog]) -> None:
+        """`add_log` of many attempts, all of them or none."""
+        self._call("POST", "/attempts/logs", {"attempts": logs}, KeptAnswer)
 
     # Records
 

@@ -180,6 +180,14 @@ class Log(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     traceback: str = ""
 
 
+class AttemptLog(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The log of one attempt among many."""
+
+    rollout_id: str
+    attempt_id: str
+    log: Log
+
+
 class ResourcesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Resources to publish, by name."""
 

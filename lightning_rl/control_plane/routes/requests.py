@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from lightning_rl.store.contract import Ending, Id, Reward, RolloutRequest
+from lightning_rl.store.contract import AttemptLog, Ending, Id, Reward, RolloutRequest
 from lightning_rl_adapters.structs import read_hints
 
 _WaitSeconds = Annotated[float, msgspec.Meta(ge=0, le=600)]
@@ -60,6 +60,12 @@ class EndingsBody(_Body, frozen=True, kw_only=True):
     """Attempts that ended."""
 
     attempts: list[Ending]
+
+
+class LogsBody(_Body, frozen=True, kw_only=True):
+    """What attempts printed."""
+
+    attempts: list[AttemptLog]
 
 
 class WorkersBody(_Body, frozen=True, kw_only=True):

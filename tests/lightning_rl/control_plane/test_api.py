@@ -34,6 +34,7 @@ RUNNERS = [
     ("POST", f"{A}/log"),
     ("POST", "/api/v1/attempts/heartbeat"),
     ("POST", "/api/v1/attempts/finish"),
+    ("POST", "/api/v1/attempts/logs"),
     ("POST", "/api/v1/workers/died"),
 ]
 ADMINS = [

@@ -44,6 +44,7 @@ CONTROL = {
     ("POST", f"{ATTEMPT}/log"): ("runner", 400),
     ("POST", "/attempts/heartbeat"): ("runner", 400),
     ("POST", "/attempts/finish"): ("runner", 400),
+    ("POST", "/attempts/logs"): ("runner", 400),
     ("POST", "/workers/died"): ("runner", 400),
     ("GET", "/workers"): ("admin", 200),
     ("POST", "/rollouts"): ("admin", 400),

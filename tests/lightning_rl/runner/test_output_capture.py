@@ -11,7 +11,7 @@ import pytest
 
 from lightning_rl.runner import output_capture
 from lightning_rl.runner.output_capture import CapturedOutput, Printed
-from lightning_rl.store.contract import Log
+from lightning_rl.store.contract import AttemptLog, Log
 from lightning_rl.store.errors import NotAllowed, NotFound
 from tests.lightning_rl.runner.runs import asked
 
@@ -155,3 +155,11 @@ def test_a_log_is_kept_of_an_attempt_that_has_ended_and_read_with_the_admin_key_
         runner.log(*place)
     with pytest.raises(NotFound):
         runner.add_log(place[0], "unknown", first)
+    other = server.store.start(RolloutRequest(task=2))
+    there = [place, (other.rollout.rollout_id, other.attempt.attempt_id)]
+    logs = [AttemptLog(rollout_id=r, attempt_id=a, log=Log(stdout="of many")) for r, a in there]
+    with pytest.raises(NotFound, match="no attempt unknown of rollout"):
+        runner.add_logs([*logs, AttemptLog(rollout_id=place[0], attempt_id="unknown", log=first)])
+    assert server.store.log(*there[1]) == Log()
+    runner.add_logs(logs)
+    assert [server.store.log(*each).stdout for each in there] == ["out", "of many"]

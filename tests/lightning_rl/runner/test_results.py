@@ -10,7 +10,7 @@ import pytest
 from lightning_rl.runner.leases import ActiveClaims
 from lightning_rl.runner.outcome import SpanBatch
 from lightning_rl.runner.results import Result, Results
-from lightning_rl.store.contract import Attempt, Claim, Ending, Finish, Log, RolloutRequest
+from lightning_rl.store.contract import Attempt, AttemptLog, Claim, Ending, Finish, Log, RolloutRequest
 from lightning_rl.store.errors import Conflict, Invalid, Unreachable
 from lightning_rl.store.sql import SqlStore
 
@@ -22,7 +22,7 @@ class Server:
         self.store = store
         self.troubles: list[Exception | None] = []
         self.requests: list[list[str]] = []
-        self.logs: list[str] = []
+        self.logs: list[list[str]] = []  # of a request each
 
     def finish_many(self, endings: Sequence[Ending]) -> list[Attempt]:
         self.requests.append([ending.rollout_id for ending in endings])
@@ -30,8 +30,8 @@ class Server:
             raise trouble
         return [attempt for _, attempt in self.store.finish_many(endings)]
 
-    def add_log(self, rollout_id: str, attempt_id: str, log: Log) -> None:
-        self.logs.append(f"{rollout_id}: {log.stdout}")
+    def add_logs(self, logs: Sequence[AttemptLog]) -> None:
+        self.logs.append([f"{each.rollout_id}: {each.log.stdout}" for each in logs])
 
 
 class World:
@@ -79,10 +79,10 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def test_what_is_there_together_is_one_request(world: World) -> None:
-    world.send([world.result(claim, Log(stdout="x") if n == 3 else None) for n, claim in enumerate(world.claims)])
+    world.send([world.result(claim, Log(stdout="x") if n >= 3 else None) for n, claim in enumerate(world.claims)])
     assert world.server.requests == [["r0", "r1", "r2", "r3", "r4"]]
     assert world.spans == [["r0", "r1", "r2", "r3", "r4"]]
-    assert world.server.logs == ["r3: x"]
+    assert world.server.logs == [["r3: x", "r4: x"]]
     assert world.statuses() == ["succeeded"] * 5
     assert list(world.over.values()) == [[True]] * 5
 
