@@ -105,11 +105,13 @@ class Gateways:
         found = self._database.read(lambda connection: connection.execute(_OWNED.where(gone, sa.not_(_LEFT))).all())
         return [Overdue(rollout_id=row.rollout_id, attempt_id=row.attempt_id, why="server") for row in found]
 
-    def may_end(self, gateway_id: str, attempt_ids: Sequence[str]) -> set[str]:
-        """Those of the attempts that this gateway has, or whose owner is gone: the store has all records of these, or
-        soon will."""
-        gone = self._clock() > _LEASE + APART_SECONDS
-        ours = sa.and_(_PLACEMENTS.attempt_id.in_(attempt_ids), (_PLACEMENTS.gateway_id == gateway_id) | gone)
+    def may_end(self, gateway_id: str, attempt_ids: Sequence[str], *, of_gone: bool = True) -> set[str]:
+        """Those of the attempts that this gateway has, and with `of_gone` those whose owner is gone: the store has all
+        records of these, or soon will."""
+        whose = _PLACEMENTS.gateway_id == gateway_id
+        if of_gone:
+            whose |= self._clock() > _LEASE + APART_SECONDS
+        ours = sa.and_(_PLACEMENTS.attempt_id.in_(attempt_ids), whose)
         found = self._database.read(lambda connection: connection.execute(_OWNED.where(ours)).all())
         return {row.attempt_id for row in found}
 

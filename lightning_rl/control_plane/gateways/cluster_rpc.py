@@ -204,7 +204,7 @@ class Peers(Alone):
             owner = await self._fleet.take(rollout_id, attempt_id)  # or another gateway might, and go on with it
         if owner is None or owner.gateway_id == self._fleet.gateway_id:
             return await self.seal_here(rollout_id, attempt_id)
-        if owner.gone:
+        if owner.gone and self._fleet.knows_who_is_gone:
             return Sealed(lack=_GATEWAY_GONE)
         try:
             sealed = await self._ask(owner, "seal", {"rollout_id": rollout_id, "attempt_id": attempt_id}, Sealed)

@@ -1,8 +1,9 @@
 """This server's gateway among those of its store: its lease there, and which attempts are its own.
 
-Invariant: no answer of a gateway waits for the store or for another gateway, or is refused because of them. So another
+Invariants: no answer of a gateway waits for the store or for another gateway, or is refused because of them. So another
 one goes on with its attempts only when it has stopped and says that the store has all its calls; where it is gone
-otherwise they are tried again.
+otherwise they are tried again. Who did not reach the store, or has just begun, calls nobody gone before all others had
+time to renew their leases: they may not have reached it either.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from lightning_rl.store.contract import GatewayInfo, Overdue, Owner
 from lightning_rl.store.errors import StoreUnwritable
+from lightning_rl.store.gateways import APART_SECONDS
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread
 
@@ -42,6 +44,7 @@ class Membership:
         self.url = url.rstrip("/")
         self._lease_seconds, self._every_seconds = lease_seconds, every_seconds
         self._until = 0.0  # the end of the lease, by the loop's clock
+        self._heard_since = 0.0  # since when it has held without a break, by the same
 
     # The lease
 
@@ -71,6 +74,8 @@ class Membership:
         )
         self.others = await self._sql.run(self._gateways.announce, info, self._lease_seconds)
         self._sql.writable_again()
+        if asked > self._until:
+            self._heard_since = loop.time()
         if self._until and asked > self._until:
             self.lapsed = True
             _log.warning("the lease was over for %.1f s: its attempts may have been ended", asked - self._until)
@@ -91,14 +96,20 @@ class Membership:
         lost = await self._sql.run(self._gateways.lost, self.gateway_id, [attempt_id for _, attempt_id in held])
         return [name for name in held if name[1] in lost]
 
+    @property
+    def knows_who_is_gone(self) -> bool:
+        """Whether others that live have had time to say so."""
+        now = asyncio.get_running_loop().time()
+        return now <= self._until and now - self._heard_since > self._lease_seconds + APART_SECONDS
+
     async def may_end(self, overdue: Sequence[Overdue]) -> set[str]:
         """The ids of those of the attempts that this gateway may end."""
-        ids = [late.attempt_id for late in overdue]
-        return await self._sql.run(self._gateways.may_end, self.gateway_id, ids) if ids else set()
+        ids, of_gone = [late.attempt_id for late in overdue], self.knows_who_is_gone
+        return await self._sql.run(self._gateways.may_end, self.gateway_id, ids, of_gone=of_gone) if ids else set()
 
     async def abandoned(self) -> list[Overdue]:
         """The attempts whose gateway is gone, perhaps with some of their calls."""
-        return await self._sql.run(self._gateways.abandoned)
+        return await self._sql.run(self._gateways.abandoned) if self.knows_who_is_gone else []
 
     async def live(self) -> list[GatewayInfo]:
         """All gateways that live."""

@@ -27,6 +27,7 @@ import urllib3
 
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Claim, Finish, RolloutConfig, RolloutRequest
+from lightning_rl.store.gateways import APART_SECONDS
 from lightning_rl_adapters.call import calls_of
 from tests.lightning_rl.control_plane.test_killed import PROGRAM, Streams
 from tests.lightning_rl.control_plane.test_process import TOKENIZER
@@ -272,6 +273,26 @@ def test_a_gateway_that_is_back_in_time_goes_on_with_what_its_journal_holds(flee
     two.store.finish(*place(claim), Finish(status="succeeded", reward=1.0))  # handed over to the one that has it
     assert [call.number for call in calls(two, claim)] == [0, 1]
     assert back.store.rollout(claim.rollout.rollout_id).status == "succeeded"
+
+
+@pytest.mark.long
+def test_a_database_that_is_away_for_long_costs_no_gateway_its_attempts(fleet: Fleet, cluster: Any) -> None:
+    one, two = fleet.start("one"), fleet.start("two")
+    together(one, two)
+    claims = [placed_at(server) for server in (one, two)]
+    first = [ask(claim, MESSAGES) for claim in claims]
+    cluster.stop()
+    try:
+        time.sleep(LEASE + APART_SECONDS + 2)
+        asked = [went_on(MESSAGES, answer) for answer in first]
+        second = [ask(claim, messages) for claim, messages in zip(claims, asked, strict=True)]  # meanwhile, too
+    finally:
+        cluster.start()
+    for claim, messages, answer in zip(claims, asked, second, strict=True):
+        ask(claim, went_on(messages, answer), tries=30)
+        two.store.finish(*place(claim), Finish(status="succeeded", reward=1.0))  # one of them is at the other
+        assert [call.number for call in calls(one, claim)] == [0, 1, 2]
+        assert [each.status for each in one.store.rollout(claim.rollout.rollout_id).attempts] == ["succeeded"]
 
 
 @pytest.mark.long

@@ -10,11 +10,12 @@ import pytest
 import sqlalchemy as sa
 import urllib3
 
+from lightning_rl.control_plane.gateways import membership
 from lightning_rl.control_plane.gateways.cluster_rpc import ASKED, peer_key
 from lightning_rl.control_plane.gateways.membership import Membership
 from lightning_rl.store import schema
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.contract import Finish, GatewayInfo, RolloutRequest
+from lightning_rl.store.contract import Finish, GatewayInfo, Overdue, RolloutRequest
 from lightning_rl.store.errors import Conflict, StoreUnwritable
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_proxy.gateway import Gateway
@@ -77,6 +78,36 @@ def test_it_is_sure_of_what_it_holds_until_its_lease_is_over_and_again_when_it_h
         assert await fleet.lost([name(store), ("r", "not-mine")]) == [("r", "not-mine")]
         fleet.lapsed = False
         assert fleet.sure
+
+    within(store, work, lease_seconds=0.3)
+
+
+def test_who_was_away_calls_nobody_gone_before_the_others_had_time_to_renew(
+    store: SqlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A database that is away is away for all: the first to reach it again must not end what the others have."""
+    monkeypatch.setattr(membership, "APART_SECONDS", 0.05)
+    claim = store.start(RolloutRequest(task=2, rollout_id="others"), "w")
+    place = ("others", claim.attempt.attempt_id)
+    store.gateways.announce(OTHER, 600)
+    store.gateways.take(*place, OTHER.gateway_id)
+    store.gateways.announce(OTHER, -600)  # its lease is long over
+    overdue = [Overdue(rollout_id=place[0], attempt_id=place[1], why="lease")]
+
+    async def gone(fleet: Membership) -> tuple[list[str], set[str]]:
+        return [late.attempt_id for late in await fleet.abandoned()], await fleet.may_end(overdue)
+
+    async def work(fleet: Membership) -> None:
+        assert await gone(fleet) == ([], set())
+        await until(lambda: fleet.knows_who_is_gone)
+        assert await gone(fleet) == ([place[1]], {place[1]})
+        monkeypatch.setattr(store.gateways, "announce", refusing)
+        await until(lambda: not fleet.sure)
+        assert await gone(fleet) == ([], set())
+        monkeypatch.undo()
+        monkeypatch.setattr(membership, "APART_SECONDS", 600)
+        await until(lambda: fleet.lapsed)
+        assert await gone(fleet) == ([], set())
 
     within(store, work, lease_seconds=0.3)
 
@@ -156,7 +187,10 @@ def test_a_gateway_that_gave_records_of_an_attempt_up_leaves_nothing_to_others(
         assert owner.left == (not lost)
 
 
-def test_an_attempt_whose_gateway_is_gone_and_may_have_kept_calls_fails_whatever_its_worker_says(pair: Pair) -> None:
+def test_an_attempt_whose_gateway_is_gone_and_may_have_kept_calls_fails_whatever_its_worker_says(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Membership, "knows_who_is_gone", True)
     one, two, store = pair
     claim = HttpStore(one, "admin").start(RolloutRequest(task=1))
     attempt_id = claim.attempt.attempt_id
