@@ -50,8 +50,8 @@ class AttemptsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     attempts: list[Attempt]
 
 
-class KeptAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """How many are kept."""
+class LogsAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """How many logs are kept."""
 
     kept: int
 

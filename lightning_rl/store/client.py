@@ -17,9 +17,9 @@ import urllib3
 from lightning_rl.store.answers import (
     AttemptsAnswer,
     ClaimsAnswer,
-    KeptAnswer,
     LeaseAnswer,
     LeasesAnswer,
+    LogsAnswer,
     PageAnswer,
     RewardedAnswer,
     RewardsAnswer,
@@ -232,7 +232,7 @@ class HttpStore:
 
     def add_logs(self, logs: Sequence[AttemptLog]) -> None:
         """`add_log` of many attempts, all of them or none."""
-        self._call("POST", "/attempts/logs", {"attempts": logs}, KeptAnswer)
+        self._call("POST", "/attempts/logs", {"attempts": logs}, LogsAnswer)
 
     # Records
 

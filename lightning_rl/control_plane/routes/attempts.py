@@ -13,7 +13,7 @@ from lightning_rl.control_plane.routes.requests import AttemptsBody, EndingsBody
 from lightning_rl.control_plane.routes.required_key import OWN, RUNNER
 from lightning_rl.control_plane.routes.route import ApiRoute, JsonBody
 from lightning_rl.control_plane.routes.services import Server
-from lightning_rl.store.answers import AttemptsAnswer, KeptAnswer, LeaseAnswer, LeasesAnswer, RewardsAnswer
+from lightning_rl.store.answers import AttemptsAnswer, LeaseAnswer, LeasesAnswer, LogsAnswer, RewardsAnswer
 from lightning_rl.store.contract import Attempt, Finish, Log, Rollout
 from lightning_rl.store.errors import Conflict, NotFound
 from lightning_rl.store.rewards import returned_rewards
@@ -67,7 +67,7 @@ async def add_log(server: Server, rollout_id: str, attempt_id: str, log: Annotat
 
 
 @router.post("/attempts/logs", dependencies=[RUNNER])
-async def add_logs(server: Server, body: Annotated[LogsBody, Depends(JsonBody(LogsBody))]) -> KeptAnswer:
+async def add_logs(server: Server, body: Annotated[LogsBody, Depends(JsonBody(LogsBody))]) -> LogsAnswer:
     """Keep what many attempts printed, all of them or none; the first log of an attempt stays."""
     places = [(one.rollout_id, one.attempt_id) for one in body.attempts]
     known = await server.sql.run(server.store.statuses, places)
@@ -76,7 +76,7 @@ async def add_logs(server: Server, body: Annotated[LogsBody, Depends(JsonBody(Lo
             raise NotFound(f"there is no attempt {attempt_id} of rollout {rollout_id}")
     spans = [trace_views.log_span(one.rollout_id, one.attempt_id, one.log) for one in body.attempts]
     await server.sql.run(server.store.add_spans, spans)
-    return KeptAnswer(kept=len(spans))
+    return LogsAnswer(kept=len(spans))
 
 
 @router.post("/attempts/heartbeat", dependencies=[RUNNER])
