@@ -246,13 +246,17 @@ def llm_proxy(python: str, engine_url: str, calls: int, log: Path) -> Iterator[t
 
 
 @contextmanager
-def peer_program(command: list[str], port_as: str, health: str, folder: Path) -> Iterator[tuple[str, int]]:
+def peer_program(
+    command: list[str], port_as: str, health: str, folder: Path, **environment: str
+) -> Iterator[tuple[str, int]]:
     """A server that is started by a command, which is told its port as `port_as` says; its URL, and its process id."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with (folder / "peer-program.log").open("wb") as lines:
         told = port_as.format(port).split()
-        child = subprocess.Popen([*command, *told], stdout=lines, stderr=lines, cwd=folder)
+        child = subprocess.Popen(
+            [*command, *told], stdout=lines, stderr=lines, cwd=folder, env=os.environ | environment
+        )
     url = f"http://127.0.0.1:{port}"
     try:
         urllib3.request("GET", f"{url}{health}", retries=urllib3.Retry(total=12, backoff_factor=0.2))

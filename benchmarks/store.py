@@ -18,9 +18,7 @@ import argparse
 import asyncio
 import functools
 import os
-import socket
 import sqlite3
-import subprocess
 import sys
 import tempfile
 import threading
@@ -40,7 +38,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gateway import MODEL, cpu_seconds
+from gateway import MODEL, cpu_seconds, peer_program
 from load import resident_mb
 
 from lightning_rl.agents.agent import as_agent
@@ -217,7 +215,7 @@ def emitting(task: Any, llm: Any) -> dict[str, float]:
 
 def runners_lives(side: Any, url: str, folder: Path, rollouts: int) -> Measured:
     """Lives of so many rollouts on real runners, as a Trainer starts them."""
-    with launch(at_once(start_processes=False), as_agent(emitting), url, "runner", log_dir=folder):
+    with launch(at_once(None, start_processes=False), as_agent(emitting), url, "runner", log_dir=folder):
         asked(side, BATCH, defaultdict(list))  # until they are there
         return lived(side, rollouts, [], threading.Event(), defaultdict(list))
 
@@ -298,31 +296,12 @@ def lived(
 
 
 @contextmanager
-def peer_server(python: str, log: Path) -> Iterator[tuple[str, int]]:
+def peer_server(python: str, folder: Path) -> Iterator[tuple[str, int]]:
     """Agent Lightning's store in memory, behind its own server; its URL and process id."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [
-        python,
-        "-m",
-        "agentlightning.cli.store",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--log-level",
-        "WARNING",
-    ]
-    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    with log.open("wb") as lines:
-        child = subprocess.Popen(command, stdout=lines, stderr=lines, env=environment)
-    url = f"http://127.0.0.1:{port}/v1"
-    try:
-        urllib3.request("GET", f"{url}/agl/health", retries=urllib3.Retry(total=12, backoff_factor=0.2))
-        yield url, child.pid
-    finally:
-        child.terminate()
-        child.wait(20)
+    command = [python, "-m", "agentlightning.cli.store", "--host", "127.0.0.1", "--log-level", "WARNING"]
+    there = peer_program(command, "--port {}", "/v1/agl/health", folder, LITELLM_LOCAL_MODEL_COST_MAP="True")
+    with there as (url, pid):
+        yield f"{url}/v1", pid
 
 
 async def peer_lives(url: str, pid: int, rollouts: int) -> Measured:
@@ -416,7 +395,7 @@ def lives(arguments: argparse.Namespace) -> None:
         if arguments.postgres:
             ours("PostgreSQL, HTTP", arguments.postgres)
         if arguments.peer:
-            url, pid = parts.enter_context(peer_server(arguments.peer, folder / "peer.log"))
+            url, pid = parts.enter_context(peer_server(arguments.peer, folder))
             sides[PEER] = lambda: asyncio.run(peer_lives(url, pid, arguments.rollouts))
         direct = InProcess(parts.enter_context(closing(SqlStore(f"sqlite:///{folder / 'direct.db'}"))))
         sides["SQLite, no HTTP, batches"] = lambda: our_lives(direct, arguments.rollouts, batched=True)

@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
@@ -176,12 +177,15 @@ if not TYPE_CHECKING:  # type checkers know the names above, and report the othe
 
             instead = f": {INSTEAD[name]} (docs/coming-from-agent-lightning.md)" if name in INSTEAD else ""
             raise AttributeError(f"module 'lightning_rl' has no attribute {name!r}{instead}")
-        collected = gc.isenabled()
-        gc.disable()  # nothing of torch and transformers is garbage, and looking for some takes a fifth of their import
+        # Nothing of torch and transformers is garbage, and looking for some takes a fifth of their import. Other
+        # threads may be here, too: only who turns collection on again turns it off.
+        pauses = _HOME[name] not in sys.modules and gc.isenabled()
+        if pauses:
+            gc.disable()
         try:
             return getattr(importlib.import_module(_HOME[name]), name)
         finally:
-            if collected:
+            if pauses:
                 gc.enable()
 
 

@@ -290,9 +290,11 @@ class Trainer:
             wanted = 0 if self._attaches else algorithm.n_runners
         if agent is None or (self._attaches and not wanted):
             return nullcontext()
-        if wanted is None:
-            most = runners.at_once(start_processes=isolation == "process" or agent.starts_processes)
-            wanted = runners.FOR_SERVICES if _services_alone(endpoint) else min(algorithm.asks_for or most, most)
+        if wanted is None and _services_alone(endpoint):
+            wanted = runners.FOR_SERVICES
+        elif wanted is None:
+            processes = isolation == "process" or agent.starts_processes
+            wanted = runners.at_once(algorithm.asks_for, start_processes=processes)
         if algorithm.ray is None:
             return runners.launch(wanted, agent, url, runner_key, log_dir=run_dir, isolation=isolation)
         from lightning_rl.runner import on_ray

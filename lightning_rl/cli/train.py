@@ -276,7 +276,7 @@ def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None = None
         "val_tasks": len(val),
         "steps": steps,
         "rollouts_per_step": data.train_batch_size * rollout.n,
-        "rollouts_at_once": algorithm.n_runners or min(algorithm.asks_for, at_once(start_processes=processes)),
+        "rollouts_at_once": algorithm.n_runners or at_once(algorithm.asks_for, start_processes=processes),
         "run_dir": str((run_dir or algorithm.named_run_dir or algorithm.default_run_dir()).resolve()),
     }
 

@@ -12,14 +12,12 @@ from collections.abc import Iterator, Sequence
 
 import urllib3
 
-from lightning_rl.runner.outcome import MOST_SPANS, SpanBatch
+from lightning_rl.runner.outcome import MOST_SPANS, SpansOf
 
 _SECONDS = 2.0  # for a request and its repeats: a stopped process leaves 5 to results on their way
 _PAUSE_SECONDS = 0.2
 _TRY_AGAIN = (429, 502, 503, 504)
 _log = logging.getLogger(__name__)
-
-Emitted = tuple[str, SpanBatch]  # by which rollout
 
 
 class SpanDelivery:
@@ -34,7 +32,7 @@ class SpanDelivery:
         }
         self._pool = urllib3.PoolManager(maxsize=connections, retries=False, timeout=_SECONDS)
 
-    def __call__(self, emitted: Sequence[Emitted]) -> None:
+    def __call__(self, emitted: Sequence[SpansOf]) -> None:
         """Send the spans of attempts, several in a request. What is refused is given up, and all that is left when the
         server does not answer in time; both are told in the log."""
         lost: Counter[str] = Counter()
@@ -56,7 +54,7 @@ class SpanDelivery:
             told = "%d of the %d spans that rollout %s emitted did not reach the server"
             _log.warning(told, number, sum(each.number for name, each in emitted if name == rollout_id), rollout_id)
 
-    def _taken(self, together: Sequence[Emitted]) -> bool | None:
+    def _taken(self, together: Sequence[SpansOf]) -> bool | None:
         """Whether the server takes these; None where it does not say so in time."""
         # Messages of protobuf whose fields are lists are joined by writing one behind the other.
         body = gzip.compress(b"".join(batch.otlp for _, batch in together), compresslevel=1)
@@ -72,9 +70,9 @@ class SpanDelivery:
         return None
 
 
-def _requests(emitted: Sequence[Emitted]) -> Iterator[list[Emitted]]:
+def _requests(emitted: Sequence[SpansOf]) -> Iterator[list[SpansOf]]:
     """Batches that go together: as many as are no more spans than the largest batch."""
-    together: list[Emitted] = []
+    together: list[SpansOf] = []
     number = 0
     for one in emitted:
         if together and number + one[1].number > MOST_SPANS:

@@ -284,9 +284,10 @@ def launch(
         yield working
 
 
-def at_once(*, start_processes: bool) -> int:
-    """How many rollouts run at once at most where no number is given."""
-    return MOST if start_processes else MOST * len(os.sched_getaffinity(0))
+def at_once(asked_for: int | None, *, start_processes: bool) -> int:
+    """How many rollouts run at once at most where no number is given, of so many that are asked for (None: any)."""
+    most = MOST if start_processes else MOST * len(os.sched_getaffinity(0))
+    return min(asked_for or most, most)
 
 
 def payload_of(agent: bytes, url: str, key: str, *, isolation: Isolation) -> Payload:

@@ -25,6 +25,9 @@ class SpanBatch(msgspec.Struct, frozen=True):
     otlp: bytes
 
 
+SpansOf = tuple[str, SpanBatch]  # a rollout's id, and spans that its agent emitted
+
+
 class Outcome(msgspec.Struct, frozen=True):
     """How the attempt ends: the rewards to post, those of calls and those of an agent that gave no final one, the
     finish, and the spans that were emitted."""

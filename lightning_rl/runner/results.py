@@ -17,7 +17,7 @@ import msgspec
 
 from lightning_rl.runner.error_classification import error_info
 from lightning_rl.runner.leases import ActiveClaims
-from lightning_rl.runner.outcome import SpanBatch
+from lightning_rl.runner.outcome import SpanBatch, SpansOf
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import AttemptLog, Claim, Ending, Finish, Log
 from lightning_rl.store.errors import Conflict, Invalid, NotFound, Unreachable
@@ -62,7 +62,7 @@ class Results:
         store: HttpStore,
         active: ActiveClaims,
         stop: threading.Event,
-        deliver: Callable[[Sequence[tuple[str, SpanBatch]]], None],
+        deliver: Callable[[Sequence[SpansOf]], None],
     ) -> None:
         self._store = store
         self._active = active

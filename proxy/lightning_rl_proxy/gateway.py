@@ -82,8 +82,7 @@ class Gateway:
 
     `grace_seconds`: how long a call whose client left runs on, waiting for a retry to join it. `ping_seconds`: how long
     a stream may be silent. `parked_seconds`: how long a call waits for a paused model until white space goes before its
-    answer, so that its client waits on. `housekeeping` are rules beside those of
-    `http/housekeeping.py`.
+    answer, so that its client waits on. `housekeeping` are rules beside those of `http/housekeeping.py`.
     """
 
     def __init__(

@@ -30,6 +30,13 @@ def test_the_package_loads_itself_alone() -> None:
     assert loaded("import lightning_rl") == ["lightning_rl"]
 
 
+def test_names_leave_the_garbage_collector_as_it_was() -> None:
+    off = "gc.disable(); gc.enable = gc.disable = None; lightning_rl.Trainer; assert not gc.isenabled()"
+    on = "lightning_rl.LLM; assert gc.isenabled(); gc.disable = None; lightning_rl.LLM"  # it is loaded then
+    for ways in (off, on):
+        subprocess.run([sys.executable, "-c", f"import gc, lightning_rl; {ways}"], check=True)
+
+
 def test_the_quickstart_says_what_it_does_before_it_loads_torch() -> None:
     begins = "import lightning_rl.cli.quickstart as q; q._tutorial = lambda folder: sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", f"import sys; {begins}; q.run(0, None, None)"], capture_output=True)

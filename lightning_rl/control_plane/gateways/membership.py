@@ -76,9 +76,9 @@ class Membership:
         self._sql.writable_again()
         if asked > self._until:
             self._heard_since = loop.time()
-        if self._until and asked > self._until:
-            self.lapsed = True
-            _log.warning("the lease was over for %.1f s: its attempts may have been ended", asked - self._until)
+            if self._until:
+                self.lapsed = True
+                _log.warning("the lease was over for %.1f s: its attempts may have been ended", asked - self._until)
         self._until = asked + self._lease_seconds
 
     # Whose an attempt is

@@ -4,6 +4,7 @@ Invariant: a finished attempt is answered only when it and all its spans are dur
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
@@ -12,9 +13,9 @@ from lightning_rl.control_plane.routes.auth import Role
 from lightning_rl.control_plane.routes.requests import AttemptsBody, EndingsBody, LogsBody, RewardsBody
 from lightning_rl.control_plane.routes.required_key import OWN, RUNNER
 from lightning_rl.control_plane.routes.route import ApiRoute, JsonBody
-from lightning_rl.control_plane.routes.services import Server
+from lightning_rl.control_plane.routes.services import Server, Services
 from lightning_rl.store.answers import AttemptsAnswer, LeaseAnswer, LeasesAnswer, LogsAnswer, RewardsAnswer
-from lightning_rl.store.contract import Attempt, Finish, Log, Rollout
+from lightning_rl.store.contract import Attempt, AttemptLog, Finish, Log, Rollout
 from lightning_rl.store.errors import Conflict, NotFound
 from lightning_rl.store.rewards import returned_rewards
 from lightning_rl.trajectories import trace_views
@@ -61,22 +62,25 @@ async def finish_attempt(
 @router.post(f"{_ATTEMPT}/log", dependencies=[RUNNER])
 async def add_log(server: Server, rollout_id: str, attempt_id: str, log: Annotated[Log, Depends(JsonBody(Log))]) -> Log:
     """Keep what the attempt printed; its first log stays."""
-    await server.sql.run(server.store.attempt, rollout_id, attempt_id)
-    await server.sql.run(server.store.add_spans, [trace_views.log_span(rollout_id, attempt_id, log)])
+    await _keep(server, [AttemptLog(rollout_id=rollout_id, attempt_id=attempt_id, log=log)])
     return log
 
 
 @router.post("/attempts/logs", dependencies=[RUNNER])
 async def add_logs(server: Server, body: Annotated[LogsBody, Depends(JsonBody(LogsBody))]) -> LogsAnswer:
     """Keep what many attempts printed, all of them or none; the first log of an attempt stays."""
-    places = [(one.rollout_id, one.attempt_id) for one in body.attempts]
+    await _keep(server, body.attempts)
+    return LogsAnswer(kept=len(body.attempts))
+
+
+async def _keep(server: Services, logs: Sequence[AttemptLog]) -> None:
+    places = [(one.rollout_id, one.attempt_id) for one in logs]
     known = await server.sql.run(server.store.statuses, places)
     for rollout_id, attempt_id in places:
         if (rollout_id, attempt_id) not in known:
             raise NotFound(f"there is no attempt {attempt_id} of rollout {rollout_id}")
-    spans = [trace_views.log_span(one.rollout_id, one.attempt_id, one.log) for one in body.attempts]
+    spans = [trace_views.log_span(one.rollout_id, one.attempt_id, one.log) for one in logs]
     await server.sql.run(server.store.add_spans, spans)
-    return LogsAnswer(kept=len(spans))
 
 
 @router.post("/attempts/heartbeat", dependencies=[RUNNER])

@@ -80,7 +80,6 @@ class Recorder:
         self._max_batch = max_batch
         self._max_waiting = max_waiting
         self._max_waiting_bytes = max_waiting_bytes
-        self._waiting_of: dict[_Name, int] = {}
         self._pending: deque[_Waiting] = deque()
         self._handed: list[_Waiting] = []  # those that the ledger is taking now; all are older than the pending ones
         self._waiting_bytes = 0
@@ -153,7 +152,6 @@ class Recorder:
         self._append()
         self._recorded += 1
         self._waiting_bytes += size
-        self._waiting_of[attempt] = self._waiting_of.get(attempt, 0) + 1
         self._pending.append(_Waiting(self._recorded, attempt, kept, size))
         self._wake.set()
 
@@ -204,16 +202,9 @@ class Recorder:
         )
         for waiting in (one for one in self._pending if one.attempt == attempt):
             self._waiting_bytes -= waiting.size
-            self._none_waits(attempt)
             self._drop(unpack(waiting.span.record))
         self._pending = deque(one for one in self._pending if one.attempt != attempt)
         self._unwritten = deque(one for one in self._unwritten if one[0] != attempt)
-
-    def _none_waits(self, attempt: _Name) -> None:
-        """One record of the attempt waits no longer."""
-        left = self._waiting_of.pop(attempt) - 1
-        if left:
-            self._waiting_of[attempt] = left
 
     def _drop(self, span: Span) -> None:
         self._counters["recording_lost"] += 1
@@ -278,7 +269,6 @@ class Recorder:
         taken, self._handed = self._handed, []
         for one in taken:
             self._waiting_bytes -= one.size
-            self._none_waits(one.attempt)
         if self._pending:
             return
         self._behind.end()

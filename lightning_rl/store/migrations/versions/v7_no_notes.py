@@ -9,15 +9,8 @@ down_revision = "6"
 
 def upgrade() -> None:
     """Gateways announce themselves anew. What others had, and may have kept calls of, is tried again."""
-    op.drop_table("gateways")
-    op.create_table(
-        "gateways",
-        sa.Column("gateway_id", sa.Text, primary_key=True),
-        sa.Column("url", sa.Text, nullable=False),
-        sa.Column("open_attempts", sa.Integer, nullable=False),
-        sa.Column("calls_in_flight", sa.Integer, nullable=False),
-        sa.Column("has_left", sa.Boolean, nullable=False),
-        sa.Column("lease_expires_at", sa.Float, nullable=False),
-    )
+    op.execute(sa.text("DELETE FROM gateways"))
+    with op.batch_alter_table("gateways") as gateways:
+        gateways.alter_column("notes_calls", new_column_name="has_left")
     with op.batch_alter_table("placements") as placements:
         placements.drop_column("unstored")
