@@ -2,6 +2,7 @@
 
     python benchmarks/gateway.py [--prompt 300 --answer 128 --group 8] [--turns 10] [--peer PYTHON] [--agl PROGRAM]
         [--rllm PROGRAM]
+    python benchmarks/gateway.py --instructions [--prompt 300 --answer 128 --group 8] [--turns 10]
 
 Both sit between the same clients and the same instant token engine (its answer at once, no model). The gateway is the
 real server: keys, forest, journal, SQLite store. The relay is the least that any proxy must do: parse the request,
@@ -10,7 +11,8 @@ event loop, its client for the engine, its garbage collection and its tokenizer 
 attempt of its own, with a text of its own or, of a group, the same as the calls before and behind it. With `--turns` it
 is the last of a conversation of so many calls, whose client sends all that was said: `--prompt` tokens in the end.
 Gateway and relay take turns; medians are printed, and the processor time of the serving process per call, which does
-not depend on what else the machine does.
+not depend on what else the machine does. With `--instructions` both run under Valgrind, and how many instructions a
+call takes is printed instead.
 
 `--peer` names the Python of an environment with agentlightning 0.3 and its LLMProxy (`llm_proxy.py`), which is then a
 third beside them. It speaks Chat Completions to an engine that answers with the same tokens at once, and looks at no
@@ -35,7 +37,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -44,6 +46,7 @@ import aiohttp
 import msgspec
 import urllib3
 import uvicorn
+from valgrind import Instructions, counted
 
 from lightning_rl.algorithms.base import Endpoint
 from lightning_rl.control_plane import launch as server
@@ -379,6 +382,19 @@ def measure(
     )
 
 
+def count(
+    instructions: Instructions,
+    calls: list[tuple[str, str]],
+    pids: list[int],
+    number: Iterator[int],
+    size: Size,
+    clients: int = 16,
+) -> float:
+    """Million instructions that each of these calls takes of the processes."""
+    asyncio.run(load(calls, clients, number, size, lambda: instructions.begin(pids)))
+    return instructions.end(pids) / len(calls) / 1e6
+
+
 def open_attempts(store: HttpStore, n: int) -> list[tuple[str, str]]:
     """`n` claimed rollouts, as (base URL, key) of their attempts."""
     patient = RolloutConfig(unresponsive_seconds=3600, timeout_seconds=None)
@@ -426,6 +442,7 @@ def main() -> None:
     parser.add_argument("--agl", help="the program agl-server")
     parser.add_argument("--rllm", help="the program of rllm-model-gateway")
     parser.add_argument("--peer-calls", type=int, default=200, help="its calls of a round")
+    parser.add_argument("--instructions", action="store_true", help="of gateway and relay, counted by Valgrind")
     parser.add_argument("--role", choices=["engine", "relay"])
     parser.add_argument("--engine-url")
     parser.add_argument("--database", type=Path)
@@ -441,6 +458,7 @@ def main() -> None:
         engine_url, _ = parts.enter_context(
             role("--role", "engine", "--answer", str(arguments.answer), "--prompt", str(arguments.prompt))
         )
+        instructions = parts.enter_context(counted() if arguments.instructions else nullcontext())
         relay_url, relay_pid = parts.enter_context(
             role("--role", "relay", "--engine-url", engine_url, "--database", str(folder / "relay.db"))
         )
@@ -448,6 +466,19 @@ def main() -> None:
         endpoint = Endpoint(model=MODEL, tokenizer=str(TOKENIZER), renderer="qwen3", engines=[engine])
         serving = parts.enter_context(server.launch(folder, endpoint, admin_key="admin", runner_key="runner"))
         store = HttpStore(serving.url, "admin")
+        if instructions is not None:
+            calls = min(arguments.calls, 400)
+            print("| | million instructions per call |\n|---|---|")
+            for name, pid in (("gateway", serving.pid), ("bare relay", relay_pid)):
+                for warm_up in (True, False):
+                    ours = name == "gateway"
+                    asked = open_attempts(store, calls) if ours else [(f"{relay_url}/v1", "none")] * calls
+                    found = count(instructions, asked, [pid], number, size)
+                    if ours:
+                        end_attempts(store, asked)
+                    if not warm_up:
+                        print(f"| {name} | {found:.2f} |", flush=True)
+            return None
         peers: dict[str, tuple[Callable[[int], list[str]], int]] = {}  # the URLs of so many calls, and the process id
         if arguments.peer:
             urls, pid = parts.enter_context(

@@ -1,12 +1,13 @@
 """How calls per second scale with gateway processes over one PostgreSQL, and what each call costs them.
 
-    python benchmarks/gateways.py
+    python benchmarks/gateways.py [--turns 10] [--instructions]
 
 Each gateway is the real server in a process of its own; all share one PostgreSQL (started for this, on the same
 machine) and one instant token engine. Attempts are claimed at one server, which names the least busy gateway for each;
 every call goes to an attempt of its own. Where processes outnumber cores, clients, engine, database and gateways share
 them: then calls per second say little, and the processor time per call (of the gateways, and of PostgreSQL) says what
-one more core would bear.
+one more core would bear. With `--instructions` the gateways run under Valgrind, and what is printed instead is how many
+instructions a call takes of all of them together.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -26,7 +27,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # whose tests start a PostgreSQL
-from gateway import MODEL, TOKENIZER, Size, cpu_seconds, load, open_attempts, role
+from gateway import MODEL, TOKENIZER, Size, count, cpu_seconds, load, open_attempts, role
+from valgrind import Instructions, counted
 
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Ending, Finish
@@ -101,6 +103,22 @@ def measure(
     )
 
 
+def counted_round(
+    servers: list[tuple[str, int]],
+    instructions: Instructions,
+    calls: int,
+    clients: int,
+    number: Iterator[int],
+    size: Size,
+) -> float:
+    """Million instructions per call of all gateways together."""
+    store = HttpStore(servers[0][0], "admin")
+    attempts = open_attempts(store, calls)
+    found = count(instructions, attempts, [pid for _, pid in servers], number, size, clients)
+    end_all(store, attempts)
+    return found
+
+
 def end_all(store: HttpStore, attempts: list[tuple[str, str]]) -> None:
     """Finish them, many at once, wherever they are."""
     parts = [url.split("/") for url, _ in attempts]
@@ -126,6 +144,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turns", type=int, default=1, help="the call is this one of its attempt")
+    parser.add_argument("--instructions", action="store_true", help="of the gateways, counted by Valgrind")
     arguments = parser.parse_args()
     bin_dir = programs()
     if bin_dir is None:
@@ -137,22 +156,36 @@ def main() -> None:
         parts.callback(cluster.remove)
         postmaster = int((cluster._folder / "data" / "postmaster.pid").read_text().split()[0])
         engine_url, _ = parts.enter_context(role("--role", "engine", script=benchmark))
+        instructions = parts.enter_context(counted() if arguments.instructions else nullcontext())
         print(f"{os.cpu_count()} cores, {arguments.clients} clients, {arguments.calls} calls a round")
-        print("| gateways | calls/s | median ms | p99 ms | CPU ms per call, gateways | CPU ms per call, PostgreSQL |")
-        print("|---|---|---|---|---|---|")
-        for count in arguments.gateways:
+        if instructions is not None:
+            print("| gateways | million instructions per call, all together |\n|---|---|")
+        else:
+            print(
+                "| gateways | calls/s | median ms | p99 ms | CPU ms per call, gateways | CPU ms per call, PostgreSQL |"
+            )
+            print("|---|---|---|---|---|---|")
+        for many in arguments.gateways:
             with ExitStack() as servers:
                 folder = Path(servers.enter_context(tempfile.TemporaryDirectory()))
                 url = cluster.url(cluster.database())
-                there = [servers.enter_context(gateway(folder / str(i), url, engine_url)) for i in range(count)]
+                there = [servers.enter_context(gateway(folder / str(i), url, engine_url)) for i in range(many)]
                 together([url for url, _ in there])
+                if instructions is not None:
+                    size = Size(40 * arguments.turns, 1, arguments.turns)
+                    rounds = [
+                        counted_round(there, instructions, arguments.calls, arguments.clients, number, size)
+                        for _ in range(2)
+                    ]
+                    print(f"| {many} | {rounds[-1]:.2f} |", flush=True)  # the first warms up
+                    continue
                 found = [
                     measure(there, postmaster, arguments.calls, arguments.clients, number, arguments.turns)
                     for _ in range(arguments.rounds + 1)
                 ][1:]
                 middle = Round(*map(median, zip(*found, strict=True)))
                 numbers = f"{middle.rate:.0f} | {middle.p50:.1f} | {middle.p99:.1f}"
-                print(f"| {count} | {numbers} | {middle.gateways:.2f} | {middle.database:.2f} |", flush=True)
+                print(f"| {many} | {numbers} | {middle.gateways:.2f} | {middle.database:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

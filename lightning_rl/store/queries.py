@@ -59,8 +59,8 @@ _COUNT = sa.select(sa.func.count()).where(
 _BEHIND_ALL = 2**62
 _OLDEST = sa.select(sa.func.min(schema.rollouts.c.position)).where(schema.rollouts.c.status == sa.bindparam("status"))
 _NEWEST = sa.select(sa.func.max(schema.rollouts.c.position))
-# All that a gateway asks about an attempt that it does not know: in one statement, since it is one for every attempt.
-_OPENING = (
+# All that a gateway asks about attempts that it does not know: in one statement, since it is one for every attempt.
+_OPENINGS = (
     ROLLOUTS.add_columns(
         schema.attempts.c.status.label("attempt_status"),
         schema.placements.c.gateway_id,
@@ -72,7 +72,7 @@ _OPENING = (
         .label("recorded"),
     )
     .outerjoin(schema.placements, schema.placements.c.attempt_id == schema.rollouts.c.attempt_id)
-    .where(schema.rollouts.c.rollout_id == sa.bindparam("rollout_id"))
+    .where(schema.rollouts.c.rollout_id.in_(sa.bindparam("ids", expanding=True)))
 )
 # What one claim opened.
 CLAIMED = sa.select(schema.attempts).where(schema.attempts.c.claim_id == sa.bindparam("claim_id"))
@@ -104,22 +104,25 @@ class PackedRolloutTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptOpening(msgspec.Struct, frozen=True, kw_only=True):
-    """A running attempt's rollout, the gateway that has it, if any, and whether anything was recorded of it."""
+    """A running attempt's rollout, its resources, the gateway that has it, if any, and whether anything was recorded
+    of it."""
 
     rollout: Rollout
+    resources: dict[str, dict[str, Any]]
     gateway_id: str | None
     recorded: bool
 
 
-def opening(connection: sa.Connection, rollout_id: str, attempt_id: str) -> AttemptOpening | None:
-    """What a gateway needs to know of a running attempt; None where it does not run. Raises NotFound."""
-    row = connection.execute(_OPENING, {"rollout_id": rollout_id}).one_or_none()
-    if row is None or row.attempt_id != attempt_id:
-        attempt_row(connection, rollout_id, attempt_id)
-        return None
-    if row.attempt_status != "running":
-        return None
-    return AttemptOpening(rollout=rollout_of(row), gateway_id=row.gateway_id, recorded=row.recorded)
+def openings(connection: sa.Connection, places: Sequence[tuple[str, str]]) -> list[sa.Row[Any]]:
+    """The rows of those of the attempts, by rollout and attempt id, that run: of their rollouts, with `gateway_id` and
+    whether anything is `recorded`."""
+    asked = set(places)
+    return [
+        row
+        for ids in _chunks([rollout_id for rollout_id, _ in places])
+        for row in connection.execute(_OPENINGS, {"ids": ids})
+        if row.attempt_status == "running" and (row.rollout_id, row.attempt_id) in asked
+    ]
 
 
 def rollout(connection: sa.Connection, rollout_id: str) -> Rollout:

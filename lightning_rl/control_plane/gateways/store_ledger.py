@@ -1,6 +1,7 @@
 """The store as the gateway sees it: of an attempt whether it is open, how it is sampled and what was recorded of it;
 and a place for its spans."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,9 @@ class StoreLedger:
         self._store = store
         self._sql = sql
         self._fleet = fleet
+        self._asked: list[tuple[str, str]] = []  # attempts that the store is asked of next
+        self._next: asyncio.Task[dict[tuple[str, str], AttemptOpening]] | None = None
+        self._one_at_a_time = asyncio.Lock()
 
     async def attempt(self, rollout_id: str, attempt_id: str) -> AttemptInfo | None:
         """See `Ledger`. An attempt that may be this gateway's is so from then on.
@@ -43,32 +47,44 @@ class StoreLedger:
 
     async def _attempt(self, rollout_id: str, attempt_id: str) -> AttemptInfo | None:
         try:
-            opening = await self._sql.run(self._store.opening, rollout_id, attempt_id)
+            opening = await self._opening(rollout_id, attempt_id)
             if self._fleet is not None and opening is not None and opening.gateway_id != self._fleet.gateway_id:
                 opening = await self._taken(self._fleet, rollout_id, attempt_id)
+            if opening is None:
+                _, ended = await self._sql.run(self._store.attempt, rollout_id, attempt_id)
+                return _closed(ended)
         except NotFound:
             return None
-        if opening is None:
-            _, ended = await self._sql.run(self._store.attempt, rollout_id, attempt_id)
-            return _closed(ended)
-        return await self._sql.run(self._info, opening, attempt_id)
+        info = _open_info(opening.rollout, attempt_id, opening.resources)
+        if opening.recorded:
+            trace = await self._sql.run(self._store.trace, rollout_id, attempt_id)
+            info = msgspec.structs.replace(info, spans=trace.spans)
+        return info
+
+    async def _opening(self, rollout_id: str, attempt_id: str) -> AttemptOpening | None:
+        """What the store has of a running attempt; None of one that does not run. The store is asked of it together
+        with all others that come while it answers: those that were claimed together call together."""
+        self._asked.append((rollout_id, attempt_id))
+        if self._next is None:
+            self._next = asyncio.create_task(self._openings())
+        found = await asyncio.shield(self._next)  # whose client leaves takes it from nobody
+        return found.get((rollout_id, attempt_id))
+
+    async def _openings(self) -> dict[tuple[str, str], AttemptOpening]:
+        async with self._one_at_a_time:
+            asked, self._asked, self._next = self._asked, [], None
+            return await self._sql.run(self._store.openings, asked)
 
     async def _taken(self, fleet: Membership, rollout_id: str, attempt_id: str) -> AttemptOpening | None:
         """A running attempt that was not this gateway's, and is now. Raises GatewayError where it cannot be."""
         owner = await fleet.take(rollout_id, attempt_id)
         if owner is not None and owner.gateway_id != fleet.gateway_id:
             raise elsewhere(attempt_id, owner.url)
-        return await self._sql.run(self._store.opening, rollout_id, attempt_id)
+        return await self._opening(rollout_id, attempt_id)
 
     async def add_spans(self, spans: Sequence[Packed]) -> None:
         """See `Ledger`."""
         await self._sql.run(self._store.add_packed, spans)
-
-    def _info(self, opening: AttemptOpening, attempt_id: str) -> AttemptInfo:
-        rollout = opening.rollout
-        resources = {} if rollout.resources_id is None else self._store.resources(rollout.resources_id).resources
-        spans = self._store.trace(rollout.rollout_id, attempt_id).spans if opening.recorded else ()
-        return msgspec.structs.replace(_open_info(rollout, attempt_id, resources), spans=spans)
 
 
 def claimed_info(claim: Claim) -> AttemptInfo:

@@ -155,13 +155,20 @@ class ClaimOperations(RolloutOperations):
         return queries.rollout(connection, rollout_id), attempt
 
     @reads
-    def opening(self, connection: sa.Connection, rollout_id: str, attempt_id: str) -> queries.AttemptOpening | None:
-        """What a gateway needs to know of a running attempt; None where it has ended.
-
-        Raises:
-            NotFound: there is no such attempt.
-        """
-        return queries.opening(connection, rollout_id, attempt_id)
+    def openings(
+        self, connection: sa.Connection, places: Sequence[tuple[str, str]]
+    ) -> dict[tuple[str, str], queries.AttemptOpening]:
+        """What a gateway needs to know of attempts, by rollout and attempt id; those that do not run are left out."""
+        found = {}
+        for row in queries.openings(connection, places):
+            rollout = rollout_of(row)
+            found[row.rollout_id, row.attempt_id] = queries.AttemptOpening(
+                rollout=rollout,
+                resources=self._resources_of(connection, rollout),
+                gateway_id=row.gateway_id,
+                recorded=row.recorded,
+            )
+        return found
 
     @reads
     def statuses(
@@ -276,8 +283,8 @@ class ClaimOperations(RolloutOperations):
         return [msgspec.structs.replace(each, gateway_url=urls.get(each.attempt.attempt_id)) for each in claims]
 
     def _claim(self, connection: sa.Connection, rollout: Rollout, attempt: Attempt) -> Claim:
-        published = None
-        if rollout.resources_id is not None:
-            published = self._resources(connection, rollout.resources_id)
-        resources = published.resources if published else {}
-        return Claim(rollout=rollout, attempt=attempt, resources=resources)
+        return Claim(rollout=rollout, attempt=attempt, resources=self._resources_of(connection, rollout))
+
+    def _resources_of(self, connection: sa.Connection, rollout: Rollout) -> dict[str, dict[str, Any]]:
+        found = None if rollout.resources_id is None else self._resources(connection, rollout.resources_id)
+        return {} if found is None else found.resources

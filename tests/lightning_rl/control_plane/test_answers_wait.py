@@ -5,7 +5,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -156,15 +156,15 @@ def test_after_a_restart_the_store_is_asked_once_for_each_attempt_and_knows_what
     store: SqlStore, renderer: LibraryRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: Counter[str] = Counter()
+    openings, trace = store.openings, store.trace
 
-    def counted(name: str) -> Any:
-        method = getattr(store, name)
+    def counted_openings(places: Sequence[tuple[str, str]]) -> Any:
+        asked.update(f"opening {rollout_id}" for rollout_id, _ in places)
+        return openings(places)
 
-        def count(rollout_id: str, attempt_id: str) -> Any:
-            asked[f"{name} {rollout_id}"] += 1
-            return method(rollout_id, attempt_id)
-
-        return count
+    def counted_trace(rollout_id: str, attempt_id: str) -> Any:
+        asked[f"trace {rollout_id}"] += 1
+        return trace(rollout_id, attempt_id)
 
     async def before(claim: Claim) -> list[dict[str, Any]]:
         """A server that is killed when it has answered, with the record in its journal alone."""
@@ -186,8 +186,8 @@ def test_after_a_restart_the_store_is_asked_once_for_each_attempt_and_knows_what
         sql = SqlThread()
         gateway = gateway_of(store, sql, renderer, tmp_path)
         await gateway.start()
-        for name in ("opening", "trace"):
-            monkeypatch.setattr(store, name, counted(name))
+        monkeypatch.setattr(store, "openings", counted_openings)
+        monkeypatch.setattr(store, "trace", counted_trace)
         answers = await asyncio.gather(*(ask(gateway, claim, history) for _ in range(3)))
         assert [status for status, _ in answers] == [200] * 3
         await ask(gateway, claim, went_on(history, answers[0][1]))

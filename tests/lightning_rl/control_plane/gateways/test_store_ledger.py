@@ -1,6 +1,9 @@
 """The store as the gateway sees it."""
 
 import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -10,6 +13,7 @@ from lightning_rl.store.contract import Finish, ResourcesRequest, RolloutRequest
 from lightning_rl.store.errors import Invalid
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread
+from lightning_rl_proxy.recording.ledger import AttemptInfo
 
 POLICY = {
     "type": "proxy_llm",
@@ -44,6 +48,43 @@ def test_an_attempt_has_the_sampling_and_the_seed_key_of_its_mode() -> None:
         "test": ("test", True, {"temperature": 0}, "test"),
     }
     assert asyncio.run(ledger.attempt("train", "nope")) is None
+    sql.close()
+    store.close()
+
+
+def test_the_store_is_asked_of_attempts_together_that_call_while_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, sql = SqlStore("sqlite://"), SqlThread()
+    openings, asked, busy = store.openings, [], threading.Event()
+
+    def hanging(places: Sequence[tuple[str, str]]) -> Any:
+        asked.append({rollout_id for rollout_id, _ in places})
+        busy.wait(10)
+        return openings(places)
+
+    store.enqueue([RolloutRequest(task=n, rollout_id=f"r{n}") for n in range(5)])
+    claims = {claim.rollout.rollout_id: claim.attempt.attempt_id for claim in store.claim("w", limit=5)}
+    store.finish("r4", claims["r4"], Finish(status="succeeded"))
+    monkeypatch.setattr(store, "openings", hanging)
+    ledger = StoreLedger(store, sql)
+
+    async def work() -> dict[str, AttemptInfo | None]:
+        first = asyncio.create_task(ledger.attempt("r0", claims["r0"]))
+        while not asked:
+            await asyncio.sleep(0.001)
+        names = ["r1", "r2", "r3", "r4"]
+        others = [asyncio.create_task(ledger.attempt(name, claims[name])) for name in names]
+        unknown = asyncio.create_task(ledger.attempt("r1", "nope"))
+        await asyncio.sleep(0)
+        others[0].cancel()  # its client leaves: the others hear their answers all the same
+        busy.set()
+        found = dict(zip(names[1:], await asyncio.gather(*others[1:]), strict=True))
+        return {"r0": await first, **found, "nope": await unknown}
+
+    infos = asyncio.run(work())
+    assert asked == [{"r0"}, {"r1", "r2", "r3", "r4"}]
+    assert {name: info and (info.rollout_id, info.open) for name, info in infos.items()} == {
+        "r0": ("r0", True), "r2": ("r2", True), "r3": ("r3", True), "r4": ("r4", False), "nope": None,
+    }  # fmt: skip
     sql.close()
     store.close()
 
