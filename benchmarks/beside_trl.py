@@ -1,6 +1,6 @@
 """A whole training job beside TRL's: seconds and CPU of a step, and what is learned, as users write it.
 
-    python benchmarks/beside_trl.py [--trl PYTHON] [--seeds 3] [--hidden 128]
+    python benchmarks/beside_trl.py [--trl PYTHON] [--seeds 3] [--hidden 128] [--num-threads 1]
 
 TRL lives in an environment of its own, made once:
 
@@ -9,7 +9,8 @@ TRL lives in an environment of its own, made once:
 and then `--trl /tmp/trl/bin/python`; without it ours alone is measured. Both train the same new model, in float32, on
 the same prompts: a step is 16 prompts x 8 answers of at most 32 tokens, one update of all of them with the same Adam,
 and no KL. The reward is the share of vowels among an answer's letters, which every random model can learn. Ours is
-README's script: agents in runner processes ask the gateway by `llm.openai()`, and everything is recorded. TRL's is
+README's script: agents in runner processes ask the gateway by `llm.openai()`, and everything is recorded; its engine
+has `--num-threads` cores. TRL's is
 `GRPOTrainer` with `model.generate`, which its documentation begins with.
 
 CPU is that of the process and all those that it started. A step's costs are the median from the second step on; the
@@ -93,7 +94,7 @@ def cpu_of_tree() -> float:
     return used
 
 
-def ours(model: Path, folder: Path, seed: int, steps: int, began: float) -> None:
+def ours(model: Path, folder: Path, seed: int, steps: int, began: float, num_threads: int) -> None:
     """README's script."""
     import lightning_rl as lrl
 
@@ -108,7 +109,7 @@ def ours(model: Path, folder: Path, seed: int, steps: int, began: float) -> None
         "actor_rollout_ref": {
             "model": {"path": str(model)},
             "actor": {"optim": {"lr": LEARNING_RATE}},
-            "rollout": {"n": ANSWERS},
+            "rollout": {"n": ANSWERS, "num_threads": num_threads},
         },
         "trainer": {"total_training_steps": steps, "total_epochs": steps},
     }
@@ -167,11 +168,11 @@ def trl(model: Path, folder: Path, seed: int, steps: int, began: float) -> None:
     trainer.train()
 
 
-def run(way: str, python: str, model: Path, seed: int, steps: int) -> list[dict[str, float]]:
+def run(way: str, python: str, model: Path, seed: int, steps: int, num_threads: int) -> list[dict[str, float]]:
     """The steps of one job."""
     with tempfile.TemporaryDirectory() as folder:
         command = [python, __file__, "--way", way, "--model", str(model), "--folder", folder, "--seed", str(seed)]
-        command += ["--steps", str(steps), "--began", str(time.time())]
+        command += ["--steps", str(steps), "--began", str(time.time()), "--num-threads", str(num_threads)]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     if done.returncode:
         sys.exit(f"{way} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -186,6 +187,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--num-threads", type=int, default=1, help="cores of our engine")
     parser.add_argument("--way")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--folder", type=Path)
@@ -193,8 +195,11 @@ def main() -> None:
     parser.add_argument("--began", type=float)
     given = parser.parse_args()
     if given.way is not None:
-        way = {"ours": ours, "trl": trl}[given.way]
-        way(given.model, given.folder, given.seed, given.steps, given.began)
+        job = (given.model, given.folder, given.seed, given.steps, given.began)
+        if given.way == "ours":
+            ours(*job, given.num_threads)
+        else:
+            trl(*job)
         return
     pythons = {"ours": sys.executable, "trl": given.trl}
     found: dict[str, list[list[dict[str, float]]]] = {way: [] for way, python in pythons.items() if python}
@@ -202,7 +207,7 @@ def main() -> None:
         make_model(Path(folder), given.hidden, given.layers)
         for seed in range(given.seeds):
             for way, runs in found.items():
-                runs.append(run(way, pythons[way], Path(folder), seed, given.steps))
+                runs.append(run(way, pythons[way], Path(folder), seed, given.steps, given.num_threads))
                 first, last = runs[-1][0]["reward"], fmean(each["reward"] for each in runs[-1][-3:])
                 print(f"{way} seed {seed}: {runs[-1][-1]['seconds']:.1f} s, {runs[-1][-1]['cpu']:.1f} CPU s, "
                       f"reward {first:.2f} -> {last:.2f}", flush=True)  # fmt: skip

@@ -24,6 +24,7 @@ from lightning_rl.inference.prefixes import SHORTEST, Prefixes
 from lightning_rl.inference.sampler import Sampled, sample, stream_key, uniforms
 from lightning_rl.inference.sequence import Event, Failure, GenerationRequest, Output, Token
 from lightning_rl.inference.weights.stream import BUCKET_BYTES, WeightStream, buckets
+from lightning_rl.processes.openmp import end_threads
 from lightning_rl.vision import ModelVision, PlacedFeatures, PlacedImage
 
 Ints = NDArray[np.int64]
@@ -363,7 +364,13 @@ class EmbeddedEngine:
         if self._state == "new":
             function()
         else:
+            self._leave_cores()
             self._order(function).result()
+
+    def _leave_cores(self) -> None:
+        """The calling thread computes no more for now: the trainer's, which gives new weights, or the engine's."""
+        if self._threads != 1:  # else the engine has no threads that another's could hinder
+            end_threads()
 
     # The engine's thread.
 
@@ -376,6 +383,8 @@ class EmbeddedEngine:
                     self._step()
                 self._deliver()
                 self._tell_quiet()
+                if not self._can_step():
+                    self._leave_cores()
             self._abort(list(self._sequences))
             self._deliver()
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, MistralConfig
 
+from lightning_rl.inference import engine as engine_room
 from lightning_rl.inference import fused
 from lightning_rl.inference.engine import EmbeddedEngine, EngineStopped
 from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling
@@ -40,6 +41,23 @@ def hold_after(engine, tokens):
             assert go.wait(TIMEOUT)
 
     return on_token, reached, go, seen
+
+
+@pytest.mark.parametrize(("threads", "left"), [(2, {"engine", "trainer"}), (1, set())])
+def test_with_several_cores_the_engine_and_who_gives_it_weights_leave_them_to_each_other(threads, left, monkeypatch):
+    named, seen, idle = {threading.get_ident(): "trainer"}, set(), threading.Event()
+
+    def noted():
+        seen.add(named.get(threading.get_ident(), "engine"))
+        if "engine" in seen:
+            idle.set()
+
+    monkeypatch.setattr(engine_room, "end_threads", noted)
+    with EmbeddedEngine(make("qwen2"), threads=threads) as engine:
+        ask(engine, [1, 2], max_tokens=2).result(TIMEOUT)
+        engine.update_weights(make("qwen2", seed=1), 1)
+        assert threads == 1 or idle.wait(TIMEOUT)
+    assert seen == left
 
 
 @pytest.fixture(scope="module")

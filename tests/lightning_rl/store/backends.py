@@ -55,7 +55,7 @@ NOT_OVER_HTTP = {
     "expire": "the sweeper, every second",
     "make_up": "the sweeper, after a time in which the store could not be written",
     "merge_counts": "the sweeper, every second",
-    "opening": "the gateway: what it needs to know of an attempt that calls for the first time",
+    "openings": "the gateway: what it needs to know of an attempt that calls for the first time",
     "extend_leases": "the sweeper, of attempts whose calls renewed them",
     "overdue": "the sweeper, every second",
     "packed_traces": "the client's `traces`, which unpacks them",
