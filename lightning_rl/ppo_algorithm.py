@@ -205,7 +205,7 @@ class PPO(Hooks, ConfiguredAlgorithm):
         if end is None or newest is None or (end.asked, f"step-{end.made}") != (self._total_steps, newest.name):
             return False
         self.state = RunState(self.config, run_dir)
-        self.state.step, self.history = end.made, jsonl.read(run_dir / "metrics.jsonl")
+        self.state.step, self.history = end.made, jsonl.history(run_dir / "metrics.jsonl")
         if self.shows:
             print(f"this run is finished, with {end.made} of {end.asked} steps: there is nothing left to do")
             print("\n".join(self.summary()))

@@ -33,15 +33,20 @@ def read(path: Path) -> list[dict[str, float]]:
     return [msgspec.json.decode(line, type=dict[str, float]) for line in _whole_lines(path) if line]
 
 
+def history(path: Path) -> list[dict[str, float]]:
+    """The metrics of each step that a file has, as an algorithm's `history` has them: without the time."""
+    return [{name: value for name, value in row.items() if name != "time"} for row in read(path)]
+
+
 def keep_until(path: Path, step: int | None) -> list[dict[str, float]]:
     """Drop what was written after `step` (a run that goes on from there writes it again; None: from its beginning); the
-    lines that are kept."""
+    `history` that is kept."""
     if not path.exists() or step is None:
         path.unlink(missing_ok=True)
         return []
     kept = [line for line in _whole_lines(path) if msgspec.json.decode(line)["step"] <= step]
     write_whole(path, b"".join(line + b"\n" for line in kept))
-    return read(path)
+    return history(path)
 
 
 def _whole_lines(path: Path) -> list[bytes]:

@@ -234,8 +234,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_weights(tmp_path: Pat
     lrl.Trainer(two_calls, n_runners=4, run_dir=cut).fit(finished, [0, 1, 2, 3, 4], [5])
     rows = read(cut / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
-    untimed = [[{k: v for k, v in row.items() if k != "time"} for row in of] for of in (finished.history, rows)]
-    assert untimed[0] == untimed[1]
+    assert finished.history == [{name: value for name, value in row.items() if name != "time"} for row in rows]
     assert rows[-1]["tokens/pending"] == 0
     assert rows[-1]["tokens/received"] == rows[-1]["tokens/trained"] + rows[-1]["tokens/excluded/validation"]
 

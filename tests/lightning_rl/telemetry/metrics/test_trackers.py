@@ -9,7 +9,7 @@ from rich.console import Console
 from lightning_rl.config import ConfigError
 from lightning_rl.telemetry import metrics
 from lightning_rl.telemetry.metrics.console import ConsoleTracker
-from lightning_rl.telemetry.metrics.jsonl import JsonlTracker, keep_until, read
+from lightning_rl.telemetry.metrics.jsonl import JsonlTracker, history, keep_until, read
 
 
 def written(path: Path, steps: int) -> bytes:
@@ -40,7 +40,7 @@ def test_a_file_cut_at_any_byte_gives_its_whole_lines(tmp_path: Path) -> None:
         (tmp_path / "m.jsonl").write_bytes(whole[:cut])
         kept = keep_until(tmp_path / "m.jsonl", 9)
         assert len(kept) == whole[:cut].count(b"\n")
-        assert read(tmp_path / "m.jsonl") == kept
+        assert history(tmp_path / "m.jsonl") == kept == [{"step": n, "reward": n / 2} for n in range(len(kept))]
 
 
 def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
