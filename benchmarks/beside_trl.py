@@ -10,8 +10,7 @@ and then `--trl /tmp/trl/bin/python`; without it ours alone is measured. Both tr
 the same prompts: a step is 16 prompts x 8 answers of at most 32 tokens, one update of all of them with the same Adam,
 and no KL. The reward is the share of vowels among an answer's letters, which every random model can learn. Ours is
 README's script: agents in runner processes ask the gateway by `llm.openai()`, and everything is recorded; its engine
-has `--num-threads` cores. TRL's is
-`GRPOTrainer` with `model.generate`, which its documentation begins with.
+has `--num-threads` cores. TRL's is `GRPOTrainer` with `model.generate`, which its documentation begins with.
 
 CPU is that of the process and all those that it started. A step's costs are the median from the second step on; the
 start is everything before the first step has ended. Ways take turns; nothing asserts a time.

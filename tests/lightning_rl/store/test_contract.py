@@ -222,6 +222,22 @@ def test_attempts_that_do_not_run_any_more_are_named(store, clock) -> None:
     assert store.closed([("r1", first), ("r1", second), ("r1", "unknown")]) == [("r1", first)]
 
 
+def test_of_attempts_that_are_asked_about_those_that_run_are_told_and_no_others_of_their_rollouts(store, clock) -> None:
+    first = one_claim(store, unresponsive_seconds=10)
+    assert list(store.openings([("r1", first), ("r1", "unknown"), ("unknown", first)])) == [("r1", first)]
+    clock.advance(11)
+    store.sweep()
+    clock.advance(PAUSE)
+    second = store.claim("w")[0].attempt.attempt_id
+    assert store.openings([("r1", first)]) == {}
+    told = store.openings([("r1", first), ("r1", second)])
+    assert [(place, each.rollout.attempt_id, each.recorded) for place, each in told.items()] == [
+        (("r1", second), second, False)
+    ]
+    store.finish("r1", second, SUCCEEDED)
+    assert store.openings([("r1", second)]) == {}
+
+
 def test_a_deadline_is_the_agents_failure_and_is_not_retried(store, clock) -> None:
     attempt = one_claim(store, timeout_seconds=20, unresponsive_seconds=1000)
     clock.advance(21)
