@@ -1,13 +1,14 @@
-"""How calls per second scale with gateway processes over one PostgreSQL, and what each call costs them.
+"""How calls per second scale with gateway processes, and what each call costs them.
 
-    python benchmarks/gateways.py [--turns 10] [--instructions]
+    python benchmarks/gateways.py [--turns 10] [--instructions] [--own-stores]
 
 Each gateway is the real server in a process of its own; all share one PostgreSQL (started for this, on the same
 machine) and one instant token engine. Attempts are claimed at one server, which names the least busy gateway for each;
-every call goes to an attempt of its own. Where processes outnumber cores, clients, engine, database and gateways share
-them: then calls per second say little, and the processor time per call (of the gateways, and of PostgreSQL) says what
-one more core would bear. With `--instructions` the gateways run under Valgrind, and what is printed instead is how many
-instructions a call takes of all of them together.
+every call goes to an attempt of its own. With `--own-stores` each server has a SQLite store instead, and its share of
+the attempts, as a training run at several servers spreads them. Where processes outnumber cores, clients, engine,
+database and gateways share them: then calls per second say little, and the processor time per call (of the gateways,
+and of PostgreSQL) says what one more core would bear. With `--instructions` the gateways run under Valgrind, and what
+is printed instead is how many instructions a call takes of all of them together.
 """
 
 import argparse
@@ -75,11 +76,16 @@ def postgres_cpu(postmaster: int) -> float:
 
 
 def measure(
-    servers: list[tuple[str, int]], postmaster: int, calls: int, clients: int, number: Iterator[int], turns: int
+    servers: list[tuple[str, int]],
+    stores: list[HttpStore],
+    postmaster: int,
+    calls: int,
+    clients: int,
+    number: Iterator[int],
+    turns: int,
 ) -> Round:
     """One round: attempts over all servers, one call each, the last of so many turns."""
-    store = HttpStore(servers[0][0], "admin")
-    attempts = open_attempts(store, calls)
+    attempts = opened(stores, calls)
     used: list[tuple[float, float]] = []
 
     def begin() -> None:
@@ -92,7 +98,7 @@ def measure(
     time.sleep(1)
     gateways = sum(cpu_seconds(pid) for _, pid in servers) - used[0][0]
     database = postgres_cpu(postmaster) - used[0][1]
-    end_all(store, attempts)
+    end_all(stores, attempts)
     ranked = sorted(latencies)
     return Round(
         rate=calls / seconds,
@@ -105,6 +111,7 @@ def measure(
 
 def counted_round(
     servers: list[tuple[str, int]],
+    stores: list[HttpStore],
     instructions: Instructions,
     calls: int,
     clients: int,
@@ -112,19 +119,25 @@ def counted_round(
     size: Size,
 ) -> float:
     """Million instructions per call of all gateways together."""
-    store = HttpStore(servers[0][0], "admin")
-    attempts = open_attempts(store, calls)
+    attempts = opened(stores, calls)
     found = count(instructions, attempts, [pid for _, pid in servers], number, size, clients)
-    end_all(store, attempts)
+    end_all(stores, attempts)
     return found
 
 
-def end_all(store: HttpStore, attempts: list[tuple[str, str]]) -> None:
-    """Finish them, many at once, wherever they are."""
-    parts = [url.split("/") for url, _ in attempts]
-    endings = [Ending(rollout_id=p[4], attempt_id=p[6], finish=Finish(status="succeeded")) for p in parts]
-    for start in range(0, len(endings), 100):
-        store.finish_many(endings[start : start + 100])
+def opened(stores: list[HttpStore], calls: int) -> list[tuple[str, str]]:
+    """So many attempts, claimed in turn at the server of each store."""
+    shares = [open_attempts(store, calls // len(stores)) for store in stores]
+    return [attempt for several in zip(*shares, strict=True) for attempt in several]
+
+
+def end_all(stores: list[HttpStore], attempts: list[tuple[str, str]]) -> None:
+    """Finish them, many at once, each at the server where it was claimed."""
+    for number, store in enumerate(stores):
+        parts = [url.split("/") for url, _ in attempts[number :: len(stores)]]
+        endings = [Ending(rollout_id=p[4], attempt_id=p[6], finish=Finish(status="succeeded")) for p in parts]
+        for start in range(0, len(endings), 100):
+            store.finish_many(endings[start : start + 100])
 
 
 def together(urls: list[str]) -> None:
@@ -145,6 +158,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turns", type=int, default=1, help="the call is this one of its attempt")
     parser.add_argument("--instructions", action="store_true", help="of the gateways, counted by Valgrind")
+    parser.add_argument("--own-stores", action="store_true", help="each server has a store of its own, in SQLite")
     arguments = parser.parse_args()
     bin_dir = programs()
     if bin_dir is None:
@@ -168,19 +182,24 @@ def main() -> None:
         for many in arguments.gateways:
             with ExitStack() as servers:
                 folder = Path(servers.enter_context(tempfile.TemporaryDirectory()))
-                url = cluster.url(cluster.database())
-                there = [servers.enter_context(gateway(folder / str(i), url, engine_url)) for i in range(many)]
-                together([url for url, _ in there])
+                shared = None if arguments.own_stores else cluster.url(cluster.database())
+                there = [
+                    servers.enter_context(gateway(place, shared or f"sqlite:///{place}/store.db", engine_url))
+                    for place in (folder / str(i) for i in range(many))
+                ]
+                if shared is not None:
+                    together([url for url, _ in there])
+                stores = [HttpStore(url, "admin") for url, _ in (there if shared is None else there[:1])]
                 if instructions is not None:
                     size = Size(40 * arguments.turns, 1, arguments.turns)
                     rounds = [
-                        counted_round(there, instructions, arguments.calls, arguments.clients, number, size)
+                        counted_round(there, stores, instructions, arguments.calls, arguments.clients, number, size)
                         for _ in range(2)
                     ]
                     print(f"| {many} | {rounds[-1]:.2f} |", flush=True)  # the first warms up
                     continue
                 found = [
-                    measure(there, postmaster, arguments.calls, arguments.clients, number, arguments.turns)
+                    measure(there, stores, postmaster, arguments.calls, arguments.clients, number, arguments.turns)
                     for _ in range(arguments.rounds + 1)
                 ][1:]
                 middle = Round(*map(median, zip(*found, strict=True)))

@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,8 @@ from lightning_rl.compat.agent_lightning import (
 )
 from lightning_rl.compat.lightning_store import LightningStore, LightningStoreClient
 from lightning_rl.control_plane import launch as server
-from lightning_rl.control_plane.attach import LEASE_SECONDS, attached, check_server
+from lightning_rl.control_plane.attach import LEASE_SECONDS, Attachment, attached, check_server
+from lightning_rl.control_plane.several_servers import SeveralServers
 from lightning_rl.errors import Explained, WorkerDied
 from lightning_rl.files import owned
 from lightning_rl.processes.child import Child
@@ -88,7 +89,9 @@ class Trainer:
         tracer: Agent-lightning's, which has nothing to do: the gateway records the calls.
         server: the URL of a `lightning-rl serve` that the run attaches to, instead of starting one; its admin key is
             LIGHTNING_RL_ADMIN_KEY's. Rollouts are left to runners that join the server (`lightning-rl runner`), and the
-            Trainer needs no agent, unless `n_runners` says that some run here, with LIGHTNING_RL_RUNNER_KEY's key.
+            Trainer needs no agent, unless `n_runners` says that some run here, with LIGHTNING_RL_RUNNER_KEY's key. Of
+            several servers, a list of URLs, each has a store of its own, and the groups are spread over them
+            (`docs/several-servers.md`).
         store: Agent-lightning's way to say `server`: a `LightningStoreClient`.
     """
 
@@ -107,13 +110,14 @@ class Trainer:
         initial_resources: Mapping[str, Any] | None = None,
         hooks: Hook | Sequence[Hook] | None = None,
         tracer: NoTracer | None = None,
-        server: str | None = None,
+        server: str | Sequence[str] | None = None,
         store: LightningStore | None = None,
         **elsewhere: Any,
     ) -> None:
         check_arguments(elsewhere)
+        servers = [server] if isinstance(server, str) else list(server or ())
         if server is not None or store is not None:
-            _check_elsewhere(server, store, alone={"port": port, "url": url, "host": host != _LOOPBACK and host})
+            _check_elsewhere(servers, store, alone={"port": port, "url": url, "host": host != _LOOPBACK and host})
         if tracer is not None and not isinstance(tracer, NoTracer):
             raise TypeError(f"Trainer takes no tracer {tracer!r:.80}: the gateway records the calls; leave it out")
         if agent is not None and algorithm is not None:
@@ -123,7 +127,7 @@ class Trainer:
         if algorithm is not None:
             check_parts(algorithm, adapter, initial_resources)
         self._runner_key = _runner_key(host, url)
-        attaches = server is not None or store is not None
+        attaches = bool(servers) or store is not None
         if n_runners and attaches and not self._runner_key:
             raise ValueError(
                 f"n_runners is {n_runners}: to run rollouts of that server here, set {RUNNER_KEY} to its key"
@@ -132,6 +136,10 @@ class Trainer:
             raise ValueError(
                 f"n_runners is {n_runners}; it takes at least one to run an agent, or others that join: for them set "
                 f"{RUNNER_KEY} (docs/runners.md)"
+            )
+        if n_runners and n_runners < len(servers):
+            raise ValueError(
+                f"n_runners is {n_runners}, for {len(servers)} servers: it takes one for each, or none here"
             )
         self.agent = None if agent is None else as_agent(agent)
         self.algorithm = algorithm
@@ -145,7 +153,7 @@ class Trainer:
         self.isolation = isolation
         self.host = host
         self.url = url
-        self.server = server
+        self.servers = servers
         self.store = store
 
     def fit(
@@ -163,6 +171,8 @@ class Trainer:
         """
         agent, running = self._agent_and_algorithm(algorithm)
         give_parts(running, self.adapter, self.initial_resources)
+        if len(self.servers) > 1 and running.needs_one_server:
+            raise ValueError(f"{type(running).__name__} works at one server: give Trainer(server=...) one URL")
         if isinstance(agent, FunctionAgent) and running.resources is not None:
             running.answer_for(agent.named_models)
             agent.check_resources(running.resources)
@@ -217,22 +227,31 @@ class Trainer:
             child = None if self._attaches else parts.enter_context(server.loading(run_dir))
             endpoint = algorithm.open(run_dir)
             store, runner_key, serving = self._at_server(run_dir, endpoint, child, parts)
+            urls = store.urls if isinstance(store, SeveralServers) else [store.url]
             _write_private(run_dir / _RUN_ID, algorithm.run_id)
-            _write_private(run_dir / "server.url", store.url)
-            lease_seconds = LEASE_SECONDS if serving is None else _OWN_LEASE_SECONDS
-            attachment = parts.enter_context(attached(store, algorithm.run_id, endpoint, lease_seconds=lease_seconds))
+            _write_private(run_dir / "server.url", "\n".join(urls))
+            attachment: Attachment | SeveralServers
+            if isinstance(store, SeveralServers):
+                attachment = parts.enter_context(store.attached(algorithm.run_id, endpoint))
+            else:
+                lease_seconds = LEASE_SECONDS if serving is None else _OWN_LEASE_SECONDS
+                attachment = parts.enter_context(
+                    attached(store, algorithm.run_id, endpoint, lease_seconds=lease_seconds)
+                )
             algorithm.store, algorithm.began_ns = store, attachment.began_ns
-            working = parts.enter_context(self._runners(agent, algorithm, endpoint, runner_key, run_dir))
+            working = self._runners(agent, algorithm, endpoint, (urls, runner_key), run_dir, parts)
 
             def check() -> None:
                 if serving is not None:
                     serving.check()
                 attachment.check()
-                if working is not None:
-                    working.check()
+                for each in working:
+                    each.check()
                 algorithm.watch()
 
             algorithm.check = check
+            if isinstance(store, SeveralServers):
+                store.while_waiting = check
             try:
                 algorithm.run(tasks, held_out)
             except Unreachable:
@@ -245,16 +264,17 @@ class Trainer:
     @property
     def _attaches(self) -> bool:
         """Whether the server is one that runs elsewhere."""
-        return self.server is not None or self.store is not None
+        return bool(self.servers) or self.store is not None
 
     def _at_server(
         self, run_dir: Path, endpoint: Endpoint, child: Child | None, parts: ExitStack
-    ) -> tuple[HttpStore, str, server.Serving | None]:
+    ) -> tuple[HttpStore | SeveralServers, str, server.Serving | None]:
         """The store of the server that the run is at, its runners' key, and the server where it is a child of ours."""
         if child is None:
-            store = self._elsewhere(parts)
-            check_server(store, endpoint)
-            return store, self._runner_key or "", None
+            stores = self._elsewhere(parts)
+            for each in stores:
+                check_server(each, endpoint)
+            return stores[0] if len(stores) == 1 else SeveralServers(stores), self._runner_key or "", None
         admin_key, runner_key = secrets.token_urlsafe(24), self._runner_key or secrets.token_urlsafe(24)
         _write_private(run_dir / "admin.key", admin_key)
         serving = server.serve(
@@ -272,34 +292,50 @@ class Trainer:
         parts.callback(store.close)
         return store, runner_key, serving
 
-    def _elsewhere(self, parts: ExitStack) -> HttpStore:
-        """The store of the server elsewhere. Raises StoreKeyMissing where there is no key."""
+    def _elsewhere(self, parts: ExitStack) -> list[HttpStore]:
+        """The stores of the servers elsewhere. Raises StoreKeyMissing where there is no key."""
         if self.store is not None:
-            return self.store.store
-        assert self.server is not None
-        client = LightningStoreClient(self.server)
-        parts.callback(client.store.close)
-        return client.store
+            return [self.store.store]
+        stores = [LightningStoreClient(url).store for url in self.servers]
+        for store in stores:
+            parts.callback(store.close)
+        return stores
 
     def _runners(
-        self, agent: Agent | None, algorithm: Algorithm, endpoint: Endpoint, runner_key: str, run_dir: Path
-    ) -> "AbstractContextManager[Working | Hosts | None]":
-        """The runners of the run, None where all rollouts are left to others."""
-        wanted, isolation, url = self.n_runners, self.isolation or algorithm.isolation, algorithm.store.url
+        self,
+        agent: Agent | None,
+        algorithm: Algorithm,
+        endpoint: Endpoint,
+        servers: tuple[Sequence[str], str],
+        run_dir: Path,
+        parts: ExitStack,
+    ) -> "Sequence[Working | Hosts]":
+        """The runners of the run, for as long as `parts` are open; none where all rollouts are left to others.
+        `servers` are their URLs, and the key."""
+        wanted, isolation, (urls, key) = self.n_runners, self.isolation or algorithm.isolation, servers
         if wanted is None:
             wanted = 0 if self._attaches else algorithm.n_runners
         if agent is None or (self._attaches and not wanted):
-            return nullcontext()
+            return []
         if wanted is None and _services_alone(endpoint):
             wanted = runners.FOR_SERVICES
         elif wanted is None:
             processes = isolation == "process" or agent.starts_processes
             wanted = runners.at_once(algorithm.asks_for, start_processes=processes)
         if algorithm.ray is None:
-            return runners.launch(wanted, agent, url, runner_key, log_dir=run_dir, isolation=isolation)
+            return [
+                parts.enter_context(runners.launch(share, agent, url, key, log_dir=log_dir, isolation=isolation))
+                for url, share, log_dir in zip(
+                    urls, runners.shares(wanted, len(urls)), _log_dirs(run_dir, len(urls)), strict=True
+                )
+            ]
         from lightning_rl.runner import on_ray
 
-        return on_ray.launch(wanted, agent, url, runner_key, given=algorithm.ray, isolation=isolation)
+        if len(urls) > 1:
+            raise ValueError("runners on Ray serve one server: start `lightning-rl runner` for each of several")
+        return [
+            parts.enter_context(on_ray.launch(wanted, agent, urls[0], key, given=algorithm.ray, isolation=isolation))
+        ]
 
     def _agent_and_algorithm(self, given: Any) -> tuple[Agent | None, Algorithm]:
         """The two, of which `given` is the one that the Trainer has not. No agent, where none runs here."""
@@ -363,6 +399,14 @@ class Trainer:
         return dev
 
 
+def _log_dirs(run_dir: Path, servers: int) -> list[Path]:
+    """Where the runners of each server log: in the run folder, of several servers each in a folder there."""
+    folders = [run_dir] if servers == 1 else [run_dir / f"runners-{number}" for number in range(servers)]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    return folders
+
+
 def _services_alone(endpoint: Endpoint) -> bool:
     return all(engine["kind"] in ("openai", "litellm") for engine in endpoint.engines)
 
@@ -378,14 +422,19 @@ def _runner_key(host: str, url: str | None) -> str | None:
     return key
 
 
-def _check_elsewhere(url: str | None, store: LightningStore | None, *, alone: Mapping[str, Any]) -> None:
-    """Raises ValueError for arguments that do not go with a server elsewhere; `alone` are those of one's own."""
-    if url is not None and store is not None:
+def _check_elsewhere(urls: Sequence[str], store: LightningStore | None, *, alone: Mapping[str, Any]) -> None:
+    """Raises ValueError for arguments that do not go with servers elsewhere; `alone` are those of one's own."""
+    if urls and store is not None:
         raise ValueError("give server or store, not both: they say the same")
+    if store is None and not urls:
+        raise ValueError("server=[] names no server; give a URL, or leave it out to have one started")
     if store is not None and not isinstance(store, LightningStore):
         raise TypeError(f"store takes a LightningStoreClient, got {store!r:.80}; or give server='http://...'")
-    if url is not None and not url.startswith(("http://", "https://")):
-        raise ValueError(f"server={url!r} is no URL; give http://... or https://...")
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"server={url!r} is no URL; give http://... or https://...")
+    if len({url.rstrip("/") for url in urls}) < len(urls):
+        raise ValueError(f"server names one of {', '.join(urls)} twice; each has a store of its own")
     if given := [name for name, value in alone.items() if value]:
         raise ValueError(f"{', '.join(given)}: the server is elsewhere, and has its own; leave them out")
 

@@ -10,8 +10,8 @@ import msgspec
 
 from lightning_rl.algorithms.watchdog import Watchdog
 from lightning_rl.errors import Explained
-from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Rollout, RolloutRequest, RolloutTrace
+from lightning_rl.store.run_store import RunStore
 
 if TYPE_CHECKING:
     from lightning_rl.agents.agent import ConfiguredAgent
@@ -74,10 +74,11 @@ class Algorithm:
     """
 
     run_id = ""
+    needs_one_server = False  # whether it asks of a store more than a training run does (`RunStore`)
     shares_server = False  # whether other runs may be on the same server
     began_ns = 0
 
-    store: HttpStore
+    store: RunStore
     check: Callable[[], None]
     n_runners: int | None = None  # at most so many rollouts at once, where the Trainer is not told; None: it decides
     asks_for: int | None = None  # so many rollouts are asked for at a time, of which it decides then; None: any number

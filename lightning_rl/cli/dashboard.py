@@ -62,19 +62,20 @@ def _runs(folders: list[Path], url: str | None) -> "list[ViewedRun]":
     if url is not None:
         if len(folders) > 1:
             raise typer.BadParameter("--url goes with one folder at most: that of the run whose rollouts are there")
-        return [ViewedRun(folders[0] if folders else None, PagedStore(url, _key(folders)), None if folders else url)]
+        return [ViewedRun(folders[0] if folders else None, [PagedStore(url, _key(folders))], None if folders else url)]
     return [ViewedRun(run_dir, _attached(run_dir)) for run_dir in runs_below(folders or [Path("runs")])]
 
 
-def _attached(run_dir: Path) -> "PagedStore | None":
-    """The server that has the rollouts of a run which attached to one, by the key in the environment; None where the
+def _attached(run_dir: Path) -> "list[PagedStore]":
+    """The servers that have the rollouts of a run which attached to them, by the key in the environment; none where the
     folder has them, or there is no such key."""
+    from lightning_rl.inspect import recorded
     from lightning_rl.inspect.rollout_source import PagedStore
 
-    url, key = run_dir / "server.url", os.environ.get(ADMIN_KEY)
-    if (run_dir / "store.db").is_file() or not url.is_file() or not key:
-        return None
-    return PagedStore(url.read_text().strip(), key)
+    key = os.environ.get(ADMIN_KEY)
+    if not recorded.is_attached(run_dir) or not key:
+        return []
+    return [PagedStore(url, key) for url in recorded.server_urls(run_dir)]
 
 
 def _key(folders: list[Path]) -> str:

@@ -1,13 +1,14 @@
 """The agent that a command's keys name."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_rl.config.schema import TrainConfig
 
 
-def agent_of(settings: "TrainConfig", server: str | None) -> Any:
-    """The agent that is named; None where the runners of a `server` have it, or loops of the configuration run.
+def agent_of(settings: "TrainConfig", server: Sequence[str] | None) -> Any:
+    """The agent that is named; None where the runners of `server` have it, or loops of the configuration run.
 
     Raises ConfigError where there is none, or one too many.
     """
@@ -22,11 +23,13 @@ def agent_of(settings: "TrainConfig", server: str | None) -> Any:
     agent = None if settings.agent is None else load_agent(settings.agent)
     if server is None:
         agent_of_run(agent, configured_agents(settings))  # raises before anything is begun
-    elif agent is not None:
-        raise ConfigError(f"the runners of {server} have the agent: leave agent={settings.agent} out")
-    elif settings.command is not None:
+        return agent
+    at = ", ".join(server)
+    if agent is not None:
+        raise ConfigError(f"the runners of {at} have the agent: leave agent={settings.agent} out")
+    if settings.command is not None:
         raise ConfigError(
-            f"the runners of {server} have the agent: leave command={settings.command} out, and name a CommandAgent to "
+            f"the runners of {at} have the agent: leave command={settings.command} out, and name a CommandAgent to "
             "them: lightning-rl runner --agent my_agent.py:agent (docs/command-agents.md)"
         )
     return agent

@@ -201,15 +201,16 @@ def _place(run_dir: Path | None, url: str | None) -> "Iterator[RolloutSource]":
     from lightning_rl.inspect import recorded
     from lightning_rl.inspect import rollout_source as places
 
-    run_id = None
+    run_id, urls = None, [] if url is None else [url]
     if url is None:
         folder = recorded.newest_run() if run_dir is None else run_dir
         if not recorded.is_attached(folder) or not (folder / recorded.RUN_ID).is_file():
             yield places.RolloutFolder(folder)
             return
-        url, run_id = ((folder / name).read_text().strip() for name in (URL_FILE, recorded.RUN_ID))
-    with _server(run_dir, url) as store:
-        yield places.RolloutServer(store, run_id)
+        urls, run_id = recorded.server_urls(folder), (folder / recorded.RUN_ID).read_text().strip()
+    with contextlib.ExitStack() as stores:
+        servers = [places.RolloutServer(stores.enter_context(_server(run_dir, each)), run_id) for each in urls]
+        yield servers[0] if len(servers) == 1 else places.RolloutServers(servers)
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ def run(
 
 
 def supervised(
-    agent: Any, settings: "TrainConfig", run_dir: Path | None, server: str | None, *, console: bool
+    agent: Any, settings: "TrainConfig", run_dir: Path | None, server: list[str] | None, *, console: bool
 ) -> "SFT":
     """SFT that has trained in the folder; where there is a teacher, on its rollouts with the agent, too."""
     from lightning_rl.sft_algorithm import SFT

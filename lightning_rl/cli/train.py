@@ -39,11 +39,12 @@ def run(
         ),
     ] = None,
     server: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="URL",
             help="Attach to this `lightning-rl serve`, whose admin key is LIGHTNING_RL_ADMIN_KEY's; its runners run "
-            "the agent. By default a server and runners are started.",
+            "the agent. Several, each with a store of its own, share the rollouts. By default a server and runners "
+            "are started.",
         ),
     ] = None,
     sft: Annotated[
@@ -116,6 +117,7 @@ def run(
     settings, notes = _settings(config, given, from_verl)
     if notes is not None and not as_json:
         typer.echo(_table(notes))
+    server = server or None
     agent = agent_of(settings, server)
     if settings.data.train_files is None and not settings.trainer.val_only:
         raise ConfigError("name the tasks: data.train_files=tasks.jsonl")
@@ -169,7 +171,7 @@ def _table(notes: "list[Note]") -> str:
 
 
 def _train(
-    agent: Any, settings: "TrainConfig", run_dir: Path | None, server: str | None, *, sft: bool, as_json: bool
+    agent: Any, settings: "TrainConfig", run_dir: Path | None, server: list[str] | None, *, sft: bool, as_json: bool
 ) -> None:
     if not as_json:
         typer.echo("loading torch and transformers")  # else nothing is printed for seconds
@@ -188,7 +190,7 @@ def _train(
     except KeyboardInterrupt:
         folder = trainer.run_dir
         if folder is not None and any(file.exists() for file in (folder / CONFIG, folder / SFT / CONFIG)):
-            at = "" if server is None else f" --server {server}"
+            at = "".join(f" --server {url}" for url in server or ())
             typer.echo(f"\nInterrupted. Go on with: lightning-rl train --resume {folder}{at}", err=True)
         raise
     last = algorithm.history[-1] if algorithm.history else {}
@@ -209,7 +211,7 @@ def _train(
 
 
 def _begun_with_sft(
-    agent: Any, settings: "TrainConfig", run_dir: Path, server: str | None, *, as_json: bool
+    agent: Any, settings: "TrainConfig", run_dir: Path, server: list[str] | None, *, as_json: bool
 ) -> "TrainConfig":
     """The settings with the model of supervised training in place of theirs, once it is made."""
     from lightning_rl.config import ConfigError, derived

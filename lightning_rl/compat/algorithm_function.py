@@ -12,6 +12,7 @@ from typing import Any
 from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
 from lightning_rl.compat.lightning_store import LightningStore
 from lightning_rl.errors import Explained
+from lightning_rl.store.client import HttpStore
 
 _FILLED = ("store", "train_dataset", "val_dataset", "llm_proxy", "adapter", "initial_resources")
 
@@ -30,6 +31,7 @@ class FunctionAlgorithm(Algorithm):
     """
 
     takes_parts = True
+    needs_one_server = True
     resources = None
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -58,6 +60,7 @@ class FunctionAlgorithm(Algorithm):
         asyncio.run(self._run(train_dataset, val_dataset))
 
     async def _run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
+        assert isinstance(self.store, HttpStore)
         store = LightningStore(self.store, check=self.check)
         given: Mapping[str, Any] = {
             "store": store,

@@ -5,8 +5,10 @@ server takes its engines out, and nothing of it is handed to runners any more.
 """
 
 import contextlib
+import logging
 import shlex
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, S
 
 LEASE_SECONDS = 60.0
 _RENEWAL_SECONDS = 0.5  # between two words of a run
+_log = logging.getLogger(__name__)
 
 
 class CannotAttach(Explained, ValueError):
@@ -51,6 +54,7 @@ class Attachment:
         self._store = store
         self._run_id = run_id
         self._refused: StoreError | None = None
+        self._heard_at = time.monotonic()
         self._ended = threading.Event()
         self._renewing = threading.Thread(target=self._renew, name="the run's lease", daemon=True)
         self._renewing.start()
@@ -60,40 +64,71 @@ class Attachment:
         if self._refused is not None:
             raise RunGivenUp(f"{self._refused}; go on with the run from its folder (trainer.resume_mode=auto)")
 
+    @property
+    def given_up(self) -> bool:
+        """Whether the server has given the run up, or was started anew."""
+        return self._refused is not None
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long ago the server last said that the run is attached."""
+        return time.monotonic() - self._heard_at
+
     def close(self) -> None:
         """Say no more that the run lives."""
         self._ended.set()
+
+    def detach(self) -> None:
+        """Take the run and its engines from the server."""
+        self.close()
         self._renewing.join()
+        with contextlib.suppress(StoreError):  # a server that is gone, or started anew, has none of it
+            self._store.end_run(self._run_id)
 
     def _renew(self) -> None:
+        told = False
         while not self._ended.wait(_RENEWAL_SECONDS):
             try:
                 self._store.renew_run(self._run_id)
-            except (Unreachable, NotAllowed):
-                continue  # whoever asks for rollouts finds out, and says so
+            except (Unreachable, NotAllowed) as error:  # whoever asks for rollouts finds out, too, and ends for it
+                if not told:
+                    _log.warning("the server at %s does not answer: %s", self._store.url, error)
+                told = True
+                continue
             except (Conflict, NotFound) as error:
                 self._refused = error
                 return
+            if told:
+                _log.warning("the server at %s answers again", self._store.url)
+            told, self._heard_at = False, time.monotonic()
 
 
 @contextmanager
 def attached(
     store: HttpStore, run_id: str, policy: PolicyToServe, *, lease_seconds: float = LEASE_SECONDS
 ) -> Iterator[Attachment]:
-    """The run with its engines at a server, for as long as the block runs.
+    """The run with its engines at a server, for as long as the block runs. Raises as `attach`."""
+    attachment = attach(store, run_id, policy, lease_seconds=lease_seconds)
+    try:
+        yield attachment
+    finally:
+        attachment.detach()
 
-    Raises CannotAttach where the server cannot use an engine.
+
+def attach(store: HttpStore, run_id: str, policy: PolicyToServe, *, lease_seconds: float) -> Attachment:
+    """Attach the run with its engines to a server.
+
+    Raises Conflict or Invalid where the server cannot use an engine; nothing is attached then.
     """
     began_ns = store.begin_run(run_id, policy.served_as or policy.model, lease_seconds, policy.more_models)
     attachment = Attachment(store, run_id, began_ns)
     try:
         for engine in policy.engines:
             _register(store, engine)
-        yield attachment
-    finally:
-        attachment.close()
-        with contextlib.suppress(StoreError):  # a server that is gone, or started anew, has none of it
-            store.end_run(run_id)
+    except BaseException:
+        attachment.detach()
+        raise
+    return attachment
 
 
 def _register(store: HttpStore, engine: Mapping[str, Any]) -> None:

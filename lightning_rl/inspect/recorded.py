@@ -11,7 +11,7 @@ import os
 import signal
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -105,11 +105,11 @@ def opened(run_dir: Path) -> Iterator[sa.Connection]:
 
 
 @contextmanager
-def copied(server: HttpStore, run_id: str | None) -> Iterator[sa.Connection]:
-    """What a server has of a run (None: of all), copied, for reading. Raises what the server's calls raise."""
+def copied(servers: Sequence[HttpStore], run_id: str | None) -> Iterator[sa.Connection]:
+    """What servers have of a run (None: of all), copied, for reading. Raises what the servers' calls raise."""
     with TemporaryDirectory(prefix="lightning-rl-") as folder:
         store = Path(folder) / STORE
-        copy_run(server, run_id, store)
+        copy_run(servers, run_id, store)
         with _reading(store) as connection:
             yield connection
 
@@ -129,17 +129,26 @@ def _reading(store: Path) -> Iterator[sa.Connection]:
             raise NotRecorded(f"the store {store.resolve()} cannot be read: {error.orig}") from error
 
 
+def server_urls(run_dir: Path) -> list[str]:
+    """Where the servers of an attached run are, or were, a line of the file for each."""
+    return (run_dir / SERVER_URL).read_text().split()
+
+
 def _copy(run_dir: Path, store: Path) -> None:
-    """Copy what the server has of an attached run into a new store."""
-    url, key = (run_dir / SERVER_URL).read_text().strip(), os.environ.get(ADMIN_KEY)
-    where = f"{run_dir.resolve()} is of a run that attached to the server at {url}, which has its rollouts"
+    """Copy what the servers have of an attached run into a new store."""
+    urls, key = server_urls(run_dir), os.environ.get(ADMIN_KEY)
+    at = f"the server at {urls[0]}, which has its rollouts"
+    if len(urls) > 1:
+        at = f"the servers at {' and '.join(urls)}, which have its rollouts"
+    where = f"{run_dir.resolve()} is of a run that attached to {at}"
     if not key:
         raise NotRecorded(f"{where}: set {ADMIN_KEY} to that server's admin key")
     if not (run_dir / RUN_ID).is_file():
         raise NotRecorded(f"{where}, and there is no {RUN_ID} to tell which: put the run's file back")
-    with closing(HttpStore(url, key)) as server:
+    with ExitStack() as close:
+        servers = [close.enter_context(closing(HttpStore(url, key))) for url in urls]
         try:
-            copy_run(server, (run_dir / RUN_ID).read_text().strip(), store)
+            copy_run(servers, (run_dir / RUN_ID).read_text().strip(), store)
         except NotAllowed as error:
             raise NotRecorded(f"{where} and refuses the key in {ADMIN_KEY}: set it to its admin key") from error
         except StoreError as error:

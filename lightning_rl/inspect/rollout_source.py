@@ -3,6 +3,7 @@
 Invariant: a folder is only read, a page or a moment at a time, so that a run that goes on is never held up.
 """
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Rollout, RolloutTrace
 from lightning_rl.store.life_cycle import ENDED
 from lightning_rl.store.records import rollout_of
+from lightning_rl.store.run_store import rank_of
 
 _PAGE = 500  # rollouts
 _POLL_SECONDS = 1.0  # between two looks into a file
@@ -199,3 +201,44 @@ class RolloutServer:
         for start in range(_WAITED_FOR, len(rollout_ids), _WAITED_FOR):
             ended += self.store.wait(rollout_ids[start : start + _WAITED_FOR], 0)
         return ended
+
+
+class RolloutServers:
+    """The servers of one run, each with a store of its own, as one place. A rollout that was asked for at a second one,
+    since the first was gone, is looked at where its record counts."""
+
+    def __init__(self, servers: Sequence[RolloutServer]) -> None:
+        self._servers = servers
+        self._at: dict[str, tuple[tuple[bool, float], int]] = {}  # of those that arrived: rank, and the server's number
+
+    def newest(self, which: Which, limit: int) -> list[Rollout]:
+        """See `RolloutSource`."""
+        best: dict[str, Rollout] = {}
+        for rollout in (rollout for server in self._servers for rollout in server.newest(Which(), sys.maxsize)):
+            best[rollout.rollout_id] = max(rollout, best.get(rollout.rollout_id, rollout), key=rank_of)
+        found = [rollout for rollout in best.values() if which.fits(rollout)]
+        return sorted(found, key=lambda rollout: rollout.created_at)[-limit:]
+
+    def trace(self, name: str) -> RolloutTrace:
+        """See `RolloutSource`; by its whole id. Raises NotRecorded."""
+        found = [trace for server in self._servers if (trace := server.store.traces([name]).get(name)) is not None]
+        if not found:
+            raise recorded.NotRecorded(f"no server knows a rollout {name!r}: give its whole id, as `list` shows it")
+        return max(found, key=lambda trace: rank_of(trace.rollout))
+
+    def arrived(self) -> Iterator[Rollout]:
+        """See `RolloutSource`; of each server's, the oldest first."""
+        for number, server in enumerate(self._servers):
+            for rollout in server.arrived():
+                found = (rank_of(rollout), number)
+                if found >= self._at.get(rollout.rollout_id, found):
+                    self._at[rollout.rollout_id] = found
+                    yield rollout
+
+    def ended(self, rollout_ids: Sequence[str]) -> list[Rollout]:
+        """See `RolloutSource`: one long poll at each server after the other."""
+        return [
+            rollout
+            for number, server in enumerate(self._servers)
+            for rollout in server.ended([each for each in rollout_ids if self._at[each][1] == number])
+        ]

@@ -131,12 +131,12 @@ def gather(run_dir: Path) -> Evidence:
         return _with_recorded(connection, evidence)
 
 
-def gather_at(server: HttpStore, run_id: str | None, run_dir: Path | None) -> Evidence:
-    """The evidence of a run whose rollouts a server has (`run_id` None: all that it has), and of its folder, where it
-    is here. All of it is copied for that. Raises what the server's calls raise, and NotRecorded."""
-    at_server = Evidence(run_dir=server.url, metrics=[], steps=[], settings=RunSettings(), trains=False)
+def gather_at(servers: Sequence[HttpStore], run_id: str | None, run_dir: Path | None) -> Evidence:
+    """The evidence of a run whose rollouts servers have (`run_id` None: all that they have), and of its folder, where
+    it is here. All of it is copied for that. Raises what the servers' calls raise, and NotRecorded."""
+    at_server = Evidence(run_dir=servers[0].url, metrics=[], steps=[], settings=RunSettings(), trains=False)
     evidence = at_server if run_dir is None else _of_folder(run_dir)
-    with recorded.copied(server, run_id) as connection:
+    with recorded.copied(servers, run_id) as connection:
         return _with_recorded(connection, evidence)
 
 

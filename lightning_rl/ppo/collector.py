@@ -29,9 +29,9 @@ from lightning_rl.ppo.reporting import Reporter, timed
 from lightning_rl.ppo.resolved_config import StepRules
 from lightning_rl.ppo.run_state import RunState
 from lightning_rl.ppo.token_ledger import RunLedger
-from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import SEED_KEY, Mode, Rollout, RolloutConfig, RolloutRequest, RolloutTrace
 from lightning_rl.store.errors import NotFound
+from lightning_rl.store.run_store import RunStore
 from lightning_rl.trajectories.reader import reader
 from lightning_rl.trajectories.trajectory import Trajectory, informative
 
@@ -387,7 +387,7 @@ def why_not(rule: FilterGroups, schedule: Schedule, group: list[Trajectory], ver
     return "zero_variance" if rule.enable and not informative(sampled, rule.metric) else None
 
 
-def publish_resources(store: HttpStore, config: Config, learners: Sequence[PolicyLearner]) -> tuple[str, str | None]:
+def publish_resources(store: RunStore, config: Config, learners: Sequence[PolicyLearner]) -> tuple[str, str | None]:
     """Publish the policy as `main_llm`, with its sampling in training and in validation; of several the first is that,
     and each has its own name; and the frozen models of `gateway.backends` by their names.
 
@@ -438,7 +438,7 @@ def _reader(
     return read
 
 
-def _published(store: HttpStore, name: str, resources: dict[str, dict[str, Any]]) -> str:
+def _published(store: RunStore, name: str, resources: dict[str, dict[str, Any]]) -> str:
     """Publish resources under an id that says what they are."""
     digest = hashlib.blake2b(msgspec.json.encode(resources), digest_size=8).hexdigest()
     return store.publish(resources, f"{name}-{digest}").resources_id

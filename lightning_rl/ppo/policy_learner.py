@@ -31,7 +31,7 @@ from lightning_rl.ppo.teachers import begin_to_teach, teach
 from lightning_rl.ppo.token_ledger import TokenLedger
 from lightning_rl.ppo.weight_sync import WeightSync
 from lightning_rl.rl.losses import loss_named
-from lightning_rl.store.client import HttpStore
+from lightning_rl.store.run_store import RunStore
 from lightning_rl.training import checkpoint, lora
 from lightning_rl.training.batch import MiniBatch
 from lightning_rl.training.distributed import cluster
@@ -122,7 +122,7 @@ class PolicyLearner:
         self.state = PolicyState(self._kl_controller, served_name)
         self.models.start(self.run.saved_version(self.name))
 
-    def prepare(self, store: HttpStore, steps: int) -> WeightSync:
+    def prepare(self, store: RunStore, steps: int) -> WeightSync:
         """Make what is trained, for a run of so many steps; what sends its weights."""
         weights = WeightSync(self.config, store, self.models)
         weights.sleep()  # the trainer is made in the engine's room
@@ -130,7 +130,7 @@ class PolicyLearner:
         weights.watch_outages()
         return weights
 
-    def begin(self, store: HttpStore, weights: WeightSync, reporter: Reporter) -> None:
+    def begin(self, store: RunStore, weights: WeightSync, reporter: Reporter) -> None:
         """The checkpoint is loaded, and the engine samples: from here on the policy learns."""
         sampler = SamplerCheck(
             bypass=self.config.algorithm.rollout_correction.bypass_mode,
@@ -352,7 +352,7 @@ class Learners(list[PolicyLearner]):
                 tell(where)
         _check_chat_formats(self)
 
-    def prepare(self, store: HttpStore, steps: int) -> dict[str, WeightSync]:
+    def prepare(self, store: RunStore, steps: int) -> dict[str, WeightSync]:
         """Make what is trained, for a run of so many steps; what sends each one's weights, by its name.
 
         Ray is joined for the workers of all of several: each would ask for those of its own.

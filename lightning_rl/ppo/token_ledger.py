@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from lightning_rl.config.policies import named
 from lightning_rl.ppo.batch import StepBatch
-from lightning_rl.store.client import HttpStore
+from lightning_rl.store.run_store import RunStore
 from lightning_rl.trajectories.token_account import ConservationError, TokenAccount
 from lightning_rl.trajectories.trajectory import Trajectory
 from lightning_rl_proxy.recording.ledger import AttemptTokens
@@ -19,7 +19,7 @@ class TokenLedger:
     flight until it is entered, once, as trained or excluded.
     """
 
-    def __init__(self, account: TokenAccount, store: HttpStore) -> None:
+    def __init__(self, account: TokenAccount, store: RunStore) -> None:
         self.account = account
         self._store = store
         self._asked: set[str] = set()  # and not entered yet
@@ -102,7 +102,7 @@ class TokenLedger:
 class RunLedger:
     """The ledgers of a run's policies, by their names."""
 
-    def __init__(self, ledgers: Mapping[str, TokenLedger], store: HttpStore) -> None:
+    def __init__(self, ledgers: Mapping[str, TokenLedger], store: RunStore) -> None:
         self._ledgers = ledgers
         self._store = store
 

@@ -9,8 +9,8 @@ from lightning_rl.config.schema import Config
 from lightning_rl.inference.sglang import SGLangPolicy
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.ppo.models import Models
-from lightning_rl.store.client import HttpStore
 from lightning_rl.store.errors import StoreError
+from lightning_rl.store.run_store import RunStore
 
 _PAUSE_LEASE_SECONDS = 120.0  # of a weight update
 _OUTAGE_LEASE_SECONDS = 1800.0  # of an engine that starts again
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 class WeightSync:
     """Sends the weights of `models` to the policy's engine, and lets the engine sleep where the config says so."""
 
-    def __init__(self, config: Config, store: HttpStore, models: Models) -> None:
+    def __init__(self, config: Config, store: RunStore, models: Models) -> None:
         self._store = store
         self._models = models
         # Rollouts in flight continue over the update: to drain them would be what `sync` does.

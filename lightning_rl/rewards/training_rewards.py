@@ -10,8 +10,8 @@ from lightning_rl.config.schema import RewardSection
 from lightning_rl.rewards import FinishedRollout, GroupReward
 from lightning_rl.rewards.finished import finished_rollout
 from lightning_rl.rewards.grading import from_config, grade, graded_before, late_rewards
-from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutTrace
+from lightning_rl.store.run_store import RunStore
 
 
 class Grader:
@@ -33,7 +33,7 @@ class Grader:
         return None if chosen is None else cls(chosen, concurrency=1 if own_thread else config.judge.concurrency)
 
     def graded(
-        self, traces: Sequence[RolloutTrace], store: HttpStore, model: str | Collection[str]
+        self, traces: Sequence[RolloutTrace], store: RunStore, model: str | Collection[str]
     ) -> list[RolloutTrace]:
         """The traces, with the rewards that their groups were given. `model` is the policy's name, or those of several.
 

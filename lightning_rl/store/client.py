@@ -5,6 +5,7 @@ connection that breaks in mid-answer is retried without harm. Safe to share betw
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -73,7 +74,19 @@ _ANSWER_SECONDS = 60.0  # for an answer, beyond the time that a long poll may ta
 _ENQUEUE_BATCH = 1000
 _REWARDS_AT_ONCE = 8  # attempts that are given rewards at a time
 _PATIENCE_SECONDS = 60.0  # with a store that cannot be written
+_ROOT = "/api/v1"
 _MAX_PAUSE_SECONDS = 2.0  # between two tries of that
+
+
+def _is_not_ours(record: logging.LogRecord) -> bool:
+    """Whether it is another's: of a request that is tried again here nobody needs to hear, `Unreachable` says it."""
+    if not record.msg.startswith("Retrying"):
+        return True
+    args = record.args if isinstance(record.args, tuple) else ()
+    return not any(isinstance(argument, str) and argument.startswith(f"{_ROOT}/") for argument in args)
+
+
+logging.getLogger("urllib3.connectionpool").addFilter(_is_not_ours)
 
 
 class HttpStore:
@@ -89,7 +102,7 @@ class HttpStore:
     ) -> None:
         self.patience_seconds = patience_seconds
         self.url = base_url.rstrip("/")
-        self._root = self.url + "/api/v1"
+        self._root = self.url + _ROOT
         self._headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
         self._pool = urllib3.PoolManager(maxsize=connections, retries=_RETRY)
 
@@ -117,6 +130,10 @@ class HttpStore:
     def rollout(self, rollout_id: str) -> RolloutDetail:
         """The rollout with its attempts."""
         return self._call("GET", f"/rollouts/{rollout_id}", None, RolloutDetail)
+
+    def find(self, rollout_ids: Sequence[str]) -> list[Rollout]:
+        """The rollouts of these ids, in that order; unknown ids are left out."""
+        return self._call("POST", "/rollouts/find", {"rollout_ids": rollout_ids}, RolloutsAnswer).rollouts
 
     def rollouts(
         self,

@@ -1,11 +1,11 @@
-"""The rollouts of one run at a server, copied into a SQLite file with the tables of a store, to be read at leisure.
+"""The rollouts of one run at its servers, copied into a SQLite file with the tables of a store, to be read at leisure.
 
-Invariant: nothing is changed at the server. The copy holds what the store there holds of these rollouts: their rows,
+Invariant: nothing is changed at a server. The copy holds what the stores there hold of these rollouts: their rows,
 attempts, spans, rewards and resources; not how they were claimed. A few rollouts at a time are in memory.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Attempt, AttemptTrace, Resources, Rollout, RolloutRequest, RolloutTrace
 from lightning_rl.store.databases import Database
 from lightning_rl.store.idempotency import body_of
+from lightning_rl.store.run_store import rank_of
 from lightning_rl.store.upgrades import open_database
 from lightning_rl_adapters.span import pack
 
@@ -26,29 +27,53 @@ _PAGE = 500  # rollouts of one listing
 _TRACES = 16  # rollouts whose spans are in memory at once
 
 
-def copy_run(store: HttpStore, run_id: str | None, file: Path) -> None:
-    """Copy the rollouts of a run (None: of all), in the order they were asked for, into `file`, which is not there yet.
+def copy_run(stores: Sequence[HttpStore], run_id: str | None, file: Path) -> None:
+    """Copy the rollouts of a run (None: of all) into `file`, which is not there yet: of one server in the order they
+    were asked for, of several those of each together.
 
-    Raises what the store's calls raise.
+    Raises what the stores' calls raise.
     """
-    listed = (rollout.rollout_id for rollout in store.rollouts(page=_PAGE))
-    of_run = (rollout_id for rollout_id in listed if run_id is None or rollout_id.endswith(f".{run_id}"))
-    known: set[str | None] = set()
+    known: set[str] = set()
     with closing(open_database(f"sqlite:///{file}")) as database:
-        while ids := list(itertools.islice(of_run, _TRACES)):
-            found = store.traces(ids)
-            traces = [found[rollout_id] for rollout_id in ids if rollout_id in found]
-            named = {trace.rollout.resources_id for trace in traces} - known
-            resources = [store.resources(resources_id) for resources_id in named if resources_id is not None]
-            known |= named
-            database.write(partial(_write, database, traces, resources))
+        for store, of_run in zip(stores, _of_run(stores, run_id), strict=True):
+            while ids := list(itertools.islice(of_run, _TRACES)):
+                found = store.traces(ids)
+                traces = [found[rollout_id] for rollout_id in ids if rollout_id in found]
+                named = sorted({str(trace.rollout.resources_id) for trace in traces} - known - {"None"})
+                resources = [store.resources(resources_id) for resources_id in named]
+                # Each server counts its own versions.
+                numbered = [
+                    (each.version if len(stores) == 1 else len(known) + 1 + i, each) for i, each in enumerate(resources)
+                ]
+                known.update(named)
+                database.write(partial(_write, database, traces, numbered))
+
+
+def _of_run(stores: Sequence[HttpStore], run_id: str | None) -> Iterable[Iterator[str]]:
+    """The ids of the run's rollouts, store by store: of several each once, where its record counts."""
+    ending = "" if run_id is None else f".{run_id}"
+    listed = [(each for each in store.rollouts(page=_PAGE) if each.rollout_id.endswith(ending)) for store in stores]
+    if len(stores) == 1:
+        return [(rollout.rollout_id for rollout in listed[0])]
+    best: dict[str, tuple[tuple[bool, float], int]] = {}
+    for number, rollouts in enumerate(listed):
+        for rollout in rollouts:
+            one = (rank_of(rollout), number)
+            best[rollout.rollout_id] = max(one, best.get(rollout.rollout_id, one))
+    by_store: list[list[str]] = [[] for _ in stores]
+    for rollout_id, (_, number) in best.items():
+        by_store[number].append(rollout_id)
+    return map(iter, by_store)
 
 
 def _write(
-    database: Database, traces: Iterable[RolloutTrace], resources: Iterable[Resources], connection: sa.Connection
+    database: Database,
+    traces: Iterable[RolloutTrace],
+    resources: Iterable[tuple[int, Resources]],
+    connection: sa.Connection,
 ) -> None:
-    for each in resources:
-        connection.execute(sa.insert(schema.resources), _resources_row(each))
+    for version, each in resources:
+        connection.execute(sa.insert(schema.resources), _resources_row(each) | {"version": version})
     for trace in traces:
         connection.execute(sa.insert(schema.rollouts), _rollout_row(trace.rollout))
         for attempt in trace.attempts:

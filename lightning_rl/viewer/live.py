@@ -5,12 +5,13 @@ A server is asked with the admin key of its run's folder or of the environment; 
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from lightning_rl.control_plane.several_servers import together
 from lightning_rl.errors import Explained
 from lightning_rl.inspect.doctor import diagnose
 from lightning_rl.inspect.rollout_source import PagedStore
@@ -31,15 +32,17 @@ def server_of(run_dir: Path) -> PagedStore | None:
     return PagedStore(url.read_text().strip(), key.read_text().strip())
 
 
-def at_server(store: PagedStore) -> dict[str, Any]:
-    """What a server says of itself; `problem` where it does not answer."""
+def at_servers(stores: Sequence[PagedStore]) -> dict[str, Any]:
+    """What the servers of a run say of themselves, together; `problem` where one does not answer."""
     try:
-        state, engines, workers = store.state(), store.engines(), store.workers()
+        state = together([store.state() for store in stores])
+        engines = together([{each["engine_id"]: each for each in store.engines()} for store in stores])
+        workers = [worker for store in stores for worker in store.workers()]
     except (StoreError, OSError) as error:
         return {"problem": f"the server does not answer: {error}"}
     models = state.get("models", {})
     return {
-        "engines": [_engine(each) for each in engines],
+        "engines": [_engine(each) for each in engines.values()],
         "models": models,
         "workers": [{"worker": each.worker_id, "attempts": len(each.attempts)} for each in workers],
         "open_attempts": state.get("open_attempts", 0),

@@ -23,7 +23,7 @@ from lightning_rl.store.contract import RolloutTrace
 from lightning_rl.viewer import live, rollout_view, run_folder, search
 from lightning_rl.viewer.index import Index
 from lightning_rl.viewer.indexer import Indexer
-from lightning_rl.viewer.source import FolderSource, ServerSource, Source
+from lightning_rl.viewer.source import FolderSource, ServerSource, ServerSources, Source
 
 Query = Mapping[str, str]
 _TRACES = 32  # rollouts that are kept read, for the calls that are asked next
@@ -42,14 +42,14 @@ class ViewedRun:
 
     Args:
         run_dir: the run's folder; None where there is only a server.
-        store: the server that has the run's rollouts; None: the folder's own store has them.
+        stores: the servers that have the run's rollouts; none: the folder's own store has them.
         name: what the page calls it.
     """
 
-    def __init__(self, run_dir: Path | None, store: PagedStore | None = None, name: str | None = None) -> None:
+    def __init__(self, run_dir: Path | None, stores: Sequence[PagedStore] = (), name: str | None = None) -> None:
         self.run_dir = run_dir
         self.name = name or (run_dir.name if run_dir is not None else "server")
-        self._store = store
+        self._stores = stores
         self._index: Index | None = None
         self._indexer: Indexer | None = None
         self._doctor = live.Doctor(self._evidence, self._how_far)
@@ -101,8 +101,9 @@ class ViewedRun:
             self._server.close()
 
     def _source(self) -> Source:
-        if self._store is not None:
-            return ServerSource(self._store, self._run_id())
+        if self._stores:
+            sources = [ServerSource(store, self._run_id()) for store in self._stores]
+            return sources[0] if len(sources) == 1 else ServerSources(sources)
         assert self.run_dir is not None
         return FolderSource(self.run_dir)
 
@@ -111,8 +112,8 @@ class ViewedRun:
         return file.read_text().strip() if file is not None and file.is_file() else None
 
     def _evidence(self) -> Evidence:
-        if self._store is not None:
-            return gather_at(self._store, self._run_id(), self.run_dir)
+        if self._stores:
+            return gather_at(self._stores, self._run_id(), self.run_dir)
         assert self.run_dir is not None
         return gather(self.run_dir)
 
@@ -168,11 +169,11 @@ class ViewedRun:
         state = "running" if self.run_dir is None else run_folder.state(self.run_dir)
         rows, config = self._rows(), self.settings()
         server = None
-        if self._store is not None:
-            server = live.at_server(self._store)
+        if self._stores:
+            server = live.at_servers(self._stores)
         elif state == "running" and self.run_dir is not None:
             self._server = self._server or live.server_of(self.run_dir)
-            server = None if self._server is None else live.at_server(self._server)
+            server = None if self._server is None else live.at_servers([self._server])
         rollouts = live.open_rollouts(self.index)
         last = rows[-1] if rows else None
         return {

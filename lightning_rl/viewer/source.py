@@ -4,7 +4,7 @@ Invariant: nothing is changed at either place. A folder is read as one moment of
 admin key, which never leaves this process.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from lightning_rl.store import queries, schema
 from lightning_rl.store.contract import Rollout, RolloutTrace
 from lightning_rl.store.life_cycle import ENDED
 from lightning_rl.store.records import rollout_of
+from lightning_rl.store.run_store import rank_of
 from lightning_rl.viewer.index import Called
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.span import unpacked
@@ -233,3 +234,61 @@ class ServerSource:
     def close(self) -> None:
         """See `Source`."""
         self.store.close()
+
+
+class ServerSources:
+    """The servers of one run, each with a store of its own, as one place.
+
+    A rollout that was asked for at a second one, since the first was gone, has one position.
+    """
+
+    def __init__(self, sources: Sequence[ServerSource]) -> None:
+        self._sources = sources
+        self._of: dict[str, tuple[ServerSource, int]] = {}  # where a rollout's record counts, and its place there
+        self._ranks: dict[str, tuple[bool, float]] = {}
+        self._positions: dict[str, int] = {}
+
+    @contextmanager
+    def moment(self) -> Iterator[None]:
+        """See `Source`: each answer is of its own moment."""
+        yield
+
+    def arrived(self) -> Iterator[list[Placed]]:
+        """See `Source`; of each server the oldest come first."""
+        for source in self._sources:
+            for placed in source.arrived():
+                yield self._placed([each for each in placed if self._counts(source, *each)])
+
+    def changed(self, known: dict[str, int]) -> Iterator[list[Placed]]:
+        """See `Source`: those that have ended."""
+        for source in self._sources:
+            own = {name: at[1] for name in known if (at := self._of[name])[0] is source}
+            for placed in source.changed(own):
+                yield self._placed([each for each in placed if self._of[each[1].rollout_id][0] is source])
+
+    def _counts(self, source: ServerSource, place: int, rollout: Rollout) -> bool:
+        """Whether what arrived at a server is the record that counts; it is then known as that."""
+        name, rank = rollout.rollout_id, rank_of(rollout)
+        if rank < self._ranks.get(name, rank):
+            return False
+        self._ranks[name], self._of[name] = rank, (source, place)
+        self._positions.setdefault(name, len(self._positions) + 1)
+        return True
+
+    def _placed(self, rollouts: Iterable[Placed]) -> list[Placed]:
+        return [(self._positions[rollout.rollout_id], rollout) for _, rollout in rollouts]
+
+    def calls(self, most: int) -> tuple[list[Called], float]:
+        """See `Source`: of rollouts that have ended."""
+        told = [source.calls(most // len(self._sources)) for source in self._sources]
+        return [call for calls, _ in told for call in calls], min(share for _, share in told)
+
+    def trace(self, rollout_id: str) -> RolloutTrace:
+        """See `Source`."""
+        source = self._of.get(rollout_id, (self._sources[0], 0))[0]
+        return source.trace(rollout_id)
+
+    def close(self) -> None:
+        """See `Source`."""
+        for source in self._sources:
+            source.close()

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Depends
 
 from lightning_rl.control_plane.gateways.engines import EngineInfo, EngineRequest
 from lightning_rl.control_plane.gateways.gateway_control import PauseRequest, ResumeRequest
-from lightning_rl.control_plane.routes.requests import TracesBody
+from lightning_rl.control_plane.routes.requests import RolloutsBody
 from lightning_rl.control_plane.routes.required_key import ADMIN
 from lightning_rl.control_plane.routes.route import ApiRoute, JsonBody
 from lightning_rl.control_plane.routes.services import Server, Services
@@ -74,7 +74,7 @@ async def get_state(server: Server) -> dict[str, Any]:
 
 @router.post("/state/tokens", dependencies=[ADMIN])
 async def count_tokens_of_rollouts(
-    server: Server, body: Annotated[TracesBody, Depends(JsonBody(TracesBody))]
+    server: Server, body: Annotated[RolloutsBody, Depends(JsonBody(RolloutsBody))]
 ) -> TokensAnswer:
     """What engines handed over for the attempts at these rollouts, as far as the gateways of the store remember."""
     return TokensAnswer(attempts=await server.together.tokens_of(body.rollout_ids))

@@ -74,8 +74,8 @@ class WorkersBody(_Body, frozen=True, kw_only=True):
     worker_ids: list[str]
 
 
-class TracesBody(_Body, frozen=True, kw_only=True):
-    """Rollouts whose traces are wanted."""
+class RolloutsBody(_Body, frozen=True, kw_only=True):
+    """Rollouts that are asked about."""
 
     rollout_ids: list[str]
 

@@ -6,7 +6,14 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter, Depends, Request
 
-from lightning_rl.control_plane.routes.requests import ClaimBody, EnqueueBody, PageQuery, RewardedQuery, WaitBody
+from lightning_rl.control_plane.routes.requests import (
+    ClaimBody,
+    EnqueueBody,
+    PageQuery,
+    RewardedQuery,
+    RolloutsBody,
+    WaitBody,
+)
 from lightning_rl.control_plane.routes.required_key import ADMIN, RUNNER
 from lightning_rl.control_plane.routes.route import ApiRoute, JsonBody, UrlQuery
 from lightning_rl.control_plane.routes.services import Server
@@ -69,6 +76,14 @@ async def wait_for_rollouts(server: Server, body: Annotated[WaitBody, Depends(Js
             notified = sorted(any_ended.result()) if any_ended.done() else []
             ended = await server.sql.run(server.store.ended, notified or body.rollout_ids)
     return RolloutsAnswer(rollouts=ended)
+
+
+@router.post("/find", dependencies=[ADMIN])
+async def find_rollouts(
+    server: Server, body: Annotated[RolloutsBody, Depends(JsonBody(RolloutsBody))]
+) -> RolloutsAnswer:
+    """The rollouts of these ids, in that order; unknown ids are left out."""
+    return RolloutsAnswer(rollouts=await server.sql.run(server.store.rollouts, body.rollout_ids))
 
 
 @router.get("/{rollout_id}", dependencies=[ADMIN])

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends, Request
 
-from lightning_rl.control_plane.routes.requests import TracesBody, TripletsQuery
+from lightning_rl.control_plane.routes.requests import RolloutsBody, TripletsQuery
 from lightning_rl.control_plane.routes.required_key import ADMIN
 from lightning_rl.control_plane.routes.route import ApiRoute, JsonBody, UrlQuery, wants_msgpack
 from lightning_rl.control_plane.routes.services import Server, Services
@@ -45,7 +45,7 @@ class RowsAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 @router.post("/spans", dependencies=[ADMIN])
 async def list_traces(
-    server: Server, request: Request, body: Annotated[TracesBody, Depends(JsonBody(TracesBody))]
+    server: Server, request: Request, body: Annotated[RolloutsBody, Depends(JsonBody(RolloutsBody))]
 ) -> TracesAnswer:
     """Everything recorded in these rollouts, all attempts; unknown ids are left out."""
     # As the store packed them: a client that accepts MessagePack unpacks them by itself.

@@ -85,17 +85,22 @@ class Place:
 def running(place: Place, *words: str, until: str) -> Iterator[str]:
     """A command that has printed what `until` matches, for as long as the block runs."""
     process = place.start(*words)
-    assert process.stdout is not None
-    printed = ""
     try:
-        while (found := re.search(until, printed)) is None:
-            line = process.stdout.readline()
-            assert line, printed
-            printed += line
-        yield found.group(found.lastindex or 0)
+        yield told(process, until)
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=WAIT_SECONDS)
+
+
+def told(process: "subprocess.Popen[str]", until: str) -> str:
+    """What `until` matches, once the process has printed it."""
+    assert process.stdout is not None
+    printed = ""
+    while (found := re.search(until, printed)) is None:
+        line = process.stdout.readline()
+        assert line, printed
+        printed += line
+    return found.group(found.lastindex or 0)
 
 
 @contextlib.contextmanager
@@ -230,6 +235,40 @@ def test_a_run_at_two_gateways_over_postgresql(tmp_path: Path, postgres_url: str
         assert min(received) > 0, "both gateways had attempts"
         assert [model["policy_version"] for model in models] == [2, 2]
         assert [store.engines() for store in stores] == [[], []]
+
+
+@pytest.mark.long
+def test_a_run_at_two_servers_outlives_one_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = written(tmp_path)
+    serve = command("serve", ("--port 8080", "--port 0"), ("sqlite:///run.db", "sqlite:///two.db"))
+    asked = [*KEYWORDS, "trainer.total_training_steps=8", "trainer.schedule=async", "--run-dir", "run"]
+    with server(place, "--run-dir", "one") as first, contextlib.ExitStack() as more:
+        killed = place.start(*serve, "--run-dir", "two")
+        more.callback(killed.wait)
+        more.callback(killed.kill)
+        place.url, second = first, told(killed, r" at (http://\S+)")
+        more.enter_context(runner(place, first))
+        more.enter_context(runner(place, second))
+        process = place.train("--server", second, *asked)
+        wait_until((place.folder / "run" / "checkpoints" / "step-2").exists)
+        killed.kill()
+        done = result(process)
+        account = done["metrics"]
+        assert (done["steps"], account["training/policy_version"], account["tokens/pending"]) == (8, 8, 0)
+        excluded = sum(value for name, value in account.items() if name.startswith("tokens/excluded/"))
+        assert account["tokens/received"] == account["tokens/trained"] + excluded > 0
+        monkeypatch.setenv(ADMIN_KEY, KEYS[ADMIN_KEY])
+        doctor = place.start("doctor", "run")
+        assert f"http://{second.partition('//')[2]}" in doctor.communicate(timeout=WAIT_SECONDS)[0], (
+            "half of it is there"
+        )
+        again = command("serve", ("--port 8080", f"--port {second.rpartition(':')[2]}"), ("run.db", "two.db"))
+        more.enter_context(running(place, *again, "--run-dir", "two", until=r" at (http://\S+)"))
+        export = place.start("export", "run", "-o", "rows.jsonl", "--what", "rows")
+        assert export.wait(WAIT_SECONDS) == 0, export.communicate()
+        rows = [json.loads(line) for line in (place.folder / "rows.jsonl").read_text().splitlines()]
+        trained = [(row["step"], row["rollout_id"]) for row in rows if row["step"] is not None]
+        assert len(trained) == len(set(trained)) == 8 * 4
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -43,6 +43,7 @@ ADMINS = [
     ("GET", "/api/v1/rollouts/rewarded"),
     ("POST", "/api/v1/rollouts/start"),
     ("POST", "/api/v1/rollouts/wait"),
+    ("POST", "/api/v1/rollouts/find"),
     ("POST", "/api/v1/rollouts/spans"),
     ("GET", "/api/v1/rollouts/r1"),
     ("POST", "/api/v1/rollouts/r1/cancel"),

@@ -51,6 +51,7 @@ CONTROL = {
     ("GET", "/rollouts"): ("admin", 200),
     ("POST", "/rollouts/start"): ("admin", 400),
     ("POST", "/rollouts/wait"): ("admin", 400),
+    ("POST", "/rollouts/find"): ("admin", 400),
     ("POST", "/rollouts/spans"): ("admin", 400),
     ("GET", "/rollouts/rewarded"): ("admin", 200),
     ("GET", "/rollouts/r"): ("admin", 404),

@@ -61,7 +61,6 @@ NOT_OVER_HTTP = {
     "packed_traces": "the client's `traces`, which unpacks them",
     "postpone": "the sweeper, while the gateway is paused, or where the server stood still",
     "renew_leases": "the server, as it starts",
-    "rollouts": "the sweeper's answer to `workers_died`",
     "running": "the server, as it starts, and `workers_died`",
     "recorded_calls": "the server, as it starts",
     "shelve": "the server, as it starts",
@@ -94,6 +93,9 @@ class OverHttp:
 
     def rollout(self, rollout_id: str) -> Rollout:
         return self._admin.rollout(rollout_id)
+
+    def rollouts(self, rollout_ids: Sequence[str]) -> list[Rollout]:
+        return self._admin.find(rollout_ids)
 
     def page(self, *, limit: int = 100, cursor: str | None = None, **wanted: Any) -> tuple[list[Rollout], str | None]:
         if cursor is None:

@@ -30,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def run(server: str) -> Iterator[ViewedRun]:
-    with closing(ViewedRun(None, PagedStore(server, KEY))) as viewed:
+    with closing(ViewedRun(None, [PagedStore(server, KEY)])) as viewed:
         viewed.start()
         assert viewed.indexer.ready.wait(20)
         yield viewed

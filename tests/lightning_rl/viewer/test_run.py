@@ -288,8 +288,10 @@ def test_a_run_that_attached_to_a_server_is_looked_at_there(tmp_path: Path, monk
     (tmp_path / "run.id").write_text("one")
     monkeypatch.setenv(ADMIN_KEY, "an-admin-key-of-32-characters-xx")
     [run] = dashboard._runs([tmp_path], None)
-    assert run._store is not None
-    assert run._store.url == "http://127.0.0.1:1"
+    assert [store.url for store in run._stores] == ["http://127.0.0.1:1"]
+    (tmp_path / "server.url").write_text("http://127.0.0.1:1\nhttp://127.0.0.1:2")
+    [run] = dashboard._runs([tmp_path], None)
+    assert [store.url for store in run._stores] == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     monkeypatch.delenv(ADMIN_KEY)
     [run] = dashboard._runs([tmp_path], None)
-    assert run._store is None
+    assert run._stores == []

@@ -1,0 +1,73 @@
+"""What a training run asks of a store: of one server's (`HttpStore`), or of several servers' as one.
+
+At several servers a rollout may have two records: its server was gone, and it was asked for at another. `rank_of` says
+which counts.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from lightning_rl.store.contract import Resources, Reward, Rollout, RolloutDetail, RolloutRequest, RolloutTrace
+from lightning_rl.store.life_cycle import ENDED
+from lightning_rl_proxy.recording.ledger import AttemptTokens
+
+
+class RunStore(Protocol):
+    """See `HttpStore`, whose methods these are."""
+
+    def enqueue(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """The rollouts asked for, in that order."""
+        ...
+
+    def rollout(self, rollout_id: str) -> RolloutDetail:
+        """The rollout with its attempts. Raises NotFound."""
+        ...
+
+    def wait(self, rollout_ids: Sequence[str], wait_seconds: float) -> list[Rollout]:
+        """Those that have ended, as soon as any has; [] when the time is up."""
+        ...
+
+    def cancel(self, rollout_id: str) -> Rollout:
+        """End the rollout as cancelled; one that has ended stays as it is."""
+        ...
+
+    def traces(self, rollout_ids: Sequence[str]) -> dict[str, RolloutTrace]:
+        """Everything recorded in rollouts that have ended; unknown ids are left out."""
+        ...
+
+    def add_late_rewards(self, given: Mapping[tuple[str, str], Sequence[Reward]]) -> None:
+        """Give attempts that have ended rewards, by (rollout id, attempt id)."""
+        ...
+
+    def publish(self, resources: Mapping[str, Mapping[str, Any]], resources_id: str | None = None) -> Resources:
+        """Publish resources by name; they are the latest from now on."""
+        ...
+
+    def pause(
+        self,
+        model: str | None = None,
+        *,
+        mode: str = "drain",
+        deadline_seconds: float = 30,
+        lease_seconds: float | None = None,
+    ) -> dict[str, Any]:
+        """Park the requests of a model (of all, without one); the state on return."""
+        ...
+
+    def resume(self, model: str | None = None, policy_version: int | None = None) -> dict[str, Any]:
+        """Let parked requests go on, under `policy_version` where one is given; the state on return."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """`models`, `engines`, `counters`, and how many claims of runners wait."""
+        ...
+
+    def tokens_of(self, rollout_ids: Sequence[str]) -> dict[str, AttemptTokens]:
+        """What engines handed over for the attempts at these rollouts, by attempt id, as far as gateways remember."""
+        ...
+
+
+def rank_of(rollout: Rollout) -> tuple[bool, float]:
+    """Of the records of a rollout at several servers the one with the largest rank counts: one that has come to its
+    end, else, or of two such, the one that was asked for last."""
+    return rollout.status in ENDED and rollout.status != "cancelled", rollout.created_at
