@@ -74,6 +74,16 @@ class Attachment:
         """How long ago the server last said that the run is attached."""
         return time.monotonic() - self._heard_at
 
+    def confirm(self) -> bool:
+        """Whether the server knows the run, asked now. Raises Unreachable."""
+        try:
+            self._store.renew_run(self._run_id)
+        except (Conflict, NotFound) as error:
+            self._refused = error
+        else:
+            self._heard_at = time.monotonic()
+        return not self.given_up
+
     def close(self) -> None:
         """Say no more that the run lives."""
         self._ended.set()
@@ -87,20 +97,17 @@ class Attachment:
 
     def _renew(self) -> None:
         told = False
-        while not self._ended.wait(_RENEWAL_SECONDS):
+        while not self._ended.wait(_RENEWAL_SECONDS) and not self.given_up:
             try:
-                self._store.renew_run(self._run_id)
+                self.confirm()
             except (Unreachable, NotAllowed) as error:  # whoever asks for rollouts finds out, too, and ends for it
                 if not told:
                     _log.warning("the server at %s does not answer: %s", self._store.url, error)
                 told = True
-                continue
-            except (Conflict, NotFound) as error:
-                self._refused = error
-                return
-            if told:
-                _log.warning("the server at %s answers again", self._store.url)
-            told, self._heard_at = False, time.monotonic()
+            else:
+                if told:
+                    _log.warning("the server at %s answers again", self._store.url)
+                told = False
 
 
 @contextmanager

@@ -187,7 +187,7 @@ class SeveralServers:
         if not wait_seconds:
             self._look()
             told = self._each_its_own(rollout_ids, functools.partial(HttpStore.wait, wait_seconds=0))
-            return self._ended([rollout for answer in told for rollout in answer])
+            return self._ended([rollout for _, answer in told for rollout in answer])
         until, asked = time.monotonic() + wait_seconds, set(rollout_ids)
         while (left := until - time.monotonic()) > 0:
             self._look()
@@ -207,14 +207,9 @@ class SeveralServers:
         found: dict[str, RolloutTrace] = {}
         while True:
             self._look()
-            for read in self._each_its_own(set(rollout_ids) - found.keys(), HttpStore.traces):
-                found |= {name: trace for name, trace in read.items() if trace.rollout.status in ENDED}
-            with self._lock:
-                for rollout_id in found:
-                    self._open.pop(rollout_id, None)
-                    self._waited_for.discard(rollout_id)
-                    self._to_ask.pop(rollout_id, None)
-                missing = [rollout_id for rollout_id in rollout_ids if rollout_id in self._open]
+            for server, read in self._each_its_own(set(rollout_ids) - found.keys(), HttpStore.traces):
+                found |= self._take(server, read)
+            missing = [rollout_id for rollout_id in rollout_ids if rollout_id in self._open]
             if not missing:
                 return {rollout_id: found[rollout_id] for rollout_id in rollout_ids if rollout_id in found}
             self.while_waiting()
@@ -272,7 +267,7 @@ class SeveralServers:
     def tokens_of(self, rollout_ids: Sequence[str]) -> dict[str, AttemptTokens]:
         """See `RunStore`. Of a server that is gone nobody knows: its attempts are left out."""
         found: dict[str, AttemptTokens] = {}
-        for counted in self._each_its_own(rollout_ids, HttpStore.tokens_of):
+        for _, counted in self._each_its_own(rollout_ids, HttpStore.tokens_of):
             found |= counted
         return found
 
@@ -424,6 +419,20 @@ class SeveralServers:
         with self._lock:
             return [rollout for rollout in found if self._at.get(rollout.rollout_id) is server]
 
+    def _take(self, server: _Server, traces: Mapping[str, RolloutTrace]) -> dict[str, RolloutTrace]:
+        """Those that have ended, and are still this server's: they are read, and stay where they are."""
+        with self._lock:
+            read = {
+                rollout_id: trace
+                for rollout_id, trace in traces.items()
+                if trace.rollout.status in ENDED and self._at[rollout_id] is server and not server.gone
+            }
+            for rollout_id in read:
+                self._open.pop(rollout_id, None)
+                self._waited_for.discard(rollout_id)
+                self._to_ask.pop(rollout_id, None)
+        return read
+
     def _ended(self, rollouts: list[Rollout]) -> list[Rollout]:
         with self._lock:
             self._waited_for.difference_update(rollout.rollout_id for rollout in rollouts)
@@ -449,15 +458,22 @@ class SeveralServers:
         found = [answer for answer in answers if answer is not None]
         return found or self._each(call)  # which raises where none is left
 
-    def _each_its_own(self, rollout_ids: Iterable[str], call: Callable[..., T]) -> list[T]:
+    def _each_its_own(self, rollout_ids: Iterable[str], call: Callable[..., T]) -> list[tuple[_Server, T]]:
         """What the servers that have these rollouts answer, each asked about its own; not those that are gone."""
-        its_own = self._by_server(rollout_ids)
         asked = [
             (server, self._threads.submit(self._ask, server, functools.partial(call, rollout_ids=ids)))
-            for server, ids in its_own
+            for server, ids in self._by_server(rollout_ids)
         ]
-        answers = [(server, answer.result()) for server, answer in asked]
-        return [answer for server, answer in answers if answer is not None and not server.gone]
+        answers = [(server, future.result()) for server, future in asked]
+        return [(server, answer) for server, answer in answers if answer is not None]
+
+    def _knows_the_run(self, server: _Server) -> bool:
+        """Whether the run is attached, so that what the server refused it would refuse again."""
+        try:
+            return server.attachment.confirm()
+        except Unreachable as error:
+            server.failed(error)
+            return False
 
     def _ask(self, server: _Server, call: Callable[[HttpStore], T]) -> T | None:
         """A server's answer; None where it is gone. `call` may be made several times."""
@@ -466,11 +482,14 @@ class SeveralServers:
                 answer = call(server.store)
             except Unreachable as error:
                 server.failed(error)
-                self._look()
-                time.sleep(_PAUSE_SECONDS)
+            except StoreError:
+                if self._knows_the_run(server):
+                    raise
             else:
                 server.answered()
                 return answer
+            self._look()
+            time.sleep(_PAUSE_SECONDS)
         return None
 
 

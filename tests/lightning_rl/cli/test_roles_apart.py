@@ -37,6 +37,11 @@ async def solve(task: dict, llm: LLM) -> float:
         answer = await client.chat.completions.create(model="gpt-4o", messages=chat)
     return len(answer.choices[0].message.content) + random.random()  # so that every group says something
 """
+SCRIPT: dict[str, Any] = {
+    "data": {"train_batch_size": 2, "max_response_length": 8},
+    "actor_rollout_ref": {"rollout": {"n": 2}},
+    "trainer": {"total_training_steps": 1, "logger": []},
+}
 PAGE = Path(__file__).parents[3] / "docs" / "roles-apart.md"
 MODEL = str(tutorial.checkpoint())
 KEYWORDS = [
@@ -44,6 +49,11 @@ KEYWORDS = [
 ]  # fmt: skip
 AT = "http://127.0.0.1:8080"  # where the page has the server
 WAIT_SECONDS = 120
+
+
+def quick(task: dict[str, str], llm: lrl.LLM) -> float:
+    """An agent without a call."""
+    return float(len(task["question"]))
 
 
 def command(name: str, *changed: tuple[str, str]) -> list[str]:
@@ -176,13 +186,8 @@ def test_three_commands_train_a_model_and_a_script_is_the_next_run(
     assert {row["rollout_id"] for row in rows} == set(rollouts)
     assert {row["step"] for row in rows} == {1, 2}
 
-    given = {
-        "data": {"train_batch_size": 2, "max_response_length": 8},
-        "actor_rollout_ref": {"rollout": {"n": 2}},
-        "trainer": {"total_training_steps": 1, "logger": []},
-    }
     trainer = lrl.Trainer(store=lrl.LightningStoreClient(place.url), run_dir=place.folder / "script")
-    ppo = trainer.fit(lrl.PPO(given), [{"question": "one"}, {"question": "two"}])
+    ppo = trainer.fit(lrl.PPO(SCRIPT), [{"question": "one"}, {"question": "two"}])
     assert isinstance(ppo, lrl.PPO)
     assert ppo.step == 1
     check_account(ppo.history[-1], of_run(place.store, ppo.run_dir), place.store)
@@ -269,6 +274,13 @@ def test_a_run_at_two_servers_outlives_one_of_them(tmp_path: Path, monkeypatch: 
         rows = [json.loads(line) for line in (place.folder / "rows.jsonl").read_text().splitlines()]
         trained = [(row["step"], row["rollout_id"]) for row in rows if row["step"] is not None]
         assert len(trained) == len(set(trained)) == 8 * 4
+
+        monkeypatch.setenv(RUNNER_KEY, KEYS[RUNNER_KEY])
+        trainer = lrl.Trainer(quick, server=[first, second], n_runners=2, run_dir=tmp_path / "script")
+        ppo = trainer.fit(lrl.PPO(SCRIPT), [{"question": "one"}, {"question": "two"}])
+        assert isinstance(ppo, lrl.PPO)
+        assert ppo.step == 1
+        assert [(tmp_path / "script" / f"runners-{n}" / "runner-0.log").exists() for n in range(2)] == [True, True]
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
