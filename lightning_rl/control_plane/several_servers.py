@@ -12,7 +12,6 @@ import functools
 import logging
 import threading
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as any_done
@@ -22,85 +21,28 @@ from typing import Any, TypeVar
 import msgspec
 
 from lightning_rl.control_plane.attach import Attachment, PolicyToServe, attach
+from lightning_rl.control_plane.placement import Placement
+from lightning_rl.control_plane.run_server import JOIN_SECONDS, RunServer
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Resources, Reward, Rollout, RolloutDetail, RolloutRequest, RolloutTrace
-from lightning_rl.store.errors import NotFound, StoreError, StoreUnwritable, Unreachable
-from lightning_rl.store.life_cycle import ENDED
+from lightning_rl.store.errors import NotFound, StoreError, Unreachable
 from lightning_rl.store.run_store import rank_of
 from lightning_rl_adapters.ids import new_id
 from lightning_rl_proxy.recording.ledger import AttemptTokens
 
 T = TypeVar("T")
 
-_LATE_SECONDS = 2.0  # after which a server has seen that a lease is over
-_ANSWERS_SECONDS = 2.0  # since a server last spoke of the run: it answers, and cannot do what it is asked
-_TRIES = 3  # at a server that answers otherwise
 _PAUSE_SECONDS = 0.2  # between two tries at a server that does not answer
-_JOIN_SECONDS = 5.0  # between two tries to join one
 _READ_SECONDS = 1.0  # between two looks for rollouts that run again elsewhere
 _log = logging.getLogger(__name__)
-
-
-class _Server:
-    """One of the servers. `gone`: its rollouts are asked for elsewhere, and it is asked nothing."""
-
-    def __init__(self, store: HttpStore, lease_seconds: float) -> None:
-        self.store = store
-        self.lease_seconds = lease_seconds
-        self.gone = False
-        self.polled: set[str] = set()  # the rollouts of
-        self.poll: Future[list[Rollout]] | None = None  # the request for ended ones that is under way
-        self.left: list[str] = []  # rollouts that were asked for elsewhere when it was gone
-        self._joined_at = -_JOIN_SECONDS  # or tried
-        self._failures = 0
-        self._attachment: Attachment | None = None
-
-    @property
-    def attachment(self) -> Attachment:
-        if self._attachment is None:
-            raise RuntimeError(f"the run is not attached to {self.store.url} yet: enter `attached` first")
-        return self._attachment
-
-    @attachment.setter
-    def attachment(self, attachment: Attachment) -> None:
-        self._attachment = attachment
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether it has given the run up by now, if it is there at all."""
-        return self.attachment.silent_seconds > self.lease_seconds + _LATE_SECONDS
-
-    @property
-    def to_be_joined(self) -> bool:
-        """Whether it has given the run up, or is there after it was gone; said every few seconds."""
-        back = self.attachment.given_up or (self.gone and not self.is_silent)
-        if not back or time.monotonic() - self._joined_at < _JOIN_SECONDS:
-            return False
-        self._joined_at = time.monotonic()
-        return True
-
-    def answered(self) -> None:
-        """It has done what it was asked."""
-        self._failures = 0
-
-    def failed(self, error: Unreachable) -> None:
-        """It did not answer, which may pass. Raises `error` where it will not: the server is there otherwise."""
-        _log.info("%s: %s", self.store.url, error)
-        self._failures = self._failures + 1 if self.attachment.silent_seconds < _ANSWERS_SECONDS else 0
-        if self._failures >= _TRIES or isinstance(error, StoreUnwritable):
-            raise error
-
-    def detach(self) -> None:
-        if self._attachment is not None:
-            self._attachment.close() if self.gone else self._attachment.detach()
 
 
 class SeveralServers:
     """The stores of several servers as one (a `RunStore`); usable within `attached`, from any thread.
 
-    A request to a server that does not answer is made again until it does, or is gone. Then its
-    rollouts that are not read yet are asked for at the others, and requests leave it out. Raises Unreachable when all
-    are gone, else what the server raised.
+    A request to a server that does not answer is made again until it does, or is gone. Then its rollouts that are not
+    read yet are asked for at the others, and requests leave it out. Raises Unreachable when all are gone, else what the
+    server raised.
 
     Args:
         stores: of the servers, opened by their admin keys.
@@ -113,18 +55,15 @@ class SeveralServers:
     def __init__(self, stores: Sequence[HttpStore], *, lease_seconds: float = 15.0) -> None:
         self.while_waiting: Callable[[], None] = lambda: None
         self.began_ns = 0
-        self._servers = [_Server(store, lease_seconds) for store in stores]
-        # A request to a server that hangs keeps a thread for a minute; three kinds may be under way at once.
-        self._threads = ThreadPoolExecutor(4 * len(stores), thread_name_prefix="servers of the run")
-        self._lock = threading.RLock()  # of what follows
-        self._at: dict[str, _Server] = {}  # by rollout id
-        self._open: dict[str, RolloutRequest] = {}  # and not read yet
-        self._waited_for: set[str] = set()  # and not known to have ended
-        self._to_ask: dict[str, Rollout | None] = {}  # ids to be asked for; the rollout, once it was
-        self._published: dict[str, Mapping[str, Mapping[str, Any]]] = {}  # by id, in order
-        self._pauses: dict[str | None, Callable[[HttpStore], Any]] = {}  # of models that are paused
-        self._versions: dict[str | None, int] = {}  # of the policies
-        self._join: Callable[[_Server], Attachment] | None = None
+        self._servers = [RunServer(store, lease_seconds) for store in stores]
+        # A request to a server that hangs keeps a thread for minutes, also when it is given up here.
+        self._threads = ThreadPoolExecutor(8 * len(stores), thread_name_prefix="servers of the run")
+        self._lock = threading.RLock()  # of who is gone, and of what one that joins is told
+        self._catching_up = threading.Lock()
+        self._rollouts: Placement[RunServer] = Placement()
+        # What one that joins is told: resources by id, the version and the pause of a model, in the order they came.
+        self._told: dict[tuple[str, str | None], Callable[[HttpStore], Any]] = {}
+        self._attach: Callable[[RunServer], Attachment] | None = None
 
     @property
     def urls(self) -> list[str]:
@@ -134,10 +73,10 @@ class SeveralServers:
     @contextmanager
     def attached(self, run_id: str, policy: PolicyToServe) -> "Iterator[SeveralServers]":
         """The run with its engines at all servers, for as long as the block runs. Raises as `attach`."""
-        self._join = lambda server: attach(server.store, run_id, policy, lease_seconds=server.lease_seconds)
+        self._attach = lambda server: attach(server.store, run_id, policy, lease_seconds=server.lease_seconds)
         try:
             for server in self._servers:
-                server.attachment = self._join(server)
+                server.attachment = self._attach(server)
             self.began_ns = max(server.attachment.began_ns for server in self._servers)
             yield self
         finally:
@@ -156,49 +95,39 @@ class SeveralServers:
         named = [msgspec.structs.replace(request, rollout_id=request.rollout_id or new_id("r")) for request in requests]
         ids = [str(request.rollout_id) for request in named]
         self._find(ids)
-        with self._lock:
-            self._open |= dict(zip(ids, named, strict=True))
-            self._waited_for.update(ids)
-            self._place([request for request in named if not self._has_server(str(request.rollout_id))])
-            self._to_ask |= dict.fromkeys(ids)
+        self._rollouts.ask(dict(zip(ids, named, strict=True)), self._there())
         while True:
-            self._look()
-            with self._lock:
-                made = {rollout_id: self._to_ask[rollout_id] for rollout_id in ids}
-                if None not in made.values():
-                    for rollout_id in made:
-                        del self._to_ask[rollout_id]
-                    return [rollout for rollout in map(made.get, ids) if rollout is not None]
+            self._catch_up()
+            if (made := self._rollouts.made(ids)) is not None:
+                return made
             self.while_waiting()
             time.sleep(_PAUSE_SECONDS)
 
     def rollout(self, rollout_id: str) -> RolloutDetail:
         """See `RunStore`."""
-        self._find([rollout_id])
-        return self._at_its_server(rollout_id, lambda store: store.rollout(rollout_id))
+        return self._at_its_server(rollout_id, functools.partial(HttpStore.rollout, rollout_id=rollout_id))
 
     def cancel(self, rollout_id: str) -> Rollout:
         """See `RunStore`."""
-        self._find([rollout_id])
-        return self._at_its_server(rollout_id, lambda store: store.cancel(rollout_id))
+        return self._at_its_server(rollout_id, functools.partial(HttpStore.cancel, rollout_id=rollout_id))
 
     def wait(self, rollout_ids: Sequence[str], wait_seconds: float) -> list[Rollout]:
         """See `RunStore`."""
+        self._catch_up()
         if not wait_seconds:
-            self._look()
             told = self._each_its_own(rollout_ids, functools.partial(HttpStore.wait, wait_seconds=0))
-            return self._ended([rollout for _, answer in told for rollout in answer])
+            return [rollout for server, ended in told for rollout in self._rollouts.ended(server, ended)]
         until, asked = time.monotonic() + wait_seconds, set(rollout_ids)
         while (left := until - time.monotonic()) > 0:
-            self._look()
             polls = self._polls(rollout_ids, left)
             done, _ = any_done(polls, left, FIRST_COMPLETED)
             # A request that was under way may tell of others, which nobody waits for any more.
             ended = [each for poll in done for each in self._polled(polls[poll], poll) if each.rollout_id in asked]
             if ended:
-                return self._ended(ended)
+                return ended
             if len(done) == len(polls):
                 time.sleep(min(_PAUSE_SECONDS, left))  # none is there to be asked, or none answers
+            self._catch_up()
         return []
 
     def traces(self, rollout_ids: Sequence[str]) -> dict[str, RolloutTrace]:
@@ -206,10 +135,10 @@ class SeveralServers:
         self._find(rollout_ids)
         found: dict[str, RolloutTrace] = {}
         while True:
-            self._look()
-            for server, read in self._each_its_own(set(rollout_ids) - found.keys(), HttpStore.traces):
-                found |= self._take(server, read)
-            missing = [rollout_id for rollout_id in rollout_ids if rollout_id in self._open]
+            self._catch_up()
+            for server, traces in self._each_its_own(set(rollout_ids) - found.keys(), HttpStore.traces):
+                found |= self._rollouts.read(server, traces)
+            missing = self._rollouts.unread(rollout_ids)
             if not missing:
                 return {rollout_id: found[rollout_id] for rollout_id in rollout_ids if rollout_id in found}
             self.while_waiting()
@@ -218,7 +147,7 @@ class SeveralServers:
     def add_late_rewards(self, given: Mapping[tuple[str, str], Sequence[Reward]]) -> None:
         """See `RunStore`. Raises Unreachable where the server that has the records is gone: a run that is resumed has
         these rollouts run again."""
-        for server, ids in self._by_server(rollout_id for rollout_id, _ in given):
+        for server, ids in self._rollouts.by_server({rollout_id for rollout_id, _ in given}):
             its_own = set(ids)
             part = {place: rewards for place, rewards in given.items() if place[0] in its_own}
             if self._ask(server, functools.partial(_add_late_rewards, part)) is None:
@@ -232,9 +161,10 @@ class SeveralServers:
     def publish(self, resources: Mapping[str, Mapping[str, Any]], resources_id: str | None = None) -> Resources:
         """See `RunStore`."""
         named = resources_id or new_id("s")
+        publish = functools.partial(HttpStore.publish, resources=resources, resources_id=named)
         with self._lock:
-            self._published[named] = resources
-        return self._each(lambda store: store.publish(resources, named))[0]
+            self._told["resources", named] = publish
+        return self._each(publish)[0][1]
 
     def pause(
         self,
@@ -249,20 +179,21 @@ class SeveralServers:
             HttpStore.pause, model=model, mode=mode, deadline_seconds=deadline_seconds, lease_seconds=lease_seconds
         )
         with self._lock:
-            self._pauses[model] = pause
-        return together(self._each(pause))
+            self._told["pause", model] = pause
+        return self._together(pause)
 
     def resume(self, model: str | None = None, policy_version: int | None = None) -> dict[str, Any]:
         """See `RunStore`."""
+        resume = functools.partial(HttpStore.resume, model=model, policy_version=policy_version)
         with self._lock:
-            self._pauses.pop(model, None)
+            self._told.pop(("pause", model), None)
             if policy_version is not None:
-                self._versions[model] = policy_version
-        return together(self._each(lambda store: store.resume(model, policy_version)))
+                self._told["version", model] = resume
+        return self._together(resume)
 
     def state(self) -> dict[str, Any]:
         """See `RunStore`: counts are added up."""
-        return together(self._each(lambda store: store.state()))
+        return self._together(HttpStore.state)
 
     def tokens_of(self, rollout_ids: Sequence[str]) -> dict[str, AttemptTokens]:
         """See `RunStore`. Of a server that is gone nobody knows: its attempts are left out."""
@@ -276,44 +207,18 @@ class SeveralServers:
     def _find(self, rollout_ids: Iterable[str]) -> None:
         """Where rollouts are that this session did not ask for: where they have ended, else where they were asked for
         last."""
-        with self._lock:
-            unknown = [rollout_id for rollout_id in rollout_ids if rollout_id not in self._at]
+        unknown = [rollout_id for rollout_id in rollout_ids if self._rollouts.at(rollout_id) is None]
         if not unknown:
             return
         best: dict[str, tuple[bool, float]] = {}
-        for server in self._there():
-            for rollout in self._ask(server, functools.partial(HttpStore.find, rollout_ids=unknown)) or ():
+        for server, found in self._each(functools.partial(HttpStore.find, rollout_ids=unknown)):
+            for rollout in found:
                 rank = rank_of(rollout)
                 if rank > best.get(rollout.rollout_id, (False, 0.0)):
                     best[rollout.rollout_id] = rank
-                    with self._lock:
-                        self._at[rollout.rollout_id] = server
+                    self._rollouts.found(rollout.rollout_id, server)
 
-    def _has_server(self, rollout_id: str) -> bool:
-        server = self._at.get(rollout_id)
-        return server is not None and not server.gone
-
-    def _place(self, requests: Sequence[RolloutRequest]) -> None:
-        """Choose a server for each group of rollouts: the one with the fewest that have not ended."""
-        load = Counter(self._at[rollout_id].store.url for rollout_id in self._waited_for if rollout_id in self._at)
-        servers, chosen = self._there(), dict[str, _Server]()
-        for request in requests:
-            group = str(request.group_id or request.rollout_id)
-            if group not in chosen:
-                chosen[group] = min(servers, key=lambda server: load[server.store.url])
-            self._at[str(request.rollout_id)] = chosen[group]
-            load[chosen[group].store.url] += 1
-
-    def _by_server(self, rollout_ids: Iterable[str]) -> list[tuple[_Server, list[str]]]:
-        """Rollouts by the server that has them; without those that none has."""
-        found: defaultdict[int, list[str]] = defaultdict(list)
-        with self._lock:
-            for rollout_id in sorted(rollout_ids):
-                if (server := self._at.get(rollout_id)) is not None:
-                    found[self._servers.index(server)].append(rollout_id)
-        return [(self._servers[number], ids) for number, ids in sorted(found.items())]
-
-    def _there(self) -> list[_Server]:
+    def _there(self) -> list[RunServer]:
         """The servers that are not gone. Raises Unreachable where there is none."""
         with self._lock:
             there = [server for server in self._servers if not server.gone]
@@ -327,88 +232,91 @@ class SeveralServers:
     # Servers that go and come
 
     def _look(self) -> None:
-        """Leave out the servers that are silent, join those that answer again, and ask for what is to be asked for."""
+        """Leave out the servers that are silent: what they had and was not read is to be asked for elsewhere."""
         with self._lock:
             for server in self._servers:
-                if server.to_be_joined:
-                    self._join_again(server)
-                if not server.gone and server.is_silent:
-                    self._leave_out(server)
-            self._there()
-            asked = [rollout_id for rollout_id, made in self._to_ask.items() if made is None]
-            for server, ids in self._by_server(asked):
-                if not server.gone:
-                    self._request(server, ids)
+                if server.gone or not server.is_silent:
+                    continue
+                server.gone = True
+                moved = self._rollouts.move(server, self._there())
+                server.left += moved
+                _log.warning(
+                    "the server at %s does not answer for %.0f s: %d rollouts are run again at the others",
+                    server.store.url,
+                    server.attachment.silent_seconds,
+                    len(moved),
+                )
+        self._there()
 
-    def _request(self, server: _Server, ids: Sequence[str]) -> None:
+    def _catch_up(self) -> None:
+        """Look for servers that are gone or are there again, and ask for what is to be asked for."""
+        self._look()
+        if not self._catching_up.acquire(blocking=False):
+            return  # another thread is at it
         try:
-            made = server.store.enqueue([self._open[rollout_id] for rollout_id in ids])
+            for server in self._servers:
+                if server.to_be_joined:
+                    self._join(server)
+                requests = [] if server.gone else self._rollouts.to_ask(server)
+                if requests:
+                    self._request(server, requests)
+        finally:
+            self._catching_up.release()
+
+    def _request(self, server: RunServer, requests: Sequence[RolloutRequest]) -> None:
+        try:
+            made = self._once(server, self._threads.submit(server.store.enqueue, requests))
         except Unreachable as error:
             server.failed(error)  # they are asked for again, there or elsewhere
-            return
-        server.answered()
-        self._to_ask |= {rollout.rollout_id: rollout for rollout in made}
+        else:
+            server.answered()
+            self._rollouts.asked(server, made)
 
-    def _leave_out(self, server: _Server) -> None:
-        """A server is gone: what it had and was not read is asked for elsewhere."""
-        server.gone = True
-        moved = [request for rollout_id, request in self._open.items() if self._at[rollout_id] is server]
-        _log.warning(
-            "the server at %s does not answer for %.0f s: %d rollouts are run again at the others",
-            server.store.url,
-            server.attachment.silent_seconds,
-            len(moved),
-        )
-        server.left += [str(request.rollout_id) for request in moved]
-        if any(not each.gone for each in self._servers):
-            self._place(moved)
-        self._ask_again(moved)
-
-    def _join_again(self, server: _Server) -> None:
-        """Attach the run to a server that was gone or has given it up, and tell it what it missed."""
-        assert self._join is not None
-        try:
-            attachment = self._join(server)
-        except Unreachable:
+    def _join(self, server: RunServer) -> None:
+        """Attach the run to a server that was gone or has given it up, where that takes no longer than it may."""
+        joining = self._threads.submit(self._joined, server)
+        if joining not in any_done([joining], JOIN_SECONDS).done:
+            joining.add_done_callback(_detach)
             return
         try:
-            for resources_id, resources in self._published.items():
-                server.store.publish(resources, resources_id)
-            for model, version in self._versions.items():
-                server.store.resume(model, version)
-            for pause in self._pauses.values():
-                pause(server.store)
-            for rollout_id in server.left:
-                server.store.cancel(rollout_id)
-        except StoreError as error:
+            attachment = joining.result()
+        except Unreachable as error:
+            _log.info("%s: %s", server.store.url, error)
+            return
+        with self._lock:
+            server.attachment.close()
+            server.attachment, server.gone = attachment, False
+            server.left.clear()
+            here = self._rollouts.ask_again(server)
+        _log.warning("the server at %s is there again; %d rollouts go on there", server.store.url, here)
+
+    def _joined(self, server: RunServer) -> Attachment:
+        """Attach the run to a server, and tell it what it missed."""
+        assert self._attach is not None
+        attachment = self._attach(server)
+        with self._lock:
+            missed = [*self._told.values()]
+            missed += [functools.partial(HttpStore.cancel, rollout_id=rollout_id) for rollout_id in server.left]
+        try:
+            for tell in missed:
+                tell(server.store)
+        except BaseException:
             attachment.detach()
-            if not isinstance(error, Unreachable):
-                raise
-            return
-        server.attachment.close()
-        server.attachment, server.gone = attachment, False
-        server.left.clear()
-        here = [request for rollout_id, request in self._open.items() if self._at[rollout_id] is server]
-        _log.warning("the server at %s is there again; %d rollouts go on there", server.store.url, len(here))
-        self._ask_again(here)
-
-    def _ask_again(self, requests: Iterable[RolloutRequest]) -> None:
-        for request in requests:
-            self._to_ask[str(request.rollout_id)] = None
-            self._waited_for.add(str(request.rollout_id))
+            raise
+        return attachment
 
     # Requests
 
-    def _polls(self, rollout_ids: Sequence[str], wait_seconds: float) -> "dict[Future[list[Rollout]], _Server]":
+    def _polls(self, rollout_ids: Sequence[str], wait_seconds: float) -> "dict[Future[list[Rollout]], RunServer]":
         """A request for ended rollouts under way at each server that has any of them."""
-        for server, ids in self._by_server(rollout_ids):
+        for server, ids in self._rollouts.by_server(rollout_ids):
             if not server.gone and (server.poll is None or not server.polled.issuperset(ids)):
                 server.polled = set(ids)
                 server.poll = self._threads.submit(server.store.wait, ids, wait_seconds)
         return {server.poll: server for server in self._servers if server.poll is not None and not server.gone}
 
-    def _polled(self, server: _Server, poll: "Future[list[Rollout]]") -> list[Rollout]:
-        """What a request for ended rollouts found, of those that are still this server's."""
+    def _polled(self, server: RunServer, poll: "Future[list[Rollout]]") -> list[Rollout]:
+        """What a request for ended rollouts found."""
         server.poll = None
         try:
             found = poll.result()
@@ -416,70 +324,49 @@ class SeveralServers:
             server.failed(error)
             return []
         server.answered()
-        with self._lock:
-            return [rollout for rollout in found if self._at.get(rollout.rollout_id) is server]
-
-    def _take(self, server: _Server, traces: Mapping[str, RolloutTrace]) -> dict[str, RolloutTrace]:
-        """Those that have ended, and are still this server's: they are read, and stay where they are."""
-        with self._lock:
-            read = {
-                rollout_id: trace
-                for rollout_id, trace in traces.items()
-                if trace.rollout.status in ENDED and self._at[rollout_id] is server and not server.gone
-            }
-            for rollout_id in read:
-                self._open.pop(rollout_id, None)
-                self._waited_for.discard(rollout_id)
-                self._to_ask.pop(rollout_id, None)
-        return read
-
-    def _ended(self, rollouts: list[Rollout]) -> list[Rollout]:
-        with self._lock:
-            self._waited_for.difference_update(rollout.rollout_id for rollout in rollouts)
-        return rollouts
+        return self._rollouts.ended(server, found)
 
     def _at_its_server(self, rollout_id: str, call: Callable[[HttpStore], T]) -> T:
+        self._find([rollout_id])
         while True:
-            with self._lock:
-                server = self._at.get(rollout_id)
-                under_way = self._to_ask.get(rollout_id, ...) is None
+            server = self._rollouts.at(rollout_id)
             if server is None:
                 raise NotFound(f"none of {', '.join(self.urls)} has a rollout {rollout_id}")
-            if under_way:  # its server was gone, and the other has not been asked for it yet
-                self._look()
+            if self._rollouts.is_to_be_asked(rollout_id):  # its server was gone
+                self._catch_up()
             elif (answer := self._ask(server, call)) is not None:
                 return answer
-            elif server is self._at[rollout_id]:
+            elif server is self._rollouts.at(rollout_id):
                 raise Unreachable(f"rollout {rollout_id} was read from {server.store.url}, which is gone")
 
-    def _each(self, call: Callable[[HttpStore], T]) -> list[T]:
-        """The answers of all servers that are not gone, asked at once."""
-        answers = list(self._threads.map(lambda server: self._ask(server, call), self._there()))
-        found = [answer for answer in answers if answer is not None]
-        return found or self._each(call)  # which raises where none is left
+    def _each(self, call: Callable[[HttpStore], T]) -> list[tuple[RunServer, T]]:
+        """The answers of the servers that are not gone, which are asked at once."""
+        asked = [(server, call, self._threads.submit(call, server.store)) for server in self._there()]
+        return self._answers(asked) or self._each(call)  # which raises where none is left
 
-    def _each_its_own(self, rollout_ids: Iterable[str], call: Callable[..., T]) -> list[tuple[_Server, T]]:
-        """What the servers that have these rollouts answer, each asked about its own; not those that are gone."""
-        asked = [
-            (server, self._threads.submit(self._ask, server, functools.partial(call, rollout_ids=ids)))
-            for server, ids in self._by_server(rollout_ids)
+    def _together(self, call: Callable[[HttpStore], dict[str, Any]]) -> dict[str, Any]:
+        return together([state for _, state in self._each(call)])
+
+    def _each_its_own(self, rollout_ids: Iterable[str], call: Callable[..., T]) -> list[tuple[RunServer, T]]:
+        """The answers of the servers that have these rollouts, each asked about its own; not of those that are gone."""
+        calls = [
+            (server, functools.partial(call, rollout_ids=ids))
+            for server, ids in self._rollouts.by_server(rollout_ids)
+            if not server.gone
         ]
-        answers = [(server, future.result()) for server, future in asked]
+        return self._answers([(server, its, self._threads.submit(its, server.store)) for server, its in calls])
+
+    def _answers(
+        self, asked: "Sequence[tuple[RunServer, Callable[[HttpStore], T], Future[T]]]"
+    ) -> list[tuple[RunServer, T]]:
+        answers = [(server, self._ask(server, call, under_way)) for server, call, under_way in asked]
         return [(server, answer) for server, answer in answers if answer is not None]
 
-    def _knows_the_run(self, server: _Server) -> bool:
-        """Whether the run is attached, so that what the server refused it would refuse again."""
-        try:
-            return server.attachment.confirm()
-        except Unreachable as error:
-            server.failed(error)
-            return False
-
-    def _ask(self, server: _Server, call: Callable[[HttpStore], T]) -> T | None:
-        """A server's answer; None where it is gone. `call` may be made several times."""
+    def _ask(self, server: RunServer, call: Callable[[HttpStore], T], under_way: "Future[T] | None" = None) -> T | None:
+        """A server's answer; None where it is gone. `call` may be made several times; `under_way`: the first."""
         while not server.gone:
             try:
-                answer = call(server.store)
+                answer = self._once(server, under_way or self._threads.submit(call, server.store))
             except Unreachable as error:
                 server.failed(error)
             except StoreError:
@@ -488,9 +375,32 @@ class SeveralServers:
             else:
                 server.answered()
                 return answer
-            self._look()
+            under_way = None
+            self._catch_up()
             time.sleep(_PAUSE_SECONDS)
         return None
+
+    def _knows_the_run(self, server: RunServer) -> bool:
+        """Whether the run is attached, so that what the server refused it would refuse again."""
+        try:
+            return self._once(server, self._threads.submit(server.attachment.confirm))
+        except Unreachable as error:
+            server.failed(error)
+            return False
+
+    def _once(self, server: RunServer, request: "Future[T]") -> T:
+        """What a request brings. Raises Unreachable where its server is gone meanwhile, however long it hangs."""
+        while request not in any_done([request], _PAUSE_SECONDS).done:
+            self._look()
+            if server.gone:
+                raise Unreachable(f"{server.store.url} is gone")
+        return request.result()
+
+
+def _detach(joining: "Future[Attachment]") -> None:
+    """Undo what took too long."""
+    if not joining.cancelled() and joining.exception() is None:
+        joining.result().detach()
 
 
 def _add_late_rewards(given: Mapping[tuple[str, str], Sequence[Reward]], store: HttpStore) -> bool:

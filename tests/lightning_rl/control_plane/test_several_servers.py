@@ -313,10 +313,13 @@ def test_a_server_that_hangs_is_left_out_and_taken_back(servers: list[Server], r
         store.enqueue(run.groups("ab"))
         two.send(signal.SIGSTOP)
         try:
-            until(store, lambda: len(one.store.find(every)) == 4)
+            store.enqueue(run.groups("cd"))  # half of it at the one that hangs
+            every += run.ids("c0", "c1", "d0", "d1")
+            assert len(one.store.find(every)) == 8
         finally:
             two.send(signal.SIGCONT)
-        until(store, lambda: {rollout.status for rollout in two.store.find(every)} == {"cancelled"})
+        moved = run.ids("b0", "b1")
+        until(store, lambda: {rollout.status for rollout in two.store.find(moved)} == {"cancelled"})
         assert names(play(one)) == set(every)
         wait_for(store, every)
 
