@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from lightning_rl.control_plane.attach import Attachment, PolicyToServe, attach
-from lightning_rl.control_plane.placement import Placement
 from lightning_rl.control_plane.run_server import JOIN_SECONDS, RunServer
+from lightning_rl.control_plane.spread_rollouts import SpreadRollouts
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Resources, Reward, Rollout, RolloutDetail, RolloutRequest, RolloutTrace
 from lightning_rl.store.errors import NotFound, StoreError, Unreachable
@@ -60,7 +60,7 @@ class SeveralServers:
         self._threads = ThreadPoolExecutor(8 * len(stores), thread_name_prefix="servers of the run")
         self._lock = threading.RLock()  # of who is gone, and of what one that joins is told
         self._catching_up = threading.Lock()
-        self._rollouts: Placement[RunServer] = Placement()
+        self._rollouts: SpreadRollouts[RunServer] = SpreadRollouts()
         # What one that joins is told: resources by id, the version and the pause of a model, in the order they came.
         self._told: dict[tuple[str, str | None], Callable[[HttpStore], Any]] = {}
         self._attach: Callable[[RunServer], Attachment] | None = None

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rl.control_plane.placement import Placement
+from lightning_rl.control_plane.spread_rollouts import SpreadRollouts
 from lightning_rl.store.contract import Rollout, RolloutConfig, RolloutRequest, RolloutTrace
 
 SERVERS = ("a", "b", "c")
@@ -22,7 +22,7 @@ def trace(name: str, status: str = "succeeded") -> RolloutTrace:
     return RolloutTrace(rollout=rollout(name, status), attempts=[])
 
 
-def answer(rollouts: Placement[str], server: str) -> None:
+def answer(rollouts: SpreadRollouts[str], server: str) -> None:
     """The server is asked for what it is to be asked for."""
     requests = rollouts.to_ask(server)
     rollouts.asked(server, [rollout(str(request.rollout_id), "queued") for request in requests])
@@ -30,7 +30,7 @@ def answer(rollouts: Placement[str], server: str) -> None:
 
 @given(st.data())
 def test_every_rollout_that_is_not_read_is_at_one_server_that_is_there(data: st.DataObject) -> None:
-    rollouts: Placement[str] = Placement()
+    rollouts: SpreadRollouts[str] = SpreadRollouts()
     there, asked, read = list(SERVERS), list[str](), set[str]()
     for step in range(data.draw(st.integers(1, 12))):
         match data.draw(st.sampled_from(["ask", "answer", "ended", "read", "gone", "back"])):
@@ -78,7 +78,7 @@ def test_every_rollout_that_is_not_read_is_at_one_server_that_is_there(data: st.
 
 
 def test_a_group_goes_where_the_fewest_run() -> None:
-    rollouts: Placement[str] = Placement()
+    rollouts: SpreadRollouts[str] = SpreadRollouts()
     for name, n in (("x", 4), ("y", 1), ("z", 1)):
         rollouts.ask(group(name, n), ["a", "b"])
     assert [rollouts.at(f"{name}-0") for name in "xyz"] == ["a", "b", "b"]

@@ -15,7 +15,7 @@ from lightning_rl.store.life_cycle import ENDED
 S = TypeVar("S")  # a server
 
 
-class Placement(Generic[S]):
+class SpreadRollouts(Generic[S]):
     """The rollouts of a run and their servers; safe to share between threads."""
 
     def __init__(self) -> None:
