@@ -38,6 +38,7 @@ class Sequence:
         "content",
         "kept_row",
         "picture",
+        "priority",
         "prompt",
         "pure",
         "request_id",
@@ -58,6 +59,7 @@ class Sequence:
         stop_ids: tuple[int, ...],
         picture: "Picture | None" = None,
         adapter: int = 0,
+        priority: int = 0,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -67,6 +69,7 @@ class Sequence:
         self.seed_key = seed_key
         self.stop_ids = stop_ids
         self.adapter = adapter
+        self.priority = priority
         self.row = -1
         self.kept_row = 0  # of `Prefixes`, which has the first `shared` tokens of the prompt
         self.shared = 0

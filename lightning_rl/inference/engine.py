@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial as bind
+from operator import attrgetter
 from random import Random
 from typing import Any, Literal
 
@@ -65,7 +66,7 @@ class EmbeddedEngine:
 
     Args:
         model: the model; the engine owns it from here on (give it a copy of what you train).
-        max_num_seqs: requests that are written at the same time; others wait in order of arrival.
+        max_num_seqs: requests that are written at the same time; others wait, by priority and in order of arrival.
         max_model_len: tokens of prompt and answer together; by default what the model's config allows, at most 2048
             or `expected_len`, where that is more.
         expected_len: tokens that the longest sequences are expected to have.
@@ -120,6 +121,7 @@ class EmbeddedEngine:
             self.max_model_len,
         )
         self._waiting: deque[Sequence] = deque()
+        self._by_priority = False  # whether any request ever had one
         self._outboxes: dict[str, Outbox] = {}  # of every request in flight
         self._streams: dict[str, Outbox] = {}  # of those that want each token
         self._sequences: dict[str, Sequence] = {}
@@ -331,7 +333,8 @@ class EmbeddedEngine:
         seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
         stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self.eos_token_ids)
         picture = self._picture(prompt, request.images) if request.images else None
-        return Sequence(request.request_id, prompt, sampling, stream_key(seed), stops, picture, request.adapter)
+        place = request.adapter, request.priority
+        return Sequence(request.request_id, prompt, sampling, stream_key(seed), stops, picture, *place)
 
     def _picture(self, prompt: Ints, images: tuple[PlacedImage, ...]) -> Picture:
         """The images of a prompt, ready to be read. Raises ValueError for those that the model cannot read there."""
@@ -524,7 +527,14 @@ class EmbeddedEngine:
         for sequence in sequences:
             served = self._served[sequence.adapter]
             (self._waiting if served.admitting else served.held).append(sequence)
+            self._by_priority = self._by_priority or sequence.priority != 0
+        self._order_waiting()
         self._sequences.update((sequence.request_id, sequence) for sequence in sequences)
+
+    def _order_waiting(self) -> None:
+        """The lowest priority first; of equal ones the order stays."""
+        if self._by_priority:
+            self._waiting = deque(sorted(self._waiting, key=attrgetter("priority")))
 
     def _abort(self, request_ids: Iterable[str]) -> None:
         found = [self._sequences[name] for name in request_ids if name in self._sequences]
@@ -575,6 +585,7 @@ class EmbeddedEngine:
         served = self._served[adapter]
         served.admitting, served.frozen = True, False
         self._waiting.extend(served.held)
+        self._order_waiting()
         served.held = []
         _tell(served)
 

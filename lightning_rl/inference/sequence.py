@@ -48,13 +48,15 @@ class GenerationSampling(msgspec.Struct, frozen=True, kw_only=True):
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to continue once. `request_id` is unique among the requests in flight. `images` are those that the
-    prompt shows, in their order. `adapter` is that of the engine's adapters which answers; 0: its model without one."""
+    prompt shows, in their order. `adapter` is that of the engine's adapters which answers; 0: its model without one. Of
+    those that wait the one with the lowest `priority` is first, of equal ones the one that came first."""
 
     request_id: str
     token_ids: Tokens[int]
     sampling: GenerationSampling = GenerationSampling()
     images: tuple[PlacedImage, ...] = ()
     adapter: int = 0
+    priority: int = 0
 
 
 class VersionSpan(msgspec.Struct, frozen=True):

@@ -42,15 +42,15 @@ class Media(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of a request. `priority` is there to be 0: requests go in order of arrival. `media` is this engine's
-    own: vLLM takes images in other words."""
+    """The body of a request. Of those that wait the one with the lowest `priority` is taken first, of equal ones the
+    one that came first. `media` is this engine's own: vLLM takes images in other words."""
 
     token_ids: list[TokenId]
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     request_id: str | None = None
     stream: bool = False
     model: str | None = None
-    priority: Annotated[int, msgspec.Meta(ge=0, le=0)] = 0
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] = 0
     media: list[Media] = []
 
 
@@ -149,6 +149,7 @@ def engine_requests(body: GenerateRequest, request_id: str, adapter: int = 0) ->
             request_id=engine_id(request_id, index),
             token_ids=body.token_ids,
             adapter=adapter,
+            priority=body.priority,
             images=tuple(PlacedImage(one.start, one.length, one.sha256, one.data) for one in body.media),
             sampling=GenerationSampling(
                 max_tokens=params.max_tokens,

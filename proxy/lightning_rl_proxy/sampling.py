@@ -29,7 +29,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `stop` are texts that end the answer, `stop_token_ids` tokens beside the model's own. An answer may have to fit one
     of these: `json_schema` ({}: any JSON object), `regex`, `choice` (a list of texts), `grammar` (a context-free one).
-    `logit_bias` is by token id.
+    `logit_bias` is by token id. Of two requests that wait at an engine the one with the lower `priority` is first.
     """
 
     temperature: float | None = None
@@ -52,6 +52,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
+    priority: int | None = None
 
     @property
     def constrained(self) -> bool:
@@ -97,6 +98,7 @@ def effective(
         stop_token_ids=requested.stop_token_ids,
         bad_words=requested.bad_words,
         allowed_token_ids=requested.allowed_token_ids,
+        priority=requested.priority,
         **penalties,
     )
 

@@ -23,6 +23,8 @@ FIELDS = [
     ({"min_tokens": 0}, {}),
     ({"bad_words": ["no"]}, {"bad_words": ["no"]}),
     ({"allowed_token_ids": [4, 5]}, {"allowed_token_ids": [4, 5]}),
+    ({"priority": -3}, {"priority": -3}),
+    ({"priority": 0}, {}),
     ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
     ({"structured_outputs": {"json": '{"type": "object"}'}}, {"json_schema": SCHEMA}),
     ({"structured_outputs": {"json_object": True}}, {"json_schema": {}}),
@@ -52,7 +54,9 @@ def test_an_engine_that_can_is_asked(served: Served, door: str) -> None:
     for fields, wanted in FIELDS:
         ask(served, door, fields, 200)
         asked = served.engine.samplings[-1]
-        found = {name: getattr(asked, name) for name in (*SPECIFIC, "stop_token_ids") if getattr(asked, name)}
+        found = {
+            name: getattr(asked, name) for name in (*SPECIFIC, "stop_token_ids", "priority") if getattr(asked, name)
+        }
         assert found == {name: value for name, value in wanted.items() if value}, fields
         assert (asked.json_schema is None) == ("json_schema" not in wanted)
     served.seal()
@@ -64,7 +68,7 @@ def test_of_one_that_cannot_the_field_is_refused_by_its_name(served: Served, doo
     served.engine.abilities = frozenset()
     for fields, wanted in FIELDS:
         [field] = fields
-        if wanted and field != "stop_token_ids":
+        if wanted and field not in ("stop_token_ids", "priority"):  # which every engine takes
             said = ask(served, door, fields, 400)["error"]
             assert f"{field} is not supported by the engine of model" in said["message"]
 

@@ -78,12 +78,12 @@ def with_client(server: Server, use: Callable[[TokenEngine], Coroutine[Any, Any,
 
 
 async def whole(
-    engine: TokenEngine, prompt: list[int] | None = None, *, stream: bool = False, priority: int = 0, **sampling: Any
+    engine: TokenEngine, prompt: list[int] | None = None, *, stream: bool = False, **sampling: Any
 ) -> Sampled:
     """One generation to its end."""
     asked = Sampling(**{"temperature": 1.0, "seed": 1, **sampling})
     sampled = Sampled()
-    request = TokenRequest(prompt or PROMPT, asked, uuid.uuid4().hex, stream=stream, priority=priority)
+    request = TokenRequest(prompt or PROMPT, asked, uuid.uuid4().hex, stream=stream)
     async for part in engine.generate(request):
         sampled.add(part)
     return sampled

@@ -13,15 +13,13 @@ class TokenRequest(NamedTuple):
 
     `prompt` is to be read, not kept: it may grow once the answer is committed. `encoded` is the same as a JSON list,
     where it is at hand. `media` are the images that the prompt shows, and where; an engine without the ability `images`
-    is given none. With `stream` tokens are handed over as they are sampled. Of two requests the one with the lower
-    `priority` is more urgent.
+    is given none. With `stream` tokens are handed over as they are sampled.
     """
 
     prompt: list[int]
     sampling: Sampling
     request_id: str
     stream: bool = False
-    priority: int = 0
     media: Sequence[Shown] = ()
     encoded: bytes | None = None
 

@@ -137,8 +137,8 @@ class SGLangEngine:
             "return_logprob": not is_biased(sampling),
             "stream": request.stream,
         }
-        if request.priority:
-            body["priority"] = -request.priority
+        if sampling.priority:
+            body["priority"] = -sampling.priority
         await self._tell_version()
         ended = False
         try:

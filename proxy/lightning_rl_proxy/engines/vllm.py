@@ -154,8 +154,8 @@ class TokenEngine:
             "sampling_params": self._parameters(request.sampling),
             "request_id": request.request_id,
         }
-        if request.priority:
-            body["priority"] = request.priority
+        if request.sampling.priority:
+            body["priority"] = request.sampling.priority
         if request.stream:
             body["stream"] = True
         if request.media:

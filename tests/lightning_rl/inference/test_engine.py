@@ -370,6 +370,25 @@ def test_bad_requests_are_refused_with_numbers(engine):
     first.result(TIMEOUT)
 
 
+def test_of_requests_that_wait_the_lowest_priority_is_first_then_the_first_that_came():
+    engine, order, all_ended = EmbeddedEngine(make("qwen2"), max_num_seqs=1), [], threading.Event()
+
+    def outbox(events):
+        order.extend(event.request_id for event in events)
+        if len(order) == 5:
+            all_ended.set()
+
+    with engine:
+        engine.pause("keep")
+        for name, priority in (("a", 0), ("b", 2), ("c", -1), ("d", 0), ("e", -1)):
+            once = GenerationSampling(max_tokens=1)
+            request = GenerationRequest(request_id=name, token_ids=[1], sampling=once, priority=priority)
+            engine.post([request], outbox)
+        engine.resume()
+        assert all_ended.wait(TIMEOUT)
+    assert order == ["c", "e", "a", "d", "b"]
+
+
 def test_stop_ends_what_is_in_flight():
     engine = EmbeddedEngine(make("qwen2"), max_num_seqs=1)
     early = ask(engine, [1], "early", max_tokens=60)

@@ -128,7 +128,7 @@ def test_a_stream_has_one_chunk_per_token_then_usage_then_done(server, n):
         ({"token_ids": [1], "sampling_params": {"temperature": -1}}, "temperature"),
         ({"token_ids": [1], "sampling_params": {"max_tokens": 0}}, "max_tokens"),
         ({"token_ids": [1], "lora": "x"}, "lora"),
-        ({"token_ids": [1], "priority": 3}, "priority"),
+        ({"token_ids": [1], "priority": 2**31}, "priority"),
         ({"sampling_params": {}}, "token_ids"),
         ({"token_ids": "text"}, "token_ids"),
         ({"token_ids": []}, "prompt of 0 tokens"),

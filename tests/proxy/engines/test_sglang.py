@@ -44,10 +44,10 @@ def with_client(server: StandIn, use: Callable[[SGLangEngine], Coroutine[Any, An
 
 
 async def generate(
-    engine: SGLangEngine, *, prompt: list[int] = PROMPT, stream: bool = False, priority: int = 0, **sampling: Any
+    engine: SGLangEngine, *, prompt: list[int] = PROMPT, stream: bool = False, **sampling: Any
 ) -> tuple[list[EngineTokens], EngineFinish]:
     given = Sampling(**({"temperature": 1.0, "seed": 7} | sampling))
-    parts = engine.generate(TokenRequest(prompt, given, "r", stream=stream, priority=priority))
+    parts = engine.generate(TokenRequest(prompt, given, "r", stream=stream))
     *tokens, finish = [part async for part in parts]
     assert isinstance(finish, EngineFinish)
     return [part for part in tokens if isinstance(part, EngineTokens)], finish

@@ -9,7 +9,7 @@ ENGINE_FIELDS = frozenset(
     {
         "stop_token_ids", "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "guided_json",
         "guided_regex", "guided_choice", "guided_grammar", "guided_json_object", "regex", "ebnf",
-        "chat_template_kwargs", "enable_thinking",
+        "chat_template_kwargs", "enable_thinking", "priority",
     }
 )  # fmt: skip
 # ... and what would change the answer and is not done here, but for the values that ask for nothing.

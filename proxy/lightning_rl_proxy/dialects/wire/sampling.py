@@ -32,6 +32,7 @@ class SamplingWire(msgspec.Struct, kw_only=True):
     min_tokens: Annotated[int, msgspec.Meta(ge=0, lt=_MAX)] | None = None
     bad_words: list[_Word] | None = None
     allowed_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None = None
+    priority: Annotated[int, msgspec.Meta(gt=-_MAX, lt=_MAX)] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
@@ -48,7 +49,7 @@ class SamplingWire(msgspec.Struct, kw_only=True):
         given = dict(zip(_ALIKE, _alike(self), strict=True)) | spelt_otherwise
         if any(value is not None for value in _constraining(self)):
             given |= self._constraint(given.get("json_schema"))
-        given |= {name: given[name] or None for name in ("stop_token_ids", "min_tokens", "bad_words")}
+        given |= {name: given[name] or None for name in ("stop_token_ids", "min_tokens", "bad_words", "priority")}
         if given["min_tokens"] and given.get("stop"):
             raise GatewayError(
                 400,
