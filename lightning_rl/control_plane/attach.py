@@ -105,7 +105,7 @@ class Attachment:
                     _log.warning("the server at %s does not answer: %s", self._store.url, error)
                 told = True
             else:
-                if told:
+                if told and not self.given_up:
                     _log.warning("the server at %s answers again", self._store.url)
                 told = False
 

@@ -22,8 +22,7 @@ _log = logging.getLogger(__name__)
 class RunServer:
     """One of a run's servers. `gone`: its rollouts are asked for elsewhere, and it is asked nothing.
 
-    `poll` is the request for ended rollouts that is under way, of those in `polled`; `left` has the rollouts that were
-    asked for elsewhere when it was gone.
+    `poll` is the request for ended rollouts that is under way, of those in `polled`.
     """
 
     def __init__(self, store: HttpStore, lease_seconds: float) -> None:
@@ -32,7 +31,6 @@ class RunServer:
         self.gone = False
         self.polled: set[str] = set()
         self.poll: Future[list[Rollout]] | None = None
-        self.left: list[str] = []
         self._joined_at = -JOIN_SECONDS  # or tried
         self._failures = 0
         self._attachment: Attachment | None = None

@@ -239,12 +239,11 @@ class SeveralServers:
                     continue
                 server.gone = True
                 moved = self._rollouts.move(server, self._there())
-                server.left += moved
                 _log.warning(
                     "the server at %s does not answer for %.0f s: %d rollouts are run again at the others",
                     server.store.url,
                     server.attachment.silent_seconds,
-                    len(moved),
+                    moved,
                 )
         self._there()
 
@@ -286,7 +285,6 @@ class SeveralServers:
         with self._lock:
             server.attachment.close()
             server.attachment, server.gone = attachment, False
-            server.left.clear()
             here = self._rollouts.ask_again(server)
         _log.warning("the server at %s is there again; %d rollouts go on there", server.store.url, here)
 
@@ -296,7 +294,6 @@ class SeveralServers:
         attachment = self._attach(server)
         with self._lock:
             missed = [*self._told.values()]
-            missed += [functools.partial(HttpStore.cancel, rollout_id=rollout_id) for rollout_id in server.left]
         try:
             for tell in missed:
                 tell(server.store)

@@ -78,14 +78,14 @@ class SpreadRollouts(Generic[S]):
             self._at[name] = chosen[group]
             load[id(chosen[group])] += 1
 
-    def move(self, server: S, servers: Sequence[S]) -> list[str]:
-        """What is at a server and not read is to be asked for at the others; its ids."""
+    def move(self, server: S, servers: Sequence[S]) -> int:
+        """What is at a server and not read is to be asked for at the others; how many these are."""
         with self._lock:
             moved = {name: request for name, request in self._requests.items() if self._at[name] is server}
             for name in moved:
                 del self._at[name]
             self.ask(moved, servers)
-        return list(moved)
+        return len(moved)
 
     def ask_again(self, server: S) -> int:
         """What is at a server and not read is to be asked for there once more; how many these are."""

@@ -1,17 +1,21 @@
 """What `lightning-rl doctor` knows, said while the run happens: each finding once, and again where it has become worse.
 
 Metrics and the records of the newest steps are looked at after every step; the store, which takes longer the longer the
-run is, after the 4th, 8th, 16th, ... of them, so that all looks together cost no more than a few of the last one.
+run is, after the 4th, 8th, 16th, ... of them, so that all looks together cost no more than a few of the last one. The
+store of a server elsewhere, which may be slow or gone, is read behind the training, and told of after a later step.
 """
 
 import logging
+import queue
 import shlex
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lightning_rl.config.schema import Config
 from lightning_rl.errors import Explained
+from lightning_rl.inspect import recorded
 from lightning_rl.inspect.doctor import DEAD_STEPS, SEVERITIES, Finding, diagnose
 from lightning_rl.inspect.run_stats import RECENT, Evidence, gather, of_run
 from lightning_rl.trajectories.step_record import StepRecord
@@ -32,6 +36,8 @@ class Findings:
         self._config = config
         self._steps = {policy: deque(records, maxlen=RECENT) for policy, records in earlier.items()}
         self._told: dict[tuple[str, str | None], int] = {}  # by name and policy, how bad it was
+        self._read: queue.SimpleQueue[Evidence] = queue.SimpleQueue()  # behind the training
+        self._reading = threading.Lock()
 
     def add(self, record: StepRecord, policy: str) -> None:
         """A step has made this of the rollouts of a policy."""
@@ -50,13 +56,26 @@ class Findings:
                 self._tell(int(rows[-1]["step"]), finding)
 
     def _evidence(self, rows: list[dict[str, float]]) -> Evidence:
-        looks_at_store = len(rows) >= _FIRST_LOOK and len(rows).bit_count() == 1
-        if looks_at_store:
-            try:
-                return gather(self._run_dir)
-            except Explained as error:
-                _log.info("the store is not looked at: %s", error)
+        if len(rows) >= _FIRST_LOOK and len(rows).bit_count() == 1:
+            if not recorded.is_attached(self._run_dir):
+                self._look_at_store()
+            elif self._reading.acquire(blocking=False):  # else the last look still goes on
+                threading.Thread(target=self._look_behind, name="the doctor's look", daemon=True).start()
+        if not self._read.empty():
+            return self._read.get()
         return of_run(self._run_dir, self._config, rows, {policy: [*kept] for policy, kept in self._steps.items()})
+
+    def _look_behind(self) -> None:
+        try:
+            self._look_at_store()
+        finally:
+            self._reading.release()
+
+    def _look_at_store(self) -> None:
+        try:
+            self._read.put(gather(self._run_dir))
+        except Explained as error:
+            _log.info("the store is not looked at: %s", error)
 
     def _tell(self, step: int, finding: Finding) -> None:
         _log.warning(

@@ -65,10 +65,12 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
 
 @pytest.fixture
 def servers(both: list[Server]) -> list[Server]:
-    """Two servers that run, with what earlier tests left there: each test's run has an id of its own."""
+    """Two servers that run, with what earlier tests left there; nothing of it is handed out."""
     for server in both:
         if server.is_dead:
             server.start()
+        for rollout in server.store.rollouts(status="queued"):
+            server.store.cancel(rollout.rollout_id)
     return both
 
 
@@ -206,7 +208,7 @@ def test_what_a_gone_server_had_runs_elsewhere_and_it_is_told_what_it_missed(
         state = two.store.state()["models"][MODEL]
         assert (state["paused"], state["policy_version"]) == (True, 4)
         assert two.store.resources(f"second-{run.run_id}").resources["hint"] == {"type": "prompt"}
-        assert [rollout.status for rollout in two.store.find(unread)] == ["succeeded", "succeeded", "cancelled"]
+        assert [rollout.status for rollout in two.store.find(unread)] == ["succeeded", "succeeded", "queued"]
         store.resume(MODEL)
         assert play(two) == []
         assert names(play(one)) == set(unread)
@@ -306,7 +308,28 @@ def test_a_resumed_run_and_who_looks_at_it_find_rollouts_where_they_count(server
 
 
 @pytest.mark.long
-def test_a_server_that_hangs_is_left_out_and_taken_back(servers: list[Server], run: Run) -> None:
+def test_what_moved_moves_back_when_the_other_server_is_gone(
+    servers: list[Server], run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = servers
+    every = run.ids("a0", "a1", "b0", "b1")
+    with run.at(servers) as store:
+        store.enqueue(run.groups("ab"))
+        two.send(signal.SIGKILL)
+        until(store, lambda: len(one.store.find(every)) == 4)
+        two.start()
+        until(store, lambda: "is there again" in caplog.text)
+        one.send(signal.SIGKILL)
+        until(store, lambda: len(two.store.find(every)) == 4)
+        assert names(play(two)) == set(every)
+        wait_for(store, every)
+        assert [trace.rollout.status for trace in store.traces(every).values()] == ["succeeded"] * 4
+
+
+@pytest.mark.long
+def test_a_server_that_hangs_is_left_out_and_taken_back(
+    servers: list[Server], run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     one, two = servers
     every = run.ids("a0", "a1", "b0", "b1")
     with run.at(servers) as store:
@@ -318,8 +341,8 @@ def test_a_server_that_hangs_is_left_out_and_taken_back(servers: list[Server], r
             assert len(one.store.find(every)) == 8
         finally:
             two.send(signal.SIGCONT)
-        moved = run.ids("b0", "b1")
-        until(store, lambda: {rollout.status for rollout in two.store.find(moved)} == {"cancelled"})
+        until(store, lambda: "is there again" in caplog.text)
+        assert play(two) == [], "what was asked for elsewhere is not handed out"
         assert names(play(one)) == set(every)
         wait_for(store, every)
 

@@ -55,7 +55,7 @@ def test_every_rollout_that_is_not_read_is_at_one_server_that_is_there(data: st.
                 server = data.draw(st.sampled_from(there))
                 there.remove(server)
                 had = [name for name in asked if rollouts.at(name) == server and name not in read]
-                assert sorted(rollouts.move(server, there)) == sorted(had)
+                assert rollouts.move(server, there) == len(had)
                 assert all(rollouts.is_to_be_asked(name) for name in had)
             case "back" if len(there) < len(SERVERS):
                 server = next(each for each in SERVERS if each not in there)

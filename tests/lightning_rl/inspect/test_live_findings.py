@@ -1,11 +1,14 @@
 """What doctor knows is a warning while the run happens, once."""
 
+import threading
 from pathlib import Path
 
 import pytest
 
 from lightning_rl.config import compose
+from lightning_rl.inspect import live_findings
 from lightning_rl.inspect.live_findings import Findings
+from lightning_rl.inspect.run_stats import Evidence, of_run
 from tests.lightning_rl.inspect.runs import metrics_of, open_store, rollout_record, step_of, write_run
 
 DEAD = {"critic__score__mean": 0.0, "critic__score__max": 0.0, "critic__score__min": 0.0}
@@ -43,6 +46,32 @@ def test_the_store_is_looked_at_now_and_then(tmp_path: Path, caplog: pytest.LogC
     assert not caplog.messages
     findings.look(history)
     assert [text for text in caplog.messages if "every reward of all 8 steps is 0" in text]
+
+
+def test_the_store_of_a_server_elsewhere_is_read_behind_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = compose({})
+    dead = of_run(tmp_path, config, [metrics_of(step, **DEAD) for step in range(1, 9)], {})
+    (tmp_path / "server.url").write_text("http://127.0.0.1:1")
+    answers, looks = threading.Event(), list[Path]()
+
+    def gather(run_dir: Path) -> Evidence:
+        looks.append(run_dir)
+        assert answers.wait(60)
+        return dead
+
+    monkeypatch.setattr(live_findings, "gather", gather)
+    findings, history = Findings(tmp_path, config, {}), [metrics_of(step) for step in range(1, 17)]
+    for steps in (4, 5, 8):
+        findings.look(history[:steps])
+    assert not caplog.messages, "the server does not answer"
+    answers.set()
+    [thread] = [each for each in threading.enumerate() if each.name == "the doctor's look"]
+    thread.join(60)
+    findings.look(history[:9])
+    assert [text for text in caplog.messages if "every reward of all 8 steps is 0" in text]
+    assert looks == [tmp_path], "one look at a time"
 
 
 def test_what_gets_worse_is_told_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
