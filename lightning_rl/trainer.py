@@ -326,7 +326,7 @@ class Trainer:
             return [
                 parts.enter_context(runners.launch(share, agent, url, key, log_dir=log_dir, isolation=isolation))
                 for url, share, log_dir in zip(
-                    urls, runners.shares(wanted, len(urls)), _log_dirs(run_dir, len(urls)), strict=True
+                    urls, runners.shares(wanted, len(urls)), runners.log_dirs(run_dir, len(urls)), strict=True
                 )
             ]
         from lightning_rl.runner import on_ray
@@ -397,14 +397,6 @@ class Trainer:
         trainer = Trainer(agent, n_runners=self.n_runners, port=self.port, isolation=self.isolation, hooks=self.hooks)
         trainer.fit(dev, tasks)
         return dev
-
-
-def _log_dirs(run_dir: Path, servers: int) -> list[Path]:
-    """Where the runners of each server log: in the run folder, of several servers each in a folder there."""
-    folders = [run_dir] if servers == 1 else [run_dir / f"runners-{number}" for number in range(servers)]
-    for folder in folders:
-        folder.mkdir(exist_ok=True)
-    return folders
 
 
 def _services_alone(endpoint: Endpoint) -> bool:

@@ -8,6 +8,8 @@ waited for.
 import signal
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
@@ -28,7 +30,13 @@ class CannotJoin(Explained, ValueError):
 
 
 def run(
-    store: Annotated[str, typer.Option(metavar="URL", help="The server: of `lightning-rl serve`, or of a Trainer.")],
+    store: Annotated[
+        list[str],
+        typer.Option(
+            metavar="URL",
+            help="The server: of `lightning-rl serve`, or of a Trainer. Several share the rollouts of --n.",
+        ),
+    ],
     agent: Annotated[str, typer.Option(help="module:function, or path/to/file.py:function.")],
     n: Annotated[
         int | None, typer.Option("--n", min=1, help="At most so many rollouts at once; by default 64.")
@@ -40,7 +48,9 @@ def run(
     max_rollouts: Annotated[
         int | None, typer.Option(min=1, help="End when so many rollouts have ended here; by default it goes on.")
     ] = None,
-    log_dir: Annotated[Path, typer.Option(help="Where the logs go, runner-NUMBER.log.")] = Path("runner-logs"),
+    log_dir: Annotated[
+        Path, typer.Option(help="Where the logs go, runner-NUMBER.log; of several servers each into a folder there.")
+    ] = Path("runner-logs"),
 ) -> None:
     """Take rollouts from a server, run the agent on them, and report how they end. Ctrl-C gives back what runs.
 
@@ -57,22 +67,32 @@ def run(
     key = taken_from_environment(RUNNER_KEY)
     if not key:
         raise CannotJoin(f"set {RUNNER_KEY}, in the environment, to the key that the server was started with")
-    if not store.startswith(("http://", "https://")):
-        raise CannotJoin(f"--store {store} is no URL; give http://... or https://...")
-    loaded = load_agent(agent)
-    log_dir.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, _end)
-    server = HttpStore(store, key, connections=1, patience_seconds=0)
-    _wait_for(server, store)
+    for url in store:
+        if not url.startswith(("http://", "https://")):
+            raise CannotJoin(f"--store {url} is no URL; give http://... or https://...")
     at_once = n or runners.MOST
-    typer.echo(f"Runs {agent} for {store}, at most {at_once} rollouts at once (isolation: {isolation}).")
+    if len(store) > at_once or (len(store) > 1 and max_rollouts is not None):
+        raise CannotJoin(
+            f"--n {at_once} is shared by {len(store)} servers, one for each at least; --max-rollouts goes with one"
+        )
+    loaded = load_agent(agent)
+    signal.signal(signal.SIGTERM, _end)
+    _wait_for([HttpStore(url, key, connections=1, patience_seconds=0) for url in store])
+    typer.echo(f"Runs {agent} for {', '.join(store)}, at most {at_once} rollouts at once (isolation: {isolation}).")
     typer.echo(f"Logs: {log_dir.resolve()}. Ctrl-C gives back what runs, and ends.")
     try:
-        with runners.launch(
-            at_once, loaded, store, key, log_dir=log_dir, isolation=isolation, most=max_rollouts
-        ) as working:
-            while not working.done:
-                working.check()
+        with ExitStack() as parts:
+            working = [
+                parts.enter_context(
+                    runners.launch(share, loaded, url, key, log_dir=folder, isolation=isolation, most=max_rollouts)
+                )
+                for url, share, folder in zip(
+                    store, runners.shares(at_once, len(store)), runners.log_dirs(log_dir, len(store)), strict=True
+                )
+            ]
+            while not all(each.done for each in working):
+                for each in working:
+                    each.check()
                 time.sleep(_CHECK_SECONDS)
     except KeyboardInterrupt:
         typer.echo("Stopped; what ran was given back.")
@@ -80,25 +100,33 @@ def run(
     typer.echo(f"Done: rollouts that ended here: {max_rollouts}.")
 
 
-def _wait_for(server: "HttpStore", url: str) -> None:
-    """Wait until the server answers. Raises CannotJoin for a refused key, and for what is no server of ours."""
+def _wait_for(servers: "Sequence[HttpStore]") -> None:
+    """Wait until one of the servers answers; the others are waited for as they go away. Raises as `_answers`."""
+    told: set[str] = set()
+    while True:
+        away = [server.url for server in servers if not _answers(server)]
+        for url in away:
+            if url not in told:
+                typer.echo(f"Waiting for {url}: nothing answers there.")
+        told.update(away)
+        if len(away) < len(servers):
+            return
+        time.sleep(_AWAY_SECONDS)
+
+
+def _answers(server: "HttpStore") -> bool:
+    """Whether it is there. Raises CannotJoin for a refused key, and for what is no server of ours."""
     from lightning_rl.store.errors import NotAllowed, StoreError, Unreachable
 
-    told = False
-    while True:
-        try:
-            server.workers_died([])  # a request that changes nothing
-        except Unreachable:
-            if not told:
-                typer.echo(f"Waiting for {url}: nothing answers there.")
-            told = True
-            time.sleep(_AWAY_SECONDS)
-        except NotAllowed as error:
-            raise CannotJoin(f"{url} refuses the key in {RUNNER_KEY}: give the one it was started with") from error
-        except StoreError as error:
-            raise CannotJoin(f"{url} is no lightning_rl server: {error}") from error
-        else:
-            return
+    try:
+        server.workers_died([])  # a request that changes nothing
+    except Unreachable:
+        return False
+    except NotAllowed as error:
+        raise CannotJoin(f"{server.url} refuses the key in {RUNNER_KEY}: give the one it was started with") from error
+    except StoreError as error:
+        raise CannotJoin(f"{server.url} is no lightning_rl server: {error}") from error
+    return True
 
 
 def _end(*_: object) -> NoReturn:

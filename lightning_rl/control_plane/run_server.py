@@ -72,6 +72,7 @@ class RunServer:
             raise error
 
     def detach(self) -> None:
-        """The run ends: take it from the server, where that is there."""
+        """The run ends: take it from the server. One that does not answer gives it up by itself."""
         if self._attachment is not None:
-            self._attachment.close() if self.gone else self._attachment.detach()
+            silent = self._attachment.silent_seconds > JOIN_SECONDS
+            self._attachment.close() if self.gone or silent else self._attachment.detach()

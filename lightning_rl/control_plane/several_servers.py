@@ -264,7 +264,7 @@ class SeveralServers:
 
     def _request(self, server: RunServer, requests: Sequence[RolloutRequest]) -> None:
         try:
-            made = self._once(server, self._threads.submit(server.store.enqueue, requests))
+            made = self._once(server, self._begun(server.store.enqueue, requests))
         except Unreachable as error:
             server.failed(error)  # they are asked for again, there or elsewhere
         else:
@@ -273,7 +273,7 @@ class SeveralServers:
 
     def _join(self, server: RunServer) -> None:
         """Attach the run to a server that was gone or has given it up, where that takes no longer than it may."""
-        joining = self._threads.submit(self._joined, server)
+        joining = self._begun(self._joined, server)
         if joining not in any_done([joining], JOIN_SECONDS).done:
             joining.add_done_callback(_detach)
             return
@@ -309,7 +309,7 @@ class SeveralServers:
         for server, ids in self._rollouts.by_server(rollout_ids):
             if not server.gone and (server.poll is None or not server.polled.issuperset(ids)):
                 server.polled = set(ids)
-                server.poll = self._threads.submit(server.store.wait, ids, wait_seconds)
+                server.poll = self._begun(server.store.wait, ids, wait_seconds)
         return {server.poll: server for server in self._servers if server.poll is not None and not server.gone}
 
     def _polled(self, server: RunServer, poll: "Future[list[Rollout]]") -> list[Rollout]:
@@ -338,7 +338,7 @@ class SeveralServers:
 
     def _each(self, call: Callable[[HttpStore], T]) -> list[tuple[RunServer, T]]:
         """The answers of the servers that are not gone, which are asked at once."""
-        asked = [(server, call, self._threads.submit(call, server.store)) for server in self._there()]
+        asked = [(server, call, self._begun(call, server.store)) for server in self._there()]
         return self._answers(asked) or self._each(call)  # which raises where none is left
 
     def _together(self, call: Callable[[HttpStore], dict[str, Any]]) -> dict[str, Any]:
@@ -351,7 +351,7 @@ class SeveralServers:
             for server, ids in self._rollouts.by_server(rollout_ids)
             if not server.gone
         ]
-        return self._answers([(server, its, self._threads.submit(its, server.store)) for server, its in calls])
+        return self._answers([(server, its, self._begun(its, server.store)) for server, its in calls])
 
     def _answers(
         self, asked: "Sequence[tuple[RunServer, Callable[[HttpStore], T], Future[T]]]"
@@ -363,7 +363,7 @@ class SeveralServers:
         """A server's answer; None where it is gone. `call` may be made several times; `under_way`: the first."""
         while not server.gone:
             try:
-                answer = self._once(server, under_way or self._threads.submit(call, server.store))
+                answer = self._once(server, under_way or self._begun(call, server.store))
             except Unreachable as error:
                 server.failed(error)
             except StoreError:
@@ -377,10 +377,16 @@ class SeveralServers:
             time.sleep(_PAUSE_SECONDS)
         return None
 
+    def _begun(self, call: Callable[..., T], *arguments: Any) -> "Future[T]":
+        try:
+            return self._threads.submit(call, *arguments)
+        except RuntimeError as error:  # an engine's trouble, told when the run has ended
+            raise Unreachable("the run has left its servers") from error
+
     def _knows_the_run(self, server: RunServer) -> bool:
         """Whether the run is attached, so that what the server refused it would refuse again."""
         try:
-            return self._once(server, self._threads.submit(server.attachment.confirm))
+            return self._once(server, self._begun(server.attachment.confirm))
         except Unreachable as error:
             server.failed(error)
             return False

@@ -328,3 +328,11 @@ def shares(n_runners: int, cores: int) -> list[int]:
     """How many rollouts each process runs at a time: as even as can be, none without any."""
     processes = min(n_runners, cores)
     return [n_runners // processes + (number < n_runners % processes) for number in range(processes)]
+
+
+def log_dirs(folder: Path, servers: int) -> list[Path]:
+    """Where the runners of each server log: in the folder, of several servers each in one of its own there."""
+    folders = [folder] if servers == 1 else [folder / f"runners-{number}" for number in range(servers)]
+    for each in folders:
+        each.mkdir(parents=True, exist_ok=True)
+    return folders

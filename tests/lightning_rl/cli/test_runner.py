@@ -143,6 +143,12 @@ def test_it_waits_for_a_server_that_is_away(tmp_path: Path) -> None:
         (["--agent", "my_agent:solv"], KEY, "did you mean 'solve'?"),
         (["--agent", "nowhere:solve"], KEY, "there is no module 'nowhere'"),
         (["--agent", "my_agent:solve", "--store", "trainer:80"], KEY, "is no URL"),
+        (["--agent", "my_agent:solve", "--store", "http://a", "--n", "1"], KEY, "--n 1 is shared by 2 servers"),
+        (
+            ["--agent", "my_agent:solve", "--store", "http://a", "--max-rollouts", "1"],
+            KEY,
+            "--max-rollouts goes with one",
+        ),
     ],
 )
 def test_what_its_user_can_put_right_ends_it_with_one_line(
