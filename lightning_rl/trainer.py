@@ -315,7 +315,7 @@ class Trainer:
         wanted, isolation, (urls, key) = self.n_runners, self.isolation or algorithm.isolation, servers
         if wanted is None:
             wanted = 0 if self._attaches else algorithm.n_runners
-        if agent is None or (self._attaches and not wanted):
+        if agent is None or wanted == 0:
             return []
         if wanted is None and _services_alone(endpoint):
             wanted = runners.FOR_SERVICES

@@ -68,7 +68,7 @@ def test_the_server_is_started_where_the_service_leads() -> None:
     assert service["spec"]["selector"].items() <= labels.items()
     for runner in (named("Deployment", "runner"), named("Job", "rollouts")):
         name, words = words_of(runner)
-        assert (name, words["store"]) == ("runner", url)
+        assert (name, words["store"]) == ("runner", [url])
 
 
 def test_a_pod_of_the_job_takes_one_rollout() -> None:
