@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+import sqlalchemy as sa
 
 from lightning_rl.store.contract import Finish, GatewayInfo, RolloutConfig, RolloutRequest
 from lightning_rl.store.errors import NotFound
@@ -197,3 +198,21 @@ def test_a_pause_moves_the_deadlines_of_the_gateways_own_attempts(shared: SqlSto
     assert shared.rollout("r").attempts[0].deadline_at == before
     shared.postpone(5, gateway_id="a")
     assert shared.rollout("r").attempts[0].deadline_at == before + 5
+
+
+def test_stores_in_a_schema_each_of_one_database_share_nothing(postgres_url: str) -> None:
+    engine = sa.create_engine(postgres_url)
+    with engine.begin() as connection:
+        for name in ("one", "two"):
+            connection.execute(sa.text(f"CREATE SCHEMA {name}"))
+    engine.dispose()
+    with ExitStack() as opened:
+        of_schema = sa.make_url(postgres_url).update_query_dict
+        urls = [of_schema({"options": f"-csearch_path={name}"}) for name in ("one", "two")]
+        one, two = [SqlStore(url.render_as_string(hide_password=False)) for url in urls]
+        for store in (one, two):
+            opened.callback(store.close)
+        one.gateways.announce(gateway("a"), 600)
+        one.enqueue([RolloutRequest(task=1, rollout_id="r")])
+        assert two.rollouts(["r"]) == two.claim("w") == two.gateways.live() == []
+        assert [claim.rollout.rollout_id for claim in one.claim("w")] == ["r"]
