@@ -185,6 +185,18 @@ def test_groups_are_spread_whole_and_read_from_where_they_are(servers: list[Serv
     assert [server.store.engines() for server in servers] == [[], []], "the run and its engines have left"
 
 
+def test_what_is_asked_for_while_a_request_waits_is_heard_of(servers: list[Server], run: Run) -> None:
+    one, two = servers
+    with run.at(servers) as store:
+        store.enqueue(run.groups("ab", 1))
+        play(two)
+        ended = store.wait(run.ids("a0", "b0"), 60)
+        assert [rollout.rollout_id for rollout in ended] == run.ids("b0"), "the request for a0 waits on"
+        store.enqueue(run.groups("cd", 1))
+        one.store.cancel(*run.ids("d0"))
+        assert [rollout.rollout_id for rollout in store.wait(run.ids("d0"), 5)] == run.ids("d0")
+
+
 def test_what_a_gone_server_had_runs_elsewhere_and_it_is_told_what_it_missed(
     servers: list[Server], run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,7 +241,9 @@ def test_a_server_that_was_started_anew_in_time_goes_on_with_its_own(servers: li
         [claim] = two.store.claim("w", limit=1)
         two.send(signal.SIGKILL)
         two.start()
-        until(store, lambda: bool(two.store.engines()))
+        assert store.pause(MODEL, mode="keep")["models"][MODEL]["paused"], "one that does not know the run learns of it"
+        assert two.store.state()["models"][MODEL]["paused"]
+        store.resume(MODEL)
         assert [attempt.status for attempt in store.rollout(claim.rollout.rollout_id).attempts] == ["lost"]
         assert names(play(two)) == set(run.ids("b0", "b1"))
         assert names(play(one)) == set(run.ids("a0", "a1"))
@@ -282,6 +296,7 @@ def test_a_resumed_run_and_who_looks_at_it_find_rollouts_where_they_count(server
         assert [rollout.status for rollout in made] == ["queued", "cancelled", "succeeded", "succeeded"]
         assert names(play(one)) == {every[0]}, "the second record of b0 is not asked for"
         wait_for(store, every)
+    two.store.enqueue(run.groups("a", 1))  # as if one had been gone, and back with the end of a0
     stores = [server.store for server in servers]
     place = RolloutServers([RolloutServer(each, run.run_id) for each in stores])
     source = ServerSources([ServerSource(each, run.run_id) for each in stores])
