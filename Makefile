@@ -5,7 +5,7 @@ PIP_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 VENV := .venv
 BIN := $(VENV)/bin
-SDKS := .venv-sdk3/.made .venv-sdk-litellm/.made
+SDKS := .venv-sdk2/.made .venv-sdk-litellm/.made
 ORACLE := .venv-oracle
 VLLM := .venv-vllm
 SGLANG := .venv-sglang
@@ -63,7 +63,7 @@ test-cluster: $(VENV)/.dev
 	$(PYTEST) $(CLUSTER) -m cluster $(ARGS)
 
 test-sdk: $(VENV)/.dev $(SDKS) $(NODE)/.made
-	$(PYTEST) tests/sdk/test_newer_sdk.py tests/sdk/test_typescript.py -m sdk $(ARGS)
+	$(PYTEST) tests/sdk/test_other_sdks.py tests/sdk/test_typescript.py -m sdk $(ARGS)
 
 # Kills over many seeds, troubles that last longer than every lease; CI takes a slice of it.
 CHAOS_SEEDS ?= 50
@@ -176,8 +176,8 @@ $(VENV)/.dev: pyproject.toml
 	$(UV_INSTALL) --python $(BIN)/python -e ".[dev]"
 	touch $@ $(VENV)/.base
 
-# SDKs that cannot stand beside ours: another openai, and litellm with all that its Responses need.
-.venv-sdk3/.made: SDK = openai>=3,<4
+# SDKs that cannot stand beside ours: an older openai, and litellm with all that its Responses need.
+.venv-sdk2/.made: SDK = openai>=2.11,<3
 .venv-sdk-litellm/.made: SDK = litellm[mcp]>=1.80,<2
 $(SDKS): $(VENV)/.dev
 	$(UV_VENV) $(@D)

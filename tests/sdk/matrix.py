@@ -20,7 +20,7 @@ from tests.sdk.stage import Environment, Outcome, Play, Stage, amiss, staged
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "gateway.md"
 HERE = ""
-OPENAI_3 = ".venv-sdk3"
+OPENAI_2 = ".venv-sdk2"
 LITELLM = ".venv-sdk-litellm"
 DIALECTS: dict[str, tuple[str, Tables]] = {
     "chat_completions": ("Chat Completions", chat_completions.TABLES),
@@ -39,19 +39,19 @@ class Column(NamedTuple):
 
 
 COLUMNS = [
+    Column("openai-chat", OPENAI_2),
     Column("openai-chat"),
-    Column("openai-chat", OPENAI_3),
     Column("litellm-chat"),
+    Column("openai-responses", OPENAI_2),
+    Column("openai-previous", OPENAI_2),
     Column("openai-responses"),
     Column("openai-previous"),
-    Column("openai-responses", OPENAI_3),
-    Column("openai-previous", OPENAI_3),
     Column("litellm-responses", LITELLM),
     Column("litellm-previous", LITELLM),
     Column("anthropic-messages"),
     Column("litellm-messages"),
+    Column("openai-completions", OPENAI_2),
     Column("openai-completions"),
-    Column("openai-completions", OPENAI_3),
     Column("litellm-completions"),
 ]
 
@@ -186,7 +186,7 @@ def rewritten(page: str, cells: Mapping[Cell, str]) -> str:
 def main() -> None:
     """Play everything and rewrite the page."""
     with tempfile.TemporaryDirectory() as folder, staged(Path(folder)) as stage:
-        environments = {name: Environment(ROOT / name / "bin" / "python") for name in (OPENAI_3, LITELLM)}
+        environments = {name: Environment(ROOT / name / "bin" / "python") for name in (OPENAI_2, LITELLM)}
         plays = {HERE: Plays(stage)} | {name: Plays(stage, env) for name, env in environments.items()}
         cells: dict[Cell, str] = {}
         for column in COLUMNS:
