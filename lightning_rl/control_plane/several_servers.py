@@ -416,7 +416,8 @@ def together(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return functools.reduce(_added, states[1:], dict(states[0]))
 
 
-_LARGEST = ("policy_version", "paused_seconds", "capacity")  # of the servers these are the same, or their largest
+# What each server says of the same engines, or of the same policy: the largest is told, not the sum.
+_LARGEST = ("policy_version", "paused_seconds", "capacity", "engines", "waiting")
 
 
 def _added(one: Any, other: Any, name: str = "") -> Any:

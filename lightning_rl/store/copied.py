@@ -39,7 +39,8 @@ def copy_run(stores: Sequence[HttpStore], run_id: str | None, file: Path) -> Non
             while ids := list(itertools.islice(of_run, _TRACES)):
                 found = store.traces(ids)
                 traces = [found[rollout_id] for rollout_id in ids if rollout_id in found]
-                named = sorted({str(trace.rollout.resources_id) for trace in traces} - known - {"None"})
+                ids_of_resources = {trace.rollout.resources_id for trace in traces}
+                named = sorted({each for each in ids_of_resources if each is not None} - known)
                 resources = [store.resources(resources_id) for resources_id in named]
                 # Each server counts its own versions.
                 numbered = [

@@ -280,8 +280,10 @@ class ServerSources:
 
     def calls(self, most: int) -> tuple[list[Called], float]:
         """See `Source`: of rollouts that have ended."""
-        told = [source.calls(most // len(self._sources)) for source in self._sources]
-        return [call for calls, _ in told for call in calls], min(share for _, share in told)
+        told = [(source, *source.calls(most // len(self._sources))) for source in self._sources]
+        # A rollout that ended at two servers has calls at both.
+        found = [call for source, calls, _ in told for call in calls if self._of[call.rollout_id][0] is source]
+        return found, min(share for *_, share in told)
 
     def trace(self, rollout_id: str) -> RolloutTrace:
         """See `Source`."""
