@@ -1,12 +1,13 @@
 """What a vLLM server takes of the trainer's GPU, awake and asleep; how long new weights take; how fast it samples.
 
-    python benchmarks/vllm_on_gpu.py [--size 1.5B] [--ways file ipc] [--share 0.3] [--rows 128 --lengths 2048 512]
+    python benchmarks/vllm_on_gpu.py [--size 1.5B] [--ways file ipc adapter] [--rows 128 --lengths 2048 512]
 
 A model of the named shape (`benchmarks/recipes.py`) with random weights in bfloat16 is trainer and policy at once, as
 in a run that shares its GPU: its server sleeps while weights change, wakes, takes them, and is proven to sample from
-them. The trainer's own memory is not counted. Then groups of eight rows that share a prompt are sampled at once, asked
-as the gateway asks. `ipc` needs vLLM in this environment. `--device cpu --size tiny` plays it. Run by hand; nothing
-asserts a time.
+them. `adapter` sends an adapter of `--rank` alone, which vLLM samples beside the weights that it was started with.
+The trainer's own memory is not counted. Then groups of eight rows that share a prompt are sampled at once, asked as the
+gateway asks. `ipc` needs vLLM in this environment. On a CPU (`--device cpu`, small sizes) nobody sleeps. Run by hand;
+nothing asserts a time.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from recipes import SIZES
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.inference.weights.check import Tolerance
+from lightning_rl.training import lora
 
 TOKENIZER = Path(__file__).parents[1] / "examples/sql_agent/checkpoint"
 
@@ -53,14 +55,15 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-async def sampled(url: str, vocabulary: int, rows: int, prompt: int, answer: int) -> float:
-    """Seconds until all rows have their answers."""
+async def sampled(url: str, name: str | None, vocabulary: int, rows: int, prompt: int, answer: int) -> float:
+    """Seconds until all rows have their answers; `name` is an adapter's."""
     draw = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, vocabulary, (prompt,), generator=draw).tolist() for _ in range(rows // 8)]
 
     async def one(session: aiohttp.ClientSession, n: int) -> None:
         parameters = {"max_tokens": answer, "temperature": 1.0, "seed": n, "logprobs": 0, "ignore_eos": True}
         body = {"token_ids": prompts[n // 8], "sampling_params": {**parameters, "detokenize": False}}
+        body |= {} if name is None else {"model": name}
         async with session.post(f"{url}/inference/v1/generate", json=body) as got:
             [choice] = (await got.json())["choices"]
             assert len(choice["token_ids"]) == answer
@@ -74,7 +77,7 @@ async def sampled(url: str, vocabulary: int, rows: int, prompt: int, answer: int
 def measure(way: str, folder: Path, given: argparse.Namespace) -> None:
     """Print one way's figures."""
     prompt, answer = given.lengths
-    on_gpu = given.device == "cuda"
+    on_gpu, adapter = given.device == "cuda", way == "adapter"
     options = Options(
         python=given.python,
         context=prompt + answer,
@@ -83,8 +86,10 @@ def measure(way: str, folder: Path, given: argparse.Namespace) -> None:
         devices=(("0",),) if on_gpu else (),
         processed_logprobs=False,
         gpu_memory_utilization=given.share,
-        weight_transfer=way,  # type: ignore[arg-type]  # argparse has looked
+        weight_transfer="file" if adapter else way,  # type: ignore[arg-type]  # argparse has looked
         sleeps=on_gpu,
+        adapters=1,
+        adapter_rank=given.rank,
         flags=json.loads(given.flags),
     )
     with tempfile.TemporaryDirectory() as run_dir:
@@ -97,20 +102,29 @@ def measure(way: str, folder: Path, given: argparse.Namespace) -> None:
             device=given.device,
             train_dtype=torch.bfloat16,
             tolerance=Tolerance(mean=0.1),
+            beside=[] if adapter else None,
         )
+        model = policy.model
+        if adapter:
+            model = lora.adapted(model, rank=given.rank, alpha=16, targets="all-linear")
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    torch.nn.init.normal_(parameter, std=1e-3)
+        changing = [each for each in model.parameters() if each.requires_grad]
         before = used(given.device)
         try:
             print(f"{way}: started in {timed(policy.start):.0f} s", flush=True)
-            first = timed(lambda: policy.update_weights(policy.model, 0))
+            first = timed(lambda: policy.update_weights(lora.low_rank(model) if adapter else model, 0))
             awake = used(given.device) - before
             print(f"  first weights {first:.2f} s; awake {awake:.2f} GiB", flush=True)
             for version in (1, 2, 3):
                 sleeping = timed(policy.sleep)
                 asleep = used(given.device) - before
                 with torch.no_grad():
-                    for parameter in policy.model.parameters():
+                    for parameter in changing:
                         parameter.mul_(1.05)
-                waking = timed(lambda version=version: policy.update_weights(policy.model, version))  # type: ignore[misc]
+                weights = lora.low_rank(model) if adapter else model
+                waking = timed(lambda: policy.update_weights(weights, version))  # noqa: B023  # it is called at once
                 awake = used(given.device) - before
                 print(
                     f"  to sleep {sleeping:.2f} s, asleep {asleep:.2f} GiB; awake with new weights, and compared, "
@@ -118,8 +132,9 @@ def measure(way: str, folder: Path, given: argparse.Namespace) -> None:
                     flush=True,
                 )
             [url] = [each["url"] for each in policy.registrations()]
+            served = f"{policy.name}@3" if adapter else None
             for again in ("first", "second"):
-                seconds = asyncio.run(sampled(url, policy.model.config.vocab_size, given.rows, prompt, answer))
+                seconds = asyncio.run(sampled(url, served, policy.model.config.vocab_size, given.rows, prompt, answer))
                 print(
                     f"  {given.rows} rows of {prompt} + {answer}, {again} time: {seconds:.1f} s, "
                     f"{given.rows * answer / seconds:,.0f} sampled tokens/s",
@@ -136,7 +151,8 @@ def main() -> None:
     """Make the model, then each way in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="1.5B")
-    parser.add_argument("--ways", nargs="+", choices=("file", "ipc"), default=["file", "ipc"])
+    parser.add_argument("--ways", nargs="+", choices=("file", "ipc", "adapter"), default=["file", "ipc", "adapter"])
+    parser.add_argument("--rank", type=int, default=16, help="of the adapter")
     parser.add_argument("--share", type=float, default=0.3, help="gpu_memory_utilization")
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--lengths", type=int, nargs=2, default=[2048, 512])

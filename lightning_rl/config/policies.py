@@ -91,19 +91,24 @@ def base_of_adapter(config: Config) -> tuple[Any, ...] | None:
 
 
 def engine_of_adapters(config: Config) -> tuple[Any, ...] | None:
-    """What is equal for policies whose adapters one engine can sample; None: it has no adapter, or its engine takes
-    whole models.
+    """What is equal for policies whose adapters one engine can sample; None: it has no adapter, or its engine is given
+    the weights with it.
 
     An engine cannot be shared by how calls are sampled alone: vLLM is started for temperature 1, or for others.
     """
     ours = config.actor_rollout_ref
     rollout, base = ours.rollout, base_of_adapter(config)
-    if base is None or rollout.name == "sglang" or rollout.weight_transfer != "file":
+    if base is None or ours.model.lora.merge or rollout.name == "sglang" or rollout.weight_transfer != "file":
         return None
     usual = RolloutSection()
     engine = replace(rollout, **{key: getattr(usual, key) for key in _OF_SAMPLING})
     tempered = rollout.name == "vllm" and rollout.temperature != 1
     return (*base, ours.model.attn_implementation, ours.actor.fsdp_config.model_dtype, tempered, repr(engine))
+
+
+def samples_adapter(config: Config) -> bool:
+    """Whether an engine that one policy has alone is to be given its adapter, and not the weights that this changes."""
+    return config.actor_rollout_ref.model.lora.merge is False and engine_of_adapters(config) is not None
 
 
 def named(name: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -84,6 +84,19 @@ class Data(Section, frozen=True):
         return self.max_prompt_length + self.max_response_length
 
 
+class Lora(Section, frozen=True):
+    """How engines are given an adapter."""
+
+    merge: Annotated[
+        bool | None,
+        effect(
+            "true: an engine gets the weights that the adapter changes, with it; false: the adapter alone, some MB, "
+            "beside the weights that it was started with (docs/engines.md); null: true for one policy, and false for "
+            "several over one model"
+        ),
+    ] = None
+
+
 class Model(Section, frozen=True):
     """The policy."""
 
@@ -153,6 +166,7 @@ class Model(Section, frozen=True):
         Literal["merged", "adapter"],
         effect("the final model: a whole one with the adapter in its weights, or the adapter alone"),
     ] = "merged"
+    lora: Lora = Lora()
 
 
 class Fsdp(Section, frozen=True):

@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple
 Kind = Literal["converted", "accepted", "refused"]
 Converted = dict[str, Any]
 
-_NOT_THEIRS = "gateway."  # names in it are the user's, such as a frozen model that is called `checkpoint`
+# Names in the first are the user's, such as a frozen model that is called `checkpoint`; the other is ours as it is.
+_AS_IT_IS = ("gateway.", "actor_rollout_ref.model.lora.merge")
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
 _VLLM = f"{_ROLLOUT}engine_kwargs.vllm."
@@ -57,7 +58,7 @@ class Rule(NamedTuple):
 
 def rule_of(key: str) -> Rule | None:
     """The rule of one of verl's keys; None: it is ours under its own name, or unknown."""
-    return None if key.startswith(_NOT_THEIRS) else _rule_of(key)
+    return None if key.startswith(_AS_IT_IS) else _rule_of(key)
 
 
 @cache
@@ -230,11 +231,6 @@ RULES: list[Rule] = [
         "of no adapter",
     ),
     _off("*.model.lora.rank", "set actor_rollout_ref.model.lora_rank: `lora.rank` is Megatron's"),
-    _same(
-        "*.model.lora.merge",
-        "an engine gets one adapter in its weights, those of several policies as they are; `lora_export` is for the "
-        "final model",
-    ),
     _same("*.model.lora.*", "of Megatron's adapters; those of FSDP are `actor_rollout_ref.model.lora_rank`, ..."),
     _same(
         "*.model.use_shm *.model.enable_activation_offload *.use_liger *.use_fused_kernels *.fused_kernel_options* "

@@ -141,6 +141,15 @@ def shareable(model: nn.Module) -> bool:
     return not any("expert" in name and _sizes(module) is not None for name, module in model.named_modules())
 
 
+def linear_names(model: Any) -> tuple[str, ...]:
+    """The last parts of the names of a causal LM's linear layers, without the output layer's, sorted."""
+    found, output = model.named_modules(), model.get_output_embeddings()
+    linear = {
+        name.rpartition(".")[2] for name, each in found if isinstance(each, nn.Linear | Conv1D) and each is not output
+    }
+    return tuple(sorted(linear))
+
+
 def _sizes(module: nn.Module) -> tuple[int, int] | None:
     """Inputs and outputs of a module that may have an adapter."""
     if isinstance(module, nn.Linear):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_rl.config import ConfigError
-from lightning_rl.config.policies import base_of_adapter, engine_of_adapters
+from lightning_rl.config.policies import base_of_adapter, engine_of_adapters, samples_adapter
 from lightning_rl.config.schema import Config, Fsdp
 from lightning_rl.inference.weights.stream import BUCKET_BYTES
 from lightning_rl.memory.engine import VllmMemory, cache_bytes, sampled_dtype, vllm_engine
@@ -124,7 +124,9 @@ class _Count:
         self._workers = config.trainer.workers
         self._gpu = hardware.gpu
         asleep = sleeps(config, placement)
-        self.engine = vllm_engine(config, model, traced.parameters, hardware.gpu, sleeps=asleep)
+        # What is trained has a gradient of its own size, in float32.
+        adapter = traced.actor.gradients // 4 if samples_adapter(config) else 0
+        self.engine = vllm_engine(config, model, traced.parameters, hardware.gpu, sleeps=asleep, adapter=adapter)
 
     def phases(self) -> list[Phase]:
         """All of them, in the order of a step."""
@@ -174,7 +176,8 @@ class _Count:
         ours = self._config.actor_rollout_ref
         by_file = ours.rollout.weight_transfer == "file"
         more = {"engine": engine.weights}
-        if (ours.model.lora_rank or self._workers > 1) and not ours.actor.fsdp_config.param_offload:
+        merges = bool(ours.model.lora_rank) and not samples_adapter(self._config)
+        if (merges or self._workers > 1) and not ours.actor.fsdp_config.param_offload:
             more["others"] = self._largest_tensor()  # merged or gathered, one at a time
         if not by_file:  # they are sent from the GPU, by a buffer that the largest tensor fits in
             more["weights"] = (

@@ -11,6 +11,7 @@ from typing import Any, Final
 from lightning_rl.config.schema import Config
 from lightning_rl.memory.gpus import GIB, Gpu
 from lightning_rl.ppo.local_workers import FORMATS
+from lightning_rl.ppo.resolved_config import versions_at_once
 
 AWAKE: Final = round((0.67 + 1.2) * GIB)
 ASLEEP: Final = GIB
@@ -41,14 +42,16 @@ class VllmMemory:
         return self.share if self.asleep is None else self.asleep
 
 
-def vllm_engine(config: Config, model: Any, parameters: int, gpu: Gpu, *, sleeps: bool) -> VllmMemory | None:
-    """A server on one of its GPUs; None where the run starts none."""
+def vllm_engine(
+    config: Config, model: Any, parameters: int, gpu: Gpu, *, sleeps: bool, adapter: int = 0
+) -> VllmMemory | None:
+    """A server on one of its GPUs, which samples an adapter of so many numbers; None where the run starts none."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "vllm" or rollout.server_urls:
         return None
     parallel = rollout.tensor_model_parallel_size
     return VllmMemory(
-        weights=parameters * sampled_dtype(config).itemsize // parallel,
+        weights=(parameters // parallel + adapter * versions_at_once(config)) * sampled_dtype(config).itemsize,
         share=int(rollout.gpu_memory_utilization * gpu.memory),
         per_token=cache_bytes(config, model) // min(parallel, _heads(model.get_text_config())),
         asleep=ASLEEP if sleeps else None,

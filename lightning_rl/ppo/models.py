@@ -18,7 +18,7 @@ from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.devices import free_unused_memory
 from lightning_rl.inference.embedded import EmbeddedPolicy, Unsampled
-from lightning_rl.inference.load import ModelConfigRefused, device_of, load_model, located, with_config
+from lightning_rl.inference.load import ModelConfigRefused, device_of, load_model, located, skeleton, with_config
 from lightning_rl.inference.sglang import SGLangPolicy
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.inference.weights import four_bit
@@ -38,6 +38,10 @@ from lightning_rl.training.reference import BaseOfAdapter, Reference
 from lightning_rl.training.teacher import ServedTeacher, Teacher
 from lightning_rl.vision import vision_of
 
+_NOT_BESIDE = (
+    "this model cannot be sampled so: it reads images, has experts that are modules of their own, is held in 4 bits "
+    "(load_in_4bit), or has an adapter on its embedding or its output layer"
+)
 AnyPolicy = EmbeddedPolicy | VllmPolicy | SGLangPolicy
 
 
@@ -308,6 +312,12 @@ def _policy(
             load_in_4bit=config.actor_rollout_ref.model.load_in_4bit,
             elsewhere=config.trainer.workers > 1,
         )
+    alone = shared is not None and len(shared.ranks) == 1
+    if alone and not policy.takes_adapter:
+        raise ConfigError(
+            f"actor_rollout_ref.model.lora.merge=false has the engine sample the adapter beside the model, and "
+            f"{_NOT_BESIDE}: leave it out"
+        )
     if name is not None:
         policy.name = name
     return policy
@@ -367,19 +377,29 @@ def _sampled(
     if rollout.name == "sglang":
         return SGLangPolicy(path, run_dir, urls=urls, **common)
     options = resolved_config.vllm_options(config, cards.placement, cards.names)
-    beside = _of_kind(VllmPolicy, shared)
+    beside = None if _adapts_ends(config, path) else _of_kind(VllmPolicy, shared)
     if shared is not None:
-        options = msgspec.structs.replace(options, adapters=len(shared.ranks), adapter_rank=max(shared.ranks))
+        versions = resolved_config.versions_at_once(config)
+        options = msgspec.structs.replace(
+            options, adapters=len(shared.ranks), adapter_rank=max(shared.ranks), adapter_versions=versions
+        )
     make = None if beside else cards.server_maker()  # the servers are there already
     policy = VllmPolicy(path, options, run_dir, urls=urls, make=make, beside=beside, **common)
-    if shared is not None and not policy.takes_adapter and (urls or options.device == "cuda"):
+    several = shared is not None and len(shared.ranks) > 1
+    if several and not policy.takes_adapter and (urls or options.device == "cuda"):
         raise ConfigError(
-            "policies with adapters over one model would share vLLM's servers, and this model cannot be sampled with "
-            "several at once: it reads images, has experts that are modules of their own, is held in 4 bits "
-            "(load_in_4bit), or vLLM sleeps on the GPU of the trainer; give each policy "
-            "actor_rollout_ref.rollout.devices, or server_urls, of its own"
+            f"policies with adapters over one model would share vLLM's servers, and {_NOT_BESIDE}, or vLLM sleeps on "
+            "the GPU of the trainer; give each policy actor_rollout_ref.rollout.devices, or server_urls, of its own"
         )
     return policy
+
+
+def _adapts_ends(config: Config, path: str | Path | None) -> bool:
+    """Whether the embedding or the output layer gets an adapter, for which vLLM is left no room."""
+    model = config.actor_rollout_ref.model
+    if not model.lora_rank or (model.target_modules == "all-linear" and model.lora_adapter_path is None):
+        return False
+    return lora.adapts_ends(LocalWorkers(config, skeleton(located(path)[0]), ()).model)
 
 
 P = TypeVar("P", EmbeddedPolicy, VllmPolicy)

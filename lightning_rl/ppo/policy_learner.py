@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightning_rl.config import ConfigError
-from lightning_rl.config.policies import RunPolicy, base_of_adapter, engine_of_adapters
+from lightning_rl.config.policies import RunPolicy, base_of_adapter, engine_of_adapters, samples_adapter
 from lightning_rl.inference.load import load_model
 from lightning_rl.ppo import batch as step_batch
 from lightning_rl.ppo import reporting, resolved_config, rollout_correction
@@ -111,7 +111,7 @@ class PolicyLearner:
     def _shared_engine(self, learners: "Learners") -> SharedEngine | None:
         own = engine_of_adapters(self.config)
         same = [each for each in learners if own is not None and engine_of_adapters(each.config) == own]
-        if len(same) < 2:
+        if len(same) < 2 and not samples_adapter(self.config):
             return None
         ranks = [each.config.actor_rollout_ref.model.lora_rank for each in same]
         return SharedEngine(ranks, [each.models for each in learners.opened if each in same])

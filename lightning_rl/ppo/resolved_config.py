@@ -198,6 +198,12 @@ def schedule(config: Config) -> Schedule | None:
     return None
 
 
+def versions_at_once(config: Config) -> int:
+    """How many versions of the policy may be sampled at once, at most: an answer ends with the one it began with."""
+    trainer = config.trainer
+    return 4 if trainer.schedule == "async" and trainer.max_off_policy_threshold != 0 else 2
+
+
 def uncorrected(config: Config) -> str | None:
     """What is to be said of an off-policy schedule whose rollouts are trained as if they were the trainer's own."""
     section = config.algorithm.rollout_correction
@@ -232,6 +238,17 @@ def _check_engine(config: Config) -> None:
     ):
         if asked and not on_gpus:
             raise ConfigError(f"actor_rollout_ref.rollout.{key} is for vLLM on GPUs (rollout.name=vllm): leave it out")
+    model = config.actor_rollout_ref.model
+    if (
+        model.lora_rank
+        and model.lora.merge is False
+        and (rollout.name == "sglang" or rollout.weight_transfer != "file")
+    ):
+        raise ConfigError(
+            "actor_rollout_ref.model.lora.merge=false has the engine read the adapter from a file, and "
+            f"rollout.name={rollout.name} with rollout.weight_transfer={rollout.weight_transfer} takes whole weights: "
+            "leave it out"
+        )
     for key, given in (("trainer.devices", config.trainer.devices), (_DEVICES, rollout.devices)):
         if given is not None and device_of(config.trainer.device).type != "cuda":
             raise ConfigError(

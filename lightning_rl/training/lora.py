@@ -91,6 +91,13 @@ def adapted(
     return ready
 
 
+def adapts_ends(model: nn.Module) -> bool:
+    """Whether the adapter is on the embedding or on the output layer, too."""
+    base: Any = model.get_base_model()  # type: ignore[operator]
+    layers = set(_layers(model).values())
+    return bool(layers & {base.get_input_embeddings(), base.get_output_embeddings()})
+
+
 def changed(model: nn.Module) -> WeightStream:
     """The weights that the adapter changes, with it, under the unadapted model's names; float32 or finer. Where several
     processes share the model, all go through it."""

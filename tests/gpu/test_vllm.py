@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -25,6 +26,7 @@ from lightning_rl.config import compose
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.cards import Cards
+from lightning_rl.training import lora
 from tests.gpu.checks import CHECKPOINT
 from tests.gpu.machine import used_memory
 
@@ -39,63 +41,84 @@ def vllm() -> None:
         pytest.skip(f"there is no vLLM in the environment of {PYTHON}: make test-gpu VLLM_PYTHON=...")
 
 
+class Running:
+    """A policy on a server, whole or with an adapter that does something."""
+
+    def __init__(self, policy: VllmPolicy) -> None:
+        self.policy = policy
+        self.model: Any = policy.model
+        if policy.takes_adapter:
+            self.model = lora.adapted(policy.model, rank=8, alpha=16, targets="all-linear")
+            self.change()
+
+    def change(self) -> None:
+        """So much that old weights are found out."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    parameter.mul_(1.1).add_(0.02 * torch.randn_like(parameter) * self.policy.takes_adapter)
+
+    def send(self, version: int) -> None:
+        """It compares log probabilities, and raises EngineMismatch."""
+        weights = lora.low_rank(self.model) if self.policy.takes_adapter else self.model
+        self.policy.update_weights(weights, version)
+
+
 @contextmanager
-def running(folder: Path, *words: str) -> Iterator[VllmPolicy]:
-    """A policy on a server, with the weights that it begins with."""
+def running(folder: Path, way: str, *words: str) -> Iterator[Running]:
+    """With the weights that it begins with."""
     always = [f"{ROLLOUT}name=vllm", f"{ROLLOUT}python={PYTHON}", f"{ACTOR}fsdp_config.model_dtype=bf16"]
     always += ["trainer.device=cuda", f"{ROLLOUT}gpu_memory_utilization=0.3", f"{ROLLOUT}enforce_eager=true"]
+    always += [f"{ROLLOUT}weight_transfer={'file' if way == 'adapter' else way}"]
     config = compose(command_line=[*always, *words])
     cards = Cards(config, {"actor"})
+    options = resolved_config.vllm_options(config, cards.placement, cards.names)
     made = VllmPolicy(
         CHECKPOINT,
-        resolved_config.vllm_options(config, cards.placement, cards.names),
+        msgspec.structs.replace(options, adapters=1, adapter_rank=8),
         folder,
         device=cards.device,
         train_dtype=torch.bfloat16,
         tolerance=resolved_config.sampler_tolerance(config),
+        beside=[] if way == "adapter" else None,
     )
+    found = Running(made)
     try:
         made.start()
-        made.update_weights(made.model, 0)
-        yield made
+        found.send(0)
+        yield found
     finally:
         made.close()
 
 
-def change(model: Any) -> None:
-    """So much that old weights are found out."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1)
-
-
-@pytest.mark.parametrize("way", ["file", "ipc", "nccl"])
+@pytest.mark.parametrize("way", ["adapter", "ipc", "nccl"])
 def test_new_weights_are_sampled_from(way: str, tmp_path: Path) -> None:
-    if way != "file" and importlib.util.find_spec("vllm") is None:
+    if way in ("ipc", "nccl") and importlib.util.find_spec("vllm") is None:
         pytest.skip(f"{way} needs vLLM in this environment: pip install -e '.[vllm]'")
     if way == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("nccl goes between GPUs, and there is one")
-    with running(tmp_path, f"{ROLLOUT}weight_transfer={way}") as policy:
+    with running(tmp_path, way) as found:
         for version in (1, 2):
-            change(policy.model)
-            policy.update_weights(policy.model, version)  # it compares log probabilities, and raises EngineMismatch
+            found.change()
+            found.send(version)
 
 
-@pytest.mark.parametrize("way", ["file", "ipc"])
+@pytest.mark.parametrize("way", ["file", "adapter", "ipc"])
 def test_asleep_it_gives_its_memory_and_awake_it_has_the_last_weights(way: str, tmp_path: Path) -> None:
-    if way != "file" and importlib.util.find_spec("vllm") is None:
+    if way in ("ipc", "nccl") and importlib.util.find_spec("vllm") is None:
         pytest.skip(f"{way} needs vLLM in this environment: pip install -e '.[vllm]'")
-    with running(tmp_path, f"{ROLLOUT}weight_transfer={way}", f"{ROLLOUT}devices=colocated") as policy:
+    with running(tmp_path, way, f"{ROLLOUT}devices=colocated") as found:
+        policy = found.policy
         assert policy.sleeps
         awake = used_memory()
         for version in (1, 2):
             policy.sleep()
             assert used_memory() < awake - 1024, "MiB in use while vLLM sleeps"
-            change(policy.model)
-            policy.update_weights(policy.model, version)
+            found.change()
+            found.send(version)
         policy.sleep()
         policy.wake()
-        policy.update_weights(policy.model, 3)
+        found.send(3)
         assert used_memory() > awake - 1024
 
 

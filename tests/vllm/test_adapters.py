@@ -20,7 +20,7 @@ from lightning_rl.inference.vllm.transfer import AdapterTransfer
 from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl.training import lora
 from lightning_rl_proxy.engines.vllm import TokenEngine
-from tests.lightning_rl.ppo.agents import plan_and_execute
+from tests.lightning_rl.ppo.agents import plan_and_execute, two_calls
 from tests.lightning_rl.ppo.test_ppo import config
 from tests.vllm.asking import ENDLESS, Sampled, whole
 from tests.vllm.server import CHECKPOINT, PYTHON, Server, processes
@@ -162,6 +162,33 @@ def test_a_server_without_adapters_says_how_to_start_it(raw: Server, tmp_path: P
             planner.send()
     finally:
         planner.policy.close()
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_one_policy_learns_by_its_adapter_alone(tmp_path: Path, schedule: str) -> None:
+    keys = config(total_training_steps=3, schedule=schedule)
+    keys["actor_rollout_ref"]["model"] |= {"lora_rank": 4, "lora_alpha": 8, "lora": {"merge": False}}
+    keys["actor_rollout_ref"]["actor"] = {"optim": {"lr": 1e-2}}
+    keys["actor_rollout_ref"]["rollout"] |= {"name": "vllm", "python": str(PYTHON), "temperature": 1.0}
+    sent: list[set[str]] = []
+
+    class Watched(lrl.PPO):
+        def on_step_end(self, metrics: dict[str, float]) -> None:
+            sent.append({file.suffix for file in (self.run_dir / "weights").rglob("*.*") if file.is_file()})
+            sent.append({file.name for file in (self.run_dir / "weights").rglob("*.safetensors")})
+
+    ppo = Watched(keys)
+    lrl.Trainer(two_calls, n_runners=4, run_dir=tmp_path).fit(ppo, [0, 1, 2, 3])
+    rows = read(tmp_path / "metrics.jsonl")
+    assert [row["training/policy_version"] for row in rows] == [1, 2, 3]
+    if schedule == "sync":  # else older versions have sampled, too
+        assert max(row["training/mismatch_kl"] for row in rows) < 1e-6
+    assert sent == [{".json", ".safetensors"}, {"adapter_model.safetensors"}] * 3
+    account = {key: value for key, value in rows[-1].items() if key.startswith("tokens/")}
+    received, pending = account.pop("tokens/received"), account.pop("tokens/pending")
+    assert (received, pending) == (sum(account.values()), 0)
 
 
 @pytest.mark.long

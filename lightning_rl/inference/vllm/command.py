@@ -36,6 +36,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         sleeps: they leave their GPU to the trainer while it trains.
         adapters: of how many policies they sample adapters, each under a name per version; 0: of none.
         adapter_rank: the largest rank of these.
+        adapter_versions: so many versions of each adapter may be under way at once.
+        adapter_modules: the last parts of the names of all modules that may be adapted.
         threads: cores of each on a CPU.
         flags: further ones, by name (`max_num_batched_tokens: 4096`); they win over ours.
     """
@@ -59,6 +61,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     sleeps: bool = False
     adapters: int = 0
     adapter_rank: int = 0
+    adapter_versions: int = 2
+    adapter_modules: tuple[str, ...] = ()
     threads: int = 1
     flags: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
@@ -90,9 +94,11 @@ def command(options: Options, port: int) -> list[str]:
         whole = max(options.context or 0, _LEAST_BATCHED_TOKENS)
         flags |= {"enable_chunked_prefill": False, "max_num_batched_tokens": whole, "enforce_eager": True}
     if options.adapters:
-        # Of each policy two: answers that began before an update end with the adapter before it.
+        # Answers that began before an update end with the adapter before it, and vLLM lets others wait for room.
         rank = next((each for each in _RANKS if each >= options.adapter_rank), options.adapter_rank)
-        flags |= {"enable_lora": True, "max_loras": 2 * options.adapters, "max_lora_rank": rank}
+        flags |= {"enable_lora": True, "max_loras": options.adapter_versions * options.adapters, "max_lora_rank": rank}
+        # Of itself vLLM has room for an adapter of the output layer too, which costs time with every token.
+        flags |= {"lora_target_modules": options.adapter_modules}
     words = [options.python, "-m", "vllm.entrypoints.openai.api_server"]
     return words + [word for name, value in {**flags, **options.flags}.items() for word in _words(name, value)]
 
@@ -119,6 +125,8 @@ def _words(name: str, value: Any) -> list[str]:
     flag = "--" + name.replace("_", "-")
     if value is None:
         return []
+    if isinstance(value, tuple):
+        return [flag, *value] if value else []
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag[2:]}"]
     return [flag, json.dumps(value) if isinstance(value, dict | list) else str(value)]

@@ -65,10 +65,10 @@ class Control:
             raise WeightsRefused(f"vLLM at {self.url} kept what the old weights computed: /reset_prefix_cache {answer}")
         self._order("/reset_encoder_cache")  # the features of images that were shown before
 
-    def sleep(self) -> None:
-        """Leave the GPU to others: weights and cache are given up until `wake`, and nothing of them is kept in main
-        memory, so whoever wakes it sends all weights. Raises WeightsRefused."""
-        self._order("/sleep?level=2")
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Leave the GPU to others: weights and cache are given up until `wake`. Weights are kept in main memory, or
+        else by nobody: whoever wakes it then sends all of them. Raises WeightsRefused."""
+        self._order(f"/sleep?level={1 if keep_weights else 2}")
 
     def wake(self, *tags: str) -> None:
         """Take the memory of `weights` or of `kv_cache` again. Raises WeightsRefused."""

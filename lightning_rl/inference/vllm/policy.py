@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from lightning_rl.inference.adapters import shareable
+from lightning_rl.inference.adapters import linear_names, shareable
 from lightning_rl.inference.devices import free_unused_memory
 from lightning_rl.inference.load import device_of, load_model, located, skeleton
 from lightning_rl.inference.vllm.command import Options
@@ -44,9 +44,9 @@ class VllmPolicy:
         tolerance: how far log probabilities of server and model may be apart.
         load_in_4bit: `model` has the weights of its linear layers in 4 bits; servers get them whole.
         elsewhere: others have the weights that are trained, and `model` has none.
-        beside: policies of adapters over the same weights, made before this one: where the model can be sampled with
-            several adapters at once, this one is sampled by their servers. None: nobody else may be, and servers get
-            whole models. Of `options.adapters` policies.
+        beside: policies of adapters over the same weights, made before this one (`options.adapters` are all): where
+            the model can be sampled with adapters, this one is sampled by their servers, or by its own where there are
+            none, which get the adapter alone. None: servers get whole models.
 
     `name` is what the gateway calls it, `folder` holds its tokenizer, `model` is the one that is trained. `on_outage`
     is called, from another thread, with True when no server is left that could answer, and with False when one is back.
@@ -84,15 +84,17 @@ class VllmPolicy:
         self.make_room: Callable[[str], None] = lambda what: free_unused_memory()
         context = options.context or model.config.get_text_config().max_position_embeddings
         sees = vision_of(self.folder, model) is not None
-        # The servers' own weights, which an adapter would be put over, are not those in 4 bits.
-        shares = beside is not None and not (sees or options.sleeps or load_in_4bit)
-        self.takes_adapter = shares and shareable(model)
+        # The servers' own weights, which an adapter would be put over, are not those in 4 bits; and one policy of
+        # several would put the servers of all to sleep.
+        beside_it = beside is not None and not (sees or load_in_4bit or (options.sleeps and options.adapters > 1))
+        self.takes_adapter = beside_it and shareable(model)
         self._options = msgspec.structs.replace(
             options,
             model=str(self.folder),
             context=context,
             sees=sees,
             adapters=options.adapters if self.takes_adapter else 0,
+            adapter_modules=linear_names(model) if self.takes_adapter else (),
         )
         self._tolerance = tolerance
         self._outbox = run_dir / "weights"
@@ -180,7 +182,7 @@ class VllmPolicy:
         if self._options.sleeps and not self._asleep:
             self._asleep = True
             for member in self._members:
-                member.control.sleep()
+                member.control.sleep(keep_weights=self.takes_adapter)
 
     def wake(self) -> None:
         """See `sleep`: the servers have the present weights again, and room for what they compute."""

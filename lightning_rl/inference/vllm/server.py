@@ -35,6 +35,10 @@ _KNOWN = (
         r"max_model_len \((?P<what>\d+)\) is greater than the derived max_model_len",
         "the model was not made for {what} tokens: lower actor_rollout_ref.rollout.max_model_len",
     ),
+    (
+        r"does not support LoRA|is not supported for LoRA|No supported LoRA modules",
+        "vLLM samples no adapter of this model: set actor_rollout_ref.model.lora.merge=true",
+    ),
     (r"Address already in use", "another program has taken the port meanwhile: start the run again"),
     (
         r"tensor.parallel.*(must be divisible|not divisible)|World size .* is larger than the number of available GPUs",

@@ -423,6 +423,9 @@ ELSEWHERE = {
     "actor_rollout_ref.model.load_in_4bit": (
         "ppo/test_models.py::test_a_base_in_4_bits_is_sampled_scored_and_exported_with_the_same_numbers"
     ),
+    "actor_rollout_ref.model.lora.merge": (
+        "ppo/test_ppo_models.py::test_an_adapter_is_trained_sampled_and_left_as_a_whole_model"
+    ),
     "actor_rollout_ref.model.lora_export": "ppo/test_models.py::test_an_adapter_is_exported_merged_or_alone",
     ACTOR + "fsdp_config.model_dtype": "ppo/test_models.py::test_number_formats_are_what_the_keys_say",
     ACTOR + "fsdp_config.dtype": "ppo/test_models.py::test_number_formats_are_what_the_keys_say",

@@ -104,6 +104,7 @@ def test_a_command_stands_on_verls_defaults_where_ours_are_others() -> None:
         "data.train_files",
         "data.val_files",
         "data.apply_chat_template_kwargs",
+        "actor_rollout_ref.model.lora.merge",
         "actor_rollout_ref.model.path",
         "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size",
         "actor_rollout_ref.rollout.agent.max_concurrent_rollouts",

@@ -8,7 +8,7 @@ import torch
 
 import lightning_rl as lrl
 from lightning_rl.config import ConfigError, compose
-from lightning_rl.config.policies import RunPolicy, engine_of_adapters, policies_of
+from lightning_rl.config.policies import RunPolicy, engine_of_adapters, policies_of, samples_adapter
 from lightning_rl.ppo import cards
 
 
@@ -142,6 +142,7 @@ SERVED = {"rollout": {"name": "vllm", "server_urls": ["http://127.0.0.1:1", "htt
         (LORA | SERVED, {"rollout": {"top_p": 0.9}}, True),
         (LORA | SERVED, {"rollout": {"temperature": 0.5}}, False),  # their log probabilities would be of another kind
         (LORA | {"rollout": SERVED["rollout"] | {"name": "sglang"}}, {}, False),
+        ({"model": LORA["model"] | {"lora": {"merge": True}}}, {}, False),
     ],
 )
 def test_adapters_over_the_same_weights_are_sampled_by_one_engine(
@@ -150,6 +151,26 @@ def test_adapters_over_the_same_weights_are_sampled_by_one_engine(
     config = compose(given({"a": {}, "b": {"actor_rollout_ref": own}}, actor_rollout_ref=common))
     first, second = (engine_of_adapters(policy.config) for policy in policies_of(config))
     assert (first is not None and first == second) == shared
+
+
+@pytest.mark.parametrize(
+    ("rollout", "merge", "beside"),
+    [
+        ({}, None, False),
+        ({}, False, True),
+        ({"name": "vllm"}, None, False),
+        ({"name": "vllm"}, False, True),
+        ({"name": "vllm"}, True, False),
+        (SERVED["rollout"], False, True),
+        ({"name": "vllm", "weight_transfer": "ipc"}, False, False),
+    ],
+)
+def test_one_adapter_is_sampled_beside_the_model_or_merged(
+    rollout: dict[str, Any], merge: bool | None, beside: bool
+) -> None:
+    model = LORA["model"] | {"lora": {"merge": merge}}
+    assert samples_adapter(compose({"actor_rollout_ref": {"model": model, "rollout": rollout}})) == beside
+    assert not samples_adapter(compose({"actor_rollout_ref": {"rollout": rollout}}))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_rl.inference.adapters import Adapters, shareable
+from lightning_rl.inference.adapters import Adapters, linear_names, shareable
 from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.inference.engine import EmbeddedEngine
 from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling
@@ -209,6 +209,13 @@ def test_experts_of_their_own_are_not_given_every_token() -> None:
     model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(VOCAB, VOCAB)])})
     assert not shareable(model)
     assert shareable(nn.ModuleDict({"layer": nn.Linear(VOCAB, VOCAB)}))
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama-biased", "phi"])
+def test_the_linear_layers_are_those_that_peft_adapts(architecture: str) -> None:
+    model: Any = adapted(architecture, 1)
+    names = {name.removesuffix(".lora_A.weight") for name, _ in lora.low_rank(model) if ".lora_A." in name}
+    assert {name.rpartition(".")[2] for name in names} == set(linear_names(make(architecture)))
 
 
 def test_a_module_whose_matrix_is_turned_round_has_its_adapter_too() -> None:

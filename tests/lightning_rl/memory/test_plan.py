@@ -45,7 +45,7 @@ def test_a_model_of_1_5_billion_is_trained_whole_on_24_gib_beside_vllm() -> None
 @pytest.mark.long
 def test_an_adapter_of_7_billion_is_trained_on_24_gib_beside_vllm() -> None:
     """Two copies of the weights are 28 GiB, so the trainer's wait in main memory while vLLM has its own."""
-    plan = planned(QWEN_7B, "24", f"{MODEL}lora_rank=16")
+    plan = planned(QWEN_7B, "24", f"{MODEL}lora_rank=16", f"{MODEL}lora.merge=false")
     assert plan.fits
     assert plan.changes is not None
     assert plan.changes[f"{ACTOR}fsdp_config.param_offload"] is True
@@ -53,6 +53,7 @@ def test_an_adapter_of_7_billion_is_trained_on_24_gib_beside_vllm() -> None:
     sending = next(phase for phase in plan.budget.phases if phase.name == "new weights for vLLM")
     assert sending.parts["weights"] == 0
     assert sending.parts["engine"] > 14 * GIB
+    assert sending.parts["others"] < GIB  # nothing is merged
 
 
 @pytest.mark.long

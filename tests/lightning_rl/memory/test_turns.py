@@ -110,7 +110,7 @@ class Colocated:
             card.hold("engine", share if tag == "kv_cache" else ASLEEP + engine_weights)
 
         self.control = control = policy._members[0].control
-        control.sleep = lambda: card.hold("engine", ASLEEP)
+        control.sleep = lambda *, keep_weights: card.hold("engine", ASLEEP)
         control.wake = wake
         policy._transfer = SimpleNamespace(offer=self._offer, give=self._give)
         policy._prove = lambda *_: None

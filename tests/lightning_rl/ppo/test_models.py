@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Qwen2ForCausalLM
 
 import lightning_rl as lrl
 from lightning_rl.config import ConfigError, compose
@@ -442,8 +443,41 @@ def test_policies_whose_model_takes_one_adapter_at_a_time_share_no_servers(
     config = compose({"actor_rollout_ref": {"model": model, "rollout": rollout}, "trainer": {"device": "cpu"}})
     Models(config, tmp_path, with_critic=False, shared=SharedEngine([2, 2], [])).close()
     monkeypatch.setattr("lightning_rl.inference.vllm.policy.shareable", lambda _: False)
-    with pytest.raises(ConfigError, match=r"cannot be sampled with several at once.* server_urls, of its own"):
+    with pytest.raises(ConfigError, match=r"this model cannot be sampled so: .* server_urls, of its own"):
         Models(config, tmp_path, with_critic=False, shared=SharedEngine([2, 2], []))
+
+
+@pytest.mark.parametrize("name", ["embedded", "vllm"])
+def test_an_adapter_that_the_engine_cannot_sample_alone_is_refused(name: str, tmp_path: Path) -> None:
+    untied = Qwen2ForCausalLM(AutoConfig.from_pretrained(CHECKPOINT, tie_word_embeddings=False))
+    shutil.copytree(CHECKPOINT, tmp_path / "model")
+    untied.save_pretrained(tmp_path / "model")
+
+    def takes_adapter(targets: str) -> bool:
+        model = {"path": str(tmp_path / "model"), "lora_rank": 2, "target_modules": targets, "lora": {"merge": False}}
+        keys = {"model": model, "rollout": {"name": name, "python": sys.executable}}
+        config = compose({"actor_rollout_ref": keys, "trainer": {"device": "cpu"}})
+        made = Models(config, tmp_path, with_critic=False, shared=SharedEngine([2], []))
+        made.close()
+        return made.policy.takes_adapter
+
+    assert takes_adapter("all-linear")
+    if name == "embedded":
+        assert takes_adapter(r".*(q_proj|lm_head)")
+    else:
+        with pytest.raises(
+            ConfigError, match=r"lora\.merge=false .* an adapter on its embedding or its output layer: le"
+        ):
+            takes_adapter(r".*(q_proj|lm_head)")
+
+
+def test_only_engines_that_read_files_are_given_an_adapter_beside_the_model() -> None:
+    model = {"lora_rank": 2, "lora": {"merge": False}}
+    rollout = {"name": "sglang", "server_urls": ["http://127.0.0.1:1"]}
+    with pytest.raises(
+        ConfigError, match=r"lora\.merge=false .* rollout\.name=sglang .* takes whole weights: leave it"
+    ):
+        lrl.PPO({"actor_rollout_ref": {"model": model, "rollout": rollout}})
 
 
 def test_a_base_in_4_bits_is_sampled_scored_and_exported_with_the_same_numbers(tmp_path: Path) -> None:

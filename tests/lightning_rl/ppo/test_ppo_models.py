@@ -73,10 +73,12 @@ def test_the_distance_from_the_reference_grows_from_0_and_lowers_rewards(lora: d
 
 
 @pytest.mark.smoke
-def test_an_adapter_is_trained_sampled_and_left_as_a_whole_model(tmp_path: Path) -> None:
-    _, rows = fitted(
-        tmp_path, {"actor_rollout_ref": {"model": {"lora_rank": 4}}, "trainer": {"total_training_steps": 2}}
-    )
+@pytest.mark.parametrize("merge", [None, False])
+def test_an_adapter_is_trained_sampled_and_left_as_a_whole_model(tmp_path: Path, merge: bool | None) -> None:
+    model = {"lora_rank": 4, "lora": {"merge": merge}}
+    made, rows = fitted(tmp_path, {"actor_rollout_ref": {"model": model}, "trainer": {"total_training_steps": 2}})
+    assert made.policy.takes_adapter == (merge is False)
+    assert rows[-1]["training/policy_version"] == 2
     assert rows[-1]["training/rollout_probs_diff_max"] < 1e-4  # the engine samples what is trained
     begun, final = (
         AutoModelForCausalLM.from_pretrained(path).state_dict()

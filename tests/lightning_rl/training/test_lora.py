@@ -48,6 +48,14 @@ def log_probs(model: nn.Module) -> torch.Tensor:
     return found
 
 
+@pytest.mark.parametrize(
+    ("targets", "ends"),
+    [(EVERYTHING, False), (["q_proj"], False), (["q_proj", "embed_tokens"], True), (r".*(o_proj|lm_head)", True)],
+)
+def test_whether_embedding_or_output_layer_are_adapted_is_known(targets: Any, ends: bool) -> None:
+    assert lora.adapts_ends(adapted(make("llama-biased"), targets)) == ends
+
+
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama-biased", "phi"])
 def test_a_fresh_adapter_changes_nothing_and_is_alone_trained(architecture: str) -> None:
     model = adapted(make(architecture))

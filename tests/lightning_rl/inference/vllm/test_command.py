@@ -53,6 +53,10 @@ def test_logprobs_are_of_what_was_sampled_from(processed: bool, mode: str) -> No
 def test_adapters_are_loaded_while_it_runs_two_of_each_policy(rank: int, told: str) -> None:
     asked = flags(command(options(adapters=3, adapter_rank=rank), 1))
     assert (asked["--max-loras"], asked["--max-lora-rank"]) == ("6", told)
+    words = command(options(adapters=1, adapter_versions=4, adapter_modules=("q_proj", "up_proj")), 1)
+    assert flags(words)["--max-loras"] == "4"
+    first = words.index("--lora-target-modules")
+    assert words[first : first + 3] == ["--lora-target-modules", "q_proj", "up_proj"]
     assert "--enable-lora" in asked
     assert environment(options(adapters=3))["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "--enable-lora" not in flags(command(options(), 1))

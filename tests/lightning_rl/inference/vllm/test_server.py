@@ -70,6 +70,7 @@ def test_it_can_be_started_again_at_the_same_address(tmp_path: Path) -> None:
         ("torch.OutOfMemoryError: CUDA out of memory", "lower actor_rollout_ref.rollout.gpu_memory_utilization"),
         ("No available memory for the cache blocks", "lower actor_rollout_ref.rollout.max_model_len"),
         ("max_model_len (9000) is greater than the derived max_model_len", "was not made for 9000 tokens"),
+        ("ValueError: Mamba does not support LoRA yet.", "set actor_rollout_ref.model.lora.merge=true"),
         ("something new", "ended with status 3"),
     ],
 )

@@ -125,23 +125,28 @@ def test_a_server_is_told_the_address_that_it_reaches_the_trainer_by() -> None:
     assert address_towards("http://localhost:8000/") == "127.0.0.1"
 
 
-def test_a_policy_sleeps_once_and_has_its_weights_before_its_cache(tmp_path: Path) -> None:
-    options = Options(python="", dtype="float32", device="cuda", processed_logprobs=False, sleeps=True)
-    policy = VllmPolicy(CHECKPOINT, options, tmp_path, device="cpu", urls=["http://127.0.0.1:1"])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_policy_sleeps_once_and_has_its_weights_before_its_cache(tmp_path: Path, adapter: bool) -> None:
+    """Servers that sample an adapter keep their own weights, which nobody else has."""
+    options = Options(python="", dtype="float32", device="cuda", processed_logprobs=False, sleeps=True, adapters=1)
+    urls, beside = ["http://127.0.0.1:1"], list[VllmPolicy]() if adapter else None
+    policy = VllmPolicy(CHECKPOINT, options, tmp_path, device="cpu", urls=urls, beside=beside)
+    assert policy.takes_adapter == adapter
+    model: Any = policy.model
     asked: list[str] = []
     control: Any = policy._members[0].control
-    control.sleep = lambda: asked.append("sleep")
+    control.sleep = lambda *, keep_weights: asked.append(f"sleep {keep_weights}")
     control.wake = lambda *tags: asked.append(f"wake {tags}")
     transfer: Any = policy._transfer
     transfer.give = lambda _: asked.append("give")
     policy._prove = lambda *_: asked.append("prove")  # type: ignore[method-assign]
     policy.sleep()
     policy.sleep()
-    policy.update_weights(policy.model, 1)
+    policy.update_weights(model, 1)
     policy.wake()
     woken = ["wake ('weights',)", "give", "wake ('kv_cache',)"]
-    assert asked == ["sleep", *woken, "prove"]
+    assert asked == [f"sleep {adapter}", *woken, "prove"]
     asked.clear()
     policy.sleep()
     policy.wake()  # nothing was trained: a server that slept has no weights of its own any more
-    assert asked == ["sleep", *woken]
+    assert asked == [f"sleep {adapter}", *woken]
