@@ -165,6 +165,7 @@ class _Life:
     async def _start(self) -> None:
         store, sql, gateway, fleet = self._server.store, self._server.sql, self._server.gateway, self._fleet
         await sql.run(store.renew_leases)
+        await self._server.runs.restore()
         if fleet is not None:
             await fleet.join()
             self._tasks.append(asyncio.create_task(fleet.run(self._load)))

@@ -3,7 +3,8 @@
 A rollout is a run's when its id ends with `.` and the run's id. Invariants: when a run begins, ends or is given up,
 nothing of it runs on: attempts that run are lost, rollouts that are queued wait until they are asked for again (other
 weights would sample them), and the engines of its model are out. A trainer that is silent, and its engines with it,
-costs no rollout an attempt: calls wait until it is there again, or given up.
+costs no rollout an attempt: calls wait until it is there again, or given up. A server that is started anew hands out
+nothing of the runs that were attached before, until they attach again.
 """
 
 import asyncio
@@ -92,12 +93,24 @@ class Runs:
         self._model = model
         self._end = end
         self._attached: dict[str, _Attached] = {}
+        self._left: dict[str, _Attached] = {}  # attached to the server before this one, heard of when this one began
         self._clearing = asyncio.Lock()  # a run that begins waits until what its last lease left is cleared away
+
+    async def restore(self) -> None:
+        """Before anything is handed out: what is queued of the runs that were attached to the server before waits."""
+        if self._store.shared:  # they are attached to others of its servers, too
+            return
+        for run_id, request in (await self._sql.run(self._store.remembered_runs)).items():
+            await self._sql.run(self._store.shelve, run_id)
+            self._left[run_id] = _Attached(msgspec.json.decode(request, type=RunRequest))
 
     async def begin(self, run_id: str, request: RunRequest) -> RunInfo:
         """Attach a run; what an earlier trainer of it left here is cleared away first."""
         self._attached.pop(run_id, None)
+        self._left.pop(run_id, None)
         await self._clear(run_id, request.models)
+        if not self._store.shared:
+            await self._sql.run(self._store.remember_run, run_id, msgspec.json.encode(request))
         self._attached[run_id] = _Attached(request)
         return RunInfo(run_id=run_id, model=request.model, began_ns=self._gateway.now_ns())
 
@@ -114,7 +127,7 @@ class Runs:
 
     async def end(self, run_id: str) -> None:
         """Detach a run; one that is not attached stays so."""
-        run = self._attached.pop(run_id, None)
+        run = self._attached.pop(run_id, None) or self._left.pop(run_id, None)
         if run is not None:
             await self._clear(run_id, run.request.models)
 
@@ -122,7 +135,7 @@ class Runs:
         """Look after the runs until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            for run_id, run in list(self._attached.items()):
+            for run_id, run in [*self._attached.items(), *self._left.items()]:
                 try:
                     await self._look(run_id, run)
                 except (StoreError, SQLAlchemyError) as error:  # the store, or another gateway: it is tried again
@@ -134,8 +147,11 @@ class Runs:
         if left <= 0:
             ALARMS.error("run %s was not heard of for %g s: it is given up", run_id, request.lease_seconds)
             await self._clear(run_id, request.models)
-            if self._attached.get(run_id) is run:
-                del self._attached[run_id]
+            for runs in (self._attached, self._left):
+                if runs.get(run_id) is run:
+                    del runs[run_id]
+        elif run_id in self._left:
+            await self._sql.run(self._store.shelve, run_id)  # what is queued again, its runner is gone
         elif run.silent_seconds() > _SILENT_SECONDS:
             for model in request.models:
                 if model not in run.pauses and await self._is_deserted(model):
@@ -172,6 +188,8 @@ class Runs:
                 if self._pauses.is_paused(model):
                     await self._together.resume(ResumeRequest(model=model))
                 await self._sql.run(self._publish_own, model)
+            if not self._store.shared:
+                await self._sql.run(self._store.remember_run, run_id, None)
 
     def _publish_own(self, gone: str) -> None:
         """Rollouts that name no resources get the server's own model again, where they would get one that is gone."""

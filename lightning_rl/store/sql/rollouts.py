@@ -24,6 +24,7 @@ _TAKE_UP = (
     .where(schema.rollouts.c.rollout_id == sa.bindparam("taken_up"), schema.rollouts.c.status == "queued")
     .values(claimable_at=None)
 )
+_RUN = "run:"  # of `meta`, before a run's id
 _UNTIL_ASKED_FOR = float("inf")  # `claimable_at` of what a run has left queued
 _SHELVE = sa.update(schema.rollouts).where(schema.rollouts.c.status == "queued").values(claimable_at=_UNTIL_ASKED_FOR)
 _LONGEST_POSITION = 18  # digits, so that any database holds it
@@ -126,6 +127,19 @@ class RolloutOperations(ResourceOperations):
     def shelve(self, connection: sa.Connection, run_id: str) -> None:
         """Nobody claims what of a run is queued now until it is asked for again: its trainer is gone."""
         connection.execute(_SHELVE.where(queries.of_run(schema.rollouts.c.rollout_id, run_id)))
+
+    @writes
+    def remember_run(self, connection: sa.Connection, run_id: str, request: bytes | None) -> None:
+        """Keep with what a training run is attached to the server of this store; None: it is so no more."""
+        connection.execute(sa.delete(schema.meta).where(schema.meta.c.key == f"{_RUN}{run_id}"))
+        if request is not None:
+            connection.execute(sa.insert(schema.meta), {"key": f"{_RUN}{run_id}", "value": request.decode()})
+
+    @reads
+    def remembered_runs(self, connection: sa.Connection) -> dict[str, bytes]:
+        """The training runs that are attached, or were when the last server of this store ended, by id."""
+        rows = connection.execute(sa.select(schema.meta).where(schema.meta.c.key.startswith(_RUN)))
+        return {row.key.removeprefix(_RUN): row.value.encode() for row in rows}
 
     def _enqueue(self, connection: sa.Connection, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         latest = self._latest_resources_id(connection)

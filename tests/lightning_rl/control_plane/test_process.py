@@ -166,6 +166,35 @@ def test_received_tokens_are_counted_on_after_a_restart_and_what_a_dead_trainer_
         store.finish("r1.run", second.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
 
 
+def test_a_server_that_is_started_anew_hands_out_nothing_of_a_run_until_it_attaches_again(tmp_path, eventually) -> None:
+    def claimed(store: HttpStore) -> list[str]:
+        return [claim.rollout.rollout_id for claim in store.claim("w", limit=9)]
+
+    def asked(*names: str) -> list[RolloutRequest]:
+        return [RolloutRequest(task=1, rollout_id=name) for name in names]
+
+    with launch(tmp_path, POLICY, admin_key="a", runner_key="r") as serving:
+        store = HttpStore(serving.url, "a")
+        store.begin_run("run", "policy", 1.5)
+        store.enqueue(asked("r1.run"))
+        assert claimed(store) == ["r1.run"]
+        store.enqueue(asked("r2.run", "r1.other"))
+        os.kill(serving.pid, signal.SIGKILL)
+    with launch(tmp_path, POLICY, admin_key="a", runner_key="r") as serving:
+        store = HttpStore(serving.url, "a")
+        assert claimed(store) == ["r1.other"]
+        assert store.rollout("r1.run").status == "running", "its trainer may be there again within its lease"
+        eventually(lambda: store.rollout("r1.run").status != "running")
+        assert claimed(store) == [], "nobody has asked for them since"
+        store.begin_run("run", "policy", 60)
+        store.enqueue(asked("r2.run"))
+        assert claimed(store) == ["r2.run"]
+        store.end_run("run")
+        store.enqueue(asked("r3.run"))
+    with launch(tmp_path, POLICY, admin_key="a", runner_key="r") as serving:
+        assert claimed(HttpStore(serving.url, "a")) == ["r3.run"], "the run had ended before"
+
+
 def span(attempt_id: str, number: int, tokens: int):
     return to_span(
         Call(

@@ -64,6 +64,8 @@ NOT_OVER_HTTP = {
     "running": "the server, as it starts, and `workers_died`",
     "recorded_calls": "the server, as it starts",
     "shelve": "the server, as it starts",
+    "remember_run": "the server: a run attaches, or is gone",
+    "remembered_runs": "the server, as it starts",
     "statuses": "`POST /v1/traces`: whether the attempts of spans are open",
     "sweep": "the sweeper, every second",
 }
