@@ -146,7 +146,7 @@ class Runs:
         left = request.lease_seconds - run.silent_seconds()
         if left <= 0:
             ALARMS.error("run %s was not heard of for %g s: it is given up", run_id, request.lease_seconds)
-            await self._clear(run_id, request.models)
+            await self._clear(run_id, request.models, run)
             for runs in (self._attached, self._left):
                 if runs.get(run_id) is run:
                     del runs[run_id]
@@ -174,15 +174,19 @@ class Runs:
         engines = [self._together.engine(info) for info in self._together.engines_of(model)]
         return bool(engines) and all(each.away for each in engines) and not self._pauses.is_paused(model)
 
-    async def _clear(self, run_id: str, models: Sequence[str]) -> None:
+    async def _clear(self, run_id: str, models: Sequence[str], silent: _Attached | None = None) -> None:
+        """End what a run has here; of one that was `silent` unless it has begun anew meanwhile."""
         async with self._clearing:
+            if silent is not None and silent not in (self._attached.get(run_id), self._left.get(run_id)):
+                return
             await self._sql.run(self._store.shelve, run_id)
             running = await self._sql.run(self._store.running, why="session", run_id=run_id)
             for attempt in running:
                 await self._together.seal(attempt.rollout_id, attempt.attempt_id)
             await self._end(running)
             await self._sql.run(self._store.shelve, run_id)  # what that has queued again
-            for model in models:
+            others = {model for name, run in self._attached.items() if name != run_id for model in run.request.models}
+            for model in set(models) - others:
                 for engine in self._together.engines_of(model):
                     await self._together.remove_engine(engine.engine_id)
                 if self._pauses.is_paused(model):

@@ -191,6 +191,20 @@ def test_what_a_silent_trainer_has_queued_waits_and_what_runs_is_lost(
     store.end_run("gone")
 
 
+def test_a_run_that_is_given_up_leaves_the_engines_of_a_model_that_another_one_has(
+    store: HttpStore, eventually: Callable[..., None]
+) -> None:
+    store.begin_run("first", "policy-same", 1.0)
+    store.begin_run("second", "policy-same", 60)
+    store.register_engine("policy-same", "embedded", AWAY)
+    store.enqueue([RolloutRequest(task=1, rollout_id="r1.first")])
+    assert len(store.claim("w")) == 1
+    eventually(lambda: store.rollout("r1.first").status != "running")
+    assert models(store) == ["policy-same"]
+    store.end_run("second")
+    assert models(store) == []
+
+
 def test_calls_wait_for_a_trainer_that_is_silent_and_its_engines_with_it(
     store: HttpStore, eventually: Callable[..., None]
 ) -> None:
