@@ -331,11 +331,7 @@ class Trainer:
             ]
         from lightning_rl.runner import on_ray
 
-        if len(urls) > 1:
-            raise ValueError("runners on Ray serve one server: start `lightning-rl runner` for each of several")
-        return [
-            parts.enter_context(on_ray.launch(wanted, agent, urls[0], key, given=algorithm.ray, isolation=isolation))
-        ]
+        return [parts.enter_context(on_ray.launch(wanted, agent, urls, key, given=algorithm.ray, isolation=isolation))]
 
     def _agent_and_algorithm(self, given: Any) -> tuple[Agent | None, Algorithm]:
         """The two, of which `given` is the one that the Trainer has not. No agent, where none runs here."""

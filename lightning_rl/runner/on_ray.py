@@ -8,6 +8,7 @@ Invariant: all actors together have the slots that the run was given. Of an acto
 once where Ray says so, else when their leases are over; another takes its slots as soon as there is room.
 """
 
+import itertools
 import logging
 import sys
 import tempfile
@@ -206,12 +207,14 @@ class _Remote:
 
 @contextmanager
 def launch(
-    n_runners: int, agent: Agent, url: str, key: str, *, given: RayActors, isolation: Isolation = "thread"
+    n_runners: int, agent: Agent, urls: Sequence[str], key: str, *, given: RayActors, isolation: Isolation = "thread"
 ) -> Iterator[Hosts]:
     """Up to `n_runners` concurrent rollouts in actors, while the block runs; in processes as many as an actor has CPUs.
+    Of several servers each actor takes the rollouts of one, in turn.
 
     A Ray that the program has connected to is used as it is; else `given.address` says which. Raises NoRay, NoCluster,
-    and OutOfReach where the cluster has other machines and `url` is this machine's own.
+    OutOfReach where the cluster has other machines and one of `urls` is this machine's own, and ValueError for fewer
+    actors than servers.
     """
     ray = _ray()
     with ExitStack() as parts:
@@ -222,13 +225,21 @@ def launch(
                 raise NoCluster(f"rollout.agent.ray.address={given.address}: {error}") from error
             parts.callback(ray.shutdown)
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        check_reach(url, [node["NodeManagerAddress"] for node in nodes], here=ray.util.get_node_ip_address())
-        store = HttpStore(url, key, connections=1, patience_seconds=0)
-        parts.callback(store.close)
-        payload = payload_of(pickled(agent), url, key, isolation=isolation)
+        stores, payloads, travelling = [], [], pickled(agent)
+        for url in urls:
+            check_reach(url, [node["NodeManagerAddress"] for node in nodes], here=ray.util.get_node_ip_address())
+            stores.append(HttpStore(url, key, connections=1, patience_seconds=0))
+            parts.callback(stores[-1].close)
+            payloads.append(payload_of(travelling, url, key, isolation=isolation))
         remote = _Remote(given)
-        slots = seats(given, n_runners, [node["Resources"] for node in nodes])
-        hosts = Hosts([_Seat(f"actor {number}", remote, (payload, of_it), store) for number, of_it in enumerate(slots)])
+        slots = seats(given, n_runners, [node["Resources"] for node in nodes], servers=len(urls))
+        served = itertools.cycle(zip(payloads, stores, strict=True))
+        hosts = Hosts(
+            [
+                _Seat(f"actor {number}", remote, (payload, of_it), store)
+                for number, (of_it, (payload, store)) in enumerate(zip(slots, served, strict=False))
+            ]
+        )
         parts.callback(hosts.stop)
         yield hosts
 
@@ -246,9 +257,17 @@ def room(nodes: Sequence[Mapping[str, float]], need: Mapping[str, float]) -> int
     return sum(int(min(node.get(name, 0.0) / amount for name, amount in need.items())) for node in nodes)
 
 
-def seats(given: RayActors, n_runners: int, nodes: Sequence[Mapping[str, float]]) -> list[list[int]]:
-    """The slots of each process of each actor; `nodes` are the resources of the machines."""
-    actors = given.num_actors or max(1, room(nodes, asked(given)))
+def seats(
+    given: RayActors, n_runners: int, nodes: Sequence[Mapping[str, float]], *, servers: int = 1
+) -> list[list[int]]:
+    """The slots of each process of each actor; `nodes` are the resources of the machines. Each of the servers has an
+    actor, for which there may be no room yet. Raises ValueError where the configuration says otherwise."""
+    if given.num_actors is not None and given.num_actors < servers:
+        raise ValueError(
+            f"rollout.agent.ray.num_actors={given.num_actors} leaves one of {servers} servers without an actor: set it "
+            f"to {servers} or more, or leave it out"
+        )
+    actors = given.num_actors or max(servers, room(nodes, asked(given)))
     return [shares(slots, max(1, int(given.num_cpus))) for slots in shares(n_runners, actors)]
 
 

@@ -13,11 +13,15 @@ import cloudpickle
 import pytest
 
 import lightning_rl as lrl
-from lightning_rl.processes.service_keys import RUNNER_KEY
+from lightning_rl.algorithms.base import Endpoint
+from lightning_rl.control_plane.launch import launch
+from lightning_rl.processes.service_keys import ADMIN_KEY, RUNNER_KEY
+from lightning_rl.store.client import HttpStore
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.telemetry.metrics import jsonl
 from lightning_rl_adapters.call import calls_of
 from tests.cluster.hosts import Hosts, hosts
+from tests.lightning_rl.ppo.test_ppo import CHECKPOINT
 
 pytestmark = pytest.mark.cluster
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # machines of the cluster cannot import a test
@@ -120,3 +124,26 @@ def test_a_machine_that_vanishes_costs_its_attempts_a_retry_and_training_goes_on
     assert last["tokens/trained"] > 0
     assert last["tokens/excluded/superseded"] > 0, "what was sampled on the machine that vanished is told of"
     assert last["tokens/pending"] == 0
+
+
+def one_call(task: str, llm: lrl.LLM) -> float:
+    answer = llm.openai().chat.completions.create(model=llm.model, messages=[{"role": "user", "content": task}])
+    return float(len(answer.choices[0].message.content or "") % 2)
+
+
+@pytest.mark.long
+def test_runners_on_the_cluster_take_the_rollouts_of_several_servers(
+    cluster: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ADMIN_KEY, "an-admin-key-of-more-than-16-characters")
+    monkeypatch.setenv(RUNNER_KEY, "a-runner-key-of-more-than-16-characters")
+    keys = {"admin_key": os.environ[ADMIN_KEY], "runner_key": os.environ[RUNNER_KEY]}
+    model = Endpoint(model="policy", tokenizer=str(CHECKPOINT), renderer="qwen3", engines=[])
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    with launch(tmp_path / "one", model, **keys) as one, launch(tmp_path / "two", model, **keys) as two:
+        trainer = lrl.Trainer(one_call, server=[one.url, two.url], n_runners=4, run_dir=tmp_path / "run")
+        trainer.fit(lrl.PPO(config(cluster.address)), [f"number {number}" for number in range(STEPS * TASKS)])
+        ended = [list(HttpStore(each.url, keys["admin_key"]).rollouts()) for each in (one, two)]
+    assert all(ended), "both have some"
+    assert [rollout.status for rollouts in ended for rollout in rollouts] == ["succeeded"] * STEPS * TASKS * GROUP

@@ -13,20 +13,28 @@ from lightning_rl.runner.on_ray import OutOfReach, asked, check_reach, room, sea
 CORES = st.lists(st.integers(0, 64), min_size=1, max_size=8)
 
 
-@given(st.integers(0, 500), CORES, st.sampled_from([0.5, 1.0, 2.0, 3.5]), st.none() | st.integers(1, 20))
+@given(
+    st.integers(0, 500), CORES, st.sampled_from([0.5, 1.0, 2.0, 3.5]), st.none() | st.integers(3, 20), st.integers(1, 3)
+)
 def test_all_slots_are_divided_over_actors_that_there_is_room_for(
-    n_runners: int, cores: list[int], num_cpus: float, num_actors: int | None
+    n_runners: int, cores: list[int], num_cpus: float, num_actors: int | None, servers: int
 ) -> None:
     given = RayActors(num_cpus=num_cpus, num_actors=num_actors)
     nodes = [{"CPU": float(number)} for number in cores]
-    actors = seats(given, n_runners, nodes)
+    actors = seats(given, n_runners, nodes, servers=servers)
     processes = [slots for actor in actors for slots in actor]
     assert sum(processes) == n_runners
     assert all(slots > 0 for slots in processes), "none is started for nothing"
-    assert len(actors) <= (num_actors or max(1, room(nodes, asked(given))))
+    assert len(actors) <= (num_actors or max(servers, room(nodes, asked(given))))
+    assert len(actors) >= min(n_runners, servers), "each server has one"
     assert all(len(actor) <= max(1, num_cpus) for actor in actors)
     per_actor = [sum(actor) for actor in actors]
     assert max(per_actor, default=0) - min(per_actor, default=0) <= 1
+
+
+def test_an_actor_serves_one_server_so_there_are_as_many() -> None:
+    with pytest.raises(ValueError, match=r"num_actors=1 leaves one of 2 servers without an actor: set it to 2 or more"):
+        seats(RayActors(num_actors=1), 8, [{"CPU": 8.0}], servers=2)
 
 
 def test_an_actor_needs_all_that_it_asks_for_on_one_machine() -> None:
