@@ -471,6 +471,14 @@ def test_an_adapter_that_the_engine_cannot_sample_alone_is_refused(name: str, tm
             takes_adapter(r".*(q_proj|lm_head)")
 
 
+@pytest.mark.parametrize(
+    ("trainer", "versions"),
+    [({}, 2), ({"schedule": "async"}, 4), ({"schedule": "async", "max_off_policy_threshold": 0}, 2)],
+)
+def test_a_server_has_room_for_the_versions_that_are_under_way_at_once(trainer: dict[str, Any], versions: int) -> None:
+    assert resolved_config.versions_at_once(compose({"trainer": trainer})) == versions
+
+
 def test_only_engines_that_read_files_are_given_an_adapter_beside_the_model() -> None:
     model = {"lora_rank": 2, "lora": {"merge": False}}
     rollout = {"name": "sglang", "server_urls": ["http://127.0.0.1:1"]}

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_rl.inference.vllm.command import Options
+from lightning_rl.inference.vllm.control import Control
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.inference.vllm.transfer import (
     AdapterTransfer,
@@ -123,6 +124,14 @@ def test_the_buffer_of_packed_weights_holds_the_largest_tensor() -> None:
 def test_a_server_is_told_the_address_that_it_reaches_the_trainer_by() -> None:
     assert address_towards("http://127.0.0.1:8000") == "127.0.0.1"
     assert address_towards("http://localhost:8000/") == "127.0.0.1"
+
+
+@pytest.mark.parametrize(("keep_weights", "level"), [(False, 2), (True, 1)])
+def test_a_server_that_sleeps_keeps_its_weights_where_nobody_else_has_them(keep_weights: bool, level: int) -> None:
+    control, asked = Control("http://127.0.0.1:1"), list[str]()
+    control._order = lambda path, body=None: asked.append(path) or {}  # type: ignore[method-assign, func-returns-value]
+    control.sleep(keep_weights=keep_weights)
+    assert asked == [f"/sleep?level={level}"]
 
 
 @pytest.mark.parametrize("adapter", [False, True])
