@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import torch
 from torch import nn
 
 from lightning_rl.config import ConfigError
@@ -218,6 +219,8 @@ class Models:
             and (found := stream_of_files(folder, self.policy.model)) is not None
         ):
             first = found.held_as(self._held)
+        elif form == "adapter" and model.lora_adapter_path is None:
+            first = _zeros_like(self._own.weight_stream(form))  # the model's weights are elsewhere
         else:
             whole = load_model(folder, self._held, attention=model.attn_implementation)
             first = LocalWorkers(self.config, whole, ()).weight_stream(form)
@@ -286,6 +289,12 @@ class Models:
                     "resume with the config.yaml of the run's folder"
                 )
         (self._own if self._crew is None else self._crew).load_state_dict(state)
+
+
+def _zeros_like(weights: WeightStream) -> WeightStream:
+    """An adapter of that shape that changes nothing, as every new one."""
+    described = weights.described
+    return WeightStream(described, lambda: ((name, torch.zeros(each.shape)) for name, each in described.items()))
 
 
 def _policy(

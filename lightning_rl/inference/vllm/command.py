@@ -97,7 +97,7 @@ def command(options: Options, port: int) -> list[str]:
         # Answers that began before an update end with the adapter before it, and vLLM lets others wait for room.
         rank = next((each for each in _RANKS if each >= options.adapter_rank), options.adapter_rank)
         flags |= {"enable_lora": True, "max_loras": options.adapter_versions * options.adapters, "max_lora_rank": rank}
-        # Of itself vLLM has room for an adapter of the output layer too, which costs time with every token.
+        # Of itself vLLM has room for an adapter of the output layer too, and for that refuses large vocabularies.
         flags |= {"lora_target_modules": options.adapter_modules}
     words = [options.python, "-m", "vllm.entrypoints.openai.api_server"]
     return words + [word for name, value in {**flags, **options.flags}.items() for word in _words(name, value)]

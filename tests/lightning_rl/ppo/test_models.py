@@ -19,6 +19,7 @@ from lightning_rl.inference.weights.check import Tolerance
 from lightning_rl.inference.weights.four_bit import quantized_layers
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.models import Models, SharedEngine
+from lightning_rl.training import lora
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.chat_template import text_of
 from lightning_rl.training.reference import Reference
@@ -469,6 +470,26 @@ def test_an_adapter_that_the_engine_cannot_sample_alone_is_refused(name: str, tm
             ConfigError, match=r"lora\.merge=false .* an adapter on its embedding or its output layer: le"
         ):
             takes_adapter(r".*(q_proj|lm_head)")
+
+
+def test_several_workers_begin_with_an_adapter_that_changes_nothing_and_load_no_model_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"path": str(CHECKPOINT), "lora_rank": 2, "lora": {"merge": False}}
+    rollout = {"name": "vllm", "server_urls": ["http://127.0.0.1:1"]}
+    keys = {"actor_rollout_ref": {"model": model, "rollout": rollout}}
+    config = compose(keys | {"trainer": {"device": "cpu", "n_gpus_per_node": 2}})
+    made = Models(config, tmp_path, with_critic=False, shared=SharedEngine([2], []))
+    sent: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(made.policy, "update_weights", lambda weights, version, partial: sent.update(weights))
+    monkeypatch.setattr("lightning_rl.ppo.models.load_model", None)
+    made._send_first(0)
+    made.close()
+    own = models(model=model).model
+    assert {name: tuple(each.shape) for name, each in sent.items()} == {
+        name: tuple(each.shape) for name, each in lora.low_rank(own)
+    }
+    assert not any(each.any() for each in sent.values())
 
 
 @pytest.mark.parametrize(
