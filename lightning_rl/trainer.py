@@ -226,7 +226,8 @@ class Trainer:
             parts.callback(algorithm.close)
             child = None if self._attaches else parts.enter_context(server.loading(run_dir))
             endpoint = algorithm.open(run_dir)
-            store, runner_key, serving = self._at_server(run_dir, endpoint, child, parts)
+            one = algorithm.needs_one_server
+            store, runner_key, serving = self._at_server(run_dir, endpoint, child, parts, needs_one_server=one)
             urls = store.urls if isinstance(store, SeveralServers) else [store.url]
             _write_private(run_dir / _RUN_ID, algorithm.run_id)
             _write_private(run_dir / "server.url", "\n".join(urls))
@@ -267,14 +268,18 @@ class Trainer:
         return bool(self.servers) or self.store is not None
 
     def _at_server(
-        self, run_dir: Path, endpoint: Endpoint, child: Child | None, parts: ExitStack
+        self, run_dir: Path, endpoint: Endpoint, child: Child | None, parts: ExitStack, *, needs_one_server: bool
     ) -> tuple[HttpStore | SeveralServers, str, server.Serving | None]:
         """The store of the server that the run is at, its runners' key, and the server where it is a child of ours."""
         if child is None:
-            stores = self._elsewhere(parts)
+            stores, runner_key = self._elsewhere(parts), self._runner_key or ""
             for each in stores:
                 check_server(each, endpoint)
-            return stores[0] if len(stores) == 1 else SeveralServers(stores), self._runner_key or "", None
+            if needs_one_server:
+                return stores[0], runner_key, None
+            # Of several the others do the work of one that is gone; one alone is waited for as long as a run is.
+            at_all = SeveralServers(stores) if len(stores) > 1 else SeveralServers(stores, lease_seconds=LEASE_SECONDS)
+            return at_all, runner_key, None
         admin_key, runner_key = secrets.token_urlsafe(24), self._runner_key or secrets.token_urlsafe(24)
         _write_private(run_dir / "admin.key", admin_key)
         serving = server.serve(

@@ -1,4 +1,5 @@
-"""A training run at several servers, each with a store of its own: what the run asks of a store is asked of them all.
+"""A training run at servers that run elsewhere, each with a store of its own: what the run asks of a store is asked of
+them all. Often it is one, which may be started anew under the run.
 
 The rollouts of a group go to one server, the one with the fewest that have not ended. A call of an agent concerns its
 server alone, so it costs what it costs with one server.
@@ -267,6 +268,9 @@ class SeveralServers:
             made = self._once(server, self._begun(server.store.enqueue, requests))
         except Unreachable as error:
             server.failed(error)  # they are asked for again, there or elsewhere
+        except StoreError:
+            if self._knows_the_run(server):
+                raise
         else:
             server.answered()
             self._rollouts.asked(server, made)

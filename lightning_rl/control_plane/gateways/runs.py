@@ -114,11 +114,17 @@ class Runs:
         self._attached[run_id] = _Attached(request)
         return RunInfo(run_id=run_id, model=request.model, began_ns=self._gateway.now_ns())
 
+    def check_asked(self, rollout_ids: Sequence[str | None]) -> None:
+        """Raises Conflict for rollouts of a run that is to attach again first."""
+        for run_id in self._left:
+            if any(rollout_id is not None and rollout_id.endswith(f".{run_id}") for rollout_id in rollout_ids):
+                raise _not_attached(run_id)
+
     async def heartbeat(self, run_id: str) -> None:
         """Renew the lease of a run. Raises Conflict where it is not attached."""
         run = self._attached.get(run_id)
         if run is None:
-            raise Conflict(f"run {run_id} is not attached here: its lease was over, or the server was started anew")
+            raise _not_attached(run_id)
         run.heard_at = asyncio.get_running_loop().time()
         pauses, run.pauses = run.pauses, {}
         for pause in pauses.values():
@@ -204,3 +210,7 @@ class Runs:
         if gone != self._model and latest.get("model") == gone:
             own = {MAIN_LLM: {"type": PROXY_LLM, "model": self._model}}
             self._store.publish(ResourcesRequest(resources=own))
+
+
+def _not_attached(run_id: str) -> Conflict:
+    return Conflict(f"run {run_id} is not attached here: its lease was over, or the server was started anew")

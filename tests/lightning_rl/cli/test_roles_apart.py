@@ -243,6 +243,31 @@ def test_a_run_at_two_gateways_over_postgresql(tmp_path: Path, postgres_url: str
 
 
 @pytest.mark.long
+def test_a_run_outlives_its_server_where_that_is_started_anew(tmp_path: Path) -> None:
+    place = written(tmp_path)
+    serve = command("serve", ("--port 8080", "--port 0"))
+    asked = [*KEYWORDS, "trainer.total_training_steps=4", "--run-dir", "run"]
+    with contextlib.ExitStack() as more:
+        killed = place.start(*serve, "--run-dir", "one")
+        more.callback(killed.wait)
+        more.callback(killed.kill)
+        place.url = told(killed, r" at (http://\S+)")
+        runner = command("runner", (AT, place.url))
+        more.enter_context(running(place, *runner, "--n", "8", until="Logs: "))
+        process = place.train(*asked)
+        wait_until((place.folder / "run" / "checkpoints" / "step-1").exists)
+        killed.kill()
+        killed.wait()
+        again = command("serve", ("--port 8080", f"--port {place.url.rpartition(':')[2]}"))
+        more.enter_context(running(place, *again, "--run-dir", "one", until=r" at (http://\S+)"))
+        done = result(process)
+        account = done["metrics"]
+        assert (done["steps"], account["training/policy_version"], account["tokens/pending"]) == (4, 4, 0)
+        excluded = sum(value for name, value in account.items() if name.startswith("tokens/excluded/"))
+        assert account["tokens/received"] == account["tokens/trained"] + excluded > 0
+
+
+@pytest.mark.long
 def test_a_run_at_two_servers_outlives_one_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = written(tmp_path)
     serve = command("serve", ("--port 8080", "--port 0"), ("sqlite:///run.db", "sqlite:///two.db"))

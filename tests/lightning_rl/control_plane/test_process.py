@@ -21,6 +21,7 @@ from lightning_rl.control_plane.launch import ServerNotStarted, launch, loading
 from lightning_rl.processes.child import ChildDied
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Finish, RolloutConfig, RolloutRequest
+from lightning_rl.store.errors import Conflict
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters.call import Call, to_span
 from lightning_rl_proxy.recording.recorder import Recorder
@@ -183,6 +184,8 @@ def test_a_server_that_is_started_anew_hands_out_nothing_of_a_run_until_it_attac
     with launch(tmp_path, POLICY, admin_key="a", runner_key="r") as serving:
         store = HttpStore(serving.url, "a")
         assert claimed(store) == ["r1.other"]
+        with pytest.raises(Conflict, match="run run is not attached here"):
+            store.enqueue(asked("r2.run"))
         assert store.rollout("r1.run").status == "running", "its trainer may be there again within its lease"
         eventually(lambda: store.rollout("r1.run").status != "running")
         assert claimed(store) == [], "nobody has asked for them since"

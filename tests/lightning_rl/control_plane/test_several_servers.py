@@ -251,6 +251,24 @@ def test_a_server_that_was_started_anew_in_time_goes_on_with_its_own(servers: li
 
 
 @pytest.mark.long
+def test_one_server_alone_may_be_started_anew_and_ends_the_run_when_it_is_gone(servers: list[Server], run: Run) -> None:
+    one, _ = servers
+    with run.at([one], lease_seconds=60) as store:
+        store.enqueue(run.groups("a"))
+        assert len(one.store.claim("w", limit=1)) == 1
+        one.send(signal.SIGKILL)
+        one.start()
+        store.enqueue(run.groups("b", 1))
+        assert names(play(one)) == set(run.ids("a0", "a1", "b0"))
+        wait_for(store, run.ids("a0", "a1", "b0"))
+    with run.at([one]) as store:
+        store.enqueue(run.groups("c", 1))
+        one.send(signal.SIGKILL)
+        with pytest.raises(Unreachable, match=r"none of the run's servers answers \(http.*\): start them again"):
+            wait_for(store, run.ids("c0"))
+
+
+@pytest.mark.long
 def test_what_ended_and_was_not_read_is_waited_for_where_it_runs_again(servers: list[Server], run: Run) -> None:
     one, two = servers
     with run.at(servers) as store:
