@@ -6,10 +6,11 @@ connection that breaks in mid-answer is retried without harm. Safe to share betw
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
@@ -62,14 +63,14 @@ _ERRORS = {
     _UNWRITABLE: StoreUnwritable,
 }
 # Connections are refused while a server starts, and 502-504 come from relays in front of it.
-_RETRY = urllib3.Retry(
-    total=4,
-    backoff_factor=0.2,
-    status_forcelist=(502, 503, 504),
-    allowed_methods=None,
-    raise_on_status=False,
-    redirect=0,
-)
+_RETRY: Final = {
+    "total": 4,
+    "backoff_factor": 0.2,
+    "status_forcelist": (502, 503, 504),
+    "allowed_methods": None,
+    "raise_on_status": False,
+    "redirect": 0,
+}
 _ANSWER_SECONDS = 60.0  # for an answer, beyond the time that a long poll may take
 _ENQUEUE_BATCH = 1000
 _REWARDS_AT_ONCE = 8  # attempts that are given rewards at a time
@@ -104,10 +105,12 @@ class HttpStore:
         self.url = base_url.rstrip("/")
         self._root = self.url + _ROOT
         self._headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-        self._pool = urllib3.PoolManager(maxsize=connections, retries=_RETRY)
+        self._closed = threading.Event()
+        self._pool = urllib3.PoolManager(maxsize=connections, retries=_WhileOpen(closed=self._closed, **_RETRY))
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. A request that another thread makes is not tried again."""
+        self._closed.set()
         self._pool.clear()
 
     # Rollouts
@@ -377,7 +380,8 @@ class HttpStore:
             response = self._request(method, path, body, wait_seconds)
             if response.status != _UNWRITABLE or time.monotonic() - began >= self.patience_seconds:
                 return response
-            time.sleep(pause)
+            if self._closed.wait(pause):
+                return response
             pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
     def _request(self, method: str, path: str, body: Any, wait_seconds: float) -> urllib3.BaseHTTPResponse:
@@ -392,6 +396,20 @@ class HttpStore:
             )
         except urllib3.exceptions.HTTPError as error:
             raise Unreachable(f"{method} {self._root + path}: {error}") from error
+
+
+class _WhileOpen(urllib3.Retry):
+    """Tries again until the client is closed, whose threads a program waits for as it ends."""
+
+    def __init__(self, *arguments: Any, closed: threading.Event, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._closed = closed
+
+    def new(self, **changed: Any) -> Self:
+        return super().new(closed=self._closed, **changed)
+
+    def is_exhausted(self) -> bool:
+        return self._closed.is_set() or super().is_exhausted()
 
 
 def _refusal(method: str, url: str, response: urllib3.BaseHTTPResponse) -> Exception:
