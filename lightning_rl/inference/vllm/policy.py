@@ -86,8 +86,8 @@ class VllmPolicy:
         sees = vision_of(self.folder, model) is not None
         # The servers' own weights, which an adapter would be put over, are not those in 4 bits; and one policy of
         # several would put the servers of all to sleep.
-        beside_it = beside is not None and not (sees or load_in_4bit or (options.sleeps and options.adapters > 1))
-        self.takes_adapter = beside_it and shareable(model)
+        whole = sees or load_in_4bit or (options.sleeps and options.adapters > 1)
+        self.takes_adapter = beside is not None and not whole and shareable(model)
         self._options = msgspec.structs.replace(
             options,
             model=str(self.folder),

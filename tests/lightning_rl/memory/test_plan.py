@@ -10,7 +10,7 @@ from lightning_rl.config import ConfigError, compose
 from lightning_rl.config.schema import Config
 from lightning_rl.memory import plan
 from lightning_rl.memory.budget import PARTS, budget
-from lightning_rl.memory.gpus import GIB, stated
+from lightning_rl.memory.gpus import FRAGMENTATION, GIB, stated
 from lightning_rl.memory.plan import DoesNotFit, Plan, bar, refuse_what_cannot_fit
 from lightning_rl.memory.traced_step import Held, TracedStep
 from tests.lightning_rl.memory.models import ONE_LAYER, QWEN_7B, QWEN_15B
@@ -45,7 +45,7 @@ def test_a_model_of_1_5_billion_is_trained_whole_on_24_gib_beside_vllm() -> None
 @pytest.mark.long
 def test_an_adapter_of_7_billion_is_trained_on_24_gib_beside_vllm() -> None:
     """Two copies of the weights are 28 GiB, so the trainer's wait in main memory while vLLM has its own."""
-    plan = planned(QWEN_7B, "24", f"{MODEL}lora_rank=16", f"{MODEL}lora.merge=false")
+    plan = planned(QWEN_7B, "24", f"{MODEL}lora_rank=16")
     assert plan.fits
     assert plan.changes is not None
     assert plan.changes[f"{ACTOR}fsdp_config.param_offload"] is True
@@ -53,7 +53,6 @@ def test_an_adapter_of_7_billion_is_trained_on_24_gib_beside_vllm() -> None:
     sending = next(phase for phase in plan.budget.phases if phase.name == "new weights for vLLM")
     assert sending.parts["weights"] == 0
     assert sending.parts["engine"] > 14 * GIB
-    assert sending.parts["others"] < GIB  # nothing is merged
 
 
 @pytest.mark.long
@@ -123,6 +122,17 @@ def test_who_is_there_in_each_phase() -> None:
     frozen = phases(reference=Held(weights=10 * GIB, scoring=12 * GIB))
     assert frozen["reference"]["weights"] == 20
     assert frozen["reference"]["activations"] == 2
+
+
+def test_an_adapter_alone_is_merged_nowhere_and_vllm_has_room_for_two_versions_of_it() -> None:
+    held = Held(weights=10 * GIB, gradients=GIB, optimizer=3 * GIB, backward=45 * GIB, step=15 * GIB, scoring=12 * GIB)
+    merged, alone = (
+        phases(f"{MODEL}lora_rank=8", f"{MODEL}lora.merge={merge}", held=held)["new weights for vLLM"]
+        for merge in ("true", "false")
+    )
+    assert (merged["engine"], alone["engine"]) == (11, 12)  # 2**28 numbers, which have gradients of float32
+    largest = QWEN_15B.vocab_size * QWEN_15B.hidden_size * 2 / GIB
+    assert merged["others"] - alone["others"] == pytest.approx((1 + FRAGMENTATION) * largest)
 
 
 def test_policies_on_one_gpu_are_beside_what_the_others_hold_there(
