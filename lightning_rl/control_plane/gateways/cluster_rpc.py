@@ -96,9 +96,11 @@ def peer_key(secret: bytes) -> str:
 
 
 class Alone:
-    """The one server of a store. `placed_as`: the URL that claims name for attempts of this gateway."""
+    """The one server of a store. `placed_as`: the URL that claims name for attempts of this gateway, `gateway_id` the
+    name by which others know it, if there are any."""
 
     placed_as: str | None = None
+    gateway_id = ""
 
     def __init__(self, gateway: GatewayDoor, pauses: Pauses, engines: Engines) -> None:
         self._gateway = gateway
@@ -183,6 +185,7 @@ class Peers(Alone):
         super().__init__(gateway, pauses, engines)
         self._fleet = fleet
         self.placed_as = fleet.url
+        self.gateway_id = fleet.gateway_id
         self._headers = {"authorization": f"Bearer {peer_key(secret)}", "content-type": "application/json"}
         self._session: aiohttp.ClientSession | None = None
 

@@ -54,10 +54,12 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Attached:
-    """A run that is attached; `heard_at` is by the loop's clock."""
+    """A run that is attached; `heard_at` is by the loop's clock. `before`: it was so to the server before this one, and
+    is to attach again."""
 
-    def __init__(self, request: RunRequest) -> None:
+    def __init__(self, request: RunRequest, *, before: bool = False) -> None:
         self.request = request
+        self.before = before
         self.heard_at = asyncio.get_running_loop().time()
         self.pauses: dict[str, PauseRequest] = {}  # by model, made since its trainer is silent
 
@@ -93,37 +95,36 @@ class Runs:
         self._model = model
         self._end = end
         self._attached: dict[str, _Attached] = {}
-        self._left: dict[str, _Attached] = {}  # attached to the server before this one, heard of when this one began
         self._clearing = asyncio.Lock()  # a run that begins waits until what its last lease left is cleared away
 
     async def restore(self) -> None:
         """Before anything is handed out: what is queued of the runs that were attached to the server before waits."""
-        if self._store.shared:  # they are attached to others of its servers, too
-            return
-        for run_id, request in (await self._sql.run(self._store.remembered_runs)).items():
+        remembered = await self._sql.run(self._store.remembered_runs, self._together.gateway_id)
+        for run_id, request in remembered.items():
             await self._sql.run(self._store.shelve, run_id)
-            self._left[run_id] = _Attached(msgspec.json.decode(request, type=RunRequest))
+            self._attached[run_id] = _Attached(msgspec.json.decode(request, type=RunRequest), before=True)
 
     async def begin(self, run_id: str, request: RunRequest) -> RunInfo:
         """Attach a run; what an earlier trainer of it left here is cleared away first."""
         self._attached.pop(run_id, None)
-        self._left.pop(run_id, None)
         await self._clear(run_id, request.models)
-        if not self._store.shared:
-            await self._sql.run(self._store.remember_run, run_id, msgspec.json.encode(request))
+        encoded = msgspec.json.encode(request).decode()
+        await self._sql.run(self._store.remember_run, self._together.gateway_id, run_id, encoded)
         self._attached[run_id] = _Attached(request)
         return RunInfo(run_id=run_id, model=request.model, began_ns=self._gateway.now_ns())
 
     def check_asked(self, rollout_ids: Sequence[str | None]) -> None:
         """Raises Conflict for rollouts of a run that is to attach again first."""
-        for run_id in self._left:
-            if any(rollout_id is not None and rollout_id.endswith(f".{run_id}") for rollout_id in rollout_ids):
+        for run_id, run in self._attached.items():
+            if run.before and any(
+                rollout_id is not None and rollout_id.endswith(f".{run_id}") for rollout_id in rollout_ids
+            ):
                 raise _not_attached(run_id)
 
     async def heartbeat(self, run_id: str) -> None:
         """Renew the lease of a run. Raises Conflict where it is not attached."""
         run = self._attached.get(run_id)
-        if run is None:
+        if run is None or run.before:
             raise _not_attached(run_id)
         run.heard_at = asyncio.get_running_loop().time()
         pauses, run.pauses = run.pauses, {}
@@ -133,7 +134,7 @@ class Runs:
 
     async def end(self, run_id: str) -> None:
         """Detach a run; one that is not attached stays so."""
-        run = self._attached.pop(run_id, None) or self._left.pop(run_id, None)
+        run = self._attached.pop(run_id, None)
         if run is not None:
             await self._clear(run_id, run.request.models)
 
@@ -141,7 +142,7 @@ class Runs:
         """Look after the runs until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            for run_id, run in [*self._attached.items(), *self._left.items()]:
+            for run_id, run in list(self._attached.items()):
                 try:
                     await self._look(run_id, run)
                 except (StoreError, SQLAlchemyError) as error:  # the store, or another gateway: it is tried again
@@ -150,18 +151,25 @@ class Runs:
     async def _look(self, run_id: str, run: _Attached) -> None:
         request = run.request
         left = request.lease_seconds - run.silent_seconds()
-        if left <= 0:
+        if (left <= 0 or run.before) and not await self._is_remembered(run_id):
+            self._drop(run_id, run)  # it is attached to another gateway since
+        elif left <= 0:
             ALARMS.error("run %s was not heard of for %g s: it is given up", run_id, request.lease_seconds)
             await self._clear(run_id, request.models, run)
-            for runs in (self._attached, self._left):
-                if runs.get(run_id) is run:
-                    del runs[run_id]
-        elif run_id in self._left:
+            self._drop(run_id, run)
+        elif run.before:
             await self._sql.run(self._store.shelve, run_id)  # what is queued again, its runner is gone
         elif run.silent_seconds() > _SILENT_SECONDS:
             for model in request.models:
                 if model not in run.pauses and await self._is_deserted(model):
                     await self._let_wait(run, model, left + 2 * _LOOK_SECONDS)
+
+    async def _is_remembered(self, run_id: str) -> bool:
+        return run_id in await self._sql.run(self._store.remembered_runs, self._together.gateway_id)
+
+    def _drop(self, run_id: str, run: _Attached) -> None:
+        if self._attached.get(run_id) is run:
+            del self._attached[run_id]
 
     async def _let_wait(self, run: _Attached, model: str, lease_seconds: float) -> None:
         """Pause the calls of a model whose run is silent."""
@@ -183,7 +191,7 @@ class Runs:
     async def _clear(self, run_id: str, models: Sequence[str], silent: _Attached | None = None) -> None:
         """End what a run has here; of one that was `silent` unless it has begun anew meanwhile."""
         async with self._clearing:
-            if silent is not None and silent not in (self._attached.get(run_id), self._left.get(run_id)):
+            if silent is not None and self._attached.get(run_id) is not silent:
                 return
             await self._sql.run(self._store.shelve, run_id)
             running = await self._sql.run(self._store.running, why="session", run_id=run_id)
@@ -191,15 +199,14 @@ class Runs:
                 await self._together.seal(attempt.rollout_id, attempt.attempt_id)
             await self._end(running)
             await self._sql.run(self._store.shelve, run_id)  # what that has queued again
-            others = {model for name, run in self._attached.items() if name != run_id for model in run.request.models}
-            for model in set(models) - others:
+            others = [run for name, run in self._attached.items() if name != run_id and not run.before]
+            for model in set(models).difference(*(other.request.models for other in others)):
                 for engine in self._together.engines_of(model):
                     await self._together.remove_engine(engine.engine_id)
                 if self._pauses.is_paused(model):
                     await self._together.resume(ResumeRequest(model=model))
                 await self._sql.run(self._publish_own, model)
-            if not self._store.shared:
-                await self._sql.run(self._store.remember_run, run_id, None)
+            await self._sql.run(self._store.forget_run, self._together.gateway_id, run_id)
 
     def _publish_own(self, gone: str) -> None:
         """Rollouts that name no resources get the server's own model again, where they would get one that is gone."""

@@ -24,7 +24,7 @@ _TAKE_UP = (
     .where(schema.rollouts.c.rollout_id == sa.bindparam("taken_up"), schema.rollouts.c.status == "queued")
     .values(claimable_at=None)
 )
-_RUN = "run:"  # of `meta`, before a run's id
+_RUN = "run:"  # of `meta`, before a gateway's id, a colon and a run's id
 _UNTIL_ASKED_FOR = float("inf")  # `claimable_at` of what a run has left queued
 _SHELVE = sa.update(schema.rollouts).where(schema.rollouts.c.status == "queued").values(claimable_at=_UNTIL_ASKED_FOR)
 _LONGEST_POSITION = 18  # digits, so that any database holds it
@@ -129,17 +129,25 @@ class RolloutOperations(ResourceOperations):
         connection.execute(_SHELVE.where(queries.of_run(schema.rollouts.c.rollout_id, run_id)))
 
     @writes
-    def remember_run(self, connection: sa.Connection, run_id: str, request: bytes | None) -> None:
-        """Keep with what a training run is attached to the server of this store; None: it is so no more."""
-        connection.execute(sa.delete(schema.meta).where(schema.meta.c.key == f"{_RUN}{run_id}"))
-        if request is not None:
-            connection.execute(sa.insert(schema.meta), {"key": f"{_RUN}{run_id}", "value": request.decode()})
+    def remember_run(self, connection: sa.Connection, gateway_id: str, run_id: str, request: str) -> None:
+        """Keep that a training run is attached at this gateway and at no other one, and the request with which it is.
+        `gateway_id` is "" where a store has one server."""
+        key = schema.meta.c.key
+        elsewhere = key.startswith(_RUN) & key.endswith(f":{run_id}", autoescape=True)
+        connection.execute(sa.delete(schema.meta).where(elsewhere))
+        connection.execute(sa.insert(schema.meta), {"key": f"{_RUN}{gateway_id}:{run_id}", "value": request})
+
+    @writes
+    def forget_run(self, connection: sa.Connection, gateway_id: str, run_id: str) -> None:
+        """The run is not attached at this gateway any more."""
+        connection.execute(sa.delete(schema.meta).where(schema.meta.c.key == f"{_RUN}{gateway_id}:{run_id}"))
 
     @reads
-    def remembered_runs(self, connection: sa.Connection) -> dict[str, bytes]:
-        """The training runs that are attached, or were when the last server of this store ended, by id."""
-        rows = connection.execute(sa.select(schema.meta).where(schema.meta.c.key.startswith(_RUN)))
-        return {row.key.removeprefix(_RUN): row.value.encode() for row in rows}
+    def remembered_runs(self, connection: sa.Connection, gateway_id: str) -> dict[str, str]:
+        """The requests of the training runs that are attached at this gateway, or were when it ended, by id."""
+        own = f"{_RUN}{gateway_id}:"
+        rows = connection.execute(sa.select(schema.meta).where(schema.meta.c.key.startswith(own, autoescape=True)))
+        return {row.key.removeprefix(own): row.value for row in rows}
 
     def _enqueue(self, connection: sa.Connection, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         latest = self._latest_resources_id(connection)

@@ -20,7 +20,7 @@ from lightning_rl.algorithms.base import Endpoint
 from lightning_rl.control_plane.launch import ServerNotStarted, launch, loading
 from lightning_rl.processes.child import ChildDied
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.contract import Finish, RolloutConfig, RolloutRequest
+from lightning_rl.store.contract import ErrorInfo, Finish, RolloutConfig, RolloutRequest
 from lightning_rl.store.errors import Conflict
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters.call import Call, to_span
@@ -176,9 +176,9 @@ def test_a_server_that_is_started_anew_hands_out_nothing_of_a_run_until_it_attac
 
     with launch(tmp_path, POLICY, admin_key="a", runner_key="r") as serving:
         store = HttpStore(serving.url, "a")
-        store.begin_run("run", "policy", 1.5)
-        store.enqueue(asked("r1.run"))
-        assert claimed(store) == ["r1.run"]
+        store.begin_run("run", "policy", 4)
+        store.enqueue(asked("r0.run", "r1.run"))
+        failed, _ = store.claim("w", limit=2)
         store.enqueue(asked("r2.run", "r1.other"))
         os.kill(serving.pid, signal.SIGKILL)
     with launch(tmp_path, POLICY, admin_key="a", runner_key="r") as serving:
@@ -186,6 +186,10 @@ def test_a_server_that_is_started_anew_hands_out_nothing_of_a_run_until_it_attac
         assert claimed(store) == ["r1.other"]
         with pytest.raises(Conflict, match="run run is not attached here"):
             store.enqueue(asked("r2.run"))
+        lost = Finish(status="failed", error=ErrorInfo(type="Lost", message="", infrastructure=True))
+        store.finish("r0.run", failed.attempt.attempt_id, lost)
+        assert store.rollout("r0.run").status == "queued", "for a second, and then it could be claimed"
+        assert store.claim("w", wait_seconds=2.5) == []
         assert store.rollout("r1.run").status == "running", "its trainer may be there again within its lease"
         eventually(lambda: store.rollout("r1.run").status != "running")
         assert claimed(store) == [], "nobody has asked for them since"

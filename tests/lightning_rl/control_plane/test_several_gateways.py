@@ -27,6 +27,7 @@ import urllib3
 
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Claim, Finish, RolloutConfig, RolloutRequest
+from lightning_rl.store.errors import Conflict
 from lightning_rl.store.gateways import APART_SECONDS
 from lightning_rl_adapters.call import calls_of
 from tests.lightning_rl.control_plane.test_killed import PROGRAM, Streams
@@ -276,6 +277,36 @@ def test_a_gateway_that_is_back_in_time_goes_on_with_what_its_journal_holds(flee
 
 
 @pytest.mark.long
+def test_a_gateway_that_is_started_anew_hands_out_nothing_of_its_run_until_that_attaches_again(
+    fleet: Fleet, eventually: Any
+) -> None:
+    def takes(server: Server) -> bool:
+        with contextlib.suppress(Conflict):
+            server.store.enqueue(asked)
+            return True
+        return False
+
+    def claimed(server: Server) -> list[str]:
+        return [claim.rollout.rollout_id for claim in server.store.claim("w", limit=9)]
+
+    asked = [RolloutRequest(task=1, rollout_id=name) for name in ("r1.run", "r1.more")]
+    one, two = fleet.start("one"), fleet.start("two")
+    one.store.begin_run("run", "policy-run", 60)
+    two.store.begin_run("more", "policy-more", 60)
+    one.store.enqueue(asked)
+    one.kill()
+    one = fleet.start("one")
+    assert claimed(one) == ["r1.more"]
+    with pytest.raises(Conflict, match="run run is not attached here"):
+        one.store.enqueue(asked)
+    two.store.begin_run("run", "policy-run", 60)
+    two.store.enqueue(asked)
+    eventually(lambda: takes(one))
+    one.kill()
+    one = fleet.start("one")
+    assert claimed(one) == ["r1.run"], "it is the other one's now"
+
+
 def test_a_database_that_is_away_for_long_costs_no_gateway_its_attempts(fleet: Fleet, cluster: Any) -> None:
     one, two = fleet.start("one"), fleet.start("two")
     together(one, two)
