@@ -35,8 +35,8 @@ class ProxyLLMResource(msgspec.Struct, frozen=True, kw_only=True, tag=PROXY_LLM,
     """
 
     model: str
-    sampling_parameters: dict[str, float | int] = {}
-    val_sampling_parameters: dict[str, float | int] = {}
+    sampling_parameters: dict[str, float | int | bool] = {}
+    val_sampling_parameters: dict[str, float | int | bool] = {}
     default_sampling_parameters: SamplingDefaults = SamplingDefaults()
     agents: str | None = None
 

@@ -32,7 +32,7 @@ T = TypeVar("T")
 # What vLLM honours by the names of `Sampling`, but for what an answer must fit: `structured_outputs` on its wire.
 _CONSTRAINTS = ("regex", "choice", "grammar")
 _ABILITIES = {
-    "embedded": frozenset({"images"}),
+    "embedded": frozenset({"images", "ignore_eos"}),
     "vllm": frozenset(
         {
             "min_p",
