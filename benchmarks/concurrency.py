@@ -33,6 +33,7 @@ from lightning_rl.algorithms.base import Endpoint
 from lightning_rl.control_plane import launch as server
 from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.inference.engine import EmbeddedEngine
+from lightning_rl.inference.load import ModelSource
 from lightning_rl.runner import launch as runners
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutRequest
@@ -94,7 +95,7 @@ def looking(engine: EmbeddedEngine) -> Iterator[list[int]]:
 
 def measure(workers: int, rollouts: int, *, gated: bool) -> tuple[float, float, int, float]:
     """Rollouts per second, mean and most waiting, and the median of a call's seconds."""
-    policy = EmbeddedPolicy(None, device="cpu", threads=1, max_num_seqs=PLACES)
+    policy = EmbeddedPolicy(ModelSource(device="cpu"), threads=1, max_num_seqs=PLACES)
     policy.start()
     endpoint = Endpoint(
         model=policy.name, tokenizer=str(tutorial.checkpoint()), renderer="auto", engines=policy.registrations()

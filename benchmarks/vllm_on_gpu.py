@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 sys.path.insert(0, str(Path(__file__).parent))
 from recipes import SIZES
 
+from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.inference.weights.check import Tolerance
@@ -96,11 +97,9 @@ def measure(way: str, folder: Path, given: argparse.Namespace) -> None:
         # What torch and the driver keep beside tensors is there before the server is.
         torch.zeros(1, device=given.device)
         policy = VllmPolicy(
-            folder,
+            ModelSource(folder, device=given.device, dtype=torch.bfloat16),
             options,
             Path(run_dir),
-            device=given.device,
-            train_dtype=torch.bfloat16,
             tolerance=Tolerance(mean=0.1),
             beside=[] if adapter else None,
         )

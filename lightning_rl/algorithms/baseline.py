@@ -102,8 +102,9 @@ class Baseline(Algorithm):
                 model=name, tokenizer=None, renderer=self.renderer, engines=[engine | ({"api_key": key} if key else {})]
             )
         from lightning_rl.inference.embedded import EmbeddedPolicy  # loads torch, which a service does without
+        from lightning_rl.inference.load import ModelSource
 
-        self.policy = EmbeddedPolicy(self.model)
+        self.policy = EmbeddedPolicy(ModelSource(self.model))
         rendered_as, self.policy.name = self.policy.name, self.served_name(self.policy.name)
         self.policy.start()
         _keep_tokenizer(self.policy.folder, run_dir, first=not self.resume or not (run_dir / _STORE).exists())

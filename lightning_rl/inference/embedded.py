@@ -1,8 +1,6 @@
 """A model from disk with the engine that samples it: what an algorithm opens to have a policy on this machine."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_rl.inference.adapters import shareable
 from lightning_rl.inference.engine import EmbeddedEngine
-from lightning_rl.inference.load import device_of, load_model, located, skeleton
+from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.server import EngineServer
 from lightning_rl.inference.weights.four_bit import plain_copy
 from lightning_rl.inference.weights.stream import WeightStream
@@ -18,17 +16,13 @@ from lightning_rl.vision import vision_of
 
 
 class EmbeddedPolicy:
-    """The model at `path` (a folder or a hub's id; None: the tutorial's), sampled at `url` from `start` to `close`.
+    """The model of `source`, sampled at `url` from `start` to `close`.
 
     Args:
-        weights: a checkpoint whose weights are loaded instead of those at `path`.
+        source: of `model`; with `load_in_4bit` the engine computes with the same numbers, whole.
         trained: the engine samples a copy, so that `model` may be updated while it does.
-        device: cpu, cuda, or auto.
-        dtype: the number format in which the engine computes logits; logprobs are float32 in any.
-        train_dtype: that of `model`, where it is trained; None: the engine's.
+        dtype: the number format in which the engine computes logits, None: the model's; logprobs are float32 in any.
         max_num_seqs, max_model_len, expected_len, threads: as in `EmbeddedEngine`.
-        load_in_4bit: `model` has the weights of its linear layers in 4 bits; the engine computes with the same numbers.
-        elsewhere: others have the weights that are trained, and `model` has none.
         beside: policies of adapters over the same weights, made before this one: where the model can be sampled with
             several adapters at once, this one is sampled by their engine. None: nobody else may be.
 
@@ -42,33 +36,27 @@ class EmbeddedPolicy:
 
     def __init__(
         self,
-        path: str | Path | None,
+        source: ModelSource,
         *,
-        weights: Path | None = None,
         trained: bool = False,
-        device: str = "auto",
-        dtype: torch.dtype = torch.float32,
-        train_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
         expected_len: int = 0,
         threads: int | None = None,
-        attention: str | None = None,
-        load_in_4bit: bool = False,
-        elsewhere: bool = False,
         beside: "Sequence[EmbeddedPolicy] | None" = None,
     ) -> None:
-        self.folder, self.name = located(path)
-        held = (train_dtype if trained else None) or dtype
-        own: Any = load_model(weights or self.folder, held, device_of(device), attention, load_in_4bit=load_in_4bit)
-        self.model: Any = skeleton(weights or self.folder, held, attention=attention) if elsewhere else own
+        self.folder, self.name = source.located
+        own = source.loaded()
+        self.model: Any = source.model() if source.elsewhere else own
         self.vision = vision_of(self.folder, self.model)
         shares = beside is not None and self.vision is None and shareable(own)
         if beside and shares:
             self.engine: EmbeddedEngine = beside[0].engine
         else:
+            copied = source.load_in_4bit or (trained and not source.elsewhere)
             self.engine = EmbeddedEngine(
-                plain_copy(own).to(dtype) if load_in_4bit or (trained and not elsewhere) else own.to(dtype),
+                (plain_copy(own) if copied else own).to(dtype or source.dtype),
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
                 expected_len=expected_len,
@@ -117,22 +105,11 @@ class EmbeddedPolicy:
 
 
 class Unsampled(EmbeddedPolicy):
-    """The model at `path` as it is trained where nothing is sampled: there is no engine, and no copy for one."""
+    """The model of `source` as it is trained where nothing is sampled: there is no engine, and no copy for one."""
 
-    def __init__(
-        self,
-        path: str | Path | None,
-        *,
-        weights: Path | None,
-        device: str,
-        dtype: torch.dtype,
-        attention: str | None,
-        load_in_4bit: bool = False,
-        elsewhere: bool = False,
-    ) -> None:
-        self.folder, self.name = located(path)
-        make = skeleton if elsewhere else partial(load_model, load_in_4bit=load_in_4bit)
-        self.model = make(weights or self.folder, dtype, device_of(device), attention)
+    def __init__(self, source: ModelSource) -> None:
+        self.folder, self.name = source.located
+        self.model = source.model()
         self.vision = vision_of(self.folder, self.model)
 
     def close(self) -> None:

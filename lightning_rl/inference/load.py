@@ -4,6 +4,8 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +219,50 @@ def load_model(
         four_bit.quantize(model, torch.device(device))
     ready: nn.Module = model.to(device).eval()
     return ready
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a policy's model is read from, and how it is held.
+
+    Args:
+        path: a folder or a hub's id; None: the tutorial's.
+        name: what it is called, by which its renderer is found; None: the id, or the folder's name.
+        weights: a checkpoint whose weights are read instead of those at `path`.
+        device: cpu, cuda, or auto.
+        dtype: of its parameters.
+        attention: see `attention_of`.
+        load_in_4bit: the weights of its linear layers are in 4 bits.
+        elsewhere: other processes hold the weights that are trained; the model here has none.
+    """
+
+    path: str | Path | None = None
+    name: str | None = None
+    weights: Path | None = None
+    device: str = "auto"
+    dtype: torch.dtype = torch.float32
+    attention: str | None = None
+    load_in_4bit: bool = False
+    elsewhere: bool = False
+
+    @cached_property
+    def located(self) -> tuple[Path, str]:
+        """The folder with its tokenizer, and its name. Raises as `model_folder`."""
+        folder, name = located(self.path)
+        return folder, self.name or name
+
+    def model(self) -> Any:
+        """The model that is trained: without weights, where they are `elsewhere`."""
+        if self.elsewhere:
+            return skeleton(self.weights or self.located[0], self.dtype, attention=self.attention)
+        return self.loaded()
+
+    def loaded(self) -> Any:
+        """The model with its weights, also where they are `elsewhere`."""
+        return load_model(
+            self.weights or self.located[0],
+            self.dtype,
+            device_of(self.device),
+            self.attention,
+            load_in_4bit=self.load_in_4bit,
+        )

@@ -40,10 +40,11 @@ def launch(path: str, log: Path) -> Iterator[str]:
 def main() -> None:
     """Load the model, sample until stdin ends."""
     from lightning_rl.inference.embedded import EmbeddedPolicy  # torch
+    from lightning_rl.inference.load import ModelSource
 
     path = msgspec.json.decode(sys.stdin.buffer.readline(), type=dict[str, str])["path"]
     try:
-        policy = EmbeddedPolicy(path)
+        policy = EmbeddedPolicy(ModelSource(path))
     except (OSError, ValueError) as error:
         tell({"error": f"the model {path} cannot be loaded: {error}"})
         sys.exit(1)

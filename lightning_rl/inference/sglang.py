@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 import urllib3
 from torch import Tensor, nn
 
 from lightning_rl.errors import Explained
-from lightning_rl.inference.load import device_of, load_model, located, skeleton
+from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.weights.check import FLOAT32, LogProbs, SampledTokens, Tolerance, log_probs_of, prove
 from lightning_rl.inference.weights.stream import WeightStream, as_saved, export_model, stream_of
 
@@ -43,16 +42,12 @@ class _Told(msgspec.Struct):
 
 
 class SGLangPolicy:
-    """The model at `path` (a folder or a hub's id; None: the tutorial's), sampled by the SGLang servers at `urls`.
+    """The model of `source`, sampled by the SGLang servers at `urls`.
 
     Args:
+        source: of `model`; servers get its weights in its format, and whole where they are in 4 bits here.
         run_dir: where the weights on their way to the servers are, which must be able to read them there.
-        weights: a checkpoint whose weights are sampled and trained instead of those at `path`.
-        device: of `model`: cpu, cuda, or auto.
-        train_dtype: of `model`, and of what the servers are sent.
         tolerance: how far log probabilities of server and model may be apart.
-        load_in_4bit: `model` has the weights of its linear layers in 4 bits; servers get them whole.
-        elsewhere: others have the weights that are trained, and `model` has none.
 
     `name` is what the gateway calls it, `folder` holds its tokenizer, `model` is the one that is trained. `score` is
     what the model says of tokens, by which servers are judged; None: nobody can say yet.
@@ -63,23 +58,15 @@ class SGLangPolicy:
 
     def __init__(
         self,
-        path: str | Path | None,
+        source: ModelSource,
         run_dir: Path,
         *,
         urls: Sequence[str],
-        weights: Path | None = None,
-        device: str = "auto",
-        train_dtype: torch.dtype = torch.float32,
         tolerance: Tolerance = FLOAT32,
-        attention: str | None = None,
-        load_in_4bit: bool = False,
-        elsewhere: bool = False,
     ) -> None:
-        self.folder, self.name = located(path)
-        make = skeleton if elsewhere else bind(load_model, load_in_4bit=load_in_4bit)
-        model: Any = make(weights or self.folder, train_dtype, device_of(device), attention)
-        self.model = model
-        self.score: LogProbs | None = None if elsewhere else bind(log_probs_of, model)
+        self.folder, self.name = source.located
+        self.model = model = source.model()
+        self.score: LogProbs | None = None if source.elsewhere else bind(log_probs_of, model)
         self._vocabulary = int(model.config.get_text_config().vocab_size)
         self._version: int | None = None
         self._proven = False

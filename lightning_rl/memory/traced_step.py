@@ -32,7 +32,7 @@ from lightning_rl.memory.live_bytes import LiveBytes
 from lightning_rl.memory.traced_4bit import hold_in_4bit
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.estimators import needs_critic
-from lightning_rl.ppo.local_workers import FORMATS, LocalWorkers, roles_of
+from lightning_rl.ppo.local_workers import FORMATS, LocalWorkers, checkpoint_activations, roles_of
 from lightning_rl.rl.logits import repeats_skipped
 from lightning_rl.rl.output_layer import IDENTITY, Behind
 from lightning_rl.training.actor import Actor
@@ -288,7 +288,7 @@ class _TracedWorkers(LocalWorkers):
         of = self._of if critic.model.path is None else AutoConfig.from_pretrained(critic.model.path)
         trunk = _made(self.config, of, FORMATS[critic.fsdp_config.model_dtype]).base_model
         if critic.model.enable_gradient_checkpointing:
-            trunk.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(trunk)
         return ValueModel(trunk).eval()
 
     def _forward(self, model: nn.Module, formats: Fsdp, vision: ModelVision | None) -> Forward:

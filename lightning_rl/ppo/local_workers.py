@@ -122,7 +122,7 @@ class LocalWorkers:
         if files is not None:
             self._fills[id(self.model)] = partial(shards.fill, files=files, dtype=parameter.dtype)
         if model.enable_gradient_checkpointing and "actor" in self.roles:
-            _checkpoint_activations(self.model)
+            checkpoint_activations(self.model)
         self._value_head = value_head(self.model) if "value head" in roles else None
 
     def train(self, folder: Path, training_steps: int, team: ProcessGroup | None = None) -> None:
@@ -280,7 +280,7 @@ class LocalWorkers:
             prefix = f"{like.base_model_prefix}."
             self._fills[id(values.trunk)] = partial(shards.fill, files=files, dtype=read_as, prefix=prefix)
         if critic.model.enable_gradient_checkpointing:
-            _checkpoint_activations(values.trunk)
+            checkpoint_activations(values.trunk)
         return values
 
     def _frozen(self, folder: Path) -> Reference:
@@ -368,5 +368,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _checkpoint_activations(model: Any) -> None:
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+def checkpoint_activations(model: Any) -> None:
+    """Have the model's layers keep no activations, and compute them again for the backward pass."""
+    new = getattr(model, "activation_checkpointing_enable", None)  # transformers has renamed it between 5.16 and 5.24
+    (new or model.gradient_checkpointing_enable)({"use_reentrant": False})

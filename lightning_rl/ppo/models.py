@@ -19,7 +19,15 @@ from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.devices import free_unused_memory
 from lightning_rl.inference.embedded import EmbeddedPolicy, Unsampled
-from lightning_rl.inference.load import ModelConfigRefused, device_of, load_model, located, skeleton, with_config
+from lightning_rl.inference.load import (
+    ModelConfigRefused,
+    ModelSource,
+    device_of,
+    load_model,
+    located,
+    skeleton,
+    with_config,
+)
 from lightning_rl.inference.sglang import SGLangPolicy
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.inference.weights import four_bit
@@ -307,28 +315,25 @@ def _policy(
     shared: SharedEngine | None,
 ) -> AnyPolicy:
     """The policy, with the engine that the config names where it is sampled."""
+    model = config.actor_rollout_ref.model
     path, name = _read_from(config, run_dir)
-    policy: AnyPolicy
-    if sampled:
-        policy = _sampled(config, path, run_dir, weights, cards, shared)
-    else:
-        policy = Unsampled(
-            path,
-            weights=weights,
-            device=_device(config, cards),
-            dtype=FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype],
-            attention=config.actor_rollout_ref.model.attn_implementation,
-            load_in_4bit=config.actor_rollout_ref.model.load_in_4bit,
-            elsewhere=config.trainer.workers > 1,
-        )
+    source = ModelSource(
+        path,
+        name,
+        weights,
+        device=_device(config, cards),
+        dtype=FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype],
+        attention=model.attn_implementation,
+        load_in_4bit=model.load_in_4bit,
+        elsewhere=config.trainer.workers > 1,
+    )
+    policy: AnyPolicy = _sampled(config, source, run_dir, cards, shared) if sampled else Unsampled(source)
     alone = shared is not None and len(shared.ranks) == 1
     if alone and not policy.takes_adapter:
         raise ConfigError(
             f"actor_rollout_ref.model.lora.merge=false has the engine sample the adapter beside the model, and "
             f"{_NOT_BESIDE}: leave it out"
         )
-    if name is not None:
-        policy.name = name
     return policy
 
 
@@ -346,54 +351,34 @@ def _read_from(config: Config, run_dir: Path) -> tuple[str | Path | None, str | 
 
 
 def _sampled(
-    config: Config,
-    path: str | Path | None,
-    run_dir: Path,
-    weights: Path | None,
-    cards: Cards,
-    shared: SharedEngine | None,
+    config: Config, source: ModelSource, run_dir: Path, cards: Cards, shared: SharedEngine | None
 ) -> AnyPolicy:
-    """The model at `path` with the engine that the config names."""
-    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
+    """The model with the engine that the config names."""
+    rollout = config.actor_rollout_ref.rollout
     if rollout.name == "embedded":
         return EmbeddedPolicy(
-            path,
-            weights=weights,
+            source,
             trained=True,
-            device=cards.device,
-            dtype=held if rollout.dtype is None else FORMATS[rollout.dtype],
-            train_dtype=held,
+            dtype=None if rollout.dtype is None else FORMATS[rollout.dtype],
             max_num_seqs=rollout.max_num_seqs,
             max_model_len=rollout.max_model_len,
             expected_len=config.data.max_tokens,
             threads=rollout.num_threads,
-            attention=model.attn_implementation,
-            load_in_4bit=model.load_in_4bit,
-            elsewhere=config.trainer.workers > 1,
             beside=_of_kind(EmbeddedPolicy, shared),
         )
     urls = rollout.server_urls or ()
-    common: dict[str, Any] = {
-        "weights": weights,
-        "device": _device(config, cards),
-        "train_dtype": held,
-        "tolerance": resolved_config.sampler_tolerance(config),
-        "attention": model.attn_implementation,
-        "load_in_4bit": model.load_in_4bit,
-        "elsewhere": config.trainer.workers > 1,
-    }
+    tolerance = resolved_config.sampler_tolerance(config)
     if rollout.name == "sglang":
-        return SGLangPolicy(path, run_dir, urls=urls, **common)
+        return SGLangPolicy(source, run_dir, urls=urls, tolerance=tolerance)
     options = resolved_config.vllm_options(config, cards.placement, cards.names)
-    beside = None if _adapts_ends(config, path) else _of_kind(VllmPolicy, shared)
+    beside = None if _adapts_ends(config, source) else _of_kind(VllmPolicy, shared)
     if shared is not None:
         versions = resolved_config.versions_at_once(config)
         options = msgspec.structs.replace(
             options, adapters=len(shared.ranks), adapter_rank=max(shared.ranks), adapter_versions=versions
         )
     make = None if beside else cards.server_maker()  # the servers are there already
-    policy = VllmPolicy(path, options, run_dir, urls=urls, make=make, beside=beside, **common)
+    policy = VllmPolicy(source, options, run_dir, urls=urls, make=make, tolerance=tolerance, beside=beside)
     several = shared is not None and len(shared.ranks) > 1
     if several and not policy.takes_adapter and (urls or options.device == "cuda"):
         raise ConfigError(
@@ -403,12 +388,12 @@ def _sampled(
     return policy
 
 
-def _adapts_ends(config: Config, path: str | Path | None) -> bool:
+def _adapts_ends(config: Config, source: ModelSource) -> bool:
     """Whether the embedding or the output layer gets an adapter, for which vLLM is left no room."""
     model = config.actor_rollout_ref.model
     if not model.lora_rank or (model.target_modules == "all-linear" and model.lora_adapter_path is None):
         return False
-    return lora.adapts_ends(LocalWorkers(config, skeleton(located(path)[0]), ()).model)
+    return lora.adapts_ends(LocalWorkers(config, skeleton(source.located[0]), ()).model)
 
 
 P = TypeVar("P", EmbeddedPolicy, VllmPolicy)

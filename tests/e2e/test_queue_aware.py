@@ -15,6 +15,7 @@ from lightning_rl import tutorial
 from lightning_rl.agents.agent import as_agent
 from lightning_rl.control_plane.launch import launch
 from lightning_rl.inference.embedded import EmbeddedPolicy
+from lightning_rl.inference.load import ModelSource
 from lightning_rl.runner.launch import launch as launch_runners
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutConfig, RolloutRequest
@@ -70,7 +71,7 @@ def ended(store: HttpStore, names: list[str]) -> list[str]:
 
 
 def test_the_queue_of_a_small_engine_stays_short_and_all_rollouts_end(tmp_path: Path) -> None:
-    policy = EmbeddedPolicy(None, device="cpu", threads=1, max_num_seqs=PLACES)
+    policy = EmbeddedPolicy(ModelSource(device="cpu"), threads=1, max_num_seqs=PLACES)
     policy.start()
     names = [f"r{number}" for number in range(ROLLOUTS)]
     settings = policy_of(model=policy.name, tokenizer=str(tutorial.checkpoint()), engines=policy.registrations())
@@ -92,7 +93,7 @@ def test_the_queue_of_a_small_engine_stays_short_and_all_rollouts_end(tmp_path: 
 
 
 def test_a_run_whose_engine_is_away_ends_its_rollouts_instead_of_holding_them_back(tmp_path: Path) -> None:
-    policy = EmbeddedPolicy(None, device="cpu", threads=1, max_num_seqs=PLACES)
+    policy = EmbeddedPolicy(ModelSource(device="cpu"), threads=1, max_num_seqs=PLACES)
     policy.start()
     names = [f"r{number}" for number in range(3 * PLACES)]
     settings = policy_of(model=policy.name, tokenizer=str(tutorial.checkpoint()), engines=policy.registrations())
@@ -109,7 +110,7 @@ def test_a_run_whose_engine_is_away_ends_its_rollouts_instead_of_holding_them_ba
 
 
 def test_a_paused_model_takes_as_many_rollouts_as_it_bears_and_the_others_when_it_goes_on(tmp_path: Path) -> None:
-    policy = EmbeddedPolicy(None, device="cpu", threads=1, max_num_seqs=PLACES)
+    policy = EmbeddedPolicy(ModelSource(device="cpu"), threads=1, max_num_seqs=PLACES)
     policy.start()
     names = [f"r{number}" for number in range(3 * PLACES)]
     settings = policy_of(model=policy.name, tokenizer=str(tutorial.checkpoint()), engines=policy.registrations())

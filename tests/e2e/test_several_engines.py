@@ -16,6 +16,7 @@ from lightning_rl import tutorial
 from lightning_rl.control_plane.launch import launch
 from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.inference.engine import EmbeddedEngine
+from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.server import EngineServer
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Finish, RolloutRequest
@@ -31,7 +32,7 @@ class Site:
     """Two engines of one model; the servers of both may be stopped, and started again on their ports."""
 
     def __init__(self) -> None:
-        self.policy = EmbeddedPolicy(None, device="cpu", threads=1)
+        self.policy = EmbeddedPolicy(ModelSource(device="cpu"), threads=1)
         self.engines: list[EmbeddedEngine] = []
         self.servers: list[EngineServer] = []
 

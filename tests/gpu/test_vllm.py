@@ -23,6 +23,7 @@ from examples.sql_agent.agent import sql_agent
 from examples.sql_agent.data import make
 from examples.sql_agent.train import CONFIG
 from lightning_rl.config import compose
+from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.cards import Cards
@@ -74,11 +75,9 @@ def running(folder: Path, way: str, *words: str) -> Iterator[Running]:
     cards = Cards(config, {"actor"})
     options = resolved_config.vllm_options(config, cards.placement, cards.names)
     made = VllmPolicy(
-        CHECKPOINT,
+        ModelSource(CHECKPOINT, device=cards.device, dtype=torch.bfloat16),
         msgspec.structs.replace(options, adapters=1, adapter_rank=8),
         folder,
-        device=cards.device,
-        train_dtype=torch.bfloat16,
         tolerance=resolved_config.sampler_tolerance(config),
         beside=[] if way == "adapter" else None,
     )

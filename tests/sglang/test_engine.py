@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.sglang import SGLangPolicy, update_from_disk
 from lightning_rl.inference.weights.check import FLOAT32, EngineMismatch, Tolerance
 from lightning_rl.telemetry.metrics import jsonl
@@ -189,11 +190,9 @@ def test_new_weights_in_the_middle_of_an_answer(url: str, model: Any, prompt: li
 
 def test_a_policy_gives_it_weights_and_finds_out_old_ones(url: str, tmp_path: Path) -> None:
     policy = SGLangPolicy(
-        CHECKPOINT,
+        ModelSource(CHECKPOINT, device=DEVICE, dtype=DTYPE),
         tmp_path,
         urls=[url],
-        device=DEVICE,
-        train_dtype=DTYPE,
         tolerance=Tolerance(mean=0.1) if ON_GPU else FLOAT32,
     )
     try:

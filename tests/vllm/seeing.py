@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.vision import PlacedImage, vision_of
@@ -38,7 +39,7 @@ def make_folder(folder: Path, family: str = "qwen2_vl") -> Path:
 def policy_of(folder: Path, run_dir: Path) -> Iterator[VllmPolicy]:
     """The model in `folder`, sampled by a server that was started as a run starts it."""
     options = Options(python=str(PYTHON), dtype="float32", device="cpu", processed_logprobs=False)
-    policy = VllmPolicy(folder, options, run_dir, device="cpu")
+    policy = VllmPolicy(ModelSource(folder, device="cpu"), options, run_dir)
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", PATH)

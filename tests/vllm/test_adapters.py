@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import lightning_rl as lrl
+from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.control import WeightsRefused
 from lightning_rl.inference.vllm.policy import VllmPolicy
@@ -39,7 +40,9 @@ class Adapted:
 
     def __init__(self, name: str, run_dir: Path, beside: list[VllmPolicy], urls: tuple[str, ...] = ()) -> None:
         (run_dir / name).mkdir()
-        self.policy = VllmPolicy(CHECKPOINT, OPTIONS, run_dir / name, device="cpu", beside=beside, urls=urls)
+        self.policy = VllmPolicy(
+            ModelSource(CHECKPOINT, device="cpu"), OPTIONS, run_dir / name, beside=beside, urls=urls
+        )
         self.policy.name = name
         self.model: Any = lora.adapted(self.policy.model, rank=RANKS[name], alpha=8, targets="all-linear")
         self.version = -1

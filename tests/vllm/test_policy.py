@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.control import Control, WeightsRefused
 from lightning_rl.inference.vllm.policy import VllmPolicy
@@ -45,7 +46,7 @@ def policy(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     options = Options(
         python=str(PYTHON), dtype="float32", device="cpu", context=CONTEXT, processed_logprobs=False, servers=2
     )
-    made = VllmPolicy(checkpoint, options, tmp_path_factory.mktemp("run"), device="cpu")
+    made = VllmPolicy(ModelSource(checkpoint, device="cpu"), options, tmp_path_factory.mktemp("run"))
     try:
         made.start()
         made.update_weights(made.model, 0)
@@ -126,7 +127,7 @@ def test_servers_that_run_already_are_attached(
 ) -> None:
     urls = [registration["url"] for registration in policy.registrations()]
     options = Options(python="", dtype="float32", device="cpu", context=CONTEXT, processed_logprobs=False)
-    second = VllmPolicy(checkpoint, options, tmp_path, device="cpu", urls=urls, load_in_4bit=in_4_bits)
+    second = VllmPolicy(ModelSource(checkpoint, device="cpu", load_in_4bit=in_4_bits), options, tmp_path, urls=urls)
     try:
         second.start()
         if not in_4_bits:  # there the model with an adapter alone has whole weights

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_rl.inference.adapters import linear_names, shareable
 from lightning_rl.inference.devices import free_unused_memory
-from lightning_rl.inference.load import device_of, load_model, located, skeleton
+from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.control import Unreached
 from lightning_rl.inference.vllm.replicas import WATCH_SECONDS, Member, OwnServer, Replicas
@@ -31,19 +31,15 @@ _FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class VllmPolicy:
-    """The model at `path` (a folder or a hub's id; None: the tutorial's), sampled by vLLM from `start` to `close`.
+    """The model of `source`, sampled by vLLM from `start` to `close`.
 
     Args:
+        source: of `model`; servers get its weights whole where they are in 4 bits here.
         options: how its servers are started; `model`, `sees`, and a `context` of None, are the model's own.
         run_dir: where the logs of the servers are, and the weights on their way to them.
         urls: servers that run already and read the same files, instead of ones of our own.
         make: a server, of its options, `run_dir` and its number; None: a child process of ours.
-        weights: a checkpoint whose weights are sampled and trained instead of those at `path`.
-        device: of `model`: cpu, cuda, or auto.
-        train_dtype: of `model`.
         tolerance: how far log probabilities of server and model may be apart.
-        load_in_4bit: `model` has the weights of its linear layers in 4 bits; servers get them whole.
-        elsewhere: others have the weights that are trained, and `model` has none.
         beside: policies of adapters over the same weights, made before this one (`options.adapters` are all): where
             the model can be sampled with adapters, this one is sampled by their servers, or by its own where there are
             none, which get the adapter alone. None: servers get whole models.
@@ -59,26 +55,18 @@ class VllmPolicy:
 
     def __init__(
         self,
-        path: str | Path | None,
+        source: ModelSource,
         options: Options,
         run_dir: Path,
         *,
         urls: Iterable[str] = (),
         make: Callable[[Options, Path, int], OwnServer] | None = None,
-        weights: Path | None = None,
-        device: str = "auto",
-        train_dtype: torch.dtype = torch.float32,
         tolerance: Tolerance = FLOAT32,
-        attention: str | None = None,
-        load_in_4bit: bool = False,
-        elsewhere: bool = False,
         beside: "Sequence[VllmPolicy] | None" = None,
     ) -> None:
-        self.folder, self.name = located(path)
-        make_model = skeleton if elsewhere else bind(load_model, load_in_4bit=load_in_4bit)
-        model: Any = make_model(weights or self.folder, train_dtype, device_of(device), attention)
-        self.model = model
-        self.score: LogProbs | None = None if elsewhere else bind(log_probs_of, model)
+        self.folder, self.name = source.located
+        self.model = model = source.model()
+        self.score: LogProbs | None = None if source.elsewhere else bind(log_probs_of, model)
         self._vocabulary = int(model.config.get_text_config().vocab_size)
         self.on_outage: Callable[[bool], None] = lambda away: None
         self.make_room: Callable[[str], None] = lambda what: free_unused_memory()
@@ -86,7 +74,7 @@ class VllmPolicy:
         sees = vision_of(self.folder, model) is not None
         # The servers' own weights, which an adapter would be put over, are not those in 4 bits; and one policy of
         # several would put the servers of all to sleep.
-        whole = sees or load_in_4bit or (options.sleeps and options.adapters > 1)
+        whole = sees or source.load_in_4bit or (options.sleeps and options.adapters > 1)
         self.takes_adapter = beside is not None and not whole and shareable(model)
         self._options = msgspec.structs.replace(
             options,

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from lightning_rl.inference.adapters import Adapters, linear_names, shareable
 from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.inference.engine import EmbeddedEngine
+from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling
 from lightning_rl.training import lora
 from tests.random_examples import examples
@@ -188,9 +189,9 @@ def test_what_is_no_adapter_of_the_model_is_refused_and_changes_nothing() -> Non
 
 
 def test_policies_over_the_same_weights_have_one_engine_and_addresses_of_their_own() -> None:
-    first = EmbeddedPolicy(None, device="cpu", trained=True, threads=1, beside=[])
-    second = EmbeddedPolicy(None, device="cpu", trained=True, threads=1, beside=[first])
-    alone = EmbeddedPolicy(None, device="cpu", trained=True, threads=1)
+    first = EmbeddedPolicy(ModelSource(device="cpu"), trained=True, threads=1, beside=[])
+    second = EmbeddedPolicy(ModelSource(device="cpu"), trained=True, threads=1, beside=[first])
+    alone = EmbeddedPolicy(ModelSource(device="cpu"), trained=True, threads=1)
     assert second.engine is first.engine
     assert (first.adapter, second.adapter, alone.adapter) == (1, 2, 0)
     try:

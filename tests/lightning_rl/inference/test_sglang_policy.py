@@ -17,6 +17,7 @@ from examples.sql_agent.agent import sql_agent
 from examples.sql_agent.data import make
 from examples.sql_agent.train import CONFIG
 from lightning_rl.config import compose
+from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.sglang import SGLangPolicy
 from lightning_rl.inference.weights.check import EngineMismatch
 from tests.proxy.engines.sglang_stand_in import StandIn
@@ -48,7 +49,7 @@ class Server(StandIn):
 @contextmanager
 def policy(tmp_path: Path, *servers: Server) -> Iterator[SGLangPolicy]:
     with serving(servers[0].app) as one, serving(servers[-1].app) as other:
-        made = SGLangPolicy(CHECKPOINT, tmp_path, urls=[one, other][: len(servers)], device="cpu")
+        made = SGLangPolicy(ModelSource(CHECKPOINT, device="cpu"), tmp_path, urls=[one, other][: len(servers)])
         made.start()
         yield made
         made.close()

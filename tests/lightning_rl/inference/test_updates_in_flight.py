@@ -12,6 +12,7 @@ import pytest
 
 from lightning_rl import tutorial
 from lightning_rl.inference.embedded import EmbeddedPolicy
+from lightning_rl.inference.load import ModelSource
 from lightning_rl_proxy.engines.vllm import TokenEngine
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.rendering.load import load_renderer
@@ -23,7 +24,7 @@ USER: Any = {"role": "user", "content": "cars: size id\nHow many cars are there?
 
 @pytest.fixture(scope="module")
 def policy() -> Iterator[EmbeddedPolicy]:
-    policy = EmbeddedPolicy(None, device="cpu", threads=1)
+    policy = EmbeddedPolicy(ModelSource(device="cpu"), threads=1)
     policy.start()
     yield policy
     policy.close()

@@ -17,6 +17,7 @@ from PIL import Image as Pillow
 
 from lightning_rl.inference import policy as policies
 from lightning_rl.inference.embedded import EmbeddedPolicy
+from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling, Output
 from lightning_rl.vision import PlacedImage, vision_of
 from tests import seeing
@@ -35,7 +36,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def policy(folder: Path) -> Iterator[EmbeddedPolicy]:
-    policy = EmbeddedPolicy(folder, max_num_seqs=8, max_model_len=256)
+    policy = EmbeddedPolicy(ModelSource(folder), max_num_seqs=8, max_model_len=256)
     policy.start()
     yield policy
     policy.close()
@@ -243,7 +244,7 @@ def test_images_that_do_not_fit_are_refused_over_the_wire(policy: EmbeddedPolicy
 
 
 def test_a_model_of_text_refuses_images() -> None:
-    policy = EmbeddedPolicy(None, max_num_seqs=2)
+    policy = EmbeddedPolicy(ModelSource(), max_num_seqs=2)
     assert vision_of(policy.folder, policy.model) is None
     ids, images = prompt("x", CAT)
     with pytest.raises(ValueError, match="reads text alone"):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lightning_rl.config import compose
 from lightning_rl.config.policies import policies_of
 from lightning_rl.config.schema import Config
+from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.inference.weights.stream import as_saved, stream_of
@@ -102,7 +103,7 @@ class Colocated:
     def __init__(self, card: Card, config: Config, share: int, run_dir: Path) -> None:
         self.card, self.config = card, config
         options = Options(python="", dtype="bfloat16", device="cuda", processed_logprobs=False, sleeps=True)
-        policy: Any = VllmPolicy(CHECKPOINT, options, run_dir, device="cpu", urls=["http://127.0.0.1:1"])
+        policy: Any = VllmPolicy(ModelSource(CHECKPOINT, device="cpu"), options, run_dir, urls=["http://127.0.0.1:1"])
         engine_weights, woken = 2 * PARAMETERS, []
 
         def wake(tag: str) -> None:

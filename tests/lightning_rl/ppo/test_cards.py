@@ -9,6 +9,7 @@ import pytest
 
 from lightning_rl.config import ConfigError, compose
 from lightning_rl.inference import devices
+from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.cards import Cards
@@ -56,7 +57,7 @@ def given(tmp_path: Path, *words: str) -> list[str]:
     config = compose(command_line=[*always, *words])
     cards = Cards(config, {"actor"})
     options = resolved_config.vllm_options(config, cards.placement, cards.names)
-    policy = VllmPolicy(CHECKPOINT, options, tmp_path, device="cpu")
+    policy = VllmPolicy(ModelSource(CHECKPOINT, device="cpu"), options, tmp_path)
     try:
         policy.start()
     finally:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_rl.inference.embedded import EmbeddedPolicy
+from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling
 from lightning_rl.training import lora
 from lightning_rl.training.actor import Actor
@@ -44,7 +45,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def policy(folder: Path) -> Iterator[EmbeddedPolicy]:
-    policy = EmbeddedPolicy(folder, trained=True, max_num_seqs=8, max_model_len=256)
+    policy = EmbeddedPolicy(ModelSource(folder), trained=True, max_num_seqs=8, max_model_len=256)
     policy.start()
     yield policy
     policy.close()

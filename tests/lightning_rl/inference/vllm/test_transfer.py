@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.control import Control
 from lightning_rl.inference.vllm.policy import VllmPolicy
@@ -139,7 +140,7 @@ def test_a_policy_sleeps_once_and_has_its_weights_before_its_cache(tmp_path: Pat
     """Servers that sample an adapter keep their own weights, which nobody else has."""
     options = Options(python="", dtype="float32", device="cuda", processed_logprobs=False, sleeps=True, adapters=1)
     urls, beside = ["http://127.0.0.1:1"], list[VllmPolicy]() if adapter else None
-    policy = VllmPolicy(CHECKPOINT, options, tmp_path, device="cpu", urls=urls, beside=beside)
+    policy = VllmPolicy(ModelSource(CHECKPOINT, device="cpu"), options, tmp_path, urls=urls, beside=beside)
     assert policy.takes_adapter == adapter
     model: Any = policy.model
     asked: list[str] = []
