@@ -320,12 +320,15 @@ def _no_reward(evidence: Evidence) -> Finding | None:
 
 
 def _without_calls(evidence: Evidence) -> Finding | None:
+    do = list(evidence.refused_prompts)
+    if not do or sum(evidence.refused_prompts.values()) < evidence.beside_of:
+        do.append("let the agent use llm.base_url and llm.api_key")
     return _of_rollouts(
         evidence,
         evidence.without_calls,
         name="rollouts_without_calls",
         told="made no call to the model: they count in their group and train nothing",
-        advice="let the agent use llm.base_url and llm.api_key",
+        advice="; or ".join(do),
     )
 
 

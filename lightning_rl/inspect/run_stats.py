@@ -19,6 +19,7 @@ from lightning_rl.store.life_cycle import ENDED
 from lightning_rl.telemetry.metrics import jsonl
 from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.step_record import RolloutRecord, StepRecord
+from lightning_rl.trajectories.termination import ended_by, refused_prompt
 from lightning_rl_adapters import conventions, semconv
 from lightning_rl_adapters.call import calls_of
 from lightning_rl_adapters.conventions import ConventionDiagnosis
@@ -77,8 +78,9 @@ class Evidence(msgspec.Struct, kw_only=True):
     training rollouts, of all where none is for training: `seen` tallies calls by what is wrong with them (`inexact`,
     `no_logprobs`, `length`, and causes of forks), `errors` attempts by the type of the agent's error, `infrastructure`
     those that were lost otherwise. `gaps` has, of the newest step, how far sampler and trainer are apart, by rollout.
-    `rewritten` are rollouts whose agent writes its history anew for every call. `beside` has, by convention, how agents
-    called beside the gateway in the newest `beside_of` rollouts without calls.
+    `rewritten` are rollouts whose agent writes its history anew for every call. Of the newest `beside_of` rollouts
+    without calls, `beside` has, by convention, how agents called beside the gateway, and `refused_prompts` counts those
+    whose first prompt was too long, by what to do.
 
     Of a run with several policies, `policies` has what is known of the learning of each that learns, by name: its
     metrics under the names that they have in a run of one policy, its records, its keys.
@@ -100,6 +102,7 @@ class Evidence(msgspec.Struct, kw_only=True):
     rewritten: RewrittenHistory = msgspec.field(default_factory=RewrittenHistory)
     beside: dict[str, UnroutedRollouts] = {}
     beside_of: int = 0
+    refused_prompts: dict[str, int] = {}
     reward_names: set[str] = set()
     gaps: dict[str, float] = {}
     policies: "dict[str, Evidence]" = {}
@@ -225,14 +228,19 @@ def _look(connection: sa.Connection, evidence: Evidence) -> None:
     silent = [one for one, how in status.items() if how in ENDED and how != "cancelled" and one not in called]
     for rollout_id in silent:
         evidence.without_calls.add(rollout_id)
-    _look_beside(connection, evidence, silent[-_READ:])
+    _look_for_calls(connection, evidence, silent[-_READ:])
 
 
-def _look_beside(connection: sa.Connection, evidence: Evidence, silent: Sequence[str]) -> None:
-    """Enter what agents' own spans tell of LLM calls in rollouts that have none of the gateway's."""
+def _look_for_calls(connection: sa.Connection, evidence: Evidence, silent: Sequence[str]) -> None:
+    """Enter, of rollouts that have no call of the gateway's, what agents' own spans tell of LLM calls, and loops of
+    prompts that were too long."""
     evidence.beside_of = len(silent)
     for rollout_id in silent:
-        told = [conventions.told_of(attempt.spans) for attempt in recorded.trace(connection, rollout_id).attempts]
+        attempts = recorded.trace(connection, rollout_id).attempts
+        why = refused_prompt(ended_by(span for attempt in attempts for span in attempt.spans))
+        if why is not None:
+            evidence.refused_prompts[why] = evidence.refused_prompts.get(why, 0) + 1
+        told = [conventions.told_of(attempt.spans) for attempt in attempts]
         with_ids = {name for each in told for name in each.conventions}
         without = {each.convention: each for one in told for each in one.diagnoses}
         for name in sorted(with_ids | without.keys()):

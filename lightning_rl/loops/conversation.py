@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lightning_rl.agents.emit import emit_object
 from lightning_rl.agents.resources import LLM
-from lightning_rl.loops import limits as words
 from lightning_rl.loops.limits import Limits
-from lightning_rl.trajectories.termination import ending
+from lightning_rl.trajectories import termination
 
 if TYPE_CHECKING:
     from openai import BadRequestError
@@ -43,8 +42,8 @@ class Answer:
 class Conversation:
     """A conversation with the policy behind `llm`; enter it, and its end is recorded.
 
-    `assistant_turns`, `user_turns` and `sampled_tokens` count. `ended_by` says what ended it (`loops.limits`), None
-    while it goes on. What a loop wants to be told beside these goes into `told`.
+    `assistant_turns`, `user_turns` and `sampled_tokens` count. `ended_by` says what ended it
+    (`trajectories.termination`), None while it goes on. What a loop wants to be told beside these goes into `told`.
     """
 
     def __init__(self, llm: LLM, messages: Sequence[Mapping[str, Any]], limits: Limits, *, loop: str) -> None:
@@ -64,9 +63,10 @@ class Conversation:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        ended_by = words.ERROR if error is not None else self.ended_by or words.ANSWER
+        ended_by = termination.ERROR if error is not None else self.ended_by or termination.ANSWER
         counts = ("assistant_turns", "user_turns", "sampled_tokens")
-        emit_object(ending(self._loop, ended_by, **{name: getattr(self, name) for name in counts}, **self.told))
+        counted = {name: getattr(self, name) for name in counts}
+        emit_object(termination.ending(self._loop, ended_by, **counted, **self.told))
 
     async def ask(self, **request: Any) -> Answer | None:
         """The policy's next answer, added to the messages; None where a limit leaves no room for one.
@@ -80,7 +80,7 @@ class Conversation:
         if request.get("n", 1) != 1:
             raise ValueError(f"n={request['n']}: a conversation has one answer at a time; open several of them")
         if self.ended_by is None and self.assistant_turns == self.limits.assistant_turns:
-            self.ended_by = words.ASSISTANT_TURNS
+            self.ended_by = termination.ASSISTANT_TURNS
         if self.ended_by is not None:
             return None
         asked: Any = {"model": self.llm.model, "messages": self.messages, **request, **self._room(request)}
@@ -118,8 +118,8 @@ class Conversation:
 
     def _why_refused(self, error: "BadRequestError") -> str:
         if error.param != "max_context_tokens":
-            return words.CONTEXT
-        return words.ROW_LENGTH if self._first_prompt is None else self.limits.of_context(self._first_prompt)
+            return termination.CONTEXT
+        return termination.ROW_LENGTH if self._first_prompt is None else self.limits.of_context(self._first_prompt)
 
     def _answered(self, completion: Any) -> Answer:
         choice, usage = completion.choices[0], completion.usage

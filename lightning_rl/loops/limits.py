@@ -1,24 +1,11 @@
-"""How far a trajectory may go, and the words for what ended it. Pure.
+"""How far a trajectory may go. Pure.
 
-Invariant: of everything that ends a trajectory there is one word, and it is the true one.
+Invariant: of everything that ends a trajectory there is one word (`trajectories.termination`), and it is the true one.
 """
-
-from typing import Final
 
 import msgspec
 
-# It came to its end by itself.
-ANSWER: Final = "answer"  # the policy answered, and asked for nothing
-USER_DONE: Final = "user_done"  # the user had nothing more to say
-# A limit ended it.
-ASSISTANT_TURNS: Final = "max_assistant_turns"
-USER_TURNS: Final = "max_user_turns"
-RESPONSE_LENGTH: Final = "response_length"
-ROW_LENGTH: Final = "row_length"  # what of one row can be trained: data.max_prompt_length + data.max_response_length
-ANSWER_LENGTH: Final = "answer_length"  # of a single call: data.max_response_length
-CONTEXT: Final = "context"  # the engine's
-# The loop raised.
-ERROR: Final = "error"
+from lightning_rl.trajectories.termination import ANSWER_LENGTH, CONTEXT, RESPONSE_LENGTH, ROW_LENGTH
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from lightning_rl.agents.emit import emit_object, emit_reward
 from lightning_rl.agents.resources import LLM
 from lightning_rl.agents.task_fields import tools_of
-from lightning_rl.loops import limits as words
 from lightning_rl.loops.agent_loop import AgentLoop
 from lightning_rl.loops.conversation import Answer, Conversation
+from lightning_rl.trajectories import termination
 
 if TYPE_CHECKING:
     from lightning_rl.tools.trajectory import ToolResult, TrajectoryTools
@@ -58,11 +58,11 @@ class ToolAgent(AgentLoop):
         user = self.setting.user
         calls_tools = bool(answer.tool_calls) and self.setting.open_tools is not None
         if not calls_tools and user is None:
-            talk.ended_by = words.ANSWER
+            talk.ended_by = termination.ANSWER
         elif talk.assistant_turns == talk.limits.assistant_turns:
-            talk.ended_by = words.ASSISTANT_TURNS
+            talk.ended_by = termination.ASSISTANT_TURNS
         elif not calls_tools and talk.user_turns == talk.limits.user_turns:
-            talk.ended_by = words.USER_TURNS
+            talk.ended_by = termination.USER_TURNS
         return talk.ended_by is None
 
     async def _listen(self, task: Any, talk: Conversation) -> None:
@@ -70,7 +70,7 @@ class ToolAgent(AgentLoop):
         assert self.setting.user is not None
         said = await self.setting.user(task, talk.messages, talk.llm)
         if said is None:
-            talk.ended_by = words.USER_DONE
+            talk.ended_by = termination.USER_DONE
         else:
             talk.add_user(said)
 

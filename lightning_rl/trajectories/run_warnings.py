@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_rl.errors import Explained
+from lightning_rl.trajectories.termination import refused_prompt
 from lightning_rl.trajectories.trajectory import Trajectory
 
 
@@ -73,11 +74,11 @@ class Problems:
             text = "gave rewards to calls that they did not make, which are lost: pass the id of the answer as call_id"
             found.append(("lost rewards", text))
         if not trajectory.calls and trajectory.error is None:
-            text = (
-                "made no call to the model: the agent must use llm.base_url and llm.api_key (calls that were refused, "
-                f"and why, are in {self._run_dir / 'server.log'}); these train nothing"
+            why = refused_prompt(trajectory.ended_by) or (
+                "the agent must use llm.base_url and llm.api_key (calls that were refused, and why, are in "
+                f"{self._run_dir / 'server.log'})"
             )
-            found.append(("no call", text))
+            found.append((f"no call: {why}", f"made no call to the model: {why}; these train nothing"))
         if any(row.excluded == "overlong" for row in trajectory.rows):
             text = (
                 f"have rows of more than {self._max_tokens} tokens, which are not trained: raise "

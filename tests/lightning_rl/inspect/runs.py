@@ -1,6 +1,7 @@
 """Folders of runs as training leaves them, made by hand: a store, step records, metrics, a config."""
 
 import itertools
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -11,12 +12,12 @@ import msgspec
 from lightning_rl.config import compose, to_yaml
 from lightning_rl.store.contract import ErrorInfo, Finish, Reward, RolloutConfig, RolloutRequest
 from lightning_rl.store.sql import SqlStore
-from lightning_rl.trajectories import step_record
+from lightning_rl.trajectories import step_record, termination
 from lightning_rl.trajectories.step_record import CallRecord, RolloutRecord, StepRecord
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.otel import SpanPlace
-from lightning_rl_adapters.span import pack_logprobs
+from lightning_rl_adapters.span import Span, pack_logprobs
 from tests.adapters.test_conventions import recorded
 from tests.adapters.words import attempt_of, say
 
@@ -36,10 +37,12 @@ def record(
     attempts: int = 1,
     step: int = 7,
     seen: str | None = None,
+    ended_by: str | None = None,
     group_id: str | None = None,
 ) -> None:
     """A rollout of `attempts` attempts that ended so, each with these calls; their ids get the rollout's before. `step`
-    asked for it. `seen` names the recording (tests/adapters/otel) of what the agent's own spans say."""
+    asked for it. `seen` names the recording (tests/adapters/otel) of what the agent's own spans say,
+    `ended_by` what ended the conversation of its loop."""
     config, metadata = RolloutConfig(max_attempts=attempts), {"step": step}
     asked = RolloutRequest(
         task={"q": rollout_id}, rollout_id=rollout_id, group_id=group_id, mode=mode, config=config, metadata=metadata
@@ -58,6 +61,10 @@ def record(
         store.add_spans(spans)
         if seen is not None:
             store.add_spans(recorded(seen, SpanPlace(rollout_id, attempt_id)))
+        if ended_by is not None:
+            told = {semconv.OBJECT: json.dumps(termination.ending("tool_agent", ended_by))}
+            place: Any = {"rollout_id": rollout_id, "attempt_id": attempt_id, "span_id": f"{before}-ended"}
+            store.add_spans([Span(name=semconv.OBJECT_SPAN, number=1, start_ns=1, end_ns=1, attributes=told, **place)])
         store.add_rewards(rollout_id, attempt_id, list(call_rewards))
         status: Any = "succeeded" if error is None else "failed"
         store.finish(rollout_id, attempt_id, Finish(status=status, reward=None if error else reward, error=error))

@@ -266,6 +266,16 @@ def test_an_agent_that_called_beside_the_gateway_is_told_where_what_is_missing_a
     assert "they are trained where algorithm.train_spans=true says so" in told_of_ids
 
 
+def test_a_loop_whose_first_prompt_was_too_long_is_told_for_what(tmp_path: Path) -> None:
+    """It was told to use the gateway, which refused it."""
+    refused = several(2, calls=[], ended_by="row_length")
+    advice = findings(run_of(tmp_path / "1", rollouts=refused))["rollouts_without_calls"].advice
+    assert advice.startswith("the first prompt, with the tools, has no room in data.max_prompt_length + data.max_resp")
+    assert "llm.base_url" not in advice
+    found = findings(run_of(tmp_path / "2", rollouts=[*refused, *several(1, calls=[])]))
+    assert "; or let the agent use llm.base_url" in found["rollouts_without_calls"].advice
+
+
 def test_a_finding_names_a_rollout_to_look_at(tmp_path: Path) -> None:
     overlong = msgspec.structs.replace(rollout_record("r7", "g", 1.0), left_out="overlong")
     folder = run_of(
