@@ -195,8 +195,11 @@ class PolicyLearner:
         parts.ledger.enter(batch)
         plan = models.actor.plan(batch.sequences, len(trajectories))
         try:
-            found = self.update(batch, plan, timing) if plan else reporting.skipped(batch, self.run.step, self.name)
-            metrics |= found
+            if plan:
+                metrics |= self.update(batch, plan, timing)
+            else:
+                rule = self.config.algorithm.filter_groups
+                metrics |= reporting.skipped(batch, self.run.step, rule, self.name)
             if plan and in_update:
                 metrics |= rollout_correction.found_in_update(batch, self.rules.correction)
         finally:  # an update that fails is looked into, too

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from lightning_rl.config.schema import Config
+from lightning_rl.config.schema import Config, FilterGroups
 from lightning_rl.files import write_whole
 from lightning_rl.inspect.live_findings import Findings
 from lightning_rl.inspect.run_stats import RECENT
@@ -130,7 +130,7 @@ def _print_defaults(models: Models) -> None:
         print(f"learning rate: {rate:g}, by the model's size; choose another with actor_rollout_ref.actor.optim.lr")
 
 
-def skipped(batch: StepBatch, step: int, policy: str = "") -> dict[str, float]:
+def skipped(batch: StepBatch, step: int, rule: FilterGroups, policy: str = "") -> dict[str, float]:
     """Say why a step updates nothing, or not the one of several policies."""
     reasons: Counter[str] = Counter()
     for part in batch.parts:
@@ -139,8 +139,11 @@ def skipped(batch: StepBatch, step: int, policy: str = "") -> dict[str, float]:
     without_calls = sum(part.trajectory.calls == 0 for part in batch.parts)
     why = [f"{without_calls} of {len(batch.parts)} rollouts made no call"] * bool(without_calls)
     why += [tokens] * bool(tokens)
+    if not batch.parts:
+        filtered = f"in {rule.max_num_gen_batches} batches no group has rewards that differ (algorithm.filter_groups)"
+        why.append(filtered if rule.enable else "there are no rollouts")
     what = f"nothing of policy {policy}" if policy else "nothing"
-    _log.warning("step %d updates %s: %s", step, what, "; ".join(why) or "there are no rollouts")
+    _log.warning("step %d updates %s: %s", step, what, "; ".join(why))
     return {"training/skipped": 1.0}
 
 

@@ -170,10 +170,11 @@ def test_dynamic_sampling_rolls_out_until_enough_groups_say_something(tmp_path: 
 
 
 @pytest.mark.long
-def test_dynamic_sampling_ends_where_nothing_can_be_learned(tmp_path: Path) -> None:
+def test_dynamic_sampling_ends_where_nothing_can_be_learned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given = config() | {"algorithm": {"filter_groups": {"enable": True, "max_num_gen_batches": 2}}}
     record = trained(tmp_path, says_something, lrl.PPO(given, reward=lambda group: [1.0] * len(group)), TASKS)
     assert record.rollouts == []
+    assert "step 1 updates nothing: in 2 batches no group has rewards that differ" in caplog.text
     [row] = read(tmp_path / "metrics.jsonl")
     assert row["tokens/received"] == row["tokens/excluded/zero_variance"] > 0
     assert "actor/pg_loss" not in row
