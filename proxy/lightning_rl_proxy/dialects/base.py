@@ -238,6 +238,19 @@ def no_request(what: str, error: Exception) -> GatewayError:
     )
 
 
+def refused(where: str, what: str, kind: str = "invalid_request_error") -> GatewayError:
+    """What stands at `where` in a request is not as it has to be."""
+    return GatewayError(400, f"{where} {what}", param=where, kind=kind)
+
+
+def text_of(where: str, holder: Any, name: str) -> str:
+    """The text that an object of a request has under that name. Raises GatewayError(400) where there is none."""
+    value = holder.get(name) if isinstance(holder, dict) else None
+    if not isinstance(value, str):
+        raise refused(f"{where}.{name}", "is missing" if value is None else "is no text")
+    return value
+
+
 def sse(data: Any, event: str | None = None) -> bytes:
     """One server-sent event with JSON data."""
     head = b"" if event is None else b"event: " + event.encode() + b"\n"
