@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 Kind = Literal["converted", "accepted", "refused"]
 Converted = dict[str, Any]
 
-# Names in the first are the user's, such as a frozen model that is called `checkpoint`; the other is ours as it is.
-_AS_IT_IS = ("gateway.", "actor_rollout_ref.model.lora.merge")
+# Names in the first two are the user's, such as a frozen model that is called `checkpoint`; the other is ours as it is.
+_AS_IT_IS = ("gateway.", "policies.", "actor_rollout_ref.model.lora.merge")
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
 _VLLM = f"{_ROLLOUT}engine_kwargs.vllm."

@@ -143,6 +143,7 @@ SERVED = {"rollout": {"name": "vllm", "server_urls": ["http://127.0.0.1:1", "htt
         (LORA | SERVED, {"rollout": {"temperature": 0.5}}, False),  # their log probabilities would be of another kind
         (LORA | {"rollout": SERVED["rollout"] | {"name": "sglang"}}, {}, False),
         ({"model": LORA["model"] | {"lora": {"merge": True}}}, {}, False),
+        (LORA, {"model": {"lora": {"merge": True}}}, False),
     ],
 )
 def test_adapters_over_the_same_weights_are_sampled_by_one_engine(
