@@ -191,6 +191,8 @@ def _make_buffers(model: Any) -> None:
 
 
 def _loader(path: str | Path) -> Any:
+    # Bars would break up the progress line of the run, as a model is read and as it is written.
+    transformers.utils.logging.disable_progress_bar()
     return AutoModelForImageTextToText if sees(path) else AutoModelForCausalLM
 
 
@@ -204,7 +206,6 @@ def load_model(
 ) -> nn.Module:
     """The causal LM at `path` (a folder or a model id), on `device`, ready to be sampled from; with its vision tower,
     if it has one. `attention`: see `attention_of`; `load_in_4bit`: see `four_bit.quantize`."""
-    transformers.utils.logging.disable_progress_bar()  # it would break up the progress line of the run
     implementation = attention_of(AutoConfig.from_pretrained(path), attention)
     try:
         model: Any = _loader(path).from_pretrained(path, dtype=dtype, attn_implementation=implementation)
