@@ -294,7 +294,12 @@ class ActorSection(Section, frozen=True):
         Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"],
         effect("how token losses become one number; *seq* is a whole rollout"),
     ] = "token-mean"
-    loss_scale_factor: Annotated[Above0 | None, effect("the divisor of seq-mean-token-sum-norm")] = None
+    loss_scale_factor: Annotated[
+        Above0 | None,
+        effect(
+            "the divisor of seq-mean-token-sum-norm; null: data.max_response_length, as in verl, which pads rows to it"
+        ),
+    ] = None
     tau_pos: Annotated[Above0, effect("loss_mode sapo: how steep its gate is where the advantage is positive")] = 1.0
     tau_neg: Annotated[Above0, effect("loss_mode sapo: the same elsewhere")] = 1.05
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)

@@ -472,7 +472,7 @@ def actor_config(config: Config, training_steps: int) -> ActorConfig:
         clip_ratio_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
         clip_ratio_c=actor.clip_ratio_c,
         loss_agg_mode=actor.loss_agg_mode,
-        loss_scale_factor=actor.loss_scale_factor,
+        loss_scale_factor=actor.loss_scale_factor or config.data.max_response_length,
         entropy_coeff=actor.entropy_coeff,
         param_offload=actor.fsdp_config.param_offload,
         optimizer_offload=actor.fsdp_config.optimizer_offload,
@@ -554,7 +554,7 @@ def critic_config(config: Config, training_steps: int) -> CriticConfig:
         param_offload=critic.fsdp_config.param_offload,
         optimizer_offload=critic.fsdp_config.optimizer_offload,
         loss_agg_mode=critic.loss_agg_mode or actor.loss_agg_mode,
-        loss_scale_factor=actor.loss_scale_factor,
+        loss_scale_factor=actor.loss_scale_factor or config.data.max_response_length,
         optim=optimizer_config(critic.optim, training_steps, critic.grad_clip, section="critic.optim"),
     )
 

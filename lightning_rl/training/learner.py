@@ -26,7 +26,7 @@ class LearnerConfig:
     micro_batch_tokens: int | None
     ppo_epochs: int
     loss_agg_mode: str
-    loss_scale_factor: float | None
+    loss_scale_factor: float
     optim: OptimizerConfig
     param_offload: bool = False
     optimizer_offload: bool = False

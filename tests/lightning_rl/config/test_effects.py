@@ -947,6 +947,15 @@ def test_the_loss_knows_the_reference() -> None:
     assert (weight(kl_loss_coef=0.5), weight(kl_loss_coef=0.5, use_kl_loss=True)) == (0.0, 0.5)
 
 
+def test_token_sums_are_divided_by_the_length_that_verl_pads_rows_to() -> None:
+    """Without a factor of its own the first update ended the run."""
+    for factor, divisor in ((None, 24), (8.0, 8.0)):
+        actor = {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": factor}
+        config = compose({"data": {"max_response_length": 24}, "actor_rollout_ref": {"actor": actor}})
+        assert resolved_config.actor_config(config, 10).loss_scale_factor == divisor
+        assert resolved_config.critic_config(config, 10).loss_scale_factor == divisor
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
