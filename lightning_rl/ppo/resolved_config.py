@@ -41,7 +41,7 @@ from lightning_rl.rl.advantages import Estimator
 from lightning_rl.rl.baselines import OutcomeEstimator
 from lightning_rl.rl.correction import CorrectionRules
 from lightning_rl.rl.distillation import DistillationOptions
-from lightning_rl.rl.losses import loss_named
+from lightning_rl.rl.losses import check_options
 from lightning_rl.training import checkpoint, optimizer
 from lightning_rl.training.actor import ActorConfig
 from lightning_rl.training.chat_template import with_template
@@ -119,8 +119,9 @@ def step_rules(
 def check(config: Config, estimator: Estimator | OutcomeEstimator) -> None:
     """Raises ConfigError for names that do not exist, and for keys that do not go together."""
     actor, critic, trainer = config.actor_rollout_ref.actor, config.critic, config.trainer
+    update = actor_config(config, 1)
     checks: dict[str, Callable[[], object]] = {
-        "actor_rollout_ref.actor.policy_loss": lambda: loss_named(actor_config(config, 1).loss_mode),
+        "actor_rollout_ref.actor.policy_loss": lambda: check_options(update.loss_mode, update),
         "actor_rollout_ref.actor.optim": lambda: optimizer.check(optimizer_config(actor.optim, 1, actor.grad_clip)),
         "critic.optim": lambda: optimizer.check(optimizer_config(critic.optim, 1, critic.grad_clip)),
     }

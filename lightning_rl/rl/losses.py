@@ -73,11 +73,13 @@ class Loss(NamedTuple):
     """A policy loss: `token_loss`, and where it needs to know more than its token, `prepare`.
 
     `prepare` sees all tokens of a mini-batch, in an order that depends on the rollouts alone, and gives [K] constants;
-    it costs one forward pass without gradient. Its generator is seeded by the optimizer step.
+    it costs one forward pass without gradient. Its generator is seeded by the optimizer step. `needs` names options
+    without which it cannot be.
     """
 
     token_loss: Callable[[LossInputs, LossOptions], PolicyLoss]
     prepare: Prepare | None = None
+    needs: tuple[str, ...] = ()
 
 
 def vanilla(tokens: LossInputs, options: LossOptions) -> PolicyLoss:
@@ -291,7 +293,7 @@ LOSSES: dict[str, Loss] = {
     "clip_cov": Loss(clip_cov, dropped_by_covariance),
     "kl_cov": Loss(kl_cov, largest_covariances),
     "geo_mean": Loss(geo_mean, geometric_means),
-    "dro": Loss(dro),
+    "dro": Loss(dro, needs=("dro_beta",)),
     "cispo": Loss(cispo),
     "reinforce": Loss(reinforce, truncated_weights),
     "ppo_clip": Loss(vanilla),  # bypass_mode's other one: the ratio to the sampler is clipped, no weight beside it
@@ -304,6 +306,13 @@ def loss_named(name: str) -> Loss:
     if name not in LOSSES:
         raise ValueError(f"loss_mode {name!r} is unknown; there are {', '.join(LOSSES)}")
     return LOSSES[name]
+
+
+def check_options(name: str, options: LossOptions) -> None:
+    """Raises ValueError for a `loss_mode` that there is not, and for options that lack what it needs."""
+    for needed in loss_named(name).needs:
+        if getattr(options, needed) is None:
+            raise ValueError(f"loss_mode {name!r} needs {needed}, and it is null")
 
 
 class ValueLoss(NamedTuple):

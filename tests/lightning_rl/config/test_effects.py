@@ -921,9 +921,13 @@ def test_the_overlong_buffer_is_what_the_keys_say() -> None:
         PPO({"algorithm": gdpo, "data": data, "reward": {"overlong_buffer": {"enable": True}}})
 
 
-def test_a_loss_that_is_not_there_is_refused_before_a_model_is_loaded() -> None:
-    with pytest.raises(ConfigError, match=r"policy_loss: loss_mode 'vanila' is unknown; there are vanilla, dppo_tv"):
-        PPO({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "vanila"}}}})
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [("vanila", "'vanila' is unknown; there are vanilla, dppo_tv"), ("dro", "'dro' needs dro_beta, and it is null")],
+)
+def test_a_loss_that_cannot_be_computed_is_refused_before_a_model_is_loaded(mode: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"policy_loss: loss_mode {told}"):
+        PPO({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": mode}}}})
 
 
 def test_the_penalty_steers_as_the_keys_say() -> None:
