@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_rl.errors import Explained
 from lightning_rl.training import shards
 from lightning_rl.training import state as states
 
@@ -148,6 +149,10 @@ def _each(
     }
 
 
+class OptimizerRefused(Explained, ValueError):
+    """The optimizer does not take the model's parameters, or its own arguments."""
+
+
 def check(config: OptimizerConfig) -> None:
     """Raises ValueError for an optimizer, an argument or a schedule that there is not, before a model is there."""
     lr_factor(0, config)
@@ -183,7 +188,9 @@ def _built(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.opt
     try:
         return kind(parameters, **arguments)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{config.section}: {_name(config)} refuses its arguments or parameters: {error}") from error
+        raise OptimizerRefused(
+            f"{config.section}: {_name(config)} refuses its arguments or parameters ({error}); take another optimizer"
+        ) from error
 
 
 def _class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:

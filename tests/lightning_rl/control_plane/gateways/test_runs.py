@@ -1,0 +1,58 @@
+"""A run that attaches again in the very moment in which it is given up."""
+
+import asyncio
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from lightning_rl.control_plane.gateways.runs import RunRequest, Runs
+from lightning_rl.store.sql import SqlStore
+
+
+class SlowStore:
+    """The store's thread, in which the look at the runs that are remembered takes until `go_on`."""
+
+    def __init__(self) -> None:
+        self.looked = asyncio.Event()
+        self.go_on = asyncio.Event()
+
+    async def run(self, work: Any, *args: Any, **keywords: Any) -> Any:
+        if work.__name__ == "remembered_runs":
+            self.looked.set()
+            await self.go_on.wait()
+        return work(*args, **keywords)
+
+
+def test_a_run_that_attaches_again_while_it_is_given_up_stays(tmp_path: Path) -> None:
+    asyncio.run(_attach_while_given_up(tmp_path))
+
+
+async def _attach_while_given_up(tmp_path: Path) -> None:
+    removed: list[str] = []
+
+    async def remove(engine_id: str) -> None:
+        removed.append(engine_id)
+
+    async def end(overdue: Any) -> list[Any]:
+        return []
+
+    engine = SimpleNamespace(engine_id="e1")
+    together: Any = SimpleNamespace(gateway_id="", engines_of=lambda model: [engine], remove_engine=remove)
+    pauses: Any = SimpleNamespace(is_paused=lambda model: False)
+    gateway: Any = SimpleNamespace(now_ns=lambda: 1)
+    thread: Any = SlowStore()
+    with closing(SqlStore(f"sqlite:///{tmp_path}/store.db")) as store:
+        runs = Runs(store, thread, gateway, pauses, together, model="m", end=end)
+        await runs.begin("r", RunRequest(model="policy", lease_seconds=1e-3))
+        watching = asyncio.create_task(runs.watch())
+        await thread.looked.wait()  # its lease is over, and it is about to be given up
+        removed.clear()
+        await runs.begin("r", RunRequest(model="policy", lease_seconds=60))
+        assert removed == ["e1"], "what its last lease left is cleared away once"
+        thread.go_on.set()
+        await asyncio.sleep(0.05)
+        assert removed == ["e1"]
+        assert list(store.remembered_runs("")) == ["r"]
+        await runs.heartbeat("r")
+        watching.cancel()
