@@ -6,26 +6,30 @@ from typing import Annotated, Literal
 import typer
 
 MIB = 2**20
+_FORMS: dict[str, Literal["parquet", "jsonl"]] = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl"}
 
 
 def run(
     run_dir: Annotated[Path, typer.Argument(help="The run's folder.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The file; in a folder, WHAT.parquet or WHAT.jsonl.")],
     form: Annotated[
-        Literal["parquet", "jsonl", "otlp"], typer.Option("--format", help="otlp: OTLP/JSON, a request a line.")
-    ] = "jsonl",
+        Literal["parquet", "jsonl", "otlp"] | None,
+        typer.Option("--format", help="By default by the file's name. otlp: OTLP/JSON, a request a line."),
+    ] = None,
     what: Annotated[
         Literal["rollouts", "calls", "rows", "spans", "pairs"] | None,
         typer.Option(help="By default rollouts; in OTLP spans, where calls are the calls' spans alone."),
     ] = None,
     pairs: Annotated[bool, typer.Option("--pairs", help="Preference pairs for DPO: --what pairs.")] = False,
-    mode: Annotated[str | None, typer.Option(help="Of train, val or test rollouts alone.")] = None,
+    mode: Annotated[
+        Literal["train", "val", "test"] | None, typer.Option(help="Of rollouts of this mode alone.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Of at most so many rollouts, the oldest ones.")] = None,
 ) -> None:
     """Write a run's rollouts, calls, training rows, spans or preference pairs to a file. The run may be going on.
 
     ```
-    lightning-rl export runs/20261231-120000 --format parquet --what calls -o calls.parquet
+    lightning-rl export runs/20261231-120000 --what calls -o calls.parquet
     lightning-rl export runs/20261231-120000 --format otlp -o spans.jsonl
     lightning-rl export runs/20261231-120000 --pairs --mode train -o pairs.jsonl
     ```
@@ -37,5 +41,8 @@ def run(
     if pairs and what not in (None, "pairs"):
         raise NotExported(f"--pairs and --what {what} ask for two things: leave one out")
     chosen = ("pairs" if pairs else what) or ("spans" if form == "otlp" else "rollouts")
-    file, count = export(run_dir, chosen, form, output, mode=mode, limit=limit)
+    if form is None and not output.is_dir() and output.suffix not in _FORMS:
+        raise NotExported(f"--output {output} ends with none of {', '.join(_FORMS)}: name the --format")
+    written_as = form or _FORMS.get(output.suffix, "jsonl")
+    file, count = export(run_dir, chosen, written_as, output, mode=mode, limit=limit)
     typer.echo(f"{count} {chosen} in {file} ({file.stat().st_size / MIB:.1f} MiB)")

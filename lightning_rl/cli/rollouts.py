@@ -8,7 +8,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -29,8 +29,11 @@ app = typer.Typer(help="The rollouts of a run: `list`, `show`, `tail`, `cancel`,
 
 RunDir = Annotated[Path | None, typer.Option(help="The run's folder; by default the newest below runs/.")]
 Url = Annotated[str | None, typer.Option(help=f"A running server instead; its admin key is {ADMIN_KEY}'s.")]
-Status = Annotated[str | None, typer.Option(help="queued, running, succeeded, failed or cancelled alone.")]
-Mode = Annotated[str | None, typer.Option(help="train, val or test alone.")]
+Status = Annotated[
+    Literal["queued", "running", "succeeded", "failed", "cancelled"] | None,
+    typer.Option(help="Of rollouts in this state alone."),
+]
+Mode = Annotated[Literal["train", "val", "test"] | None, typer.Option(help="Of rollouts of this mode alone.")]
 Group = Annotated[str | None, typer.Option(help="The rollouts of this group alone.")]
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Whole ids, as `list` shows them.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, a line for each.")]

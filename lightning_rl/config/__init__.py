@@ -228,6 +228,8 @@ def _read(file: Path | None, schema: type[Config]) -> Any:
         return OmegaConf.create({})
     if not file.is_file():
         raise ConfigError(f"there is no configuration file {file.resolve()}")
+    if file.suffix != ".yaml":  # Hydra would look for the file of this name that does, and may find another one
+        raise ConfigError(f"the name of the configuration file {file} does not end with .yaml: rename it")
     _store(schema)
     with _apart(), initialize_config_dir(str(file.resolve().parent), version_base="1.3"), warnings.catch_warnings():
         # verl's files look for its own defaults where its source may not be; ours stand in for them.

@@ -75,6 +75,7 @@ def test_the_newest_are_listed_last_and_filters_narrow_them(run_dir: Path) -> No
     assert first.split()[:6] == ["train-1-0", "succeeded", "train", "-", "1", "0.5"]
     assert "KeyError: 'gold'" in second
     assert run("list", *where, "--status", "running") == "no such rollouts\n"
+    assert CliRunner().invoke(app, ["rollouts", "list", *where, "--status", "fail"]).exit_code == 2
 
 
 def test_a_rollout_is_shown_with_its_attempts_rewards_calls_and_traceback(run_dir: Path) -> None:

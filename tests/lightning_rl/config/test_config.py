@@ -106,6 +106,10 @@ def test_a_value_that_does_not_fit_is_named(override: str, message: str) -> None
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"no configuration file {tmp_path / 'x.yaml'}"):
         compose(file=tmp_path / "x.yaml")
+    for name in ("x.yml", "x.yaml"):
+        (tmp_path / name).write_text("data: {train_batch_size: 1}")
+    with pytest.raises(ConfigError, match=r"x\.yml does not end with \.yaml: rename it"):
+        compose(file=tmp_path / "x.yml")  # the other file would be read
 
 
 def test_broken_yaml_is_an_error_that_names_the_file(tmp_path: Path) -> None:

@@ -257,6 +257,8 @@ def test_the_command_says_how_many_and_where(run_dir: Path) -> None:
     assert command("-o", str(run_dir)).startswith(f"4 rollouts in {run_dir / 'rollouts.jsonl'}")
     assert command("--format", "otlp", "-o", str(run_dir / "x.jsonl")).startswith("7 spans in")
     assert command("--format", "parquet", "--what", "rows", "-o", str(run_dir)).startswith("4 rows in")
+    assert command("-o", str(run_dir / "x.parquet")).startswith("4 rollouts in")
+    assert (run_dir / "x.parquet").read_bytes()[:4] == b"PAR1"
     assert msgspec.json.decode((run_dir / "rollouts.jsonl").read_bytes().splitlines()[3])["status"] == "queued"
 
 
@@ -264,6 +266,12 @@ def test_what_is_asked_for_twice_is_refused(run_dir: Path) -> None:
     done = CliRunner().invoke(app, ["export", str(run_dir), "--pairs", "--what", "calls", "-o", str(run_dir)])
     assert isinstance(done.exception, Explained)
     assert "--pairs and --what calls" in str(done.exception)
+
+
+def test_a_file_whose_name_says_no_format_is_refused_without_one(run_dir: Path) -> None:
+    done = CliRunner().invoke(app, ["export", str(run_dir), "-o", str(run_dir / "x.csv")])
+    assert isinstance(done.exception, Explained)
+    assert str(done.exception).endswith("x.csv ends with none of .parquet, .jsonl, .json: name the --format")
 
 
 def test_the_page_lists_every_column() -> None:
