@@ -321,7 +321,9 @@ def _check_names(names: Sequence[str] | Iterator[str], schema: type[Config]) -> 
     for name in names:
         if name not in valid and name not in groups and not any(f"{outer}.*" in valid for outer in _outer(name)):
             known = valid | groups | verl_keys.NAMES
-            raise ConfigError(f"config key {name!r} is unknown; did you mean {_nearest(name, known)}?")
+            near = _nearest(name, known)
+            hint = f"did you mean {near}?" if near else "docs/config.md has all there are"
+            raise ConfigError(f"config key {name!r} is unknown; {hint}")
 
 
 def _is_dict(annotation: Any) -> bool:
@@ -335,11 +337,17 @@ def _outer(name: str) -> list[str]:
     return [".".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
+_ALIKE = 0.5  # of two names, by difflib's ratio: less is another word
+
+
 def _nearest(name: str, valid: frozenset[str]) -> str:
-    """The likeliest of the names that end alike, three where there are more, or else the one that is written alike."""
+    """The likeliest of the names that end alike, three where there are more, or else the one that is written alike; ""
+    where none is."""
     leaf = name.rsplit(".", 1)[-1]
     same_leaf = [other for other in sorted(valid) if other.rsplit(".", 1)[-1] == leaf]
-    found = difflib.get_close_matches(name, same_leaf or sorted(valid), n=3 if same_leaf else 1, cutoff=0.0)
+    found = difflib.get_close_matches(
+        name, same_leaf or sorted(valid), n=3 if same_leaf else 1, cutoff=0.0 if same_leaf else _ALIKE
+    )
     return " or ".join(repr(one.removesuffix(".*")) for one in found)
 
 

@@ -95,6 +95,7 @@ def test_an_unknown_key_on_the_command_line_is_named(override: str) -> None:
         ("algorithm.credit.wieghts={a: 1}", r"'algorithm.credit.wieghts' is unknown; .*'algorithm.credit.weights'"),
         ("data.seed=1,2", "gives data.seed several values"),
         ("data.seed", "is no key=value"),
+        ("foo=1", "'foo' is unknown; docs/config.md has all"),
         ("agent=a:b", "'agent' is unknown"),  # only `lightning-rl train` reads it
     ],
 )
