@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 MIB = 2**20
-_FORMS: dict[str, Literal["parquet", "jsonl"]] = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl"}
+_FORMS: dict[str, Literal["parquet", "jsonl"]] = {".parquet": "parquet", ".jsonl": "jsonl"}
 
 
 def run(
@@ -42,7 +42,7 @@ def run(
         raise NotExported(f"--pairs and --what {what} ask for two things: leave one out")
     chosen = ("pairs" if pairs else what) or ("spans" if form == "otlp" else "rollouts")
     if form is None and not output.is_dir() and output.suffix not in _FORMS:
-        raise NotExported(f"--output {output} ends with none of {', '.join(_FORMS)}: name the --format")
+        raise NotExported(f"--output {output} ends with neither {' nor '.join(_FORMS)}: name the --format")
     written_as = form or _FORMS.get(output.suffix, "jsonl")
     file, count = export(run_dir, chosen, written_as, output, mode=mode, limit=limit)
     typer.echo(f"{count} {chosen} in {file} ({file.stat().st_size / MIB:.1f} MiB)")

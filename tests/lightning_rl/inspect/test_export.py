@@ -271,7 +271,7 @@ def test_what_is_asked_for_twice_is_refused(run_dir: Path) -> None:
 def test_a_file_whose_name_says_no_format_is_refused_without_one(run_dir: Path) -> None:
     done = CliRunner().invoke(app, ["export", str(run_dir), "-o", str(run_dir / "x.csv")])
     assert isinstance(done.exception, Explained)
-    assert str(done.exception).endswith("x.csv ends with none of .parquet, .jsonl, .json: name the --format")
+    assert str(done.exception).endswith("x.csv ends with neither .parquet nor .jsonl: name the --format")
 
 
 def test_the_page_lists_every_column() -> None:
