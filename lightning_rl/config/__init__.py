@@ -87,7 +87,7 @@ def _refuse(notes: Sequence[Note]) -> None:
 
 def _report(notes: Sequence[Note]) -> None:
     if idle := [note.key for note in notes if note.reported]:
-        _log.warning("%d keys have no effect here (docs/config.md says why): %s", len(idle), ", ".join(idle))
+        _log.warning("without effect here (docs/config.md says why): %s", ", ".join(idle))
 
 
 def derived(config: C, given: Mapping[str, Any]) -> C:

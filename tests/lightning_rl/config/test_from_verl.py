@@ -246,7 +246,7 @@ def test_a_key_without_effect_is_reported_in_one_line(caplog: pytest.LogCaptureF
             ],
         )
     [line] = caplog.messages
-    assert line.startswith("3 keys have no effect here")
+    assert line.startswith("without effect here")
     assert line.endswith(
         "trainer.balance_batch, actor_rollout_ref.rollout.multi_turn.format, actor_rollout_ref.rollout.mode"
     )
@@ -259,7 +259,7 @@ def test_verls_number_of_workers_does_not_bound_what_its_commands_roll_out(caplo
     with caplog.at_level(logging.WARNING):
         theirs = compose(base=verl_keys.DEFAULTS, command_line=[f"{workers}=8"])
     assert _at(theirs, at_once) is None
-    assert caplog.messages == [f"1 keys have no effect here (docs/config.md says why): {workers}"]
+    assert caplog.messages == [f"without effect here (docs/config.md says why): {workers}"]
     [note] = notes_of(command_line=[f"{workers}=8"], theirs=True)
     assert (note.kind, at_once in note.text) == ("accepted", True)
     assert _at(compose(base=verl_keys.DEFAULTS, command_line=[f"{workers}=8", f"{at_once}=5"]), at_once) == 5
