@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -181,6 +182,11 @@ def keys(schema: type[Section] = TrainConfig, prefix: str = "") -> Iterator[Key]
         kind = "no_effect" if "no_effect" in extra else "effect"
         bounded: Any = Annotated[(annotation.__origin__, *annotation.__metadata__)]
         yield Key(name, bounded, default, kind, meta.description or "")
+
+
+def given_keys(config: Section) -> set[str]:
+    """The dotted keys whose values are other than their defaults."""
+    return {key.name for key in keys(type(config)) if attrgetter(key.name)(config) != key.default}
 
 
 def to_yaml(config: Config) -> str:

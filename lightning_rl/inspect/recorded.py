@@ -7,6 +7,7 @@ what we read is one moment of it. A copy lies in the temporary folder for as lon
 """
 
 import difflib
+import functools
 import os
 import signal
 import sqlite3
@@ -114,13 +115,19 @@ def copied(servers: Sequence[HttpStore], run_id: str | None) -> Iterator[sa.Conn
             yield connection
 
 
+@functools.lru_cache(maxsize=8)
+def _engine(store: Path) -> sa.Engine:
+    """Kept, so that who looks at a store again and again leaves none to be collected: a Ctrl-C that comes in that
+    moment is lost."""
+    return sa.create_engine("sqlite://", creator=lambda: _connect(store), poolclass=sa.NullPool)
+
+
 @contextmanager
 def _reading(store: Path) -> Iterator[sa.Connection]:
     with ExitStack() as close:
         try:
             with _interrupts_wait():
-                engine = sa.create_engine("sqlite://", creator=lambda: _connect(store), poolclass=sa.NullPool)
-                connection = engine.connect()
+                connection = _engine(store).connect()
                 close.callback(_close, connection)
             connection.exec_driver_sql("BEGIN")
             _check_version(connection, store)

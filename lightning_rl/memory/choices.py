@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from lightning_rl.config import keys
+from lightning_rl.config import given_keys
 from lightning_rl.config.schema import Config
 from lightning_rl.memory.budget import Budget, budget
 from lightning_rl.memory.gpus import Hardware
@@ -37,7 +37,7 @@ class MemoryPlanner:
 
     def __init__(self, config: Config, model: Any, hardware: Hardware, beside: int = 0) -> None:
         self._config, self._model, self._hardware, self._beside = config, model, hardware, beside
-        self._given = {key.name for key in keys(type(config)) if _value(config, key.name) != key.default}
+        self._given = given_keys(config)
         self._traced: dict[str, TracedStep] = {}
         self._parameters = 0
 
@@ -131,10 +131,3 @@ def with_keys(config: Config, changes: Mapping[str, Any]) -> Config:
             place = place[name]
         place[last] = value
     return msgspec.convert(plain, type(config))
-
-
-def _value(config: Config, key: str) -> Any:
-    found: Any = config
-    for name in key.split("."):
-        found = getattr(found, name)
-    return found

@@ -1,0 +1,108 @@
+"""Keys that are given and not read, since another key is as it is: a run tells of them as it begins.
+
+A coefficient of something that is off is the usual one: nothing is penalised, and nothing else would say so.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from lightning_rl.config import given_keys
+from lightning_rl.config.schema import Config
+
+_ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
+_LOSS = f"{_ACTOR}policy_loss."
+
+
+class _Need(NamedTuple):
+    """Keys, or groups of them (`group.`), that are read where `is_met`; `what` says how that is."""
+
+    names: tuple[str, ...]
+    what: str
+    is_met: Callable[[Config], bool]
+
+
+def _of_loss(mode: str, *names: str) -> _Need:
+    return _Need(
+        names,
+        f"{_LOSS}loss_mode={mode}",
+        lambda config: config.actor_rollout_ref.actor.policy_loss.loss_mode == mode,
+    )
+
+
+_NEEDS = (
+    _Need(
+        (f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type"),
+        f"{_ACTOR}use_kl_loss=true",
+        lambda config: config.actor_rollout_ref.actor.use_kl_loss,
+    ),
+    _Need(
+        (f"{_ACTOR}loss_scale_factor",),
+        f"{_ACTOR}loss_agg_mode=seq-mean-token-sum-norm",
+        lambda config: (
+            "seq-mean-token-sum-norm" in (config.actor_rollout_ref.actor.loss_agg_mode, config.critic.loss_agg_mode)
+        ),
+    ),
+    _of_loss("sapo", f"{_ACTOR}tau_pos", f"{_ACTOR}tau_neg"),
+    _of_loss("clip_cov", f"{_LOSS}clip_cov_ratio", f"{_LOSS}clip_cov_lb", f"{_LOSS}clip_cov_ub"),
+    _of_loss("kl_cov", f"{_LOSS}kl_cov_ratio", f"{_LOSS}ppo_kl_coef"),
+    _of_loss("dro", f"{_LOSS}dro_beta"),
+    _Need(
+        tuple(
+            f"{_MODEL}{name}"
+            for name in ("lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path", "lora_export", "lora.")
+        ),
+        f"{_MODEL}lora_rank",
+        lambda config: config.actor_rollout_ref.model.lora_rank > 0,
+    ),
+    _Need(
+        ("algorithm.kl_penalty", "algorithm.kl_ctrl."),
+        "algorithm.use_kl_in_reward=true",
+        lambda config: config.algorithm.use_kl_in_reward,
+    ),
+    _Need(
+        ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
+        "algorithm.adv_estimator=gdpo",
+        lambda config: config.algorithm.adv_estimator == "gdpo",
+    ),
+    _Need(
+        ("algorithm.filter_groups.",),
+        "algorithm.filter_groups.enable=true",
+        lambda config: config.algorithm.filter_groups.enable,
+    ),
+    _Need(
+        ("reward.custom_reward_function.",),
+        "reward.custom_reward_function.path",
+        lambda config: config.reward.custom_reward_function.path is not None,
+    ),
+    _Need(("reward.judge.",), "reward.judge.model", lambda config: config.reward.judge.model is not None),
+    _Need(
+        ("reward.reward_model.",),
+        "reward.reward_model.enable=true",
+        lambda config: config.reward.reward_model.enable,
+    ),
+    _Need(
+        ("reward.overlong_buffer.",),
+        "reward.overlong_buffer.enable=true",
+        lambda config: config.reward.overlong_buffer.enable,
+    ),
+    _Need(  # the others have other defaults in verl, whose scripts would be told of them
+        ("distillation.teacher_models", "distillation.privileged"),
+        "distillation.enabled=true",
+        lambda config: config.distillation.enabled,
+    ),
+    _Need(
+        ("trainer.early_stopping.min_delta",),
+        "trainer.early_stopping.patience",
+        lambda config: config.trainer.early_stopping.patience is not None,
+    ),
+)
+
+
+def unneeded_keys(config: Config) -> Iterator[str]:
+    """What is to be said of keys that have other values than their defaults, and are not read."""
+    given = sorted(given_keys(config))
+    for need in _NEEDS:
+        groups = tuple(name for name in need.names if name.endswith("."))
+        unread = [name for name in given if name in need.names or name.startswith(groups)]
+        if unread and not need.is_met(config):
+            yield f"{', '.join(unread)}: no effect without {need.what}"

@@ -1,0 +1,62 @@
+"""Keys that another key leaves unread are told of, and no others."""
+
+import re
+
+import pytest
+
+import lightning_rl as lrl
+from lightning_rl.config import compose, keys
+from lightning_rl.config.schema import Config
+from lightning_rl.config.unneeded_keys import _NEEDS, unneeded_keys
+from lightning_rl.config.verl_keys import DEFAULTS
+
+ACTOR, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([], []),
+        ([f"{ACTOR}kl_loss_coef=0.01"], ["kl_loss_coef: no effect without .*use_kl_loss=true"]),
+        ([f"{ACTOR}kl_loss_coef=0.01", f"{ACTOR}use_kl_loss=true"], []),
+        (["algorithm.kl_ctrl.kl_coef=0.1"], [r"kl_ctrl\.kl_coef: no effect without algorithm\.use_kl_in_reward=true"]),
+        (
+            [f"{MODEL}lora_alpha=32", f"{MODEL}lora.merge=false"],
+            [r"model\.lora\.merge, .*model\.lora_alpha: no effect without actor_rollout_ref\.model\.lora_rank"],
+        ),
+        ([f"{MODEL}lora_alpha=32", f"{MODEL}lora_rank=4"], []),
+        (
+            [f"{ACTOR}policy_loss.dro_beta=0.1", f"{ACTOR}tau_pos=2"],
+            ["tau_pos: no effect without .*loss_mode=sapo", "dro_beta: no effect without .*loss_mode=dro"],
+        ),
+        (
+            ["reward.overlong_buffer.len=8"],
+            [r"overlong_buffer\.len: no effect without reward\.overlong_buffer\.enable"],
+        ),
+    ],
+)
+def test_keys_that_are_not_read_are_told(given: list[str], told: list[str]) -> None:
+    found = list(unneeded_keys(compose(command_line=given)))
+    assert len(found) == len(told)
+    assert all(re.search(pattern, text) for pattern, text in zip(told, found, strict=True))
+
+
+def test_a_run_tells_of_them_once_and_of_several_policies_none_does(caplog: pytest.LogCaptureFixture) -> None:
+    penalty = {"actor_rollout_ref": {"actor": {"kl_loss_coef": 0.01}}}
+    lrl.PPO(penalty)
+    assert [text for text in caplog.messages if "use_kl_loss=true" in text] == caplog.messages
+    assert len(caplog.messages) == 1
+    lrl.PPO(penalty, policies={"a": {}, "b": {"actor_rollout_ref": {"actor": {"use_kl_loss": True}}}})
+    assert len(caplog.messages) == 1
+
+
+def test_verls_defaults_are_not_told_of() -> None:
+    """Who starts a script of verl's has not written them."""
+    assert list(unneeded_keys(compose(base=DEFAULTS))) == []
+
+
+def test_all_names_are_keys() -> None:
+    names = {key.name for key in keys(Config)}
+    for need in _NEEDS:
+        for name in need.names:
+            assert name in names or (name.endswith(".") and any(key.startswith(name) for key in names)), name
