@@ -18,8 +18,9 @@ The keys are verl's. They are given as a nested dict, `lrl.PPO({"data": {"train_
 the command line wins over the file, both over the defaults. A Hydra file may begin with
 `defaults: [lightning_rl/ppo, _self_]`. `lightning-rl train ... --dry-run` prints what it comes to.
 
-An unknown key is an error that names the nearest valid one; so is a value that does not fit. Keys of verl's that are
-not in the tables of the first two sections [stand in the last](#verls-other-keys).
+An unknown key is an error that names the nearest valid one; so is a value that does not fit. A key that another one
+leaves unread, `actor.kl_loss_coef` where `actor.use_kl_loss` is false, is told of as a run begins. Keys of verl's that
+are not in the tables of the first two sections [stand in the last](#verls-other-keys).
 
 ## Keys with an effect
 
