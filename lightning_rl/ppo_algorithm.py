@@ -25,9 +25,9 @@ from omegaconf import DictConfig
 
 from lightning_rl.algorithms.base import Dataset, Endpoint
 from lightning_rl.config import backends, derived, to_yaml
+from lightning_rl.config.idle_keys import idle_beside_others
 from lightning_rl.config.policies import named, policies_of
 from lightning_rl.config.schema import Config
-from lightning_rl.config.unneeded_keys import unneeded_keys
 from lightning_rl.configured_algorithm import ConfiguredAlgorithm, composed
 from lightning_rl.files import write_whole
 from lightning_rl.inference.load import located
@@ -132,8 +132,8 @@ class PPO(Hooks, ConfiguredAlgorithm):
             privileged=privileged,
         )
         self.rules = self._rules_of(self.config)
-        for unneeded in () if self.config.policies else unneeded_keys(self.config):  # of several each reads its own
-            _log.warning("%s", unneeded)
+        for idle in () if self.config.policies else idle_beside_others(self.config):  # of several each reads its own
+            _log.warning("%s", idle)
         self.learners = self._learners()
         self.state = RunState(self.config)
         self.history: list[dict[str, float]] = []

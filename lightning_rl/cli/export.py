@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from lightning_rl.store.contract import Mode
+
 MIB = 2**20
 _FORMS: dict[str, Literal["parquet", "jsonl"]] = {".parquet": "parquet", ".jsonl": "jsonl"}
 
@@ -21,9 +23,7 @@ def run(
         typer.Option(help="By default rollouts; in OTLP spans, where calls are the calls' spans alone."),
     ] = None,
     pairs: Annotated[bool, typer.Option("--pairs", help="Preference pairs for DPO: --what pairs.")] = False,
-    mode: Annotated[
-        Literal["train", "val", "test"] | None, typer.Option(help="Of rollouts of this mode alone.")
-    ] = None,
+    mode: Annotated[Mode | None, typer.Option(help="Of rollouts of this mode alone.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Of at most so many rollouts, the oldest ones.")] = None,
 ) -> None:
     """Write a run's rollouts, calls, training rows, spans or preference pairs to a file. The run may be going on.

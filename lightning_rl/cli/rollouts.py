@@ -8,17 +8,19 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lightning_rl.errors import Explained
 from lightning_rl.processes.service_keys import ADMIN_KEY
+from lightning_rl.store import contract
+from lightning_rl.store.contract import AttemptTrace, Rollout, RolloutRequest, RolloutTrace
+from lightning_rl.store.life_cycle import ENDED, RolloutStatus
 
 if TYPE_CHECKING:
     from lightning_rl.inspect.explain import AttemptView
     from lightning_rl.inspect.rollout_source import PagedStore, RolloutSource
-    from lightning_rl.store.contract import AttemptTrace, Rollout, RolloutRequest, RolloutTrace
 
 KEY_FILE, URL_FILE = "admin.key", "server.url"  # in the folder of a run
 REPEATS = "repeats"  # in a retry's metadata: the rollout that it repeats
@@ -29,11 +31,8 @@ app = typer.Typer(help="The rollouts of a run: `list`, `show`, `tail`, `cancel`,
 
 RunDir = Annotated[Path | None, typer.Option(help="The run's folder; by default the newest below runs/.")]
 Url = Annotated[str | None, typer.Option(help=f"A running server instead; its admin key is {ADMIN_KEY}'s.")]
-Status = Annotated[
-    Literal["queued", "running", "succeeded", "failed", "cancelled"] | None,
-    typer.Option(help="Of rollouts in this state alone."),
-]
-Mode = Annotated[Literal["train", "val", "test"] | None, typer.Option(help="Of rollouts of this mode alone.")]
+Status = Annotated[RolloutStatus | None, typer.Option(help="Of rollouts in this state alone.")]
+Mode = Annotated[contract.Mode | None, typer.Option(help="Of rollouts of this mode alone.")]
 Group = Annotated[str | None, typer.Option(help="The rollouts of this group alone.")]
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Whole ids, as `list` shows them.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, a line for each.")]
@@ -175,11 +174,8 @@ def retry(ids: Ids, run_dir: RunDir = None, url: Url = None) -> None:
             typer.echo(f"{made.rollout_id}  repeats {rollout_id}")
 
 
-def _again(rollout: "Rollout") -> "RolloutRequest":
+def _again(rollout: Rollout) -> RolloutRequest:
     """The request that repeats a rollout. Raises NotRetried."""
-    from lightning_rl.store.contract import RolloutRequest
-    from lightning_rl.store.life_cycle import ENDED
-
     if rollout.status not in ENDED:
         raise NotRetried(f"rollout {rollout.rollout_id} is {rollout.status}: wait for its end, or cancel it first")
     if "step" in rollout.metadata:
@@ -263,7 +259,7 @@ def _columns() -> tuple[str, ...]:
     return ("rollout", "status", "mode", "group", "tries", "reward", "seconds", "task or error")
 
 
-def _cells(rollout: "Rollout") -> tuple[str, ...]:
+def _cells(rollout: Rollout) -> tuple[str, ...]:
     """A rollout as one line."""
     import msgspec
 
@@ -284,7 +280,7 @@ def _cells(rollout: "Rollout") -> tuple[str, ...]:
     )
 
 
-def _shown(trace: "RolloutTrace", views: "list[AttemptView]", *, folder: Path | None, at_server: bool) -> Iterator[str]:
+def _shown(trace: RolloutTrace, views: "list[AttemptView]", *, folder: Path | None, at_server: bool) -> Iterator[str]:
     import msgspec
 
     rollout = trace.rollout
@@ -307,7 +303,7 @@ def _shown(trace: "RolloutTrace", views: "list[AttemptView]", *, folder: Path | 
         yield f"      lightning-rl replay {folder or 'RUN_DIR'} {rollout.rollout_id}"
 
 
-def _attempt(each: "AttemptTrace", view: "AttemptView", *, counts: bool) -> Iterator[str]:
+def _attempt(each: AttemptTrace, view: "AttemptView", *, counts: bool) -> Iterator[str]:
     from lightning_rl.inspect import draw
 
     attempt = each.attempt

@@ -210,3 +210,10 @@ def test_a_rollout_is_found_without_what_tells_its_run(run_dir: Path) -> None:
     with recorded.opened(run_dir) as connection:
         assert recorded.find(connection, "train-3-1") == "train-3-1.4f2a1c"
         assert recorded.find(connection, "3-10.4f2a1c") == "train-3-10.4f2a1c"
+
+
+def test_who_looks_again_and_again_has_one_engine(run_dir: Path) -> None:
+    """One for each look was collected at some time, and a Ctrl-C in that moment was lost."""
+    with recorded.opened(run_dir) as first, recorded.opened(run_dir) as second:
+        assert first is not second
+        assert first.engine is second.engine

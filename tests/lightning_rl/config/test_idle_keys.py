@@ -6,8 +6,8 @@ import pytest
 
 import lightning_rl as lrl
 from lightning_rl.config import compose, keys
+from lightning_rl.config.idle_keys import _NEEDS, idle_beside_others
 from lightning_rl.config.schema import Config
-from lightning_rl.config.unneeded_keys import _NEEDS, unneeded_keys
 from lightning_rl.config.verl_keys import DEFAULTS
 
 ACTOR, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
@@ -36,7 +36,7 @@ ACTOR, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
     ],
 )
 def test_keys_that_are_not_read_are_told(given: list[str], told: list[str]) -> None:
-    found = list(unneeded_keys(compose(command_line=given)))
+    found = list(idle_beside_others(compose(command_line=given)))
     assert len(found) == len(told)
     assert all(re.search(pattern, text) for pattern, text in zip(told, found, strict=True))
 
@@ -52,7 +52,7 @@ def test_a_run_tells_of_them_once_and_of_several_policies_none_does(caplog: pyte
 
 def test_verls_defaults_are_not_told_of() -> None:
     """Who starts a script of verl's has not written them."""
-    assert list(unneeded_keys(compose(base=DEFAULTS))) == []
+    assert list(idle_beside_others(compose(base=DEFAULTS))) == []
 
 
 def test_all_names_are_keys() -> None:

@@ -98,11 +98,11 @@ _NEEDS = (
 )
 
 
-def unneeded_keys(config: Config) -> Iterator[str]:
+def idle_beside_others(config: Config) -> Iterator[str]:
     """What is to be said of keys that have other values than their defaults, and are not read."""
     given = sorted(given_keys(config))
     for need in _NEEDS:
         groups = tuple(name for name in need.names if name.endswith("."))
-        unread = [name for name in given if name in need.names or name.startswith(groups)]
-        if unread and not need.is_met(config):
-            yield f"{', '.join(unread)}: no effect without {need.what}"
+        idle = [name for name in given if name in need.names or name.startswith(groups)]
+        if idle and not need.is_met(config):
+            yield f"{', '.join(idle)}: no effect without {need.what}"
