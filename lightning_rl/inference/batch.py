@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_rl.inference.sampler import Sampled
 from lightning_rl.inference.sequence import FinishReason, GenerationSampling, Output, VersionSpan
-from lightning_rl.vision import Patches, PlacedImage
+from lightning_rl.vision import ModelVision, Patches, PlacedImage
 
 Ints = NDArray[np.int64]
 
@@ -28,6 +28,24 @@ class Picture(NamedTuple):
     places: Ints
     offset: int
     content: Ints
+
+
+def picture_of(prompt: Ints, images: tuple[PlacedImage, ...], vision: ModelVision | None) -> Picture:
+    """The images of a prompt, ready to be read. Raises ValueError for those that the model cannot read there."""
+    if vision is None:
+        raise ValueError("the prompt shows images, and this model reads text alone")
+    behind = 0
+    content = prompt.copy()
+    for image in images:
+        if image.start < behind or image.end > len(prompt):
+            raise ValueError(
+                f"image {image.sha256} stands at {image.start}..{image.end}, outside of the prompt, or "
+                "where another one does"
+            )
+        behind = image.end
+        content[image.start : image.end] = -2 - int(image.sha256[:14], 16) - np.arange(image.length)
+    patches = tuple((image, vision.patches(image)) for image in images)
+    return Picture(patches, *vision.positions(len(prompt), images), content)
 
 
 class Sequence:

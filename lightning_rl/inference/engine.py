@@ -1,6 +1,6 @@
-"""The embedded engine: continuous batching of one model in one thread of its own.
+"""The embedded engine: one model in one thread of its own, which any thread may ask for answers.
 
-Invariant: everything that changes (batch, cache, weights, version) is touched by the engine's thread
+Invariant: what changes (`ContinuousBatch` with its weights, who waits, pauses) is touched by the engine's thread
 alone, between two steps; other threads leave orders and get events. Every accepted request ends with
 exactly one `Output` or one `Failure`.
 """
@@ -19,21 +19,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightning_rl.inference.batch import Batch, EndedSequence, Picture, Sequence
-from lightning_rl.inference.policy import Policy
-from lightning_rl.inference.prefixes import SHORTEST, Prefixes
-from lightning_rl.inference.sampler import Sampled, sample, stream_key, uniforms
+from lightning_rl.inference.batch import EndedSequence, Sequence, picture_of
+from lightning_rl.inference.continuous_batch import ContinuousBatch, Step
+from lightning_rl.inference.sampler import Sampled, stream_key
 from lightning_rl.inference.sequence import Event, Failure, GenerationRequest, Output, Token
 from lightning_rl.inference.weights.stream import BUCKET_BYTES, WeightStream, buckets
 from lightning_rl.processes.openmp import end_threads
-from lightning_rl.vision import ModelVision, PlacedFeatures, PlacedImage
+from lightning_rl.vision import ModelVision
 
 Ints = NDArray[np.int64]
 Outbox = Callable[[list[Event]], None]
 PauseMode = Literal["keep", "wait", "abort"]
 
 DEFAULT_MAX_MODEL_LEN = 2048
-PREFILL_TOKENS = 8192  # a prefill pass takes at most this many tokens, padding included
 
 
 class EngineStopped(RuntimeError):
@@ -51,10 +49,9 @@ class _Order:
 
 
 class _Served:
-    """The engine's model, or an adapter over it, as those see it who ask for it: its version, and its pauses."""
+    """The engine's model, or an adapter over it, as those see it who ask for it: its pauses."""
 
-    def __init__(self, version: int = 0) -> None:
-        self.version = version
+    def __init__(self) -> None:
         self.admitting = True
         self.frozen = False
         self.held: list[Sequence] = []  # that came during a pause
@@ -109,17 +106,11 @@ class EmbeddedEngine:
             raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
         self.name = name
         self.max_num_seqs = max_num_seqs
-        self._served = [_Served(version)]  # by number; the adapters begin at 1
+        self._served = [_Served()]  # by number; the adapters begin at 1
         self.eos_token_ids = tuple(_eos(model) if eos_token_ids is None else eos_token_ids)
-        self._policy = Policy(model, max_num_seqs, self.max_model_len)
-        with torch.inference_mode():
-            self._policy.check()
-        self._batch = Batch(max_num_seqs, self.max_model_len)
-        self._prefixes = Prefixes(
-            max_num_seqs if prefix_rows is None else prefix_rows,
-            self._policy.cache.n_layers,
-            self.max_model_len,
-        )
+        kept = max_num_seqs if prefix_rows is None else prefix_rows
+        self._batch = ContinuousBatch(model, max_num_seqs, self.max_model_len, kept, version)
+        self._policy = self._batch.policy
         self._waiting: deque[Sequence] = deque()
         self._by_priority = False  # whether any request ever had one
         self._outboxes: dict[str, Outbox] = {}  # of every request in flight
@@ -129,7 +120,6 @@ class EmbeddedEngine:
         self._seeds = Random(seed)
         self._orders: deque[_Order] = deque()
         self._wake = threading.Condition()
-        self._torn = False  # some weights are new, some old
         self._state: Literal["new", "running", "stopped"] = "new"
         self._stopping = False
         self._thread_id: int | None = None
@@ -143,6 +133,7 @@ class EmbeddedEngine:
         if self._state != "new":
             raise EngineStopped("adapters are added before the engine is started")
         self._served.append(_Served())
+        self._batch.versions.append(0)
         return len(self._served) - 1
 
     def start(self) -> None:
@@ -254,14 +245,14 @@ class EmbeddedEngine:
         """
         if not isinstance(weights, WeightStream):
             state = weights.state_dict() if isinstance(weights, nn.Module) else weights
-            self._call(lambda: self._update(state, version, partial))
+            self._call(lambda: self._batch.load(state, version, partial=partial))
         else:
             shapes = {name: each.shape for name, each in weights.described.items()}
             self._call(lambda: self._policy.require_fitting(shapes, partial=partial))
-            self._call(lambda: self._tear(partial=partial))
+            self._call(lambda: self._batch.tear(partial=partial))
             for bucket in buckets(weights, BUCKET_BYTES):
                 self._call(bind(self._policy.put, bucket))
-            self._call(lambda: self._updated(version))
+            self._call(lambda: self._batch.updated(version))
 
     def update_adapter(self, adapter: int, weights: Mapping[str, Tensor] | WeightStream, version: int) -> None:
         """Replace an adapter between two steps; returns when it is in. Answers with other adapters go on untouched.
@@ -275,12 +266,7 @@ class EmbeddedEngine:
             ValueError: the matrices are not of this model; the old ones stay.
         """
         whole = dict(weights)  # it is small
-
-        def update() -> None:
-            self._policy.put_adapter(adapter, whole)
-            self._updated(version, adapter)
-
-        self._call(update)
+        self._call(lambda: self._batch.put_adapter(adapter, whole, version))
 
     def pause(self, mode: PauseMode = "keep", adapter: int = 0) -> None:
         """Stop sampling with that adapter; requests are still taken and wait for `resume`. Returns when it is quiet.
@@ -304,7 +290,7 @@ class EmbeddedEngine:
 
     def version(self, adapter: int = 0) -> int:
         """The policy version that is sampled with that adapter."""
-        return self._served[adapter].version
+        return self._batch.versions[adapter]
 
     @property
     def in_flight(self) -> int:
@@ -332,26 +318,9 @@ class EmbeddedEngine:
         sampling = request.sampling
         seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
         stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self.eos_token_ids)
-        picture = self._picture(prompt, request.images) if request.images else None
+        picture = picture_of(prompt, request.images, self._vision) if request.images else None
         place = request.adapter, request.priority
         return Sequence(request.request_id, prompt, sampling, stream_key(seed), stops, picture, *place)
-
-    def _picture(self, prompt: Ints, images: tuple[PlacedImage, ...]) -> Picture:
-        """The images of a prompt, ready to be read. Raises ValueError for those that the model cannot read there."""
-        if self._vision is None:
-            raise ValueError("the prompt shows images, and this model reads text alone")
-        behind = 0
-        content = prompt.copy()
-        for image in images:
-            if image.start < behind or image.end > len(prompt):
-                raise ValueError(
-                    f"image {image.sha256} stands at {image.start}..{image.end}, outside of the prompt, or "
-                    "where another one does"
-                )
-            behind = image.end
-            content[image.start : image.end] = -2 - int(image.sha256[:14], 16) - np.arange(image.length)
-        patches = tuple((image, self._vision.patches(image)) for image in images)
-        return Picture(patches, *self._vision.positions(len(prompt), images), content)
 
     def _order(self, function: Callable[[], None]) -> "Future[None]":
         order = _Order(function)
@@ -407,109 +376,32 @@ class EmbeddedEngine:
         return not self._stopping
 
     def _can_step(self) -> bool:
-        return not self._torn and (bool(self._waiting and self._batch.n < self.max_num_seqs) or self._going.size > 0)
+        return not self._batch.torn and (bool(self._waiting and self._batch.free) or self._going.size > 0)
 
     @property
     def _going(self) -> Ints:
         """The rows that are not frozen."""
         frozen = np.array([one.frozen for one in self._served])
-        return np.flatnonzero(~frozen[self._batch.adapter[: self._batch.n]])
+        return np.flatnonzero(~frozen[self._batch.adapters])
 
     def _step(self) -> None:
-        if self._waiting and self._batch.n < self.max_num_seqs:
-            self._prefill()
+        joining = [self._waiting.popleft() for _ in range(min(self._batch.free, len(self._waiting)))]
+        for step in self._batch.join(joining):
+            self._report(step)
         if (rows := self._going).size:
-            self._decode(rows)
+            self._report(self._batch.step(rows))
 
-    def _prefill(self) -> None:
-        free = self.max_num_seqs - self._batch.n
-        joining = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
-        while joining:
-            # Anew for each group: the one before it may have pushed out what was found.
-            for sequence in joining:
-                sequence.kept_row, sequence.shared = self._prefixes.find(sequence.content, sequence.adapter)
-            group, joining = _length_group(joining)
-            self._join(group)
-
-    def _join(self, group: list[Sequence]) -> None:
-        """Read the group's prompts; equal ones (the rollouts of one task) are read once."""
-        first, cache = self._batch.n, self._policy.cache
-        originals: dict[tuple[int, bytes], int] = {}
-        copies: list[Sequence] = []
-        for sequence in group:
-            read = sequence.adapter, sequence.content.tobytes()
-            if read in originals:
-                copies.append(sequence)
-            else:
-                originals[read] = self._batch.n
-                self._batch.join(sequence)
-        readers = self._batch.sequences[first:]
-        if known := [sequence for sequence in readers if sequence.shared]:
-            kept, rows = [one.kept_row for one in known], [one.row for one in known]
-            self._prefixes.restore(cache, kept, rows, max(one.shared for one in known))
-        tokens, positions = _left_padded(readers)
-        adapters = self._batch.adapter[first : self._batch.n]
-        places, shown = _places(readers, positions), _shown(readers)
-        logits = self._policy.forward(tokens, positions, first, places, shown, adapters)
-        fresh = [sequence for sequence in readers if sequence.unread > SHORTEST]
-        self._keep([one.row for one in fresh], [one.content for one in fresh])
-        if copies:
-            sources = np.array([originals[one.adapter, one.content.tobytes()] for one in copies])
-            for sequence in copies:
-                self._batch.join(sequence)
-            targets = np.array([sequence.row for sequence in copies])
-            cache.copy_to(cache, sources, targets, max(len(one.prompt) for one in copies))
-            picked = np.concatenate([np.arange(len(readers)), sources - first])
-            logits = logits.index_select(0, torch.from_numpy(picked).to(logits.device))
-        for sequence in self._batch.sequences[first:]:
-            sequence.mark(self._served[sequence.adapter].version, 0)
-        self._sample(np.arange(first, self._batch.n), logits)
-
-    def _decode(self, going: Ints) -> None:
-        """The next token of the rows that go on. Frozen ones are read with them, which writes what is there already."""
-        batch = self._batch
-        rows, last = np.arange(batch.n), batch.length[: batch.n] - 1
-        places = (last + batch.offset[: batch.n])[:, None] if batch.offset[: batch.n].any() else None
-        tokens, adapters = batch.tokens[rows, last][:, None], batch.adapter[: batch.n]
-        logits = self._policy.forward(tokens, last[:, None], 0, places, adapters=adapters)
-        if len(going) < batch.n:
-            logits = logits.index_select(0, torch.from_numpy(going).to(logits.device))
-        self._sample(going, logits)
-
-    def _sample(self, rows: Ints, logits: Tensor) -> None:
-        """The next token of these rows, and what follows from it."""
-        batch = self._batch
-        index = batch.length[rows] - batch.prompt_length[rows]
-        sampled = sample(
-            logits,
-            temperature=batch.temperature[rows],
-            top_p=batch.top_p[rows],
-            top_k=batch.top_k[rows],
-            uniform=uniforms(batch.seed_key[rows], index),
-        )
-        ended = batch.extend(rows, sampled)
+    def _report(self, step: Step) -> None:
+        """Leave what a step gave for those who asked."""
         if self._streams:
-            self._stream([batch.sequences[row] for row in rows.tolist()], sampled)
-        if ended:
-            self._finish(ended)
+            self._stream(step.sequences, step.sampled)
+        for output in step.ended:
+            self._emit(output)
 
     def _stream(self, sequences: list[Sequence], sampled: Sampled) -> None:
         for sequence, *token in zip(sequences, *(column.tolist() for column in sampled), strict=True):
             if outbox := self._streams.get(sequence.request_id):
                 self._events.setdefault(outbox, []).append(Token(sequence.request_id, *token))
-
-    def _finish(self, ended: list[EndedSequence]) -> None:
-        for one in ended:
-            self._emit(self._batch.output(one))
-        pure = [one.row for one in ended if self._batch.sequences[one.row].pure]
-        self._keep(pure, [self._batch.written(row) for row in pure])
-        sources, targets = self._batch.leave([one.row for one in ended])
-        if len(sources):
-            longest = int(self._batch.length[targets].max())
-            self._policy.cache.copy_to(self._policy.cache, sources, targets, longest)
-
-    def _keep(self, rows: list[int], contents: list[Ints]) -> None:
-        self._prefixes.keep(self._policy.cache, rows, contents, self._batch.adapter[rows])
 
     def _emit(self, event: Output | Failure) -> None:
         with self._wake:
@@ -544,31 +436,8 @@ class EmbeddedEngine:
                 (held if sequence in held else self._waiting).remove(sequence)
                 self._emit(sequence.unstarted())
         active = [EndedSequence(sequence.row, "abort") for sequence in found if sequence.row >= 0]
-        if active:
-            self._finish(active)
-
-    def _tear(self, *, partial: bool) -> None:
-        """Weights come piece by piece: until the last is here they belong to no version."""
-        if self._torn and partial:
-            raise ValueError("an update of all weights broke off: give all of them")
-        self._torn = True
-
-    def _update(self, weights: Mapping[str, Tensor], version: int, partial: bool) -> None:
-        self._policy.load(weights, partial=partial)
-        self._torn = self._torn and partial
-        self._updated(version)
-
-    def _updated(self, version: int, adapter: int = 0) -> None:
-        if self._torn and adapter == 0:
-            self._policy.refresh()
-            self._torn = False
-        self._served[adapter].version = version
-        self._prefixes.clear(adapter)
-        for row, sequence in enumerate(self._batch.sequences):
-            if adapter in (0, sequence.adapter):  # an adapter's answers are the weights' below it, too
-                sequence.pure = False
-            if sequence.adapter == adapter:
-                sequence.mark(version, self._batch.generated(row))
+        for output in self._batch.end(active) if active else ():
+            self._emit(output)
 
     def _pause(self, mode: PauseMode, quiet: "Future[None]", adapter: int) -> None:
         served = self._served[adapter]
@@ -592,7 +461,7 @@ class EmbeddedEngine:
     def _tell_quiet(self) -> None:
         """Tell those who wait for a pause that it has taken hold, where it has."""
         for adapter, served in enumerate(self._served):
-            if served.quiet and (served.frozen or adapter not in self._batch.adapter[: self._batch.n]):
+            if served.quiet and (served.frozen or adapter not in self._batch.adapters):
                 _tell(served)
 
     def _close(self, cause: BaseException | None) -> None:
@@ -616,57 +485,6 @@ def _tell(served: _Served) -> None:
     quiet, served.quiet = served.quiet, []
     for future in quiet:
         future.set_result(None)
-
-
-def _left_padded(sequences: list[Sequence]) -> tuple[Ints, Ints]:
-    """What is unread of the prompts, up to q tokens -> tokens and positions [b, q].
-
-    Padding, position -1, stands on the left.
-    """
-    unread = np.array([sequence.unread for sequence in sequences])[:, None]
-    shared = np.array([sequence.shared for sequence in sequences])[:, None]
-    width = int(unread.max())
-    index = np.arange(width) - (width - unread)
-    tokens = np.zeros((len(sequences), width), np.int64)
-    tokens[index >= 0] = np.concatenate([one.prompt[one.shared :] for one in sequences])
-    return tokens, np.where(index >= 0, index + shared, -1)
-
-
-def _places(sequences: list[Sequence], positions: Ints) -> Ints | None:
-    """Where the unread tokens stand in time, height and width, [3, b, q]; None where no prompt shows anything."""
-    if all(sequence.picture is None for sequence in sequences):
-        return None
-    places = np.repeat(np.maximum(positions, 0)[None], 3, axis=0)
-    for row, sequence in enumerate(sequences):
-        if sequence.picture is not None:
-            places[:, row, -sequence.unread :] = sequence.picture.places[:, sequence.shared :]
-    return places
-
-
-def _shown(sequences: list[Sequence]) -> list[PlacedFeatures]:
-    """The images of the unread parts, by the columns of `_left_padded`."""
-    width = max(sequence.unread for sequence in sequences)
-    found: list[PlacedFeatures] = []
-    for row, sequence in enumerate(sequences):
-        pad = width - len(sequence.prompt)  # of its first token's column, were all of it there
-        unread = slice(width - sequence.unread, width)
-        for image, patches in () if sequence.picture is None else sequence.picture.images:
-            part = PlacedFeatures(row, pad + image.start, patches, 0, image.length).within(unread)
-            if part is not None:
-                found.append(part._replace(column=part.column + unread.start))
-    return found
-
-
-def _length_group(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """Prompts to read together, the longest first, and the rest.
-
-    A short one never pads to more than twice its length.
-    """
-    ordered = sorted(sequences, key=lambda one: -one.unread)
-    longest = ordered[0].unread
-    size = sum(2 * sequence.unread >= longest for sequence in ordered)
-    size = min(size, max(1, PREFILL_TOKENS // longest))
-    return ordered[:size], ordered[size:]
 
 
 def _max_positions(model: nn.Module) -> int:

@@ -14,12 +14,12 @@ import torch
 from lightning_rl.config import ConfigError
 from lightning_rl.config.policies import RunPolicy, engine_of_adapters
 from lightning_rl.config.schema import Config
-from lightning_rl.inference import devices
 from lightning_rl.inference.load import device_of
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.on_ray import RayServer
 from lightning_rl.ppo.local_workers import Role
 from lightning_rl.ppo.ray_workers import groups
+from lightning_rl.processes import gpus
 from lightning_rl.training.distributed import cluster, rooms
 from lightning_rl.training.distributed.placement import Placement, by_ray, place, sends_from_a_gpu_of_its_own
 
@@ -41,7 +41,7 @@ class Cards:
         if device_of(config.trainer.device).type != "cuda":
             return
         apart = len(groups(config, frozenset(roles))) if config.trainer.workers > 1 else 1
-        self.names = devices.visible()
+        self.names = gpus.visible()
         if by_ray(config):
             self._joined = cluster.join(0, 0)
             try:
@@ -75,7 +75,7 @@ class Cards:
         """Who is where; None: on the CPU, as asked."""
         if self.placement.trainer:
             return self.placement.line(self.names)
-        if self._config.trainer.device == "auto" and torch.version.cuda is None and (found := devices.visible()):
+        if self._config.trainer.device == "auto" and torch.version.cuda is None and (found := gpus.visible()):
             return f"training on the CPU: there are {len(found)} GPUs, and this torch is built without CUDA"
         return None
 

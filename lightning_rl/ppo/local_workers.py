@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, Fsdp, TeacherModel
 from lightning_rl.inference import model_code
-from lightning_rl.inference.devices import free_unused_memory
 from lightning_rl.inference.load import NotBySlices, folder_here, load_model, model_folder, unfilled, vocabulary_size
 from lightning_rl.inference.weights.stream import BUCKET_BYTES, Described, WeightStream, as_saved, buckets, stream_of
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.estimators import needs_reference
+from lightning_rl.processes.gpus import free_unused_memory
 from lightning_rl.training import lora, shards
 from lightning_rl.training import state as states
 from lightning_rl.training.actor import Actor

@@ -17,7 +17,6 @@ from torch import nn
 
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config
-from lightning_rl.inference.devices import free_unused_memory
 from lightning_rl.inference.embedded import EmbeddedPolicy, Unsampled
 from lightning_rl.inference.load import (
     ModelConfigRefused,
@@ -37,6 +36,7 @@ from lightning_rl.ppo.cards import Cards
 from lightning_rl.ppo.local_workers import FORMATS, Form, LocalWorkers, register_model_code, roles_of, trained
 from lightning_rl.ppo.ray_workers import RayWorkers, need
 from lightning_rl.ppo.teachers import served_teachers
+from lightning_rl.processes.gpus import free_unused_memory
 from lightning_rl.training import checkpoint, lora, shards
 from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import TrainingSequence

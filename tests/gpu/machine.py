@@ -8,7 +8,7 @@ from importlib import metadata
 import psutil
 import torch
 
-from lightning_rl.inference.devices import nvidia_smi
+from lightning_rl.processes.gpus import nvidia_smi
 
 _PACKAGES = ("lightning-rl", "triton", "transformers", "vllm", "sglang", "ray", "flash-attn", "torchao")
 _ASK_VLLM = "import importlib.metadata as m; print(m.version('vllm'))"

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rl.inference.adapters import linear_names, shareable
-from lightning_rl.inference.devices import free_unused_memory
 from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.control import Unreached
@@ -25,6 +24,7 @@ from lightning_rl.inference.vllm.server import VllmServer
 from lightning_rl.inference.vllm.transfer import AdapterTransfer, Transfer, transfer_of
 from lightning_rl.inference.weights.check import FLOAT32, LogProbs, SampledTokens, Tolerance, log_probs_of, prove
 from lightning_rl.inference.weights.stream import WeightStream, as_saved, stream_of
+from lightning_rl.processes.gpus import free_unused_memory
 from lightning_rl.vision import vision_of
 
 _FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from lightning_rl.config import ConfigError, compose
-from lightning_rl.inference import devices
 from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.cards import Cards
+from lightning_rl.processes import gpus
 
 NVIDIA_SMI = """#!/bin/sh
 i=0
@@ -39,14 +39,14 @@ def program(path: Path, text: str) -> Path:
 
 
 @pytest.fixture
-def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with four of them."""
     (tmp_path / "bin").mkdir()
     program(tmp_path / "bin" / "nvidia-smi", NVIDIA_SMI.format(count=4))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(devices.torch.version, "cuda", None)  # also where this torch would look for itself
+    monkeypatch.setattr(gpus.torch.version, "cuda", None)  # also where this torch would look for itself
 
 
 def given(tmp_path: Path, *words: str) -> list[str]:
@@ -66,32 +66,32 @@ def given(tmp_path: Path, *words: str) -> list[str]:
     return [log.rpartition("it was given ")[2].splitlines()[0] for log in logs]
 
 
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("four_gpus")
 def test_every_server_is_told_its_own_gpus(tmp_path: Path) -> None:
     two = (f"{ROLLOUT}data_parallel_size=2", f"{ROLLOUT}tensor_model_parallel_size=2")
     assert given(tmp_path, *two, f"{ROLLOUT}devices=colocated") == ["0,1", "2,3"]
 
 
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("four_gpus")
 def test_a_single_server_stays_off_the_trainers_gpu(tmp_path: Path) -> None:
     assert given(tmp_path) == ["1"]
 
 
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("four_gpus")
 def test_indices_count_among_the_gpus_that_the_run_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,GPU-5e,2")
     assert given(tmp_path, "trainer.devices=[1]", f"{ROLLOUT}devices=[2]") == ["2"]
     assert given(tmp_path, f"{ROLLOUT}devices=[1]") == ["GPU-5e"]
 
 
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("four_gpus")
 def test_the_trainer_takes_its_own_gpu_and_says_so() -> None:
     cards = Cards(compose(command_line=["trainer.device=cuda", "trainer.devices=[2]"]), {"actor"})
     assert (cards.device, cards.line()) == ("cuda:2", "training on GPU 2")
     assert Cards(compose(command_line=["trainer.device=cpu"]), {"actor"}).line() is None
 
 
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("four_gpus")
 def test_gpus_that_this_torch_cannot_use_are_not_passed_over_in_silence() -> None:
     config = compose(command_line=["trainer.device=auto"])
     if Cards(config, {"actor"}).placement.trainer:
@@ -111,4 +111,4 @@ def test_a_gpu_that_is_asked_for_and_not_there_is_refused(tmp_path: Path, monkey
 def test_a_driver_without_gpus_lists_none(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path / "nvidia-smi", f"#!/bin/sh\n{text}\n")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert devices.nvidia_smi("index") == []
+    assert gpus.nvidia_smi("index") == []

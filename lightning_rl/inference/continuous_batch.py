@@ -1,0 +1,239 @@
+"""Continuous batching: requests join and leave between two steps, and a step samples the next token of all rows.
+
+Invariant: `Batch`, the cache, the kept prefixes and the weights agree: row i is the same sequence everywhere, and every
+sampled token is marked with the version of the weights that gave it.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lightning_rl.inference.batch import Batch, EndedSequence, Sequence
+from lightning_rl.inference.policy import Policy
+from lightning_rl.inference.prefixes import SHORTEST, Prefixes
+from lightning_rl.inference.sampler import Sampled, sample, uniforms
+from lightning_rl.inference.sequence import Output
+from lightning_rl.vision import PlacedFeatures
+
+Ints = NDArray[np.int64]
+
+PREFILL_TOKENS = 8192  # a prefill pass takes at most this many tokens, padding included
+
+
+class Step(NamedTuple):
+    """What one pass gave: a token of each of `sequences`, in their order, and the answers that this ended."""
+
+    sequences: list[Sequence]
+    sampled: Sampled
+    ended: list[Output]
+
+
+class ContinuousBatch:
+    """The sequences being written, and the model that writes them. One thread uses it.
+
+    Args:
+        model: the model, as `Policy` takes it.
+        max_rows: sequences that can be written at once.
+        max_length: tokens that each can have, the prompt's included.
+        prefix_rows: prompts and answers that are kept for prompts that begin like them.
+        version: the policy version of the model's weights.
+
+    Raises:
+        ValueError: the architecture cannot be run.
+    """
+
+    def __init__(self, model: nn.Module, max_rows: int, max_length: int, prefix_rows: int, version: int) -> None:
+        self.policy = Policy(model, max_rows, max_length)
+        with torch.inference_mode():
+            self.policy.check()
+        self.versions = [version]  # of the model's weights, then of each adapter's
+        self._batch = Batch(max_rows, max_length)
+        self._prefixes = Prefixes(prefix_rows, self.policy.cache.n_layers, max_length)
+        self._torn = False  # some weights are new, some old
+
+    @property
+    def free(self) -> int:
+        """Sequences that can join."""
+        return self._batch.max_rows - self._batch.n
+
+    @property
+    def adapters(self) -> Ints:
+        """By which adapter each row is written, [n]."""
+        return self._batch.adapter[: self._batch.n]
+
+    @property
+    def torn(self) -> bool:
+        """Whether the weights belong to no version: an update of all of them has begun and has not ended."""
+        return self._torn
+
+    # A step.
+
+    def join(self, sequences: list[Sequence]) -> Iterator[Step]:
+        """Read the prompts of at most `free` sequences, in as many passes as it takes, and sample a token of each."""
+        while sequences:
+            # Anew for each group: the one before it may have pushed out what was found.
+            for sequence in sequences:
+                sequence.kept_row, sequence.shared = self._prefixes.find(sequence.content, sequence.adapter)
+            group, sequences = _length_group(sequences)
+            yield self._prefill(group)
+
+    def step(self, going: Ints) -> Step:
+        """The next token of the rows that go on. The others are read with them, which writes what is there already."""
+        batch = self._batch
+        rows, last = np.arange(batch.n), batch.length[: batch.n] - 1
+        places = (last + batch.offset[: batch.n])[:, None] if batch.offset[: batch.n].any() else None
+        tokens, adapters = batch.tokens[rows, last][:, None], batch.adapter[: batch.n]
+        logits = self.policy.forward(tokens, last[:, None], 0, places, adapters=adapters)
+        if len(going) < batch.n:
+            logits = logits.index_select(0, torch.from_numpy(going).to(logits.device))
+        return self._sample(going, logits)
+
+    def end(self, ended: list[EndedSequence]) -> list[Output]:
+        """Free these rows; their answers as they stand."""
+        outputs = [self._batch.output(one) for one in ended]
+        pure = [one.row for one in ended if self._batch.sequences[one.row].pure]
+        self._keep(pure, [self._batch.written(row) for row in pure])
+        sources, targets = self._batch.leave([one.row for one in ended])
+        if len(sources):
+            longest = int(self._batch.length[targets].max())
+            self.policy.cache.copy_to(self.policy.cache, sources, targets, longest)
+        return outputs
+
+    def _prefill(self, group: list[Sequence]) -> Step:
+        """Read the group's prompts; equal ones (the rollouts of one task) are read once."""
+        first, cache = self._batch.n, self.policy.cache
+        originals: dict[tuple[int, bytes], int] = {}
+        copies: list[Sequence] = []
+        for sequence in group:
+            read = sequence.adapter, sequence.content.tobytes()
+            if read in originals:
+                copies.append(sequence)
+            else:
+                originals[read] = self._batch.n
+                self._batch.join(sequence)
+        readers = self._batch.sequences[first:]
+        if known := [sequence for sequence in readers if sequence.shared]:
+            kept, rows = [one.kept_row for one in known], [one.row for one in known]
+            self._prefixes.restore(cache, kept, rows, max(one.shared for one in known))
+        tokens, positions = _left_padded(readers)
+        adapters = self._batch.adapter[first : self._batch.n]
+        places, shown = _places(readers, positions), _shown(readers)
+        logits = self.policy.forward(tokens, positions, first, places, shown, adapters)
+        fresh = [sequence for sequence in readers if sequence.unread > SHORTEST]
+        self._keep([one.row for one in fresh], [one.content for one in fresh])
+        if copies:
+            sources = np.array([originals[one.adapter, one.content.tobytes()] for one in copies])
+            for sequence in copies:
+                self._batch.join(sequence)
+            targets = np.array([sequence.row for sequence in copies])
+            cache.copy_to(cache, sources, targets, max(len(one.prompt) for one in copies))
+            picked = np.concatenate([np.arange(len(readers)), sources - first])
+            logits = logits.index_select(0, torch.from_numpy(picked).to(logits.device))
+        for sequence in self._batch.sequences[first:]:
+            sequence.mark(self.versions[sequence.adapter], 0)
+        return self._sample(np.arange(first, self._batch.n), logits)
+
+    def _sample(self, rows: Ints, logits: Tensor) -> Step:
+        batch = self._batch
+        index = batch.length[rows] - batch.prompt_length[rows]
+        sampled = sample(
+            logits,
+            temperature=batch.temperature[rows],
+            top_p=batch.top_p[rows],
+            top_k=batch.top_k[rows],
+            uniform=uniforms(batch.seed_key[rows], index),
+        )
+        ended = batch.extend(rows, sampled)
+        sequences = [batch.sequences[row] for row in rows.tolist()]
+        return Step(sequences, sampled, self.end(ended) if ended else [])
+
+    def _keep(self, rows: list[int], contents: list[Ints]) -> None:
+        self._prefixes.keep(self.policy.cache, rows, contents, self._batch.adapter[rows])
+
+    # New weights, between two steps.
+
+    def load(self, weights: Mapping[str, Tensor], version: int, *, partial: bool) -> None:
+        """Take all weights, or with `partial` those that changed. Raises ValueError where names or shapes do not match;
+        the old ones stay then."""
+        self.policy.load(weights, partial=partial)
+        self._torn = self._torn and partial
+        self.updated(version)
+
+    def put_adapter(self, adapter: int, weights: Mapping[str, Tensor], version: int) -> None:
+        """Replace an adapter. Raises ValueError where the matrices are not of this model; the old ones stay then."""
+        self.policy.put_adapter(adapter, weights)
+        self.updated(version, adapter)
+
+    def tear(self, *, partial: bool) -> None:
+        """Weights come piece by piece (`Policy.put`): until `updated` they belong to no version."""
+        if self._torn and partial:
+            raise ValueError("an update of all weights broke off: give all of them")
+        self._torn = True
+
+    def updated(self, version: int, adapter: int = 0) -> None:
+        """The weights, or those of an adapter, are of that version from here on."""
+        if self._torn and adapter == 0:
+            self.policy.refresh()
+            self._torn = False
+        self.versions[adapter] = version
+        self._prefixes.clear(adapter)
+        for row, sequence in enumerate(self._batch.sequences):
+            if adapter in (0, sequence.adapter):  # an adapter's answers are the weights' below it, too
+                sequence.pure = False
+            if sequence.adapter == adapter:
+                sequence.mark(version, self._batch.generated(row))
+
+
+def _left_padded(sequences: list[Sequence]) -> tuple[Ints, Ints]:
+    """What is unread of the prompts, up to q tokens -> tokens and positions [b, q].
+
+    Padding, position -1, stands on the left.
+    """
+    unread = np.array([sequence.unread for sequence in sequences])[:, None]
+    shared = np.array([sequence.shared for sequence in sequences])[:, None]
+    width = int(unread.max())
+    index = np.arange(width) - (width - unread)
+    tokens = np.zeros((len(sequences), width), np.int64)
+    tokens[index >= 0] = np.concatenate([one.prompt[one.shared :] for one in sequences])
+    return tokens, np.where(index >= 0, index + shared, -1)
+
+
+def _places(sequences: list[Sequence], positions: Ints) -> Ints | None:
+    """Where the unread tokens stand in time, height and width, [3, b, q]; None where no prompt shows anything."""
+    if all(sequence.picture is None for sequence in sequences):
+        return None
+    places = np.repeat(np.maximum(positions, 0)[None], 3, axis=0)
+    for row, sequence in enumerate(sequences):
+        if sequence.picture is not None:
+            places[:, row, -sequence.unread :] = sequence.picture.places[:, sequence.shared :]
+    return places
+
+
+def _shown(sequences: list[Sequence]) -> list[PlacedFeatures]:
+    """The images of the unread parts, by the columns of `_left_padded`."""
+    width = max(sequence.unread for sequence in sequences)
+    found: list[PlacedFeatures] = []
+    for row, sequence in enumerate(sequences):
+        pad = width - len(sequence.prompt)  # of its first token's column, were all of it there
+        unread = slice(width - sequence.unread, width)
+        for image, patches in () if sequence.picture is None else sequence.picture.images:
+            part = PlacedFeatures(row, pad + image.start, patches, 0, image.length).within(unread)
+            if part is not None:
+                found.append(part._replace(column=part.column + unread.start))
+    return found
+
+
+def _length_group(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """Prompts to read together, the longest first, and the rest.
+
+    A short one never pads to more than twice its length.
+    """
+    ordered = sorted(sequences, key=lambda one: -one.unread)
+    longest = ordered[0].unread
+    size = sum(2 * sequence.unread >= longest for sequence in ordered)
+    size = min(size, max(1, PREFILL_TOKENS // longest))
+    return ordered[:size], ordered[size:]
