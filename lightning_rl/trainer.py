@@ -54,6 +54,7 @@ _ORDERS = "Trainer(agent).fit(algorithm, tasks), or Trainer(algorithm=algorithm)
 
 
 _LOOPBACK = "127.0.0.1"
+_TO_RESUME = "trainer.resume_mode=auto (`--resume` on the command line)"
 _RUN_ID = "run.id"  # in the run folder
 _OWN_LEASE_SECONDS = 86400.0  # a server of ours ends with us; a trainer that is only stopped for a while goes on
 
@@ -254,12 +255,13 @@ class Trainer:
             if isinstance(store, SeveralServers):
                 store.while_waiting = check
             try:
-                algorithm.run(tasks, held_out)
-            except Unreachable:
-                check()  # a dead server is the cause rather than its silence, and its log says why
-                raise
-            except KeyboardInterrupt as error:
-                error.add_note(f"what was recorded is in {run_dir}; trainer.resume_mode=auto goes on with it")
+                try:
+                    algorithm.run(tasks, held_out)
+                except Unreachable:
+                    check()  # a dead server is the cause rather than its silence, and its log says why
+                    raise
+            except (KeyboardInterrupt, RuntimeError, OSError) as error:  # of a wrong key, a ValueError, no resume helps
+                error.add_note(f"what was recorded is in {run_dir}; {_TO_RESUME} goes on with it")
                 raise
 
     @property
@@ -438,10 +440,7 @@ def _run_id(run_dir: Path, *, resume: bool) -> str:
     if not file.exists() and not (run_dir / "store.db").exists():
         return secrets.token_hex(3)
     if not resume:
-        raise RunFolderUsed(
-            f"{run_dir} holds a run already: resume it (trainer.resume_mode=auto, or `lightning-rl train "
-            "--resume`), or choose another run_dir"
-        )
+        raise RunFolderUsed(f"{run_dir} holds a run already: resume it ({_TO_RESUME}), or choose another run_dir")
     return file.read_text() if file.exists() else secrets.token_hex(3)
 
 

@@ -32,6 +32,15 @@ class ChildDied(Explained, RuntimeError):
     """A child process ended before it was told to."""
 
 
+def how_it_ended(status: int) -> str:
+    """What a process that was not told to end did, in words; `status` as `subprocess` has it, a signal's negative."""
+    if status >= 0:
+        return f"ended with status {status}"
+    hint = ", most often since the system's memory ran out" if -status == signal.SIGKILL else ""
+    name = next((each.name for each in signal.Signals if each == -status), f"signal {-status}")
+    return f"was killed by {name}{hint}"
+
+
 class Child:
     """`python -m module` with its own process group; `name` is what messages call it.
 
@@ -144,7 +153,8 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         tail = self._log.read_bytes()[-_LOG_TAIL:].decode(errors="replace")
-        return ChildDied(f"{self.name} ended with status {self.process.returncode}; the end of {self._log}:\n{tail}")
+        how = how_it_ended(self.process.returncode)
+        return ChildDied(f"{self.name} {how}; the end of {self._log}:\n{tail}")
 
     def ask_to_stop(self) -> None:
         """End its stdin; it stops by itself. Without effect before the start."""

@@ -28,6 +28,7 @@ import msgspec
 
 from lightning_rl.agents.agent import Agent, run_agent
 from lightning_rl.agents.emitted import Emitted
+from lightning_rl.processes.child import how_it_ended
 from lightning_rl.processes.event_loop import AsyncAgents
 from lightning_rl.runner import outcome
 from lightning_rl.runner.executors import AgentRun, Done, Spawn
@@ -140,10 +141,8 @@ def _died(claim: Claim, status: int) -> Outcome:
     """What a rollout came to whose process ended without a word: nobody knows whose fault that is."""
     if status == _NOT_FORKED:
         how = "could not be started: there is no memory for it, or there are too many processes"
-    elif status < 0:
-        how = f"was killed by {signal.Signals(-status).name} before its agent was done"
     else:
-        how = f"ended with status {status} before its agent was done"
+        how = f"{how_it_ended(status)}, before its agent was done"
     message = f"the process of rollout {claim.rollout.rollout_id} {how}"
     error = ErrorInfo(type="RolloutProcessDied", message=message, infrastructure=True)
     return Outcome([], Finish(status="failed", error=error), [])

@@ -189,12 +189,15 @@ class _Runner:
             if "started" not in self.child.told:
                 raise died
             self._in_vain = 0 if "finished" in self.child.told else self._in_vain + 1
-            how = _how_it_died(self.child.process.returncode)
             if self._in_vain > _RESTARTS:
-                raise ChildDied(f"{self._name} died {self._in_vain} times and no rollout ended meanwhile{how}\n{died}")
-            _log.warning("%s died%s; it is started anew, and its rollouts are retried.\n%s", self._name, how, died)
+                raise ChildDied(f"a runner died {self._in_vain} times and no rollout ended meanwhile: {died}")
+            _log.warning("a runner died; it is started anew, and its rollouts are retried%s. %s", self._hint(), died)
             self._lose_claims(self._present)
             self._next()
+
+    def _hint(self) -> str:
+        killed = self.child.process.returncode == -signal.SIGKILL
+        return " (lower n_runners, or what the agent holds, where memory runs out)" if killed else ""
 
     def _made(self, slots: int) -> _RunnerChild:
         payload = Payload(**(self._payload | {"slots": slots, "most": self._left}))
@@ -248,15 +251,6 @@ class _Runner:
             self._store.workers_died([process.worker_id])
         except StoreError as error:
             _log.warning("the rollouts of %s are retried only when their leases are over: %s", self._name, error)
-
-
-def _how_it_died(status: int) -> str:
-    if status >= 0:
-        return f" (status {status})"
-    hint = ""
-    if -status == signal.SIGKILL:
-        hint = ": most often the system's memory ran out; lower n_runners or what the agent holds"
-    return f", killed by signal {-status}{hint}"
 
 
 @contextmanager

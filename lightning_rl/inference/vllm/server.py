@@ -8,7 +8,7 @@ import msgspec
 
 from lightning_rl.errors import Explained
 from lightning_rl.inference.vllm.command import Options, command, environment
-from lightning_rl.processes.child import Child, ChildDied
+from lightning_rl.processes.child import Child, ChildDied, how_it_ended
 
 _START_SECONDS = 1800.0  # a large model is read, compiled for and captured
 _TAIL_LINES = 25
@@ -103,7 +103,8 @@ class VllmServer:
         """Why it has ended, as far as its log tells."""
         printed = self._printed()
         child = self._started
-        what = child.told.get("error") or f"it ended with status {child.told.get('ended', child.process.returncode)}"
+        status = child.told["ended"] if "ended" in child.told else child.process.poll() or 0
+        what = child.told.get("error") or f"it {how_it_ended(status)}"
         for pattern, advice in _KNOWN:
             if match := re.search(pattern, printed):
                 what += f": {advice.format(**match.groupdict())}"

@@ -167,7 +167,8 @@ def test_a_killed_process_is_started_anew_and_its_rollout_retried_at_once(server
     first = server.store.rollout(rollout.rollout_id).attempts[0]
     assert (first.status, first.error.type) == ("lost", "RunnerDied")
     (told,) = [r.getMessage() for r in caplog.records if "started anew" in r.getMessage()]
-    assert "killed by signal 9: most often the system's memory ran out; lower n_runners" in told
+    assert "lower n_runners" in told
+    assert "killed by SIGKILL, most often since the system's memory ran out" in told
     assert str(tmp_path / "runner-0.log") in told
 
 
@@ -178,7 +179,7 @@ def test_a_process_that_dies_again_and_again_ends_the_run(server, tmp_path, capl
 
         os.abort()
 
-    with pytest.raises(ChildDied, match=r"died 4 times and no rollout ended meanwhile, killed by signal 6(.|\n)*log"):
+    with pytest.raises(ChildDied, match=r"died 4 times and no rollout ended meanwhile: .*killed by SIGABRT; .*log"):
         run(server, tmp_path, agent, [0], n_runners=1, max_attempts=9)
     assert sum("started anew" in record.getMessage() for record in caplog.records) == 3
 
