@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_rl.inference.sampler import Sampled
-from lightning_rl.inference.sequence import FinishReason, GenerationSampling, Output, VersionSpan
+from lightning_rl.inference.sequence import FinishReason, GenerationRequest, Output, VersionSpan
 from lightning_rl.vision import ModelVision, Patches, PlacedImage
 
 Ints = NDArray[np.int64]
@@ -70,24 +70,21 @@ class Sequence:
 
     def __init__(
         self,
-        request_id: str,
+        request: GenerationRequest,
         prompt: Ints,
-        sampling: GenerationSampling,
         seed_key: np.uint64,
         stop_ids: tuple[int, ...],
-        picture: "Picture | None" = None,
-        adapter: int = 0,
-        priority: int = 0,
+        picture: Picture | None,
     ) -> None:
-        self.request_id = request_id
+        self.request_id = request.request_id
+        self.sampling = request.sampling
+        self.adapter = request.adapter
+        self.priority = request.priority
         self.prompt = prompt
         self.picture = picture
         self.content = prompt if picture is None else picture.content
-        self.sampling = sampling
         self.seed_key = seed_key
         self.stop_ids = stop_ids
-        self.adapter = adapter
-        self.priority = priority
         self.row = -1
         self.kept_row = 0  # of `Prefixes`, which has the first `shared` tokens of the prompt
         self.shared = 0

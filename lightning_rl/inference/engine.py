@@ -319,8 +319,7 @@ class EmbeddedEngine:
         seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
         stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self.eos_token_ids)
         picture = picture_of(prompt, request.images, self._vision) if request.images else None
-        place = request.adapter, request.priority
-        return Sequence(request.request_id, prompt, sampling, stream_key(seed), stops, picture, *place)
+        return Sequence(request, prompt, stream_key(seed), stops, picture)
 
     def _order(self, function: Callable[[], None]) -> "Future[None]":
         order = _Order(function)
