@@ -260,8 +260,9 @@ class Trainer:
                 except Unreachable:
                     check()  # a dead server is the cause rather than its silence, and its log says why
                     raise
-            except (KeyboardInterrupt, RuntimeError, OSError) as error:  # of a wrong key, a ValueError, no resume helps
-                error.add_note(f"what was recorded is in {run_dir}; {_TO_RESUME} goes on with it")
+            except (KeyboardInterrupt, Explained, OSError) as error:
+                if not isinstance(error, ValueError):  # a wrong key is wrong again
+                    error.add_note(f"what was recorded is in {run_dir}; {_TO_RESUME} goes on with it")
                 raise
 
     @property

@@ -5,11 +5,12 @@ Invariant: it is not taken for gone before it has given the run up by itself.
 
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from lightning_rl.control_plane.attach import Attachment
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.contract import Rollout
+from lightning_rl.store.contract import Reward, Rollout
 from lightning_rl.store.errors import StoreUnwritable, Unreachable
 
 JOIN_SECONDS = 5.0  # between two tries to join one, and for each
@@ -29,6 +30,7 @@ class RunServer:
         self.store = store
         self.lease_seconds = lease_seconds
         self.gone = False
+        self.late_rewards: dict[tuple[str, str], Sequence[Reward]] = {}  # given while it was gone
         self.polled: set[str] = set()
         self.poll: Future[list[Rollout]] | None = None
         self._joined_at = -JOIN_SECONDS  # or tried

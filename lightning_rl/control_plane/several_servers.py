@@ -146,16 +146,14 @@ class SeveralServers:
             self.wait(missing, _READ_SECONDS)
 
     def add_late_rewards(self, given: Mapping[tuple[str, str], Sequence[Reward]]) -> None:
-        """See `RunStore`. Raises Unreachable where the server that has the records is gone: a run that is resumed has
-        these rollouts run again."""
+        """See `RunStore`. A server that is gone with rollouts that were read is given their rewards when it is there
+        again."""
         for server, ids in self._rollouts.by_server({rollout_id for rollout_id, _ in given}):
             its_own = set(ids)
             part = {place: rewards for place, rewards in given.items() if place[0] in its_own}
             if self._ask(server, functools.partial(_add_late_rewards, part)) is None:
-                raise Unreachable(
-                    f"the server at {server.store.url} is gone with {len(part)} rollouts that were read and are given "
-                    "rewards now: resume the run (trainer.resume_mode=auto), which has them run again elsewhere"
-                )
+                with self._lock:
+                    server.late_rewards.update(part)
 
     # Resources, pauses, counts
 
@@ -260,6 +258,8 @@ class SeveralServers:
                 requests = [] if server.gone else self._rollouts.to_ask(server)
                 if requests:
                     self._request(server, requests)
+                if server.late_rewards and not server.gone:
+                    self._give_late_rewards(server)
         finally:
             self._catching_up.release()
 
@@ -274,6 +274,20 @@ class SeveralServers:
         else:
             server.answered()
             self._rollouts.asked(server, made)
+
+    def _give_late_rewards(self, server: RunServer) -> None:
+        """Those that were given while it was gone, where its store still has the rollouts."""
+        missed = dict(server.late_rewards)
+        try:
+            self._once(server, self._begun(server.store.add_late_rewards, missed))
+        except Unreachable as error:
+            server.failed(error)  # they are given at the next look
+            return
+        except StoreError as error:
+            _log.warning("the server at %s was given rewards of what it had: %s", server.store.url, error)
+        with self._lock:
+            for place in missed:
+                del server.late_rewards[place]
 
     def _join(self, server: RunServer) -> None:
         """Attach the run to a server that was gone or has given it up, where that takes no longer than it may."""

@@ -11,6 +11,7 @@ from lightning_rl.rewards import FinishedRollout, GroupReward
 from lightning_rl.rewards.finished import finished_rollout
 from lightning_rl.rewards.grading import from_config, grade, graded_before, late_rewards
 from lightning_rl.store.contract import RolloutTrace
+from lightning_rl.store.rewards import given_late
 from lightning_rl.store.run_store import RunStore
 
 
@@ -51,13 +52,10 @@ class Grader:
                     attempts[finished.rollout_id] = counting.attempt.attempt_id
         asked = [group for group in groups.values() if any(finished.rollout_id in attempts for finished in group)]
         late = {
-            (finished.rollout_id, attempts[finished.rollout_id]): late_rewards(named)
+            finished.rollout_id: late_rewards(named)
             for group, rewards in zip(asked, grade(self._reward, asked, concurrency=self._concurrency), strict=True)
             for finished, named in zip(group, rewards, strict=True)
             if finished.rollout_id in attempts
         }
-        if not late:
-            return list(traces)
-        store.add_late_rewards(late)
-        again = store.traces(list(attempts))
-        return [again.get(trace.rollout.rollout_id, trace) for trace in traces]
+        store.add_late_rewards({(rollout_id, attempts[rollout_id]): given for rollout_id, given in late.items()})
+        return [given_late(trace, late.get(trace.rollout.rollout_id, ())) for trace in traces]

@@ -4,9 +4,11 @@ Invariant: a reward that is kept is finite; an attempt has at most one final rew
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from lightning_rl.store.contract import Finish, Reward
+from msgspec.structs import replace
+
+from lightning_rl.store.contract import Finish, Reward, RolloutTrace
 from lightning_rl.store.errors import Invalid
 from lightning_rl_adapters.credit import FINAL
 
@@ -71,3 +73,16 @@ def with_late(named: Mapping[str, float], late: Iterable[Reward]) -> dict[str, f
     """An attempt's rewards by name after late ones came: these come last of all, so they win, even over a returned
     one; those of single calls change nothing here."""
     return {**named, **rewards_by_name(late, {})}
+
+
+def given_late(trace: RolloutTrace, late: Sequence[Reward]) -> RolloutTrace:
+    """The trace of a rollout as the store has it when its counting attempt was given late rewards with new ids. The
+    rewards of one that has none are as they are."""
+    counting = trace.counting
+    if counting is None:
+        return trace
+    named = with_late(counting.attempt.rewards, late)
+    outcome = {"rewards": named, "reward": named.get(FINAL)}
+    changed = replace(counting, attempt=replace(counting.attempt, **outcome), rewards=[*counting.rewards, *late])
+    attempts = [changed if one is counting else one for one in trace.attempts]
+    return replace(trace, rollout=replace(trace.rollout, **outcome), attempts=attempts)

@@ -6,6 +6,7 @@ import pytest
 
 from lightning_rl.store.contract import ErrorInfo, Finish, Reward, RolloutRequest
 from lightning_rl.store.errors import Conflict, NotFound
+from lightning_rl.store.rewards import given_late
 
 INFRASTRUCTURE = Finish(status="failed", error=ErrorInfo(type="Gone", message="engine", infrastructure=True))
 
@@ -56,6 +57,16 @@ def test_a_steps_rewards_are_given_in_one_call(served) -> None:
     client.add_late_rewards({})
     trace = client.traces(["r3"])["r3"]
     assert trace.attempts[0].rewards == [Reward(value=1.5, reward_id="graded-reward")]
+
+
+def test_who_gives_them_knows_the_trace_without_reading_it_again(served) -> None:
+    kept, cleared = Finish(status="succeeded", reward={"reward": 0.5, "polite": 1.0}), Finish(status="succeeded")
+    given = [Reward(value=1.5, reward_id="graded-reward"), Reward(value=2.0, name="long", reward_id="graded-long")]
+    places = [*ended(served, "r1", finish=kept), *ended(served, "r2", finish=cleared)]
+    before = served.client().traces(["r1", "r2"])
+    served.client().add_late_rewards(dict.fromkeys(places, given))
+    after = served.client().traces(["r1", "r2"])
+    assert {name: given_late(trace, given) for name, trace in before.items()} == after != before
 
 
 def test_the_first_that_is_refused_is_raised_and_the_others_are_given(served) -> None:

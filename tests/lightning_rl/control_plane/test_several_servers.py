@@ -289,16 +289,21 @@ def test_what_ended_and_was_not_read_is_waited_for_where_it_runs_again(servers: 
 
 
 @pytest.mark.long
-def test_rewards_for_what_was_read_from_a_server_that_is_gone_end_the_run(servers: list[Server], run: Run) -> None:
+def test_a_server_that_is_gone_with_what_was_read_is_given_its_rewards_when_it_is_there_again(
+    servers: list[Server], run: Run
+) -> None:
     _, two = servers
     with run.at(servers) as store:
         store.enqueue(run.groups("ab"))
         [claim, _] = play(two)
-        wait_for(store, run.ids("b0", "b1"))
-        store.traces(run.ids("b0", "b1"))
+        every = run.ids("b0", "b1")
+        wait_for(store, every)
+        read = store.traces(every)
         two.send(signal.SIGKILL)
-        with pytest.raises(Unreachable, match=r"is gone with 1 rollouts .* resume the run"):
-            store.add_late_rewards({place(claim): [Reward(value=1.0)]})
+        store.add_late_rewards({place(claim): [Reward(value=0.25, reward_id="graded-reward")]})
+        assert read[claim.rollout.rollout_id].rollout.reward == 1.0
+        two.start()
+        until(store, lambda: two.store.rollout(claim.rollout.rollout_id).reward == 0.25)
 
 
 def test_a_resumed_run_and_who_looks_at_it_find_rollouts_where_they_count(servers: list[Server], run: Run) -> None:
