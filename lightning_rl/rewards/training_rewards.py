@@ -58,4 +58,7 @@ class Grader:
             if finished.rollout_id in attempts
         }
         store.add_late_rewards({(rollout_id, attempts[rollout_id]): given for rollout_id, given in late.items()})
-        return [given_late(trace, late.get(trace.rollout.rollout_id, ())) for trace in traces]
+        return [
+            given_late(trace, late[trace.rollout.rollout_id]) if trace.rollout.rollout_id in late else trace
+            for trace in traces
+        ]
