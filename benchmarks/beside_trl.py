@@ -93,7 +93,7 @@ def cpu_of_tree() -> float:
     return used
 
 
-def ours(model: Path, folder: Path, seed: int, steps: int, began: float, num_threads: int) -> None:
+def ours(model: Path, folder: Path, seed: int, steps: int, began: float, num_threads: int | None) -> None:
     """README's script."""
     import lightning_rl as lrl
 
@@ -167,11 +167,12 @@ def trl(model: Path, folder: Path, seed: int, steps: int, began: float) -> None:
     trainer.train()
 
 
-def run(way: str, python: str, model: Path, seed: int, steps: int, num_threads: int) -> list[dict[str, float]]:
+def run(way: str, python: str, model: Path, seed: int, steps: int, num_threads: int | None) -> list[dict[str, float]]:
     """The steps of one job."""
     with tempfile.TemporaryDirectory() as folder:
         command = [python, __file__, "--way", way, "--model", str(model), "--folder", folder, "--seed", str(seed)]
-        command += ["--steps", str(steps), "--began", str(time.time()), "--num-threads", str(num_threads)]
+        command += ["--steps", str(steps), "--began", str(time.time())]
+        command += [] if num_threads is None else ["--num-threads", str(num_threads)]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     if done.returncode:
         sys.exit(f"{way} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -186,7 +187,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--num-threads", type=int, default=1, help="cores of our engine")
+    parser.add_argument("--num-threads", type=int, help="cores of our engine")
     parser.add_argument("--way")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--folder", type=Path)

@@ -544,7 +544,13 @@ class RolloutSection(Section, frozen=True):
             "at most 2048 or, where that is more, data.max_prompt_length + data.max_response_length"
         ),
     ] = None
-    num_threads: Annotated[Positive, effect("cores of an engine on a CPU: agents and gateway run beside it")] = 1
+    num_threads: Annotated[
+        Positive | None,
+        effect(
+            "cores of an engine on a CPU; null: of the embedded one all that torch takes, and half of them where a "
+            "schedule has it sample while the trainer computes; of a vLLM server one"
+        ),
+    ] = None
     renderer: Annotated[str, effect("the chat format, by name; auto: by the model")] = "auto"
     history: Annotated[
         Literal["keep", "template"],

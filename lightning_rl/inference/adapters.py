@@ -6,6 +6,7 @@ each other, so that a pass needs two products for all of them; in between stand 
 Invariant: a row's logits are those of the model with that row's adapter alone, to float rounding.
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -112,8 +113,8 @@ class Adapters:
         return tensor.detach().to(self._device, self._dtype, copy=True)
 
 
-class _Rows:
-    """Which adapter each row of the present pass has."""
+class _Rows(threading.local):
+    """Which adapter each row of the present pass has, of each thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -15,6 +15,8 @@ from lightning_rl.vision import ModelVision, Patches, PlacedImage
 
 Ints = NDArray[np.int64]
 
+LONG_PROMPT = 256  # tokens; a shorter one is sooner read twice, by two batches, than waited for
+
 
 class Picture(NamedTuple):
     """What a prompt of P tokens shows: `images`, which stand at their places of the prompt; `places` int64 [3, P], each
@@ -55,6 +57,7 @@ class Sequence:
         "adapter",
         "content",
         "kept_row",
+        "long_prompt",
         "picture",
         "priority",
         "prompt",
@@ -86,6 +89,7 @@ class Sequence:
         self.seed_key = seed_key
         self.stop_ids = stop_ids
         self.row = -1
+        self.long_prompt = (self.adapter, self.content.tobytes()) if len(prompt) >= LONG_PROMPT else None
         self.kept_row = 0  # of `Prefixes`, which has the first `shared` tokens of the prompt
         self.shared = 0
         self.pure = True  # no weights but the ones in force wrote its keys and values

@@ -1,9 +1,12 @@
-"""Keys and values of all sequences, one row (slot) per sequence, written in place.
+"""Keys and values: of the sequences that are written, one row (slot) each, and those kept for prompts that begin like
+something already read.
 
-Invariant: a query at position p of a row sees exactly the columns 0..p of that row, and every one of them
-was written by that row's own tokens. Columns beyond may hold leftovers; no mask ever shows them.
+Invariant: a query at position p of a row sees exactly the columns 0..p of that row, and every one of them was written
+by that row's own tokens, or copied from a row of the same tokens that the weights in force wrote. Columns beyond may
+hold leftovers; no mask ever shows them.
 """
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 Ints = NDArray[np.int64]
+
+SHORTEST_PREFIX = 8  # fewer tokens are sooner read again than copied
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -95,7 +100,9 @@ class SlotCache(Cache):  # type: ignore[misc]
         return keys, values
 
     def allocate(self, heads: int, head_dim: int, like: Tensor) -> None:
-        """Take the memory, with the dtype and device of `like`."""
+        """Take the memory, with the dtype and device of `like`, where that has not been done."""
+        if self._memory is not None:
+            return
         shape = (self.n_layers, self._rows, self._columns, 2, heads, head_dim)
         self._adopt(like.new_zeros(shape))
 
@@ -107,8 +114,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         if self._memory is None:
             return
         self._reserve(int(sources.max()) + 1, length)
-        if other._memory is None:
-            other.allocate(self._memory.shape[4], self._memory.shape[5], self._memory)
+        other.allocate(self._memory.shape[4], self._memory.shape[5], self._memory)
         other._reserve(int(targets.max()) + 1, length)
         # Row by row: index_select would first copy the whole memory, which a window of is not contiguous.
         mine, theirs = self._memory, other._memory
@@ -138,3 +144,68 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._memory = memory
         self._layers = list(memory.unbind(0))
         self._flat = [layer.flatten(0, 1).flatten(1, 2) for layer in self._layers]
+
+
+class Prefixes:
+    """A ring of `size` kept sequences; the oldest goes first. Its memory is a cache of its own.
+
+    What is kept was computed wholly by the weights in force: `clear` comes with every update. Several threads may use
+    it, each within `lock`, from what it finds to where that is copied.
+    """
+
+    def __init__(self, size: int, n_layers: int, max_length: int) -> None:
+        self.size = size
+        self.lock = threading.Lock()
+        self._cache = SlotCache(n_layers, max(size, 1), max_length)
+        self._tokens = np.full((size, min(max_length, 128)), -1, np.int64)  # padded with -1
+        self._adapters = np.zeros(size, np.int64)  # by which each was read
+        self._used = 0
+        self._next = 0
+
+    def find(self, prompt: Ints, adapter: int) -> tuple[int, int]:
+        """(kept row, how many tokens of `prompt` it begins with, read by `adapter`); the count is 0 for too few.
+
+        The last token is never counted: it has to be read for the logits that follow it.
+        """
+        width = min(len(prompt) - 1, self._tokens.shape[1])
+        if width < SHORTEST_PREFIX or not self._used:
+            return 0, 0
+        differs = self._tokens[: self._used, :width] != prompt[:width]
+        differs[:, 0] |= self._adapters[: self._used] != adapter
+        shared = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
+        row = int(shared.argmax())
+        return (row, int(shared[row])) if shared[row] >= SHORTEST_PREFIX else (0, 0)
+
+    def keep(self, cache: SlotCache, rows: list[int], contents: list[Ints], adapters: Ints) -> None:
+        """Keep the first len(contents[i]) columns of row rows[i], which those tokens wrote by adapter adapters[i]."""
+        every = zip(rows, contents, adapters.tolist(), strict=True)
+        pairs = [each for each in every if len(each[1]) >= SHORTEST_PREFIX][-self.size :]
+        if not pairs or not self.size:
+            return
+        longest = max(len(tokens) for _, tokens, _ in pairs)
+        self._widen(longest)
+        targets = (self._next + np.arange(len(pairs))) % self.size
+        for target, (_, tokens, adapter) in zip(targets, pairs, strict=True):
+            self._tokens[target] = -1
+            self._tokens[target, : len(tokens)] = tokens
+            self._adapters[target] = adapter
+        self._next = int(targets[-1] + 1) % self.size
+        self._used = max(self._used, int(targets.max()) + 1)
+        cache.copy_to(self._cache, np.array([row for row, *_ in pairs]), targets, longest)
+
+    def restore(self, cache: SlotCache, kept: list[int], rows: list[int], length: int) -> None:
+        """Copy the first `length` columns of the kept rows to rows of `cache`."""
+        self._cache.copy_to(cache, np.array(kept), np.array(rows), length)
+
+    def clear(self, adapter: int) -> None:
+        """Forget what was read by that adapter; 0: everything, since all are over the same weights."""
+        if adapter:
+            self._tokens[self._adapters == adapter] = -1
+        else:
+            self._used = self._next = 0
+
+    def _widen(self, columns: int) -> None:
+        width = self._tokens.shape[1]
+        if columns > width:
+            more = ((0, 0), (0, max(columns, 2 * width) - width))
+            self._tokens = np.pad(self._tokens, more, constant_values=-1)

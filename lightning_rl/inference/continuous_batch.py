@@ -1,20 +1,20 @@
 """Continuous batching: requests join and leave between two steps, and a step samples the next token of all rows.
 
-Invariant: `Batch`, the cache, the kept prefixes and the weights agree: row i is the same sequence everywhere, and every
-sampled token is marked with the version of the weights that gave it.
+Invariant: `Batch`, the cache and the weights agree: row i is the same sequence everywhere, and every sampled token is
+marked with the version of the weights that gave it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Set
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_rl.inference.batch import Batch, EndedSequence, Sequence
+from lightning_rl.inference.cache import SHORTEST_PREFIX, Prefixes
 from lightning_rl.inference.policy import Policy
-from lightning_rl.inference.prefixes import SHORTEST, Prefixes
 from lightning_rl.inference.sampler import Sampled, sample, uniforms
 from lightning_rl.inference.sequence import Output
 from lightning_rl.vision import PlacedFeatures
@@ -33,27 +33,19 @@ class Step(NamedTuple):
 
 
 class ContinuousBatch:
-    """The sequences being written, and the model that writes them. One thread uses it.
+    """Sequences that one thread writes with a model, which other batches may use at the same time.
 
     Args:
-        model: the model, as `Policy` takes it.
+        policy: the model.
+        prefixes: prompts and answers that are kept for prompts that begin like them, of all batches.
         max_rows: sequences that can be written at once.
-        max_length: tokens that each can have, the prompt's included.
-        prefix_rows: prompts and answers that are kept for prompts that begin like them.
-        version: the policy version of the model's weights.
-
-    Raises:
-        ValueError: the architecture cannot be run.
     """
 
-    def __init__(self, model: nn.Module, max_rows: int, max_length: int, prefix_rows: int, version: int) -> None:
-        self.policy = Policy(model, max_rows, max_length)
-        with torch.inference_mode():
-            self.policy.check()
-        self.versions = [version]  # of the model's weights, then of each adapter's
-        self._batch = Batch(max_rows, max_length)
-        self._prefixes = Prefixes(prefix_rows, self.policy.cache.n_layers, max_length)
-        self._torn = False  # some weights are new, some old
+    def __init__(self, policy: Policy, prefixes: Prefixes, max_rows: int) -> None:
+        self._policy = policy
+        self._prefixes = prefixes
+        self._cache = policy.cache(max_rows)
+        self._batch = Batch(max_rows, policy.max_length)
 
     @property
     def free(self) -> int:
@@ -65,21 +57,16 @@ class ContinuousBatch:
         """By which adapter each row is written, [n]."""
         return self._batch.adapter[: self._batch.n]
 
-    @property
-    def torn(self) -> bool:
-        """Whether the weights belong to no version: an update of all of them has begun and has not ended."""
-        return self._torn
-
-    # A step.
-
     def join(self, sequences: list[Sequence]) -> Iterator[Step]:
         """Read the prompts of at most `free` sequences, in as many passes as it takes, and sample a token of each."""
         while sequences:
-            # Anew for each group: the one before it may have pushed out what was found.
-            for sequence in sequences:
-                sequence.kept_row, sequence.shared = self._prefixes.find(sequence.content, sequence.adapter)
-            group, sequences = _length_group(sequences)
-            yield self._prefill(group)
+            with self._prefixes.lock:
+                # Anew for each group: what came after the one before it may have pushed out what was found.
+                for sequence in sequences:
+                    sequence.kept_row, sequence.shared = self._prefixes.find(sequence.content, sequence.adapter)
+                group, sequences = _length_group(sequences)
+                copied_from = self._place(group)
+            yield self._read(group, copied_from)
 
     def step(self, going: Ints) -> Step:
         """The next token of the rows that go on. The others are read with them, which writes what is there already."""
@@ -87,7 +74,7 @@ class ContinuousBatch:
         rows, last = np.arange(batch.n), batch.length[: batch.n] - 1
         places = (last + batch.offset[: batch.n])[:, None] if batch.offset[: batch.n].any() else None
         tokens, adapters = batch.tokens[rows, last][:, None], batch.adapter[: batch.n]
-        logits = self.policy.forward(tokens, last[:, None], 0, places, adapters=adapters)
+        logits = self._policy.forward(self._cache, tokens, last[:, None], 0, places, adapters=adapters)
         if len(going) < batch.n:
             logits = logits.index_select(0, torch.from_numpy(going).to(logits.device))
         return self._sample(going, logits)
@@ -100,41 +87,64 @@ class ContinuousBatch:
         sources, targets = self._batch.leave([one.row for one in ended])
         if len(sources):
             longest = int(self._batch.length[targets].max())
-            self.policy.cache.copy_to(self.policy.cache, sources, targets, longest)
+            self._cache.copy_to(self._cache, sources, targets, longest)
         return outputs
 
-    def _prefill(self, group: list[Sequence]) -> Step:
-        """Read the group's prompts; equal ones (the rollouts of one task) are read once."""
-        first, cache = self._batch.n, self.policy.cache
+    def abort(self, request_ids: Set[str]) -> list[Output]:
+        """End those of these requests that have rows here."""
+        rows = [row for row, one in enumerate(self._batch.sequences) if one.request_id in request_ids]
+        return self.end([EndedSequence(row, "abort") for row in rows]) if rows else []
+
+    def updated(self, version: int, adapter: int) -> None:
+        """The weights (0), or those of an adapter, are of that version from here on."""
+        for row, sequence in enumerate(self._batch.sequences):
+            if adapter in (0, sequence.adapter):  # an adapter's answers are the weights' below it, too
+                sequence.pure = False
+            if sequence.adapter == adapter:
+                sequence.mark(version, self._batch.generated(row))
+
+    def _place(self, group: list[Sequence]) -> list[int]:
+        """Give rows to the group, and to each that reads its prompt what is kept of it.
+
+        Equal prompts (the rollouts of one task) are read once, by the first rows; of the others, which come behind
+        them, the rows that they are copied from are returned.
+        """
         originals: dict[tuple[int, bytes], int] = {}
-        copies: list[Sequence] = []
+        copies: list[tuple[Sequence, int]] = []
+        known: list[Sequence] = []
         for sequence in group:
             read = sequence.adapter, sequence.content.tobytes()
             if read in originals:
-                copies.append(sequence)
+                copies.append((sequence, originals[read]))
             else:
                 originals[read] = self._batch.n
                 self._batch.join(sequence)
-        readers = self._batch.sequences[first:]
-        if known := [sequence for sequence in readers if sequence.shared]:
+                known += [sequence] if sequence.shared else []
+        if known:
             kept, rows = [one.kept_row for one in known], [one.row for one in known]
-            self._prefixes.restore(cache, kept, rows, max(one.shared for one in known))
+            self._prefixes.restore(self._cache, kept, rows, max(one.shared for one in known))
+        for sequence, _ in copies:
+            self._batch.join(sequence)
+        return [row for _, row in copies]
+
+    def _read(self, group: list[Sequence], copied_from: list[int]) -> Step:
+        """Read the prompts of the group, which has the last rows, and sample a token of each."""
+        first, end = self._batch.n - len(group), self._batch.n - len(copied_from)
+        readers = self._batch.sequences[first:end]
         tokens, positions = _left_padded(readers)
-        adapters = self._batch.adapter[first : self._batch.n]
+        adapters = self._batch.adapter[first:end]
         places, shown = _places(readers, positions), _shown(readers)
-        logits = self.policy.forward(tokens, positions, first, places, shown, adapters)
-        fresh = [sequence for sequence in readers if sequence.unread > SHORTEST]
+        logits = self._policy.forward(self._cache, tokens, positions, first, places, shown, adapters)
+        fresh = [sequence for sequence in readers if sequence.unread > SHORTEST_PREFIX]
         self._keep([one.row for one in fresh], [one.content for one in fresh])
-        if copies:
-            sources = np.array([originals[one.adapter, one.content.tobytes()] for one in copies])
-            for sequence in copies:
-                self._batch.join(sequence)
-            targets = np.array([sequence.row for sequence in copies])
-            cache.copy_to(cache, sources, targets, max(len(one.prompt) for one in copies))
+        if copied_from:
+            sources, targets = np.array(copied_from), np.arange(end, self._batch.n)
+            longest = max(len(one.prompt) for one in self._batch.sequences[end:])
+            self._cache.copy_to(self._cache, sources, targets, longest)
             picked = np.concatenate([np.arange(len(readers)), sources - first])
             logits = logits.index_select(0, torch.from_numpy(picked).to(logits.device))
         for sequence in self._batch.sequences[first:]:
-            sequence.mark(self.versions[sequence.adapter], 0)
+            sequence.mark(self._policy.versions[sequence.adapter], 0)
         return self._sample(np.arange(first, self._batch.n), logits)
 
     def _sample(self, rows: Ints, logits: Tensor) -> Step:
@@ -152,40 +162,8 @@ class ContinuousBatch:
         return Step(sequences, sampled, self.end(ended) if ended else [])
 
     def _keep(self, rows: list[int], contents: list[Ints]) -> None:
-        self._prefixes.keep(self.policy.cache, rows, contents, self._batch.adapter[rows])
-
-    # New weights, between two steps.
-
-    def load(self, weights: Mapping[str, Tensor], version: int, *, partial: bool) -> None:
-        """Take all weights, or with `partial` those that changed. Raises ValueError where names or shapes do not match;
-        the old ones stay then."""
-        self.policy.load(weights, partial=partial)
-        self._torn = self._torn and partial
-        self.updated(version)
-
-    def put_adapter(self, adapter: int, weights: Mapping[str, Tensor], version: int) -> None:
-        """Replace an adapter. Raises ValueError where the matrices are not of this model; the old ones stay then."""
-        self.policy.put_adapter(adapter, weights)
-        self.updated(version, adapter)
-
-    def tear(self, *, partial: bool) -> None:
-        """Weights come piece by piece (`Policy.put`): until `updated` they belong to no version."""
-        if self._torn and partial:
-            raise ValueError("an update of all weights broke off: give all of them")
-        self._torn = True
-
-    def updated(self, version: int, adapter: int = 0) -> None:
-        """The weights, or those of an adapter, are of that version from here on."""
-        if self._torn and adapter == 0:
-            self.policy.refresh()
-            self._torn = False
-        self.versions[adapter] = version
-        self._prefixes.clear(adapter)
-        for row, sequence in enumerate(self._batch.sequences):
-            if adapter in (0, sequence.adapter):  # an adapter's answers are the weights' below it, too
-                sequence.pure = False
-            if sequence.adapter == adapter:
-                sequence.mark(version, self._batch.generated(row))
+        with self._prefixes.lock:
+            self._prefixes.keep(self._cache, rows, contents, self._batch.adapter[rows])
 
 
 def _left_padded(sequences: list[Sequence]) -> tuple[Ints, Ints]:

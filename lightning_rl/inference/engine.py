@@ -1,16 +1,17 @@
-"""The embedded engine: one model in one thread of its own, which any thread may ask for answers.
+"""The embedded engine: one model in threads of its own, which any thread may ask for answers.
 
-Invariant: what changes (`ContinuousBatch` with its weights, who waits, pauses) is touched by the engine's thread
-alone, between two steps; other threads leave orders and get events. Every accepted request ends with
-exactly one `Output` or one `Failure`.
+Each of its threads writes a batch; between two steps it takes its share of those that wait. A decode step of a small
+model is many small operations, which several cores together do hardly faster than one: a batch for each does.
+
+Invariant: weights and pauses change by orders of other threads, which one of the engine's carries out while all of
+them stand between two steps. Every accepted request ends with exactly one `Output` or one `Failure`.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial as bind
-from operator import attrgetter
 from random import Random
 from typing import Any, Literal
 
@@ -19,9 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightning_rl.inference.batch import EndedSequence, Sequence, picture_of
+from lightning_rl.inference import scheduler
+from lightning_rl.inference.batch import Sequence, picture_of
+from lightning_rl.inference.cache import Prefixes
 from lightning_rl.inference.continuous_batch import ContinuousBatch, Step
+from lightning_rl.inference.policy import Policy
 from lightning_rl.inference.sampler import Sampled, stream_key
+from lightning_rl.inference.scheduler import Scheduler
 from lightning_rl.inference.sequence import Event, Failure, GenerationRequest, Output, Token
 from lightning_rl.inference.weights.stream import BUCKET_BYTES, WeightStream, buckets
 from lightning_rl.processes.openmp import end_threads
@@ -32,6 +37,8 @@ Outbox = Callable[[list[Event]], None]
 PauseMode = Literal["keep", "wait", "abort"]
 
 DEFAULT_MAX_MODEL_LEN = 2048
+MOST_BATCHES = 4  # between two operations all wait for one interpreter
+LARGE = 10_000_000  # parameters from which on one operation is large enough for several cores
 
 
 class EngineStopped(RuntimeError):
@@ -48,14 +55,64 @@ class _Order:
         self.done: Future[None] = Future()
 
 
-class _Served:
-    """The engine's model, or an adapter over it, as those see it who ask for it: its pauses."""
+class _Outboxes:
+    """Those of the requests in flight, and what is on its way to them. Any thread may use it."""
 
     def __init__(self) -> None:
-        self.admitting = True
-        self.frozen = False
-        self.held: list[Sequence] = []  # that came during a pause
-        self.quiet: list[Future[None]] = []  # of those who wait for a pause to take hold
+        self._by_id: dict[str, Outbox] = {}
+        self._streamed: set[str] = set()  # of these each token is told
+        self._events: dict[Outbox, list[Event]] = {}
+        self._lock = threading.Lock()
+        self._delivery = threading.Lock()  # outboxes are called by one thread at a time, in the order of events
+        self._delivering = False
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def open(self, request_ids: list[str], outbox: Outbox, *, stream: bool) -> None:
+        """These are in flight. Raises ValueError where one is already."""
+        with self._lock:
+            known = self._by_id.keys() & set(request_ids)
+            if known or len(set(request_ids)) < len(request_ids):
+                raise ValueError(f"request_id {min(known or request_ids)!r} is already in flight")
+            self._by_id.update(dict.fromkeys(request_ids, outbox))
+            self._streamed.update(request_ids if stream else ())
+
+    def tokens(self, sequences: list[Sequence], sampled: Sampled) -> None:
+        """A token of each was sampled."""
+        with self._lock:
+            if not self._streamed:
+                return
+            for sequence, *token in zip(sequences, *(column.tolist() for column in sampled), strict=True):
+                if sequence.request_id in self._streamed:
+                    events = self._events.setdefault(self._by_id[sequence.request_id], [])
+                    events.append(Token(sequence.request_id, *token))
+
+    def end(self, event: Output | Failure) -> None:
+        """A request is in flight no longer."""
+        with self._lock:
+            self._streamed.discard(event.request_id)
+            self._events.setdefault(self._by_id.pop(event.request_id), []).append(event)
+
+    def fail(self, error: Exception) -> None:
+        """So does every request that is left."""
+        for request_id in list(self._by_id):
+            self.end(Failure(request_id, error))
+
+    def deliver(self) -> None:
+        """Call the outboxes."""
+        with self._delivery:
+            with self._lock:
+                events, self._events = self._events, {}
+                self._delivering = True
+            for outbox, news in events.items():
+                outbox(news)
+            self._delivering = False
+
+    @property
+    def delivered(self) -> bool:
+        """Whether nothing is on its way. Where another thread is delivering, it is not."""
+        return not self._events and not self._delivering
 
 
 class EmbeddedEngine:
@@ -74,8 +131,9 @@ class EmbeddedEngine:
         version: the policy version of the weights that `model` has.
         name: by which the server lists the model.
         vision: how `model` sees images; None for one that reads text alone.
-        threads: cores that one decode step may use; by default what torch takes. Small models on a busy machine
-            are fastest with one.
+        threads: cores that it may use; by default what torch takes. On a CPU, and of a model that `fused` computes, up
+            to `MOST_BATCHES` batches are written at once while there are more than `scheduler.ALONE` rows for each. The
+            operations of a large model use the cores that are left: all of them, while one batch alone is written.
 
     Raises:
         ValueError: the architecture cannot be run, or a limit is out of range.
@@ -96,7 +154,6 @@ class EmbeddedEngine:
         threads: int | None = None,
         vision: ModelVision | None = None,
     ) -> None:
-        self._threads = threads
         self._vision = vision
         allowed = _max_positions(model)
         self.max_model_len = max_model_len or min(allowed, max(DEFAULT_MAX_MODEL_LEN, expected_len))
@@ -106,25 +163,37 @@ class EmbeddedEngine:
             raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
         self.name = name
         self.max_num_seqs = max_num_seqs
-        self._served = [_Served()]  # by number; the adapters begin at 1
         self.eos_token_ids = tuple(_eos(model) if eos_token_ids is None else eos_token_ids)
         kept = max_num_seqs if prefix_rows is None else prefix_rows
-        self._batch = ContinuousBatch(model, max_num_seqs, self.max_model_len, kept, version)
-        self._policy = self._batch.policy
-        self._waiting: deque[Sequence] = deque()
-        self._by_priority = False  # whether any request ever had one
-        self._outboxes: dict[str, Outbox] = {}  # of every request in flight
-        self._streams: dict[str, Outbox] = {}  # of those that want each token
-        self._sequences: dict[str, Sequence] = {}
-        self._events: dict[Outbox, list[Event]] = {}
+        self._policy = Policy(model, self.max_model_len, version)
+        with torch.inference_mode():
+            self._policy.check()
+        threads = torch.get_num_threads() if threads is None else threads
+        most = min(threads, MOST_BATCHES, max_num_seqs // scheduler.ALONE) if self._policy.for_several_threads else 1
+        batches = max(1, most)
+        self._prefixes = Prefixes(kept, self._policy.n_layers, self.max_model_len)
+        rows = -(-max_num_seqs // batches)
+        self._batches = [ContinuousBatch(self._policy, self._prefixes, rows) for _ in range(batches)]
+        self._scheduler = Scheduler(batches, max_num_seqs, copies_prompts=kept > 0)
+        large = sum(each.numel() for each in model.parameters()) >= LARGE
+        # With how many threads an operation computes: while one batch alone is written, while several are; and by each
+        # batch at present.
+        self._cores_alone, self._cores_each = (threads, threads // batches) if large else (1, 1)
+        self._cores = [0] * batches
         self._seeds = Random(seed)
+        self._outboxes = _Outboxes()
+        self._sequences: dict[str, Sequence] = {}
+        self._arrived: list[Sequence] = []
         self._orders: deque[_Order] = deque()
-        self._wake = threading.Condition()
+        self._pausing: list[tuple[int, Future[None]]] = []  # who wait until an adapter is quiet
+        self._changed = threading.Condition()  # its lock holds for all but the batches and their weights
+        self._resting = 0  # threads that stand between two steps
         self._state: Literal["new", "running", "stopped"] = "new"
         self._stopping = False
-        self._thread_id: int | None = None
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        self._run_future: Future[None] | None = None
+        self._cause: BaseException | None = None  # of a thread's end
+        self._executor = ThreadPoolExecutor(max_workers=batches, thread_name_prefix="engine")
+        self._threads: list[Future[None]] = []
+        self._over = 0  # of them
 
     # Any thread.
 
@@ -132,34 +201,33 @@ class EmbeddedEngine:
         """Make room for an adapter, which changes nothing until its first update; its number. Before `start`."""
         if self._state != "new":
             raise EngineStopped("adapters are added before the engine is started")
-        self._served.append(_Served())
-        self._batch.versions.append(0)
-        return len(self._served) - 1
+        self._policy.versions.append(0)
+        return self._scheduler.add_adapter()
 
     def start(self) -> None:
         """Begin to serve. An engine is started once."""
-        with self._wake:
+        with self._changed:
             if self._state != "new":
                 raise EngineStopped("an engine is started once: make another")
             self._state = "running"
-        self._run_future = self._executor.submit(self._run)
-        self._run_future.add_done_callback(lambda run: self._close(run.exception()))
+        self._threads = [self._executor.submit(self._run, number) for number in range(len(self._batches))]
+        for thread in self._threads:
+            thread.add_done_callback(self._thread_ended)
 
     def stop(self) -> None:
-        """End the thread; what is in flight ends with reason "abort". Raises what stopped it before."""
-        with self._wake:
+        """End the threads; what is in flight ends with reason "abort". Raises what stopped them before."""
+        with self._changed:
             self._stopping = True
-            self._wake.notify()
+            self._changed.notify_all()
         self._executor.shutdown(wait=True)
-        if self._run_future is None:
-            self._close(None)
-        else:
-            self._run_future.result()
+        if not self._threads:
+            self._close()
+        self.check()
 
     def check(self) -> None:
-        """Raises what ended the thread, when something has."""
-        if self._run_future is not None and self._run_future.done():
-            self._run_future.result()
+        """Raises what ended a thread, when something has."""
+        if self._cause is not None:
+            raise self._cause
 
     def __enter__(self) -> "EmbeddedEngine":
         self.start()
@@ -173,7 +241,7 @@ class EmbeddedEngine:
 
         Args:
             request: the prompt and how to sample.
-            on_token: called on the engine's thread with every token as it is made; must be quick.
+            on_token: called on one of the engine's threads with every token as it is made; must be quick.
 
         Raises:
             ValueError: the prompt does not fit, a token id is not in the vocabulary, or the id is
@@ -200,31 +268,25 @@ class EmbeddedEngine:
 
         Args:
             requests: as in `submit`.
-            outbox: called on the engine's thread, once per step that has news for it, with all of that
-                step's events; must be quick.
+            outbox: called on one of the engine's threads, by one at a time, once per step that has news for it, with
+                all of that step's events; must be quick.
             stream: whether `Token` events are wanted beside the final ones.
 
         Raises: as `submit`.
         """
         sequences = [self._sequence(request) for request in requests]
-        ids = [sequence.request_id for sequence in sequences]
-        with self._wake:
+        with self._changed:
             if self._state == "stopped" or self._stopping:
                 raise EngineStopped("the engine is stopped")
-            known = self._outboxes.keys() & set(ids)
-            if known or len(set(ids)) < len(ids):
-                raise ValueError(f"request_id {min(known or ids)!r} is already in flight")
-            self._outboxes.update(dict.fromkeys(ids, outbox))
-            if stream:
-                self._streams.update(dict.fromkeys(ids, outbox))
-            self._orders.append(_Order(lambda: self._accept(sequences)))
-            self._wake.notify()
+            self._outboxes.open([sequence.request_id for sequence in sequences], outbox, stream=stream)
+            self._arrived += sequences
+            self._changed.notify_all()
 
     def abort(self, request_id: str) -> None:
         """End a request with what it has, reason "abort"; nothing happens if it is not in flight."""
-        with self._wake:
-            self._orders.append(_Order(lambda: self._abort([request_id])))
-            self._wake.notify()
+        with self._changed:
+            self._orders.append(_Order(lambda: self._abort({request_id})))
+            self._changed.notify_all()
 
     def update_weights(
         self, weights: nn.Module | Mapping[str, Tensor] | WeightStream, version: int, *, partial: bool = False
@@ -245,14 +307,14 @@ class EmbeddedEngine:
         """
         if not isinstance(weights, WeightStream):
             state = weights.state_dict() if isinstance(weights, nn.Module) else weights
-            self._call(lambda: self._batch.load(state, version, partial=partial))
+            self._call(lambda: self._load(state, version, partial))
         else:
             shapes = {name: each.shape for name, each in weights.described.items()}
             self._call(lambda: self._policy.require_fitting(shapes, partial=partial))
-            self._call(lambda: self._batch.tear(partial=partial))
+            self._call(lambda: self._policy.tear(partial=partial))
             for bucket in buckets(weights, BUCKET_BYTES):
                 self._call(bind(self._policy.put, bucket))
-            self._call(lambda: self._batch.updated(version))
+            self._call(lambda: self._mend(version))
 
     def update_adapter(self, adapter: int, weights: Mapping[str, Tensor] | WeightStream, version: int) -> None:
         """Replace an adapter between two steps; returns when it is in. Answers with other adapters go on untouched.
@@ -266,7 +328,7 @@ class EmbeddedEngine:
             ValueError: the matrices are not of this model; the old ones stay.
         """
         whole = dict(weights)  # it is small
-        self._call(lambda: self._batch.put_adapter(adapter, whole, version))
+        self._call(lambda: self._put_adapter(adapter, whole, version))
 
     def pause(self, mode: PauseMode = "keep", adapter: int = 0) -> None:
         """Stop sampling with that adapter; requests are still taken and wait for `resume`. Returns when it is quiet.
@@ -286,11 +348,11 @@ class EmbeddedEngine:
 
     def paused(self, adapter: int = 0) -> bool:
         """Whether requests with that adapter wait."""
-        return not self._served[adapter].admitting
+        return self._scheduler.paused(adapter)
 
     def version(self, adapter: int = 0) -> int:
         """The policy version that is sampled with that adapter."""
-        return self._batch.versions[adapter]
+        return self._policy.versions[adapter]
 
     @property
     def in_flight(self) -> int:
@@ -313,8 +375,8 @@ class EmbeddedEngine:
             raise ValueError(
                 f"token ids must be in 0..{self._policy.vocab_size - 1}, got {int(prompt.min())}..{int(prompt.max())}"
             )
-        if not 0 <= request.adapter < len(self._served):
-            raise ValueError(f"there is no adapter {request.adapter}: the engine has {len(self._served) - 1}")
+        if not 0 <= request.adapter < self._scheduler.adapters:
+            raise ValueError(f"there is no adapter {request.adapter}: the engine has {self._scheduler.adapters - 1}")
         sampling = request.sampling
         seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
         stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self.eos_token_ids)
@@ -323,167 +385,178 @@ class EmbeddedEngine:
 
     def _order(self, function: Callable[[], None]) -> "Future[None]":
         order = _Order(function)
-        with self._wake:
+        with self._changed:
             if self._state != "running" or self._stopping:
                 raise EngineStopped("the engine does not run")
             self._orders.append(order)
-            self._wake.notify()
+            self._changed.notify_all()
         return order.done
 
     def _call(self, function: Callable[[], None]) -> None:
-        """Run the function on the engine's thread, and wait; here, when that has not begun."""
+        """Run the function on one of the engine's threads, and wait; here, when they have not begun."""
         if self._state == "new":
             function()
         else:
-            self._leave_cores()
+            if self._cores_alone > 1:  # else the engine has no threads of OpenMP's that the trainer's could hinder
+                end_threads()
             self._order(function).result()
 
-    def _leave_cores(self) -> None:
-        """The calling thread computes no more for now: the trainer's, which gives new weights, or the engine's."""
-        if self._threads != 1:  # else the engine has no threads that another's could hinder
-            end_threads()
+    # The engine's threads.
 
-    # The engine's thread.
-
-    def _run(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)  # of this thread alone: OpenMP keeps the number by thread
+    def _run(self, number: int) -> None:
         with torch.inference_mode():
-            while self._take_orders():
-                if self._can_step():
-                    self._step()
+            while (work := self._next(number)) is not None:
+                work()
                 self._deliver()
-                self._tell_quiet()
-                if not self._can_step():
-                    self._leave_cores()
-            self._abort(list(self._sequences))
-            self._deliver()
 
-    def _take_orders(self) -> bool:
-        """Wait for something to do, and carry out the orders; False when it is time to end."""
-        with self._wake:
-            while not (self._orders or self._stopping or self._can_step()):
-                self._wake.wait()
-            orders, self._orders = self._orders, deque()
-        for order in orders:
+    def _next(self, number: int) -> Callable[[], None] | None:
+        """Rest until there is something for this thread to do; None when it is time to end."""
+        with self._changed:
+            self._resting += 1
+            while not self._stopping:
+                if self._orders and self._resting == len(self._batches):
+                    self._resting -= 1
+                    return self._carry_out_orders
+                if not self._orders and not self._policy.torn:
+                    self._admit()
+                    joining = self._scheduler.take(number, self._batches[number].free)
+                    going = self._scheduler.going
+                    if going[number]:
+                        self._resting -= 1
+                        cores = self._cores_alone if sum(going) == 1 else self._cores_each
+                        return bind(self._step, number, joining, cores)
+                if self._cores[number] > 1:
+                    end_threads()
+                self._changed.wait()
+            return None
+
+    def _carry_out_orders(self) -> None:
+        self._admit()
+        while self._orders:  # one that is left there keeps the other threads from stepping
+            order = self._orders[0]
             try:
                 order.run()
             except ValueError as error:
                 order.done.set_exception(error)
             else:
                 order.done.set_result(None)
-        return not self._stopping
+            self._orders.popleft()
+        with self._changed:
+            self._changed.notify_all()
 
-    def _can_step(self) -> bool:
-        return not self._batch.torn and (bool(self._waiting and self._batch.free) or self._going.size > 0)
+    def _admit(self) -> None:
+        """Those who have come since wait, or are held by a pause."""
+        with self._changed:
+            arrived, self._arrived = self._arrived, []
+        self._sequences.update((sequence.request_id, sequence) for sequence in arrived)
+        self._scheduler.add(arrived)
 
-    @property
-    def _going(self) -> Ints:
-        """The rows that are not frozen."""
-        frozen = np.array([one.frozen for one in self._served])
-        return np.flatnonzero(~frozen[self._batch.adapters])
+    def _step(self, number: int, joining: list[Sequence], cores: int) -> None:
+        if cores != self._cores[number]:
+            if self._cores[number] > 1:
+                end_threads()
+            torch.set_num_threads(cores)  # of this thread alone: OpenMP keeps the number by thread
+            self._cores[number] = cores
+        batch = self._batches[number]
+        for step in batch.join(joining):
+            self._report(number, step)
+        if (rows := np.flatnonzero(~self._scheduler.frozen[batch.adapters])).size:
+            self._report(number, batch.step(rows))
 
-    def _step(self) -> None:
-        joining = [self._waiting.popleft() for _ in range(min(self._batch.free, len(self._waiting)))]
-        for step in self._batch.join(joining):
-            self._report(step)
-        if (rows := self._going).size:
-            self._report(self._batch.step(rows))
-
-    def _report(self, step: Step) -> None:
+    def _report(self, number: int, step: Step) -> None:
         """Leave what a step gave for those who asked."""
-        if self._streams:
-            self._stream(step.sequences, step.sampled)
-        for output in step.ended:
-            self._emit(output)
+        with self._changed:
+            self._outboxes.tokens(step.sequences, step.sampled)
+            for output in step.ended:
+                self._end(number, output)
+            self._scheduler.read(step.sequences)
+            if self._scheduler.waiting:  # there may be room for them now
+                self._changed.notify_all()
 
-    def _stream(self, sequences: list[Sequence], sampled: Sampled) -> None:
-        for sequence, *token in zip(sequences, *(column.tolist() for column in sampled), strict=True):
-            if outbox := self._streams.get(sequence.request_id):
-                self._events.setdefault(outbox, []).append(Token(sequence.request_id, *token))
-
-    def _emit(self, event: Output | Failure) -> None:
-        with self._wake:
-            outbox = self._outboxes.pop(event.request_id)
-            self._streams.pop(event.request_id, None)
-        self._sequences.pop(event.request_id, None)
-        self._events.setdefault(outbox, []).append(event)
+    def _end(self, number: int, output: Output) -> None:
+        """A row of that batch is free, and its answer on its way."""
+        self._scheduler.leave(number, self._sequences.pop(output.request_id))
+        self._outboxes.end(output)
 
     def _deliver(self) -> None:
-        events, self._events = self._events, {}
-        for outbox, news in events.items():
-            outbox(news)
+        """Tell those who asked what there is for them, then those who wait for a pause whether it has taken hold."""
+        self._outboxes.deliver()
+        with self._changed:
+            if self._pausing and self._outboxes.delivered:
+                self._tell_paused([adapter for adapter, _ in self._pausing if self._scheduler.quiet(adapter)])
 
-    def _accept(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            served = self._served[sequence.adapter]
-            (self._waiting if served.admitting else served.held).append(sequence)
-            self._by_priority = self._by_priority or sequence.priority != 0
-        self._order_waiting()
-        self._sequences.update((sequence.request_id, sequence) for sequence in sequences)
+    def _tell_paused(self, adapters: Iterable[int]) -> None:
+        told = set(adapters)
+        for future in [future for adapter, future in self._pausing if adapter in told]:
+            future.set_result(None)
+        self._pausing = [each for each in self._pausing if each[0] not in told]
 
-    def _order_waiting(self) -> None:
-        """The lowest priority first; of equal ones the order stays."""
-        if self._by_priority:
-            self._waiting = deque(sorted(self._waiting, key=attrgetter("priority")))
+    # Orders, while all threads stand between two steps.
 
-    def _abort(self, request_ids: Iterable[str]) -> None:
-        found = [self._sequences[name] for name in request_ids if name in self._sequences]
-        for sequence in found:
+    def _load(self, weights: Mapping[str, Tensor], version: int, partial: bool) -> None:
+        self._policy.load(weights, version, partial=partial)
+        self._updated(version)
+
+    def _mend(self, version: int) -> None:
+        self._policy.mend(version)
+        self._updated(version)
+
+    def _put_adapter(self, adapter: int, weights: Mapping[str, Tensor], version: int) -> None:
+        self._policy.put_adapter(adapter, weights, version)
+        self._updated(version, adapter)
+
+    def _updated(self, version: int, adapter: int = 0) -> None:
+        self._prefixes.clear(adapter)
+        for batch in self._batches:
+            batch.updated(version, adapter)
+
+    def _abort(self, request_ids: Set[str]) -> None:
+        for sequence in [self._sequences[name] for name in request_ids if name in self._sequences]:
             if sequence.row < 0:
-                held = self._served[sequence.adapter].held
-                (held if sequence in held else self._waiting).remove(sequence)
-                self._emit(sequence.unstarted())
-        active = [EndedSequence(sequence.row, "abort") for sequence in found if sequence.row >= 0]
-        for output in self._batch.end(active) if active else ():
-            self._emit(output)
+                self._scheduler.remove(sequence)
+                self._outboxes.end(self._sequences.pop(sequence.request_id).unstarted())
+        for number, batch in enumerate(self._batches):
+            for output in batch.abort(request_ids):
+                self._end(number, output)
 
     def _pause(self, mode: PauseMode, quiet: "Future[None]", adapter: int) -> None:
-        served = self._served[adapter]
-        served.admitting = False
-        served.held += [one for one in self._waiting if one.adapter == adapter]
-        self._waiting = deque(one for one in self._waiting if one.adapter != adapter)
+        self._scheduler.pause(adapter, freeze=mode == "keep")
         if mode == "abort":
-            self._abort([name for name, one in self._sequences.items() if one.adapter == adapter])
-        if mode == "keep":
-            served.frozen = True
-        served.quiet.append(quiet)
+            self._abort({name for name, one in self._sequences.items() if one.adapter == adapter})
+        self._pausing.append((adapter, quiet))
 
     def _resume(self, adapter: int) -> None:
-        served = self._served[adapter]
-        served.admitting, served.frozen = True, False
-        self._waiting.extend(served.held)
-        self._order_waiting()
-        served.held = []
-        _tell(served)
+        self._scheduler.resume(adapter)
+        self._tell_paused([adapter])
 
-    def _tell_quiet(self) -> None:
-        """Tell those who wait for a pause that it has taken hold, where it has."""
-        for adapter, served in enumerate(self._served):
-            if served.quiet and (served.frozen or adapter not in self._batch.adapters):
-                _tell(served)
+    # The end.
 
-    def _close(self, cause: BaseException | None) -> None:
-        """The thread is over: nobody may be left waiting, whatever ended it."""
-        with self._wake:
+    def _thread_ended(self, thread: "Future[None]") -> None:
+        """One that fails ends the others; the last one closes."""
+        with self._changed:
+            self._cause = self._cause or thread.exception()
+            self._stopping = True
+            self._changed.notify_all()
+            self._over += 1
+            last = self._over == len(self._batches)
+        if last:
+            self._close()
+
+    def _close(self) -> None:
+        """The threads are over: nobody may be left waiting, whatever ended them."""
+        with self._changed:
             self._state = "stopped"
-            orders, self._orders = self._orders, deque()
-            left = list(self._outboxes)
+        if self._threads and self._cause is None:
+            with torch.inference_mode():
+                self._admit()
+                self._abort(set(self._sequences))
         error = EngineStopped("the engine stopped before this request ended")
-        error.__cause__ = cause
-        for order in orders:
-            order.done.set_exception(error)
-        for request_id in left:
-            self._emit(Failure(request_id, error))
-        self._deliver()
-        for served in self._served:
-            _tell(served)
-
-
-def _tell(served: _Served) -> None:
-    quiet, served.quiet = served.quiet, []
-    for future in quiet:
-        future.set_result(None)
+        error.__cause__ = self._cause
+        while self._orders:
+            self._orders.popleft().done.set_exception(error)
+        self._outboxes.fail(error)
+        self._outboxes.deliver()
+        self._tell_paused(adapter for adapter, _ in self._pausing)
 
 
 def _max_positions(model: nn.Module) -> int:

@@ -113,13 +113,12 @@ class _Layer:
 
 
 class FusedDecoder:
-    """Runs tokens through the layers of `model`, with the keys and values of `cache`."""
+    """Runs tokens through the layers of `model`; several threads may, each with a cache of its own."""
 
-    def __init__(self, model: nn.Module, cache: SlotCache, max_length: int) -> None:
+    def __init__(self, model: nn.Module, max_length: int) -> None:
         top: Any = model
         config = top.config
         first = top.model.layers[0].self_attn
-        self.cache = cache
         self.head_dim: int = first.head_dim
         self.kv_heads: int = config.num_key_value_heads
         self.repeat: int = config.num_attention_heads // self.kv_heads
@@ -133,7 +132,6 @@ class FusedDecoder:
         cos, sin = top.model.rotary_emb(self.norm.weight, positions)
         half = self.head_dim // 2
         self.rotation = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
-        cache.allocate(self.kv_heads, self.head_dim, self.norm.weight)
         self.low_embedding: LowRank | None = None
         self.low_head: LowRank | None = None
 
@@ -149,14 +147,16 @@ class FusedDecoder:
         for layer in self.layers:
             layer.refresh()
 
-    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, cache: SlotCache, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """Logits [b, vocab] after the last column.
 
         Args:
+            cache: the keys and values of the rows, which was told where the tokens go.
             tokens, positions: [b, q], positions not negative.
             mask: [b, 1, q, window], added to the attention scores.
         """
         b, q = tokens.shape
+        cache.allocate(self.kv_heads, self.head_dim, self.norm.weight)
         hidden = self.embedding.weight.index_select(0, tokens.reshape(-1))
         if self.low_embedding is not None:
             hidden = self.low_embedding.add_embedded(tokens.reshape(-1), hidden)
@@ -164,7 +164,7 @@ class FusedDecoder:
         if self.repeat > 1 and q > 1:
             mask = mask.repeat(1, 1, self.repeat, 1)
         for number, layer in enumerate(self.layers):
-            hidden = self._attend(number, layer, hidden, rotation, mask, b, q)
+            hidden = self._attend(cache, number, layer, hidden, rotation, mask, b, q)
             hidden = self._think(layer, hidden)
         last = hidden.view(b, q, -1)[:, -1]
         last = F.rms_norm(last, last.shape[-1:], self.norm.weight, self.norm.variance_epsilon)
@@ -173,6 +173,7 @@ class FusedDecoder:
 
     def _attend(
         self,
+        cache: SlotCache,
         number: int,
         layer: _Layer,
         hidden: Tensor,
@@ -196,7 +197,7 @@ class FusedDecoder:
         torch.view_as_complex(rotary.view(n, -1, dim // 2, 2)).mul_(rotation)
         if rotary is not heads:
             heads.copy_(rotary)
-        keys, values = self.cache.write(number, qkv[:, repeat * kv_heads :])
+        keys, values = cache.write(number, qkv[:, repeat * kv_heads :])
         # The query heads that share a key head stand in a column: [b, kv_heads, repeat * q, dim].
         queries = qkv[:, : repeat * kv_heads].view(b, q, kv_heads, repeat, dim)
         queries = queries.permute(0, 2, 3, 1, 4).reshape(b, kv_heads, repeat * q, dim)

@@ -1,4 +1,4 @@
-"""The weights and their cache: what turns (row, position, token) into logits.
+"""The weights, with their versions: what turns (row, position, token) into logits.
 
 Invariant: `forward` gives what the model's plain forward pass over the row's tokens would give, to float
 rounding; `check` holds a model to it before its first token is served.
@@ -29,30 +29,43 @@ class Policy:
 
     Args:
         model: any transformers causal LM with uniform attention layers; used as it is, on its device.
-        max_rows: rows that can be active at once.
         max_length: tokens that a row can hold.
+        version: the policy version of the model's weights.
 
     Raises:
         ValueError: the architecture cannot be run from a slot cache; the message says why.
     """
 
-    def __init__(self, model: nn.Module, max_rows: int, max_length: int) -> None:
+    def __init__(self, model: nn.Module, max_length: int, version: int = 0) -> None:
         self.model = model.eval()
         config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         _require_plain_attention(model, config, max_length)
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self.vocab_size = int(config.vocab_size)
-        self.cache = SlotCache(int(config.num_hidden_layers), max_rows, max_length)
-        self.decoder = fused.FusedDecoder(model, self.cache, max_length) if fused.fits(model) else None
+        self.max_length = max_length
+        self.n_layers = int(config.num_hidden_layers)
+        self.versions = [version]  # of the model's weights, then of each adapter's
+        self.torn = False  # the weights belong to no version: an update of all of them has begun and has not ended
+        self.decoder = fused.FusedDecoder(model, max_length) if fused.fits(model) else None
         self._columns = torch.arange(max_length, device=self.device)
         self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
         self._hidden = torch.full_like(self._zero, torch.finfo(self.dtype).min)
         self._weights = _distinct_weights(model)
         self.adapters: Adapters | None = None  # from the first one on
 
+    @property
+    def for_several_threads(self) -> bool:
+        """Whether several threads may compute with it at once, each with a cache of its own, and gain by that."""
+        return self.decoder is not None and self.device.type == "cpu"
+
+    def cache(self, max_rows: int) -> SlotCache:
+        """A cache for so many rows."""
+        return SlotCache(self.n_layers, max_rows, self.max_length)
+
     def forward(
         self,
+        cache: SlotCache,
         tokens: Ints,
         positions: Ints,
         first_row: int,
@@ -63,6 +76,7 @@ class Policy:
         """Logits after the last column of `tokens`.
 
         Args:
+            cache: has the rows' keys and values, and gets the new ones.
             tokens: [b, q], of rows first_row .. first_row + b.
             positions: [b, q], each token's place in its row; -1 for padding, which stands on the left.
             first_row: the row of tokens[0].
@@ -84,49 +98,58 @@ class Policy:
                     self.adapters.begin(adapters, tokens[:, chunk].shape[1])
                 parts = (part for one in shown if (part := one.within(chunk)) is not None)
                 where = None if places is None else places[..., chunk]
-                logits = self._pass(tokens[:, chunk], positions[:, chunk], first_row, where, list(parts))
+                logits = self._pass(cache, tokens[:, chunk], positions[:, chunk], first_row, where, list(parts))
         return logits
 
     def _pass(
-        self, tokens: Ints, positions: Ints, first_row: int, places: Ints | None, shown: Sequence[PlacedFeatures]
+        self,
+        cache: SlotCache,
+        tokens: Ints,
+        positions: Ints,
+        first_row: int,
+        places: Ints | None,
+        shown: Sequence[PlacedFeatures],
     ) -> Tensor:
-        self.cache.place(first_row, positions, self.device)
+        cache.place(first_row, positions, self.device)
         # Padding looks at column 0, which is always written: a row that sees nothing would be NaN.
         seen = torch.from_numpy(np.maximum(positions, 0)).to(self.device)
-        visible = self._columns[: self.cache.window] <= seen[..., None]
+        visible = self._columns[: cache.window] <= seen[..., None]
         mask = torch.where(visible, self._zero, self._hidden)[:, None]
         inputs = torch.from_numpy(tokens).to(self.device)
         if self.decoder is not None:
-            return self.decoder.forward(inputs, seen, mask)
+            return self.decoder.forward(cache, inputs, seen, mask)
         with showing(self.model, shown):
             output = self.model(
                 input_ids=inputs,
                 attention_mask=mask,
                 position_ids=seen if places is None else torch.from_numpy(places).to(self.device),
-                past_key_values=self.cache,
+                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
             )
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def load(self, weights: Mapping[str, Tensor], *, partial: bool = False) -> None:
+    def load(self, weights: Mapping[str, Tensor], version: int, *, partial: bool = False) -> None:
         """Copy new weights over the old ones, in place; nothing is changed when a check fails.
 
         Args:
             weights: a state dict, in any number format; of tied weights, one name is enough.
+            version: the policy version of the weights as they are then.
             partial: weights that are not given stay as they are.
 
         Raises:
-            ValueError: names are missing or unknown, a shape differs, or tied weights differ.
+            ValueError: names are missing or unknown, a shape differs, tied weights differ, or some are given where an
+                update of all has broken off.
         """
         self.require_fitting({name: tuple(tensor.shape) for name, tensor in weights.items()}, partial=partial)
         for names, _ in self._weights:
             given = [name for name in names if name in weights]
             for other in given[1:]:
                 _require_tied(given[0], weights[given[0]], other, weights[other])
+        self._require_whole(partial)
         self.put(weights)
-        self.refresh()
+        self.mend(version)
 
     def require_fitting(self, shapes: Mapping[str, tuple[int, ...]], *, partial: bool = False) -> None:
         """Raises ValueError where weights of these names and shapes are not those of this model, as `load` does."""
@@ -145,13 +168,26 @@ class Policy:
 
     @torch.no_grad()
     def put(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy some weights, which `require_fitting` has seen, over the old ones; `refresh` when all are there."""
+        """Copy some weights, which `require_fitting` has seen, over the old ones; between `tear` and `mend`."""
         targets = {name: target for names, target in self._weights for name in names}
         for name, source in weights.items():
             targets[name].copy_(source)
 
+    def tear(self, *, partial: bool) -> None:
+        """Weights come piece by piece (`put`): until `mend` they belong to no version."""
+        self._require_whole(partial)
+        self.torn = True
+
+    def mend(self, version: int) -> None:
+        """All pieces have come: the weights are of that version."""
+        if self.decoder is not None:
+            with torch.no_grad():
+                self.decoder.refresh()
+        self.torn = False
+        self.versions[0] = version
+
     @torch.no_grad()
-    def put_adapter(self, adapter: int, weights: Mapping[str, Tensor]) -> None:
+    def put_adapter(self, adapter: int, weights: Mapping[str, Tensor], version: int) -> None:
         """Replace an adapter (`Adapters.put`). Raises ValueError where it is not of this model."""
         if self.adapters is None:
             self.adapters = Adapters(self.model)
@@ -160,12 +196,11 @@ class Policy:
             self.adapters.hook()
         else:
             self.decoder.adapt(self.adapters)
+        self.versions[adapter] = version
 
-    def refresh(self) -> None:
-        """What is made of the weights is made anew."""
-        if self.decoder is not None:
-            with torch.no_grad():
-                self.decoder.refresh()
+    def _require_whole(self, partial: bool) -> None:
+        if self.torn and partial:
+            raise ValueError("an update of all weights broke off: give all of them")
 
     def check(self) -> None:
         """Compare a prompt, given in two pieces, to the model's plain forward pass.
@@ -173,13 +208,13 @@ class Policy:
         Raises:
             ValueError: they differ: the model does something that a slot cache does not carry.
         """
-        length = min(8, self.cache.max_length)
+        length, cache = min(8, self.max_length), self.cache(1)
         tokens = (np.arange(1, length + 1) * 7919 % self.vocab_size)[None]
         positions = np.arange(length)[None]
         cut = length // 2
         if cut:
-            self.forward(tokens[:, :cut], positions[:, :cut], 0)
-        got = self.forward(tokens[:, cut:], positions[:, cut:], 0)
+            self.forward(cache, tokens[:, :cut], positions[:, :cut], 0)
+        got = self.forward(cache, tokens[:, cut:], positions[:, cut:], 0)
         inputs = torch.from_numpy(tokens).to(self.device)
         want = self.model(input_ids=inputs, use_cache=False).logits[:, -1]
         error = (got.float().log_softmax(-1) - want.float().log_softmax(-1)).abs().max().item()

@@ -363,7 +363,7 @@ def _sampled(
             max_num_seqs=rollout.max_num_seqs,
             max_model_len=rollout.max_model_len,
             expected_len=config.data.max_tokens,
-            threads=rollout.num_threads,
+            threads=rollout.num_threads or _cores(config),
             beside=_of_kind(EmbeddedPolicy, shared),
         )
     urls = rollout.server_urls or ()
@@ -394,6 +394,12 @@ def _adapts_ends(config: Config, source: ModelSource) -> bool:
     if not model.lora_rank or (model.target_modules == "all-linear" and model.lora_adapter_path is None):
         return False
     return lora.adapts_ends(LocalWorkers(config, skeleton(source.located[0]), ()).model)
+
+
+def _cores(config: Config) -> int:
+    """Of the embedded engine on a CPU, where none are named: the trainer computes with as many as torch takes."""
+    cores = torch.get_num_threads()
+    return cores if config.trainer.schedule == "sync" else max(1, cores // 2)
 
 
 P = TypeVar("P", EmbeddedPolicy, VllmPolicy)

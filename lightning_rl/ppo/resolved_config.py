@@ -674,7 +674,7 @@ def vllm_options(config: Config, placed: Placement | None = None, names: Sequenc
         weight_transfer=rollout.weight_transfer,
         devices=() if where.by_ray else tuple(tuple(names[gpu] for gpu in server) for server in where.engines),
         sleeps=placement.sleeps(config, where),
-        threads=rollout.num_threads,
+        threads=rollout.num_threads or 1,
         flags=rollout.engine_kwargs.vllm or {},
     )
 

@@ -1043,7 +1043,7 @@ def test_rewards_are_what_the_keys_say(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_engine_is_what_the_keys_say(tmp_path: Path) -> None:
     model = Path(__file__).parents[3] / "examples" / "sql_agent" / "checkpoint"
-    rollout = {"max_num_seqs": 3, "max_model_len": 77, "num_threads": 2, "renderer": "qwen3", "history": "template"}
+    rollout = {"max_num_seqs": 50, "max_model_len": 77, "num_threads": 2, "renderer": "qwen3", "history": "template"}
     config = {
         "actor_rollout_ref": {"model": {"path": model, "enable_gradient_checkpointing": True}, "rollout": rollout},
         "trainer": {"device": "cpu"},
@@ -1060,7 +1060,7 @@ def test_the_engine_is_what_the_keys_say(tmp_path: Path) -> None:
     try:
         endpoint = algorithm.open(tmp_path)
         engine = algorithm.policy.engine
-        assert (engine.max_num_seqs, engine.max_model_len, engine._threads) == (3, 77, 2)
+        assert (engine.max_num_seqs, engine.max_model_len, len(engine._batches)) == (50, 77, 2)
         assert (endpoint.renderer, endpoint.history, endpoint.tokenizer) == ("qwen3", "template", str(model))
         assert (endpoint.unknown_model, endpoint.otlp_endpoint) == ("refuse", "http://h:4318")
         assert endpoint.special_tokens_in_text == "control"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from lightning_rl.inference import engine as engine_room
-from lightning_rl.inference import fused
+from lightning_rl.inference import fused, scheduler
 from lightning_rl.inference.engine import EmbeddedEngine, EngineStopped
 from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling
 from tests.random_examples import examples
@@ -53,6 +53,7 @@ def test_with_several_cores_the_engine_and_who_gives_it_weights_leave_them_to_ea
             idle.set()
 
     monkeypatch.setattr(engine_room, "end_threads", noted)
+    monkeypatch.setattr(engine_room, "LARGE", 1)
     with EmbeddedEngine(make("qwen2"), threads=threads) as engine:
         ask(engine, [1, 2], max_tokens=2).result(TIMEOUT)
         engine.update_weights(make("qwen2", seed=1), 1)
@@ -60,10 +61,20 @@ def test_with_several_cores_the_engine_and_who_gives_it_weights_leave_them_to_ea
     assert seen == left
 
 
-@pytest.fixture(scope="module")
-def engine():
-    with EmbeddedEngine(make("qwen2"), max_num_seqs=4) as engine:
-        yield engine
+@pytest.mark.parametrize(("parameters", "cores"), [(1, (8, 2)), (10**9, (1, 1))])
+def test_the_cores_that_batches_leave_are_for_the_operations_of_a_large_model(parameters, cores, monkeypatch):
+    monkeypatch.setattr(engine_room, "LARGE", parameters)
+    engine = EmbeddedEngine(make("qwen2"), threads=8)
+    assert (len(engine._batches), engine._cores_alone, engine._cores_each) == (4, *cores)
+
+
+@pytest.fixture(scope="module", params=["one batch", "two batches"])
+def engine(request):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(scheduler, "ALONE", 2 if request.param == "two batches" else 4)
+        with EmbeddedEngine(make("qwen2"), max_num_seqs=4, threads=2) as engine:
+            assert len(engine._batches) == (2 if request.param == "two batches" else 1)
+            yield engine
 
 
 jobs = st.lists(
@@ -436,10 +447,10 @@ def read_tokens(engine, monkeypatch):
     """The widths of the passes that read prompts, as they happen."""
     widths, forward = [], engine._policy.forward
 
-    def counted(tokens, positions, first_row, *places, **adapters):
+    def counted(cache, tokens, positions, first_row, *places, **adapters):
         if tokens.shape[1] > 1:
             widths.append((positions >= 0).sum())
-        return forward(tokens, positions, first_row, *places, **adapters)
+        return forward(cache, tokens, positions, first_row, *places, **adapters)
 
     monkeypatch.setattr(engine._policy, "forward", counted)
     return widths

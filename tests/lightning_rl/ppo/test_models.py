@@ -43,6 +43,21 @@ def models(
     return made
 
 
+@pytest.mark.parametrize(("schedule", "batches"), [("sync", 4), ("one_step_off", 2), ("async", 2)])
+def test_the_engine_has_all_cores_or_half_of_them_beside_the_trainer(
+    schedule: str, batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    path = {"model": {"path": str(CHECKPOINT)}}
+    made = Models(
+        compose({"actor_rollout_ref": path, "trainer": {"device": "cpu", "schedule": schedule}}),
+        Path(),
+        with_critic=False,
+    )
+    engine: Any = made.policy.engine
+    assert len(engine._batches) == batches
+
+
 def sequences(n: int = 3) -> list[TrainingSequence]:
     tokens = np.random.default_rng(0).integers(10, 900, size=(n, 9))
     zeros = np.zeros(4, np.float32)
