@@ -142,10 +142,10 @@ class Algorithm:
         watchdog = Watchdog(self.store, self.watchdog_seconds)
         ended: dict[str, T] = {}
         while waiting:
-            finished = [rollout.rollout_id for rollout in self.ended(sorted(waiting), watchdog)]
+            gather = _GATHER_SECONDS * len(waiting) / len(requests)
+            finished = [one.rollout_id for one in self.ended(sorted(waiting), watchdog, gather_seconds=gather)]
             ended |= {rollout_id: read(trace) for rollout_id, trace in self.store.traces(finished).items()}
             waiting.difference_update(finished)
-            time.sleep(_GATHER_SECONDS * len(waiting) / len(requests))  # the last ones are read at once
         return [ended[str(request.rollout_id)] for request in requests]
 
     def ask(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
@@ -154,11 +154,17 @@ class Algorithm:
             _check_task(request)
         return self.store.enqueue(requests)
 
-    def ended(self, waiting: Sequence[str], watchdog: Watchdog, wait_seconds: float = _WAIT_SECONDS) -> list[Rollout]:
+    def ended(
+        self,
+        waiting: Sequence[str],
+        watchdog: Watchdog,
+        wait_seconds: float = _WAIT_SECONDS,
+        gather_seconds: float = 0.01,
+    ) -> list[Rollout]:
         """One turn of a wait: those of the rollouts `waiting` that have ended, as soon as any has; [] when the time is
-        up. Raises where a process of the run has died."""
+        up (see `RunStore.wait`). Raises where a process of the run has died."""
         self.check()
-        finished = self.store.wait(waiting, wait_seconds)
+        finished = self.store.wait(waiting, wait_seconds, gather_seconds)
         watchdog.look(waiting, any_ended=bool(finished))
         return finished
 

@@ -112,7 +112,7 @@ class SeveralServers:
         """See `RunStore`."""
         return self._at_its_server(rollout_id, functools.partial(HttpStore.cancel, rollout_id=rollout_id))
 
-    def wait(self, rollout_ids: Sequence[str], wait_seconds: float) -> list[Rollout]:
+    def wait(self, rollout_ids: Sequence[str], wait_seconds: float, gather_seconds: float = 0.01) -> list[Rollout]:
         """See `RunStore`."""
         self._catch_up()
         if not wait_seconds:
@@ -120,7 +120,7 @@ class SeveralServers:
             return [rollout for server, ended in told for rollout in self._rollouts.ended(server, ended)]
         until, asked = time.monotonic() + wait_seconds, set(rollout_ids)
         while (left := until - time.monotonic()) > 0:
-            polls = self._polls(rollout_ids, left)
+            polls = self._polls(rollout_ids, left, gather_seconds)
             done, _ = any_done(polls, left, FIRST_COMPLETED)
             # A request that was under way may tell of others, which nobody waits for any more.
             ended = [each for poll in done for each in self._polled(polls[poll], poll) if each.rollout_id in asked]
@@ -322,12 +322,14 @@ class SeveralServers:
 
     # Requests
 
-    def _polls(self, rollout_ids: Sequence[str], wait_seconds: float) -> "dict[Future[list[Rollout]], RunServer]":
+    def _polls(
+        self, rollout_ids: Sequence[str], wait_seconds: float, gather_seconds: float
+    ) -> "dict[Future[list[Rollout]], RunServer]":
         """A request for ended rollouts under way at each server that has any of them."""
         for server, ids in self._rollouts.by_server(rollout_ids):
             if not server.gone and (server.poll is None or not server.polled.issuperset(ids)):
                 server.polled = set(ids)
-                server.poll = self._begun(server.store.wait, ids, wait_seconds)
+                server.poll = self._begun(server.store.wait, ids, wait_seconds, gather_seconds)
         return {server.poll: server for server in self._servers if server.poll is not None and not server.gone}
 
     def _polled(self, server: RunServer, poll: "Future[list[Rollout]]") -> list[Rollout]:

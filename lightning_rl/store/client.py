@@ -167,10 +167,11 @@ class HttpStore:
         """End the rollout as cancelled; one that has ended stays as it is."""
         return self._call("POST", f"/rollouts/{rollout_id}/cancel", {}, Rollout)
 
-    def wait(self, rollout_ids: Sequence[str], wait_seconds: float) -> list[Rollout]:
-        """Those that have ended, as soon as any has; [] when the time is up."""
-        body = {"rollout_ids": rollout_ids, "wait_seconds": wait_seconds}
-        return self._call("POST", "/rollouts/wait", body, RolloutsAnswer, wait_seconds).rollouts
+    def wait(self, rollout_ids: Sequence[str], wait_seconds: float, gather_seconds: float = 0.01) -> list[Rollout]:
+        """Those that have ended, as soon as any has; [] when the time is up. Others may end within `gather_seconds`
+        behind the first: they are told with it, as soon as all have."""
+        body = {"rollout_ids": rollout_ids, "wait_seconds": wait_seconds, "gather_seconds": gather_seconds}
+        return self._call("POST", "/rollouts/wait", body, RolloutsAnswer, wait_seconds + gather_seconds).rollouts
 
     # A worker's calls
 

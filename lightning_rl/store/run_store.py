@@ -23,8 +23,9 @@ class RunStore(Protocol):
         """The rollout with its attempts. Raises NotFound."""
         ...
 
-    def wait(self, rollout_ids: Sequence[str], wait_seconds: float) -> list[Rollout]:
-        """Those that have ended, as soon as any has; [] when the time is up."""
+    def wait(self, rollout_ids: Sequence[str], wait_seconds: float, gather_seconds: float = 0.01) -> list[Rollout]:
+        """Those that have ended, as soon as any has; [] when the time is up. Others may end within `gather_seconds`
+        behind the first: they are told with it, as soon as all have."""
         ...
 
     def cancel(self, rollout_id: str) -> Rollout:

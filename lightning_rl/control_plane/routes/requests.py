@@ -25,6 +25,7 @@ class WaitBody(_Body, frozen=True, kw_only=True):
 
     rollout_ids: list[str]
     wait_seconds: _WaitSeconds = 0
+    gather_seconds: _WaitSeconds = 0.01
 
 
 class ClaimBody(_Body, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """Rollouts: enqueued, claimed, waited for, cancelled."""
 
 import asyncio
+import time
 from typing import Annotated
 
 import msgspec
@@ -20,7 +21,7 @@ from lightning_rl.control_plane.routes.services import Server
 from lightning_rl.store.answers import ClaimsAnswer, PageAnswer, RewardedAnswer, RolloutsAnswer
 from lightning_rl.store.contract import Claim, Rollout, RolloutDetail, RolloutRequest
 
-_ENDED_TOGETHER_SECONDS = 0.01  # more rollouts end meanwhile, and are told in one answer
+_LOOK_SECONDS = 0.005  # so soon it is seen that all have ended
 router = APIRouter(prefix="/api/v1/rollouts", tags=["rollouts"], route_class=ApiRoute)
 
 
@@ -68,14 +69,22 @@ async def start_rollout(server: Server, body: Annotated[RolloutRequest, Depends(
 
 @router.post("/wait", dependencies=[ADMIN])
 async def wait_for_rollouts(server: Server, body: Annotated[WaitBody, Depends(JsonBody(WaitBody))]) -> RolloutsAnswer:
-    """Those of the rollouts that have ended, as soon as any has, or none when the time is up."""
-    with server.signals.next_ended(body.rollout_ids) as any_ended:
+    """Those of the rollouts that have ended, as soon as any has, or none when the time is up.
+
+    Others may end within `gather_seconds` behind the first: they are told with it, as soon as all have ended.
+    """
+    with server.signals.next_ended(body.rollout_ids) as later:
         ended = await server.sql.run(server.store.ended, body.rollout_ids)
-        if not ended and body.wait_seconds:
-            await asyncio.wait([any_ended], timeout=body.wait_seconds)
-            await asyncio.sleep(_ENDED_TOGETHER_SECONDS)
-            notified = sorted(any_ended.result()) if any_ended.done() else []
-            ended = await server.sql.run(server.store.ended, notified or body.rollout_ids)
+        if body.wait_seconds and len(ended) < len(body.rollout_ids):
+            if not ended:
+                await asyncio.wait([later], timeout=body.wait_seconds)
+            until = time.monotonic() + (body.gather_seconds if ended or later.done() else 0)
+            running = set(body.rollout_ids) - {rollout.rollout_id for rollout in ended}
+            while (left := until - time.monotonic()) > 0 and not (later.done() and later.result() >= running):
+                await asyncio.sleep(min(left, _LOOK_SECONDS))
+            notified = sorted(running & later.result()) if later.done() else []
+            if notified or not ended:
+                ended += await server.sql.run(server.store.ended, notified or body.rollout_ids)
     return RolloutsAnswer(rollouts=ended)
 
 

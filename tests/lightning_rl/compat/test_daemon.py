@@ -62,7 +62,7 @@ class EndedStore:
     def cancel(self, rollout_id: str) -> None:
         self.asked.pop(rollout_id)
 
-    def wait(self, rollout_ids: Sequence[str], wait_seconds: float) -> list[Rollout]:
+    def wait(self, rollout_ids: Sequence[str], wait_seconds: float, gather_seconds: float = 0.01) -> list[Rollout]:
         return [self.trace(rollout_id).rollout for rollout_id in rollout_ids[:3]]  # some now, the others later
 
     def traces(self, rollout_ids: Sequence[str]) -> dict[str, RolloutTrace]:

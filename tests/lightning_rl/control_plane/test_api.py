@@ -408,6 +408,19 @@ def test_a_wait_tells_of_all_that_ended_together(served) -> None:
     assert sorted(rollout.rollout_id for rollout in answers[0]) == ["r1", "r2"]
 
 
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_wait_gathers_those_that_end_a_little_later_and_answers_when_all_have(served, before) -> None:
+    enqueue(served, "r1", "r2", "r3")
+    claims = served.client().claim("w", limit=3)
+    done = Finish(status="succeeded", reward=1.0)
+    for number, claim in enumerate(claims):
+        if number == before:
+            thread, answers = in_thread(lambda: served.client().wait(["r1", "r2", "r3"], 30, gather_seconds=500))
+        served.client().finish(claim.rollout.rollout_id, claim.attempt.attempt_id, done)
+    thread.join(60)
+    assert sorted(rollout.rollout_id for rollout in answers[0]) == ["r1", "r2", "r3"]
+
+
 def test_a_wait_answers_nothing_when_the_time_is_up(served) -> None:
     enqueue(served, "r1")
     assert served.client().wait(["r1"], 0.01) == []

@@ -151,8 +151,8 @@ def test_a_run_killed_with_rollouts_in_flight_goes_on_and_trains_none_twice(tmp_
 class Impatient(lrl.PPO):
     """Looks for hangs more often."""
 
-    def ended(self, waiting: Any, watchdog: Any, wait_seconds: float = 0.1) -> Any:
-        return super().ended(waiting, watchdog, min(wait_seconds, 0.1))
+    def ended(self, waiting: Any, watchdog: Any, wait_seconds: float = 0.1, gather_seconds: float = 0.01) -> Any:
+        return super().ended(waiting, watchdog, min(wait_seconds, 0.1), gather_seconds)
 
 
 @pytest.mark.long
