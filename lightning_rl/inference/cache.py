@@ -69,19 +69,21 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._end = 0
         self._rows = min(max_rows, 32)
         self._columns = min(max_length, 128) + 1
-        self._memory: Tensor | None = None  # [layers, rows, columns, 2 (k, v), heads, head_dim]
+        # [layers, 2 (k, v), rows, heads, columns, head_dim]: what a head reads lies together, also for the next head.
+        self._memory: Tensor | None = None
         self._layers: list[Tensor] = []  # the same, by layer, and as
-        self._flat: list[Tensor] = []  # [rows * columns, 2 * heads, head_dim]
-        self._target = torch.empty(0, dtype=torch.long)
+        self._flat: list[Tensor] = []  # [2 * rows * heads * columns, head_dim]
+        self._cells: tuple[Ints, Ints] = (np.empty(0, np.int64), np.empty(0, np.int64))  # rows and columns, [b * q]
+        self._target: Tensor | None = None  # their places in `_flat`, [b * q * 2 * heads]
 
-    def place(self, first: int, positions: Ints, device: torch.device) -> None:
+    def place(self, first: int, positions: Ints) -> None:
         """The next pass writes row first + i, columns positions[i] (shape [b, q]; -1 is padding)."""
         self._first, self._end = first, first + positions.shape[0]
         self.window = int(positions.max()) + 1
         self._reserve(self._end, self.window)
-        rows = np.arange(self._first, self._end)[:, None]
-        columns = np.where(positions < 0, self._columns - 1, positions)
-        self._target = torch.from_numpy((rows * self._columns + columns).reshape(-1)).to(device)
+        rows = np.arange(self._first, self._end).repeat(positions.shape[1])
+        self._cells = rows, np.where(positions < 0, self._columns - 1, positions).reshape(-1)
+        self._target = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -94,16 +96,21 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def write(self, layer: int, both: Tensor) -> tuple[Tensor, Tensor]:
         """As `update`, of keys and then values [b * q, 2 * heads, head_dim]."""
-        self._flat[layer].index_copy_(0, self._target, both)
-        seen = self._layers[layer][self._first : self._end, : self.window]
-        keys, values = seen.permute(2, 0, 3, 1, 4)
+        if self._target is None:
+            rows, columns = (cells[:, None] for cells in self._cells)
+            heads = both.shape[1] // 2
+            which, head = np.divmod(np.arange(2 * heads), heads)
+            places = ((which * self._rows + rows) * heads + head) * self._columns + columns
+            self._target = torch.from_numpy(places.reshape(-1)).to(both.device)
+        self._flat[layer].index_copy_(0, self._target, both.reshape(-1, both.shape[-1]))
+        keys, values = self._layers[layer][:, self._first : self._end, :, : self.window]
         return keys, values
 
     def allocate(self, heads: int, head_dim: int, like: Tensor) -> None:
         """Take the memory, with the dtype and device of `like`, where that has not been done."""
         if self._memory is not None:
             return
-        shape = (self.n_layers, self._rows, self._columns, 2, heads, head_dim)
+        shape = (self.n_layers, 2, self._rows, heads, self._columns, head_dim)
         self._adopt(like.new_zeros(shape))
 
     def copy_to(self, other: "SlotCache", sources: Ints, targets: Ints, length: int) -> None:
@@ -114,13 +121,13 @@ class SlotCache(Cache):  # type: ignore[misc]
         if self._memory is None:
             return
         self._reserve(int(sources.max()) + 1, length)
-        other.allocate(self._memory.shape[4], self._memory.shape[5], self._memory)
+        other.allocate(self._memory.shape[3], self._memory.shape[5], self._memory)
         other._reserve(int(targets.max()) + 1, length)
         # Row by row: index_select would first copy the whole memory, which a window of is not contiguous.
         mine, theirs = self._memory, other._memory
         assert theirs is not None
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-            theirs[:, target, :length] = mine[:, source, :length]
+            theirs[:, :, target, :, :length] = mine[:, :, source, :, :length]
 
     def _reserve(self, rows: int, columns: int) -> None:
         if rows <= self._rows and columns < self._columns:
@@ -135,15 +142,15 @@ class SlotCache(Cache):  # type: ignore[misc]
             self._columns = min(2 * self._columns, self.max_length + 1)
         if (old := self._memory) is not None:
             # Zeros, not empty: a masked NaN still poisons attention, since 0 * NaN is NaN.
-            shape = (old.shape[0], self._rows, self._columns, *old.shape[3:])
-            memory = old.new_zeros(shape)
-            memory[:, : old.shape[1], : old.shape[2] - 1] = old[:, :, :-1]
+            layers, two, old_rows, heads, old_columns, head_dim = old.shape
+            memory = old.new_zeros(layers, two, self._rows, heads, self._columns, head_dim)
+            memory[:, :, :old_rows, :, : old_columns - 1] = old[..., :-1, :]
             self._adopt(memory)
 
     def _adopt(self, memory: Tensor) -> None:
         self._memory = memory
         self._layers = list(memory.unbind(0))
-        self._flat = [layer.flatten(0, 1).flatten(1, 2) for layer in self._layers]
+        self._flat = [layer.flatten(0, 3) for layer in self._layers]
 
 
 class Prefixes:

@@ -110,7 +110,7 @@ class Policy:
         places: Ints | None,
         shown: Sequence[PlacedFeatures],
     ) -> Tensor:
-        cache.place(first_row, positions, self.device)
+        cache.place(first_row, positions)
         # Padding looks at column 0, which is always written: a row that sees nothing would be NaN.
         seen = torch.from_numpy(np.maximum(positions, 0)).to(self.device)
         visible = self._columns[: cache.window] <= seen[..., None]
