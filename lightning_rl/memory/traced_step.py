@@ -42,7 +42,7 @@ from lightning_rl.training.forward import Forward
 from lightning_rl.training.layers import flex
 from lightning_rl.training.layers.output_layer import OutputLayer
 from lightning_rl.training.model_traits import refusal_of
-from lightning_rl.training.optimizer import FUSED, OptimizerConfig
+from lightning_rl.training.optimizer import OptimizerConfig
 from lightning_rl.vision import ModelVision
 
 AnyOptim = TypeVar("AnyOptim", bound=Optim)
@@ -99,7 +99,7 @@ def trace(
         model: the config of the policy, of transformers.
         lengths: tokens of the prompts and of the responses that rows are made of; where several workers compute a row
             together, a worker is counted with rows of its share.
-        on_gpu: the optimizer steps as it does on a GPU, and attention over packed rows is computed as there.
+        on_gpu: attention over packed rows is computed as on a GPU.
         whole: with all layers, which takes longer and comes to the same.
     """
     together = resolved_config.sequence_parallel(config, config.actor_rollout_ref.actor.fsdp_config)
@@ -182,7 +182,7 @@ def _traced(config: Config, model: Any, lengths: tuple[int, int], on_gpu: bool) 
             hold_in_4bit(policy)
         with_critic = needs_critic(config, resolved_config.rules(config, None, None).estimator)
         roles = roles_of(config, with_critic=with_critic)
-        workers = _TracedWorkers(_with_traceable_optimizers(config, on_gpu), policy, roles, model)
+        workers = _TracedWorkers(_with_traceable_optimizers(config), policy, roles, model)
         workers.train(Path(), 1)
         del policy
         assert workers.actor is not None
@@ -345,17 +345,15 @@ def low_bit_state(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -
     return total
 
 
-def _with_traceable_optimizers(config: Config, on_gpu: bool) -> Config:
-    """The same with optimizers that step as on a GPU (`training.optimizer`); those that cannot be traced have no state
-    here."""
+def _with_traceable_optimizers(config: Config) -> Config:
+    """The same, where optimizers that cannot be traced have no state."""
     ours = config.actor_rollout_ref
-    actor = msgspec.structs.replace(ours.actor, optim=_traceable(ours.actor.optim, on_gpu))
-    critic = msgspec.structs.replace(config.critic, optim=_traceable(config.critic.optim, on_gpu))
+    actor = msgspec.structs.replace(ours.actor, optim=_traceable(ours.actor.optim))
+    critic = msgspec.structs.replace(config.critic, optim=_traceable(config.critic.optim))
     return msgspec.structs.replace(config, actor_rollout_ref=msgspec.structs.replace(ours, actor=actor), critic=critic)
 
 
-def _traceable(optim: AnyOptim, on_gpu: bool) -> AnyOptim:
-    given = optim.override_optimizer_config or {}
+def _traceable(optim: AnyOptim) -> AnyOptim:
     if optim.optimizer_impl.startswith("torchao."):
         return msgspec.structs.replace(
             optim,
@@ -363,9 +361,6 @@ def _traceable(optim: AnyOptim, on_gpu: bool) -> AnyOptim:
             optimizer_impl="torch.optim",
             override_optimizer_config={"fused": True, "weight_decay": 0.0},
         )
-    fused = on_gpu and optim.optimizer_impl == "torch.optim" and optim.optimizer in FUSED
-    if fused and not {"fused", "foreach", "differentiable"} & set(given):
-        return msgspec.structs.replace(optim, override_optimizer_config={**given, "fused": True})
     return optim
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_rl.errors import Explained
 from lightning_rl.training import shards
@@ -25,13 +26,9 @@ _CANNOT_STEP = {
     "SparseAdam": "it takes sparse gradients alone, and a language model has none",
 }
 
-
-FUSED = (
-    "Adam",
-    "AdamW",
-    "SGD",
-    "Adagrad",
-)  # of torch.optim: on a GPU one kernel, without temporary copies of all weights
+# Of torch.optim: one kernel, without temporary copies of all weights. Those of shards are fewer.
+_FUSED, _FUSED_OVER_SHARDS = ("Adam", "AdamW", "SGD", "Adagrad"), ("Adam", "AdamW")
+_HOW = ("fused", "foreach")  # of a group: how a step is computed here, which another machine may do otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,17 +121,23 @@ class Optimizer:
         """What a checkpoint needs beside the weights: optimizer, schedule, count of optimizer steps. Of what is shared
         it has this process's part."""
         own = self._optimizer.state_dict()
+        groups = [{name: each for name, each in group.items() if name not in _HOW} for group in own["param_groups"]]
+        kept = _each(own["state"], lambda value, _: states.taken_apart(value))
         return {
-            "optimizer": {**own, "state": _each(own["state"], lambda value, _: states.taken_apart(value))},
+            "optimizer": {"state": kept, "param_groups": groups},
             "schedule": self._schedule.state_dict(),
             "optimizer_steps": self.steps,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; the weights must be those of the same moment."""
-        saved = {**state["optimizer"], "param_groups": states.whole(state["optimizer"]["param_groups"])}
-        own = _each(saved["state"], lambda value, number: _cut(value, self._parameters[number]))
-        self._optimizer.load_state_dict({**saved, "state": own})
+        saved, here = state["optimizer"], self._optimizer.param_groups
+        groups = [
+            group | {name: own[name] for name in _HOW if name in own}
+            for group, own in zip(states.whole(saved["param_groups"]), here, strict=True)
+        ]
+        kept = _each(saved["state"], lambda value, number: _cut(value, self._parameters[number]))
+        self._optimizer.load_state_dict({"state": kept, "param_groups": groups})
         self._schedule.load_state_dict(states.whole(state["schedule"]))
         self.steps = state["optimizer_steps"]
 
@@ -183,7 +186,7 @@ def lr_factor(step: int, config: OptimizerConfig) -> float:
 def _built(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     kind = _class(config)
     arguments = _arguments(kind, config)
-    if parameters[0].device.type == "cuda" and _may_be_fused(config):
+    if _may_be_fused(parameters[0], config):
         arguments["fused"] = True
     try:
         return kind(parameters, **arguments)
@@ -232,9 +235,11 @@ def _arguments(kind: type[torch.optim.Optimizer], config: OptimizerConfig) -> di
     return {"lr": config.lr, **own, **config.arguments}
 
 
-def _may_be_fused(config: OptimizerConfig) -> bool:
+def _may_be_fused(parameter: nn.Parameter, config: OptimizerConfig) -> bool:
+    if parameter.device.type not in ("cpu", "cuda") or config.optimizer_impl != "torch.optim":
+        return False
     chosen = {"fused", "foreach", "differentiable"} & set(config.arguments)
-    return config.optimizer_impl == "torch.optim" and config.optimizer in FUSED and not chosen
+    return not chosen and config.optimizer in (_FUSED_OVER_SHARDS if isinstance(parameter, DTensor) else _FUSED)
 
 
 def _is_optimizer(kind: object) -> bool:

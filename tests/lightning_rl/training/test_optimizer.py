@@ -43,7 +43,7 @@ def give_gradients(parameters: list[nn.Parameter], seed: int) -> None:
 def test_steps_are_those_of_torch() -> None:
     ours, theirs = weights(), weights()
     optimizer = Optimizer(ours, config())
-    reference = torch.optim.AdamW(theirs, lr=0.1, betas=(0.8, 0.9), weight_decay=0.05)
+    reference = torch.optim.AdamW(theirs, lr=0.1, betas=(0.8, 0.9), weight_decay=0.05, fused=True)
     for seed in range(3):
         give_gradients(ours, seed)
         give_gradients(theirs, seed)
@@ -178,6 +178,23 @@ def test_on_a_cpu_offloading_copies_nothing() -> None:
     optimizer.offload()
     optimizer.onload()
     assert optimizer.state_dict()["optimizer"]["state"][0]["exp_avg"] is before
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_state_goes_on_where_steps_are_computed_in_another_way(before: bool) -> None:
+    parameters, theirs = weights(), weights()
+    one, alone = Optimizer(parameters, config(arguments={"fused": before})), Optimizer(theirs, config())
+    for optimizer, own_parameters in ((one, parameters), (alone, theirs)):
+        give_gradients(own_parameters, 1)
+        optimizer.step()
+    other = Optimizer(parameters, config(arguments={"fused": not before}))
+    other.load_state_dict(one.state_dict())
+    assert other._optimizer.param_groups[0]["fused"] is not before
+    for optimizer, own_parameters in ((other, parameters), (alone, theirs)):
+        give_gradients(own_parameters, 2)
+        optimizer.step()
+    for ours, own in zip(parameters, theirs, strict=True):
+        torch.testing.assert_close(ours, own)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
