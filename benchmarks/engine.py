@@ -2,12 +2,15 @@
 
     python benchmarks/engine.py [--threads 1] [--repeats 5] [--skip-generate]
     python benchmarks/engine.py --formats [--vllm PYTHON] [--threads 1] [--repeats 3]
+    python benchmarks/engine.py --cores [--repeats 3]
 
 The model is random, of the quickstart's size (0.92M parameters). Every figure is the median of the
 repeats; `generate` is transformers' own, in the same run. Repeats of the two take turns.
 
 `--formats` samples random models of 0.92M and 100M parameters in float32 and in bfloat16, 16 calls of 300 + 128 tokens
 at once, beside `generate` and, where `--vllm` names the Python of its environment, vLLM in a process of its own.
+
+`--cores` samples random models with one core and with all of them, by two engines that take turns.
 """
 
 import argparse
@@ -24,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -40,6 +44,13 @@ HTTP_TOKENS = 15
 SECONDS = "SECONDS "  # how the line of `vllm_offline.py` begins
 CALLS, PROMPT, ANSWER = 16, 300, 128  # of --formats
 KINDS = ("answers", "streams", "episodes")
+# Of --cores: hidden size, layers, vocabulary, prompt, answer, how many at once.
+SIZES = (
+    (128, 6, 1024, 40, 32, (16, 32, 64, 128)),
+    (128, 6, 1024, 300, 128, (16, 64)),
+    (448, 12, 8192, 40, 16, (1, 8, 16, 32, 64)),
+    (768, 12, 8192, 200, 12, (8, 24)),
+)
 _numbers = itertools.count()
 
 
@@ -148,6 +159,46 @@ def in_format(plain: nn.Module, threads: int, repeats: int, vllm: str | None) ->
         return line
 
 
+def fresh(engine: EmbeddedEngine, n: int, size: int, vocabulary: int, new_tokens: int) -> None:
+    """`sample_all` of new prompts."""
+    sample_all(engine, prompts(n, size, vocabulary=vocabulary), new_tokens)
+
+
+def cores(repeats: int) -> None:
+    """Tokens per second with one core and with all, float32."""
+    most = torch.get_num_threads()
+    print(f"sampled tokens/s with one core and with {most}")
+    for hidden, layers, vocabulary, prompt, answer, at_once in SIZES:
+        config = Qwen2Config(
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=4 * hidden,
+            vocab_size=vocabulary,
+            tie_word_embeddings=True,
+            max_position_embeddings=1024,
+            eos_token_id=None,
+        )
+        model = AutoModelForCausalLM.from_config(config).eval()
+        size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+        print(f"  {size:.1f}M, {prompt} + {answer} tokens")
+        with (
+            EmbeddedEngine(copy.deepcopy(model), threads=1) as alone,
+            EmbeddedEngine(copy.deepcopy(model), threads=most) as several,
+        ):
+            for n in at_once:
+                asked = (n, prompt, vocabulary, answer)
+                one, all_of_them = median_seconds(
+                    repeats, partial(fresh, alone, *asked), partial(fresh, several, *asked)
+                )
+                tokens = n * answer
+                print(
+                    f"    {n:3d} at once: {tokens / one:6.0f} {tokens / all_of_them:6.0f}  {one / all_of_them:.2f}x",
+                    flush=True,
+                )
+
+
 def _vllm_says(python: str, threads: int, arguments: list[str]) -> str:
     cores = "0" if threads == 1 else f"0-{threads - 1}"
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores}
@@ -225,6 +276,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--skip-generate", action="store_true")
     parser.add_argument("--formats", action="store_true")
+    parser.add_argument("--cores", action="store_true")
     parser.add_argument("--vllm", help="the Python of an environment with vLLM, for --formats")
     parser.add_argument("--client", help=argparse.SUPPRESS)
     parser.add_argument("--concurrency", type=int, help=argparse.SUPPRESS)
@@ -236,6 +288,9 @@ def main() -> None:
             for _ in range(options.repeats + 1)
         ]
         print(statistics.median(rates[1:]))
+        return
+    if options.cores:
+        cores(options.repeats)
         return
     torch.set_num_threads(options.threads)
     print(f"threads {options.threads}, load {os.getloadavg()[0]:.1f}")
