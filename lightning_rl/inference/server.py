@@ -1,6 +1,6 @@
 """The embedded engine over HTTP, in vLLM's token wire format, in a thread of its own.
 
-Invariant: per engine step the engine's thread wakes the server's event loop at most once, whatever the
+Invariant: per step of a batch the engine's thread wakes the server's event loop at most once, whatever the
 number of requests; and a request whose client is gone is aborted.
 """
 
@@ -137,7 +137,7 @@ class EngineServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    # The engine's thread.
+    # The engine's threads, one at a time.
 
     def _from_engine(self, events: list[Event]) -> None:
         with self._loop_lock:
