@@ -134,7 +134,9 @@ def test_a_batch_that_breaks_ends_all_of_them_by_name(engine: EmbeddedEngine, mo
         raise ZeroDivisionError("no")
 
     monkeypatch.setattr(engine._batches[1], "step", broken)
+    engine.pause("keep")
     futures = [ask(engine, [1 + i], f"{i}", max_tokens=40) for i in range(9)]
+    engine.resume()
     failures = [future.exception(TIMEOUT) for future in futures]
     assert any(isinstance(one, EngineStopped) and isinstance(one.__cause__, ZeroDivisionError) for one in failures)
     assert not engine.running
