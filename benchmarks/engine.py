@@ -54,19 +54,18 @@ SIZES = (
 _numbers = itertools.count()
 
 
-def make_model(*, large: bool = False) -> nn.Module:
-    """A random model of the quickstart's size, or of 100M parameters."""
-    config = Qwen2Config(
-        hidden_size=768 if large else 128,
-        num_hidden_layers=12 if large else 4,
-        num_attention_heads=12 if large else 4,
-        num_key_value_heads=4 if large else 2,
-        intermediate_size=2048 if large else 384,
-        vocab_size=32_000 if large else VOCAB,
-        tie_word_embeddings=True,
-        max_position_embeddings=512,
-        eos_token_id=None,
-    )
+def make_model(*, large: bool = False, **sizes: int) -> nn.Module:
+    """A random model of the quickstart's size, or of 100M parameters; or with other `sizes`, by the config's names."""
+    ours = {
+        "hidden_size": 768 if large else 128,
+        "num_hidden_layers": 12 if large else 4,
+        "num_attention_heads": 12 if large else 4,
+        "num_key_value_heads": 4 if large else 2,
+        "intermediate_size": 2048 if large else 384,
+        "vocab_size": 32_000 if large else VOCAB,
+        "max_position_embeddings": 512,
+    }
+    config = Qwen2Config(**ours | sizes, tie_word_embeddings=True, eos_token_id=None)
     model: nn.Module = AutoModelForCausalLM.from_config(config).eval()
     return model
 
@@ -169,18 +168,9 @@ def cores(repeats: int) -> None:
     most = torch.get_num_threads()
     print(f"sampled tokens/s with one core and with {most}")
     for hidden, layers, vocabulary, prompt, answer, at_once in SIZES:
-        config = Qwen2Config(
-            hidden_size=hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=4 * hidden,
-            vocab_size=vocabulary,
-            tie_word_embeddings=True,
-            max_position_embeddings=1024,
-            eos_token_id=None,
+        model = make_model(
+            hidden_size=hidden, num_hidden_layers=layers, intermediate_size=4 * hidden, vocab_size=vocabulary
         )
-        model = AutoModelForCausalLM.from_config(config).eval()
         size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
         print(f"  {size:.1f}M, {prompt} + {answer} tokens")
         with (

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_rl.inference import scheduler
@@ -32,7 +31,6 @@ from lightning_rl.inference.weights.stream import BUCKET_BYTES, WeightStream, bu
 from lightning_rl.processes.openmp import end_threads
 from lightning_rl.vision import ModelVision
 
-Ints = NDArray[np.int64]
 Outbox = Callable[[list[Event]], None]
 PauseMode = Literal["keep", "wait", "abort"]
 
@@ -446,6 +444,8 @@ class EmbeddedEngine:
 
     def _admit(self) -> None:
         """Those who have come since wait, or are held by a pause."""
+        if not self._arrived:
+            return
         with self._changed:
             arrived, self._arrived = self._arrived, []
         self._sequences.update((sequence.request_id, sequence) for sequence in arrived)

@@ -70,6 +70,8 @@ class Scheduler:
 
     def take(self, number: int, free: int) -> list[batch.Sequence]:
         """Those that join this batch now, which has so many free rows."""
+        if not self._waiting:
+            return []
         most = min(free, room(len(self._waiting), self._rows.sum(axis=1).tolist(), self.going, number, self._max_rows))
         taken: list[batch.Sequence] = []
         passed: list[batch.Sequence] = []

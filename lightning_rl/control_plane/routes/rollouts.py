@@ -75,12 +75,14 @@ async def wait_for_rollouts(server: Server, body: Annotated[WaitBody, Depends(Js
     """
     with server.signals.next_ended(body.rollout_ids) as later:
         ended = await server.sql.run(server.store.ended, body.rollout_ids)
-        if body.wait_seconds and len(ended) < len(body.rollout_ids):
+        running = set(body.rollout_ids) - {rollout.rollout_id for rollout in ended}
+        if body.wait_seconds and running:
             if not ended:
                 await asyncio.wait([later], timeout=body.wait_seconds)
             until = time.monotonic() + (body.gather_seconds if ended or later.done() else 0)
-            running = set(body.rollout_ids) - {rollout.rollout_id for rollout in ended}
-            while (left := until - time.monotonic()) > 0 and not (later.done() and later.result() >= running):
+            while (left := until - time.monotonic()) > 0 and not server.signals.closing:
+                if later.done() and later.result() >= running:
+                    break
                 await asyncio.sleep(min(left, _LOOK_SECONDS))
             notified = sorted(running & later.result()) if later.done() else []
             if notified or not ended:

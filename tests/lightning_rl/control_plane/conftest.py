@@ -2,6 +2,7 @@ import asyncio
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,6 +136,7 @@ class Served:
     url: str
     store: SqlStore
     gateway: FakeGateway
+    release: Callable[[], None]  # let every long poll answer, as a server that stops
     pool: urllib3.PoolManager = field(default_factory=lambda: urllib3.PoolManager(maxsize=8))
     attached: list[Any] = field(default_factory=list)
 
@@ -183,7 +185,9 @@ def served(tmp_path):
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     assert server.started_up.wait(20)
-    yield Served(f"http://127.0.0.1:{sockets[0].getsockname()[1]}", store, gateway, attached=attached)
+    yield Served(
+        f"http://127.0.0.1:{sockets[0].getsockname()[1]}", store, gateway, attached=attached, release=served[0].release
+    )
     served[0].release()
     server.stop()
     thread.join()

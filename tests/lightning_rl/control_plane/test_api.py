@@ -421,6 +421,16 @@ def test_a_wait_gathers_those_that_end_a_little_later_and_answers_when_all_have(
     assert sorted(rollout.rollout_id for rollout in answers[0]) == ["r1", "r2", "r3"]
 
 
+def test_a_wait_that_gathers_answers_when_the_server_stops(served) -> None:
+    enqueue(served, "r1", "r2")
+    (claim,) = served.client().claim("w")
+    served.client().finish("r1", claim.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
+    thread, answers = in_thread(lambda: served.client().wait(["r1", "r2", "r1"], 30, gather_seconds=500))
+    served.release()
+    thread.join(60)
+    assert [rollout.rollout_id for rollout in answers[0]] == ["r1"]
+
+
 def test_a_wait_answers_nothing_when_the_time_is_up(served) -> None:
     enqueue(served, "r1")
     assert served.client().wait(["r1"], 0.01) == []
