@@ -177,7 +177,7 @@ class EmbeddedEngine:
         # With how many threads an operation computes: while one batch alone is written, while several are; and by each
         # batch at present.
         self._cores_alone, self._cores_each = (threads, threads // batches) if large else (1, 1)
-        self._cores = [0] * batches
+        self._cores = [self._cores_alone] * batches
         self._seeds = Random(seed)
         self._outboxes = _Outboxes()
         self._sequences: dict[str, Sequence] = {}
@@ -402,6 +402,7 @@ class EmbeddedEngine:
     # The engine's threads.
 
     def _run(self, number: int) -> None:
+        torch.set_num_threads(self._cores[number])  # of this thread alone: OpenMP keeps the number by thread
         with torch.inference_mode():
             while (work := self._next(number)) is not None:
                 work()
@@ -455,7 +456,7 @@ class EmbeddedEngine:
         if cores != self._cores[number]:
             if self._cores[number] > 1:
                 end_threads()
-            torch.set_num_threads(cores)  # of this thread alone: OpenMP keeps the number by thread
+            torch.set_num_threads(cores)
             self._cores[number] = cores
         batch = self._batches[number]
         for step in batch.join(joining):

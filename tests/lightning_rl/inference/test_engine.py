@@ -68,6 +68,20 @@ def test_the_cores_that_batches_leave_are_for_the_operations_of_a_large_model(pa
     assert (len(engine._batches), engine._cores_alone, engine._cores_each) == (4, *cores)
 
 
+@pytest.mark.parametrize(("parameters", "cores"), [(1, 3), (10**9, 1)])
+def test_what_changes_the_weights_computes_with_as_many_cores_as_a_step(parameters, cores, monkeypatch):
+    monkeypatch.setattr(engine_room, "LARGE", parameters)
+    before = torch.get_num_threads()
+    torch.set_num_threads(5)  # those that a new thread would have
+    try:
+        with EmbeddedEngine(make("qwen2"), threads=3) as engine:
+            seen = []
+            engine._call(lambda: seen.append(torch.get_num_threads()))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [cores]
+
+
 @pytest.fixture(scope="module", params=["one batch", "two batches"])
 def engine(request):
     with pytest.MonkeyPatch.context() as patched:
