@@ -129,9 +129,10 @@ def loss_of(model: Qwen2ForCausalLM, batch: Sequence[Example]) -> torch.Tensor:
     rest_BT = torch.tensor([example.ids[first:] + [0] * (length - len(example.ids)) for example in batch])
     mask_BT = torch.tensor([example.mask[first:] + [0] * (length - len(example.ids)) for example in batch]).bool()
     cache = DynamicCache(config=model.config)
-    model(torch.tensor([batch[0].ids[:first]]), past_key_values=cache)
+    # The cache is the fourth argument: transformers 5.24 gave it another name.
+    model(torch.tensor([batch[0].ids[:first]]), None, None, cache)
     cache.batch_repeat_interleave(len(batch))
-    logits_BTV = model(rest_BT, past_key_values=cache).logits[:, :-1]  # padding is on the right: no token sees it
+    logits_BTV = model(rest_BT, None, None, cache).logits[:, :-1]  # padding is on the right: no token sees it
     # What the model wrote is behind a prompt, and no two prompts are alike to the end: its first token is in `rest`.
     chosen = mask_BT[:, 1:]
     return torch.nn.functional.cross_entropy(logits_BTV[chosen], rest_BT[:, 1:][chosen])

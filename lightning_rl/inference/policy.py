@@ -47,6 +47,8 @@ class Policy:
         self.n_layers = int(config.num_hidden_layers)
         self.versions = [version]  # of the model's weights, then of each adapter's
         self.torn = False  # the weights belong to no version: an update of all of them has begun and has not ended
+        # transformers' name of the argument since 5.24; 5.40 takes no other.
+        self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self.decoder = fused.FusedDecoder(model, max_length) if fused.fits(model) else None
         self._columns = torch.arange(max_length, device=self.device)
         self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
@@ -123,9 +125,9 @@ class Policy:
                 input_ids=inputs,
                 attention_mask=mask,
                 position_ids=seen if places is None else torch.from_numpy(places).to(self.device),
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **{self._cache_name: cache},
             )
         logits: Tensor = output.logits[:, -1]
         return logits

@@ -104,6 +104,7 @@ jobs = st.lists(
 )
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # of arguments that transformers is about to rename
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_every_logprob_is_that_of_a_plain_forward_pass(architecture):
     with EmbeddedEngine(make(architecture), max_num_seqs=3) as engine:
