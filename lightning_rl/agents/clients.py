@@ -5,9 +5,10 @@ connections, so closing it closes nothing.
 """
 
 import asyncio
-import functools
 import os
+import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -16,12 +17,14 @@ if TYPE_CHECKING:
     import anthropic
 
 _UNUSED: Any = {"base_url": "http://unused.invalid/v1", "api_key": "unused"}  # every copy has its own
+_of_process: dict[str, Any] = {}
+_making = threading.RLock()
 _of_loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Any]]" = weakref.WeakKeyDictionary()
 
 
 def http_client() -> Any:
     """The `httpx.Client` of the process, as the `openai` SDK sets one up."""
-    return _http_client(os.getpid())
+    return _in_process("http", lambda: _kept(openai.DefaultHttpxClient))
 
 
 def async_http_client() -> Any:
@@ -31,7 +34,8 @@ def async_http_client() -> Any:
 
 def openai_client() -> openai.OpenAI:
     """A client without an endpoint: `with_options(base_url=..., api_key=...)` gives it one."""
-    return _openai_client(os.getpid())
+    found: openai.OpenAI = _in_process("openai", lambda: openai.OpenAI(**_UNUSED, http_client=http_client()))
+    return found
 
 
 def async_openai_client() -> openai.AsyncOpenAI:
@@ -44,7 +48,13 @@ def async_openai_client() -> openai.AsyncOpenAI:
 
 def anthropic_client() -> "anthropic.Anthropic":
     """As `openai_client`, of Anthropic's SDK, which must be installed."""
-    return _anthropic_client(os.getpid())
+    import anthropic
+
+    def make() -> anthropic.Anthropic:
+        return anthropic.Anthropic(**_UNUSED, http_client=_kept(anthropic.DefaultHttpxClient))
+
+    found: anthropic.Anthropic = _in_process("anthropic", make)
+    return found
 
 
 def async_anthropic_client() -> "anthropic.AsyncAnthropic":
@@ -76,25 +86,26 @@ def _kept(kind: Any) -> Any:
     return Kept()
 
 
-@functools.cache
-def _http_client(process: int) -> Any:
-    """`process`: one that was forked has none of its parent's, whose connections are not to be shared."""
-    return _kept(openai.DefaultHttpxClient)
+def _in_process(name: str, make: Callable[[], Any]) -> Any:
+    """Threads that need one at once wait for the first of them to make it: rollouts begin together."""
+    if name not in _of_process:
+        with _making:
+            if name not in _of_process:
+                _of_process[name] = make()
+    return _of_process[name]
 
 
-@functools.cache
-def _openai_client(process: int) -> openai.OpenAI:
-    return openai.OpenAI(**_UNUSED, http_client=_http_client(process))
+def _forget() -> None:
+    """A process that was forked shares no connections with its parent, and no lock that a thread there holds."""
+    global _making
+    _making = threading.RLock()
+    _of_process.clear()
 
 
-@functools.cache
-def _anthropic_client(process: int) -> "anthropic.Anthropic":
-    import anthropic
-
-    return anthropic.Anthropic(**_UNUSED, http_client=_kept(anthropic.DefaultHttpxClient))
+os.register_at_fork(after_in_child=_forget)
 
 
-def _in_loop(name: str, make: Any) -> Any:
+def _in_loop(name: str, make: Callable[[], Any]) -> Any:
     """Connections belong to the event loop that opened them, so each has its own client."""
     own = _of_loops.setdefault(asyncio.get_running_loop(), {})
     if name not in own:

@@ -2,12 +2,16 @@
 
 import asyncio
 import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
+from lightning_rl.agents import clients
 from lightning_rl.agents.resources import LLM
 
 FIRST = LLM("m", "http://127.0.0.1:1/rollout/a/attempt/b/v1", "key-1", "http://127.0.0.1:1/rollout/a/attempt/b")
@@ -54,6 +58,38 @@ def test_event_loops_have_clients_of_their_own() -> None:
     assert all(a is not b for a, b in zip(one, other, strict=True))
     with pytest.raises(RuntimeError, match="no running event loop"):
         FIRST.async_openai()
+
+
+def test_rollouts_that_begin_together_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "_of_process", {})
+    together = threading.Barrier(16)
+
+    def begin(_: int) -> int:
+        together.wait(10)
+        return id(FIRST.openai()._client)
+
+    with ThreadPoolExecutor(16) as threads:
+        assert len(set(threads.map(begin, range(16)))) == 1
+
+
+def test_a_process_forked_while_one_is_made_makes_its_own() -> None:
+    made, forked = threading.Event(), threading.Event()
+
+    def make() -> None:
+        made.set()
+        assert forked.wait(10)
+
+    with ThreadPoolExecutor(1) as threads:
+        making = threads.submit(clients._in_process, "slow", make)
+        made.wait(10)
+        if (child := os.fork()) == 0:
+            signal.alarm(10)  # ends this process where it waits for the thread that it does not have
+            FIRST.openai()
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        forked.set()
+        making.result(10)
+    assert status == 0
 
 
 def test_a_forked_process_opens_connections_of_its_own() -> None:
