@@ -2,15 +2,20 @@
 
 Making a client loads certificates, which costs more than a call. A client for one endpoint is a copy that shares the
 connections, so closing it closes nothing.
+
+A process that is forked for one rollout would make them anew, and with its first call what the SDK makes of its types.
+So `warm_up` and `make_for_forked` do that once, before.
 """
 
 import asyncio
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import openai
 
 if TYPE_CHECKING:
@@ -20,6 +25,9 @@ _UNUSED: Any = {"base_url": "http://unused.invalid/v1", "api_key": "unused"}  # 
 _of_process: dict[str, Any] = {}
 _making = threading.RLock()
 _of_loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Any]]" = weakref.WeakKeyDictionary()
+_of_next_loop: dict[str, Any] = {}  # made before it was there
+_of_forked: dict[str, Any] = {}
+_of_loop_of_forked: dict[str, Any] = {}
 
 
 def http_client() -> Any:
@@ -68,9 +76,57 @@ def async_anthropic_client() -> "anthropic.AsyncAnthropic":
     return found
 
 
-def load() -> None:
-    """Load what clients and their first calls need, so that processes forked from this one do not: half a second."""
-    _ = openai_client().chat.completions  # openai loads what is behind each name when it is first used
+def make_for_forked() -> None:
+    """Make the clients of each process that is forked from this one, which itself uses none of them: connections are
+    not shared by processes. Those of Anthropic's SDK where it is loaded."""
+    for of, openai_kind, anthropic_kind, http in (
+        (_of_forked, "OpenAI", "Anthropic", "DefaultHttpxClient"),
+        (_of_loop_of_forked, "AsyncOpenAI", "AsyncAnthropic", "DefaultAsyncHttpxClient"),
+    ):
+        of["http"] = _kept(getattr(openai, http))
+        of["openai"] = getattr(openai, openai_kind)(**_UNUSED, http_client=of["http"])
+        if (sdk := sys.modules.get("anthropic")) is not None:
+            of["anthropic"] = getattr(sdk, anthropic_kind)(**_UNUSED, http_client=_kept(getattr(sdk, http)))
+
+
+def warm_up() -> None:
+    """Have `openai` make what it makes with its first call, by one with tools that is answered here.
+
+    Before an agent's modules are loaded: they may record all calls.
+    """
+    httpx: Any = sys.modules[openai.DefaultHttpxClient.__mro__[1].__module__]  # of openai 2 httpx, of openai 3 httpx2
+    function = {"name": "add", "arguments": "{}"}
+    asked: Any = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": function}],
+    }
+    messages: list[Any] = [
+        {"role": "system", "content": "-"},
+        {"role": "user", "content": "-"},
+        asked,
+        {"role": "tool", "tool_call_id": "1", "content": "-"},
+    ]
+    tool: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    answer = {
+        "id": "-",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "-",
+        "choices": [{"index": 0, "finish_reason": "tool_calls", "message": asked}],
+        "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+    }
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json=answer))
+    call: Any = {"model": "-", "messages": messages, "tools": [tool]}
+    with openai.DefaultHttpxClient(transport=transport) as http:
+        openai.OpenAI(**_UNUSED, http_client=http).chat.completions.create(**call)
+
+    async def call_again() -> None:
+        async with openai.DefaultAsyncHttpxClient(transport=transport) as http:
+            await openai.AsyncOpenAI(**_UNUSED, http_client=http).chat.completions.create(**call)
+        await anyio.sleep(0)  # what connections wait with, loaded when it is first used
+
+    asyncio.run(call_again())
 
 
 def _kept(kind: Any) -> Any:
@@ -95,19 +151,24 @@ def _in_process(name: str, make: Callable[[], Any]) -> Any:
     return _of_process[name]
 
 
-def _forget() -> None:
+def _begin_anew() -> None:
     """A process that was forked shares no connections with its parent, and no lock that a thread there holds."""
-    global _making
+    global _making, _of_process, _of_forked, _of_next_loop, _of_loop_of_forked
     _making = threading.RLock()
-    _of_process.clear()
+    _of_process, _of_forked = _of_forked, {}
+    _of_next_loop, _of_loop_of_forked = _of_loop_of_forked, {}
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _in_loop(name: str, make: Callable[[], Any]) -> Any:
     """Connections belong to the event loop that opened them, so each has its own client."""
-    own = _of_loops.setdefault(asyncio.get_running_loop(), {})
+    global _of_next_loop
+    loop = asyncio.get_running_loop()
+    if (own := _of_loops.get(loop)) is None:
+        own, _of_next_loop = _of_next_loop, {}
+        _of_loops[loop] = own
     if name not in own:
         own[name] = make()
     return own[name]

@@ -192,15 +192,27 @@ def _passing_on(pipes: list[int], printed: Printed) -> Iterator[None]:
 # The fork server, and its children
 
 
+def warm_up() -> None:
+    """Load what every child would load anew; before the agent is loaded."""
+    from opentelemetry.exporter.otlp.proto.common import trace_encoder  # noqa: F401
+
+    from lightning_rl.agents import clients, emitted
+
+    emitted._tracer()
+    clients.warm_up()
+
+
 def fork(agent: Agent, *, close: int) -> ForkServer:
     """Fork the fork server; it closes the descriptor `close`, which is the runner's alone. This process must have no
     threads."""
-    _load_what_rollouts_need()
+    from lightning_rl.agents import clients
+
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         try:
             os.close(close)
             ours.close()
+            clients.make_for_forked()
             _ForkServer(agent, theirs).serve()
         except BaseException:  # noqa: BLE001 - it is told, and ends the runner process, which is started anew
             _log.exception("the fork server failed")
@@ -208,17 +220,6 @@ def fork(agent: Agent, *, close: int) -> ForkServer:
             os._exit(1)
     theirs.close()
     return ForkServer(ours)
-
-
-def _load_what_rollouts_need() -> None:
-    """What every child would load anew."""
-    from opentelemetry.exporter.otlp.proto.common import trace_encoder  # noqa: F401
-
-    from lightning_rl.agents import clients, emitted
-
-    emitted._tracer()
-    clients.load()
-    asyncio.new_event_loop().close()
 
 
 class _ForkServer:

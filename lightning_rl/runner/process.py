@@ -47,6 +47,8 @@ def main() -> None:
     _follow_agents_into_threads()
     payload: Payload = pickle.loads(_read_frame())
     sys.path[:] = payload["sys_path"]
+    if payload["isolation"] == "process":
+        isolated.warm_up()
     agent = pickle.loads(payload["agent"])
     # Agents print where the log is, not into the parent's pipe.
     parent = os.dup(1)

@@ -92,6 +92,25 @@ def test_a_process_forked_while_one_is_made_makes_its_own() -> None:
     assert status == 0
 
 
+def test_clients_are_made_for_forked_processes_and_shared_by_no_two() -> None:
+    def connections() -> set[Any]:
+        async def awaited() -> set[Any]:
+            return {FIRST.async_openai()._client, FIRST.async_anthropic()._client}
+
+        return {FIRST.openai()._client, FIRST.anthropic()._client, *asyncio.run(awaited())}
+
+    clients.make_for_forked()
+    prepared = [clients._of_forked, clients._of_loop_of_forked]
+    made = {of[name]._client for of in prepared for name in ("openai", "anthropic")}
+    assert not made & connections()
+    if (child := os.fork()) == 0:
+        ours = connections()
+        if (grandchild := os.fork()) == 0:
+            os._exit(0 if not ours & connections() else 1)
+        os._exit(0 if ours == made and os.waitpid(grandchild, 0)[1] == 0 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_a_forked_process_opens_connections_of_its_own() -> None:
     ours = FIRST.http_client
     reading, writing = os.pipe()

@@ -151,11 +151,24 @@ def test_a_client_loads_nothing_anew_in_each_process(server, tmp_path, monkeypat
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
 
     def agent(task, llm):
+        import asyncio
+        import ssl
         import sys
 
-        before = set(sys.modules)
-        llm.openai().chat.completions  # noqa: B018 - that is what loads it
-        return {"reward": 0.0, "loaded": float(len(set(sys.modules) - before))}
+        from openai.types.chat import ChatCompletion
+
+        before, certificates = set(sys.modules), []
+        ssl.SSLContext.load_verify_locations = lambda *_, **__: certificates.append(1)
+
+        async def awaited():
+            llm.async_openai().chat.completions  # noqa: B018 - that is what loads it
+
+        made = float(ChatCompletion.__pydantic_complete__)  # as the SDK's first call makes it
+        llm.openai().chat.completions  # noqa: B018
+        asyncio.run(awaited())
+        loaded = float(len(set(sys.modules) - before))
+        return {"reward": 0.0, "made": made, "loaded": loaded, "certificates": float(len(certificates))}
 
     with asked(server, tmp_path, agent, range(2), isolation="process") as rollouts:
-        assert [rollout.rewards["loaded"] for rollout in rollouts.ended()] == [0, 0]
+        for rollout in rollouts.ended():
+            assert rollout.rewards == {"reward": 0.0, "made": 1.0, "loaded": 0.0, "certificates": 0.0}
