@@ -1,6 +1,7 @@
 """A whole training job beside TRL's: seconds and CPU of a step, and what is learned, as users write it.
 
     python benchmarks/beside_trl.py [--trl PYTHON] [--seeds 3] [--hidden 128] [--num-threads 1]
+                                    [--isolation process]
 
 TRL lives in an environment of its own, made once:
 
@@ -10,7 +11,8 @@ and then `--trl /tmp/trl/bin/python`; without it ours alone is measured. Both tr
 the same prompts: a step is 16 prompts x 8 answers of at most 32 tokens, one update of all of them with the same Adam,
 and no KL. The reward is the share of vowels among an answer's letters, which every random model can learn. Ours is
 README's script: agents in runner processes ask the gateway by `llm.openai()`, and everything is recorded; its engine
-has `--num-threads` cores. TRL's is `GRPOTrainer` with `model.generate`, which its documentation begins with.
+has `--num-threads` cores, and with `--isolation process` each rollout a process of its own. TRL's is `GRPOTrainer` with
+`model.generate`, which its documentation begins with.
 
 CPU is that of the process and all those that it started. A step's costs are the median from the second step on; the
 start is everything before the first step has ended. Ways take turns; nothing asserts a time.
@@ -93,7 +95,7 @@ def cpu_of_tree() -> float:
     return used
 
 
-def ours(model: Path, folder: Path, seed: int, steps: int, began: float, num_threads: int | None) -> None:
+def ours(model: Path, folder: Path, seed: int, steps: int, began: float, given: argparse.Namespace) -> None:
     """README's script."""
     import lightning_rl as lrl
 
@@ -108,11 +110,13 @@ def ours(model: Path, folder: Path, seed: int, steps: int, began: float, num_thr
         "actor_rollout_ref": {
             "model": {"path": str(model)},
             "actor": {"optim": {"lr": LEARNING_RATE}},
-            "rollout": {"n": ANSWERS, "num_threads": num_threads},
+            "rollout": {"n": ANSWERS, "num_threads": given.num_threads},
         },
         "trainer": {"total_training_steps": steps, "total_epochs": steps},
     }
-    lrl.Trainer(agent, run_dir=folder).fit(Metered(config), [{"question": each} for each in QUESTIONS])
+    lrl.Trainer(agent, run_dir=folder, isolation=given.isolation).fit(
+        Metered(config), [{"question": each} for each in QUESTIONS]
+    )
 
 
 def agent(task: Any, llm: Any) -> float:
@@ -167,12 +171,12 @@ def trl(model: Path, folder: Path, seed: int, steps: int, began: float) -> None:
     trainer.train()
 
 
-def run(way: str, python: str, model: Path, seed: int, steps: int, num_threads: int | None) -> list[dict[str, float]]:
+def run(way: str, python: str, model: Path, seed: int, given: argparse.Namespace) -> list[dict[str, float]]:
     """The steps of one job."""
     with tempfile.TemporaryDirectory() as folder:
         command = [python, __file__, "--way", way, "--model", str(model), "--folder", folder, "--seed", str(seed)]
-        command += ["--steps", str(steps), "--began", str(time.time())]
-        command += [] if num_threads is None else ["--num-threads", str(num_threads)]
+        command += ["--steps", str(given.steps), "--began", str(time.time()), "--isolation", given.isolation]
+        command += [] if given.num_threads is None else ["--num-threads", str(given.num_threads)]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     if done.returncode:
         sys.exit(f"{way} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -188,6 +192,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--num-threads", type=int, help="cores of our engine")
+    parser.add_argument("--isolation", choices=("thread", "process"), default="thread")
     parser.add_argument("--way")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--folder", type=Path)
@@ -197,7 +202,7 @@ def main() -> None:
     if given.way is not None:
         job = (given.model, given.folder, given.seed, given.steps, given.began)
         if given.way == "ours":
-            ours(*job, given.num_threads)
+            ours(*job, given)
         else:
             trl(*job)
         return
@@ -207,7 +212,7 @@ def main() -> None:
         make_model(Path(folder), given.hidden, given.layers)
         for seed in range(given.seeds):
             for way, runs in found.items():
-                runs.append(run(way, pythons[way], Path(folder), seed, given.steps, given.num_threads))
+                runs.append(run(way, pythons[way], Path(folder), seed, given))
                 first, last = runs[-1][0]["reward"], fmean(each["reward"] for each in runs[-1][-3:])
                 print(f"{way} seed {seed}: {runs[-1][-1]['seconds']:.1f} s, {runs[-1][-1]['cpu']:.1f} CPU s, "
                       f"reward {first:.2f} -> {last:.2f}", flush=True)  # fmt: skip
