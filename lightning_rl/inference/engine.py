@@ -208,6 +208,8 @@ class EmbeddedEngine:
             if self._state != "new":
                 raise EngineStopped("an engine is started once: make another")
             self._state = "running"
+        if self._cores_alone > 1:  # those of who loaded the model
+            end_threads()
         self._threads = [self._executor.submit(self._run, number) for number in range(len(self._batches))]
         for thread in self._threads:
             thread.add_done_callback(self._thread_ended)

@@ -55,6 +55,8 @@ def test_with_several_cores_the_engine_and_who_gives_it_weights_leave_them_to_ea
     monkeypatch.setattr(engine_room, "end_threads", noted)
     monkeypatch.setattr(engine_room, "LARGE", 1)
     with EmbeddedEngine(make("qwen2"), threads=threads) as engine:
+        assert seen & {"trainer"} == left & {"trainer"}  # who made the model
+        seen.discard("trainer")
         ask(engine, [1, 2], max_tokens=2).result(TIMEOUT)
         engine.update_weights(make("qwen2", seed=1), 1)
         assert threads == 1 or idle.wait(TIMEOUT)
