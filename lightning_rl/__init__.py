@@ -6,10 +6,13 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from lightning_rl.processes.cores import limit_threads as _limit_threads
+
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     # So many turns a core waits for the others of a matrix product before it sleeps; read when torch is loaded. By its
     # default an update on a busy machine takes four times as long as on one core (docs/performance.md#cores-that-wait).
     os.environ["GOMP_SPINCOUNT"] = "10000"
+_limit_threads()
 
 if TYPE_CHECKING:
     from lightning_rl.agents.agent import Agent, rollout

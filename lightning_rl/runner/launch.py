@@ -26,6 +26,7 @@ from pathlib import Path
 from lightning_rl.agents.agent import Agent
 from lightning_rl.errors import Explained
 from lightning_rl.processes.child import Child, ChildDied
+from lightning_rl.processes.cores import cores
 from lightning_rl.runner.agent_pickle import pickled
 from lightning_rl.runner.payload import LENGTH, ONE_MORE_SLOT, Isolation, Payload
 from lightning_rl.store.client import HttpStore
@@ -272,15 +273,15 @@ def launch(
     is given. Raises CannotIsolate where isolation cannot be.
     """
     payload = payload_of(pickled(agent), url, key, isolation=isolation)
-    cores = len(os.sched_getaffinity(0))
-    slots = shares(n_runners, cores if most is None else min(cores, most))
+    processes = cores() if most is None else min(cores(), most)
+    slots = shares(n_runners, processes)
     with running(payload, slots, log_dir=log_dir, most=most) as working:
         yield working
 
 
 def at_once(asked_for: int | None, *, start_processes: bool) -> int:
     """How many rollouts run at once at most where no number is given, of so many that are asked for (None: any)."""
-    most = MOST if start_processes else MOST * len(os.sched_getaffinity(0))
+    most = MOST if start_processes else MOST * cores()
     return min(asked_for or most, most)
 
 
