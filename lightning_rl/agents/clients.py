@@ -126,7 +126,12 @@ def warm_up() -> None:
             await openai.AsyncOpenAI(**_UNUSED, http_client=http).chat.completions.create(**call)
         await anyio.sleep(0)  # what connections wait with, loaded when it is first used
 
-    asyncio.run(call_again())
+    loop = asyncio.new_event_loop()  # not by asyncio.run, after which this thread has no current loop for the agent
+    try:
+        loop.run_until_complete(call_again())
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        loop.close()
 
 
 def _kept(kind: Any) -> Any:
@@ -166,9 +171,10 @@ def _in_loop(name: str, make: Callable[[], Any]) -> Any:
     """Connections belong to the event loop that opened them, so each has its own client."""
     global _of_next_loop
     loop = asyncio.get_running_loop()
-    if (own := _of_loops.get(loop)) is None:
-        own, _of_next_loop = _of_next_loop, {}
-        _of_loops[loop] = own
+    with _making:
+        if (own := _of_loops.get(loop)) is None:
+            own = _of_loops[loop] = _of_next_loop
+            _of_next_loop = {}
     if name not in own:
         own[name] = make()
     return own[name]
