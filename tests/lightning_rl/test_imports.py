@@ -26,8 +26,9 @@ def loaded(statement: str) -> list[str]:
     return [name for name in modules if name.partition(".")[0] not in sys.stdlib_module_names]
 
 
-def test_the_package_loads_itself_alone() -> None:
-    assert loaded("import lightning_rl") == ["lightning_rl"]
+def test_the_package_loads_itself_and_what_counts_cores() -> None:
+    cores = ["lightning_rl.processes", "lightning_rl.processes.cores"]
+    assert loaded("import lightning_rl") == ["lightning_rl", *cores]
 
 
 def test_names_leave_the_garbage_collector_as_it_was() -> None:
