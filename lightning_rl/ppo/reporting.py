@@ -5,6 +5,7 @@ where verl has them.
 """
 
 import logging
+import os
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from lightning_rl.inspect.run_stats import RECENT
 from lightning_rl.ppo.batch import StepBatch
 from lightning_rl.ppo.models import Models
 from lightning_rl.ppo.run_state import RunState
+from lightning_rl.processes import cores
 from lightning_rl.store.contract import RolloutTrace
 from lightning_rl.telemetry import metrics as trackers
 from lightning_rl.telemetry import traces
@@ -61,7 +63,8 @@ class Reporter:
         self._findings = Findings(state.run_dir, config, earlier)
         self.warnings = Problems(state.run_dir, max_tokens=config.data.max_tokens)
         if console:
-            _print_defaults(models)
+            for line in first_lines(models):
+                print(line)
             print(f"to look at the run as it goes: lightning-rl dashboard {shlex.quote(str(state.run_dir))}")
         trainer = config.trainer
         names = [name for name in trainer.logger if name != "console" or console]
@@ -120,14 +123,17 @@ class Reporter:
         return read_and_trace
 
 
-def _print_defaults(models: Models) -> None:
-    """Name the model and the learning rate where the config left them open."""
+def first_lines(models: Models) -> Iterator[str]:
+    """The model and the learning rate where the config left them open, and the cores where a container has not all."""
     ours = models.config.actor_rollout_ref
     if ours.model.path is None:
-        print("model: the tutorial's small one, to try things out; name yours with actor_rollout_ref.model.path")
+        yield "model: the tutorial's small one, to try things out; name yours with actor_rollout_ref.model.path"
     if models.learning_rate_by_size:
         rate = ours.actor.optim.lr
-        print(f"learning rate: {rate:g}, by the model's size; choose another with actor_rollout_ref.actor.optim.lr")
+        yield f"learning rate: {rate:g}, by the model's size; choose another with actor_rollout_ref.actor.optim.lr"
+    if (limit := cores.limit()) is not None and limit < (all_cores := os.cpu_count() or 1):
+        threads = torch.get_num_threads()
+        yield f"cores: this container may use {limit} of {all_cores}; torch computes with {threads} (OMP_NUM_THREADS)"
 
 
 def skipped(batch: StepBatch, step: int, rule: FilterGroups, policy: str = "") -> dict[str, float]:

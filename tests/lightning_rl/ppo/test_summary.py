@@ -1,9 +1,29 @@
-"""A run's last words."""
+"""A run's first words, and its last."""
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+
+from lightning_rl.config.schema import Config
 from lightning_rl.ppo import reporting
 from lightning_rl.ppo.reporting import Finished
+from lightning_rl.processes import cores
+
+
+@pytest.mark.parametrize(("limit", "said"), [(2, True), (64, False), (None, False)])
+def test_a_container_that_may_not_use_all_cores_is_named(
+    limit: int | None, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "limit", lambda: limit)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    models: Any = SimpleNamespace(config=Config(), learning_rate_by_size=False)
+    [_, *line] = reporting.first_lines(models)
+    computes = f"torch computes with {torch.get_num_threads()} (OMP_NUM_THREADS)"
+    assert line == [f"cores: this container may use 2 of 64; {computes}"] * said
 
 
 def test_rewards_before_and_after_the_folder_and_the_next_commands(tmp_path: Path) -> None:
