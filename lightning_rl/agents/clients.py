@@ -164,7 +164,8 @@ def _begin_anew() -> None:
     _of_next_loop, _of_loop_of_forked = _of_loop_of_forked, {}
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+if hasattr(os, "register_at_fork"):  # nobody forks on Windows
+    os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _in_loop(name: str, make: Callable[[], Any]) -> Any:
