@@ -16,6 +16,7 @@ from lightning_rl_proxy.address import Address
 _PREFIX = "lrl-attempt"
 # Ids may hold every other URL-safe character, so the fields are parted by one that they cannot hold.
 _SEPARATOR = ":"
+_REMEMBERED = 8192  # signatures: of about as many attempts as are open at once
 
 
 class KeyRefused(Exception):
@@ -55,6 +56,7 @@ def verify_attempt_key(secret: bytes, key: str, *, now: float | None = None) -> 
     return Address(rollout_id, attempt_id)
 
 
+@lru_cache(_REMEMBERED)
 def _signature(secret: bytes, payload: str) -> str:
     signed = _keyed(secret).copy()
     signed.update(payload.encode())

@@ -43,6 +43,7 @@ from lightning_rl_proxy.rendering.forcing import (
     probe_lead,
 )
 from lightning_rl_proxy.rendering.images import Vision
+from lightning_rl_proxy.rendering.rendered_prompts import RenderedPrompts
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 
 Message = dict[str, Any]
@@ -51,6 +52,7 @@ Outcome = Literal["proven", "refused", "moved"]
 
 _log = logging.getLogger(__name__)
 _FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_VARYING = ("strftime_now", "random", "lipsum")  # with which a template writes the same messages in another way
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", *_NAMED_TOKENS}  # to every template
 _THINK, _CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")  # which parsing needs, special or not
@@ -85,6 +87,7 @@ class ChatTemplate:
         check_kwargs(kwargs or {}, read - environment.globals.keys() - _GIVEN, "it")
         self._always = {**special_tokens, **(kwargs or {})}
         self.reasons = any("</think>" in text for text in texts.values())
+        self.varies = any(name in text for text in texts.values() for name in _VARYING)
         # Most templates take the arguments of calls as objects; some put them together as the texts that they came as.
         self._objects = True
         if not self._renders(_CALLED):
@@ -153,6 +156,8 @@ class TemplateRenderer:
         self.told, self.knows = variants.told, variants.knows
         self._model = model
         self._hides_tools = self._writes_no_tools()
+        rendered = RenderedPrompts(self._rendered, tokenizer.long_texts).ids
+        self._prompt_ids = self._rendered if self._template.varies else rendered
         self._warn(model)
 
     def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
@@ -162,6 +167,9 @@ class TemplateRenderer:
             _log.warning(
                 "the chat template of model %s does not write tools: it never sees those that agents send", self._model
             )
+        return self._prompt_ids(messages, tools)
+
+    def _rendered(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         return self.tokenizer.encode(self._text(messages, tools, generation=True))
 
     def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:

@@ -1,7 +1,7 @@
 """Renderers of the `renderers` library, each made for a family of models, held to the append-only contract."""
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import renderers
@@ -20,6 +20,7 @@ from lightning_rl_proxy.rendering.base import (
 )
 from lightning_rl_proxy.rendering.forcing import Forcing, begun, probe_forcing, probe_lead
 from lightning_rl_proxy.rendering.images import Vision
+from lightning_rl_proxy.rendering.rendered_prompts import RenderedPrompts
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 
 _CACHED_TEXTS = 1024
@@ -45,6 +46,7 @@ class LibraryRenderer:
         self._lead: str | None = None
         variants = Variants(self._told)
         self.told, self.knows = variants.told, variants.knows
+        self._prompts = RenderedPrompts(partial(self._render, generation=True), tokenizer.long_texts)
         self._opens_reasoning = lru_cache(_CACHED_TEXTS)(self._opens)
         # Of a format all of whose marks are tokens of their own; an answer that holds none of them is its text.
         marks = () if self.markup is None or self.markup.bare_calls else self.markup.marks()
@@ -58,7 +60,7 @@ class LibraryRenderer:
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[int]:
         """See `Renderer`."""
-        return self._render(messages, tools, generation=True)
+        return self._prompts.ids(messages, tools)
 
     def whole(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[int]:
         """See `Renderer`."""

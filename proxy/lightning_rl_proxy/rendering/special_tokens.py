@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 
 from lightning_rl_proxy.errors import GatewayError
@@ -37,6 +38,7 @@ class Controls:
         self._ids = frozenset(found.values())
         self._spelled = re.compile(longest_of(self.texts)) if self.texts else None
         self._heads = tuple({text[0] for text in self.texts})
+        self._written_heads = tuple({msgspec.json.encode(text[:2])[1:-1] for text in self.texts})
         # JSON that a format writes may hold the guards escaped.
         self._guards = re.compile(rf"(?:{_OPEN}|\\ufdd0){self._salt}(\d+)(?:{_CLOSE}|\\ufdd1)")
         renamed = json.loads(tokenizer.to_str()) | {"post_processor": None, "truncation": None, "padding": None}
@@ -53,7 +55,9 @@ class Controls:
             return self._guarded(value, spared)
         if isinstance(value, dict):
             return {self._guarded(name, spared): self.guarded(inner, spared) for name, inner in value.items()}
-        return [self.guarded(inner, spared) for inner in value] if isinstance(value, list) else value
+        if not isinstance(value, list) or not self._may_spell(value):
+            return value
+        return [self.guarded(inner, spared) for inner in value]
 
     def guards(self, text: str) -> bool:
         """Whether something in a text is guarded."""
@@ -77,6 +81,14 @@ class Controls:
                 param="messages",
             )
         return ids
+
+    def _may_spell(self, value: list[Any]) -> bool:
+        """Whether a text in there may: most tools spell none, and agents send many texts of them with every call."""
+        try:
+            written = msgspec.json.encode(value)
+        except (TypeError, ValueError):  # no JSON
+            return True
+        return any(head in written for head in self._written_heads)
 
     def _guarded(self, text: str, spared: frozenset[str]) -> str:
         if self._spelled is None or not any(head in text for head in self._heads):

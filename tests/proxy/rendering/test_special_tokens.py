@@ -115,6 +115,23 @@ def test_the_longest_special_token_is_found_first(words: list[str], text: str) -
     assert controls.encode(text, LongTexts(WITH_ALL)) == ids
 
 
+@pytest.mark.parametrize("token", ["<|im_end|>", '"end"', "\\end", "\n\n#", "\x00", "é<", "\u2028", "🌲"])
+def test_tools_that_spell_no_special_token_are_left_as_they_are_and_others_are_guarded(token: str) -> None:
+    tokenizer = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
+    tokenizer.add_special_tokens([token])
+    controls = Controls(tokenizer)
+    plain = [{"name": "run", "enum": ["a", 1, None], "of": {"é": ["\n#"]}}]
+    assert controls.guarded(plain) is plain
+    guard = controls.guarded(token)
+    assert guard != token
+    for tools, guarded in (
+        ([{"name": f"a{token}b"}], [{"name": f"a{guard}b"}]),
+        ([{"of": {token: [token]}}], [{"of": {guard: [guard]}}]),
+        ([{"enum": [1, {"of": token}]}], [{"enum": [1, {"of": guard}]}]),
+    ):
+        assert controls.guarded(tools) == guarded
+
+
 def test_an_engine_sees_the_letters_and_the_conversation_goes_on(served: Served, tokenizer: FastTokenizer) -> None:
     served.gateway._renderer = served.gateway._call_handler._renderer = renderer_of("qwen3")
     client = httpx.Client(base_url=served.base_url(), headers={"x-api-key": served.key()})

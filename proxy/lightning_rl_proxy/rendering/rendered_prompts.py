@@ -1,0 +1,66 @@
+"""Whole prompts that come again are rendered once: a group's first calls have the same messages.
+
+Invariant: the ids are those that rendering gives. So a prompt is found by the exact JSON of its messages and tools, and
+a format that reads the clock has none kept.
+"""
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from lightning_rl_proxy.rendering.long_texts import LongTexts
+
+_BYTES = 16 * 2**20  # of all prompts that are kept: their JSON and four bytes a token
+_LARGEST = _BYTES // 16  # of one prompt
+Render = Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]] | None], list[int]]
+
+
+class RenderedPrompts:
+    """The prompts of one chat format. Threads may share it.
+
+    Args:
+        render: gives a prompt's ids, and always the same for the same messages and tools.
+        long_texts: bounds prompts, those that are found here, too.
+        size: bytes of all prompts that are kept; those that were not asked for longest go first.
+    """
+
+    def __init__(self, render: Render, long_texts: LongTexts, size: int = _BYTES) -> None:
+        self._render, self._long_texts, self._most = render, long_texts, size
+        self._known: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def ids(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[int]:
+        """The ids of a prompt, in a list of the caller's own. Raises what `render` does, and PromptTooLong."""
+        try:
+            key = msgspec.json.encode((messages, tools))
+        except (TypeError, ValueError):  # no JSON: rendering says what is wrong with it
+            return self._render(messages, tools)
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None:
+                self._known.move_to_end(key)
+        if known is not None:
+            self._long_texts.count(len(known))
+            return known.tolist()
+        ids = self._render(messages, tools)
+        if len(key) <= _LARGEST:
+            self._keep(key, array("I", ids))
+        return ids
+
+    def _keep(self, key: bytes, ids: "array[int]") -> None:
+        with self._lock:
+            if key in self._known:
+                return
+            self._known[key] = ids
+            self._size += _size(key, ids)
+            while self._size > self._most:
+                self._size -= _size(*self._known.popitem(last=False))
+
+
+def _size(key: bytes, ids: "array[int]") -> int:
+    return len(key) + ids.itemsize * len(ids)

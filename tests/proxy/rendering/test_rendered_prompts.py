@@ -1,0 +1,127 @@
+"""Prompts that come again are rendered once, and their ids are those of rendering them anew."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_rl_proxy.errors import GatewayError, PromptTooLong
+from lightning_rl_proxy.rendering.load import load_renderer
+from lightning_rl_proxy.rendering.long_texts import LongTexts
+from lightning_rl_proxy.rendering.rendered_prompts import RenderedPrompts
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
+from tests.proxy.conftest import TOKENIZER
+from tests.random_examples import examples
+
+Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]] | None
+
+ASKED: Messages = [{"role": "user", "content": "how many?"}]
+VALUES = [1, 1.0, True, 0, False, "1", None, "", [], {}, [1], [True]]
+TEXTS = st.sampled_from(["how many?", "how many? ", "1", "", "é", "<|im_end|>"])
+TOLD = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "tool"]), "content": TEXTS})
+CALLED = st.builds(
+    lambda value: {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "look_up", "arguments": {"what": value}}}],
+    },
+    st.sampled_from(VALUES),
+)
+TOOL = st.builds(
+    lambda value: {"type": "function", "function": {"name": "look_up", "parameters": {"default": value}}},
+    st.sampled_from(VALUES),
+)
+
+
+def written(messages: Any, tools: Any) -> list[int]:
+    """A format that shows every difference between two values."""
+    return list(repr((messages, tools)).encode())
+
+
+def prompts(render: Any = written, **options: Any) -> RenderedPrompts:
+    return RenderedPrompts(render, LongTexts(FastTokenizer(TOKENIZER)._tokenizer), **options)
+
+
+KEPT = prompts()
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.lists(TOLD | CALLED, max_size=3), st.none() | st.lists(TOOL, max_size=2))
+def test_a_prompt_that_was_kept_is_the_one_that_was_asked_for(messages: Messages, tools: Tools) -> None:
+    assert KEPT.ids(messages, tools) == written(messages, tools)
+    assert KEPT.ids(messages, tools) == written(messages, tools)
+
+
+def test_it_is_rendered_once_and_each_caller_has_a_list_of_its_own() -> None:
+    rendered = []
+
+    def render(messages: Any, tools: Any) -> list[int]:
+        rendered.append(messages)
+        return written(messages, tools)
+
+    kept = prompts(render)
+    first = kept.ids(ASKED, None)
+    first.append(7)
+    assert kept.ids([dict(message) for message in ASKED], None) == written(ASKED, None)
+    assert len(rendered) == 1
+
+
+def test_those_asked_for_last_are_kept_and_no_large_one() -> None:
+    rendered = []
+
+    def render(messages: Any, tools: Any) -> list[int]:
+        rendered.append(messages[0]["content"])
+        return [1]
+
+    def ask(text: str) -> None:
+        kept.ids([{"role": "user", "content": text}], None)
+
+    kept = prompts(render, size=160)  # each takes 47 to 49
+    for text in ("one", "two", "one", "three", "four", "one"):
+        ask(text)
+    assert rendered == ["one", "two", "three", "four"]
+    ask("two")
+    assert rendered[4:] == ["two"]
+    large = "x" * 2**21
+    for text in (large, large, "one"):
+        ask(text)
+    assert rendered[5:] == [large, large]
+
+
+def test_a_prompt_that_was_kept_counts_against_the_context() -> None:
+    renderer = load_renderer(TOKENIZER, "qwen3", "policy")
+    asked = [{"role": "user", "content": "how many? " * 40}]
+    known = renderer.render(asked, None)
+    renderer.tokenizer.long_texts.context = len(known) // 2 - 1
+    with renderer.tokenizer.long_texts.of_one_prompt(), pytest.raises(PromptTooLong):
+        renderer.render(asked, None)
+
+
+def test_what_is_no_json_is_refused_by_the_format() -> None:
+    with pytest.raises(GatewayError, match="cannot render"):
+        load_renderer(TOKENIZER, "qwen3", "policy").render([{"role": "user", "content": "\ud800"}], None)
+
+
+@pytest.mark.parametrize(
+    ("template", "varies"), [("{{ messages[0].content }} {{ strftime_now('%S') }}", True), ("{{ messages }}", False)]
+)
+def test_a_template_that_reads_the_clock_is_rendered_each_time(
+    template: str, varies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(TOKENIZER / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    renderer = load_renderer(tmp_path, "template", "policy")
+    known = renderer.render(ASKED, None)
+    monkeypatch.setattr(renderer, "_text", lambda *_, **__: "another second")
+    assert (renderer.render(ASKED, None) != known) is varies
+
+
+def test_a_library_format_renders_a_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = load_renderer(TOKENIZER, "qwen3", "policy")
+    known = renderer.render(ASKED, None)
+    monkeypatch.setattr(renderer, "_renderer", None)
+    assert renderer.render(ASKED, None) == known
