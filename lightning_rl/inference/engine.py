@@ -113,6 +113,268 @@ class _Outboxes:
         return not self._events and not self._delivering
 
 
+class _Threads:
+    """The engine's threads: each writes a batch, and one carries out the orders while all stand between two steps.
+
+    Args:
+        policy: what computes the batches.
+        scheduler: which requests are written next, and where.
+        batches: one for each thread.
+        cores_alone: with how many threads an operation computes while one batch alone is written.
+        cores_each: the same while several are.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        scheduler: Scheduler,
+        batches: list[ContinuousBatch],
+        *,
+        cores_alone: int,
+        cores_each: int,
+    ) -> None:
+        self.batches = batches
+        self.orders: deque[_Order] = deque()
+        self._policy, self._scheduler = policy, scheduler
+        self._cores_alone, self._cores_each = cores_alone, cores_each
+        self._cores = [cores_alone] * len(batches)  # of each batch at present
+        self._outboxes = _Outboxes()
+        self._sequences: dict[str, Sequence] = {}
+        self._arrived: list[Sequence] = []
+        self._pausing: list[tuple[int, Future[None]]] = []  # who wait until an adapter is quiet
+        self._changed = threading.Condition()  # its lock holds for all but the batches and their weights
+        self._resting = 0  # threads that stand between two steps
+        self._state: Literal["new", "running", "stopped"] = "new"
+        self._stopping = False
+        self._cause: BaseException | None = None  # of a thread's end
+        self._executor = ThreadPoolExecutor(max_workers=len(batches), thread_name_prefix="engine")
+        self._started: list[Future[None]] = []
+        self._over = 0  # of them
+
+    @property
+    def begun(self) -> bool:
+        """Whether they have been started."""
+        return self._state != "new"
+
+    @property
+    def running(self) -> bool:
+        """Whether they take requests and orders, and carry them out."""
+        return self._state == "running" and not self._stopping
+
+    @property
+    def in_flight(self) -> int:
+        """Requests taken and not yet ended."""
+        return len(self._outboxes)
+
+    def start(self) -> None:
+        """Begin, once. Raises EngineStopped."""
+        with self._changed:
+            if self._state != "new":
+                raise EngineStopped("an engine is started once: make another")
+            self._state = "running"
+        if self._cores_alone > 1:  # those of who loaded the model
+            end_threads()
+        self._started = [self._executor.submit(self._run, number) for number in range(len(self.batches))]
+        for thread in self._started:
+            thread.add_done_callback(self._thread_ended)
+
+    def stop(self) -> None:
+        """End; what is in flight ends with reason "abort". Raises what stopped one of them before."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._executor.shutdown(wait=True)
+        if not self._started:
+            self._close()
+        self.check()
+
+    def check(self) -> None:
+        """Raises what ended one of them, when something has."""
+        if self._cause is not None:
+            raise self._cause
+
+    def add(self, sequences: list[Sequence], outbox: Outbox, *, stream: bool) -> None:
+        """Take requests; see `EmbeddedEngine.post`. Raises EngineStopped, and ValueError where one is in flight."""
+        with self._changed:
+            if self._state == "stopped" or self._stopping:
+                raise EngineStopped("the engine is stopped")
+            self._outboxes.open([sequence.request_id for sequence in sequences], outbox, stream=stream)
+            self._arrived += sequences
+            self._changed.notify_all()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run the function while all stand between two steps, and wait; here, when they have not begun."""
+        if self._state == "new":
+            return function()
+        if self._cores_alone > 1:  # else the engine has no threads of OpenMP's that the trainer's could hinder
+            end_threads()
+        order = _Order(function)
+        with self._changed:
+            if not self.running:
+                raise EngineStopped("the engine does not run")
+            self.orders.append(order)
+            self._changed.notify_all()
+        return order.done.result()
+
+    def abort(self, request_id: str) -> None:
+        """End a request, if it is in flight."""
+        with self._changed:
+            self.orders.append(_Order(lambda: self._abort({request_id})))
+            self._changed.notify_all()
+
+    def pause(self, mode: PauseMode, adapter: int) -> None:
+        """Stop sampling with that adapter; returns when it is quiet."""
+        quiet: Future[None] = Future()
+        self.call(lambda: self._pause(mode, quiet, adapter))
+        if self._state != "new":
+            quiet.result()
+
+    def resume(self, adapter: int) -> None:
+        """Go on with that adapter."""
+        self.call(lambda: self._resume(adapter))
+
+    # Orders.
+
+    def _abort(self, request_ids: Set[str]) -> None:
+        for sequence in [self._sequences[name] for name in request_ids if name in self._sequences]:
+            if sequence.row < 0:
+                self._scheduler.remove(sequence)
+                self._outboxes.end(self._sequences.pop(sequence.request_id).unstarted())
+        for number, batch in enumerate(self.batches):
+            for output in batch.abort(request_ids):
+                self._end(number, output)
+
+    def _pause(self, mode: PauseMode, quiet: "Future[None]", adapter: int) -> None:
+        self._scheduler.pause(adapter, freeze=mode == "keep")
+        if mode == "abort":
+            self._abort({name for name, one in self._sequences.items() if one.adapter == adapter})
+        self._pausing.append((adapter, quiet))
+
+    def _resume(self, adapter: int) -> None:
+        self._scheduler.resume(adapter)
+        self._tell_paused([adapter])
+
+    # The threads.
+
+    def _run(self, number: int) -> None:
+        torch.set_num_threads(self._cores[number])  # of this thread alone: OpenMP keeps the number by thread
+        with torch.inference_mode():
+            while (work := self._next(number)) is not None:
+                work()
+                self._deliver()
+
+    def _next(self, number: int) -> Callable[[], None] | None:
+        """Rest until there is something for this thread to do; None when it is time to end."""
+        with self._changed:
+            self._resting += 1
+            while not self._stopping:
+                if self.orders and self._resting == len(self.batches):
+                    self._resting -= 1
+                    return self._carry_out_orders
+                if not self.orders and not self._policy.torn:
+                    self._admit()
+                    joining = self._scheduler.take(number, self.batches[number].free)
+                    going = self._scheduler.going
+                    if going[number]:
+                        self._resting -= 1
+                        cores = self._cores_alone if sum(going) == 1 else self._cores_each
+                        return bind(self._step, number, joining, cores)
+                if self._cores[number] > 1:
+                    end_threads()
+                self._changed.wait()
+            return None
+
+    def _carry_out_orders(self) -> None:
+        self._admit()
+        while self.orders:  # one that is left there keeps the other threads from stepping
+            order = self.orders[0]
+            try:
+                order.run()
+            except ValueError as error:
+                order.done.set_exception(error)
+            else:
+                order.done.set_result(None)
+            self.orders.popleft()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _admit(self) -> None:
+        """Those who have come since wait, or are held by a pause."""
+        if not self._arrived:
+            return
+        with self._changed:
+            arrived, self._arrived = self._arrived, []
+        self._sequences.update((sequence.request_id, sequence) for sequence in arrived)
+        self._scheduler.add(arrived)
+
+    def _step(self, number: int, joining: list[Sequence], cores: int) -> None:
+        if cores != self._cores[number]:
+            if self._cores[number] > 1:
+                end_threads()
+            torch.set_num_threads(cores)
+            self._cores[number] = cores
+        batch = self.batches[number]
+        for step in batch.join(joining):
+            self._report(number, step)
+        if (rows := np.flatnonzero(~self._scheduler.frozen[batch.adapters])).size:
+            self._report(number, batch.step(rows))
+
+    def _report(self, number: int, step: Step) -> None:
+        """Leave what a step gave for those who asked."""
+        with self._changed:
+            self._outboxes.tokens(step.sequences, step.sampled)
+            for output in step.ended:
+                self._end(number, output)
+            self._scheduler.read(step.sequences)
+            if self._scheduler.waiting:  # there may be room for them now
+                self._changed.notify_all()
+
+    def _end(self, number: int, output: Output) -> None:
+        """A row of that batch is free, and its answer on its way."""
+        self._scheduler.leave(number, self._sequences.pop(output.request_id))
+        self._outboxes.end(output)
+
+    def _deliver(self) -> None:
+        """Tell those who asked what there is for them, then those who wait for a pause whether it has taken hold."""
+        self._outboxes.deliver()
+        with self._changed:
+            if self._pausing and self._outboxes.delivered:
+                self._tell_paused([adapter for adapter, _ in self._pausing if self._scheduler.quiet(adapter)])
+
+    def _tell_paused(self, adapters: Iterable[int]) -> None:
+        told = set(adapters)
+        for future in [future for adapter, future in self._pausing if adapter in told]:
+            future.set_result(None)
+        self._pausing = [each for each in self._pausing if each[0] not in told]
+
+    def _thread_ended(self, thread: "Future[None]") -> None:
+        """One that fails ends the others; the last one closes."""
+        with self._changed:
+            self._cause = self._cause or thread.exception()
+            self._stopping = True
+            self._changed.notify_all()
+            self._over += 1
+            last = self._over == len(self.batches)
+        if last:
+            self._close()
+
+    def _close(self) -> None:
+        """The threads are over: nobody may be left waiting, whatever ended them."""
+        with self._changed:
+            self._state = "stopped"
+        if self._started and self._cause is None:
+            with torch.inference_mode():
+                self._admit()
+                self._abort(set(self._sequences))
+        error = EngineStopped("the engine stopped before this request ended")
+        error.__cause__ = self._cause
+        while self.orders:
+            self.orders.popleft().done.set_exception(error)
+        self._outboxes.fail(error)
+        self._outboxes.deliver()
+        self._tell_paused(adapter for adapter, _ in self._pausing)
+
+
 class EmbeddedEngine:
     """Samples from a transformers causal LM for many requests at once, also with several adapters over it.
 
@@ -171,63 +433,35 @@ class EmbeddedEngine:
         batches = max(1, most)
         self._prefixes = Prefixes(kept, self._policy.n_layers, self.max_model_len)
         rows = -(-max_num_seqs // batches)
-        self._batches = [ContinuousBatch(self._policy, self._prefixes, rows) for _ in range(batches)]
         self._scheduler = Scheduler(batches, max_num_seqs, copies_prompts=kept > 0)
         large = sum(each.numel() for each in model.parameters()) >= LARGE
-        # With how many threads an operation computes: while one batch alone is written, while several are; and by each
-        # batch at present.
-        self._cores_alone, self._cores_each = (threads, threads // batches) if large else (1, 1)
-        self._cores = [self._cores_alone] * batches
+        self._threads = _Threads(
+            self._policy,
+            self._scheduler,
+            [ContinuousBatch(self._policy, self._prefixes, rows) for _ in range(batches)],
+            cores_alone=threads if large else 1,
+            cores_each=threads // batches if large else 1,
+        )
         self._seeds = Random(seed)
-        self._outboxes = _Outboxes()
-        self._sequences: dict[str, Sequence] = {}
-        self._arrived: list[Sequence] = []
-        self._orders: deque[_Order] = deque()
-        self._pausing: list[tuple[int, Future[None]]] = []  # who wait until an adapter is quiet
-        self._changed = threading.Condition()  # its lock holds for all but the batches and their weights
-        self._resting = 0  # threads that stand between two steps
-        self._state: Literal["new", "running", "stopped"] = "new"
-        self._stopping = False
-        self._cause: BaseException | None = None  # of a thread's end
-        self._executor = ThreadPoolExecutor(max_workers=batches, thread_name_prefix="engine")
-        self._threads: list[Future[None]] = []
-        self._over = 0  # of them
-
-    # Any thread.
 
     def add_adapter(self) -> int:
         """Make room for an adapter, which changes nothing until its first update; its number. Before `start`."""
-        if self._state != "new":
+        if self._threads.begun:
             raise EngineStopped("adapters are added before the engine is started")
         self._policy.versions.append(0)
         return self._scheduler.add_adapter()
 
     def start(self) -> None:
         """Begin to serve. An engine is started once."""
-        with self._changed:
-            if self._state != "new":
-                raise EngineStopped("an engine is started once: make another")
-            self._state = "running"
-        if self._cores_alone > 1:  # those of who loaded the model
-            end_threads()
-        self._threads = [self._executor.submit(self._run, number) for number in range(len(self._batches))]
-        for thread in self._threads:
-            thread.add_done_callback(self._thread_ended)
+        self._threads.start()
 
     def stop(self) -> None:
         """End the threads; what is in flight ends with reason "abort". Raises what stopped them before."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        self._executor.shutdown(wait=True)
-        if not self._threads:
-            self._close()
-        self.check()
+        self._threads.stop()
 
     def check(self) -> None:
         """Raises what ended a thread, when something has."""
-        if self._cause is not None:
-            raise self._cause
+        self._threads.check()
 
     def __enter__(self) -> "EmbeddedEngine":
         self.start()
@@ -274,19 +508,11 @@ class EmbeddedEngine:
 
         Raises: as `submit`.
         """
-        sequences = [self._sequence(request) for request in requests]
-        with self._changed:
-            if self._state == "stopped" or self._stopping:
-                raise EngineStopped("the engine is stopped")
-            self._outboxes.open([sequence.request_id for sequence in sequences], outbox, stream=stream)
-            self._arrived += sequences
-            self._changed.notify_all()
+        self._threads.add([self._sequence(request) for request in requests], outbox, stream=stream)
 
     def abort(self, request_id: str) -> None:
         """End a request with what it has, reason "abort"; nothing happens if it is not in flight."""
-        with self._changed:
-            self._orders.append(_Order(lambda: self._abort({request_id})))
-            self._changed.notify_all()
+        self._threads.abort(request_id)
 
     def update_weights(
         self, weights: nn.Module | Mapping[str, Tensor] | WeightStream, version: int, *, partial: bool = False
@@ -307,14 +533,14 @@ class EmbeddedEngine:
         """
         if not isinstance(weights, WeightStream):
             state = weights.state_dict() if isinstance(weights, nn.Module) else weights
-            self._call(lambda: self._load(state, version, partial))
+            self._threads.call(lambda: self._load(state, version, partial))
         else:
             shapes = {name: each.shape for name, each in weights.described.items()}
-            self._call(lambda: self._policy.require_fitting(shapes, partial=partial))
-            self._call(lambda: self._policy.tear(partial=partial))
+            self._threads.call(lambda: self._policy.require_fitting(shapes, partial=partial))
+            self._threads.call(lambda: self._policy.tear(partial=partial))
             for bucket in buckets(weights, BUCKET_BYTES):
-                self._call(bind(self._policy.put, bucket))
-            self._call(lambda: self._mend(version))
+                self._threads.call(bind(self._policy.put, bucket))
+            self._threads.call(lambda: self._mend(version))
 
     def update_adapter(self, adapter: int, weights: Mapping[str, Tensor] | WeightStream, version: int) -> None:
         """Replace an adapter between two steps; returns when it is in. Answers with other adapters go on untouched.
@@ -328,7 +554,7 @@ class EmbeddedEngine:
             ValueError: the matrices are not of this model; the old ones stay.
         """
         whole = dict(weights)  # it is small
-        self._call(lambda: self._put_adapter(adapter, whole, version))
+        self._threads.call(lambda: self._put_adapter(adapter, whole, version))
 
     def pause(self, mode: PauseMode = "keep", adapter: int = 0) -> None:
         """Stop sampling with that adapter; requests are still taken and wait for `resume`. Returns when it is quiet.
@@ -337,14 +563,11 @@ class EmbeddedEngine:
             mode: "keep" freezes what is in flight until `resume`; "wait" lets it finish first; "abort"
                 ends it with reason "abort".
         """
-        quiet: Future[None] = Future()
-        self._call(lambda: self._pause(mode, quiet, adapter))
-        if self._state != "new":
-            quiet.result()
+        self._threads.pause(mode, adapter)
 
     def resume(self, adapter: int = 0) -> None:
         """Go on after `pause`."""
-        self._call(lambda: self._resume(adapter))
+        self._threads.resume(adapter)
 
     def paused(self, adapter: int = 0) -> bool:
         """Whether requests with that adapter wait."""
@@ -357,11 +580,11 @@ class EmbeddedEngine:
     @property
     def in_flight(self) -> int:
         """Requests taken and not yet ended."""
-        return len(self._outboxes)
+        return self._threads.in_flight
 
     @property
     def running(self) -> bool:
-        return self._state == "running" and not self._stopping
+        return self._threads.running
 
     def _sequence(self, request: GenerationRequest) -> Sequence:
         prompt = np.asarray(request.token_ids, dtype=np.int64)
@@ -383,118 +606,7 @@ class EmbeddedEngine:
         picture = picture_of(prompt, request.images, self._vision) if request.images else None
         return Sequence(request, prompt, stream_key(seed), stops, picture)
 
-    def _order(self, function: Callable[[], None]) -> "Future[None]":
-        order = _Order(function)
-        with self._changed:
-            if self._state != "running" or self._stopping:
-                raise EngineStopped("the engine does not run")
-            self._orders.append(order)
-            self._changed.notify_all()
-        return order.done
-
-    def _call(self, function: Callable[[], None]) -> None:
-        """Run the function on one of the engine's threads, and wait; here, when they have not begun."""
-        if self._state == "new":
-            function()
-        else:
-            if self._cores_alone > 1:  # else the engine has no threads of OpenMP's that the trainer's could hinder
-                end_threads()
-            self._order(function).result()
-
-    # The engine's threads.
-
-    def _run(self, number: int) -> None:
-        torch.set_num_threads(self._cores[number])  # of this thread alone: OpenMP keeps the number by thread
-        with torch.inference_mode():
-            while (work := self._next(number)) is not None:
-                work()
-                self._deliver()
-
-    def _next(self, number: int) -> Callable[[], None] | None:
-        """Rest until there is something for this thread to do; None when it is time to end."""
-        with self._changed:
-            self._resting += 1
-            while not self._stopping:
-                if self._orders and self._resting == len(self._batches):
-                    self._resting -= 1
-                    return self._carry_out_orders
-                if not self._orders and not self._policy.torn:
-                    self._admit()
-                    joining = self._scheduler.take(number, self._batches[number].free)
-                    going = self._scheduler.going
-                    if going[number]:
-                        self._resting -= 1
-                        cores = self._cores_alone if sum(going) == 1 else self._cores_each
-                        return bind(self._step, number, joining, cores)
-                if self._cores[number] > 1:
-                    end_threads()
-                self._changed.wait()
-            return None
-
-    def _carry_out_orders(self) -> None:
-        self._admit()
-        while self._orders:  # one that is left there keeps the other threads from stepping
-            order = self._orders[0]
-            try:
-                order.run()
-            except ValueError as error:
-                order.done.set_exception(error)
-            else:
-                order.done.set_result(None)
-            self._orders.popleft()
-        with self._changed:
-            self._changed.notify_all()
-
-    def _admit(self) -> None:
-        """Those who have come since wait, or are held by a pause."""
-        if not self._arrived:
-            return
-        with self._changed:
-            arrived, self._arrived = self._arrived, []
-        self._sequences.update((sequence.request_id, sequence) for sequence in arrived)
-        self._scheduler.add(arrived)
-
-    def _step(self, number: int, joining: list[Sequence], cores: int) -> None:
-        if cores != self._cores[number]:
-            if self._cores[number] > 1:
-                end_threads()
-            torch.set_num_threads(cores)
-            self._cores[number] = cores
-        batch = self._batches[number]
-        for step in batch.join(joining):
-            self._report(number, step)
-        if (rows := np.flatnonzero(~self._scheduler.frozen[batch.adapters])).size:
-            self._report(number, batch.step(rows))
-
-    def _report(self, number: int, step: Step) -> None:
-        """Leave what a step gave for those who asked."""
-        with self._changed:
-            self._outboxes.tokens(step.sequences, step.sampled)
-            for output in step.ended:
-                self._end(number, output)
-            self._scheduler.read(step.sequences)
-            if self._scheduler.waiting:  # there may be room for them now
-                self._changed.notify_all()
-
-    def _end(self, number: int, output: Output) -> None:
-        """A row of that batch is free, and its answer on its way."""
-        self._scheduler.leave(number, self._sequences.pop(output.request_id))
-        self._outboxes.end(output)
-
-    def _deliver(self) -> None:
-        """Tell those who asked what there is for them, then those who wait for a pause whether it has taken hold."""
-        self._outboxes.deliver()
-        with self._changed:
-            if self._pausing and self._outboxes.delivered:
-                self._tell_paused([adapter for adapter, _ in self._pausing if self._scheduler.quiet(adapter)])
-
-    def _tell_paused(self, adapters: Iterable[int]) -> None:
-        told = set(adapters)
-        for future in [future for adapter, future in self._pausing if adapter in told]:
-            future.set_result(None)
-        self._pausing = [each for each in self._pausing if each[0] not in told]
-
-    # Orders, while all threads stand between two steps.
+    # Orders.
 
     def _load(self, weights: Mapping[str, Tensor], version: int, partial: bool) -> None:
         self._policy.load(weights, version, partial=partial)
@@ -510,56 +622,8 @@ class EmbeddedEngine:
 
     def _updated(self, version: int, adapter: int = 0) -> None:
         self._prefixes.clear(adapter)
-        for batch in self._batches:
+        for batch in self._threads.batches:
             batch.updated(version, adapter)
-
-    def _abort(self, request_ids: Set[str]) -> None:
-        for sequence in [self._sequences[name] for name in request_ids if name in self._sequences]:
-            if sequence.row < 0:
-                self._scheduler.remove(sequence)
-                self._outboxes.end(self._sequences.pop(sequence.request_id).unstarted())
-        for number, batch in enumerate(self._batches):
-            for output in batch.abort(request_ids):
-                self._end(number, output)
-
-    def _pause(self, mode: PauseMode, quiet: "Future[None]", adapter: int) -> None:
-        self._scheduler.pause(adapter, freeze=mode == "keep")
-        if mode == "abort":
-            self._abort({name for name, one in self._sequences.items() if one.adapter == adapter})
-        self._pausing.append((adapter, quiet))
-
-    def _resume(self, adapter: int) -> None:
-        self._scheduler.resume(adapter)
-        self._tell_paused([adapter])
-
-    # The end.
-
-    def _thread_ended(self, thread: "Future[None]") -> None:
-        """One that fails ends the others; the last one closes."""
-        with self._changed:
-            self._cause = self._cause or thread.exception()
-            self._stopping = True
-            self._changed.notify_all()
-            self._over += 1
-            last = self._over == len(self._batches)
-        if last:
-            self._close()
-
-    def _close(self) -> None:
-        """The threads are over: nobody may be left waiting, whatever ended them."""
-        with self._changed:
-            self._state = "stopped"
-        if self._threads and self._cause is None:
-            with torch.inference_mode():
-                self._admit()
-                self._abort(set(self._sequences))
-        error = EngineStopped("the engine stopped before this request ended")
-        error.__cause__ = self._cause
-        while self._orders:
-            self._orders.popleft().done.set_exception(error)
-        self._outboxes.fail(error)
-        self._outboxes.deliver()
-        self._tell_paused(adapter for adapter, _ in self._pausing)
 
 
 def _max_positions(model: nn.Module) -> int:

@@ -1060,7 +1060,7 @@ def test_the_engine_is_what_the_keys_say(tmp_path: Path) -> None:
     try:
         endpoint = algorithm.open(tmp_path)
         engine = algorithm.policy.engine
-        assert (engine.max_num_seqs, engine.max_model_len, len(engine._batches)) == (50, 77, 2)
+        assert (engine.max_num_seqs, engine.max_model_len, len(engine._threads.batches)) == (50, 77, 2)
         assert (endpoint.renderer, endpoint.history, endpoint.tokenizer) == ("qwen3", "template", str(model))
         assert (endpoint.unknown_model, endpoint.otlp_endpoint) == ("refuse", "http://h:4318")
         assert endpoint.special_tokens_in_text == "control"

@@ -121,7 +121,7 @@ def test_an_update_of_one_adapter_leaves_answers_of_the_others_as_they_are(archi
         assert reached.wait(TIMEOUT)
         update = threading.Thread(target=lambda: engine.update_adapter(1, lora.low_rank(new), version=5))
         update.start()
-        while not engine._orders:  # it is asked for between two steps
+        while not engine._threads.orders:  # it is asked for between two steps
             pass
         go.set()
         update.join()
@@ -145,7 +145,7 @@ def test_while_one_adapter_is_paused_the_others_answer() -> None:
         assert reached.wait(TIMEOUT)
         pause = threading.Thread(target=engine.pause, args=("keep", 1))
         pause.start()
-        while not engine._orders:
+        while not engine._threads.orders:
             pass
         go.set()
         pause.join()

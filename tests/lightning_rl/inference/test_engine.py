@@ -67,7 +67,7 @@ def test_with_several_cores_the_engine_and_who_gives_it_weights_leave_them_to_ea
 def test_the_cores_that_batches_leave_are_for_the_operations_of_a_large_model(parameters, cores, monkeypatch):
     monkeypatch.setattr(engine_room, "LARGE", parameters)
     engine = EmbeddedEngine(make("qwen2"), threads=8)
-    assert (len(engine._batches), engine._cores_alone, engine._cores_each) == (4, *cores)
+    assert (len(engine._threads.batches), engine._threads._cores_alone, engine._threads._cores_each) == (4, *cores)
 
 
 @pytest.mark.parametrize(("parameters", "cores"), [(1, 3), (10**9, 1)])
@@ -78,7 +78,7 @@ def test_what_changes_the_weights_computes_with_as_many_cores_as_a_step(paramete
     try:
         with EmbeddedEngine(make("qwen2"), threads=3) as engine:
             seen = []
-            engine._call(lambda: seen.append(torch.get_num_threads()))
+            engine._threads.call(lambda: seen.append(torch.get_num_threads()))
     finally:
         torch.set_num_threads(before)
     assert seen == [cores]
@@ -89,7 +89,7 @@ def engine(request):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(scheduler, "ALONE", 2 if request.param == "two batches" else 4)
         with EmbeddedEngine(make("qwen2"), max_num_seqs=4, threads=2) as engine:
-            assert len(engine._batches) == (2 if request.param == "two batches" else 1)
+            assert len(engine._threads.batches) == (2 if request.param == "two batches" else 1)
             yield engine
 
 
@@ -239,7 +239,7 @@ def test_new_weights_in_mid_generation_are_used_and_told_apart():
         update = threading.Thread(target=engine.update_weights, args=(make("qwen2", 1), 7))
         update.start()
         # The order is left before the engine goes on: it is then taken before the next step.
-        while not engine._orders:
+        while not engine._threads.orders:
             assert update.is_alive()
         go.set()
         update.join(TIMEOUT)
@@ -494,7 +494,7 @@ def test_what_old_weights_wrote_is_never_reused(monkeypatch):
         assert reached.wait(TIMEOUT)
         update = threading.Thread(target=engine.update_weights, args=(make("qwen2", 1), 1))
         update.start()
-        while not engine._orders:
+        while not engine._threads.orders:
             assert update.is_alive()
         go.set()
         update.join(TIMEOUT)

@@ -33,7 +33,7 @@ def engine() -> Iterator[EmbeddedEngine]:
 
 
 def rows(engine: EmbeddedEngine) -> list[int]:
-    return [len(batch.adapters) for batch in engine._batches]
+    return [len(batch.adapters) for batch in engine._threads.batches]
 
 
 def held(engine: EmbeddedEngine, count: int, **sampling: Any) -> tuple[list[Any], Any]:
@@ -50,7 +50,7 @@ def held(engine: EmbeddedEngine, count: int, **sampling: Any) -> tuple[list[Any]
 
 def test_requests_are_divided_among_the_batches(engine: EmbeddedEngine) -> None:
     futures, go = held(engine, 9, max_tokens=40)
-    assert len(engine._batches) == BATCHES
+    assert len(engine._threads.batches) == BATCHES
     assert max(rows(engine)) <= 3
     go.set()
     for number, future in enumerate(futures):
@@ -59,9 +59,9 @@ def test_requests_are_divided_among_the_batches(engine: EmbeddedEngine) -> None:
 
 @pytest.mark.parametrize(("architecture", "batches"), [("qwen2", 3), ("mistral", 1)])
 def test_a_model_that_computes_by_its_own_modules_is_written_by_one_batch(architecture: str, batches: int) -> None:
-    assert len(EmbeddedEngine(make(architecture), max_num_seqs=9, threads=3)._batches) == batches
-    assert len(EmbeddedEngine(make(architecture), max_num_seqs=9, threads=1)._batches) == 1
-    assert len(EmbeddedEngine(make(architecture), max_num_seqs=1, threads=3)._batches) == 1
+    assert len(EmbeddedEngine(make(architecture), max_num_seqs=9, threads=3)._threads.batches) == batches
+    assert len(EmbeddedEngine(make(architecture), max_num_seqs=9, threads=1)._threads.batches) == 1
+    assert len(EmbeddedEngine(make(architecture), max_num_seqs=1, threads=3)._threads.batches) == 1
 
 
 def test_new_weights_are_in_all_batches_at_once_and_told_apart_in_each(engine: EmbeddedEngine) -> None:
@@ -116,7 +116,7 @@ def test_a_prompt_that_one_batch_has_read_is_copied_by_the_others(monkeypatch: p
         for future in futures:
             assert_exact("qwen3", prompt, future.result(TIMEOUT))
         assert sum(read) == 30  # of the others at most the last token, which is a pass of one column
-        assert len(engine._batches) == BATCHES
+        assert len(engine._threads.batches) == BATCHES
 
 
 def test_each_batch_computes_its_rows_with_their_own_adapters() -> None:
@@ -133,7 +133,7 @@ def test_a_batch_that_breaks_ends_all_of_them_by_name(engine: EmbeddedEngine, mo
     def broken(rows: Any) -> Any:
         raise ZeroDivisionError("no")
 
-    monkeypatch.setattr(engine._batches[1], "step", broken)
+    monkeypatch.setattr(engine._threads.batches[1], "step", broken)
     engine.pause("keep")
     futures = [ask(engine, [1 + i], f"{i}", max_tokens=40) for i in range(9)]
     engine.resume()
@@ -142,7 +142,7 @@ def test_a_batch_that_breaks_ends_all_of_them_by_name(engine: EmbeddedEngine, mo
     assert not engine.running
     with pytest.raises(ZeroDivisionError):
         engine.check()
-    monkeypatch.setattr(engine, "_cause", None)  # the fixture stops it
+    monkeypatch.setattr(engine._threads, "_cause", None)  # the fixture stops it
 
 
 def test_whatever_is_asked_meanwhile_every_answer_is_that_of_its_weights(engine: EmbeddedEngine) -> None:

@@ -55,7 +55,7 @@ def test_the_engine_has_all_cores_or_half_of_them_beside_the_trainer(
         with_critic=False,
     )
     engine: Any = made.policy.engine
-    assert len(engine._batches) == batches
+    assert len(engine._threads.batches) == batches
 
 
 def sequences(n: int = 3) -> list[TrainingSequence]:
