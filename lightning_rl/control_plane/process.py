@@ -40,6 +40,7 @@ from lightning_rl.errors import Explained
 from lightning_rl.files import RunFolderBusy, owned, write_whole
 from lightning_rl.processes import logs
 from lightning_rl.processes.child import TellAlarms, tell
+from lightning_rl.processes.cores import cores
 from lightning_rl.store.contract import ResourcesRequest
 from lightning_rl.store.databases import shown
 from lightning_rl.store.errors import NotFound, StoreError
@@ -257,6 +258,7 @@ async def _app(
         limits=settings.limits,
         allowed_media_domains=settings.allowed_media_domains,
         housekeeping=settings.housekeeping,
+        tokenizing_threads=cores(),
     )
 
     await sql.run(_publish_policy, store, settings.model)

@@ -164,7 +164,7 @@ class FusedDecoder:
         if self.repeat > 1 and q > 1:
             mask = mask.repeat(1, 1, self.repeat, 1)
         for number, layer in enumerate(self.layers):
-            hidden = self._attend(cache, number, layer, hidden, rotation, mask, b, q)
+            hidden = self._attend(cache, number, layer, hidden, rotation, mask)
             hidden = self._think(layer, hidden)
         last = hidden.view(b, q, -1)[:, -1]
         last = F.rms_norm(last, last.shape[-1:], self.norm.weight, self.norm.variance_epsilon)
@@ -179,11 +179,10 @@ class FusedDecoder:
         hidden: Tensor,
         rotation: Tensor,
         mask: Tensor,
-        b: int,
-        q: int,
     ) -> Tensor:
         dim, kv_heads, repeat = self.head_dim, self.kv_heads, self.repeat
-        n = b * q
+        n, b = len(hidden), len(mask)
+        q = n // b
         normed = F.rms_norm(hidden, hidden.shape[-1:], layer.module.input_layernorm.weight, layer.eps)
         qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
         if layer.low_qkv is not None:

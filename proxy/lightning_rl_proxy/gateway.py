@@ -82,7 +82,8 @@ class Gateway:
 
     `grace_seconds`: how long a call whose client left runs on, waiting for a retry to join it. `ping_seconds`: how long
     a stream may be silent. `parked_seconds`: how long a call waits for a paused model until white space goes before its
-    answer, so that its client waits on. `housekeeping` are rules beside those of `http/housekeeping.py`.
+    answer, so that its client waits on. `housekeeping` are rules beside those of `http/housekeeping.py`. So many
+    `tokenizing_threads` take long prompts; None: one for each core of the machine.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Gateway:
         limits: RequestLimits | None = None,
         allowed_media_domains: Sequence[str] = (),
         housekeeping: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        tokenizing_threads: int | None = None,
     ) -> None:
         self.router = router
         self.limits = limits or RequestLimits()
@@ -125,6 +127,7 @@ class Gateway:
             self._clock,
             self._image_fetcher,
             Housekeeping(housekeeping),
+            tokenizing_threads,
         )
         self._failures = CallFailures()
         self.patience = Patience(grace_seconds, ping_seconds, parked_seconds)

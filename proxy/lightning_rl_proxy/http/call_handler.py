@@ -96,6 +96,7 @@ class CallHandler:
         clock: Clock,
         image_fetcher: ImageFetcher,
         housekeeping: Housekeeping,
+        tokenizing_threads: int | None = None,
     ) -> None:
         self._housekeeping = housekeeping
         self._image_fetcher = image_fetcher
@@ -104,7 +105,7 @@ class CallHandler:
         self._renderer = renderer
         self._counters = counters
         self._record = record
-        self._threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="tokenizing")
+        self._threads = ThreadPoolExecutor(tokenizing_threads or os.cpu_count(), thread_name_prefix="tokenizing")
 
     def work(
         self, attempt: LiveAttempt, agent: str | None, dialect: Dialect, body: DecodedBody, inflight: InflightRequest
