@@ -14,7 +14,7 @@ import msgspec
 
 from lightning_rl_proxy.rendering.long_texts import LongTexts
 
-_BYTES = 16 * 2**20  # of all prompts that are kept: their JSON and four bytes a token
+_BYTES = 8 * 2**20  # of all prompts that are kept: their JSON and four bytes a token
 _LARGEST = _BYTES // 16  # of one prompt
 Render = Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]] | None], list[int]]
 
