@@ -1,8 +1,8 @@
 """What the gateway costs: calls per second and added latency, recording durably, beside a bare relay in the same run.
 
-    python benchmarks/gateway.py [--prompt 300 --answer 128 --group 8] [--turns 10] [--peer PYTHON] [--agl PROGRAM]
-        [--rllm PROGRAM]
-    python benchmarks/gateway.py --instructions [--prompt 300 --answer 128 --group 8] [--turns 10]
+    python benchmarks/gateway.py [--prompt 300 --answer 128 --group 8] [--turns 10] [--tools 20] [--peer PYTHON]
+        [--agl PROGRAM] [--rllm PROGRAM]
+    python benchmarks/gateway.py --instructions [--prompt 300 --answer 128 --group 8] [--turns 10] [--tools 20]
 
 Both sit between the same clients and the same instant token engine (its answer at once, no model). The gateway is the
 real server: keys, forest, journal, SQLite store. The relay is the least that any proxy must do: parse the request,
@@ -185,7 +185,7 @@ def bare_relay(engine_url: str, database: Path) -> Asgi:
             gc.freeze()
             gc.set_threshold(250_000, 20, 50)  # as `control_plane/process.py` has it
         request = msgspec.json.decode(await body_of(receive))
-        ids = renderer.render(request["messages"], None)
+        ids = renderer.render(request["messages"], request.get("tools"))
         body = msgspec.json.encode({"token_ids": ids, "sampling_params": {"max_tokens": 16, "logprobs": 0}})
         async with state["client"].post(GENERATE, body) as response:
             choice = msgspec.json.decode(await response.read())["choices"][0]
@@ -311,14 +311,31 @@ def question(n: int, tokens: int) -> str:
 
 
 class Size(NamedTuple):
-    """What each call asks: about so many tokens in all, after so many turns; so many calls in a row the same."""
+    """What each call asks: about so many tokens in all, after so many turns; so many calls in a row the same; with so
+    many tools beside, of about 600 tokens each."""
 
     tokens: int = 40
     group: int = 1
     turns: int = 1
+    tools: int = 0
 
 
 ONE_CALL = Size()
+
+
+def tools_of(number: int) -> dict[str, Any]:
+    """A request's tools, as large as those of coding agents."""
+    rng = random.Random(0)
+
+    def described(words: int) -> dict[str, Any]:
+        return {"description": " ".join(rng.choices(WORDS, k=words))}
+
+    tools = []
+    for n in range(number):
+        properties = {f"{word}_of": {"type": "string", **described(20)} for word in WORDS[:8]}
+        parameters = {"type": "object", "properties": properties}
+        tools.append({"type": "function", "function": {"name": f"tool_{n}", **described(80), "parameters": parameters}})
+    return {"tools": tools} if tools else {}
 
 
 async def load(
@@ -330,6 +347,7 @@ async def load(
 ) -> tuple[float, list[float]]:
     """Send one call to each (URL, key) from `clients` clients; seconds, and the latency of each call. Of several turns
     the last alone counts, before which `begin` is called."""
+    tools = tools_of(size.tools)
     said: dict[int, list[dict[str, str]]] = {place: [] for place in range(len(requests))}
     latencies: list[float] = []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=clients)) as session:
@@ -338,7 +356,7 @@ async def load(
             for place, (url, key) in waiting:
                 text = question(next(number) // size.group, size.tokens // size.turns)
                 said[place].append({"role": "user", "content": text})
-                body = msgspec.json.encode({"model": MODEL, "messages": said[place]})
+                body = msgspec.json.encode({"model": MODEL, "messages": said[place], **tools})
                 headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
                 started = time.perf_counter()
                 async with session.post(f"{url}/chat/completions", data=body, headers=headers) as response:
@@ -413,10 +431,12 @@ def end_attempts(store: HttpStore, attempts: list[tuple[str, str]]) -> None:
 
 
 def records(file: Path) -> str:
-    """What a call takes in the store, of which so much is its tokens, log probabilities and texts."""
+    """What a call takes in the store, of which so much is its tokens, log probabilities and texts; the tools that all
+    show are not counted to these."""
     with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as store:
         pages = dict(store.execute("SELECT name, sum(pgsize) FROM dbstat GROUP BY name"))
-        calls = [unpack(record).attributes for (record,) in store.execute("SELECT record FROM spans")]
+        recorded = [unpack(record) for (record,) in store.execute("SELECT record FROM spans")]
+    calls = [span.attributes for span in recorded if span.name == semconv.CALL_SPAN]  # others are of tools
     packed = (semconv.PROMPT_IDS, semconv.RESPONSE_IDS, semconv.LOGPROBS)
     needed = sum(len(call[name]) for call in calls for name in packed)
     texts = [m for call in calls for name in (semconv.INPUT_MESSAGES, semconv.OUTPUT_MESSAGES) for m in call[name]]
@@ -437,6 +457,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=40, help="tokens of a prompt, about")
     parser.add_argument("--answer", type=int, default=len(ANSWER), help="tokens of an answer")
     parser.add_argument("--group", type=int, default=1, help="calls with the same prompt")
+    parser.add_argument("--tools", type=int, default=0, help="that each call shows, of about 600 tokens each")
     parser.add_argument("--turns", type=int, default=1, help="the call is this one of its conversation")
     parser.add_argument("--peer", help="the Python of an environment with agentlightning 0.3 and litellm's proxy")
     parser.add_argument("--agl", help="the program agl-server")
@@ -452,7 +473,7 @@ def main() -> None:
     if arguments.role == "relay":
         return serve(bare_relay(arguments.engine_url, arguments.database))
 
-    number, size = itertools.count(), Size(arguments.prompt, arguments.group, arguments.turns)
+    number, size = itertools.count(), Size(arguments.prompt, arguments.group, arguments.turns, arguments.tools)
     with ExitStack() as parts:
         folder = Path(parts.enter_context(tempfile.TemporaryDirectory()))
         engine_url, _ = parts.enter_context(

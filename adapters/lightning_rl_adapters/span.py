@@ -2,13 +2,16 @@
 
 Token ids and logprobs travel packed (little-endian int32 and float32 bytes), so that a stored token costs what it
 weighs; `to_json` unpacks them for people and for other languages. In a store a span is an array, and the attributes
-that we know are numbers there, since their names would weigh more than some of their values.
+that we know are numbers there, since their names would weigh more than some of their values. Tools are compressed there:
+every attempt has the same ones.
 """
 
 import base64
 import sys
+import zlib
 from array import array
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -36,6 +39,9 @@ _NUMBERED = (
     semconv.MEDIA, semconv.MEDIA_SHA256, semconv.MEDIA_TYPE, semconv.MEDIA_DATA, semconv.TOOL_SCHEMAS,
 )  # fmt: skip
 _NUMBERS: dict[str, int] = {name: number for number, name in enumerate(_NUMBERED)}
+_TOOLS = _NUMBERS[semconv.TOOL_SCHEMAS]
+_COMPRESSED_TOOLS = 64  # texts that are kept; a run's agents have few
+_LARGEST = 256 * 1024  # characters of one of these
 
 
 class Span(msgspec.Struct, kw_only=True):
@@ -88,6 +94,10 @@ _SPAN = msgspec.msgpack.Decoder(Span)
 def pack(span: Span) -> Packed:
     """A span as a store keeps it. Raises OverflowError for a whole number of more than 64 bits in it."""
     attributes: dict[int | str, Any] = {_NUMBERS.get(name, name): value for name, value in span.attributes.items()}
+    if _TOOLS in attributes:
+        tools = attributes.pop(_TOOLS)
+        known = isinstance(tools, str)  # others' spans may have anything of that name
+        attributes[_TOOLS if known else semconv.TOOL_SCHEMAS] = _compressed(tools) if known else tools
     record = msgspec.msgpack.encode(
         _Stored(
             span.span_id, span.rollout_id, span.attempt_id, span.name, span.number, span.start_ns, span.end_ns,
@@ -116,9 +126,12 @@ def unpacked(record: bytes) -> bytes:
         return record
     found = _STORED.decode(record)
     fields: dict[str, Any] = {name: getattr(found, name) for name in Span.__struct_fields__}
-    fields["attributes"] = {
+    attributes: dict[str, Any] = {
         _NUMBERED[name] if isinstance(name, int) else name: value for name, value in found.attributes.items()
     }
+    if _TOOLS in found.attributes:
+        attributes[semconv.TOOL_SCHEMAS] = _decompressed(msgspec.msgpack.decode(found.attributes[_TOOLS]))
+    fields["attributes"] = attributes
     return msgspec.msgpack.encode(fields)
 
 
@@ -161,6 +174,20 @@ def to_json(span: Span) -> dict[str, Any]:
     if (data := record["attributes"].get(semconv.MEDIA_DATA)) is not None:
         record["attributes"][semconv.MEDIA_DATA] = base64.b64encode(data).decode()
     return record
+
+
+def _compressed(text: str) -> bytes:
+    return _kept(text) if len(text) <= _LARGEST else zlib.compress(text.encode())
+
+
+@lru_cache(_COMPRESSED_TOOLS)
+def _kept(text: str) -> bytes:
+    return zlib.compress(text.encode())
+
+
+def _decompressed(stored: Any) -> Any:
+    """The text; earlier releases kept it as it is."""
+    return zlib.decompress(stored).decode() if isinstance(stored, bytes) else stored
 
 
 def _little_endian(values: "array[Any]") -> bytes:

@@ -1,6 +1,7 @@
 """A call survives its span: packed, stored, read back, nothing changed."""
 
 import json
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call, VersionRange, from_span, to_span
 from lightning_rl_adapters.span import Span, pack, packed, to_json, unpack
+from lightning_rl_adapters.tool_schemas import tools_of, tools_span
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=8)
 
@@ -68,6 +70,29 @@ def test_the_numbers_of_attributes_in_stores_stay() -> None:
     )  # fmt: skip
     stored = msgspec.msgpack.decode(pack(span).record, strict=False)
     assert stored == ["s", "r", "a", "n", 1, 2, 3, dict.fromkeys([0, 10, 14, 15, 24])]
+
+
+TOOLS = [{"type": "function", "function": {"name": f"tool_{n}", "description": "does things " * 20}} for n in range(20)]
+
+
+@pytest.mark.parametrize("value", [json.dumps(TOOLS), "[]", "é 🌲", "", None, b"", b"x\x9c", {"a": 1}, ["[]"], 7])
+def test_tools_come_back_and_so_does_whatever_else_has_their_name(value: Any) -> None:
+    span = tools_span("r", "a", "d", TOOLS, at_ns=1)
+    span.attributes[semconv.TOOL_SCHEMAS] = value
+    stored = pack(span)
+    assert unpack(stored.record) == span
+    assert packed(stored.record) == stored
+
+
+def test_tools_take_a_fifth_of_their_text_and_stores_that_have_the_text_are_read() -> None:
+    span = tools_span("r", "a", "d", TOOLS, at_ns=1)
+    text = span.attributes[semconv.TOOL_SCHEMAS]
+    assert len(pack(span).record) < len(text) / 5
+    assert tools_of([unpack(pack(span).record)]) == {"d": TOOLS}
+    [*fields, attributes] = msgspec.msgpack.decode(pack(span).record, strict=False)
+    [number] = [number for number, value in attributes.items() if isinstance(value, bytes)]
+    earlier = msgspec.msgpack.encode([*fields, attributes | {number: text}])
+    assert unpack(earlier) == span
 
 
 @given(recorded_calls())
