@@ -2,15 +2,16 @@
 
 Token ids and logprobs travel packed (little-endian int32 and float32 bytes), so that a stored token costs what it
 weighs; `to_json` unpacks them for people and for other languages. In a store a span is an array, and the attributes
-that we know are numbers there, since their names would weigh more than some of their values. Tools are compressed there:
-every attempt has the same ones.
+that we know are numbers there, since their names would weigh more than some of their values. Tools are compressed
+there: every attempt has the same ones.
 """
 
 import base64
+import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -41,7 +42,7 @@ _NUMBERED = (
 _NUMBERS: dict[str, int] = {name: number for number, name in enumerate(_NUMBERED)}
 _TOOLS = _NUMBERS[semconv.TOOL_SCHEMAS]
 _COMPRESSED_TOOLS = 64  # texts that are kept; a run's agents have few
-_LARGEST = 256 * 1024  # characters of one of these
+_LARGEST = 256 * 1024  # characters, or compressed bytes, of one of these: larger ones are not kept
 
 
 class Span(msgspec.Struct, kw_only=True):
@@ -144,14 +145,17 @@ def storable(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not -(2**63) <= value < 2**64 else value
 
 
-def pack_ids(ids: Iterable[int]) -> bytes:
+def pack_ids(ids: Sequence[int]) -> bytes:
     """Token ids as little-endian int32 bytes, 4 per token."""
-    return _little_endian(array("i", ids))
+    return struct.pack(f"<{len(ids)}i", *ids)  # in half the time of an array
 
 
 def pack_logprobs(logprobs: Iterable[float]) -> bytes:
     """Logprobs (nats) as little-endian float32 bytes, 4 per token."""
-    return _little_endian(array("f", logprobs))
+    values = array("f", logprobs)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
 
 
 def unpack_ids(packed: bytes) -> list[int]:
@@ -177,23 +181,24 @@ def to_json(span: Span) -> dict[str, Any]:
 
 
 def _compressed(text: str) -> bytes:
-    return _kept(text) if len(text) <= _LARGEST else zlib.compress(text.encode())
-
-
-@lru_cache(_COMPRESSED_TOOLS)
-def _kept(text: str) -> bytes:
-    return zlib.compress(text.encode())
+    return (_compress if len(text) <= _LARGEST else _compress.__wrapped__)(text)
 
 
 def _decompressed(stored: Any) -> Any:
     """The text; earlier releases kept it as it is."""
-    return zlib.decompress(stored).decode() if isinstance(stored, bytes) else stored
+    if not isinstance(stored, bytes):
+        return stored
+    return (_decompress if len(stored) <= _LARGEST else _decompress.__wrapped__)(stored)
 
 
-def _little_endian(values: "array[Any]") -> bytes:
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
+@lru_cache(_COMPRESSED_TOOLS)
+def _compress(text: str) -> bytes:
+    return zlib.compress(text.encode())
+
+
+@lru_cache(_COMPRESSED_TOOLS)
+def _decompress(stored: bytes) -> str:
+    return zlib.decompress(stored).decode()
 
 
 def _unpack(typecode: str, packed: bytes) -> list[Any]:

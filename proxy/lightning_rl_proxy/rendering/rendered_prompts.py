@@ -5,7 +5,6 @@ a format that reads the clock has none kept.
 """
 
 import threading
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,8 @@ import msgspec
 
 from lightning_rl_proxy.rendering.long_texts import LongTexts
 
-_BYTES = 8 * 2**20  # of all prompts that are kept: their JSON and four bytes a token
+_BYTES = 16 * 2**20  # of all prompts that are kept
+_ID_BYTES = 40  # of an id: it, and its place in a list
 _LARGEST = _BYTES // 16  # of one prompt
 Render = Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]] | None], list[int]]
 
@@ -30,7 +30,7 @@ class RenderedPrompts:
 
     def __init__(self, render: Render, long_texts: LongTexts, size: int = _BYTES) -> None:
         self._render, self._long_texts, self._most = render, long_texts, size
-        self._known: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._known: OrderedDict[bytes, list[int]] = OrderedDict()
         self._size = 0
         self._lock = threading.Lock()
 
@@ -46,13 +46,13 @@ class RenderedPrompts:
                 self._known.move_to_end(key)
         if known is not None:
             self._long_texts.count(len(known))
-            return known.tolist()
+            return known.copy()  # the numbers are shared: an attempt that is open keeps its prompt
         ids = self._render(messages, tools)
         if len(key) <= _LARGEST:
-            self._keep(key, array("I", ids))
+            self._keep(key, ids.copy())
         return ids
 
-    def _keep(self, key: bytes, ids: "array[int]") -> None:
+    def _keep(self, key: bytes, ids: list[int]) -> None:
         with self._lock:
             if key in self._known:
                 return
@@ -62,5 +62,5 @@ class RenderedPrompts:
                 self._size -= _size(*self._known.popitem(last=False))
 
 
-def _size(key: bytes, ids: "array[int]") -> int:
-    return len(key) + ids.itemsize * len(ids)
+def _size(key: bytes, ids: list[int]) -> int:
+    return len(key) + _ID_BYTES * len(ids)

@@ -80,7 +80,7 @@ def test_those_asked_for_last_are_kept_and_no_large_one() -> None:
     def ask(text: str) -> None:
         kept.ids([{"role": "user", "content": text}], None)
 
-    kept = prompts(render, size=160)  # each takes 47 to 49
+    kept = prompts(render, size=270)  # each takes 83 to 85
     for text in ("one", "two", "one", "three", "four", "one"):
         ask(text)
     assert rendered == ["one", "two", "three", "four"]
