@@ -35,6 +35,7 @@ from lightning_rl_proxy.http.inflight_request import InflightRequest
 from lightning_rl_proxy.http.keys import KeyRefused, sent_key, verify_attempt_key
 from lightning_rl_proxy.http.limits import RequestLimits, announced_bytes
 from lightning_rl_proxy.http.open_attempts import OpenAttempts
+from lightning_rl_proxy.http.tokenizing import Tokenizing
 from lightning_rl_proxy.recording.clock import Clock
 from lightning_rl_proxy.recording.ledger import AttemptInfo, AttemptTokens, Ledger
 from lightning_rl_proxy.recording.recorder import Recorder
@@ -119,15 +120,17 @@ class Gateway:
         self._clock = Clock()
         self._recorder = Recorder(journal, ledger, counters=self.counters)
         self._image_fetcher = ImageFetcher(allowed_media_domains)
+        self._tokenizing = (
+            None if renderer is None else Tokenizing(renderer, router.longest_context, tokenizing_threads)
+        )
         self._call_handler = CallHandler(
             router,
-            renderer,
+            self._tokenizing,
             self.counters,
             self._recorder.record,
             self._clock,
             self._image_fetcher,
             Housekeeping(housekeeping),
-            tokenizing_threads,
         )
         self._failures = CallFailures()
         self.patience = Patience(grace_seconds, ping_seconds, parked_seconds)
@@ -362,9 +365,9 @@ class Gateway:
         fields = self._fields(body)
         request = messages.parse_count(fields)
         model = self._call_handler.model_of(attempt, agent, request.model)
-        if self._renderer is None or self.router.is_backend(model):
+        if self._tokenizing is None or self.router.is_backend(model):
             raise GatewayError(400, f"model {model!r} is a chat service: its tokens cannot be counted here")
-        return messages.count(await self._call_handler.count_tokens(request, self._renderer, len(body)))
+        return messages.count(await self._tokenizing.count(request, len(body)))
 
     async def _embed(self, attempt: LiveAttempt, body: bytes) -> bytes:
         fields, body_key = self._fields(body), _body_key("embeddings", None, body)

@@ -1,21 +1,15 @@
 """How busy the gateway says its engines are: with calls, and with attempts that are about to call."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.http import call_handler, open_attempts
 from lightning_rl_proxy.recording.ledger import AttemptInfo
-from lightning_rl_proxy.rendering.load import load_renderer
-from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
-from lightning_rl_proxy.routing.router import Router
-from tests.proxy.conftest import MODEL, SECRET, TOKENIZER, MemoryLedger, ScriptedEngine, Served, listening
+from tests.proxy.conftest import Served
 
 
 def opened(served: Served, attempt_id: str) -> None:
@@ -91,28 +85,3 @@ def test_an_attempt_that_does_not_call_for_long_is_busy_with_something_else(
     monkeypatch.setattr(open_attempts, "_STARTING_SECONDS", -1.0)
     assert served.gateway.load().starting["policy"] == 0
     assert served.gateway.load().open_attempts == 1
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_long_prompts_are_tokenised_in_so_many_threads(
-    threads: int, tokenizer: FastTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    renderer = load_renderer(TOKENIZER, "qwen3", MODEL)
-    seen, render = [], renderer.render
-
-    def watched(*asked: Any) -> list[int]:
-        seen.append(threading.current_thread().name)
-        time.sleep(0.02)
-        return render(*asked)
-
-    monkeypatch.setattr(renderer, "render", watched)
-    ledger, engine, router = MemoryLedger(), ScriptedEngine(tokenizer), Router(MODEL)
-    router.register(engine)
-    parts: dict[str, Any] = {"ledger": ledger, "router": router, "renderer": renderer, "journal": tmp_path / "journal"}
-    gateway = Gateway(secret=SECRET, tokenizing_threads=threads, **parts)
-    with listening(gateway) as (url, loop), ThreadPoolExecutor(6) as pool:
-        served = Served(url, gateway, ledger, engine, loop)
-        chat = [{"role": "user", "content": "how many? " * 1000}]
-        list(pool.map(lambda i: say(served, f"a{i}", messages=chat), range(6)))
-    assert len(seen) == 6
-    assert len(set(seen)) == threads

@@ -5,11 +5,9 @@ Nothing here knows HTTP. What an engine handed over is recorded, whatever become
 """
 
 import asyncio
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +36,7 @@ from lightning_rl_proxy.forest.restated_answers import is_cut
 from lightning_rl_proxy.http.attempt import LiveAttempt
 from lightning_rl_proxy.http.housekeeping import Housekeeping
 from lightning_rl_proxy.http.inflight_request import InflightRequest
+from lightning_rl_proxy.http.tokenizing import Tokenizing
 from lightning_rl_proxy.recording.clock import Clock
 from lightning_rl_proxy.rendering import images
 from lightning_rl_proxy.rendering.base import (
@@ -52,8 +51,6 @@ from lightning_rl_proxy.routing.router import Generation, Router, no_engine
 from lightning_rl_proxy.sampling import effective
 
 T = TypeVar("T")
-
-_LONG_REQUEST = 8192  # bytes of new text; tokenising more would keep the event loop from others
 
 _KWARGS = "chat_template_kwargs"
 _WAYS = 8  # so many ways to render may one attempt ask for: each is made and proven anew
@@ -90,22 +87,20 @@ class CallHandler:
     def __init__(
         self,
         router: Router,
-        renderer: Renderer | None,
+        tokenizing: Tokenizing | None,
         counters: Counter[str],
         record: Callable[[Span], None],
         clock: Clock,
         image_fetcher: ImageFetcher,
         housekeeping: Housekeeping,
-        tokenizing_threads: int | None = None,
     ) -> None:
         self._housekeeping = housekeeping
         self._image_fetcher = image_fetcher
         self._clock = clock
         self._router = router
-        self._renderer = renderer
+        self._tokenizing = tokenizing
         self._counters = counters
         self._record = record
-        self._threads = ThreadPoolExecutor(tokenizing_threads or os.cpu_count(), thread_name_prefix="tokenizing")
 
     def work(
         self, attempt: LiveAttempt, agent: str | None, dialect: Dialect, body: DecodedBody, inflight: InflightRequest
@@ -127,13 +122,14 @@ class CallHandler:
             if request.prompt is not None:
                 raise GatewayError(400, f"model {model!r} is a chat service: it completes no prompts", param="model")
             return self._relay(context)
-        if self._renderer is None:
+        if self._tokenizing is None:
             raise no_engine(model)
-        self._check_images(request, self._renderer)
-        _check_ways(request, attempt, self._renderer)
+        renderer = self._tokenizing.renderer
+        self._check_images(request, renderer)
+        _check_ways(request, attempt, renderer)
         attempt.history.keep(body, request.messages)
-        new_bytes = _new_text(request) if body.read else len(body.body)
-        return self._sample_all(context, self._renderer, long=new_bytes > _LONG_REQUEST)
+        long = self._tokenizing.is_long(request, body)
+        return self._sample_all(context, self._tokenizing, long=long)
 
     def model_of(self, attempt: LiveAttempt, agent: str | None, requested: str) -> str:
         """The model that answers a call of `agent` (its tag) that names `requested`.
@@ -149,57 +145,35 @@ class CallHandler:
             return model if asked is None else asked.model
         return model
 
-    async def count_tokens(self, request: Request, renderer: Renderer, size: int) -> int:
-        """How many tokens a request's prompt has, whose body is `size` bytes long. Raises GatewayError."""
-        render = partial(renderer.render, request.messages, request.tools)
-        return len(await self._elsewhere(render) if size > _LONG_REQUEST else render())
-
-    async def _placed(self, context: CallContext, renderer: Renderer, *, long: bool) -> tuple[Renderer, Place]:
+    async def _placed(self, context: CallContext, tokenizing: Tokenizing, *, long: bool) -> tuple[Renderer, Place]:
         """What renders a request, and its place. A format that is told something new is made in another thread, and a
         long request tokenised there; what else the attempt asks meanwhile finds its place after it, so that nobody
         looks while the attempt changes."""
-        attempt, request = context.attempt, context.request
+        attempt, request, renderer = context.attempt, context.request, tokenizing.renderer
         choose = partial(_renderer_for, request, renderer)
         if not long and not attempt.unplaced and _is_known(request, renderer):
             return _find(context, *choose())
         attempt.unplaced += 1
         try:
             async with attempt.placing:
-                renderer, kwargs = choose() if _is_known(request, renderer) else await self._in_thread(choose)
+                renderer, kwargs = choose() if _is_known(request, renderer) else await tokenizing.in_thread(choose)
                 find = partial(_find, context, renderer, kwargs)
-                return await self._elsewhere(find) if long else find()
+                if not long:
+                    return find()
+                found = await tokenizing.of_one_prompt(find)
+                tokenizing.remember(request)
+                return found
         finally:
             attempt.unplaced -= 1
 
-    async def _elsewhere(self, work: Callable[[], T]) -> T:
-        """What `work` gives in another thread, which tokenises one prompt there."""
-        assert self._renderer is not None
-        long_texts = self._renderer.tokenizer.long_texts
-        long_texts.context = self._router.longest_context()
-
-        def bounded() -> T:
-            with long_texts.of_one_prompt():
-                return work()
-
-        return await self._in_thread(bounded)
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        """What `work` gives in another thread. Whoever is cancelled meanwhile waits until it is done."""
-        working = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        try:
-            return await asyncio.shield(working)
-        except asyncio.CancelledError:
-            await asyncio.wait([working])
-            raise
-
-    async def _sample_all(self, context: CallContext, renderer: Renderer, *, long: bool) -> bytes:
+    async def _sample_all(self, context: CallContext, tokenizing: Tokenizing, *, long: bool) -> bytes:
         """Sample every choice of a request."""
         attempt, request, model = context.attempt, context.request, context.model
         earlier = [one.live for one in _earlier(context)]
         first = 0 if earlier else attempt.take_numbers(request.n)
-        if renderer.vision is not None:
+        if tokenizing.renderer.vision is not None:
             await self._fetch_images(attempt, request)
-        renderer, place = await self._placed(context, renderer, long=long)
+        renderer, place = await self._placed(context, tokenizing, long=long)
         forced = _forced(request, place, renderer)
         if earlier:  # told again where it was asked, though equal calls may have been answered since
             whole = earlier[0].prompt_ids()
@@ -331,7 +305,7 @@ class CallHandler:
                 generation.served_by,
                 text,
                 thought,
-                cut=is_cut(call, self._renderer),
+                cut=is_cut(call, None if self._tokenizing is None else self._tokenizing.renderer),
             )
         )
         return answered
@@ -641,16 +615,6 @@ class _AnswerStream:
         if not self._begun:
             self._begun = True
             self._context.inflight.write(events.start())
-
-
-def _new_text(request: Request) -> int:
-    """About how many characters a request's messages hold that were not read before."""
-    size = 0
-    for message in request.messages[request.known :]:
-        content = message.get("content")
-        parts = content if isinstance(content, list) else [content]
-        size += sum(len(part) if isinstance(part, str) else len(str(part)) for part in parts)
-    return size
 
 
 def _room(request: Request, prompt_tokens: int) -> int | None:

@@ -48,6 +48,11 @@ class CachedTexts:
         self._unknown = 0  # texts that were met
         self._of_ascii: ascii_bpe.Encode | None = None
 
+    @property
+    def cuts(self) -> bool:
+        """Whether texts are cut at special tokens."""
+        return self._cuts is not None
+
     def encode(self, text: str) -> list[int]:
         """The ids of a text. Raises PromptTooLong."""
         if self._cuts is None:

@@ -45,6 +45,11 @@ class FastTokenizer:
         self._texts = CachedTexts(self._tokenizer, self.long_texts)
         self._encode_short = lru_cache(_SHORT_TEXTS)(self._encode)
 
+    @property
+    def keeps_parts(self) -> bool:
+        """Whether what stands between two special tokens is tokenised once, in whichever texts it comes."""
+        return self._texts.cuts
+
     def vocabulary_digest(self) -> str:
         """The digest of which text has which id."""
         entries = sorted(self._tokenizer.get_vocab(with_added_tokens=True).items())

@@ -1,0 +1,117 @@
+"""Long prompts are tokenised in threads; tools that came before make none long."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from lightning_rl_proxy.dialects import chat_completions
+from lightning_rl_proxy.forest.incremental_decode import DecodedBody
+from lightning_rl_proxy.gateway import Gateway
+from lightning_rl_proxy.http.tokenizing import Tokenizing
+from lightning_rl_proxy.rendering.base import Renderer
+from lightning_rl_proxy.rendering.chat_templates import TemplateRenderer
+from lightning_rl_proxy.rendering.load import load_renderer
+from lightning_rl_proxy.rendering.renderers import LibraryRenderer
+from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
+from lightning_rl_proxy.routing.router import Router
+from tests.proxy.conftest import MODEL, SECRET, TOKENIZER, MemoryLedger, ScriptedEngine, Served, listening
+from tests.proxy.rendering.test_chat_templates import CHATML, HERMES
+
+# The tools stand in the user's turn, with what is said there.
+TOGETHER = """{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if loop.first and tools %}{{- tools | tojson + '\\n' }}{% endif %}{{- message.content + '<|im_end|>\\n' }}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+LARGE = "which it does " * 1000
+
+
+def tools(description: str = LARGE) -> list[dict[str, Any]]:
+    parameters = {"type": "object", "properties": {}}
+    return [{"type": "function", "function": {"name": "run", "description": description, "parameters": parameters}}]
+
+
+def renderer_of(template: str | None) -> Renderer:
+    if template is None:
+        return load_renderer(TOKENIZER, "qwen3", MODEL)
+    return TemplateRenderer(TOKENIZER, FastTokenizer(TOKENIZER, "text"), {"default": template}, model=MODEL)
+
+
+@pytest.mark.parametrize(
+    ("template", "apart"), [(None, True), (HERMES, True), (CHATML, False), (TOGETHER, False)],
+    ids=["qwen3", "hermes", "no tools", "together"],
+)  # fmt: skip
+def test_tools_that_came_before_are_not_new_where_a_format_writes_them_apart(template: str | None, apart: bool) -> None:
+    tokenizing = Tokenizing(renderer_of(template), lambda: None, 1)
+
+    def is_long(said: str, shown: list[dict[str, Any]]) -> bool:
+        body = msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "content": said}], "tools": shown})
+        request = chat_completions.parse(msgspec.json.decode(body))
+        found = tokenizing.is_long(request, DecodedBody(body, msgspec.json.decode(body)))
+        tokenizing.remember(request)
+        return found
+
+    assert not is_long("how many?", tools("small"))
+    assert is_long("how many?", tools())
+    assert is_long("how many?", tools()) is not apart
+    assert is_long(LARGE, tools())
+    assert is_long("how many?", tools(LARGE + "."))
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[LibraryRenderer, list[str]]:
+    """A renderer, and the names of the threads in which it rendered."""
+    renderer = load_renderer(TOKENIZER, "qwen3", MODEL)
+    seen, render = [], renderer.render
+
+    def watch(*asked: Any) -> list[int]:
+        seen.append(threading.current_thread().name)
+        time.sleep(0.02)
+        return render(*asked)
+
+    monkeypatch.setattr(renderer, "render", watch)
+    return renderer, seen
+
+
+@pytest.fixture
+def served(
+    request: pytest.FixtureRequest, watched: tuple[LibraryRenderer, list[str]], tokenizer: FastTokenizer, tmp_path: Path
+) -> Iterator[Served]:
+    """A gateway with as many threads as the parameter says."""
+    ledger, engine, router = MemoryLedger(), ScriptedEngine(tokenizer), Router(MODEL)
+    router.register(engine)
+    gateway = Gateway(
+        ledger=ledger, secret=SECRET, journal=tmp_path / "journal", renderer=watched[0], router=router,
+        tokenizing_threads=getattr(request, "param", 1),
+    )  # fmt: skip
+    with listening(gateway) as (url, loop):
+        yield Served(url, gateway, ledger, engine, loop)
+
+
+def say(served: Served, attempt_id: str, content: str, **more: Any) -> None:
+    where: Any = {"attempt_id": attempt_id}
+    with openai.OpenAI(base_url=served.base_url(**where), api_key=served.key(**where), max_retries=0) as client:
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": content}], **more)
+
+
+@pytest.mark.parametrize("served", [1, 2], indirect=True)
+def test_long_prompts_are_tokenised_in_so_many_threads(
+    served: Served, watched: tuple[LibraryRenderer, list[str]], request: pytest.FixtureRequest
+) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda i: say(served, f"a{i}", "how many? " * 1000), range(6)))
+    assert len(watched[1]) == 6
+    assert len(set(watched[1])) == request.node.callspec.params["served"]
+
+
+def test_an_attempt_with_tools_that_others_had_is_placed_at_once(
+    served: Served, watched: tuple[LibraryRenderer, list[str]]
+) -> None:
+    for number in range(3):
+        say(served, f"a{number}", f"how many {number}?", tools=tools())
+    assert [name for name in watched[1] if name.startswith("tokenizing")] == ["tokenizing_0"]
