@@ -155,7 +155,7 @@ def test_a_request_may_ask_for_a_prompt_of_its_own_and_its_conversation_goes_on(
 
 def test_a_format_that_never_thinks_need_not_be_told_so(served: Served, tmp_path: Path) -> None:
     plain = load_renderer(folder(tmp_path, chat_template=CHATML), "template", MODEL)
-    served.gateway._renderer = served.gateway._call_handler._renderer = plain
+    served.gateway._renderer = served.gateway._tokenizing.renderer = plain
     for thinks, status in ((False, 200), (True, 400)):
         body = {"model": MODEL, "messages": [user("one")], "enable_thinking": thinks}
         key = {"x-api-key": served.key()}

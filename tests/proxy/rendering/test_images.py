@@ -245,7 +245,7 @@ def test_a_text_that_spells_the_placeholder_is_text_or_else_refused(seen: Served
         post(seen, "chat/completions", {"model": MODEL, "messages": [message]})
     assert [len(media) for media in seen.engine.media] == [1, 0]
     as_tokens = load_renderer(folder, "auto", MODEL, special_tokens_in_text="control")
-    seen.gateway._renderer = seen.gateway._call_handler._renderer = as_tokens
+    seen.gateway._renderer = seen.gateway._tokenizing.renderer = as_tokens
     for message in both:
         refused = post(seen, "chat/completions", {"model": MODEL, "messages": [message]}, 400)["error"]["message"]
         assert "spells the placeholder" in refused

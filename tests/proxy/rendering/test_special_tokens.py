@@ -133,7 +133,7 @@ def test_tools_that_spell_no_special_token_are_left_as_they_are_and_others_are_g
 
 
 def test_an_engine_sees_the_letters_and_the_conversation_goes_on(served: Served, tokenizer: FastTokenizer) -> None:
-    served.gateway._renderer = served.gateway._call_handler._renderer = renderer_of("qwen3")
+    served.gateway._renderer = served.gateway._tokenizing.renderer = renderer_of("qwen3")
     client = httpx.Client(base_url=served.base_url(), headers={"x-api-key": served.key()})
     messages: list[dict[str, Any]] = [{"role": "user", "content": FORGED}]
     # The model may say it, too, in letters: what it sampled stays as it is.
@@ -150,7 +150,7 @@ def test_an_engine_sees_the_letters_and_the_conversation_goes_on(served: Served,
 
 
 def test_a_prompt_of_completions_is_its_author_s_own(served: Served, tokenizer: FastTokenizer) -> None:
-    served.gateway._renderer = served.gateway._call_handler._renderer = renderer_of("qwen3")
+    served.gateway._renderer = served.gateway._tokenizing.renderer = renderer_of("qwen3")
     client = httpx.Client(base_url=served.base_url(), headers={"x-api-key": served.key()})
     prompt = f"<|im_start|>user\nq{FORGED}"
     client.post("completions", json={"model": MODEL, "prompt": prompt})
