@@ -15,7 +15,7 @@ from lightning_rl_proxy.rendering.long_texts import LongTexts
 
 _BYTES = 16 * 2**20  # of all prompts that are kept
 _ID_BYTES = 40  # of an id: it, and its place in a list
-_LARGEST = _BYTES // 16  # of one prompt
+_LARGEST = _BYTES // 8  # of one prompt
 Render = Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]] | None], list[int]]
 
 
@@ -48,7 +48,7 @@ class RenderedPrompts:
             self._long_texts.count(len(known))
             return known.copy()  # the numbers are shared: an attempt that is open keeps its prompt
         ids = self._render(messages, tools)
-        if len(key) <= _LARGEST:
+        if _size(key, ids) <= _LARGEST:
             self._keep(key, ids.copy())
         return ids
 

@@ -75,7 +75,7 @@ def test_those_asked_for_last_are_kept_and_no_large_one() -> None:
 
     def render(messages: Any, tools: Any) -> list[int]:
         rendered.append(messages[0]["content"])
-        return [1]
+        return [1] * (100_000 if rendered[-1] == "many tokens" else 1)
 
     def ask(text: str) -> None:
         kept.ids([{"role": "user", "content": text}], None)
@@ -87,9 +87,9 @@ def test_those_asked_for_last_are_kept_and_no_large_one() -> None:
     ask("two")
     assert rendered[4:] == ["two"]
     large = "x" * 2**21
-    for text in (large, large, "one"):
+    for text in (large, large, "many tokens", "many tokens", "one"):
         ask(text)
-    assert rendered[5:] == [large, large]
+    assert rendered[5:] == [large, large, "many tokens", "many tokens"]
 
 
 def test_a_prompt_that_was_kept_counts_against_the_context() -> None:
