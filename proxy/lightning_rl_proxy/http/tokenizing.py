@@ -1,14 +1,15 @@
 """Where prompts are put into tokens: short ones at once, long ones in threads, so that other calls need not wait.
 
-What makes a request long is text that is new. Tools that came before are not, in chat formats that write them apart
-from what is said: there the tokenizer knows them (`rendering/cached_texts.py`).
+What makes a request long is text that is new. Messages and tools that came before are not, in chat formats that write
+each apart: there the tokenizer knows them (`rendering/cached_texts.py`).
 """
 
 import asyncio
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -23,8 +24,10 @@ from lightning_rl_proxy.rendering.base import Renderer
 T = TypeVar("T")
 
 _LONG = 8192  # bytes of new text; tokenising more would keep the event loop from others
-_KNOWN = 256  # lists of tools
-_SAID, _SHOWN = "xqzsaid", "xqzshown"  # which no chat format writes of itself
+_KNOWN = 65_536  # messages and lists of tools, about 200 bytes each
+_RULES = ("system", "developer")  # roles
+# Texts that no format writes of itself.
+_SAID, _RULE, _TOOL = {"user": "xqzasked", "assistant": "xqzanswered"}, "xqzrule", "xqztool"
 
 
 class Tokenizing:
@@ -40,25 +43,27 @@ class Tokenizing:
         self.renderer = renderer
         self._longest_context = longest_context
         self._threads = ThreadPoolExecutor(threads or os.cpu_count(), thread_name_prefix="tokenizing")
-        self._known: OrderedDict[bytes, None] = OrderedDict()  # the digests of tools
+        self._known: OrderedDict[bytes, None] = OrderedDict()  # the digests of what was tokenised
 
     def is_long(self, request: Request, body: DecodedBody) -> bool:
         """Whether so much of a request is new that it is to be tokenised in a thread."""
         if body.read:
             return _new_text(request) > _LONG
-        new = len(body.body)
-        if new > _LONG and request.tools:
-            written = msgspec.json.encode(request.tools)
-            if (digest := _digest(written)) in self._known:
+        if len(body.body) <= _LONG or not self._known:
+            return len(body.body) > _LONG
+        new = 0
+        for digest, size in _parts(request):
+            if digest in self._known:
                 self._known.move_to_end(digest)
-                new -= len(written)
+            else:
+                new += size
         return new > _LONG
 
     def remember(self, request: Request) -> None:
-        """The request was tokenised: so its tools are known."""
-        if request.tools and self._writes_tools_apart:
-            self._known[_digest(msgspec.json.encode(request.tools))] = None
-            if len(self._known) > _KNOWN:
+        """The request was tokenised, and what it holds is known."""
+        if self._writes_apart:
+            self._known.update((digest, None) for digest, _ in _parts(request))
+            while len(self._known) > _KNOWN:
                 self._known.popitem(last=False)
 
     async def count(self, request: Request, size: int) -> int:
@@ -87,28 +92,41 @@ class Tokenizing:
             raise
 
     @cached_property
-    def _writes_tools_apart(self) -> bool:
-        tokenizer = self.renderer.tokenizer
-        if not tokenizer.keeps_parts:
+    def _writes_apart(self) -> bool:
+        """Whether a prompt's messages, and what stands before them, are tokenised each for itself; images are not."""
+        if not self.renderer.tokenizer.keeps_parts or self.renderer.vision is not None:
             return False
-        tool = {"name": "look_up", "description": _SHOWN, "parameters": {"type": "object", "properties": {}}}
-        try:
-            ids = self.renderer.render([{"role": "user", "content": _SAID}], [{"type": "function", "function": tool}])
-        except GatewayError:  # a format that shows no tools
-            return False
-        parts: list[list[int]] = [[]]
+        messages = [{"role": role, "content": mark} for role, mark in _SAID.items()]
+        tool = {"name": "look_up", "description": _TOOL, "parameters": {"type": "object", "properties": {}}}
+        tools = [{"type": "function", "function": tool}]
+        texts: list[str] = []
+        for asked in (messages, [{"role": "system", "content": _RULE}, *messages]):
+            with suppress(GatewayError):  # some formats have no such role
+                texts += self._parts_of(self.renderer.render(asked, tools))
+        alone = all(
+            sum(mark in text for mark in _SAID.values()) + (_RULE in text or _TOOL in text) <= 1 for text in texts
+        )
+        return alone and bool(texts)
+
+    def _parts_of(self, ids: list[int]) -> Iterator[str]:
+        """The texts between the special tokens of a prompt."""
+        tokenizer, part = self.renderer.tokenizer, list[int]()
         for token in ids:
             if token in tokenizer.added_ids:
-                parts.append([])
+                yield tokenizer.decode(part)
+                part = []
             else:
-                parts[-1].append(token)
-        texts = [tokenizer.decode(part) for part in parts]
-        return any(_SHOWN in text for text in texts) and not any(_SHOWN in text and _SAID in text for text in texts)
+                part.append(token)
+        yield tokenizer.decode(part)
 
 
-def _digest(written: bytes) -> bytes:
-    """No secret: who makes two lists of tools collide has one of them tokenised where others wait for it."""
-    return xxhash.xxh3_128_digest(written)
+def _parts(request: Request) -> Iterator[tuple[bytes, int]]:
+    """The digest and the size of each message as JSON, and of what stands before them: tools and rules, which many
+    formats write together. No secret: who makes two of them collide has one tokenised where others wait for it."""
+    rules = [message for message in request.messages if message.get("role") in _RULES]
+    for part in ([rules, request.tools], *(one for one in request.messages if one.get("role") not in _RULES)):
+        written = msgspec.json.encode(part)
+        yield xxhash.xxh3_128_digest(written), len(written)
 
 
 def _new_text(request: Request) -> int:

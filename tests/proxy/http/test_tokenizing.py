@@ -22,7 +22,7 @@ from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from lightning_rl_proxy.routing.router import Router
 from tests.proxy.conftest import MODEL, SECRET, TOKENIZER, MemoryLedger, ScriptedEngine, Served, listening
-from tests.proxy.rendering.test_chat_templates import CHATML, HERMES
+from tests.proxy.rendering.test_chat_templates import CHATML, HERMES, NO_SYSTEM
 
 # The tools stand in the user's turn, with what is said there.
 TOGETHER = """{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
@@ -43,24 +43,30 @@ def renderer_of(template: str | None) -> Renderer:
 
 
 @pytest.mark.parametrize(
-    ("template", "apart"), [(None, True), (HERMES, True), (CHATML, False), (TOGETHER, False)],
-    ids=["qwen3", "hermes", "no tools", "together"],
+    ("template", "apart"), [(None, True), (HERMES, True), (CHATML, True), (NO_SYSTEM, False), (TOGETHER, False)],
+    ids=["qwen3", "hermes", "no tools", "no special tokens", "together"],
 )  # fmt: skip
-def test_tools_that_came_before_are_not_new_where_a_format_writes_them_apart(template: str | None, apart: bool) -> None:
+def test_what_came_before_is_not_new_where_a_format_writes_each_message_apart(
+    template: str | None, apart: bool
+) -> None:
     tokenizing = Tokenizing(renderer_of(template), lambda: None, 1)
 
-    def is_long(said: str, shown: list[dict[str, Any]]) -> bool:
-        body = msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "content": said}], "tools": shown})
+    def is_long(*said: str, shown: list[dict[str, Any]] | None = None) -> bool:
+        roles = ["user", "assistant"] * len(said)
+        messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+        body = msgspec.json.encode({"model": MODEL, "messages": messages} | ({"tools": shown} if shown else {}))
         request = chat_completions.parse(msgspec.json.decode(body))
         found = tokenizing.is_long(request, DecodedBody(body, msgspec.json.decode(body)))
         tokenizing.remember(request)
         return found
 
-    assert not is_long("how many?", tools("small"))
-    assert is_long("how many?", tools())
-    assert is_long("how many?", tools()) is not apart
-    assert is_long(LARGE, tools())
-    assert is_long("how many?", tools(LARGE + "."))
+    assert not is_long("how many?", shown=tools("small"))
+    assert is_long("how many?", shown=tools())
+    assert is_long("and how many?", shown=tools()) is not apart
+    assert is_long("and how many?", shown=tools(LARGE + "."))
+    assert is_long(LARGE)
+    assert is_long(LARGE, "3", "and how many?") is not apart
+    assert is_long(LARGE, "3", LARGE + ".")
 
 
 @pytest.fixture
@@ -104,9 +110,10 @@ def test_long_prompts_are_tokenised_in_so_many_threads(
     served: Served, watched: tuple[LibraryRenderer, list[str]], request: pytest.FixtureRequest
 ) -> None:
     with ThreadPoolExecutor(6) as pool:
-        list(pool.map(lambda i: say(served, f"a{i}", "how many? " * 1000), range(6)))
-    assert len(watched[1]) == 6
-    assert len(set(watched[1])) == request.node.callspec.params["served"]
+        list(pool.map(lambda i: say(served, f"a{i}", f"how many {i}? " * 1000), range(6)))
+    in_threads = [name for name in watched[1] if name.startswith("tokenizing")]
+    assert len(in_threads) == 6
+    assert len(set(in_threads)) == request.node.callspec.params["served"]
 
 
 def test_an_attempt_with_tools_that_others_had_is_placed_at_once(
