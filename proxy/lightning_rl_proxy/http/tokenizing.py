@@ -7,7 +7,7 @@ each apart: there the tokenizer knows them (`rendering/cached_texts.py`).
 import asyncio
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
@@ -51,20 +51,23 @@ class Tokenizing:
             return _new_text(request) > _LONG
         if len(body.body) <= _LONG or not self._known:
             return len(body.body) > _LONG
-        new = 0
-        for digest, size in _parts(request):
-            if digest in self._known:
-                self._known.move_to_end(digest)
-            else:
-                new += size
-        return new > _LONG
+        parts = list(_parts(request))
+        long = sum(size for digest, size in parts if digest not in self._known) > _LONG
+        if not long:  # what is new of it is tokenised now
+            self._keep(parts)
+        return long
 
     def remember(self, request: Request) -> None:
-        """The request was tokenised, and what it holds is known."""
+        """A long request was tokenised, and what it holds is known."""
         if self._writes_apart:
-            self._known.update((digest, None) for digest, _ in _parts(request))
-            while len(self._known) > _KNOWN:
-                self._known.popitem(last=False)
+            self._keep(_parts(request))
+
+    def _keep(self, parts: Iterable[tuple[bytes, int]]) -> None:
+        for digest, _ in parts:
+            self._known[digest] = None
+            self._known.move_to_end(digest)
+        while len(self._known) > _KNOWN:
+            self._known.popitem(last=False)
 
     async def count(self, request: Request, size: int) -> int:
         """How many tokens a request's prompt has, whose body is `size` bytes long. Raises GatewayError."""

@@ -57,7 +57,8 @@ def test_what_came_before_is_not_new_where_a_format_writes_each_message_apart(
         body = msgspec.json.encode({"model": MODEL, "messages": messages} | ({"tools": shown} if shown else {}))
         request = chat_completions.parse(msgspec.json.decode(body))
         found = tokenizing.is_long(request, DecodedBody(body, msgspec.json.decode(body)))
-        tokenizing.remember(request)
+        if found:
+            tokenizing.remember(request)
         return found
 
     assert not is_long("how many?", shown=tools("small"))
@@ -67,6 +68,9 @@ def test_what_came_before_is_not_new_where_a_format_writes_each_message_apart(
     assert is_long(LARGE)
     assert is_long(LARGE, "3", "and how many?") is not apart
     assert is_long(LARGE, "3", LARGE + ".")
+    first, second = LARGE[:5000], LARGE[1:5001]
+    assert is_long(LARGE, "3", first) is not apart
+    assert is_long(LARGE, "3", first, "4", second) is not apart
 
 
 @pytest.fixture
