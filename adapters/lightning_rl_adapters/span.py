@@ -42,7 +42,7 @@ _NUMBERED = (
 _NUMBERS: dict[str, int] = {name: number for number, name in enumerate(_NUMBERED)}
 _TOOLS = _NUMBERS[semconv.TOOL_SCHEMAS]
 _COMPRESSED_TOOLS = 64  # texts that are kept; a run's agents have few
-_LARGEST = 256 * 1024  # characters, or compressed bytes, of one of these: larger ones are not kept
+_LARGEST = 256 * 1024  # characters of one of these
 
 
 class Span(msgspec.Struct, kw_only=True):
@@ -116,6 +116,11 @@ def packed(record: bytes) -> Packed:
     return Packed(found.span_id, found.rollout_id, found.attempt_id, found.number, record)
 
 
+def name_of(record: bytes) -> str:
+    """The name of a record's span, of which nothing else is unpacked."""
+    return _STORED.decode(record).name if record[0] & 0xF0 == _ARRAY else unpack(record).name
+
+
 def unpack(record: bytes) -> Span:
     """The span of a record, which is one of `pack`'s or of an earlier release."""
     return _SPAN.decode(unpacked(record))
@@ -181,24 +186,17 @@ def to_json(span: Span) -> dict[str, Any]:
 
 
 def _compressed(text: str) -> bytes:
-    return (_compress if len(text) <= _LARGEST else _compress.__wrapped__)(text)
+    return _compressed_once(text) if len(text) <= _LARGEST else zlib.compress(text.encode())
+
+
+@lru_cache(_COMPRESSED_TOOLS)
+def _compressed_once(text: str) -> bytes:
+    return zlib.compress(text.encode())
 
 
 def _decompressed(stored: Any) -> Any:
     """The text; earlier releases kept it as it is."""
-    if not isinstance(stored, bytes):
-        return stored
-    return (_decompress if len(stored) <= _LARGEST else _decompress.__wrapped__)(stored)
-
-
-@lru_cache(_COMPRESSED_TOOLS)
-def _compress(text: str) -> bytes:
-    return zlib.compress(text.encode())
-
-
-@lru_cache(_COMPRESSED_TOOLS)
-def _decompress(stored: bytes) -> str:
-    return zlib.decompress(stored).decode()
+    return zlib.decompress(stored).decode() if isinstance(stored, bytes) else stored
 
 
 def _unpack(typecode: str, packed: bytes) -> list[Any]:

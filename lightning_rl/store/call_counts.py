@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from lightning_rl.store import schema
 from lightning_rl.store.databases import Database
 from lightning_rl_adapters import semconv
-from lightning_rl_adapters.span import unpacked
+from lightning_rl_adapters.span import name_of, unpacked
 
 _COUNTED: Final = "calls_are_counted"  # of `meta`, and held by who merges or counts anew
 _MERGED_AT_ONCE: Final = 1000
@@ -49,13 +49,12 @@ class _SampledAttributes(msgspec.Struct):
     overshoot: int = msgspec.field(name=semconv.OVERSHOOT, default=0)
 
 
-class _Named(msgspec.Struct):
-    name: str
+class _Ended(msgspec.Struct):
     end_ns: int
     attributes: msgspec.Raw
 
 
-_NAMED = msgspec.msgpack.Decoder(_Named)
+_ENDED = msgspec.msgpack.Decoder(_Ended)
 _SAMPLED = msgspec.msgpack.Decoder(_SampledAttributes)
 
 
@@ -128,9 +127,9 @@ def _of_records(records: Iterable[bytes]) -> RecordedCalls:
     tokens, newest_ns, spans = Counter[str](), 0, 0
     for record in records:
         spans += 1
-        span = _NAMED.decode(unpacked(record))
-        if span.name != semconv.CALL_SPAN:
+        if name_of(record) != semconv.CALL_SPAN:
             continue
+        span = _ENDED.decode(unpacked(record))
         sampled = _sampled(span.attributes)
         if sampled.trainable and sampled.response_ids:
             tokens[str(sampled.model)] += len(sampled.response_ids) // _ID_BYTES + sampled.overshoot

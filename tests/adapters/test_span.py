@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call, VersionRange, from_span, to_span
-from lightning_rl_adapters.span import Span, pack, packed, to_json, unpack
+from lightning_rl_adapters.span import Span, name_of, pack, packed, to_json, unpack
 from lightning_rl_adapters.tool_schemas import tools_of, tools_span
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=8)
@@ -60,6 +60,7 @@ def test_a_span_comes_back_whatever_its_attributes_and_so_do_those_of_earlier_re
     earlier = msgspec.msgpack.encode(span)
     assert unpack(earlier) == span
     assert packed(earlier) == stored
+    assert name_of(stored.record) == name_of(earlier) == span.name
 
 
 def test_the_numbers_of_attributes_in_stores_stay() -> None:

@@ -1,4 +1,4 @@
-"""Long prompts are tokenised in threads; tools that came before make none long."""
+"""Long prompts are tokenised in threads; what came before makes none long."""
 
 import threading
 import time
