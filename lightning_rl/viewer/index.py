@@ -62,9 +62,10 @@ class Called(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Index:
-    """The index of one run. `close` removes it."""
+    """The index of one run; searches find words only where it is `searched`. `close` removes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, searched: bool = True) -> None:
+        self._searched = searched
         self._folder = tempfile.TemporaryDirectory(prefix="lightning-rl-viewer-")
         self.path = Path(self._folder.name) / "index.db"
         self._writing = threading.Lock()
@@ -127,11 +128,13 @@ class Index:
                 "UPDATE rollouts SET calls = calls + 1, sampled = sampled + ?, forks = forks + ? WHERE position = ?",
                 [(one.sampled, one.forked, position) for position, one in known],
             )
-            for position, one in known:
+            for position, one in known if self._searched else ():
                 _enter_text(connection, position, one.text)
 
     def put_tasks(self, positions: Sequence[int]) -> None:
         """Let a search find the words of these rollouts' tasks."""
+        if not self._searched:
+            return
         with self._change() as connection:
             for position in positions:
                 [task] = connection.execute("SELECT task FROM rollouts WHERE position = ?", (position,)).fetchone()

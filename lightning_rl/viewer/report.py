@@ -57,7 +57,7 @@ def _read(run_dir: Path) -> Iterator[ViewedRun]:
     run = ViewedRun(run_dir)
     with contextlib.closing(run):
         if (run_dir / STORE).is_file():
-            run.start(behind=False)
+            run.start(behind=False, searched=False)
         yield run
 
 

@@ -81,11 +81,12 @@ class ViewedRun:
         assert self._indexer is not None
         return self._indexer
 
-    def start(self, *, behind: bool = True) -> None:
-        """Begin to read the run: in a thread, or (`behind` false) at once and once."""
+    def start(self, *, behind: bool = True, searched: bool = True) -> None:
+        """Begin to read the run: in a thread, or (`behind` false) at once and once. Without `searched` no search finds
+        its words, which take most of the time to enter."""
         if self._index is not None:
             return
-        self._index = Index()
+        self._index = Index(searched=searched)
         self._indexer = Indexer(self._index, self._source(), self.run_dir)
         if behind:
             self._indexer.start()

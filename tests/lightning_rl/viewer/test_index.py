@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,16 @@ def test_a_search_finds_words_of_tasks_prompts_and_answers(run: ViewedRun) -> No
     assert names(run, text="lak", step=1) == ["train-1-1", "train-1-0"]  # the last word may go on
     assert names(run, text="count(*) ' OR 1=1 --") == []
     assert names(run, text='"') == []
+
+
+def test_a_run_that_is_not_searched_is_read_without_its_words(tmp_path: Path) -> None:
+    run = ViewedRun(small_run(tmp_path))
+    run.start(behind=False, searched=False)
+    with closing(run):
+        with run.index.reading() as connection:
+            assert connection.execute("SELECT count(*) FROM texts").fetchone()[0] == 0
+        [row] = run.answer("rollouts", {"step": "2", "group_id": "g2", "reward_min": "1"})["rollouts"]
+        assert (row["calls"], row["sampled"]) == (2, 4)
 
 
 def test_a_search_finds_parts_of_words(run: ViewedRun) -> None:
