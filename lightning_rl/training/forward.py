@@ -236,18 +236,13 @@ class Forward:
     def _around(self, layout: Layout, kept: list[Tensor] | None = None) -> Around:
         """The forward pass over a layout, and what of the output layer's input is of the K trained tokens."""
 
-        def logits() -> Tensor:
-            with self._precision():
-                found: Tensor = self.model(**self._inputs(layout)).logits
-            return found
-
         def states(given: Tensor) -> Tensor:
             at = given.flatten(0, 1)[self._tensor(layout.at)]
             if kept is not None:
                 kept.append(at)
             return at[self._tensor(layout.which)]
 
-        return Around(logits, states)
+        return Around(lambda: self._run(layout).logits, states)
 
     def _asked(self, layout: Layout, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What `rl.logits` is asked: the logits, and of the K trained tokens their rows in them, ids, temperatures."""
@@ -312,7 +307,6 @@ class Forward:
     def _logits(self, layout: Layout, kept: list[Tensor] | None = None) -> Tensor:
         """Logits [U, V] at `layout.at`; the hidden states there [U, D] go into `kept`, where it is given."""
         at = self._tensor(layout.at)
-        inputs = self._inputs(layout)
 
         def narrowed(states: Tensor) -> Tensor:
             chosen = states.flatten(0, 1)[None, at]
@@ -320,30 +314,27 @@ class Forward:
                 kept.append(chosen[0])
             return chosen
 
-        with self._precision(), self._seeing(layout):
-            if not self._narrow:
-                whole = self.model(**inputs, **({} if kept is None else {"output_hidden_states": True}))
-                if kept is not None:
-                    kept.append(whole.hidden_states[-1].flatten(0, 1)[at])
-                logits: Tensor = whole.logits
-                return logits.flatten(0, 1)[at]
-            with self._head_sees(narrowed):
-                few: Tensor = self.model(**inputs).logits
-            return few[0]
+        if not self._narrow:
+            whole = self._run(layout, **({} if kept is None else {"output_hidden_states": True}))
+            if kept is not None:
+                kept.append(whole.hidden_states[-1].flatten(0, 1)[at])
+            logits: Tensor = whole.logits
+            return logits.flatten(0, 1)[at]
+        with self._head_sees(narrowed):
+            few: Tensor = self._run(layout).logits
+        return few[0]
 
     def _states(self, layout: Layout, inputs: dict[str, Any] | None = None) -> Tensor:
         """Of the K trained tokens, in their order, the hidden states [K, D] before them."""
-        inputs = self._inputs(layout) if inputs is None else inputs
-        with self._precision(), self._seeing(layout):
-            if self._narrow:
-                states = self._before_head(inputs)
-            elif self._head is not None:
-                states = self.model(**inputs, output_hidden_states=True).hidden_states[-1]
-            else:
-                states = self.model(**inputs).last_hidden_state
+        if self._narrow:
+            states = self._before_head(layout, inputs)
+        elif self._head is not None:
+            states = self._run(layout, inputs, output_hidden_states=True).hidden_states[-1]
+        else:
+            states = self._run(layout, inputs).last_hidden_state
         return states.flatten(0, 1)[self._tensor(layout.at[layout.which])]
 
-    def _before_head(self, inputs: dict[str, Any]) -> Tensor:
+    def _before_head(self, layout: Layout, inputs: dict[str, Any] | None) -> Tensor:
         """What the head is given [B, T, D]; it computes one place, since its own result is not needed."""
         seen: list[Tensor] = []
 
@@ -352,8 +343,15 @@ class Forward:
             return states[:1, :1]
 
         with self._head_sees(keep):
-            self.model(**inputs)
+            self._run(layout, inputs)
         return seen[0]
+
+    def _run(self, layout: Layout, inputs: dict[str, Any] | None = None, **asked: Any) -> Any:
+        """The model's output for a layout, whose `inputs` are made where they are not given. No pass goes another way:
+        here it sees the rows' images."""
+        inputs = self._inputs(layout) if inputs is None else inputs
+        with self._precision(), self._seeing(layout):
+            return self.model(**inputs, **asked)
 
     def _inputs(self, layout: Layout) -> dict[str, Any]:
         inputs = {"input_ids": self._tensor(layout.token_ids), "use_cache": False}

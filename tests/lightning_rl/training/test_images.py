@@ -14,11 +14,13 @@ import torch
 from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling
+from lightning_rl.ppo.local_workers import checkpoint_activations
 from lightning_rl.training import lora
 from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import TrainingSequence, sequence_of
 from lightning_rl.training.critic import ValueModel, values_of
 from lightning_rl.training.forward import Forward
+from lightning_rl.training.layers import output_layer
 from lightning_rl.vision import PlacedImage
 from lightning_rl_adapters import forest, rows
 from lightning_rl_adapters.call import Call, VersionRange
@@ -116,10 +118,17 @@ def actor_of(policy: EmbeddedPolicy, *, packed: bool = False, **changes: Any) ->
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("micro_batch_rows", [None, 1])
+@pytest.mark.parametrize(("micro_batch_rows", "logits_at_once"), [(None, None), (1, None), (None, 1), (1, 1)])
 def test_the_trainers_logprobs_are_the_engines(
-    policy: EmbeddedPolicy, cut: list[Row], packed: bool, micro_batch_rows: int | None
+    policy: EmbeddedPolicy,
+    cut: list[Row],
+    monkeypatch: pytest.MonkeyPatch,
+    packed: bool,
+    micro_batch_rows: int | None,
+    logits_at_once: int | None,
 ) -> None:
+    if logits_at_once is not None:  # as of real vocabularies: the output layer runs by chunks
+        monkeypatch.setattr(output_layer, "ROWS_CHUNK", logits_at_once)
     actor = actor_of(policy, packed=packed, micro_batch_rows=micro_batch_rows)
     sequences = sequences_of(cut)
     assert actor.forward.packed == packed
@@ -162,10 +171,22 @@ def test_an_update_teaches_the_tower_and_the_language_model(policy: EmbeddedPoli
         assert any(part in name for name in changed), part
 
 
-def test_gradients_do_not_depend_on_micro_batches(policy: EmbeddedPolicy, cut: list[Row]) -> None:
+def test_gradients_do_not_depend_on_micro_batches_and_checkpoints(
+    policy: EmbeddedPolicy, cut: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
-    for rows_each in (None, 1, 2):
+    for rows_each, checkpointing, logits_at_once in (
+        (None, False, None),
+        (1, False, None),
+        (2, False, 1),
+        (2, True, 1),
+    ):
+        if logits_at_once is not None:
+            monkeypatch.setattr(output_layer, "ROWS_CHUNK", logits_at_once)
         actor = actor_of(policy, micro_batch_rows=rows_each)
+        if checkpointing:
+            checkpoint_activations(actor.model)
+            actor.model.train()
         [mini] = actor.plan(sequences_of(cut), rollouts=len(cut))
         actor.accumulate(mini)
         found.append(torch.cat([p.grad.flatten() for p in actor.model.parameters() if p.grad is not None]))

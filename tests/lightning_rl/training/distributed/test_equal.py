@@ -159,7 +159,7 @@ def test_rows_that_show_images(tell: Tell, tmp_path: Path, family: str) -> None:
     Adam, so a gradient of zero would move the tower where none leaves it alone.
     """
     folder = seeing.make_folder(tmp_path, family=family)
-    story = Story({A + "use_kl_loss": True}, with_critic=True, seeing=folder, dtype=torch.float64)
+    story = Story({A + "use_kl_loss": True}, with_critic=True, seeing=folder, dtype=torch.float64, logits_at_once=1)
     shown = [[bool(row.images) for row in rows_with_images(seed)] for seed in story.seeds]
     assert any(any(step) and not all(step) for step in shown)
     one, two = tell(1, story), tell(2, story)
