@@ -315,7 +315,8 @@ class Forward:
             return chosen
 
         if not self._narrow:
-            whole = self._run(layout, **({} if kept is None else {"output_hidden_states": True}))
+            asked: dict[str, Any] = {} if kept is None else {"output_hidden_states": True}
+            whole = self._run(layout, **asked)
             if kept is not None:
                 kept.append(whole.hidden_states[-1].flatten(0, 1)[at])
             logits: Tensor = whole.logits
