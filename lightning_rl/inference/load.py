@@ -22,6 +22,7 @@ from lightning_rl.errors import Explained
 from lightning_rl.inference.weights import four_bit
 from lightning_rl.inference.weights.stream import distinct, files_of
 
+_ALIGNED = 64  # bytes: where torch's tensors begin
 _OLD_NAMES = {"rope_theta", "rope_scaling"}  # of what `rope_parameters` holds, which `transformers` still takes
 
 # Notebooks without ipywidgets get it from tqdm, whose progress bars we do not show.
@@ -218,8 +219,20 @@ def load_model(
         ) from error
     if load_in_4bit:
         four_bit.quantize(model, torch.device(device))
-    ready: nn.Module = model.to(device).eval()
+    ready: nn.Module = aligned(model.to(device)).eval()
     return ready
+
+
+def aligned(model: nn.Module) -> nn.Module:
+    """The model, its weights on a CPU where torch would put them.
+
+    What is read of a file begins anywhere in memory, and of some products the last bits hang on that: a run that is
+    resumed, which reads another file, would not be the run that was not stopped.
+    """
+    for weight in model.parameters():
+        if weight.device.type == "cpu" and weight.data_ptr() % _ALIGNED:
+            weight.data = weight.data.clone()
+    return model
 
 
 @dataclass(frozen=True)

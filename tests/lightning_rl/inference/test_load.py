@@ -2,8 +2,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from lightning_rl.inference.load import load_model, model_folder
+from lightning_rl.training.critic import ValueModel
 
 from .models import make
 
@@ -18,6 +21,21 @@ def test_a_saved_model_comes_back_ready_to_sample(tmp_path):
     with torch.inference_mode():
         assert torch.equal(loaded(input_ids=inputs).logits, model.eval()(input_ids=inputs).logits)
     assert load_model(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_weights_begin_in_memory_where_torch_would_put_them(tmp_path: Path) -> None:
+    """Of some products the last bits depend on it."""
+    folder, name = tmp_path, "model.safetensors"
+    make("qwen2").save_pretrained(folder)
+    weights = load_file(folder / name)
+    found = set()
+    for spaces in range(0, 64, 8):
+        save_file(weights, folder / name, {"format": "pt", "spaces": " " * spaces})
+        mapped = AutoModelForCausalLM.from_pretrained(folder)
+        found |= {weight.data_ptr() % 64 for weight in mapped.parameters()}
+        for model in (load_model(folder), ValueModel.load(folder)):
+            assert all(weight.data_ptr() % 64 == 0 for weight in model.parameters())
+    assert found != {0}
 
 
 def test_what_is_neither_a_folder_nor_an_id_is_named(tmp_path: Path) -> None:
