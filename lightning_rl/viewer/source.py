@@ -212,7 +212,8 @@ class ServerSource:
 
     def calls(self, most: int) -> tuple[list[Called], float]:
         """See `Source`: of rollouts that have ended."""
-        names, self._unread = self._unread[: most // 20], self._unread[most // 20 :]
+        at_once = max(1, most // 20)
+        names, self._unread = self._unread[:at_once], self._unread[at_once:]
         self._read += len(names)
         traces = self.store.traces(names) if names else {}
         found = [

@@ -27,7 +27,7 @@ def test_it_holds_three_packages_and_the_tutorial(wheel: Path) -> None:
     for root in ("lightning_rl", "lightning_rl_proxy", "lightning_rl_adapters"):
         assert f"{root}/py.typed" in names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".db")]
-    assert wheel.stat().st_size < 4_200_000
+    assert wheel.stat().st_size < 4_500_000
 
 
 @pytest.mark.long
