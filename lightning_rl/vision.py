@@ -8,9 +8,11 @@ engine and trainer compute of an image is the same, since both ask here.
 import contextlib
 import hashlib
 import io
+import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +29,7 @@ Ints = NDArray[np.int64]
 # Whose images are one run of features each, in positions of three dimensions; Qwen3-VL adds features to the states
 # behind its first layers too (DeepStack, arXiv 2406.04334).
 FAMILIES = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"}
-_KEPT_BYTES = 2**28  # of patches
+_KEPT_BYTES = 2**28  # of patches: about 85 images of 1280 x 800 pixels
 
 
 class PlacedImage(NamedTuple):
@@ -44,11 +46,31 @@ class PlacedImage(NamedTuple):
         return self.start + self.length
 
 
-class Patches(NamedTuple):
-    """An image's patches, float32 [N, D], and its grid: (1, rows, columns), rows x columns = N."""
+class Colours(NamedTuple):
+    """What an image processor makes of the values of colours: `scaled` float32 [C, 256]. Of each patch there are
+    `frames`, all alike, since a tower also reads videos."""
 
-    pixels: Tensor
+    scaled: Tensor
+    frames: int
+
+
+class Patches(NamedTuple):
+    """An image's patches, and its grid: (1, rows, columns), rows x columns = N.
+
+    Kept are the `values` of their colours, uint8 [N, C, P x P]: an eighth of what a tower is given.
+    """
+
+    values: Tensor
     grid: tuple[int, int, int]
+    colours: Colours
+
+    def pixels(self, device: torch.device | str = "cpu") -> Tensor:
+        """What a tower is given, float32 [N, C x frames x P x P]."""
+        values, scaled = self.values.to(device), self.colours.scaled.to(device)
+        patches, channels, _ = values.shape
+        places = values.int() + 256 * torch.arange(channels, dtype=torch.int32, device=device)[:, None]
+        one = scaled.flatten().index_select(0, places.flatten()).view(patches, channels, 1, -1)
+        return one.expand(-1, -1, self.colours.frames, -1).reshape(patches, -1)
 
 
 class PlacedFeatures(NamedTuple):
@@ -71,14 +93,17 @@ class PlacedFeatures(NamedTuple):
 class ModelVision:
     """The images of the model in `folder`, whose family is one of `FAMILIES`.
 
-    Patches of the latest images are kept, up to a bound. Usable from several threads.
+    Patches of the latest images are kept, up to a bound. Usable from several threads. Raises ValueError for an image
+    processor that does more to pixels than the families' own.
     """
 
     def __init__(self, folder: Path, config: Any) -> None:
         self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
         tower = config.vision_config
         self.merge_size: int = tower.spatial_merge_size
-        self._patch_values: int = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+        self._side: int = tower.patch_size
+        self._frames: int = tower.temporal_patch_size
+        self._colours = self._found_colours()
         self._kept: OrderedDict[str, Patches] = OrderedDict()
         self._kept_bytes = 0
         self._lock = threading.Lock()
@@ -89,13 +114,12 @@ class ModelVision:
         Raises ValueError for bytes that are no image, and where its features are not as many as its tokens.
         """
         with self._lock:
-            found = self._kept.pop(image.sha256, None)
-            if found is None:
-                found = self._read(image)
-                self._kept_bytes += found.pixels.nbytes
-            self._kept[image.sha256] = found
-            while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
-                self._kept_bytes -= self._kept.popitem(last=False)[1].pixels.nbytes
+            found = self._kept.get(image.sha256)
+            if found is not None:
+                self._kept.move_to_end(image.sha256)
+        if found is None:
+            found = self._read(image)
+            self._keep(image.sha256, found)
         features = self.features(found.grid)
         if features != image.length:
             raise ValueError(
@@ -108,9 +132,18 @@ class ModelVision:
         """How many features the model has of an image with that grid."""
         return grid[0] * grid[1] * grid[2] // self.merge_size**2
 
-    def positions(self, length: int, images: Sequence[PlacedImage]) -> tuple[Ints, int]:
+    def read(self, images: Iterable[PlacedImage]) -> dict[str, Patches]:
+        """The patches of images by their SHA-256, as `patches`; those that are not kept are read by all cores of this
+        process."""
+        wanted = list({image.sha256: image for image in images}.values())
+        if len(wanted) == 1:
+            return {wanted[0].sha256: self.patches(wanted[0])}
+        with ThreadPoolExecutor(max(1, min(len(wanted), torch.get_num_threads()))) as threads:
+            return dict(zip((image.sha256 for image in wanted), threads.map(self.patches, wanted), strict=True))
+
+    def positions(self, length: int, images: Sequence[PlacedImage], read: Mapping[str, Patches]) -> tuple[Ints, int]:
         """The places of `length` tokens in time, height and width, int64 [3, length], and how far the token that comes
-        next stands before or behind its index: its place in each is `length` + that.
+        next stands before or behind its index: its place in each is `length` + that. `read` has the images' patches.
 
         Text goes on by one in all three; an image's features have the place of the token before + 1 in time, their rows
         and columns counted from there; behind it text goes on from the largest (Qwen2-VL's M-RoPE).
@@ -118,7 +151,7 @@ class ModelVision:
         found = np.empty((3, length), np.int64)
         at, place = 0, 0
         for image in images:
-            _, rows, columns = (side // self._merge(axis) for axis, side in enumerate(self.patches(image).grid))
+            _, rows, columns = (side // self._merge(axis) for axis, side in enumerate(read[image.sha256].grid))
             text = np.arange(image.start - at)
             found[:, at : image.start] = place + text
             place += len(text)
@@ -128,29 +161,63 @@ class ModelVision:
         found[:, at:] = place + np.arange(length - at)
         return found, place - at
 
-    def shown(self, images: Sequence[Sequence[PlacedImage]]) -> list[PlacedFeatures]:
-        """The features of whole rows that show these images each, row by row."""
-        return [
-            PlacedFeatures(row, one.start, self.patches(one), 0, one.length)
+    def rows(self, width: int, images: Sequence[Sequence[PlacedImage]]) -> "Rows":
+        """Whole rows that show these images each, padded to the right to `width`."""
+        read = self.read(one for own in images for one in own)
+        positions = np.stack([self.positions(width, own, read)[0] for own in images], axis=1)
+        shown = [
+            PlacedFeatures(row, one.start, read[one.sha256], 0, one.length)
             for row, own in enumerate(images)
             for one in own
         ]
-
-    def row_positions(self, width: int, images: Sequence[Sequence[PlacedImage]]) -> Tensor:
-        """`positions` of whole rows, padded to the right to `width`, int64 [3, B, width]."""
-        return torch.from_numpy(np.stack([self.positions(width, own)[0] for own in images], axis=1))
+        return Rows(torch.from_numpy(positions), shown)
 
     def run(self, model: nn.Module, token_ids: Tensor, images: Sequence[Sequence[PlacedImage]], **given: Any) -> Any:
         """The output of `model` for whole rows [B, T], padded to the right, that show these images each."""
-        positions = self.row_positions(token_ids.shape[1], images).to(token_ids.device)
-        with showing(model, self.shown(images)):
-            return model(input_ids=token_ids, position_ids=positions, **given)
+        rows = self.rows(token_ids.shape[1], images)
+        with showing(model, rows.shown):
+            return model(input_ids=token_ids, position_ids=rows.positions.to(token_ids.device), **given)
 
     @property
     def blank(self) -> Patches:
-        """The smallest image, of zeros: one feature."""
+        """The smallest image, of one colour: one feature."""
         side = self.merge_size
-        return Patches(torch.zeros(side * side, self._patch_values), (1, side, side))
+        values = torch.zeros(side * side, len(self._colours.scaled), self._side**2, dtype=torch.uint8)
+        return Patches(values, (1, side, side), self._colours)
+
+    def _keep(self, sha256: str, patches: Patches) -> None:
+        with self._lock:
+            if sha256 in self._kept:  # another thread has read it, too
+                return
+            self._kept[sha256] = patches
+            self._kept_bytes += patches.values.nbytes
+            while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
+                self._kept_bytes -= self._kept.popitem(last=False)[1].values.nbytes
+
+    def _found_colours(self) -> Colours:
+        """By an image that has every value of every colour, at several places."""
+        side = self._side * self.merge_size
+        side *= math.ceil(32 / side)
+        order, some = np.random.default_rng(0), np.tile(np.arange(256, dtype=np.uint8), side * side // 256)
+        image = Pillow.fromarray(np.resize(np.stack([order.permutation(some) for _ in "RGB"], -1), (side, side, 3)))
+        raw, given = (
+            self._processor(images=[image], return_tensors="pt", do_resize=False, **how)["pixel_values"]
+            for how in ({"do_rescale": False, "do_normalize": False}, {})
+        )
+        values = self._values(raw)
+        scaled = torch.full((values.shape[1], 256), math.nan)
+        for channel, own in enumerate(given.view(len(given), -1, self._frames, self._side**2).unbind(1)):
+            scaled[channel, values[:, channel].long()] = own[:, 0]
+        colours = Colours(scaled, self._frames)
+        if not torch.equal(Patches(values, (1, 0, 0), colours).pixels(), given):
+            raise ValueError(
+                f"{type(self._processor).__name__} does more to an image than to cut and scale it: it is not known here"
+            )
+        return colours
+
+    def _values(self, raw: Tensor) -> Tensor:
+        """The values of patches [N, C x frames x P x P] that were not scaled, of one frame: uint8 [N, C, P x P]."""
+        return raw.view(len(raw), -1, self._frames, self._side**2)[:, :, 0].to(torch.uint8)
 
     def _merge(self, axis: int) -> int:
         return self.merge_size if axis else 1
@@ -163,9 +230,16 @@ class ModelVision:
                 pixels = _as_shown(opened)
         except (OSError, SyntaxError, ValueError, Pillow.DecompressionBombError) as error:
             raise ValueError(f"image {image.sha256} cannot be read: {error}") from error
-        given = self._processor(images=[pixels], return_tensors="pt")
+        given = self._processor(images=[pixels], return_tensors="pt", do_rescale=False, do_normalize=False)
         rows: list[int] = given["image_grid_thw"][0].tolist()
-        return Patches(given["pixel_values"], (rows[0], rows[1], rows[2]))
+        return Patches(self._values(given["pixel_values"]), (rows[0], rows[1], rows[2]), self._colours)
+
+
+class Rows(NamedTuple):
+    """Rows that show images: the positions of their tokens, int64 [3, B, T], and the features that they show."""
+
+    positions: Tensor
+    shown: list[PlacedFeatures]
 
 
 def _as_shown(image: Pillow.Image) -> Pillow.Image:
@@ -245,7 +319,7 @@ def _embedded(
     device = embeddings.device
     read = [*(one.patches for one in shown), *([] if unseen is None else [unseen])]
     seen = core.get_image_features(
-        torch.cat([one.pixels for one in read]).to(device),
+        torch.cat([one.pixels(device) for one in read]),
         torch.tensor([one.grid for one in read], device=device),
         return_dict=True,
     )

@@ -46,8 +46,9 @@ def picture_of(prompt: Ints, images: tuple[PlacedImage, ...], vision: ModelVisio
             )
         behind = image.end
         content[image.start : image.end] = -2 - int(image.sha256[:14], 16) - np.arange(image.length)
-    patches = tuple((image, vision.patches(image)) for image in images)
-    return Picture(patches, *vision.positions(len(prompt), images), content)
+    read = vision.read(images)
+    patches = tuple((image, read[image.sha256]) for image in images)
+    return Picture(patches, *vision.positions(len(prompt), images, read), content)
 
 
 class Sequence:

@@ -35,7 +35,7 @@ from lightning_rl.training.model_traits import (
     tolerance,
 )
 from lightning_rl.training.packing import Layout, Line, alone, cost, cut, lay_out, shared_lines, sizes, stacked
-from lightning_rl.vision import ModelVision, showing
+from lightning_rl.vision import ModelVision, PlacedFeatures, showing
 
 GAIN: Final = 0.95  # rows are packed where that costs at most so much of the plain way: building a mask costs a little
 _FAILURES: Final = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)  # of a model asked too much
@@ -351,25 +351,24 @@ class Forward:
         """The model's output for a layout, whose `inputs` are made where they are not given. No pass goes another way:
         here it sees the rows' images."""
         inputs = self._inputs(layout) if inputs is None else inputs
-        with self._precision(), self._seeing(layout):
+        shown = list[PlacedFeatures]()
+        if any(layout.images):  # each row alone, its first token in the first column
+            assert not layout.masked
+            positions, shown = self._vision_of(layout).rows(layout.token_ids.shape[1], layout.images)
+            inputs["position_ids"] = positions.to(self.device)
+        with self._precision(), self._showing(shown):
             return self.model(**inputs, **asked)
 
     def _inputs(self, layout: Layout) -> dict[str, Any]:
         inputs = {"input_ids": self._tensor(layout.token_ids), "use_cache": False}
-        if any(layout.images):  # each row alone, its first token in the first column
-            assert not layout.masked
-            positions = self._vision_of(layout).row_positions(layout.token_ids.shape[1], layout.images)
-            inputs["position_ids"] = positions.to(self.device)
         if layout.masked:
             inputs["position_ids"] = self._tensor(layout.position_ids)
             inputs["attention_mask"] = self._mask(layout)
         return inputs
 
-    def _seeing(self, layout: Layout) -> AbstractContextManager[Any]:
-        """Inside, the model sees the images of these rows."""
-        if not any(layout.images):
-            return nullcontext()
-        return showing(self.model, self._vision_of(layout).shown(layout.images))
+    def _showing(self, shown: list[PlacedFeatures]) -> AbstractContextManager[Any]:
+        """Inside, the model sees these features; there may be none."""
+        return showing(self.model, shown) if shown else nullcontext()
 
     def _vision_of(self, layout: Layout) -> ModelVision:
         if self._vision is None:

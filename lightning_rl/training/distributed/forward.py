@@ -16,8 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.distributed.work_partition import parts, silent
 from lightning_rl.training.forward import Forward
-from lightning_rl.training.packing import Layout
-from lightning_rl.vision import ModelVision, showing
+from lightning_rl.vision import ModelVision, PlacedFeatures, showing
 
 T = TypeVar("T")
 
@@ -92,14 +91,14 @@ class ShardedForward(Forward):
             if isinstance(part, FSDPModule):
                 part.reshard()
 
-    def _seeing(self, layout: Layout) -> AbstractContextManager[Any]:
+    def _showing(self, shown: list[PlacedFeatures]) -> AbstractContextManager[Any]:
         """As of `Forward`; where rows of another worker show images, the tower runs here too."""
         if self._vision is None:
-            return super()._seeing(layout)
-        some_see = torch.tensor(any(layout.images), dtype=torch.int)
+            return super()._showing(shown)
+        some_see = torch.tensor(bool(shown), dtype=torch.int)
         dist.all_reduce(some_see, dist.ReduceOp.MAX, group=self._talk)
-        if any(layout.images) or not some_see:
-            return super()._seeing(layout)
+        if shown or not some_see:
+            return super()._showing(shown)
         return showing(self.model, [], self._vision.blank)
 
 

@@ -14,6 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pillow
+from transformers import AutoImageProcessor
+from transformers.image_processing_backends import PilBackend
 
 from lightning_rl.inference import policy as policies
 from lightning_rl.inference.embedded import EmbeddedPolicy
@@ -145,8 +147,8 @@ def test_a_placeholder_that_the_policy_samples_is_a_token(folder: Path, policy: 
     with torch.no_grad():
         embeddings = model.get_input_embeddings()(whole)
         for one in images:
-            pixels, grid = vision.patches(one)
-            own = model.get_image_features(pixels, torch.tensor([grid]), return_dict=True)
+            seen = vision.patches(one)
+            own = model.get_image_features(seen.pixels(), torch.tensor([seen.grid]), return_dict=True)
             embeddings[0, one.start : one.end] = own.pooler_output[0]
             types[0, one.start : one.end] = 1
             deep.append([layer[0] for layer in getattr(own, "deepstack_features", [])])
@@ -178,7 +180,7 @@ def test_positions_are_those_of_transformers(policy: EmbeddedPolicy, parts: list
             if rows * columns <= 16:
                 images.append(PlacedImage(len(ids), rows * columns, sha256(picture).hexdigest(), picture))
                 ids += [PAD] * (rows * columns)
-    found, offset = vision.positions(len(ids), images)
+    found, offset = vision.positions(len(ids), images, vision.read(images))
     whole = torch.tensor([ids])
     if not images:
         assert (found == np.arange(len(ids))).all()
@@ -218,7 +220,29 @@ def test_what_is_transparent_lies_on_white(policy: EmbeddedPolicy, mode: str) ->
 def patches(policy: EmbeddedPolicy, data: bytes) -> torch.Tensor:
     vision = vision_of(policy.folder, policy.model)
     assert vision is not None
-    return vision.patches(PlacedImage(0, 6, sha256(data).hexdigest(), data)).pixels
+    return vision.patches(PlacedImage(0, 6, sha256(data).hexdigest(), data)).pixels()
+
+
+@pytest.mark.parametrize("size", [(8, 8), (16, 24), (40, 16), (300, 211)])
+def test_pixels_are_those_of_the_processor_bit_by_bit(
+    folder: Path, policy: EmbeddedPolicy, size: tuple[int, int]
+) -> None:
+    data = seeing.picture(5, *size)
+    assert policy.vision is not None
+    found = policy.vision._read(PlacedImage(0, 0, sha256(data).hexdigest(), data))
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    want = processor(images=[Pillow.open(io.BytesIO(data))], return_tensors="pt")
+    assert torch.equal(found.pixels(), want["pixel_values"])
+    assert found.grid == tuple(want["image_grid_thw"][0].tolist())
+
+
+def test_a_processor_that_does_more_than_scale_is_refused(
+    policy: EmbeddedPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = PilBackend.normalize
+    monkeypatch.setattr(PilBackend, "normalize", lambda self, *given: np.roll(own(self, *given), 1, axis=-1))
+    with pytest.raises(ValueError, match="does more to an image than to cut and scale it"):
+        vision_of(policy.folder, policy.model)
 
 
 def png(image: Pillow.Image) -> bytes:

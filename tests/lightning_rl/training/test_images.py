@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_rl import vision
 from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling
@@ -151,6 +152,18 @@ def test_the_trainers_logprobs_are_those_of_transformers(folder: Path, policy: E
             assert temperature is not None
             want = seeing.plain_log_probs(folder, policy.model, row.token_ids, pictures, temperature)
             assert abs(want[place - 1].item() - value) < 2e-5
+
+
+def test_a_pass_reads_each_image_once_however_few_are_kept(
+    policy: EmbeddedPolicy, cut: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vision, "_KEPT_BYTES", 1)
+    seen = vision.vision_of(policy.folder, policy.model)
+    assert seen is not None
+    read: list[str] = []
+    monkeypatch.setattr(seen, "_read", lambda image, own=seen._read: read.append(image.sha256) or own(image))
+    Forward(policy.model, 256, vision=seen).log_probs(sequences_of(cut))
+    assert sorted(read) == sorted(MEDIA)
 
 
 def test_another_image_gives_other_logprobs(policy: EmbeddedPolicy, cut: list[Row]) -> None:
