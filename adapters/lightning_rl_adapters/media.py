@@ -5,7 +5,7 @@ attempt and that digest, so that recording it again changes nothing. The tokens 
 themselves: equal tokens with another image are another prompt.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -51,11 +51,6 @@ def media_of(spans: Iterable[Span]) -> dict[str, bytes]:
 def url_of(sha256: str) -> str:
     """What stands in recorded messages in the place of an image's bytes."""
     return f"sha256:{sha256}"
-
-
-def referred(messages: Iterable[dict[str, Any]], by_url: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The messages with the image URLs of `by_url` (URL -> SHA-256) as references to the spans that hold them."""
-    return with_urls(messages, lambda url: url_of(by_url[url]) if url in by_url else url)
 
 
 def with_urls(messages: Iterable[dict[str, Any]], new: Callable[[str], str]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import pytest
 from lightning_rl_adapters import forest, rows, semconv
 from lightning_rl_adapters.call import Call, VersionRange, from_span, to_span
 from lightning_rl_adapters.forest import ForestError
-from lightning_rl_adapters.media import Placed, media_of, media_span, referred
+from lightning_rl_adapters.media import Placed, media_of, media_span, with_urls
 from lightning_rl_adapters.otel_out import readable
 from lightning_rl_adapters.span import pack, to_json, unpack
 from lightning_rl_adapters.triplet import triplets
@@ -105,7 +105,7 @@ def test_recorded_messages_refer_to_the_bytes():
         {"role": "user", "content": "hello"},
         {"role": "tool", "content": [shown, {"type": "text", "text": "x"}]},
     ]
-    told = referred(messages, {url: CAT})
+    told = with_urls(messages, lambda one: f"sha256:{CAT}" if one == url else one)
     assert told[0] is messages[0]
     assert told[1]["content"][0]["image_url"] == {"url": f"sha256:{CAT}", "detail": "low"}
     assert messages[1]["content"][0]["image_url"]["url"] == url  # type: ignore[index]

@@ -21,7 +21,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from lightning_rl_adapters.media import referred, url_of
 from lightning_rl_adapters.semconv import ForkCause
 from lightning_rl_proxy.forest import fork_causes, message_fingerprint, raw_prompts, restated_answers
 from lightning_rl_proxy.forest.fork_causes import Fork
@@ -37,9 +36,9 @@ from lightning_rl_proxy.forest.nodes import (
     refused,
     with_token,
 )
-from lightning_rl_proxy.rendering import images
+from lightning_rl_proxy.forest.shown_images import ShownImages
 from lightning_rl_proxy.rendering.base import Renderer
-from lightning_rl_proxy.rendering.images import Image, Shown
+from lightning_rl_proxy.rendering.images import Shown
 
 _End = tuple[bytes, int, tuple[str, ...], MessageFingerprint]
 _AT_HAND = 4  # requests; those answered or continued last keep their whole prompts
@@ -50,10 +49,7 @@ class LiveForest:
 
     def __init__(self) -> None:
         self.texts = raw_prompts.Texts()
-        # The images that requests have shown, by their SHA-256, and which of them each URL or reference holds.
-        self.images: dict[str, Image] = {}
-        self.image_urls: dict[str, str] = {}
-        self.images_recorded: set[str] = set()
+        self.images = ShownImages()
         self.tools_recorded: set[str] = set()  # by their digests
         self._unread: list[list[Answered]] = []  # the answers of each request since the last one
         # What is read, in order of answers: all calls; those behind a head and key; the last at an end; the last that
@@ -79,7 +75,7 @@ class LiveForest:
     ) -> Place:
         """The place of a request that has just arrived; `told` is what its renderer was told besides, for it alone."""
         if renderer.vision is not None:
-            messages = self._with_images_named(messages)
+            messages = self.images.named(messages)
         turn = self.find_turn(model, messages, tools, told)
         added = self._added(renderer, turn, tools)
         if added is None and turn.asked.messages is not messages:
@@ -114,28 +110,10 @@ class LiveForest:
     def _shown(
         self, renderer: Renderer, ids: list[int], messages: Sequence[dict[str, Any]], behind: int = 0
     ) -> tuple[list[int], list[Shown]]:
-        """The rendered ids of `messages` with their images in them, which the attempt remembers."""
+        """The rendered ids of `messages` with their images in them."""
         if renderer.vision is None:
             return ids, []
-        return renderer.vision.expand(ids, [self._image(where, url) for where, url in images.urls(messages)], behind)
-
-    def _with_images_named(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with the digests of their images for URLs: the model sees the same, however it was sent."""
-        for where, url in images.urls(messages):
-            self._image(where, url)
-        return referred(messages, self.image_urls)
-
-    def _image(self, where: str, url: str) -> Image:
-        if url not in self.image_urls:
-            image = images.read(where, url)
-            self.image_urls[url] = image.sha256
-            self.show(image)
-        return self.images[self.image_urls[url]]
-
-    def show(self, image: Image) -> None:
-        """Remember an image, so that messages may name it by its digest."""
-        self.images.setdefault(image.sha256, image)
-        self.image_urls[url_of(image.sha256)] = image.sha256
+        return renderer.vision.expand(ids, self.images.of(messages), behind)
 
     def find_turn(
         self,

@@ -5,14 +5,12 @@ found at the gateway that is gone. Calls that were not delivered count as number
 missing, its parent or an image, is not continued: what goes on behind it begins a tree of its own.
 """
 
-import base64
 from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call, from_span
-from lightning_rl_adapters.media import url_of, with_urls
 from lightning_rl_adapters.span import Span
 from lightning_rl_proxy.dialects import completions, responses
 from lightning_rl_proxy.forest import message_fingerprint
@@ -61,8 +59,8 @@ class Recovery:
         for span in spans:
             if span.name == semconv.MEDIA_SPAN:
                 image = _image(span.attributes)
-                self.forest.show(image)
-                self.forest.images_recorded.add(image.sha256)
+                self.forest.images.add(image)
+                self.forest.images.recorded.add(image.sha256)
             elif span.name == semconv.TOOLS_SPAN:
                 self.forest.tools_recorded.add(span.attributes[semconv.TOOLS])
         for call, attributes in _as_answered(spans):
@@ -76,9 +74,8 @@ class Recovery:
             equal.sort(key=lambda one: one.live.call.number)
 
     def _is_whole(self, call: Call) -> bool:
-        return (call.parent_id is None or call.parent_id in self._lives) and all(
-            image.sha256 in self.forest.images for image in call.media
-        )
+        has_parent = call.parent_id is None or call.parent_id in self._lives
+        return has_parent and self.forest.images.has_all([image.sha256 for image in call.media])
 
     def _take_chat(self, call: Call, attributes: dict[str, Any]) -> None:
         parent = self._parent(call)
@@ -102,8 +99,7 @@ class Recovery:
         instructed = attributes.get(semconv.INSTRUCTIONS, 0)
         conversation = [*messages, said]
         if attributes[semconv.DIALECT] == responses.NAME:
-            shown = _with_images(conversation[instructed:], self.forest.images.values())
-            self.responses[responses.response_id(call.call_id)] = shown
+            self.responses[responses.response_id(call.call_id)] = conversation[instructed:]
         self._remember(call, live, attributes)
         self._conversations[call.call_id] = conversation
         self._tools[call.call_id] = tools
@@ -165,14 +161,3 @@ def _image(said: dict[str, Any]) -> Image:
     size = images.size_of(data)
     assert size is not None, "it was read before it was recorded"
     return Image(said[semconv.MEDIA_SHA256], said[semconv.MEDIA_TYPE], data, size)
-
-
-def _with_images(messages: list[dict[str, Any]], known: Iterable[Image]) -> list[dict[str, Any]]:
-    """Recorded messages as a client may have sent them: with the images themselves."""
-    by_reference = {url_of(image.sha256): image for image in known}
-
-    def sent(url: str) -> str:
-        image = by_reference.get(url)
-        return url if image is None else f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
-
-    return with_urls(messages, sent)

@@ -117,18 +117,20 @@ class CallHandler:
                 request = replace(request, messages=messages)
         inflight.model, inflight.stream = model, request.stream
         agent = self._housekeeping.tagged(agent, request.messages[request.known :])
-        context = CallContext(attempt, agent, dialect, request, inflight, model)
         if backend:
             if request.prompt is not None:
                 raise GatewayError(400, f"model {model!r} is a chat service: it completes no prompts", param="model")
-            return self._relay(context)
+            return self._relay(CallContext(attempt, agent, dialect, request, inflight, model))
         if self._tokenizing is None:
             raise no_engine(model)
         renderer = self._tokenizing.renderer
-        self._check_images(request, renderer)
+        self._check_images(request, renderer, attempt)
         _check_ways(request, attempt, renderer)
+        if renderer.vision is not None:
+            request = replace(request, messages=attempt.forest.images.named(request.messages, request.known))
         attempt.history.keep(body, request.messages)
         long = self._tokenizing.is_long(request, body)
+        context = CallContext(attempt, agent, dialect, request, inflight, model)
         return self._sample_all(context, self._tokenizing, long=long)
 
     def model_of(self, attempt: LiveAttempt, agent: str | None, requested: str) -> str:
@@ -211,12 +213,12 @@ class CallHandler:
             context.inflight.responses[responses.response_id(choices[0].call_id)] = responses.kept(request, answers[0])
         return stream.end(answers)
 
-    def _check_images(self, request: Request, renderer: Renderer) -> None:
+    def _check_images(self, request: Request, renderer: Renderer, attempt: LiveAttempt) -> None:
         """Raises GatewayError(400) for images that no prompt can hold: of a model that reads text, or that are neither
-        in the request nor at a host that they are fetched from."""
+        in the request nor known nor at a host that they are fetched from."""
         if renderer.vision is not None:
-            for where, url in images.urls(request.messages):
-                if not images.is_data(url):
+            for where, url in images.urls(request.messages[request.known :], request.known):
+                if not images.is_data(url) and not attempt.forest.images.knows(url):
                     self._image_fetcher.check(where, url)
             return
         for index, message in enumerate(request.messages[request.known :], start=request.known):
@@ -230,18 +232,17 @@ class CallHandler:
 
     async def _fetch_images(self, attempt: LiveAttempt, request: Request) -> None:
         """Fetch what the attempt has not fetched yet: in all its calls a URL means the same image."""
-        forest = attempt.forest
-        named = {url: where for where, url in images.urls(request.messages) if not images.is_data(url)}
-        missing = [(where, url) for url, where in named.items() if url not in forest.image_urls]
-        fetched = await asyncio.gather(*(self._image_fetcher.fetch(where, url) for where, url in missing))
-        for (_, url), image in zip(missing, fetched, strict=True):
-            forest.show(image)
-            forest.image_urls.setdefault(url, image.sha256)  # another call may have been faster
+        shown = attempt.forest.images
+        missing = {url: where for where, url in images.urls(request.messages) if not shown.knows(url)}
+        fetched = await asyncio.gather(*(self._image_fetcher.fetch(where, url) for url, where in missing.items()))
+        for url, image in zip(missing, fetched, strict=True):
+            shown.add(image, url)
 
     def _record_images(self, attempt: LiveAttempt, place: Place) -> None:
         """Each image once, before the first call that shows it."""
-        for image in (one.image for one in place.media if one.image.sha256 not in attempt.forest.images_recorded):
-            attempt.forest.images_recorded.add(image.sha256)
+        recorded = attempt.forest.images.recorded
+        for image in (one.image for one in place.media if one.image.sha256 not in recorded):
+            recorded.add(image.sha256)
             rollout_id, attempt_id = attempt.address.rollout_id, attempt.address.attempt_id
             self._record(
                 media_span(

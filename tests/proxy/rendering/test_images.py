@@ -122,6 +122,39 @@ def test_a_conversation_goes_on_at_token_level_with_the_images_of_user_and_tool(
     assert sum(row.loss_mask) == sum(len(call.response_ids) for call in (first, second, third))
 
 
+@pytest.mark.parametrize("door", ["chat/completions", "responses"])
+def test_what_an_attempt_keeps_has_each_images_bytes_once(seen: Served, door: str) -> None:
+    large = seeing.picture(7, 100, 80)  # more than 16 kB, from which on histories are read from where they grow
+    messages: list[dict[str, Any]] = [seeing.asked("see", large)]
+    previous: dict[str, str] = {}
+    for _ in range(3):
+        if door == "responses":
+            shown = {"type": "input_image", "image_url": seeing.data_url(large)}
+            asked = [{"role": "user", "content": [shown, {"type": "input_text", "text": "and?"}]}]
+            previous = {"previous_response_id": post(seen, door, {"model": MODEL, "input": asked} | previous)["id"]}
+        else:
+            said = ask(seen, messages)["choices"][0]["message"]["content"]
+            messages += [{"role": "assistant", "content": said}, seeing.asked("and?", large)]
+    [attempt] = seen.gateway.attempts._attempts.values()
+    kept = [one for known in attempt.history._known for one in known.messages]
+    kept += [one for conversation in attempt.responses.values() for one in conversation]
+    urls = [url for _, url in images.urls(kept)]
+    assert len(urls) > 3
+    assert set(urls) == {f"sha256:{sha(large)}"}
+    assert len({id(one.image.data) for prompt in seen.engine.media for one in prompt}) == 1
+
+
+def test_an_image_may_be_named_by_its_digest_once_it_was_shown(seen: Served) -> None:
+    def named(data: bytes) -> dict[str, Any]:
+        return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"sha256:{sha(data)}"}}]}
+
+    ask(seen, [seeing.asked("look", CAT)])
+    ask(seen, [named(CAT)])
+    assert [one.sha256 for one in placed(seen)] == [sha(CAT)]
+    refused = post(seen, "chat/completions", {"model": MODEL, "messages": [named(DOG)]}, 400)
+    assert "messages[0].content[0] is at 'sha256:" in refused["error"]["message"]
+
+
 def test_a_fork_with_another_image_is_another_branch(seen: Served) -> None:
     """Equal text and equal token ids: what differs is the image alone."""
     first = ask(seen, [seeing.asked("hello", CAT)])["choices"][0]["message"]["content"]

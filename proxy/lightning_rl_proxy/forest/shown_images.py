@@ -1,0 +1,73 @@
+"""The images that an attempt's requests have shown, each held once, however often its clients send it.
+
+Invariant: in all calls of an attempt a URL means the same image; and a message that is kept names its images by the
+digests of their bytes, in the place of the bytes.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import xxhash
+
+from lightning_rl_adapters.media import url_of, with_urls
+from lightning_rl_proxy.rendering import images
+from lightning_rl_proxy.rendering.images import Image
+
+
+class ShownImages:
+    """The images of one attempt by the SHA-256 of their bytes; those of `recorded` have a span."""
+
+    def __init__(self) -> None:
+        self.recorded: set[str] = set()
+        self._images: dict[str, Image] = {}
+        # The SHA-256 of what each URL or reference holds, by a digest of it: a URL may hold the bytes themselves. No
+        # secret: who makes two of them collide confuses an attempt of its own.
+        self._named: dict[bytes, str] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._images)
+
+    def __getitem__(self, sha256: str) -> Image:
+        return self._images[sha256]
+
+    def has_all(self, sha256s: Collection[str]) -> bool:
+        """Whether all of these are known."""
+        return self._images.keys() >= set(sha256s)
+
+    def add(self, image: Image, url: str | None = None) -> None:
+        """Know an image, and that the URL means it, if it means no other one already."""
+        self._images.setdefault(image.sha256, image)
+        self._named[_digest(url_of(image.sha256))] = image.sha256
+        if url is not None:
+            self._named.setdefault(_digest(url), image.sha256)
+
+    def knows(self, url: str) -> bool:
+        """Whether it is known what the URL or reference means."""
+        return _digest(url) in self._named
+
+    def at(self, url: str) -> Image:
+        """What a known URL or reference means."""
+        return self._images[self._named[_digest(url)]]
+
+    def named(self, messages: list[dict[str, Any]], known: int = 0) -> list[dict[str, Any]]:
+        """The messages with references to their images in the place of URLs that hold them, or are known; the first
+        `known` messages as they are. Raises GatewayError(400) for a URL that says it holds an image, and holds none."""
+        found = list(images.urls(messages[known:], known))
+        if not found:
+            return messages
+        for where, url in found:
+            if images.is_data(url) and not self.knows(url):
+                self.add(images.read(where, url), url)
+        return [*messages[:known], *with_urls(messages[known:], self._reference)]
+
+    def of(self, messages: Sequence[dict[str, Any]]) -> list[Image]:
+        """The images that messages show, in their order. Raises GatewayError(400) for one that is not known."""
+        return [self.at(url) if self.knows(url) else images.read(where, url) for where, url in images.urls(messages)]
+
+    def _reference(self, url: str) -> str:
+        sha256 = self._named.get(_digest(url))
+        return url if sha256 is None else url_of(sha256)
+
+
+def _digest(url: str) -> bytes:
+    return xxhash.xxh3_128_digest(url.encode("utf-8", "surrogatepass"))
