@@ -1,11 +1,12 @@
 """What images cost: an agent that shows one more screenshot with every turn, at the gateway and where they are read.
 
-    python benchmarks/images.py [--attempts 32] [--turns 10] [--kb 500]
+    python benchmarks/images.py [--attempts 32] [--turns 10] [--kb 500] [--group 8]
 
 The gateway is the real server in front of an instant engine; each attempt sends all its screenshots again with every
-turn, as such agents do, and each screenshot is another one. Printed are the processor time of a call and the resident
-memory of the server, turn by turn. Where engine and trainer read images, each is a PNG of 1280 x 800 pixels that is
-decoded, resized and cut into patches; printed is the time of one by one thread and by as many as there are cores.
+turn, as such agents do, and each screenshot is another one, or the same for a group of attempts. Printed are the
+processor time of a call and the resident memory of the server, turn by turn, and how large the store is. Where engine
+and trainer read images, each is a PNG of 1280 x 800 pixels that is decoded, resized and cut into patches; printed is the
+time of one by one thread and by as many as there are cores.
 """
 
 import argparse
@@ -59,15 +60,16 @@ def screenshot(seed: int) -> bytes:
     return file.getvalue()
 
 
-async def turns(attempts: list[tuple[str, str]], number: int, size: int, pid: int) -> None:
-    """Every attempt's calls, one after another; prints a line for each turn."""
+async def turns(attempts: list[tuple[str, str]], number: int, size: int, group: int, pid: int) -> None:
+    """Every attempt's calls, one after another; prints a line for each turn. So many attempts show the same."""
     said: list[list[Any]] = [[] for _ in attempts]
     print("| turn | body, MB | CPU ms a call | resident MB | images so far, MB |\n|---|---|---|---|---|")
     async with aiohttp.ClientSession() as session:
         for turn in range(1, number + 1):
-            spent = 0.0
-            for (url, key), messages in zip(attempts, said, strict=True):
-                shown = f"data:image/png;base64,{base64.b64encode(of_size(size)).decode()}"
+            spent, shown = 0.0, ""
+            for place, ((url, key), messages) in enumerate(zip(attempts, said, strict=True)):
+                if place % group == 0:
+                    shown = f"data:image/png;base64,{base64.b64encode(of_size(size)).decode()}"
                 parts = [{"type": "image_url", "image_url": {"url": shown}}, {"type": "text", "text": "What now?"}]
                 messages.append({"role": "user", "content": parts})
                 body = msgspec.json.encode({"model": MODEL, "messages": messages})
@@ -112,6 +114,7 @@ def main() -> None:
     parser.add_argument("--attempts", type=int, default=32)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--kb", type=int, default=500, help="of a screenshot")
+    parser.add_argument("--group", type=int, default=1, help="attempts that show the same screenshots")
     arguments = parser.parse_args()
     with ExitStack() as parts:
         folder = Path(parts.enter_context(tempfile.TemporaryDirectory()))
@@ -121,7 +124,8 @@ def main() -> None:
         endpoint = Endpoint(model=MODEL, tokenizer=str(model), renderer="auto", engines=[engine])
         serving = parts.enter_context(server.launch(folder, endpoint, admin_key="admin", runner_key="runner"))
         attempts = open_attempts(HttpStore(serving.url, "admin"), arguments.attempts)
-        asyncio.run(turns(attempts, arguments.turns, 1000 * arguments.kb, serving.pid))
+        asyncio.run(turns(attempts, arguments.turns, 1000 * arguments.kb, arguments.group, serving.pid))
+        print(f"\nstore: {sum(file.stat().st_size for file in folder.glob('store.db*')) / 1e6:.0f} MB")
         reading(model)
 
 

@@ -13,7 +13,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -40,7 +40,9 @@ _NUMBERED = (
     semconv.MEDIA, semconv.MEDIA_SHA256, semconv.MEDIA_TYPE, semconv.MEDIA_DATA, semconv.TOOL_SCHEMAS,
 )  # fmt: skip
 _NUMBERS: dict[str, int] = {name: number for number, name in enumerate(_NUMBERED)}
-_TOOLS = _NUMBERS[semconv.TOOL_SCHEMAS]
+_TOOLS, _IMAGE, _SHA256 = (_NUMBERS[name] for name in (semconv.TOOL_SCHEMAS, semconv.MEDIA_DATA, semconv.MEDIA_SHA256))
+_IMAGE_NAME = semconv.MEDIA_SPAN.encode()
+_NIL = msgspec.Raw(b"\xc0")
 _COMPRESSED_TOOLS = 64  # texts that are kept; a run's agents have few
 _LARGEST = 256 * 1024  # characters of one of these
 
@@ -69,6 +71,15 @@ class Packed(msgspec.Struct, frozen=True, gc=False):
     attempt_id: str
     number: int
     record: bytes
+
+
+class ImageApart(NamedTuple):
+    """An image's span as a store keeps it: its `record` without the image's bytes, what it says is the SHA-256 of
+    these, and the bytes."""
+
+    record: bytes
+    sha256: str
+    data: bytes
 
 
 class _Stored(msgspec.Struct, array_like=True):
@@ -119,6 +130,47 @@ def packed(record: bytes) -> Packed:
 def name_of(record: bytes) -> str:
     """The name of a record's span, of which nothing else is unpacked."""
     return _STORED.decode(record).name if record[0] & 0xF0 == _ARRAY else unpack(record).name
+
+
+def image_apart(record: bytes) -> ImageApart | None:
+    """An image's span without the image's bytes; None for any other record."""
+    found = _image_span(record)
+    if found is None:
+        return None
+    data, sha256 = _image_in(found)
+    if not isinstance(data, bytes) or not isinstance(sha256, str):
+        return None  # somebody else's, of the same name
+    found.attributes[_IMAGE] = _NIL
+    return ImageApart(msgspec.msgpack.encode(found), sha256, data)
+
+
+def image_of(record: bytes) -> str | None:
+    """The SHA-256 of the image whose bytes `image_apart` took out of a record; None for any other record."""
+    found = _image_span(record)
+    if found is None or _IMAGE not in found.attributes:
+        return None
+    data, sha256 = _image_in(found)
+    return sha256 if data is None and isinstance(sha256, str) else None
+
+
+def with_image(record: bytes, data: bytes) -> bytes:
+    """The record that `image_apart` took `data` out of."""
+    found = _STORED.decode(record)
+    found.attributes[_IMAGE] = msgspec.Raw(msgspec.msgpack.encode(data))
+    return msgspec.msgpack.encode(found)
+
+
+def _image_span(record: bytes) -> _Unread | None:
+    if record[0] & 0xF0 != _ARRAY or _IMAGE_NAME not in record:  # most are calls, which are not unpacked for this
+        return None
+    found = _STORED.decode(record)
+    return found if found.name == semconv.MEDIA_SPAN else None
+
+
+def _image_in(span: _Unread) -> tuple[Any, Any]:
+    """The bytes in an image's span, and their digest."""
+    data, sha256 = (msgspec.msgpack.decode(span.attributes.get(name, _NIL)) for name in (_IMAGE, _SHA256))
+    return data, sha256
 
 
 def unpack(record: bytes) -> Span:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 import sqlalchemy as sa
 
-from lightning_rl.store import schema
+from lightning_rl.store import contents, schema
 from lightning_rl.store.databases import Database
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.span import name_of, unpacked
@@ -60,7 +60,7 @@ _SAMPLED = msgspec.msgpack.Decoder(_SampledAttributes)
 
 def add_spans(database: Database, connection: sa.Connection, rows: Sequence[dict[str, Any]]) -> None:
     """Insert rows of `spans`, of which those that are there stay as they are, and count the new ones."""
-    new = set(database.insert_new(connection, schema.spans, rows))
+    new = set(contents.insert_spans(database, connection, rows))
     records = []
     for row in rows:
         if row["span_id"] in new:

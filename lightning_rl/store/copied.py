@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from lightning_rl.store import schema
+from lightning_rl.store import contents, schema
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Attempt, AttemptTrace, Resources, Rollout, RolloutRequest, RolloutTrace
 from lightning_rl.store.databases import Database
@@ -82,7 +82,7 @@ def _write(
             if rewards := _reward_rows(attempt):
                 connection.execute(sa.insert(schema.rewards), rewards)
             spans = [msgspec.structs.asdict(pack(span)) for span in attempt.spans]
-            database.insert_new(connection, schema.spans, spans)
+            contents.insert_spans(database, connection, spans)
 
 
 def _resources_row(resources: Resources) -> dict[str, Any]:

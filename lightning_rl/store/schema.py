@@ -9,7 +9,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = "7"  # the id of the newest revision
+SCHEMA_VERSION = "8"  # the id of the newest revision
 READABLE = (
     "1",
     "2",
@@ -17,6 +17,7 @@ READABLE = (
     "4",
     "5",
     "6",
+    "7",
     SCHEMA_VERSION,
 )  # "1" held spans as maps, which are read as they are; its tables were these
 
@@ -92,6 +93,14 @@ spans = sa.Table(
     sa.Column("number", _WHOLE, nullable=False),
     sa.Column("record", sa.LargeBinary, nullable=False),  # a packed Span
     sa.Index("spans_by_attempt", "rollout_id", "attempt_id"),
+)
+
+# The bytes of images, which spans' records name by their digests.
+contents = sa.Table(
+    "contents",
+    metadata,
+    sa.Column("sha256", sa.Text, primary_key=True),
+    sa.Column("data", sa.LargeBinary, nullable=False),
 )
 
 # What the spans come to that one transaction added, or several together.

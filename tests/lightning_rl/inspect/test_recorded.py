@@ -193,7 +193,7 @@ def test_a_store_that_is_none_or_of_another_version_is_named(run_dir: Path, tmp_
     with closing(sqlite3.connect(run_dir / "store.db")) as database:
         database.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
         database.commit()
-    assert "has schema version 99, this program reads 7" in refusal("train-1-1")
+    assert "has schema version 99, this program reads 8" in refusal("train-1-1")
 
 
 def test_a_damaged_rollout_is_named(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """An older store is upgraded whole or not at all, a newer one is refused, and a new one is what the revisions make.
 
-What comes after this release's schema is made up here: revision 8 makes a table anew, revision 9 changes its rows.
+What comes after this release's schema is made up here: revision 9 makes a table anew, revision 10 changes its rows.
 """
 
 import re
@@ -31,23 +31,23 @@ from tests.postgres import Cluster
 HERE = Path(__file__).parent
 MIGRATIONS = Path(upgrades.__file__).parent / "migrations"
 LATER = {
-    "v8_notes.py": """
+    "v9_notes.py": """
 import sqlalchemy as sa
 from alembic import op
-revision, down_revision = "8", "7"
+revision, down_revision = "9", "8"
 def upgrade():
     with op.batch_alter_table("rollouts", recreate="always" if op.get_bind().dialect.name == "sqlite" else "auto") as t:
         t.add_column(sa.Column("note", sa.Text))
     op.create_index("rollouts_by_note", "rollouts", ["note"])
 """,
-    "v9_filled.py": """
+    "v10_filled.py": """
 import time
 from alembic import op
-revision, down_revision = "9", "8"
+revision, down_revision = "10", "9"
 def upgrade():
     op.execute("UPDATE rollouts SET note = rollout_id")
     with open({log!r}, "a") as log:
-        log.write("9 ran\\\\n")
+        log.write("10 ran\\\\n")
     time.sleep({seconds})
 """,
 }
@@ -84,8 +84,8 @@ def later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a later release's revisions, which are this program's for the test."""
     folder = later_folder(tmp_path, seconds=0)
     monkeypatch.setattr(upgrades, "MIGRATIONS", str(folder))
-    monkeypatch.setattr(schema, "SCHEMA_VERSION", "9")
-    monkeypatch.setattr(schema, "READABLE", ("1", "2", "3", "4", "5", "6", "7", "8", "9"))
+    monkeypatch.setattr(schema, "SCHEMA_VERSION", "10")
+    monkeypatch.setattr(schema, "READABLE", (*schema.READABLE, "9", "10"))
     return folder
 
 
@@ -190,7 +190,7 @@ def test_a_newer_store_is_refused_by_both_versions_and_stays_as_it_is(url: str) 
     database.write(lambda connection: connection.execute(newer.values(value="99")))
     before = everything(url)
     try:
-        with pytest.raises(ValueError, match=r"has schema version 99, this program needs 7 .* newer one") as refused:
+        with pytest.raises(ValueError, match=r"has schema version 99, this program needs 8 .* newer one") as refused:
             SqlStore(url)
         assert database.place in str(refused.value)
         assert everything(url) == before
@@ -201,12 +201,12 @@ def test_a_newer_store_is_refused_by_both_versions_and_stays_as_it_is(url: str) 
 
 def test_an_older_store_takes_every_revision_in_their_order(old: str, later: Path, tmp_path: Path) -> None:
     SqlStore(old).close()
-    assert version(old) == "9"
+    assert version(old) == "10"
     rows = everything(old)["rows"]
-    assert rows["alembic_version"] == [("9",)]
+    assert rows["alembic_version"] == [("10",)]
     assert all(row.note == row.rollout_id for row in rows["rollouts"])
     SqlStore(old).close()
-    assert (tmp_path / "ran").read_text() == "9 ran\n"
+    assert (tmp_path / "ran").read_text() == "10 ran\n"
 
 
 class Interrupted(Exception):
@@ -242,7 +242,7 @@ def test_an_upgrade_that_is_interrupted_at_any_step_leaves_what_was_there(old: s
         assert everything(old) == before, f"after {asked}"
     assert step > 10
     assert any("UPDATE rollouts SET note" in statement for statement in asked)
-    assert version(old) == "9"
+    assert version(old) == "10"
 
 
 _OPEN = """
@@ -251,7 +251,7 @@ import sqlalchemy as sa
 from lightning_rl.store import schema, upgrades
 from lightning_rl.store.sql import SqlStore
 url, upgrades.MIGRATIONS, at = sys.argv[1:]
-schema.SCHEMA_VERSION, schema.READABLE = "9", ("1", "2", "3", "4", "5", "6", "7", "8", "9")
+schema.SCHEMA_VERSION, schema.READABLE = "10", (*schema.READABLE, "9", "10")
 def die(connection, cursor, statement, *rest):
     if at and at in statement:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -280,14 +280,14 @@ def test_a_process_that_is_killed_in_an_upgrade_leaves_what_was_there(old: str, 
         assert store.rollout("running").status == "running"
     with opening(old, migrations) as process:
         assert process.communicate() == ("opened\n", "")
-    assert version(old) == "9"
+    assert version(old) == "10"
 
 
 def test_of_two_processes_that_open_an_old_store_one_upgrades_it_and_the_other_waits(old: str, tmp_path: Path) -> None:
     migrations = later_folder(tmp_path, seconds=1)
     processes = [opening(old, migrations) for _ in range(2)]
     assert [process.communicate() for process in processes] == [("opened\n", "")] * 2
-    assert (tmp_path / "ran").read_text() == "9 ran\n"
+    assert (tmp_path / "ran").read_text() == "10 ran\n"
 
 
 @pytest.mark.long
