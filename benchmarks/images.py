@@ -5,8 +5,8 @@
 The gateway is the real server in front of an instant engine; each attempt sends all its screenshots again with every
 turn, as such agents do, and each screenshot is another one, or the same for a group of attempts. Printed are the
 processor time of a call and the resident memory of the server, turn by turn, and how large the store is. Where engine
-and trainer read images, each is a PNG of 1280 x 800 pixels that is decoded, resized and cut into patches; printed is the
-time of one by one thread and by as many as there are cores.
+and trainer read images, each is a PNG of 1280 x 800 pixels that is decoded, resized and cut into patches; printed is
+the time of one by one thread and by as many as there are cores.
 """
 
 import argparse

@@ -44,9 +44,9 @@ from lightning_rl.store.contract import (
     RolloutRequest,
     RolloutTrace,
     WorkerInfo,
+    body_of,
 )
 from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, StoreUnwritable, Unreachable
-from lightning_rl.store.idempotency import body_of
 from lightning_rl_adapters.ids import new_id
 from lightning_rl_proxy.recording.ledger import AttemptTokens
 

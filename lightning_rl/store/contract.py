@@ -1,4 +1,4 @@
-"""The records that cross the control plane, and nothing else.
+"""The records that cross the control plane, and when two of them say the same; nothing else.
 
 Invariant: a record that exists is well formed, since every one of them is decoded by its type.
 Times are seconds since the epoch.
@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from lightning_rl.store.errors import Invalid
 from lightning_rl.store.life_cycle import AttemptStatus, RolloutStatus
 from lightning_rl_adapters.span import Span
 from lightning_rl_adapters.structs import read_hints
@@ -278,3 +279,20 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 read_hints(globals())
+
+
+def body_of(record: Any) -> bytes:
+    """The JSON of a record.
+
+    Raises:
+        Invalid: when it holds something that JSON cannot.
+    """
+    try:
+        return msgspec.json.encode(record)
+    except TypeError as error:
+        raise Invalid(f"{type(record).__name__} is not JSON-able: {error}") from error
+
+
+def same_body(one: bytes, other: bytes) -> bool:
+    """Whether two JSON texts say the same, whatever the order of their keys."""
+    return one == other or bool(msgspec.json.decode(one) == msgspec.json.decode(other))

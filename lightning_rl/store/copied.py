@@ -16,9 +16,8 @@ import sqlalchemy as sa
 
 from lightning_rl.store import contents, schema
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.contract import Attempt, AttemptTrace, Resources, Rollout, RolloutRequest, RolloutTrace
+from lightning_rl.store.contract import Attempt, AttemptTrace, Resources, Rollout, RolloutRequest, RolloutTrace, body_of
 from lightning_rl.store.databases import Database
-from lightning_rl.store.idempotency import body_of
 from lightning_rl.store.run_store import rank_of
 from lightning_rl.store.upgrades import open_database
 from lightning_rl_adapters.span import pack

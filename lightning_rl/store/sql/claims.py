@@ -8,16 +8,8 @@ import msgspec
 import sqlalchemy as sa
 
 from lightning_rl.store import gateways, queries, schema
-from lightning_rl.store.contract import (
-    Attempt,
-    Claim,
-    Overdue,
-    Rollout,
-    RolloutRequest,
-    WorkerInfo,
-)
+from lightning_rl.store.contract import Attempt, Claim, Overdue, Rollout, RolloutRequest, WorkerInfo, body_of, same_body
 from lightning_rl.store.errors import Conflict
-from lightning_rl.store.idempotency import body_of, same_body
 from lightning_rl.store.life_cycle import (
     AttemptStatus,
     next_rollout_status,

@@ -17,9 +17,10 @@ from lightning_rl.store.contract import (
     Overdue,
     Reward,
     Rollout,
+    body_of,
+    same_body,
 )
 from lightning_rl.store.errors import Conflict
-from lightning_rl.store.idempotency import body_of, same_body
 from lightning_rl.store.life_cycle import (
     AttemptStatus,
     RolloutStatus,

@@ -4,12 +4,8 @@ import msgspec
 import sqlalchemy as sa
 
 from lightning_rl.store import schema
-from lightning_rl.store.contract import (
-    Resources,
-    ResourcesRequest,
-)
+from lightning_rl.store.contract import Resources, ResourcesRequest, body_of, same_body
 from lightning_rl.store.errors import Conflict, Invalid, NotFound
-from lightning_rl.store.idempotency import body_of, same_body
 from lightning_rl.store.sql.transactions import Transactions, reads, writes
 from lightning_rl_adapters.ids import new_id
 

@@ -7,13 +7,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from lightning_rl.store import queries, schema
-from lightning_rl.store.contract import (
-    Rollout,
-    RolloutDetail,
-    RolloutRequest,
-)
+from lightning_rl.store.contract import Rollout, RolloutDetail, RolloutRequest, body_of, same_body
 from lightning_rl.store.errors import Conflict, Invalid
-from lightning_rl.store.idempotency import body_of, same_body
 from lightning_rl.store.records import attempt_of, detailed, rollout_of
 from lightning_rl.store.sql.resources import ResourceOperations
 from lightning_rl.store.sql.transactions import reads, writes
