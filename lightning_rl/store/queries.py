@@ -346,5 +346,7 @@ def _reward_of(row: sa.Row[Any]) -> Reward:
 
 
 def _chunks(ids: Sequence[str]) -> Iterator[Sequence[str]]:
-    for start in range(0, len(ids), _CHUNK):
-        yield ids[start : start + _CHUNK]
+    """Each id once: of one that stood in two statements, everything would be found twice."""
+    each = list(dict.fromkeys(ids))
+    for start in range(0, len(each), _CHUNK):
+        yield each[start : start + _CHUNK]

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import event
 
-from lightning_rl.store import call_counts, databases
+from lightning_rl.store import call_counts, databases, queries
 from lightning_rl.store.contract import (
     ErrorInfo,
     Finish,
@@ -89,6 +89,22 @@ store.finish("r1", claim.attempt.attempt_id, Finish(status="succeeded", reward=0
 print("answered", flush=True)
 sys.stdin.read()
 """
+
+
+@pytest.mark.parametrize("ids_of_a_statement", [500, 1])
+def test_what_is_asked_for_twice_is_found_once(
+    url: str, monkeypatch: pytest.MonkeyPatch, ids_of_a_statement: int
+) -> None:
+    monkeypatch.setattr(queries, "_CHUNK", ids_of_a_statement)
+    with closing(SqlStore(url)) as store:
+        attempt = one_claim(store)
+        store.add_spans([span(attempt)])
+        store.add_rewards("r1", attempt, [Reward(value=1.0)])
+        store.finish("r1", attempt, SUCCEEDED)
+        trace = store.traces(["r1", "r1"])["r1"]
+        assert [len(one.spans) for one in trace.attempts] == [1]
+        assert len(trace.attempts[0].rewards) == 1
+        assert [each.rollout_id for each in store.ended(["r1", "r1"])] == ["r1"]
 
 
 def test_what_was_answered_survives_sigkill(url) -> None:
