@@ -30,7 +30,7 @@ REQUIRED = sed -n 's/^ *"\($(1)>=[^"]*\)",.*/\1/p' pyproject.toml
 # One thread each: several processes on the same cores stand in each other's way with more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: quickstart test test-all test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-sglang test-agents test-works-with test-sandboxes test-browser test-gpu screenshots docs site notebooks lint types check bench clean
+.PHONY: quickstart test test-all test-limits test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle test-vllm test-vllm-training test-vllm-gateway test-sglang test-agents test-works-with test-sandboxes test-browser test-gpu screenshots docs site notebooks lint types check bench clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/lightning-rl quickstart $(ARGS)
@@ -41,9 +41,14 @@ test: $(VENV)/.dev
 # Everything, which a release needs and CI takes slices of: the targets below, what is `long` above, and properties with
 # four times as many random examples.
 test-all: export EXAMPLES = all
-test-all: test site test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle \
+test-all: test test-limits site test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle \
   test-agents test-works-with test-sandboxes test-browser test-vllm test-vllm-training test-vllm-gateway test-sglang
 	$(PYTEST) tests $(SERVICES:%=--ignore %) --ignore tests/oracle -m "$(FAST) and long" -n 3 --dist loadscope
+
+# What is of toy size, with limits so small that it is done as what is large.
+LIMITED := proxy adapters lightning_rl/inference lightning_rl/rl lightning_rl/store lightning_rl/training lightning_rl/viewer
+test-limits: $(VENV)/.dev
+	$(PYTEST) -p tests.small_limits $(LIMITED:%=tests/%) -m "$(FAST) and not long" -n 2 --dist loadscope $(ARGS)
 
 # Those that start processes and databases by the hundred: servers, runners, and the store over each database.
 # They wait more than they work, so there are more of them at once than cores; as there are of test-chaos.
