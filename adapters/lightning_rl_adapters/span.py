@@ -42,6 +42,7 @@ _NUMBERED = (
 _NUMBERS: dict[str, int] = {name: number for number, name in enumerate(_NUMBERED)}
 _TOOLS, _IMAGE, _SHA256 = (_NUMBERS[name] for name in (semconv.TOOL_SCHEMAS, semconv.MEDIA_DATA, semconv.MEDIA_SHA256))
 _IMAGE_NAME = semconv.MEDIA_SPAN.encode()
+_APART = -1  # in the place of an image's bytes: no attribute's number, so that nobody can write a span that has it
 _NIL = msgspec.Raw(b"\xc0")
 _COMPRESSED_TOOLS = 64  # texts that are kept; a run's agents have few
 _LARGEST = 256 * 1024  # characters of one of these
@@ -137,25 +138,26 @@ def image_apart(record: bytes) -> ImageApart | None:
     found = _image_span(record)
     if found is None:
         return None
-    data, sha256 = _image_in(found)
+    data, sha256 = (msgspec.msgpack.decode(found.attributes.get(name, _NIL)) for name in (_IMAGE, _SHA256))
     if not isinstance(data, bytes) or not isinstance(sha256, str):
         return None  # somebody else's, of the same name
-    found.attributes[_IMAGE] = _NIL
+    found.attributes[_APART] = found.attributes[_SHA256]
+    del found.attributes[_IMAGE]
     return ImageApart(msgspec.msgpack.encode(found), sha256, data)
 
 
 def image_of(record: bytes) -> str | None:
     """The SHA-256 of the image whose bytes `image_apart` took out of a record; None for any other record."""
     found = _image_span(record)
-    if found is None or _IMAGE not in found.attributes:
+    if found is None or _APART not in found.attributes:
         return None
-    data, sha256 = _image_in(found)
-    return sha256 if data is None and isinstance(sha256, str) else None
+    return msgspec.msgpack.decode(found.attributes[_APART], type=str)
 
 
 def with_image(record: bytes, data: bytes) -> bytes:
     """The record that `image_apart` took `data` out of."""
     found = _STORED.decode(record)
+    del found.attributes[_APART]
     found.attributes[_IMAGE] = msgspec.Raw(msgspec.msgpack.encode(data))
     return msgspec.msgpack.encode(found)
 
@@ -165,12 +167,6 @@ def _image_span(record: bytes) -> _Unread | None:
         return None
     found = _STORED.decode(record)
     return found if found.name == semconv.MEDIA_SPAN else None
-
-
-def _image_in(span: _Unread) -> tuple[Any, Any]:
-    """The bytes in an image's span, and their digest."""
-    data, sha256 = (msgspec.msgpack.decode(span.attributes.get(name, _NIL)) for name in (_IMAGE, _SHA256))
-    return data, sha256
 
 
 def unpack(record: bytes) -> Span:
@@ -185,7 +181,9 @@ def unpacked(record: bytes) -> bytes:
     found = _STORED.decode(record)
     fields: dict[str, Any] = {name: getattr(found, name) for name in Span.__struct_fields__}
     attributes: dict[str, Any] = {
-        _NUMBERED[name] if isinstance(name, int) else name: value for name, value in found.attributes.items()
+        _NUMBERED[name] if isinstance(name, int) else name: value
+        for name, value in found.attributes.items()
+        if name != _APART
     }
     if _TOOLS in found.attributes:
         attributes[semconv.TOOL_SCHEMAS] = _decompressed(msgspec.msgpack.decode(found.attributes[_TOOLS]))

@@ -316,9 +316,9 @@ def traces(connection: sa.Connection, rollout_ids: Sequence[str]) -> dict[str, P
     attempts_of: dict[str, list[PackedAttemptTrace]] = defaultdict(list)
     for ids in _chunks(rollout_ids):
         in_order = sa.select(schema.spans.c.attempt_id, schema.spans.c.record).where(schema.spans.c.rollout_id.in_(ids))
-        spans = connection.execute(in_order.order_by(schema.spans.c.number)).all()
-        for span, record in zip(spans, contents.whole(connection, [span.record for span in spans]), strict=True):
-            spans_of[span.attempt_id].append(msgspec.Raw(unpacked(record)))
+        for spans in connection.execute(in_order.order_by(schema.spans.c.number)).partitions(_CHUNK):
+            for span, record in zip(spans, contents.whole(connection, [span.record for span in spans]), strict=True):
+                spans_of[span.attempt_id].append(msgspec.Raw(unpacked(record)))
         oldest_first = sa.select(schema.attempts).where(schema.attempts.c.rollout_id.in_(ids))
         for row in connection.execute(oldest_first.order_by(schema.attempts.c.sequence)):
             attempts_of[row.rollout_id].append(
