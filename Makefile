@@ -41,11 +41,11 @@ test: $(VENV)/.dev
 # Everything, which a release needs and CI takes slices of: the targets below, what is `long` above, and properties with
 # four times as many random examples.
 test-all: export EXAMPLES = all
-test-all: test test-limits site test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package test-oracle \
-  test-agents test-works-with test-sandboxes test-browser test-vllm test-vllm-training test-vllm-gateway test-sglang
+test-all: test test-limits site test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package \
+  test-oracle test-agents test-works-with test-sandboxes test-browser test-vllm test-vllm-training test-vllm-gateway test-sglang
 	$(PYTEST) tests $(SERVICES:%=--ignore %) --ignore tests/oracle -m "$(FAST) and long" -n 3 --dist loadscope
 
-# What is of toy size, with limits so small that it is done as what is large.
+# Toy sizes, with thresholds so low that they take the code paths of large ones.
 LIMITED := proxy adapters lightning_rl/inference lightning_rl/rl lightning_rl/store lightning_rl/training lightning_rl/viewer
 test-limits: $(VENV)/.dev
 	$(PYTEST) -p tests.small_limits $(LIMITED:%=tests/%) -m "$(FAST) and not long" -n 2 --dist loadscope $(ARGS)

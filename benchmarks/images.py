@@ -92,7 +92,6 @@ def reading(folder: Path, images: int = 16) -> None:
     size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}  # Qwen2.5-VL's
     Qwen2VLImageProcessorPil(patch_size=14, merge_size=2, temporal_patch_size=2, size=size).save_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
-    config.vision_config.patch_size = 14
     length = round(WIDTH / 28) * round(HEIGHT / 28)
     pictures = [screenshot(seed) for seed in range(images)]
     placed = [PlacedImage(0, length, hashlib.sha256(data).hexdigest(), data) for data in pictures]

@@ -99,10 +99,9 @@ class ModelVision:
 
     def __init__(self, folder: Path, config: Any) -> None:
         self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
-        tower = config.vision_config
-        self.merge_size: int = tower.spatial_merge_size
-        self._side: int = tower.patch_size
-        self._frames: int = tower.temporal_patch_size
+        self.merge_size: int = config.vision_config.spatial_merge_size
+        self._side: int = self._processor.patch_size
+        self._frames: int = self._processor.temporal_patch_size
         self._colours = self._found_colours()
         self._kept: OrderedDict[str, Patches] = OrderedDict()
         self._kept_bytes = 0

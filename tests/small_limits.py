@@ -1,8 +1,7 @@
-"""Everything that is done otherwise above a size is done so at once: `make test-limits` runs tests with this plugin.
+"""Thresholds of size, set so low that toy inputs are above them: `make test-limits` runs tests with this plugin.
 
-Tests are of toy size, and what a model of a real one is computed by, a long prompt read by, or many rows written by, is
-another way than theirs. Here each such limit is so small that toys are beyond it. A test that fails is of a way that no
-other test goes.
+Tests use toy sizes. Large models, long prompts and many rows take other code paths: chunks, parts, batches. With these
+thresholds toys take them, too, so a test that fails here alone is about a path that no other test runs.
 """
 
 import importlib
@@ -20,7 +19,6 @@ LIMITS: dict[str, dict[str, int]] = {
     "lightning_rl.rl.kl": {"_CHUNK": 64},
     "lightning_rl.rl.logits": {"CHUNK": 64},
     "lightning_rl.rl.output_layer": {"CHUNK": 64, "_BLOCK": 50},
-    "lightning_rl.runner.worker": {"_CLAIMED_TOGETHER": 1},
     "lightning_rl.store.call_counts": {"_MERGED_AT_ONCE": 2, "_WORTH_MERGING": 2},
     "lightning_rl.store.client": {"_ENQUEUE_BATCH": 2},
     "lightning_rl.store.contents": {"_AT_ONCE": 1},
@@ -42,7 +40,7 @@ LIMITS: dict[str, dict[str, int]] = {
     "lightning_rl_proxy.rendering.rendered_prompts": {"_BYTES": 300},
     "lightning_rl_proxy.rendering.tokenizer": {"_SHORT": 0},
 }
-# What says where a limit stands, or what is not done below it.
+# Tests that assert where a threshold is, or what happens below it.
 OF_THE_LIMITS = {
     "test_a_prompt_that_one_batch_has_read_is_copied_by_the_others",
     "test_an_attempt_with_tools_that_others_had_is_placed_at_once",

@@ -226,8 +226,8 @@ def load_model(
 def aligned(model: nn.Module) -> nn.Module:
     """The model, its weights on a CPU where torch would put them.
 
-    What is read of a file begins anywhere in memory, and of some products the last bits hang on that: a run that is
-    resumed, which reads another file, would not be the run that was not stopped.
+    What is read from a file begins anywhere in memory, and the last bits of some matrix products depend on that: a run
+    that is resumed reads another file, and would not end with the weights of a run that was not stopped.
     """
     for weight in model.parameters():
         if weight.device.type == "cpu" and weight.data_ptr() % _ALIGNED:

@@ -74,8 +74,9 @@ class Recovery:
             equal.sort(key=lambda one: one.live.call.number)
 
     def _is_whole(self, call: Call) -> bool:
-        has_parent = call.parent_id is None or call.parent_id in self._lives
-        return has_parent and self.forest.images.has_all([image.sha256 for image in call.media])
+        return (call.parent_id is None or call.parent_id in self._lives) and all(
+            image.sha256 in self.forest.images for image in call.media
+        )
 
     def _take_chat(self, call: Call, attributes: dict[str, Any]) -> None:
         parent = self._parent(call)

@@ -4,7 +4,7 @@ Invariant: in all calls of an attempt a URL means the same image; and a message 
 digests of their bytes, in the place of the bytes.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import xxhash
@@ -30,9 +30,8 @@ class ShownImages:
     def __getitem__(self, sha256: str) -> Image:
         return self._images[sha256]
 
-    def has_all(self, sha256s: Collection[str]) -> bool:
-        """Whether all of these are known."""
-        return self._images.keys() >= set(sha256s)
+    def __contains__(self, sha256: str) -> bool:
+        return sha256 in self._images
 
     def add(self, image: Image, url: str | None = None) -> None:
         """Know an image, and that the URL means it, if it means no other one already."""
@@ -51,8 +50,9 @@ class ShownImages:
 
     def named(self, messages: list[dict[str, Any]], known: int = 0) -> list[dict[str, Any]]:
         """The messages with references to their images in the place of URLs that hold them, or are known; the first
-        `known` messages as they are. Raises GatewayError(400) for a URL that says it holds an image, and holds none."""
-        found = list(images.urls(messages[known:], known))
+        `known` messages as they are, and all where there are references alone. Raises GatewayError(400) for a URL that
+        says it holds an image, and holds none."""
+        found = [(where, url) for where, url in images.urls(messages[known:], known) if not url.startswith(url_of(""))]
         if not found:
             return messages
         for where, url in found:

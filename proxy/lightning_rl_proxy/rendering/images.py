@@ -195,7 +195,7 @@ def read(where: str, url: str) -> Image:
     head, _, text = url.partition(",")
     try:
         data = msgspec.convert(text, bytes)  # five times as fast as `base64`
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise _refused(f"{where} is not base64") from error
     return image_of(where, data, head.removeprefix("data:").partition(";")[0].lower())
 
