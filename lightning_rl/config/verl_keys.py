@@ -258,7 +258,11 @@ RULES: list[Rule] = [
     _same(
         "*.data_loader_seed *.fsdp_config.seed critic.fsdp.seed *.rollout.seed", "`data.seed` seeds order and sampling"
     ),
-    _same("*.full_determinism", "seeds come from task, rollout and call; in float32 on one machine runs repeat"),
+    _same(
+        "*.full_determinism",
+        "seeds come from task, rollout and call: in float32 on one machine runs sample the same tokens, whose log "
+        "probabilities depend in the last bits on what the engine answers together",
+    ),
     _only(
         "*.checkpoint.load_contents",
         (["model", "optimizer", "extra"], ["model", "optimizer", "extra", "hf_model"], "${.save_contents}"),

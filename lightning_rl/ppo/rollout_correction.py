@@ -48,11 +48,17 @@ class SamplerCheck:
         self.compared = False  # a batch that the current weights sampled
 
     def set_old_log_probs(
-        self, batch: StepBatch, trainers: Callable[[list[TrainingSequence]], list[NDArray[np.float32]]], version: int
+        self,
+        batch: StepBatch,
+        trainers: Callable[[list[TrainingSequence]], list[NDArray[np.float32]]],
+        version: int,
+        *,
+        compare_only: bool = False,
     ) -> dict[str, float]:
         """Set them for a step on the weights `version`; returns how far sampler and trainer are apart.
 
-        `trainers` computes the trainer's own log probabilities. Raises SamplerMismatch.
+        `trainers` computes the trainer's own log probabilities. With `compare_only` they are not set: the update finds
+        its own. Raises SamplerMismatch.
         """
         sequences, first = batch.sequences, not self.compared
         if self._bypass:
@@ -60,7 +66,7 @@ class SamplerCheck:
             if not first:
                 return {}
         own = trainers(sequences)
-        if not self._bypass:
+        if not self._bypass and not compare_only:
             batch.put(old_log_probs=own)
         of_these_weights = [np.zeros(0, np.float32)]
         for sequence, log_probs in zip(sequences, own, strict=True):

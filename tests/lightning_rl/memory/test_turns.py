@@ -129,6 +129,7 @@ class Colocated:
         self.learner = PolicyLearner(of_run, resolved_config.step_rules(compose()))
         self.learner.models, self.learner.state = self.models, PolicyState(None, "policy")
         self.learner.run = SimpleNamespace(step=1)  # type: ignore[assignment]
+        self.learner._update_finds_old_log_probs = lambda _: False  # type: ignore[method-assign]
         nobody: Any = SimpleNamespace(enter=lambda batch: None, write_record=lambda *_: None)
         self.learner.parts = LearnerParts(self, nobody, self.weights, nobody)  # type: ignore[arg-type]
         card.hold("engine", share)  # it was started with the trainer's weights beside it, or in main memory
@@ -147,7 +148,7 @@ class Colocated:
 
     compared = False
 
-    def set_old_log_probs(self, batch: StepBatch, log_probs: Any, version: int) -> dict[str, float]:
+    def set_old_log_probs(self, batch: StepBatch, log_probs: Any, version: int, **_: bool) -> dict[str, float]:
         """As a `SamplerCheck` that does not take the sampler's."""
         log_probs(batch.sequences)
         return {}

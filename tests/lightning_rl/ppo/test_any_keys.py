@@ -1,8 +1,9 @@
-"""Keys that nobody has put together before: a run with them learns, stops and goes on, or it is refused by a
-ConfigError before its first step."""
+"""Keys that nobody has put together before: a run with them learns, and when it is stopped goes on to the end that it
+would have had, bit by bit; or it is refused by a ConfigError before its first step."""
 
 import random
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -14,9 +15,12 @@ from lightning_rl.config.schema import Config
 from lightning_rl.rl.kl import KINDS
 from lightning_rl.rl.losses import LOSSES
 from lightning_rl.telemetry.metrics.jsonl import read
+from lightning_rl.training import checkpoint
 from lightning_rl.training.optimizer import OptimizerRefused
+from lightning_rl.trajectories.trajectory import Trajectory
 from tests.lightning_rl.ppo.agents import two_calls
 from tests.lightning_rl.ppo.test_ppo import CHECKPOINT
+from tests.lightning_rl.ppo.test_ppo_resume import assert_same, stored
 
 pytestmark = pytest.mark.e2e
 
@@ -30,6 +34,7 @@ ALWAYS = {
     "trainer.logger": ["jsonl"],
     "trainer.save_freq": 1,
     "trainer.total_epochs": 3,
+    "trainer.total_training_steps": 3,
 }
 # Numbers and names; what is one of several words, or true and false, is found in the schema.
 VALUES: dict[str, list[Any]] = {
@@ -91,25 +96,69 @@ def _choices() -> dict[str, list[Any]]:
     return {name: values for name, values in found.items() if values}
 
 
-def _run(run_dir: Path, given: dict[str, Any]) -> None:
+class Stopped(Exception):
+    """As a run is by whatever ends its process."""
+
+
+class StoppedPPO(lrl.PPO):
+    """It stops in its last step, when that has sampled and has not learned yet."""
+
+    def on_sample_end(self, trajectories: Sequence[Trajectory]) -> None:
+        if self.step == 3:
+            raise Stopped
+
+
+def _run(run_dir: Path, given: dict[str, Any], algorithm: type[lrl.PPO] = lrl.PPO) -> None:
     """Train with these keys."""
     words = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in given.items()]
-    algorithm = lrl.PPO(compose(command_line=words))
-    lrl.Trainer(two_calls, n_runners=4, run_dir=run_dir).fit(algorithm, list(range(8)), list(range(2)))
+    trainer = lrl.Trainer(two_calls, n_runners=4, run_dir=run_dir)
+    trainer.fit(algorithm(compose(command_line=words)), list(range(8)), list(range(2)))
 
 
-@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.smoke), *range(1, 8)])
+def _assert_same_end_without_a_stop(run_dir: Path, given: dict[str, Any], unbroken: Path) -> None:
+    """A run that does not stop, over what this one has sampled."""
+    unbroken.mkdir()
+    for name in ("store.db", "run.id"):
+        shutil.copy(run_dir / name, unbroken)
+    _run(unbroken, given)
+    assert stored(unbroken) == stored(run_dir)
+    one, other = (checkpoint.latest(each / "checkpoints") for each in (run_dir, unbroken))
+    assert one is not None
+    assert other is not None
+    for file in one.rglob("*.safetensors"):
+        assert file.read_bytes() == (other / file.relative_to(one)).read_bytes(), file
+    states = [checkpoint.load_state(each) for each in (one, other)]
+    for state in states:
+        state.pop("rng")  # of the process that samples too
+    assert_same(*states)
+
+
+# The pass that compares the first batch of a session with its sampler is cut otherwise than its update.
+CUT_OTHERWISE = {"algorithm.groups_without_variance": "drop", f"{ROLLOUT}log_prob_micro_batch_size_per_gpu": 1}
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(0, marks=pytest.mark.smoke), *range(1, 8), pytest.param(CUT_OTHERWISE, id="cut")]
+)
 @pytest.mark.long
-def test_a_run_with_any_keys_learns_or_is_refused_by_name(seed: int, tmp_path: Path) -> None:
-    chance, choices = random.Random(seed), _choices()
+def test_a_run_with_any_keys_learns_and_goes_on_or_is_refused_by_name(
+    seed: int | dict[str, Any], tmp_path: Path
+) -> None:
+    chance, choices = random.Random(seed if isinstance(seed, int) else 0), _choices()
+    run_dir = tmp_path / "run"
     while True:
-        drawn = {name: chance.choice(choices[name]) for name in chance.sample(sorted(choices), 8)}
+        sample = chance.sample(sorted(choices), 8)
+        drawn = {name: chance.choice(choices[name]) for name in sample} if isinstance(seed, int) else seed
         print(drawn)
         try:
-            _run(tmp_path / "run", ALWAYS | drawn | {"trainer.total_training_steps": 2})
+            with pytest.raises(Stopped):
+                _run(run_dir, ALWAYS | drawn, StoppedPPO)
             break
         except (ConfigError, OptimizerRefused) as refusal:
             print(refusal)
-            assert not list((tmp_path / "run").glob("checkpoints/*"))
-    _run(tmp_path / "run", ALWAYS | drawn | {"trainer.total_training_steps": 3, "trainer.resume_mode": "auto"})
-    assert {row["step"] for row in read(tmp_path / "run" / "metrics.jsonl")} - {0} == {1, 2, 3}
+            assert not list(run_dir.glob("checkpoints/*"))
+    given = ALWAYS | drawn | {"trainer.resume_mode": "auto"}
+    _run(run_dir, given)
+    assert {row["step"] for row in read(run_dir / "metrics.jsonl")} - {0} == {1, 2, 3}
+    if drawn.get("trainer.schedule", "sync") == "sync":  # the others take groups in the order in which they end
+        _assert_same_end_without_a_stop(run_dir, given, tmp_path / "unbroken")

@@ -48,10 +48,7 @@ def test_the_update_finds_old_log_probs_where_nothing_needs_them_before(
     learner.models = SimpleNamespace(model=model, actor=Planner())  # type: ignore[assignment]
     learner.models.actor.config = resolved_config.actor_config(config, 10)
     learner.state, learner.run = PolicyState(kl_controller_of(config), "policy"), SimpleNamespace(step=step)  # type: ignore[assignment]
-    learner.parts = SimpleNamespace(sampler=SimpleNamespace(compared=False))  # type: ignore[assignment]
     rollouts = 16 * config.actor_rollout_ref.rollout.n
-    assert not learner._update_finds_old_log_probs(rollouts), "the first batch is compared"
-    learner.parts.sampler.compared = True
     assert learner._update_finds_old_log_probs(rollouts) is found
     model.config = GPT2Config()
     assert not learner._update_finds_old_log_probs(rollouts), "it has dropout"
