@@ -133,6 +133,7 @@ def test_weighted_sums_of_named_rewards() -> None:
     found = credit.weighed(rewards, {"correct": 1.0, "short": 0.25, "absent": 3.0})
     assert found.final == pytest.approx(0.5)
     assert found.of_calls == {"c0": {"reward": 1.0}}
+    assert found.named == rewards.named  # agents have rewards by these names
     assert credit.weighed(rewards, {"absent": 3.0}).final is None
 
 
