@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import msgspec
 import numpy as np
@@ -63,6 +64,9 @@ class SharedEngine:
     made: "Sequence[Models]"
 
 
+_ALIVE: "WeakSet[Models]" = WeakSet()
+
+
 class Models:
     """What a run trains and asks.
 
@@ -99,6 +103,9 @@ class Models:
         sampled: bool = True,
         shared: "SharedEngine | None" = None,
     ) -> None:
+        if _ALIVE:  # of an earlier run: a run is full of cycles, so its models stay when nobody holds them any more
+            free_unused_memory()
+        _ALIVE.add(self)
         located(config.actor_rollout_ref.model.path)  # from the hub, if need be
         register_model_code(config)
         self._roles = roles_of(config, with_critic=with_critic)

@@ -1,8 +1,10 @@
 """The models of a run are what the config says: formats, adapter, critic, reference; a saved state brings them back."""
 
 import copy
+import gc
 import shutil
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,21 @@ def models(
     )
     made.train(10)
     return made
+
+
+def test_models_that_nobody_holds_are_gone_before_others_are_loaded() -> None:
+    """In a notebook one run follows another, and a GPU has no room for both."""
+    earlier: Any = models()
+    earlier.run = earlier  # as it is in a run
+    model = weakref.ref(earlier.model)
+    gc.disable()
+    try:
+        del earlier
+        assert model() is not None
+        models()
+        assert model() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("schedule", "batches"), [("sync", 4), ("one_step_off", 2), ("async", 2)])
