@@ -260,8 +260,8 @@ RULES: list[Rule] = [
     ),
     _same(
         "*.full_determinism",
-        "seeds come from task, rollout and call: in float32 on one machine runs sample the same tokens, whose log "
-        "probabilities depend in the last bits on what the engine answers together",
+        "seeds come from task, rollout and call, so runs draw with the same random numbers; in float32 on one machine "
+        "the engine's log probabilities differ at most in the last bits, by what it answers together",
     ),
     _only(
         "*.checkpoint.load_contents",

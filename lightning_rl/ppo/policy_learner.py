@@ -174,9 +174,13 @@ class PolicyLearner:
         models.actor.onload()
         batch = step_batch.read(trajectories, self.rules.batch)
         in_update = self._update_finds_old_log_probs(len(trajectories))
-        if not (in_update and self.parts.sampler.compared):
+        if not in_update:
             with timed(timing, "old_log_prob"):
-                metrics |= self.set_old_log_probs(batch, compare_only=in_update)
+                metrics |= self.set_old_log_probs(batch)
+        elif not parts.sampler.compared:
+            with timed(timing, "old_log_prob"):
+                own = models.actor.log_probs(batch.sequences)
+                metrics |= parts.sampler.compare(batch, own, self.state.policy_version)
         if models.reference is not None:
             with timed(timing, "ref"):
                 batch.put(reference_log_probs=models.reference.log_probs(batch.sequences))
@@ -246,11 +250,9 @@ class PolicyLearner:
                 own[name].copy_(weight)
         self.publish_weights()
 
-    def set_old_log_probs(self, batch: StepBatch, *, compare_only: bool = False) -> dict[str, float]:
-        """Old log probabilities: the sampler's (bypass) or the trainer's own; and how far the two are apart. With
-        `compare_only` the update finds the old ones itself, and nothing is set here."""
-        trainers, version = self.models.actor.log_probs, self.state.policy_version
-        return self.parts.sampler.set_old_log_probs(batch, trainers, version, compare_only=compare_only)
+    def set_old_log_probs(self, batch: StepBatch) -> dict[str, float]:
+        """Old log probabilities: the sampler's (bypass) or the trainer's own; and how far the two are apart."""
+        return self.parts.sampler.set_old_log_probs(batch, self.models.actor.log_probs, self.state.policy_version)
 
     def _update_finds_old_log_probs(self, rollouts: int) -> bool:
         """Whether the old log probabilities are those that the update's own forward pass finds, so that none is needed
@@ -258,8 +260,9 @@ class PolicyLearner:
         (a correction, a distance from the reference in the rewards, a loss that prepares for the whole mini-batch), nor
         where dropout makes each pass another one.
 
-        So of the first batch of a session, too, which is compared in a pass of its own: that one may be cut into other
-        micro-batches, whose last bits differ, and a resumed run would not be the one that was not stopped."""
+        The first batch of a session is no exception, though a pass of its own compares it with the sampler: that pass
+        may be cut into other micro-batches, whose last bits differ, and a resumed run would not end as one that was not
+        stopped."""
         actor, config = self.models.actor.config, self.config
         return (
             rollouts <= actor.mini_batch_rollouts

@@ -48,26 +48,26 @@ class SamplerCheck:
         self.compared = False  # a batch that the current weights sampled
 
     def set_old_log_probs(
-        self,
-        batch: StepBatch,
-        trainers: Callable[[list[TrainingSequence]], list[NDArray[np.float32]]],
-        version: int,
-        *,
-        compare_only: bool = False,
+        self, batch: StepBatch, trainers: Callable[[list[TrainingSequence]], list[NDArray[np.float32]]], version: int
     ) -> dict[str, float]:
         """Set them for a step on the weights `version`; returns how far sampler and trainer are apart.
 
-        `trainers` computes the trainer's own log probabilities. With `compare_only` they are not set: the update finds
-        its own. Raises SamplerMismatch.
+        `trainers` computes the trainer's own log probabilities. Raises SamplerMismatch.
         """
-        sequences, first = batch.sequences, not self.compared
+        sequences = batch.sequences
         if self._bypass:
             batch.put(old_log_probs=[sequence.rollout_log_probs for sequence in sequences])
-            if not first:
+            if self.compared:
                 return {}
         own = trainers(sequences)
-        if not self._bypass and not compare_only:
+        if not self._bypass:
             batch.put(old_log_probs=own)
+        return self.compare(batch, own, version)
+
+    def compare(self, batch: StepBatch, own: list[NDArray[np.float32]], version: int) -> dict[str, float]:
+        """How far the sampler's log probabilities are from the trainer's `own`, per sequence, under the weights
+        `version`. Raises SamplerMismatch on the first batch that these sampled."""
+        sequences, first = batch.sequences, not self.compared
         of_these_weights = [np.zeros(0, np.float32)]
         for sequence, log_probs in zip(sequences, own, strict=True):
             if not sequence.cut_context:

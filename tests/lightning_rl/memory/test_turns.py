@@ -148,7 +148,7 @@ class Colocated:
 
     compared = False
 
-    def set_old_log_probs(self, batch: StepBatch, log_probs: Any, version: int, **_: bool) -> dict[str, float]:
+    def set_old_log_probs(self, batch: StepBatch, log_probs: Any, version: int) -> dict[str, float]:
         """As a `SamplerCheck` that does not take the sampler's."""
         log_probs(batch.sequences)
         return {}

@@ -22,9 +22,9 @@ class DriftedLearner(PolicyLearner):
 
     accounted: StepBatch
 
-    def set_old_log_probs(self, batch: StepBatch, *, compare_only: bool = False) -> dict[str, float]:
+    def set_old_log_probs(self, batch: StepBatch) -> dict[str, float]:
         self.accounted = batch
-        metrics = super().set_old_log_probs(batch, compare_only=compare_only)
+        metrics = super().set_old_log_probs(batch)
         for sequence in batch.sequences:
             if sequence.rollout % 2 and sequence.old_log_probs is not None:
                 sequence.old_log_probs = sequence.old_log_probs + np.float32(np.log(1.5))

@@ -112,11 +112,16 @@ def assert_same(a: Any, b: Any, at: str = "state") -> None:
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, at
 
 
-def assert_same_end(one: Path, other: Path) -> None:
+def assert_same_end(one: Path, other: Path, steps: int = STEPS) -> None:
     """Weights, optimizer, schedule and all that a further step would go on from."""
-    ends = [run_dir / "checkpoints" / f"step-{STEPS}" for run_dir in (one, other)]
-    weights = [(end / "model.safetensors").read_bytes() for end in ends]
-    assert weights[0] == weights[1] != (CHECKPOINT / "model.safetensors").read_bytes()
+    ends = [run_dir / "checkpoints" / f"step-{steps}" for run_dir in (one, other)]
+    files, of_other = (
+        {file.relative_to(end): file.read_bytes() for file in end.rglob("*.safetensors")} for end in ends
+    )
+    assert files
+    assert files == of_other
+    begun = (CHECKPOINT / "model.safetensors").read_bytes()
+    assert files.get(Path("model.safetensors")) != begun  # none where an adapter alone is written
     state, others = (checkpoint.load_state(end) for end in ends)
     for each in (state, others):
         each.pop("rng")  # of the process that samples too: how many numbers it drew depends on what was stored
