@@ -1,4 +1,5 @@
-"""Whole prompts that come again are rendered once: a group's first calls have the same messages.
+"""Whole prompts that come again are rendered once, also while they are rendered: a group's first calls have the same
+messages.
 
 Invariant: the ids are those that rendering gives. So a prompt is found by the exact JSON of its messages and tools, and
 a format that reads the clock has none kept.
@@ -7,6 +8,7 @@ a format that reads the clock has none kept.
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -31,6 +33,7 @@ class RenderedPrompts:
     def __init__(self, render: Render, long_texts: LongTexts, size: int = _BYTES) -> None:
         self._render, self._long_texts, self._most = render, long_texts, size
         self._known: OrderedDict[bytes, list[int]] = OrderedDict()
+        self._rendering: dict[bytes, Future[list[int] | None]] = {}  # None: it could not be rendered
         self._size = 0
         self._lock = threading.Lock()
 
@@ -42,15 +45,39 @@ class RenderedPrompts:
             return self._render(messages, tools)
         with self._lock:
             known = self._known.get(key)
+            by_another = None if known is not None else self._rendering.get(key)
             if known is not None:
                 self._known.move_to_end(key)
-        if known is not None:
-            self._long_texts.count(len(known))
-            return known.copy()  # the numbers are shared: an attempt that is open keeps its prompt
-        ids = self._render(messages, tools)
-        if _size(key, ids) <= _LARGEST:
-            self._keep(key, ids.copy())
-        return ids
+            elif by_another is None:
+                rendering = self._rendering[key] = Future[list[int] | None]()
+        if by_another is not None:
+            known = by_another.result()
+        elif known is None:
+            return self._render_for_all(key, rendering, messages, tools)
+        if known is None:  # rendering it here says what is wrong with it
+            return self._render(messages, tools)
+        self._long_texts.count(len(known))
+        return known.copy()  # the numbers are shared: an attempt that is open keeps its prompt
+
+    def _render_for_all(
+        self,
+        key: bytes,
+        rendering: Future[list[int] | None],
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None,
+    ) -> list[int]:
+        """The ids of a prompt, which other threads wait for."""
+        known = None
+        try:
+            ids = self._render(messages, tools)
+            known = ids.copy()
+            if _size(key, known) <= _LARGEST:
+                self._keep(key, known)
+            return ids
+        finally:
+            with self._lock:
+                del self._rendering[key]
+            rendering.set_result(known)
 
     def _keep(self, key: bytes, ids: list[int]) -> None:
         with self._lock:

@@ -1,7 +1,10 @@
 """Prompts that come again are rendered once, and their ids are those of rendering them anew."""
 
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -68,6 +71,31 @@ def test_it_is_rendered_once_and_each_caller_has_a_list_of_its_own() -> None:
     first.append(7)
     assert kept.ids([dict(message) for message in ASKED], None) == written(ASKED, None)
     assert len(rendered) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_that_ask_at_the_same_time_have_a_prompt_rendered_once(fails: bool) -> None:
+    rendered, others_wait = [], Event()
+
+    def render(messages: Any, tools: Any) -> list[int]:
+        rendered.append(messages)
+        others_wait.wait(10)
+        if fails:
+            raise GatewayError(400, "no such format")
+        return written(messages, tools)
+
+    kept = prompts(render)
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(kept.ids, ASKED, None) for _ in range(4)]
+        time.sleep(0.05)  # until all have asked
+        others_wait.set()
+    assert [one.exception() is not None for one in asked] == [fails] * 4
+    assert len(rendered) == (4 if fails else 1)  # what is wrong with it each caller is told
+    if not fails:
+        lists = [one.result() for one in asked]
+        lists[0].append(7)
+        assert lists[1:] == [written(ASKED, None)] * 3
+        assert kept.ids(ASKED, None) == lists[1]
 
 
 def test_those_asked_for_last_are_kept_and_no_large_one() -> None:
