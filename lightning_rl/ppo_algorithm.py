@@ -29,6 +29,7 @@ from lightning_rl.config.idle_keys import idle_beside_others
 from lightning_rl.config.policies import named, policies_of
 from lightning_rl.config.schema import Config
 from lightning_rl.configured_algorithm import ConfiguredAlgorithm, composed
+from lightning_rl.data.dataset import dataset_of
 from lightning_rl.files import write_whole
 from lightning_rl.inference.load import located
 from lightning_rl.memory.plan import refuse_what_cannot_fit
@@ -139,7 +140,7 @@ class PPO(Hooks, ConfiguredAlgorithm):
         self.history: list[dict[str, float]] = []
         self.asks_for = resolved_config.rollouts_at_once(self.config, self.rules.schedule)
         self.max_restarts = self.config.trainer.max_restarts
-        self._tune_dataset = tune_dataset
+        self._tune_dataset = dataset_of(tune_dataset, "tune_dataset")
         self._total_steps = 0  # of the tasks that `prepare` has seen
         self._parts: RunParts | None = None  # there from `run` on
 

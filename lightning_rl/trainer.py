@@ -33,6 +33,7 @@ from lightning_rl.compat.lightning_store import LightningStore, LightningStoreCl
 from lightning_rl.control_plane import launch as server
 from lightning_rl.control_plane.attach import LEASE_SECONDS, Attachment, attached, check_server
 from lightning_rl.control_plane.several_servers import SeveralServers
+from lightning_rl.data.dataset import dataset_of
 from lightning_rl.errors import Explained, WorkerDied
 from lightning_rl.files import owned
 from lightning_rl.processes.child import Child
@@ -198,7 +199,8 @@ class Trainer:
         val_dataset: Sequence[Any] | None,
     ) -> None:
         """Run it, and where a process that trains dies, go on with it as often as the algorithm allows."""
-        tasks, held_out = algorithm.prepare(train_dataset, val_dataset)
+        given = dataset_of(train_dataset, "train_dataset"), dataset_of(val_dataset, "val_dataset")
+        tasks, held_out = algorithm.prepare(*given)
         if self.run_dir is None or not self._fixed_run_dir:
             named = algorithm.named_run_dir
             self.run_dir = _unused(algorithm.default_run_dir().resolve()) if named is None else named.resolve()
@@ -389,7 +391,7 @@ class Trainer:
         """
         from lightning_rl.inspect.dev import Dev
 
-        tasks = train_dataset or val_dataset
+        tasks = val_dataset if train_dataset is None else train_dataset
         if tasks is None:
             if callable(agent) or isinstance(agent, Agent):
                 raise TypeError("dev takes tasks: Trainer(agent).dev(tasks), or Trainer().dev(agent, tasks)")

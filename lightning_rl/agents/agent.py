@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from lightning_rl.agents.resources import LLM, PromptTemplate, ProxyLLM
-from lightning_rl.agents.values import finite
+from lightning_rl.agents.values import encodable, finite
 from lightning_rl.errors import Explained
 from lightning_rl.loading import NotLoadable, load
 
@@ -226,7 +226,7 @@ def _returned_rewards(returned: Any, rollout_id: str) -> dict[str, float]:
     if isinstance(returned, Mapping):
         if "reward" not in returned:
             raise ValueError(f"{where} returned rewards {sorted(returned)} without one named 'reward'")
-        return {str(k): finite(v, f"{where}, reward {k!r}") for k, v in returned.items()}
+        return {encodable(str(k)): finite(v, f"{where}, reward {k!r}") for k, v in returned.items()}
     return {"reward": finite(returned, where)}
 
 

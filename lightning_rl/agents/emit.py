@@ -71,7 +71,7 @@ def _by_name(value: object, name: str, primary_key: str | None) -> dict[str, flo
         return {name: finite(value, f"emit_reward(name={name!r})")}
     if primary_key not in value:
         raise ValueError(f"emit_reward: of {sorted(map(str, value))} name the final one: primary_key=...")
-    rewards = {str(each): finite(number, f"emit_reward, {each!r}") for each, number in value.items()}
+    rewards = {encodable(str(each)): finite(number, f"emit_reward, {each!r}") for each, number in value.items()}
     if name != primary_key and name in rewards:
         raise ValueError(f"emit_reward: the final reward is recorded as {name!r}, and another one has that name")
     return {name if each == primary_key else each: number for each, number in rewards.items()}

@@ -1,14 +1,25 @@
 """What may be emitted or returned: finite numbers as rewards, and text that can be encoded. Loads nothing."""
 
 import math
-import numbers
+from typing import SupportsFloat
+
+
+def number(value: object) -> float | None:
+    """`value` as a float where it is one number (bools, NumPy's and torch's scalars too), else None; text is none."""
+    if not isinstance(value, SupportsFloat):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # arrays and tensors of several numbers
+        return None
 
 
 def finite(value: object, where: str) -> float:
     """`value` as a float. Raises ValueError naming `where` for NaN, infinities and what is no number."""
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ValueError(f"{where}: a reward must be a finite number, got {value!r}")
-    return float(value)
+    found = number(value)
+    if found is None or not math.isfinite(found):
+        raise ValueError(f"{where}: a reward must be a finite number, got {value!r:.200}")
+    return found
 
 
 def encodable(text: str) -> str:

@@ -1,6 +1,5 @@
 """The base of every algorithm: it is opened with a run folder, given a store, and run on datasets."""
 
-import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from lightning_rl.algorithms.watchdog import Watchdog
-from lightning_rl.errors import Explained
+from lightning_rl.data.dataset import check_task
 from lightning_rl.store.contract import Rollout, RolloutRequest, RolloutTrace
 from lightning_rl.store.run_store import RunStore
 
@@ -28,10 +27,6 @@ NEUTRAL: dict[str, float | int] = {
 }  # fmt: skip
 _WAIT_SECONDS = 2.0  # between two looks at the processes of the run
 _GATHER_SECONDS = 0.1  # rollouts are read some together: each request to the server costs the agents beside it
-
-
-class TaskError(Explained, TypeError):
-    """A task that is no JSON value: it could not travel to a runner."""
 
 
 class Endpoint(msgspec.Struct, kw_only=True):
@@ -151,7 +146,7 @@ class Algorithm:
     def ask(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Ask for rollouts. Raises TaskError for a task that is no JSON value."""
         for request in {id(request.task): request for request in requests}.values():  # a group has one task
-            _check_task(request)
+            check_task(request.task, f"the task of rollout {request.rollout_id}")
         return self.store.enqueue(requests)
 
     def ended(
@@ -167,13 +162,3 @@ class Algorithm:
         finished = self.store.wait(waiting, wait_seconds, gather_seconds)
         watchdog.look(waiting, any_ended=bool(finished))
         return finished
-
-
-def _check_task(request: RolloutRequest) -> None:
-    try:
-        json.dumps(request.task, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise TaskError(
-            f"the task of rollout {request.rollout_id} is no JSON value ({error}): {str(request.task)[:80]!r}; make it "
-            "of dicts, lists, text, numbers, true, false and null"
-        ) from error

@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_rl.algorithms.base import NEUTRAL, TaskError
+from lightning_rl.algorithms.base import NEUTRAL
+from lightning_rl.data.dataset import TaskError
 from lightning_rl.errors import Explained
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutConfig, RolloutRequest

@@ -13,6 +13,7 @@ from lightning_rl.algorithms.base import Dataset
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, Data
 from lightning_rl.data import load_tasks
+from lightning_rl.data.dataset import dataset_of
 from lightning_rl.loops.first_prompts import FirstPrompts
 from lightning_rl.loops.loop_registry import loops_of
 from lightning_rl.ppo import resolved_config
@@ -51,7 +52,9 @@ def tasks_of(name: str, dataset: Dataset | None, files: str | list[str] | None) 
     """The tasks that `fit` was given, or else those of `data.<name>_files`."""
     if dataset is not None and files is not None:
         _log.info("tasks are fit's %s_dataset; data.%s_files=%r is not read", name, name, files)
-    return load_tasks(files) if dataset is None and files is not None else dataset or []
+    if dataset is None and files is not None:
+        dataset = dataset_of(load_tasks(files), f"data.{name}_files")
+    return dataset or []
 
 
 def at_most(most: int, tasks: Dataset, data: Data) -> Dataset:

@@ -2,24 +2,14 @@
 
 import math
 from collections.abc import Mapping
-from typing import SupportsFloat
 
+from lightning_rl.agents.values import number
 from lightning_rl.errors import Explained
 from lightning_rl_adapters.credit import FINAL
 
 
 class RewardError(Explained, ValueError):
     """A reward function or a judge gave what is no reward."""
-
-
-def number(value: object) -> float | None:
-    """`value` as a float where it is one number (bools, NumPy's and torch's scalars too), else None; text is none."""
-    if not isinstance(value, SupportsFloat):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # arrays and tensors of several numbers
-        return None
 
 
 def finite(value: object, where: str) -> float:

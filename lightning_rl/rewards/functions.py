@@ -14,11 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lightning_rl.agents.values import number
 from lightning_rl.errors import Explained
 from lightning_rl.loading import explained, find_neighbours, made_of, run_apart
 from lightning_rl.processes.event_loop import AsyncAgents
 from lightning_rl.rewards import FinishedRollout
-from lightning_rl.rewards.checked import RewardError, finite, number
+from lightning_rl.rewards.checked import RewardError, finite
 from lightning_rl_adapters.credit import FINAL
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")

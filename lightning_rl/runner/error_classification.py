@@ -7,19 +7,29 @@ counts as infrastructure, so an agent whose own tools cannot connect has failed 
 import traceback
 from collections.abc import Iterator
 
+from lightning_rl.agents.values import encodable
 from lightning_rl.errors import InfrastructureError
 from lightning_rl.store.contract import Claim, ErrorInfo
 from lightning_rl.store.errors import Unreachable
 
+_ENDS = 16 * 1024  # characters that are kept of the beginning, and of the end
+
 
 def error_info(error: BaseException, claim: Claim) -> ErrorInfo:
-    """The exception as it is recorded."""
+    """The exception as it is recorded: as text that can be encoded, of a long one its beginning and its end."""
+    shown = traceback.TracebackException.from_exception(error)  # which comes through exceptions that cannot be shown
     return ErrorInfo(
         type=type(error).__name__,
-        message=str(error),
-        traceback="".join(traceback.format_exception(error)),
+        message=_kept(str(shown)),
+        traceback=_kept("".join(shown.format())),
         infrastructure=is_infrastructure(error, claim),
     )
+
+
+def _kept(text: str) -> str:
+    text = encodable(text)
+    left_out = len(text) - 2 * _ENDS
+    return text if left_out <= 0 else f"{text[:_ENDS]}\n[... {left_out} characters left out ...]\n{text[-_ENDS:]}"
 
 
 def is_infrastructure(error: BaseException, claim: Claim) -> bool:

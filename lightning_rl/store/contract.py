@@ -285,11 +285,16 @@ def body_of(record: Any) -> bytes:
     """The JSON of a record.
 
     Raises:
-        Invalid: when it holds something that JSON cannot.
+        Invalid: when it holds something that JSON cannot, or MessagePack, in which the store answers.
     """
     try:
+        msgspec.msgpack.encode(record)
         return msgspec.json.encode(record)
-    except TypeError as error:
+    except OverflowError as error:
+        raise Invalid(
+            f"{type(record).__name__} holds a whole number of more than 64 bits: write it as text ({error})"
+        ) from error
+    except (TypeError, UnicodeEncodeError) as error:
         raise Invalid(f"{type(record).__name__} is not JSON-able: {error}") from error
 
 

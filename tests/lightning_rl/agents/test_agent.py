@@ -8,6 +8,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 
 import lightning_rl as lrl
@@ -156,6 +157,13 @@ def test_no_reward_is_none() -> None:
 def test_what_is_no_finite_number_is_refused_with_the_rollouts_name(reward: Any) -> None:
     with pytest.raises(ValueError, match="rollout r1: a reward must be a finite number"):
         run_agent(as_agent(lambda task: reward), claim())
+
+
+@pytest.mark.parametrize("reward", [True, np.bool_(True), np.float32(1), np.array(1)], ids=repr)
+def test_one_number_is_a_reward_whoever_made_it(reward: Any) -> None:
+    assert run_agent(as_agent(lambda task: {"reward": reward, "half \ud83d": 2}), claim()) == {
+        "reward": 1.0, "half \\ud83d": 2.0,
+    }  # fmt: skip
 
 
 def test_several_rewards_need_a_final_one_and_two_final_ones_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections import UserList
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,9 +12,9 @@ import openai
 import pytest
 
 import lightning_rl as lrl
-from lightning_rl.algorithms.base import TaskError
 from lightning_rl.algorithms.baseline import _keep_tokenizer
 from lightning_rl.algorithms.evaluation import wilson
+from lightning_rl.data.dataset import TaskError
 from lightning_rl.inspect.folder import tokenizer_folder
 from lightning_rl.rewards import FinishedRollout
 from lightning_rl.sft import examples
@@ -238,10 +239,12 @@ def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], mes
     [pytest.param(object(), marks=pytest.mark.long), float("nan"), pytest.param({1, 2}, marks=pytest.mark.long)],
 )
 def test_a_task_that_is_no_json_value_is_named(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(
-        TaskError, match=r"the task of rollout train-[0-9a-f]+-1-0\.[0-9a-f]+ is no JSON value .* make it of dicts"
-    ):
-        lrl.Trainer(agent, run_dir=tmp_path).fit(lrl.Baseline(), [{"i": 0}, {"i": value}])
+    tasks = [{"i": 0}, {"i": value}]
+    with pytest.raises(TaskError, match=r"task 1 of train_dataset is no JSON value .* make it of dicts"):
+        lrl.Trainer(agent, run_dir=tmp_path / "run").fit(lrl.Baseline(), tasks)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(TaskError, match=r"the task of rollout train-[0-9a-f]+-1-0\.[0-9a-f]+ is no JSON value"):
+        lrl.Trainer(agent, run_dir=tmp_path / "run").fit(lrl.Baseline(), UserList(tasks))  # read as they are needed
 
 
 @pytest.mark.parametrize("given", [TASKS, lrl.Baseline, agent])

@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lightning_rl as lrl
-from lightning_rl.algorithms.base import Endpoint, TaskError
+from lightning_rl.algorithms.base import Endpoint
 from lightning_rl.compat.daemon import AgentModeDaemon, DaemonOrder
+from lightning_rl.data.dataset import TaskError
 from lightning_rl.store.contract import Attempt, AttemptTrace, Finish, Rollout, RolloutRequest, RolloutTrace
 from lightning_rl.store.errors import NotAllowed
 from lightning_rl_adapters import forest, rows

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_rl.runner.error_classification import error_info, is_infrastructure
 from lightning_rl.sandboxes import SandboxError
-from lightning_rl.store.contract import RolloutRequest
+from lightning_rl.store.contract import RolloutRequest, body_of
 from lightning_rl.store.errors import Unreachable
 from lightning_rl.store.sql import SqlStore
 
@@ -82,3 +82,25 @@ def test_a_wrapped_failure_is_still_the_servers(claim) -> None:
         info = error_info(error, claim)
     assert (info.type, info.infrastructure) == ("RuntimeError", True)
     assert "the agent gave up" in info.traceback
+
+
+class Unshowable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "begins"),
+    [
+        (ValueError("half an emoji: \ud83d"), "half an emoji: \\ud83d"),
+        (Unshowable(), "<exception str() failed>"),
+        (ValueError("x" * 3_000_000), "xxx"),
+    ],
+)
+def test_whatever_an_agent_raises_can_be_sent(claim, error, begins) -> None:
+    info = error_info(error, claim)
+    assert info.message.startswith(begins)
+    assert len(body_of(info)) < 150_000
+    if len(info.message) > 1000:
+        assert "characters left out" in info.message
+        assert info.traceback.startswith("ValueError: xxx")

@@ -89,8 +89,11 @@ def test_the_order_of_keys_does_not_make_another_body(store) -> None:
 
 
 def test_a_task_that_is_not_json_is_refused(store) -> None:
-    with pytest.raises(Invalid, match="JSON"):
-        store.enqueue([RolloutRequest(task=object())])
+    for task, message in ((object(), "JSON"), ("\ud83d", "surrogates"), ({"answer": -(2**64)}, "more than 64 bits")):
+        with pytest.raises(Invalid, match=message):
+            store.enqueue([RolloutRequest(task=task)])
+    store.enqueue([RolloutRequest(task=2**64 - 1)])
+    assert [claim.rollout.task for claim in store.claim("w", limit=5)] == [2**64 - 1]
 
 
 def test_pages_go_on_at_the_cursor_and_filter(store) -> None:

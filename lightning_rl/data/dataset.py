@@ -1,0 +1,80 @@
+"""What may be given as a dataset: tasks by their index, as many as its length says. Each is a JSON value.
+
+Tables are taken as their rows. What has no length or no order is refused, with what to give instead.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lightning_rl.errors import Explained
+from lightning_rl.store.contract import body_of
+from lightning_rl.store.errors import Invalid
+
+
+class TaskError(Explained, TypeError):
+    """A task that is no JSON value, so that it could not travel to a runner; or a dataset that holds no tasks."""
+
+
+def dataset_of(given: Any, name: str) -> Sequence[Any] | None:
+    """The tasks of what was given as the dataset `name`; None where nothing was.
+
+    Of a DataFrame (pandas, Polars) and a table (Arrow) they are the rows as dicts, of an array and a Series the
+    values. Others are read by index, and stay as lazy as they are. Raises TaskError for what is no dataset, and naming
+    its place for the first of a list's tasks that is no JSON value.
+    """
+    if given is None:
+        return None
+    rows = _rows(given)
+    if isinstance(rows, str | bytes):
+        raise TaskError(
+            f"{name} is the text {rows[:80]!r}; tasks of a file are read by lightning_rl.data.load_tasks(path), "
+            "or where the config names it"
+        )
+    if isinstance(rows, Mapping):
+        keys = ", ".join(repr(key) for key in list(rows)[:4])
+        raise TaskError(f"{name} is a {type(rows).__name__} of {keys}; give one of its values, or a list of tasks")
+    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+        raise TaskError(f"{name} is a {type(rows).__name__}, which has no length or no order; give list(...) of it")
+    if isinstance(rows, list | tuple):
+        for index, task in enumerate(rows):
+            check_task(task, f"task {index} of {name}")
+    return rows if hasattr(rows, "__iter__") else _ByIndex(rows)
+
+
+def check_task(task: Any, what: str) -> None:
+    """Raises TaskError, which says `what` it is, for a task that is no JSON value."""
+    try:
+        json.dumps(task, allow_nan=False)
+        body_of(task)
+    except (TypeError, ValueError, RecursionError, Invalid) as error:
+        raise TaskError(
+            f"{what} is no JSON value ({error}): {str(task)[:80]!r}; make it of dicts, lists, text, numbers, true, "
+            "false and null"
+        ) from error
+
+
+def _rows(given: Any) -> Any:
+    if hasattr(given, "to_pylist"):  # Arrow
+        return given.to_pylist()
+    if hasattr(given, "to_dicts"):  # Polars
+        return given.to_dicts()
+    if hasattr(given, "to_dict") and hasattr(given, "columns"):  # pandas
+        return given.to_dict("records")
+    return given.tolist() if hasattr(given, "tolist") else given
+
+
+class _ByIndex(Sequence[Any]):
+    """A dataset as torch has it, which has a length and an index, and iterated would go on for ever."""
+
+    def __init__(self, tasks: Any) -> None:
+        self._tasks = tasks
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._tasks[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._tasks[index] for index in range(len(self._tasks)))
