@@ -39,6 +39,7 @@ from lightning_rl.files import owned
 from lightning_rl.processes.child import Child
 from lightning_rl.processes.service_keys import RUNNER_KEY, SHORTEST, is_loopback
 from lightning_rl.runner import launch as runners
+from lightning_rl.runner.agent_pickle import pickled
 from lightning_rl.runner.payload import Isolation
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.errors import Unreachable
@@ -201,6 +202,8 @@ class Trainer:
         """Run it, and where a process that trains dies, go on with it as often as the algorithm allows."""
         given = dataset_of(train_dataset, "train_dataset"), dataset_of(val_dataset, "val_dataset")
         tasks, held_out = algorithm.prepare(*given)
+        if agent is not None and self.n_runners != 0 and not (self.n_runners is None and self._attaches):
+            pickled(agent)  # what cannot be sent is said before there is a run folder
         if self.run_dir is None or not self._fixed_run_dir:
             named = algorithm.named_run_dir
             self.run_dir = _unused(algorithm.default_run_dir().resolve()) if named is None else named.resolve()

@@ -60,7 +60,8 @@ class FunctionAgent(Agent):
     """A function as an agent: arguments are injected by name, and calling it calls the function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, function)
+        # Of what is no function, such as an object that is called, the attributes are no wrapper's.
+        functools.update_wrapper(self, function, updated=("__dict__",) if inspect.isroutine(function) else ())
         self.function = function
         self._injected = _injected_parameters(function)
         self._optional = {
@@ -90,7 +91,7 @@ class FunctionAgent(Agent):
         for name, resource in self._injected.items():
             if name not in ("resources", "rollout", *self._optional) and resource not in available:
                 raise AgentSignature(
-                    f"{self.function.__qualname__}: nothing fills parameter {name!r}; this run has the models "
+                    f"{_named(self.function)}: nothing fills parameter {name!r}; this run has the models "
                     f"{sorted(available)}: name one in gateway.backends.{name} (frozen) or policies.{name} (trained), "
                     "or give the parameter a default (prompts are published by lrl.PromptOptimization, "
                     "or an algorithm of your own: lrl.algo)"
@@ -110,8 +111,8 @@ class FunctionAgent(Agent):
 
     def __reduce__(self) -> Any:
         # By reference where the child can import it, so that module state (an open client, say) is not copied.
-        module, name = self.function.__module__, self.function.__qualname__
-        if module != "__main__" and _lookup(module, name) is self:
+        module, name = (getattr(self.function, of, None) for of in ("__module__", "__qualname__"))
+        if module not in (None, "__main__") and name is not None and _lookup(module, name) is self:
             return _lookup, (module, name)
         return FunctionAgent, (self.function,)
 
@@ -260,7 +261,7 @@ def _injected_parameters(function: Callable[..., Any]) -> dict[str, str]:
     """Parameter name -> resource name, for every parameter after the task."""
     parameters = list(inspect.signature(function).parameters.values())
     if not parameters:
-        raise AgentSignature(f"{function.__qualname__} takes no task: its first parameter is the task")
+        raise AgentSignature(f"{_named(function)} takes no task: its first parameter is the task")
     injected: dict[str, str] = {}
     for parameter in parameters[1:]:
         if parameter.name == "llm":
@@ -272,10 +273,15 @@ def _injected_parameters(function: Callable[..., Any]) -> dict[str, str]:
             parameter.KEYWORD_ONLY,
         ):
             raise AgentSignature(
-                f"{function.__qualname__}: nothing fills parameter {parameter.name!r}; name it 'llm', 'resources', "
+                f"{_named(function)}: nothing fills parameter {parameter.name!r}; name it 'llm', 'resources', "
                 f"'rollout' or '{_PROMPT}', annotate it LLM or PromptTemplate, or give it a default"
             )
     return injected
+
+
+def _named(function: Callable[..., Any]) -> str:
+    """As an error names it; a `functools.partial` and an object that is called have no name of their own."""
+    return getattr(function, "__qualname__", None) or f"{function!r:.80}"
 
 
 def _is_resource(annotation: Any) -> bool:

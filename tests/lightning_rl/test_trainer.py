@@ -1,11 +1,14 @@
 """What the Trainer takes for the servers of a run, before anything is started."""
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lightning_rl as lrl
 from lightning_rl.processes.service_keys import RUNNER_KEY
+from lightning_rl.runner.agent_pickle import AgentNotPicklable
 
 ONE, TWO = "http://127.0.0.1:1", "http://127.0.0.1:2"
 
@@ -38,3 +41,10 @@ def test_an_algorithm_that_is_a_function_works_at_one_server() -> None:
         ValueError, match=r"FunctionAlgorithm works at one server: give Trainer\(server=\.\.\.\) one URL"
     ):
         lrl.Trainer(server=[ONE, TWO]).fit(search, [])
+
+
+def test_an_agent_that_cannot_be_sent_leaves_a_folder_that_the_next_one_can_use(tmp_path: Path) -> None:
+    lock = threading.Lock()
+    with pytest.raises(AgentNotPicklable, match="a lock"):
+        lrl.Trainer(lambda task: float(lock.locked()), run_dir=tmp_path / "run").fit(lrl.Baseline(), [1])
+    assert not (tmp_path / "run").exists()

@@ -1,6 +1,7 @@
 """Agents: the decorated function stays a function, arguments come by name, rewards are checked."""
 
 import asyncio
+import functools
 import math
 import pickle
 import tomllib
@@ -15,6 +16,7 @@ import lightning_rl as lrl
 from lightning_rl.agents.agent import AgentSignature, as_agent, run_agent
 from lightning_rl.agents.emit import emit_message, emit_reward
 from lightning_rl.agents.emitted import Emitted
+from lightning_rl.runner.agent_pickle import pickled
 from lightning_rl.store.contract import Attempt, Claim, Rollout, RolloutConfig
 
 RESOURCE = {
@@ -188,6 +190,25 @@ def test_agents_of_modules_travel_by_reference_and_local_ones_by_value() -> None
         return float(factor * task["n"])
 
     assert pickle.loads(cloudpickle.dumps(local))({"n": 2}) == 10.0
+
+
+class Scaled:
+    def __init__(self, factor: int) -> None:
+        self.factor, self.rollout = factor, "an attribute of its own"
+
+    def __call__(self, task: dict[str, int], factor: int = 0) -> float:
+        return float((factor or self.factor) * task["n"])
+
+
+@pytest.mark.parametrize("function", [Scaled(5), functools.partial(Scaled(2), factor=5)], ids=["object", "partial"])
+def test_what_is_called_like_a_function_is_an_agent_and_travels(function: Any) -> None:
+    agent = pickle.loads(pickled(as_agent(function)))
+    assert run_agent(agent, claim()) == {"reward": 10.0}
+
+
+def test_what_nothing_can_call_is_named_without_a_name_of_its_own() -> None:
+    with pytest.raises(AgentSignature, match=r"functools.partial\(.*: nothing fills parameter 'other'"):
+        as_agent(functools.partial(lambda task, other: 1.0))
 
 
 def test_a_runner_may_await_in_its_own_way() -> None:
