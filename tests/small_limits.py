@@ -35,6 +35,7 @@ LIMITS: dict[str, dict[str, int]] = {
     "lightning_rl_proxy.forest.live_forest": {"_AT_HAND": 1},
     "lightning_rl_proxy.forest.nodes": {"_LONG": 1},
     "lightning_rl_proxy.http.tokenizing": {"_KNOWN": 3, "_LONG": 1},
+    "lightning_rl_proxy.recording.recorder": {"_EMPTIED_ABOVE": 1, "_REWRITTEN_ABOVE": 1},
     "lightning_rl_proxy.rendering.cached_texts": {"_CHARACTERS": 60, "_MANY": 1},
     "lightning_rl_proxy.rendering.long_texts": {"_LONG": 4},
     "lightning_rl_proxy.rendering.rendered_prompts": {"_BYTES": 300},

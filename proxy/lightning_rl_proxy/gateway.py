@@ -151,8 +151,8 @@ class Gateway:
         """Hand every record over, as far as the ledger takes them in time, and free the connections."""
         if self._watching is not None:
             self._watching.cancel()
-        for attempt in self.attempts:
-            self._delivery.close(attempt)
+        aborted = [task for attempt in self.attempts for task in self._delivery.close(attempt)]
+        await asyncio.gather(*aborted, return_exceptions=True)  # each records what it was handed
         await self._recorder.stop()
         await self.router.close()
         await self._image_fetcher.close()

@@ -1,9 +1,11 @@
 """The gateway as an agent sees it, through the official SDK: exact tokens, continuation, keys, sealing, errors."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -13,9 +15,11 @@ import urllib3
 from lightning_rl.compat.messages import TraceToMessages
 from lightning_rl_adapters import credit, forest, rows, semconv
 from lightning_rl_adapters.tool_schemas import tools_of
+from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
-from tests.proxy.conftest import EITHER_SERVER, MODEL, Served
+from lightning_rl_proxy.routing.router import Router
+from tests.proxy.conftest import EITHER_SERVER, MODEL, SECRET, MemoryLedger, ScriptedEngine, Served, listening
 
 Message = dict[str, Any]
 
@@ -338,8 +342,6 @@ def test_an_attempt_that_the_store_closed_answers_409(served: Served) -> None:
 
 
 def test_sealing_aborts_what_is_in_flight(served: Served) -> None:
-    import asyncio
-
     served.engine.hold = asyncio.Event()
     outcome: list[Exception] = []
 
@@ -361,8 +363,6 @@ def test_sealing_aborts_what_is_in_flight(served: Served) -> None:
 
 @EITHER_SERVER
 def test_what_a_client_did_not_wait_for_is_undelivered(served: Served) -> None:
-    import asyncio
-
     served.gateway.patience.ping_seconds = 3600  # what does not write hears of it all the same
     served.engine.hold = asyncio.Event()
     with pytest.raises(openai.APITimeoutError):
@@ -372,10 +372,25 @@ def test_what_a_client_did_not_wait_for_is_undelivered(served: Served) -> None:
     assert served.ledger.calls() == []
 
 
+def test_what_engines_handed_over_before_a_stop_is_recorded(
+    tmp_path: Path, tokenizer: FastTokenizer, renderer: LibraryRenderer
+) -> None:
+    ledger, engine, router = MemoryLedger(), ScriptedEngine(tokenizer), Router(MODEL)
+    engine.script.append("one two three four five six seven")
+    engine.steps = asyncio.Semaphore(5)
+    router.register(engine)
+    gateway = Gateway(ledger=ledger, secret=SECRET, journal=tmp_path / "journal", renderer=renderer, router=router)
+    with listening(gateway) as (url, loop):
+        served = Served(url, gateway, ledger, engine, loop)
+        stream = client(served).chat.completions.create(model=MODEL, messages=[user("one")], stream=True)
+        served.eventually(lambda: gateway.attempts.tokens_pending() == 5)
+        stream.close()  # the call runs on for the grace time, in which the server is stopped
+    [call] = ledger.calls()
+    assert (call.delivered, len(call.response_ids)) == (False, 5)
+
+
 @EITHER_SERVER
 def test_an_answer_whose_client_left_is_recorded_as_undelivered(served: Served) -> None:
-    import asyncio
-
     served.engine.hold = asyncio.Event()
     with pytest.raises(openai.APITimeoutError):
         say(client(served), [user("one")], timeout=0.3)
@@ -388,8 +403,6 @@ def test_an_answer_whose_client_left_is_recorded_as_undelivered(served: Served) 
 
 
 def test_a_marked_retry_joins_the_call_in_flight(served: Served) -> None:
-    import asyncio
-
     served.gateway.patience.grace_seconds = 30
     served.engine.hold = asyncio.Event()
     with pytest.raises(openai.APITimeoutError):
@@ -406,8 +419,6 @@ def test_a_marked_retry_joins_the_call_in_flight(served: Served) -> None:
 
 
 def test_a_marked_retry_joins_the_oldest_of_several_in_flight(served: Served) -> None:
-    import asyncio
-
     served.engine.hold = asyncio.Event()
     body = b'{"model": "policy", "messages": [{"role": "user", "content": "x"}]}'
     send = (served, "/v1/chat/completions", body, served.key())

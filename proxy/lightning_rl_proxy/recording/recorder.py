@@ -35,7 +35,8 @@ from lightning_rl_proxy.recording.ledger import Ledger
 
 _HEADER = struct.Struct("<II")  # length, crc32
 _RECORD_BEGINS = re.compile(rb"[\x80-\x9f]")  # a short array or map of MessagePack, as every record is
-_EMPTIED_ABOVE = 16 * 2**20  # bytes
+_EMPTIED_ABOVE = 16 * 2**20  # bytes, where nothing waits
+_REWRITTEN_ABOVE = 64 * 2**20  # bytes, where something always does
 _LINGER_SECONDS = 0.02
 _BUSY = 16  # records that came in this time: where so many come, a batch of more costs each of them less
 _BUSY_LINGER_SECONDS = 0.25
@@ -94,6 +95,7 @@ class Recorder:
         self._unwritten: deque[tuple[_Name, bytes]] = deque()  # what the journal lacks
         self._counters = Counter[str]() if counters is None else counters
         self._trouble = Alert(f"the journal {journal}")
+        self._growth = Alert(f"the size of the journal {journal}")
         self._behind = Alert("the recording of calls")
         self._failures = 0  # of the ledger, in a row
         self._failure: Exception | None = None
@@ -130,6 +132,7 @@ class Recorder:
             lost = f", {len(self._unwritten)} could not be written there and are lost" if self._unwritten else ""
             _log.error("%d records wait in %s for the next start%s", self._waiting(), self._path, lost)
         os.close(self._fd)
+        self._fd = -1
 
     def record(self, span: Span) -> None:
         """Append one record to the journal; the ledger gets it soon."""
@@ -148,7 +151,7 @@ class Recorder:
             self._give_up(attempt)
             self._drop(span)
             return
-        self._unwritten.append((attempt, _HEADER.pack(len(record), zlib.crc32(record)) + record))
+        self._unwritten.append((attempt, _journalled(record)))
         self._append()
         self._recorded += 1
         self._waiting_bytes += size
@@ -229,9 +232,7 @@ class Recorder:
 
     def _write(self, record: bytes) -> None:
         self._torn = True
-        left = memoryview(record)
-        while left:
-            left = left[os.write(self._fd, left) :]
+        _write_all(self._fd, record)
         self._torn = False
         self._size += len(record)
 
@@ -270,6 +271,8 @@ class Recorder:
         for one in taken:
             self._waiting_bytes -= one.size
         if self._pending:
+            if self._size > max(_REWRITTEN_ABOVE, 4 * self._waiting_bytes):
+                self._rewrite()
             return
         self._behind.end()
         self._wake.clear()
@@ -280,6 +283,27 @@ class Recorder:
             self._size, self._torn = 0, True
             with contextlib.suppress(OSError):
                 self._cut()
+
+    def _rewrite(self) -> None:
+        """Put a journal with what waits in the place of the one that is full of what the ledger has: where records
+        never stop coming, there is no moment in which it could be emptied."""
+        waiting = b"".join(_journalled(one.span.record) for one in self._pending)
+        new = self._path.with_name(f"{self._path.name}.new")
+        fd = -1
+        try:
+            fd = os.open(new, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o600)
+            _write_all(fd, waiting)
+            os.replace(new, self._path)
+        except OSError as error:  # the one that is there is whole; it is tried again with the next batch
+            self._growth.begin(f"it cannot be written anew without what the store has, and grows: {error}")
+            if fd >= 0:
+                os.close(fd)
+                new.unlink(missing_ok=True)
+            return
+        self._growth.end()
+        os.close(self._fd)
+        self._fd, self._size, self._torn = fd, len(waiting), False
+        self._unwritten.clear()
 
     async def _failed(self, error: Exception) -> None:
         async with self._progress:
@@ -296,6 +320,17 @@ class Recorder:
         if _BUSY <= self._waiting() < self._max_batch:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._urgent.wait(), _BUSY_LINGER_SECONDS)
+
+
+def _journalled(record: bytes) -> bytes:
+    """A record as the journal has it."""
+    return _HEADER.pack(len(record), zlib.crc32(record)) + record
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
 
 
 class Replayed(NamedTuple):

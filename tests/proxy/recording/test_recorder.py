@@ -343,6 +343,49 @@ def test_where_records_come_thick_they_gather_unless_somebody_waits(
     assert len(ledger.spans) == 2 * recorder_module._BUSY - 1
 
 
+@pytest.mark.parametrize("full", [False, True], ids=["", "full disk"])
+def test_where_records_never_stop_coming_the_journal_holds_what_waits_and_little_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, full: bool
+) -> None:
+    monkeypatch.setattr(recorder_module, "_REWRITTEN_ABOVE", 4000)
+    journal, sizes, n = tmp_path / "journal", [], 300
+
+    class Overtaken(MemoryLedger):
+        """Before it has taken some, there are others."""
+
+        async def add_spans(self, spans: Sequence[Packed]) -> None:
+            await super().add_spans(spans)
+            for i in range(recorder._recorded, min(recorder._recorded + 3, n)):
+                recorder.record(span(i))
+            there = {one.span_id for one in self.spans} | set(names(replay(journal).records))
+            assert there == {f"s{i}" for i in range(recorder._recorded)}
+            sizes.append(journal.stat().st_size)
+
+    ledger = Overtaken()
+    recorder = Recorder(journal, ledger)
+
+    async def work() -> None:
+        await recorder.start()
+        recorder.record(span(0))
+        while recorder._recorded < n or recorder._waiting():
+            if full and 100 < recorder._recorded < 200:
+                monkeypatch.setattr(recorder_module.os, "replace", no_space)
+            elif full:
+                monkeypatch.setattr(recorder_module.os, "replace", replace)
+            await asyncio.sleep(0.001)
+        await recorder.stop()
+
+    replace = os.replace
+    asyncio.run(asyncio.wait_for(work(), 60))
+    assert names(ledger.spans) == [f"s{i}" for i in range(n)]
+    assert max(sizes[-20:]) < 10_000 < sum(len(pack(span(i)).record) for i in range(n))
+    assert {file.name for file in tmp_path.iterdir()} == {"journal"}
+
+
+def no_space(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_numbers_that_no_record_can_hold_are_kept_as_text(tmp_path: Path) -> None:
     async def work(ledger: MemoryLedger) -> None:
         recorder = Recorder(tmp_path / "journal", ledger)
