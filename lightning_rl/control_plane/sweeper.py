@@ -11,7 +11,6 @@ import logging
 from collections.abc import Sequence
 
 import msgspec
-from sqlalchemy.exc import SQLAlchemyError
 
 from lightning_rl.control_plane.gateways.gateway_control import GatewayDoor, Pauses
 from lightning_rl.control_plane.gateways.membership import Membership
@@ -31,6 +30,7 @@ _WHY = {
     "journal": "gateway's journal was damaged",
 }
 _LATE_SECONDS = 1.0  # a process that wakes later than that has stood still: stopped, swapped out, or kept from its core
+_ASKED = 5  # times at most, while the store is busy for longer than that
 _ORPHANED_SECONDS = 60.0  # for which another server's attempt is left to it
 _log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Sweeper:
                 await self.sweep(now - before, stood_still=late if late > _LATE_SECONDS else 0)
             except StoreUnwritable:
                 continue  # it was told; all the time until it can be written again is made up for
-            except SQLAlchemyError:
+            except Exception:  # noqa: BLE001 - whatever it is: without sweeps nothing here ends by itself any more
                 _log.exception("the store could not be swept; trying again in %g s", self._seconds)
             before = now
 
@@ -82,7 +82,7 @@ class Sweeper:
             self._sql.writable_again()
         else:
             await self._make_up(elapsed, stood_still)
-        overdue = await self._not_calling(await self._sql.run(self._store.overdue))
+        overdue = await self._not_calling(await self._overdue())
         if self._store.shared:
             overdue = await self._left_to_us(overdue)
             await self._tell_of_others()
@@ -93,6 +93,17 @@ class Sweeper:
             self._store.claimable, newly_seconds=None if self._store.shared else 2 * elapsed
         ):
             self._signals.queued()
+
+    async def _overdue(self) -> Sequence[Overdue]:
+        """What is overdue. Heartbeats that came while the store was busy stand in line behind the question: it is asked
+        again behind them."""
+        loop = asyncio.get_running_loop()
+        for _ in range(_ASKED):
+            asked = loop.time()
+            overdue = await self._sql.run(self._store.overdue)
+            if not overdue or loop.time() - asked <= _LATE_SECONDS:
+                break
+        return overdue
 
     async def _make_up(self, elapsed: float, stood_still: float) -> None:
         """Time in which calls waited, or this process took no heartbeats, does not count against a lease."""

@@ -199,7 +199,8 @@ def read(trajectories: Sequence[Trajectory], rules: BatchRules) -> StepBatch:
 def estimate(batch: StepBatch, rules: BatchRules, greedy: Mapping[str, float] | None = None) -> None:
     """Give the rows their advantages, and under an estimator with a critic their returns; take out what `rules` drop.
 
-    `greedy` has, by group id, the reward of a greedy rollout of the group's task, for an estimator that asks for it.
+    `greedy` has, by group id, the reward of a greedy rollout of the group's task, for an estimator that asks for it;
+    it lacks groups whose greedy rollout gave none.
     Once for a batch. Its sequences need `values` for an estimator with a critic, `old_log_probs` and
     `reference_log_probs` for a `kl_coef`.
 
@@ -305,7 +306,7 @@ def _estimate_calls(
             for part in rewarded
         ],
         named=[part.rewards.named for part in rewarded],
-        greedy=[greedy.get(part.trajectory.group_id, math.nan) for part in rewarded] if greedy else None,
+        greedy=None if greedy is None else [greedy.get(part.trajectory.group_id, math.nan) for part in rewarded],
     )
     for part, found in zip(rewarded, estimates, strict=True):
         part.estimates = found

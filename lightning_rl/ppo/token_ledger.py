@@ -67,7 +67,7 @@ class TokenLedger:
     def _settle(self, trajectory: Trajectory) -> None:
         """A rollout is entered: its tokens are no longer pending. What was entered before is not received again."""
         self._asked.discard(trajectory.rollout_id)
-        if trajectory.rollout_id not in self._checked | self._entered.keys():
+        if trajectory.rollout_id not in self._checked and trajectory.rollout_id not in self._entered:
             self._entered[trajectory.rollout_id] = trajectory.recorded_tokens
             self.account.receive_spans(trajectory.span_tokens)
 

@@ -55,8 +55,12 @@ class Membership:
     async def run(self, load: Callable[[], tuple[int, int]]) -> None:
         """Renew the lease until cancelled. `load` are open attempts and calls in flight."""
         while True:
-            with contextlib.suppress(StoreUnwritable):  # it was told; without the store the lease ends
+            try:
                 await self._renew(*load())
+            except StoreUnwritable:
+                pass  # it was told; without the store the lease ends
+            except Exception:  # noqa: BLE001 - whatever it is: without a lease all attempts here are lost
+                _log.exception("the gateway's lease could not be renewed; trying again in %g s", self._every_seconds)
             await asyncio.sleep(self._every_seconds)
 
     async def leave(self, *, stored: bool) -> None:

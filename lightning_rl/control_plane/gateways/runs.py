@@ -147,6 +147,8 @@ class Runs:
                     await self._look(run_id, run)
                 except (StoreError, SQLAlchemyError) as error:  # the store, or another gateway: it is tried again
                     _log.warning("run %s: %s", run_id, error)
+                except Exception:  # noqa: BLE001 - of one run: the others are still to be looked after
+                    _log.exception("run %s could not be looked after; trying again in %g s", run_id, _LOOK_SECONDS)
 
     async def _look(self, run_id: str, run: _Attached) -> None:
         request = run.request

@@ -345,7 +345,7 @@ def _pause(connection: sa.Connection, rollout: Rollout, error: ErrorInfo | None)
     if error is not None and error.type in NOT_COUNTED:
         return 0.0
     failures = queries.counted_attempts(connection, rollout.rollout_id)
-    return min(_FIRST_PAUSE_SECONDS * 2.0 ** (failures - 1), _LONGEST_PAUSE_SECONDS)
+    return min(_FIRST_PAUSE_SECONDS * 2.0 ** min(failures - 1, 60), _LONGEST_PAUSE_SECONDS)
 
 
 def _who_counts(rollout: Rollout) -> str:

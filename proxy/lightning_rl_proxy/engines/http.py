@@ -23,6 +23,7 @@ _TOO_LONG = (
 )
 _AGENTS_FAULT = (400, 413, 422)
 _CHECK_SECONDS = 2.0
+_ORDERS = 16  # connections for orders and checks
 # Less than servers wait (vLLM's and other uvicorns 5 s): what is sent as they hang up is lost.
 _IDLE_SECONDS = 2.0
 
@@ -46,6 +47,8 @@ class EngineConnection:
 
     def __init__(self, url: str) -> None:
         self._client = Client(url, idle_seconds=_IDLE_SECONDS)
+        # Of their own: a pause must not wait in line for a connection behind generations that take minutes.
+        self._orders = Client(url, connections=_ORDERS, idle_seconds=_IDLE_SECONDS)
         self.url = self._client.url
 
     def post(self, path: str, body: Any) -> "_Taken":
@@ -63,9 +66,9 @@ class EngineConnection:
         try:
             async with asyncio.timeout(seconds):
                 try:
-                    status, answer = await _answer(self._client.post(path, sent))
+                    status, answer = await _answer(self._orders.post(path, sent))
                 except NoAnswer:
-                    status, answer = await _answer(self._client.post(path, sent))
+                    status, answer = await _answer(self._orders.post(path, sent))
         except TimeoutError as error:
             raise EngineUnavailable(f"engine {self.url}{path} does not answer in {seconds} s") from error
         if status == 404:
@@ -77,13 +80,14 @@ class EngineConnection:
         """Status and body of the answer at `path`, which comes soon. Raises EngineUnavailable where none comes."""
         try:
             async with asyncio.timeout(_CHECK_SECONDS):
-                return await _answer(self._client.get(path))
+                return await _answer(self._orders.get(path))
         except TimeoutError as error:
             raise EngineUnavailable(f"engine {self.url}{path} does not answer in {_CHECK_SECONDS} s") from error
 
     async def close(self) -> None:
         """Free the connections."""
         await self._client.close()
+        await self._orders.close()
 
 
 class _Taken(HttpRequest):

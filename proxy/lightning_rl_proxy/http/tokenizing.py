@@ -49,7 +49,7 @@ class Tokenizing:
         """Whether so much of a request is new that it is to be tokenised in a thread."""
         if body.read:
             return _new_text(request) > _LONG
-        if len(body.body) <= _LONG or not self._known:
+        if len(body.body) <= _LONG or not self._known or request.prompt is not None:
             return len(body.body) > _LONG
         parts = list(_parts(request))
         long = sum(size for digest, size in parts if digest not in self._known) > _LONG

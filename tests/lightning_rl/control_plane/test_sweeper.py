@@ -4,8 +4,12 @@ import asyncio
 import itertools
 import time
 
+import pytest
+
+from lightning_rl.control_plane import sweeper as sweeper_module
 from lightning_rl.control_plane.gateways.notifications import Notifications
 from lightning_rl.control_plane.sweeper import Sweeper
+from lightning_rl.store.contract import Overdue
 from lightning_rl.store.errors import StoreUnwritable
 from lightning_rl.store.sql_thread import SqlThread
 
@@ -111,3 +115,66 @@ def test_a_claim_that_waits_is_woken_when_a_pause_before_a_retry_is_over() -> No
         return before, waiting.done()
 
     assert asyncio.run(scenario()) == (False, True)
+
+
+LATE = Overdue(rollout_id="r1", attempt_id="a1", lease_seconds=6.0, why="lease")
+
+
+def test_a_heartbeat_that_came_while_the_store_was_busy_keeps_its_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeper_module, "_LATE_SECONDS", 0.1)
+
+    class Busy(Noting):
+        """Something takes long as it is asked what is overdue; a heartbeat comes meanwhile, and stands in line."""
+
+        renewed, asked = False, 0
+
+        def overdue(self):
+            self.asked += 1
+            if self.asked == 1:
+                asyncio.run_coroutine_threadsafe(sql.run(self.heartbeat), loop)
+                time.sleep(0.3)
+            return [] if self.renewed else [LATE]
+
+        def heartbeat(self) -> None:
+            self.renewed = True
+
+    async def scenario() -> int:
+        nonlocal loop, sql
+        loop, sql, store = asyncio.get_running_loop(), SqlThread(), Busy()
+        sweeper = Sweeper(store, sql, NoCalls(), NoPauses(), Notifications(), seconds=1)
+        await sweeper.sweep(1)
+        sql.close()
+        return store.asked
+
+    loop = sql = None
+    assert asyncio.run(scenario()) == 2
+
+
+class NoCalls:
+    """A gateway to which the attempt never called; it is not to be sealed."""
+
+    def idle_seconds(self, rollout_id: str, attempt_id: str) -> None:
+        return None
+
+
+def test_a_sweep_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Noting):
+        asked = 0
+
+        def overdue(self):
+            self.asked += 1
+            if self.asked == 1:
+                raise OverflowError("a defect")
+            return []
+
+    async def scenario() -> int:
+        store, sql = Failing(), SqlThread()
+        task = asyncio.create_task(Sweeper(store, sql, NoCalls(), NoPauses(), Notifications(), seconds=0.01).run())
+        while store.asked < 3:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        sql.close()
+        return store.asked
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 20)) >= 3
+    assert "OverflowError: a defect" in caplog.text

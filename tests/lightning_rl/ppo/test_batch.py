@@ -669,6 +669,17 @@ def test_rows_are_there_before_their_advantages_and_dropped_groups_go_with_them(
     assert excluded(batch) == {"zero_variance": 4}
 
 
+@pytest.mark.parametrize(("greedy", "found"), [({"g": 0.25}, [{0.75}, {0.0}]), ({}, [{0.0}, {0.0}])])
+def test_a_step_in_which_no_greedy_rollout_has_a_reward_says_nothing(
+    greedy: dict[str, float], found: list[set[float]]
+) -> None:
+    """They may all have been lost; a run that resumes would read the same ones again."""
+    rules = BatchRules(estimator=ESTIMATORS["remax"])
+    batch = read([rollout("a", make_call(0, None)), rollout("b", make_call(0, None), reward=0.0, group="h")], rules)
+    estimate(batch, rules, greedy)
+    assert advantages(batch) == found
+
+
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "remax"])
 def test_no_rollouts_are_an_empty_batch(name: str) -> None:
     lost = rollout("a", make_call(0, None), reward=None, agent_failure=None)

@@ -8,6 +8,7 @@ import math
 
 import pytest
 
+from lightning_rl.store import queries
 from lightning_rl.store.contract import (
     ErrorInfo,
     Finish,
@@ -308,6 +309,13 @@ def test_a_retry_pauses_twice_as_long_after_each_failure_and_others_pass_it(stor
     assert paused == [1, 2, 4, 8, 16, 32, 60, 60]
     store.finish("r1", attempt, INFRASTRUCTURE)
     assert store.rollout("r1").status == "failed", "it was the last attempt"
+
+
+def test_the_pause_before_a_retry_stays_a_minute_however_often_it_failed(store, monkeypatch) -> None:
+    attempt = one_claim(store, max_attempts=100_000)
+    monkeypatch.setattr(queries, "counted_attempts", lambda *_: 5000)
+    store.finish("r1", attempt, INFRASTRUCTURE)
+    assert store.rollout("r1").status == "queued"
 
 
 def test_what_was_stopped_from_outside_is_claimed_again_at_once(store) -> None:

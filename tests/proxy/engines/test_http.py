@@ -102,3 +102,31 @@ def test_an_order_is_given_again_where_its_connection_was_cut_once(cut: int, hel
             asyncio.run(order())
     assert len(orders) == 2
     assert all(order.startswith(b"POST /resume ") for order in orders)
+
+
+def test_orders_and_checks_do_not_wait_in_line_behind_generations() -> None:
+    """A weight update pauses an engine whose connections are all taken by answers that last."""
+    over = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if b"/generate" in await reader.readuntil(b"\r\n\r\n"):
+            await over.wait()
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+            await writer.drain()
+        writer.close()
+
+    async def work() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+            server = EngineConnection(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+            server._client._connections = 2
+            generations = [asyncio.create_task(server.post("/generate", {}).__aenter__()) for _ in range(3)]
+            while len(server._client._waiting) < 1:
+                await asyncio.sleep(0.01)
+            await server.order("/pause", needs="nothing", seconds=10)
+            assert await server.get("/health") == (200, b"{}")
+            over.set()
+            await asyncio.gather(*generations, return_exceptions=True)
+            await server.close()
+
+    asyncio.run(work())

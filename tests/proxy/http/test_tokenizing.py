@@ -11,7 +11,7 @@ import msgspec
 import openai
 import pytest
 
-from lightning_rl_proxy.dialects import chat_completions
+from lightning_rl_proxy.dialects import chat_completions, completions
 from lightning_rl_proxy.forest.incremental_decode import DecodedBody
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.http.tokenizing import Tokenizing
@@ -71,6 +71,17 @@ def test_what_came_before_is_not_new_where_a_format_writes_each_message_apart(
     first, second = LARGE[:5000], LARGE[1:5001]
     assert is_long(LARGE, "3", first) is not apart
     assert is_long(LARGE, "3", first, "4", second) is not apart
+
+
+def test_a_long_prompt_that_its_client_wrote_itself_is_long_whatever_came_before() -> None:
+    tokenizing = Tokenizing(load_renderer(TOKENIZER, "qwen3", MODEL), lambda: None, 1)
+    for _ in range(2):
+        for prompt, long in (("how many?", False), (LARGE, True)):
+            fields = {"model": MODEL, "prompt": prompt}
+            request = completions.parse(fields)
+            assert tokenizing.is_long(request, DecodedBody(msgspec.json.encode(fields), fields)) is long
+        messages = [{"role": "user", "content": "how many?"}]
+        tokenizing.remember(chat_completions.parse({"model": MODEL, "messages": messages}))
 
 
 @pytest.fixture
