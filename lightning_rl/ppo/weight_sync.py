@@ -12,8 +12,9 @@ from lightning_rl.ppo.models import Models
 from lightning_rl.store.errors import StoreError
 from lightning_rl.store.run_store import RunStore
 
-_PAUSE_LEASE_SECONDS = 120.0  # of a weight update
-_OUTAGE_LEASE_SECONDS = 1800.0  # of an engine that starts again
+# Longer than a large model's weights take, or an engine's start: a call that went on meanwhile would be sampled by
+# weights that are half there. A trainer that dies is noticed sooner: its run is no longer heard of.
+_LEASE_SECONDS = 1800.0
 _log = logging.getLogger(__name__)
 
 
@@ -28,7 +29,7 @@ class WeightSync:
 
     def publish(self, version: int) -> None:
         """Give the engine the trained weights as policy version `version`, while calls wait at the gateway."""
-        self._store.pause(self._models.policy.name, mode=self._mode, lease_seconds=_PAUSE_LEASE_SECONDS)
+        self._store.pause(self._models.policy.name, mode=self._mode, lease_seconds=_LEASE_SECONDS)
         self.restore(version)
 
     def restore(self, version: int) -> None:
@@ -40,7 +41,7 @@ class WeightSync:
         """Free the memory of an engine on the trainer's GPU for the update."""
         policy = self._models.policy
         if isinstance(policy, VllmPolicy) and policy.sleeps:
-            self._store.pause(policy.name, lease_seconds=_OUTAGE_LEASE_SECONDS)
+            self._store.pause(policy.name, lease_seconds=_LEASE_SECONDS)
             policy.sleep()
 
     def wake(self) -> None:
@@ -62,7 +63,7 @@ class WeightSync:
         name = self._models.policy.name
         try:
             if outage:
-                self._store.pause(name, deadline_seconds=0, lease_seconds=_OUTAGE_LEASE_SECONDS)
+                self._store.pause(name, deadline_seconds=0, lease_seconds=_LEASE_SECONDS)
             else:
                 self._store.resume(name)
         except StoreError as error:  # calls fail, and agents are told to retry

@@ -198,7 +198,9 @@ class Pauses:
         )
         del self._leases[model]
         self._latest.pop(model, None)
-        await self._gateway.resume(model)
+        for name in self._gateway.state()["models"] if model is None else [model]:
+            if name not in self._latest:  # one that was paused by its own name stays so
+                await self._gateway.resume(name)
 
     def _end_lease(self, model: str | None) -> None:
         lease = self._leases.pop(model, None)

@@ -35,6 +35,7 @@ from lightning_rl_proxy.recording.ledger import Ledger
 
 _HEADER = struct.Struct("<II")  # length, crc32
 _RECORD_BEGINS = re.compile(rb"[\x80-\x9f]")  # a short array or map of MessagePack, as every record is
+_SHORT_TEXT, _TEXT, _LONG_TEXT = 0xA0, 0xD9, 0xDA  # how texts of up to 31, 255 and 65,535 bytes begin
 _EMPTIED_ABOVE = 16 * 2**20  # bytes, where nothing waits
 _REWRITTEN_ABOVE = 64 * 2**20  # bytes, where something always does
 _LINGER_SECONDS = 0.02
@@ -383,9 +384,27 @@ def _record_at(data: bytes, position: int) -> bytes | None:
 def _next_record(data: bytes, position: int) -> int | None:
     """Where the next whole record begins."""
     for begin in _RECORD_BEGINS.finditer(data, position + _HEADER.size):
-        if _record_at(data, begin.start() - _HEADER.size) is not None:
+        # A checksum over all that may be a record would take minutes where images are among them.
+        if _begins_with_texts(data, begin.start() + 1) and _record_at(data, begin.start() - _HEADER.size) is not None:
             return begin.start() - _HEADER.size
     return None
+
+
+def _begins_with_texts(data: bytes, at: int) -> bool:
+    """Whether three short texts of MessagePack stand there: the ids of a span, or the names of fields between them."""
+    for _ in range(3):
+        if at + 1 >= len(data):
+            return False
+        first = data[at]
+        if first & 0xE0 == _SHORT_TEXT:
+            at += 1 + (first & 0x1F)
+        elif first == _TEXT:
+            at += 2 + data[at + 1]
+        elif first == _LONG_TEXT:
+            at += 3 + int.from_bytes(data[at + 1 : at + 3], "big")
+        else:
+            return False
+    return True
 
 
 def _is_cut(data: bytes, position: int) -> bool:

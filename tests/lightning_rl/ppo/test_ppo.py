@@ -324,5 +324,5 @@ def test_weights_are_published_under_a_pause_that_ends_without_the_trainer(tmp_p
     WeightSync(lrl.PPO(config()).config, store, models).publish(1)
     [pause, update, resume] = said
     assert pause[:2] == ("pause", "policy")
-    assert 0 < pause[2]["lease_seconds"] <= 600
+    assert 600 < pause[2]["lease_seconds"] <= 3600  # a single request of an update may take ten minutes
     assert (update, resume) == (("update", 1), ("resume", "policy", 1))
