@@ -440,7 +440,8 @@ class Gateway:
         gone = signalled or asyncio.create_task(_disconnected(receive))
         gone.add_done_callback(inflight.wake)
         try:
-            await self._delivery.deliver(attempt, dialect, inflight, gone, send)
+            with inflight.reading():
+                await self._delivery.deliver(attempt, dialect, inflight, gone, send)
         finally:
             gone.remove_done_callback(inflight.wake)
             if gone is not signalled:

@@ -3,8 +3,9 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -31,9 +32,15 @@ CALL = '<tool_call>\n{"name": "look_up", "arguments": {"what": "cats"}}\n</tool_
 
 
 @contextmanager
-def streaming(served: Served, path: str = "/v1/chat/completions", timeout: float = 20, **body: Any) -> Iterator[Any]:
-    key = {"authorization": f"Bearer {served.key()}"}
-    with httpx.stream("POST", served.url + path, json=ASKED | body, headers=key, timeout=timeout) as response:
+def streaming(
+    served: Served,
+    path: str = "/v1/chat/completions",
+    timeout: float = 20,
+    headers: Mapping[str, str] = MappingProxyType({}),
+    **body: Any,
+) -> Iterator[Any]:
+    sent = {"authorization": f"Bearer {served.key()}", **headers}
+    with httpx.stream("POST", served.url + path, json=ASKED | body, headers=sent, timeout=timeout) as response:
         yield response
 
 
@@ -147,7 +154,22 @@ def test_how_a_stream_ended_is_said_only_when_its_call_is_recorded(
     with streaming(served, path, **body) as response:
         assert end in response.read()
     [inflight] = [e for a in served.gateway.attempts for es in a.inflight.values() for e in es]
-    assert end not in b"".join(inflight.pieces)
+    assert end not in b"".join(inflight.pieces())
+
+
+def test_a_delivered_stream_is_kept_in_little_room_and_told_again_whole(served: Served) -> None:
+    served.gateway.patience.grace_seconds = 30
+    served.engine.script += [" ".join(f"word{i}" for i in range(400))]
+    with streaming(served) as response:
+        first = response.read()
+    [inflight] = [e for a in served.gateway.attempts for es in a.inflight.values() for e in es]
+    served.eventually(lambda: inflight._packed is not None)
+    assert 10 * len(inflight._packed or b"") < len(first)
+    retry = {"x-stainless-retry-count": "1"}
+    with streaming(served, headers=retry) as response:
+        assert response.read() == first
+    assert served.gateway.counters["joined_retries"] == 1
+    served.eventually(lambda: inflight._packed is not None)
 
 
 def test_stop_strings_end_an_answer_and_its_generation(served: Served, tokenizer: FastTokenizer) -> None:

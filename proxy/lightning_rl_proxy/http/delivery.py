@@ -238,7 +238,7 @@ class _Reply:
 
     async def send(self, *more: bytes) -> None:
         """Write the pieces that are there, and `more`."""
-        pieces = self._exchange.pieces[self._sent :]
+        pieces = self._exchange.pieces(self._sent)
         self._sent += len(pieces)
         if body := b"".join([*pieces, *more]):
             await self._begin()
@@ -249,7 +249,7 @@ class _Reply:
         if not self.begun and not self._exchange.stream:
             return await respond(self._send, 200, last, self._ids())
         await self._begin()
-        body = b"".join([*self._exchange.pieces[self._sent :], last])
+        body = b"".join([*self._exchange.pieces(self._sent), last])
         return await self._send({"type": "http.response.body", "body": body})
 
     async def _begin(self) -> None:

@@ -6,7 +6,9 @@ leave only after the calls are recorded.
 """
 
 import asyncio
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_rl_adapters.call import Call
@@ -15,7 +17,7 @@ from lightning_rl_proxy.forest.nodes import Answered, RecordedAnswer
 
 
 class InflightRequest:
-    """`pieces` are the bytes of a streamed answer so far; `stream` says whether the client asked for such.
+    """`stream` says whether the client asked for a stream.
 
     `calls` are what is to be recorded; `commits` what can be continued once it is delivered, and `responses` the
     conversations that a client may go on with by a response's id. `earlier`: of a retry, what was answered to the same
@@ -30,7 +32,9 @@ class InflightRequest:
         self.task: asyncio.Task[bytes] | None = None
         self.model = ""
         self.stream = False
-        self.pieces: list[bytes] = []
+        self._pieces: list[bytes] = []  # the bytes of a streamed answer so far
+        self._packed: bytes | None = None  # the same, once nobody reads them
+        self._readers = 0
         self.calls: list[tuple[Call, dict[str, Any]]] = []
         self.commits: list[Answered] = []
         self.responses: dict[str, list[dict[str, Any]]] = {}
@@ -44,8 +48,26 @@ class InflightRequest:
     def write(self, piece: bytes) -> None:
         """Add to the answer, and wake whoever follows it."""
         if piece:
-            self.pieces.append(piece)
+            self._pieces.append(piece)
             self.wake()
+
+    def pieces(self, behind: int = 0) -> list[bytes]:
+        """What was written so far, without the first `behind` pieces, which this reader has."""
+        if self._packed is not None:  # a retry reads it once more
+            self._pieces, self._packed = [zlib.decompress(self._packed)], None
+        return self._pieces[behind:]
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A client reads what is written, within the block. Behind the last one, what was delivered is kept in little
+        room: an attempt keeps all its answers, and the events of a stream take many times the room of its tokens."""
+        self._readers += 1
+        try:
+            yield
+        finally:
+            self._readers -= 1
+            if self.recorded and not self._readers and self._pieces:
+                self._packed, self._pieces = zlib.compress(b"".join(self._pieces), 1), []
 
     def wake(self, _ended: object = None) -> None:
         """Let whoever follows it look again."""
