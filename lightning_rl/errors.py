@@ -2,7 +2,12 @@
 
 
 class Explained(Exception):
-    """An error whose message names the thing, the place and what to do: nobody needs its traceback."""
+    """An error whose message names the thing, the place and what to do: nobody needs its traceback.
+
+    `comes_again`: a run that is resumed ends with it once more.
+    """
+
+    comes_again = False
 
 
 class InfrastructureError(Explained, RuntimeError):

@@ -206,12 +206,15 @@ class PPO(Hooks, ConfiguredAlgorithm):
         """See `Algorithm`."""
         end = reporting.end_of(run_dir)
         newest = None if end is None else checkpoint.latest(run_dir / "checkpoints")
-        if end is None or newest is None or (end.asked, f"step-{end.made}") != (self._total_steps, newest.name):
+        if end is None or newest is None or newest.name != f"step-{end.made}":
+            return False
+        if end.asked != self._total_steps and end.made < self._total_steps:
             return False
         self.state = RunState(self.config, run_dir)
         self.state.step, self.history = end.made, jsonl.history(run_dir / "metrics.jsonl")
         if self.shows:
-            print(f"this run is finished, with {end.made} of {end.asked} steps: there is nothing left to do")
+            asked = max(end.made, self._total_steps)
+            print(f"this run is finished, with {end.made} of {asked} steps: there is nothing left to do")
             print("\n".join(self.summary()))
         return True
 

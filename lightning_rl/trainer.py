@@ -266,7 +266,7 @@ class Trainer:
                     check()  # a dead server is the cause rather than its silence, and its log says why
                     raise
             except (KeyboardInterrupt, Explained, OSError) as error:
-                if not isinstance(error, ValueError):  # a wrong key is wrong again
+                if not (isinstance(error, ValueError) or getattr(error, "comes_again", False)):
                     error.add_note(f"what was recorded is in {run_dir}; {_TO_RESUME} goes on with it")
                 raise
 

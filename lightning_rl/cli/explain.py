@@ -24,8 +24,8 @@ def run(
     Without a rollout: the forks of the whole run by cause, and the rollouts that have most. The run may be going on.
 
     ```
-    lightning-rl explain train-0-3-1 --run-dir runs/20261231-120000
-    lightning-rl explain train-0-3-1 --call 2 --token 5 --now
+    lightning-rl explain train-0-3-1-0 --run-dir runs/20261231-120000
+    lightning-rl explain train-0-3-1-0 --call 2 --token 5 --now
     ```
     """
     import msgspec

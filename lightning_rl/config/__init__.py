@@ -8,6 +8,7 @@ import difflib
 import functools
 import logging
 import re
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ SHORT = {"reward": "reward.command"}  # groups that stand for a key in them, whe
 
 C = TypeVar("C", bound=Config)
 _log = logging.getLogger(__name__)
+_ONE_AT_A_TIME = threading.RLock()  # Hydra keeps one state for all threads, and msgspec makes its types without a lock
 _CONVERSION = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<place>[^`]*)`)?", re.DOTALL)
 
 
@@ -71,12 +73,12 @@ def compose(
 
     Raises ConfigError naming the key: unknown (with the nearest valid one), refused, or with a value that does not fit.
     """
-    with _errors():
+    with _ONE_AT_A_TIME, _errors():
         layers, notes = _layers(given, file, command_line, schema, theirs=base is not None)
         _refuse(notes)
         merged = OmegaConf.merge(_defaults(schema), _nested(base or {}), *layers)
         plain = msgspec.to_builtins(OmegaConf.to_container(merged, resolve=True), enc_hook=str)
-    config = _checked(plain, schema)
+        config = _checked(plain, schema)
     _report(notes)
     return config
 
@@ -93,13 +95,13 @@ def _report(notes: Sequence[Note]) -> None:
 
 def derived(config: C, given: Mapping[str, Any]) -> C:
     """`config` with the keys of a nested dict changed. Raises ConfigError as `compose` does."""
-    with _errors():
+    with _ONE_AT_A_TIME, _errors():
         schema = type(config)
         layers, notes = _layers(given, None, (), schema, theirs=False)
         _refuse(notes)
         merged = OmegaConf.merge(OmegaConf.create(msgspec.to_builtins(config)), *layers)
         plain = msgspec.to_builtins(OmegaConf.to_container(merged, resolve=True), enc_hook=str)
-    changed = _checked(plain, schema)
+        changed = _checked(plain, schema)
     _report(notes)
     return changed
 
@@ -113,7 +115,7 @@ def notes_of(
 ) -> list[Note]:
     """What becomes of each key that is given, in order; `theirs`: by a script or file of verl's. Raises
     ConfigError for one that is unknown."""
-    with _errors():
+    with _ONE_AT_A_TIME, _errors():
         return _layers(None, file, command_line, schema, theirs=theirs)[1]
 
 

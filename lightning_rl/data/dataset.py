@@ -15,6 +15,8 @@ from lightning_rl.store.errors import Invalid
 class TaskError(Explained, TypeError):
     """A task that is no JSON value, so that it could not travel to a runner; or a dataset that holds no tasks."""
 
+    comes_again = True
+
 
 def dataset_of(given: Any, name: str) -> Sequence[Any] | None:
     """The tasks of what was given as the dataset `name`; None where nothing was.

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from lightning_rl.errors import Explained
 from lightning_rl.inference.weights import four_bit
 from lightning_rl.inference.weights.stream import distinct, files_of
 
+ONE_AT_A_TIME = threading.Lock()  # `from_pretrained` makes models by settings of torch that all threads share
 _ALIGNED = 64  # bytes: where torch's tensors begin
 _OLD_NAMES = {"rope_theta", "rope_scaling"}  # of what `rope_parameters` holds, which `transformers` still takes
 
@@ -209,7 +211,8 @@ def load_model(
     if it has one. `attention`: see `attention_of`; `load_in_4bit`: see `four_bit.quantize`."""
     implementation = attention_of(AutoConfig.from_pretrained(path), attention)
     try:
-        model: Any = _loader(path).from_pretrained(path, dtype=dtype, attn_implementation=implementation)
+        with ONE_AT_A_TIME:
+            model: Any = _loader(path).from_pretrained(path, dtype=dtype, attn_implementation=implementation)
     except (ValueError, ImportError) as error:
         if attention is None:
             raise

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from lightning_rl.inference.load import aligned, attention_of
+from lightning_rl.inference.load import ONE_AT_A_TIME, aligned, attention_of
 from lightning_rl.inference.weights.four_bit import plain_copy
 from lightning_rl.rl.losses import value_loss
 from lightning_rl.training import shards
@@ -53,7 +53,8 @@ class ValueModel(nn.Module):
     ) -> "ValueModel":
         """With the weights of the causal LM at `path` (a folder or a model id)."""
         implementation = attention_of(AutoConfig.from_pretrained(path), attention)
-        trunk: Any = AutoModel.from_pretrained(path, dtype=dtype, attn_implementation=implementation)
+        with ONE_AT_A_TIME:
+            trunk: Any = AutoModel.from_pretrained(path, dtype=dtype, attn_implementation=implementation)
         return ValueModel(aligned(trunk.to(device))).eval()
 
     @staticmethod

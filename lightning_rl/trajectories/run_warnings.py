@@ -17,7 +17,10 @@ from lightning_rl.trajectories.trajectory import Trajectory
 class AllFailed(Explained, RuntimeError):
     """The agent failed in every rollout of a step."""
 
+    comes_again = True  # the rollouts are stored
 
+
+_LONGEST_MESSAGE, _LONGEST_TRACEBACK = 500, 4000  # characters that are shown
 _log = logging.getLogger(__name__)
 
 
@@ -42,7 +45,7 @@ class Problems:
         first = errors[0] if errors else None
         if first is None or any(error is None or error.infrastructure for error in errors):
             return
-        told = first.traceback.rstrip() or f"{first.type}: {first.message}"
+        told = _shown(first.traceback.rstrip() or f"{first.type}: {first.message}", _LONGEST_TRACEBACK)
         raise AllFailed(
             f"{when}: the agent failed in all {len(errors)} rollouts, first in {trajectories[0].rollout_id}:\n\n{told}"
             "\n\nMend the agent and begin a new run; to go on with failed rollouts, set trainer.all_failed=go_on. "
@@ -62,7 +65,8 @@ class Problems:
         found = []
         logs = f"tracebacks are in {self._run_dir / 'runner-*.log'}"
         if trajectory.error is not None:
-            what = f"{trajectory.error.type}: {trajectory.error.message.strip() or '(no message)'}"
+            message = _shown(trajectory.error.message.strip() or "(no message)", _LONGEST_MESSAGE)
+            what = f"{trajectory.error.type}: {message}"
             if trajectory.error.infrastructure:
                 text = f"were left out, since infrastructure failed on every attempt; the last error: {what} ({logs})"
             else:
@@ -86,3 +90,9 @@ class Problems:
             )
             found.append(("overlong", text))
         return found
+
+
+def _shown(text: str, most: int) -> str:
+    """Of a long text the beginning and the end, which say what was done and what went wrong."""
+    left_out = len(text) - most
+    return text if left_out <= 0 else f"{text[: most // 2]} [... {left_out} characters ...] {text[-most // 2 :]}"

@@ -102,6 +102,8 @@ def test_a_run_ends_with_what_came_of_it_and_a_finished_one_says_so_at_once(plac
     again = lightning_rl(place, "train", "--resume", "run").stdout.splitlines()
     assert again[1] == "this run is finished, with 2 of 2 steps: there is nothing left to do"
     assert again[2:] == lines[-7:]
+    fewer = lightning_rl(place, "train", "--resume", "run", "trainer.total_training_steps=1").stdout.splitlines()
+    assert fewer[1:] == again[1:]
     assert (run / "store.db").stat().st_mtime_ns == before
 
 
@@ -114,6 +116,7 @@ def test_an_agent_that_fails_in_all_rollouts_of_a_step_ends_the_run_with_its_tra
     assert 'my_agent.py", line 13, in fails' in done.stderr
     assert "LookupError: no table for number" in done.stderr
     assert "trainer.all_failed=go_on" in done.stderr
+    assert "goes on with it" not in done.stderr
     lightning_rl(place, "train", *words, "trainer.all_failed=go_on")
 
 

@@ -1,6 +1,8 @@
 """Config: defaults, file, dict and command line, composed by Hydra; every error names the key."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from hydra import initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lightning_rl.config as config_module
 from lightning_rl.config import ConfigError, compose, keys, read_back, reference, to_yaml
 from lightning_rl.config.schema import TrainConfig
 from tests.random_examples import examples
@@ -154,3 +157,21 @@ def test_the_reference_page_is_the_schemas() -> None:
 def test_every_key_says_what_it_does_or_why_it_does_nothing() -> None:
     assert all(key.text for key in keys())
     assert {key.kind for key in keys()} == {"effect", "no_effect"}
+
+
+def test_threads_compose_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra has one state for all of them, and msgspec crashes where two make the same type."""
+    inside, layers = [0], config_module._layers
+
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        inside[0] += 1
+        time.sleep(0.005)
+        assert inside == [1]
+        found = layers(*args, **kwargs)
+        inside[0] -= 1
+        return found
+
+    monkeypatch.setattr(config_module, "_layers", alone)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda n: compose(command_line=[f"data.train_batch_size={n}"]), range(1, 9)))
+    assert [config.data.train_batch_size for config in found] == list(range(1, 9))

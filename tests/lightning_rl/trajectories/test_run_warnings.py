@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_rl.store.contract import ErrorInfo
-from lightning_rl.trajectories.run_warnings import Problems
+from lightning_rl.trajectories.run_warnings import AllFailed, Problems
 from lightning_rl.trajectories.trajectory import Trajectory
 from lightning_rl_adapters import forest
 from lightning_rl_adapters.credit import Rewards
@@ -94,3 +94,15 @@ def test_silent_failures_are_told(
 ) -> None:
     problems.report("step 1", [trajectory(**what)])
     assert text in told(caplog)[0]
+
+
+def test_of_a_long_error_the_ends_are_shown(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:
+    problems.report("step 1", [failed("a page: " + "x" * 100_000 + " which is no JSON")])
+    [text] = told(caplog)
+    assert len(text) < 1000
+    assert "a page: xxx" in text
+    assert "xxx which is no JSON (tracebacks" in text
+    with pytest.raises(AllFailed) as raised:
+        problems.check("step 1", [failed("y" * 100_000)])
+    assert len(str(raised.value)) < 5000
+    assert raised.value.comes_again
