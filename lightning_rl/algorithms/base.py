@@ -10,7 +10,7 @@ import msgspec
 from lightning_rl.algorithms.watchdog import Watchdog
 from lightning_rl.data.dataset import check_task
 from lightning_rl.store.contract import Rollout, RolloutRequest, RolloutTrace
-from lightning_rl.store.run_store import RunStore
+from lightning_rl.store.run_store import TRACES_AT_ONCE, RunStore
 
 if TYPE_CHECKING:
     from lightning_rl.agents.agent import ConfiguredAgent
@@ -139,7 +139,9 @@ class Algorithm:
         while waiting:
             gather = _GATHER_SECONDS * len(waiting) / len(requests)
             finished = [one.rollout_id for one in self.ended(sorted(waiting), watchdog, gather_seconds=gather)]
-            ended |= {rollout_id: read(trace) for rollout_id, trace in self.store.traces(finished).items()}
+            for start in range(0, len(finished), TRACES_AT_ONCE):
+                traces = self.store.traces(finished[start : start + TRACES_AT_ONCE])
+                ended |= {rollout_id: read(trace) for rollout_id, trace in traces.items()}
             waiting.difference_update(finished)
         return [ended[str(request.rollout_id)] for request in requests]
 

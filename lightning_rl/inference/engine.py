@@ -285,8 +285,8 @@ class _Threads:
             return None
 
     def _carry_out_orders(self) -> None:
-        self._admit()
         while self.orders:  # one that is left there keeps the other threads from stepping
+            self._admit()  # also those who came during the last one, whom this one may abort
             order = self.orders[0]
             try:
                 order.run()

@@ -17,6 +17,7 @@ Ints = NDArray[np.int64]
 Keys = NDArray[np.uint64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_GREEDY_BELOW = 1e-5
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
@@ -55,7 +56,7 @@ def sample(logits: Tensor, *, temperature: Floats, top_p: Floats, top_k: Ints, u
 
     Args:
         logits: [n, vocab], any float dtype, on any device.
-        temperature: [n], 0 for greedy.
+        temperature: [n], below 1e-5 for greedy: logits divided by less are no numbers.
         top_p: [n], 1 for all.
         top_k: [n], below 1 for all.
         uniform: [n], in [0, 1).
@@ -64,7 +65,7 @@ def sample(logits: Tensor, *, temperature: Floats, top_p: Floats, top_k: Ints, u
         FloatingPointError: a row's logits hold NaN or +inf, or nothing but -inf.
     """
     scaled = logits.float()
-    greedy = temperature == 0
+    greedy = temperature < _GREEDY_BELOW
     if (temperature != 1).any():
         divisor = np.where(greedy, 1.0, temperature).astype(np.float32)
         scaled = scaled / torch.from_numpy(divisor).to(logits.device)[:, None]

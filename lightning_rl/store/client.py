@@ -47,6 +47,7 @@ from lightning_rl.store.contract import (
     body_of,
 )
 from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, StoreUnwritable, Unreachable
+from lightning_rl.store.run_store import TRACES_AT_ONCE
 from lightning_rl_adapters.ids import new_id
 from lightning_rl_proxy.recording.ledger import AttemptTokens
 
@@ -263,8 +264,11 @@ class HttpStore:
 
     def traces(self, rollout_ids: Sequence[str]) -> dict[str, RolloutTrace]:
         """Everything recorded in these rollouts, all attempts; unknown ids are left out."""
-        body = {"rollout_ids": rollout_ids}
-        return self._call("POST", "/rollouts/spans", body, TracesAnswer).rollouts
+        found: dict[str, RolloutTrace] = {}
+        for start in range(0, len(rollout_ids), TRACES_AT_ONCE):
+            body = {"rollout_ids": rollout_ids[start : start + TRACES_AT_ONCE]}
+            found |= self._call("POST", "/rollouts/spans", body, TracesAnswer).rollouts
+        return found
 
     def publish(self, resources: Mapping[str, Mapping[str, Any]], resources_id: str | None = None) -> Resources:
         """Publish resources by name; they are the latest from now on."""

@@ -11,6 +11,9 @@ from lightning_rl.store.contract import Resources, Reward, Rollout, RolloutDetai
 from lightning_rl.store.life_cycle import ENDED
 from lightning_rl_proxy.recording.ledger import AttemptTokens
 
+# Rollouts: while a server reads their records it takes no heartbeats, and those of one may be of megabytes.
+TRACES_AT_ONCE = 64
+
 
 class RunStore(Protocol):
     """See `HttpStore`, whose methods these are."""

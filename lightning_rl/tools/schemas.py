@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from lightning_rl.agents.values import encodable, number
 from lightning_rl.tools.errors import ToolError
 
 
@@ -158,4 +159,14 @@ def _metrics(value: Any) -> dict[str, Any]:
         return {}
     if not isinstance(value, Mapping):
         raise TypeError(f"a tool's metrics are a dict, not of type {type(value).__name__}")
-    return dict(value)
+    return {encodable(str(name)): _metric(one) for name, one in value.items()}
+
+
+def _metric(value: Any) -> Any:
+    """As JSON has it: one number of whatever library is a number, what JSON cannot hold is shown as Python does."""
+    try:
+        json.dumps(value, allow_nan=False)
+        return value
+    except (TypeError, ValueError, RecursionError):
+        found = number(value)
+    return f"{value!r:.1000}" if found is None or not math.isfinite(found) else found

@@ -21,6 +21,7 @@ SPECIFIC = (
     "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "json_schema", "regex",
     "choice", "grammar", "min_tokens", "ignore_eos", "bad_words", "allowed_token_ids",
 )  # fmt: skip
+_COLDEST = 0.01  # above 0: vLLM takes no less, whatever it is asked for, and the record says what was sampled by
 _NEUTRAL = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 
 
@@ -82,7 +83,7 @@ def effective(
     limit = int(min(limits)) if limits else None
     least = requested.min_tokens
     return Sampling(
-        temperature=1.0 if temperature is None else float(temperature),
+        temperature=1.0 if temperature is None else max(float(temperature), _COLDEST) if temperature > 0 else 0.0,
         top_p=1.0 if top_p is None else float(top_p),
         top_k=-1 if top_k is None else int(top_k),
         max_tokens=limit,

@@ -22,6 +22,11 @@ def test_what_the_algorithm_leaves_open_is_the_agents() -> None:
     assert (found.presence_penalty, found.stop) == (0.5, ["x"])
 
 
+@pytest.mark.parametrize(("asked", "found"), [(None, 1.0), (0.0, 0.0), (1e-40, 0.01), (0.009, 0.01), (0.02, 0.02)])
+def test_a_temperature_is_what_every_engine_takes_it_for(asked: float | None, found: float) -> None:
+    assert effective(Sampling(temperature=asked), {}, seed_key="r", number=0).temperature == found
+
+
 @pytest.mark.parametrize("asked", [None, False, True])
 def test_an_end_token_that_the_algorithm_ignores_ends_nothing(asked: bool | None) -> None:
     requested = Sampling(ignore_eos=asked)

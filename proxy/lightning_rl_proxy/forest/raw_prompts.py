@@ -5,6 +5,9 @@ by letter and special tokens too: then the sampled tokens stay as they are, and 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import Any
 
 from msgspec.structs import replace
@@ -52,68 +55,114 @@ class RawPromptReader:
         return self.tokenizer.encode_own(text)
 
 
+@dataclass(eq=False, slots=True)
+class _Known:
+    """An answered prompt: what it `adds` behind its `parent` and that one's answer, `start` letters (or ids) from the
+    beginning. `number` counts them in the order in which they were answered; `answer` is there once it was read."""
+
+    number: int
+    model: str
+    adds: Prompt
+    live: LiveCall
+    parent: "_Known | None"
+    start: int
+    answer: Prompt | None = None
+    children: "list[_Known]" = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """Where its answer ends, which was read."""
+        assert self.answer is not None
+        return self.start + len(self.adds) + len(self.answer)
+
+    def is_repeated_by(self, prompt: Prompt, reader: RawPromptReader) -> bool:
+        """Whether a prompt that repeats the parent repeats this one and its answer, too."""
+        if self.answer is None:
+            ids = self.live.call.response_ids
+            self.answer = reader.tokenizer.decode(ids) if isinstance(self.adds, str) else ids
+        answered = self.start + len(self.adds)
+        return _stands_at(prompt, self.adds, self.start) and _stands_at(prompt, self.answer, answered)
+
+    def prompt(self) -> Prompt:
+        """The whole prompt."""
+        parts, before = [self.adds], self.parent
+        while before is not None:
+            parts += [before.answer or before.adds[:0], before.adds]
+            before = before.parent
+        whole: Prompt = reduce(add, reversed(parts))
+        return whole
+
+
 class Texts:
-    """The answered prompts of one attempt."""
+    """The answered prompts of one attempt: a tree, in which a prompt stands behind the call that it goes on from. So
+    what many turns repeat is kept and compared once."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[str, Prompt, LiveCall]] = []
+        self._begun: list[_Known] = []  # those that go on from none
+        self._known: dict[str, _Known] = {}  # by call id
 
     def add(self, model: str, prompt: Prompt, live: LiveCall) -> None:
         """Make an answered call continuable."""
-        self._known.append((model, prompt, live))
+        parent = None if live.parent is None else self._known.get(live.parent.call.call_id)
+        if parent is not None and parent.answer is None:  # of a call that was recorded before the attempt came here
+            parent = None
+        start = 0 if parent is None else parent.end
+        known = _Known(len(self._known), model, prompt[start:], live, parent, start)
+        self._known[live.call.call_id] = known
+        (self._begun if parent is None else parent.children).append(known)
 
     def place(self, turn: Place, model: str, prompt: Prompt, reader: RawPromptReader) -> Place:
         """Where a prompt goes, whose place by messages is `turn`: behind the call of which it repeats the most.
 
         Of equal ones it goes on with the last answered."""
         whole = message(prompt, reader)
-        parent, known = self._longest(model, prompt, reader)
+        parent = self._longest(model, prompt, reader)
         if parent is None:
             place = replace(turn, parent=None, fork=self._fork(model, prompt, reader), new_messages=[whole])
             ids = reader.tokenizer.encode_whole(prompt) if isinstance(prompt, str) else prompt
             return place.with_prompt(ids, [whole])
-        rest = prompt[known:]
+        rest = prompt[parent.end :]
         added = reader.encode_behind(rest) if isinstance(rest, str) else rest
-        context = parent.context()
+        context = parent.live.context()
         return replace(
             turn,
-            parent=parent,
+            parent=parent.live,
             added_ids=added,
             prompt_ids=context + added,
             new_messages=[message(rest, reader)],
             fork=None,
         )
 
-    def _longest(self, model: str, prompt: Prompt, reader: RawPromptReader) -> tuple[LiveCall | None, int]:
-        """The call with the longest text (or ids) that `prompt` begins with, and how long that is."""
-        found: tuple[LiveCall | None, int] = (None, 0)
-        for asked_model, asked, live in self._known:
-            if asked_model != model or type(asked) is not type(prompt):
-                continue
-            whole = _sum(asked, live, reader)
-            if len(whole) >= found[1] and prompt[: len(whole)] == whole:
-                found = (live, len(whole))
+    def _longest(self, model: str, prompt: Prompt, reader: RawPromptReader) -> _Known | None:
+        """The call with the longest text (or ids) that `prompt` begins with."""
+        found: _Known | None = None
+        looking = [one for one in self._begun if one.model == model and type(one.adds) is type(prompt)]
+        while looking:
+            one = looking.pop()
+            if one.is_repeated_by(prompt, reader):
+                if found is None or (one.end, one.number) > (found.end, found.number):
+                    found = one
+                looking += one.children
         return found
 
     def _fork(self, model: str, prompt: Prompt, reader: RawPromptReader) -> Fork | None:
         """Why a prompt continues nothing: it goes on behind the visible text alone, or it is another prompt."""
-        mine = [(asked, live) for asked_model, asked, live in self._known if asked_model == model]
-        for asked, live in reversed(mine):
+        mine = [(one, one.prompt()) for one in self._known.values() if one.model == model]
+        for one, asked in reversed(mine):
             if isinstance(asked, str) and isinstance(prompt, str):
-                visible = asked + reader.parse("", [], live.call.response_ids, None, "stop", None).content
+                visible = asked + reader.parse("", [], one.live.call.response_ids, None, "stop", None).content
                 if prompt.startswith(visible) and len(prompt) > len(visible) > len(asked):
                     ids = reader.tokenizer.encode_whole(prompt)
-                    return Fork(ForkCause.NOT_APPEND_ONLY, token=first_difference(ids, live.context()))
-        if not mine or any(asked == prompt for asked, _ in mine):
+                    return Fork(ForkCause.NOT_APPEND_ONLY, token=first_difference(ids, one.live.context()))
+        if not mine or any(asked == prompt for _, asked in mine):
             return None
         return Fork(ForkCause.NEW_CONVERSATION)
 
 
-def _sum(asked: Prompt, live: LiveCall, reader: RawPromptReader) -> Prompt:
-    """A prompt and what was sampled behind it, in its own form."""
-    if isinstance(asked, str):
-        return asked + reader.tokenizer.decode(live.call.response_ids)
-    return asked + live.call.response_ids
+def _stands_at(whole: Prompt, part: Prompt, at: int) -> bool:
+    if isinstance(whole, str):
+        return isinstance(part, str) and whole.startswith(part, at)
+    return whole[at : at + len(part)] == part
 
 
 def message(prompt: Prompt, reader: RawPromptReader) -> dict[str, Any]:

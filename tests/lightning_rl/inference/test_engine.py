@@ -230,6 +230,24 @@ def test_abort_ends_what_runs_and_what_waits(engine):
     assert engine.in_flight == 0
 
 
+def test_a_request_that_comes_while_an_order_is_carried_out_can_be_aborted(engine):
+    begun, go = threading.Event(), threading.Event()
+
+    def lasts() -> None:
+        begun.set()
+        assert go.wait(TIMEOUT)
+
+    ordering = threading.Thread(target=engine._threads.call, args=(lasts,))
+    ordering.start()
+    assert begun.wait(TIMEOUT)
+    late = ask(engine, [1], "late", max_tokens=60)
+    engine.abort("late")
+    go.set()
+    ordering.join()
+    output = late.result(TIMEOUT)
+    assert (output.finish_reason, output.token_ids) == ("abort", [])
+
+
 def test_new_weights_in_mid_generation_are_used_and_told_apart():
     with EmbeddedEngine(make("qwen2"), max_num_seqs=2) as engine:
         on_token, reached, go, _ = hold_after(engine, 6)

@@ -60,9 +60,10 @@ def test_top_p_and_top_k_hold_and_the_logprob_is_untruncated(seed, temperature, 
         assert got.ranks[row] == order.tolist().index(got.token_ids[row]) + 1
 
 
-def test_greedy_rows_take_the_argmax_with_the_logprob_of_temperature_one():
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 1e-40, 1e-300])
+def test_greedy_rows_take_the_argmax_with_the_logprob_of_temperature_one(temperature):
     logits = torch.randn(9, 20, generator=torch.Generator().manual_seed(1))
-    got = draw(logits, temperature=0.0, top_p=0.5)
+    got = draw(logits, temperature=temperature, top_p=0.5)
     assert got.token_ids.tolist() == logits.argmax(-1).tolist()
     assert np.allclose(got.logprobs, logits.log_softmax(-1).amax(-1).numpy(), atol=1e-6)
     assert (got.ranks == 1).all()

@@ -5,12 +5,14 @@ import dataclasses
 import enum
 import functools
 import json
+import math
 import pickle
 import threading
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Optional, TypedDict
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -453,6 +455,8 @@ MARK = ToolResponse(text="as is")
         ((MARK, 1, {"m": 2}), ("as is", 1.0, {"m": 2})),
         (("text", None, None), ("text", 0.0, {})),
         (("text", 0, {}), ("text", 0.0, {})),
+        (("text", 0, {1: np.float32(0.5), "n": np.int64(3)}), ("text", 0.0, {"1": 0.5, "n": 3.0})),
+        (("text", 0, {"ids": {7}, "x": math.nan, "y": [{7}]}), ("text", 0.0, {"ids": "{7}", "x": "nan", "y": "[{7}]"})),
         (("text", False), ("text", 0.0, {})),
         (("text", True), ("text", 1.0, {})),
         (7, ("7", 0.0, {})),

@@ -6,10 +6,16 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from lightning_rl_adapters import semconv
+from lightning_rl_proxy.forest.live_forest import LiveForest
+from lightning_rl_proxy.forest.nodes import Answered
+from lightning_rl_proxy.forest.raw_prompts import RawPromptReader
+from lightning_rl_proxy.rendering.load import load_renderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
-from tests.proxy.conftest import Served
+from tests.adapters.forests import make_call
+from tests.proxy.conftest import MODEL, TOKENIZER, Served
 from tests.random_examples import examples
 
 pytestmark = pytest.mark.usefixtures("either_length")
@@ -112,3 +118,28 @@ def test_any_text_is_continued_without_a_token_encoded_anew(served: Served, said
         assert ids is None or asked[: len(ids)] == ids
         ids = asked + call.response_ids
         text = text + served.gateway._renderer.tokenizer.decode(call.response_ids) + str(i)  # type: ignore[union-attr]
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(-1, 8), st.lists(st.integers(300, 303), max_size=2)), max_size=9),
+    st.booleans(),
+)
+def test_a_prompt_goes_on_with_the_longest_that_it_repeats_of_equal_ones_the_last(
+    asked: list[tuple[int, list[int]]], as_ids: bool
+) -> None:
+    """As if every earlier prompt with its answer were written out and compared."""
+    renderer = load_renderer(TOKENIZER, "qwen3", MODEL)
+    reader, forest, whole = RawPromptReader(renderer), LiveForest(), list[Any]()
+    for number, (behind, added) in enumerate(asked):
+        before = whole[behind][1] if 0 <= behind < len(whole) else []
+        ids = before + added or [300]
+        prompt = ids if as_ids else renderer.tokenizer.decode(ids)
+        place = forest.find_raw_prompt(MODEL, prompt, reader)
+        written = [(live, known if as_ids else renderer.tokenizer.decode(known)) for live, known in whole]
+        fitting = [(len(known), at, live) for at, (live, known) in enumerate(written) if prompt[: len(known)] == known]
+        assert place.parent is (max(fitting, key=lambda one: one[:2])[2] if fitting else None)
+        call = replace(make_call(number, None, response=1), response_ids=[301 + number % 2])
+        said = {"role": "assistant", "content": ""}
+        [live] = forest.remember([Answered(place, call, said, reasoned=False, text=(MODEL, prompt))])
+        whole.append((live, ids + call.response_ids))
