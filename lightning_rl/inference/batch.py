@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_rl.inference.cache import NOTHING
 from lightning_rl.inference.sampler import Sampled
 from lightning_rl.inference.sequence import FinishReason, GenerationRequest, Output, VersionSpan
 from lightning_rl.vision import ModelVision, Patches, PlacedImage
@@ -57,7 +58,7 @@ class Sequence:
     __slots__ = (
         "adapter",
         "content",
-        "kept_row",
+        "kept",
         "long_prompt",
         "picture",
         "priority",
@@ -67,7 +68,6 @@ class Sequence:
         "row",
         "sampling",
         "seed_key",
-        "shared",
         "starts",
         "stop_ids",
     )
@@ -91,15 +91,14 @@ class Sequence:
         self.stop_ids = stop_ids
         self.row = -1
         self.long_prompt = (self.adapter, self.content.tobytes()) if len(prompt) >= LONG_PROMPT else None
-        self.kept_row = 0  # of `Prefixes`, which has the first `shared` tokens of the prompt
-        self.shared = 0
+        self.kept = NOTHING  # what `Prefixes` has of the prompt
         self.pure = True  # no weights but the ones in force wrote its keys and values
         self.starts: list[tuple[int, int]] = []  # (policy version, its first token's index)
 
     @property
     def unread(self) -> int:
         """Tokens of the prompt that no kept keys and values stand for."""
-        return len(self.prompt) - self.shared
+        return len(self.prompt) - self.kept.shared
 
     def mark(self, version: int, generated: int) -> None:
         """Tokens from index `generated` on come from `version`."""

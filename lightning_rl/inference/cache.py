@@ -7,7 +7,7 @@ hold leftovers; no mask ever shows them.
 """
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -153,6 +153,17 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._flat = [layer.flatten(0, 3) for layer in self._layers]
 
 
+class Found(NamedTuple):
+    """A kept row, how many tokens of a prompt it begins with, and when that was looked up."""
+
+    row: int
+    shared: int
+    at: int
+
+
+NOTHING = Found(0, 0, -1)
+
+
 class Prefixes:
     """A ring of `size` kept sequences; the oldest goes first. Its memory is a cache of its own.
 
@@ -168,20 +179,29 @@ class Prefixes:
         self._adapters = np.zeros(size, np.int64)  # by which each was read
         self._used = 0
         self._next = 0
+        self._times = 0  # that something was kept or forgotten
+        self._kept_at = np.zeros(max(size, 1), np.int64)  # each row, by that count
+        self._cleared = 0
 
-    def find(self, prompt: Ints, adapter: int) -> tuple[int, int]:
-        """(kept row, how many tokens of `prompt` it begins with, read by `adapter`); the count is 0 for too few.
+    def find(self, prompt: Ints, adapter: int, known: Found = NOTHING) -> Found:
+        """The kept row that begins like `prompt` for longest, read by `adapter`; `shared` is 0 for too few tokens.
 
-        The last token is never counted: it has to be read for the logits that follow it.
+        The last token is never counted: it has to be read for the logits that follow it. `known` is what was found for
+        the same prompt before: then only what was kept since is looked at, unless its own row is another's now.
         """
         width = min(len(prompt) - 1, self._tokens.shape[1])
-        if width < SHORTEST_PREFIX or not self._used:
-            return 0, 0
-        differs = self._tokens[: self._used, :width] != prompt[:width]
-        differs[:, 0] |= self._adapters[: self._used] != adapter
+        if known.at < self._cleared or self._kept_at[known.row] > known.at:
+            known = NOTHING
+        rows = np.flatnonzero(self._kept_at[: self._used] > known.at)
+        if width < SHORTEST_PREFIX or not rows.size:
+            return known._replace(at=self._times)
+        differs = self._tokens[rows, :width] != prompt[:width]
+        differs[:, 0] |= self._adapters[rows] != adapter
         shared = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
-        row = int(shared.argmax())
-        return (row, int(shared[row])) if shared[row] >= SHORTEST_PREFIX else (0, 0)
+        best = int(shared.argmax())
+        if shared[best] < max(SHORTEST_PREFIX, known.shared + 1):
+            return known._replace(at=self._times)
+        return Found(int(rows[best]), int(shared[best]), self._times)
 
     def keep(self, cache: SlotCache, rows: list[int], contents: list[Ints], adapters: Ints) -> None:
         """Keep the first len(contents[i]) columns of row rows[i], which those tokens wrote by adapter adapters[i]."""
@@ -196,6 +216,8 @@ class Prefixes:
             self._tokens[target] = -1
             self._tokens[target, : len(tokens)] = tokens
             self._adapters[target] = adapter
+        self._times += 1
+        self._kept_at[targets] = self._times
         self._next = int(targets[-1] + 1) % self.size
         self._used = max(self._used, int(targets.max()) + 1)
         cache.copy_to(self._cache, np.array([row for row, *_ in pairs]), targets, longest)
@@ -206,6 +228,8 @@ class Prefixes:
 
     def clear(self, adapter: int) -> None:
         """Forget what was read by that adapter; 0: everything, since all are over the same weights."""
+        self._times += 1
+        self._cleared = self._times
         if adapter:
             self._tokens[self._adapters == adapter] = -1
         else:

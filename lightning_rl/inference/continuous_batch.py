@@ -63,7 +63,7 @@ class ContinuousBatch:
             with self._prefixes.lock:
                 # Anew for each group: what came after the one before it may have pushed out what was found.
                 for sequence in sequences:
-                    sequence.kept_row, sequence.shared = self._prefixes.find(sequence.content, sequence.adapter)
+                    sequence.kept = self._prefixes.find(sequence.content, sequence.adapter, sequence.kept)
                 group, sequences = _length_group(sequences)
                 copied_from = self._place(group)
             yield self._read(group, copied_from)
@@ -119,10 +119,10 @@ class ContinuousBatch:
             else:
                 originals[read] = self._batch.n
                 self._batch.join(sequence)
-                known += [sequence] if sequence.shared else []
+                known += [sequence] if sequence.kept.shared else []
         if known:
-            kept, rows = [one.kept_row for one in known], [one.row for one in known]
-            self._prefixes.restore(self._cache, kept, rows, max(one.shared for one in known))
+            kept, rows = [one.kept.row for one in known], [one.row for one in known]
+            self._prefixes.restore(self._cache, kept, rows, max(one.kept.shared for one in known))
         for sequence, _ in copies:
             self._batch.join(sequence)
         return [row for _, row in copies]
@@ -172,11 +172,11 @@ def _left_padded(sequences: list[Sequence]) -> tuple[Ints, Ints]:
     Padding, position -1, stands on the left.
     """
     unread = np.array([sequence.unread for sequence in sequences])[:, None]
-    shared = np.array([sequence.shared for sequence in sequences])[:, None]
+    shared = np.array([sequence.kept.shared for sequence in sequences])[:, None]
     width = int(unread.max())
     index = np.arange(width) - (width - unread)
     tokens = np.zeros((len(sequences), width), np.int64)
-    tokens[index >= 0] = np.concatenate([one.prompt[one.shared :] for one in sequences])
+    tokens[index >= 0] = np.concatenate([one.prompt[one.kept.shared :] for one in sequences])
     return tokens, np.where(index >= 0, index + shared, -1)
 
 
@@ -187,7 +187,7 @@ def _places(sequences: list[Sequence], positions: Ints) -> Ints | None:
     places = np.repeat(np.maximum(positions, 0)[None], 3, axis=0)
     for row, sequence in enumerate(sequences):
         if sequence.picture is not None:
-            places[:, row, -sequence.unread :] = sequence.picture.places[:, sequence.shared :]
+            places[:, row, -sequence.unread :] = sequence.picture.places[:, sequence.kept.shared :]
     return places
 
 
