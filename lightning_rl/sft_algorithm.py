@@ -239,7 +239,7 @@ class SFT(ConfiguredAlgorithm):
 
     def _train(self, models: Models, total: int) -> None:
         trainer = self.config.trainer
-        names = [name for name in trainer.logger if name != "console" or self.console]
+        names = trackers.of_run(trainer.logger, console=self.console)
         about = About(name=trainer.experiment_name or self.run_dir.name, config=msgspec.to_builtins(self.config))
         if trainer.project_name:
             about = msgspec.structs.replace(about, project=trainer.project_name)

@@ -56,7 +56,9 @@ def evaluate(dataset: str, rewards: Mapping[str, Sequence[float]], **counts: int
         low, high = wilson(sum(values), len(values))
     else:
         low, high = normal(means)
-        if zero_one:
+        if zero_one and low == high:  # all tasks went alike, which a few may do by chance
+            low, high = wilson(sum(means), len(means))
+        elif zero_one:
             low, high = max(0.0, low), min(1.0, high)
     return Evaluation(
         dataset=dataset,

@@ -1165,7 +1165,10 @@ class TrainerSection(Section, frozen=True):
     validation_data_dir: Annotated[str | None, effect("the same of each validation")] = None
     logger: Annotated[
         list[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]],
-        effect("where metrics go; the last three need the extra `tracking`"),
+        effect(
+            "where metrics go beside `metrics.jsonl`, which every run has, whether jsonl is named or not; the last "
+            "three need the extra `tracking`"
+        ),
     ] = field(default_factory=lambda: ["console", "jsonl"])
     project_name: Annotated[str | None, effect("folder of the run, where Trainer is given none: runs/project_name")] = (
         None

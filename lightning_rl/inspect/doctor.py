@@ -382,11 +382,11 @@ def _dead_reward(evidence: Evidence) -> Finding | None:
 def _stands_still(evidence: Evidence) -> Finding | None:
     """A reward that goes nowhere, short of the best one, while updates leave the policy where it is."""
     rows = evidence.metrics
-    moved = _mean(_values(rows, "actor/ppo_k3_kl"))
+    moved = _mean(_values(rows, "actor/ppo_k3_kl"))  # 0 where each step is one update: it says nothing there
     first, last = _trend(evidence, "critic/score/mean")
     highest = max(_values(rows, "critic/score/max"), default=0.0)
     room = highest - min(_values(rows, "critic/score/min"), default=0.0)
-    if moved is None or moved >= STILL or len(rows) < TREND_STEPS or not room:
+    if not moved or moved >= STILL or len(rows) < TREND_STEPS or not room:
         return None
     if abs(last - first) >= FLAT * room or highest - last < 2 * FLAT * room:
         return None

@@ -67,7 +67,7 @@ class Reporter:
                 print(line)
             print(f"to look at the run as it goes: lightning-rl dashboard {shlex.quote(str(state.run_dir))}")
         trainer = config.trainer
-        names = [name for name in trainer.logger if name != "console" or console]
+        names = trackers.of_run(trainer.logger, console=console)
         about = {"name": trainer.experiment_name or state.run_dir.name, "config": msgspec.to_builtins(config)}
         about |= {"project": trainer.project_name} if trainer.project_name else {}
         self._trackers = trackers.open_trackers(

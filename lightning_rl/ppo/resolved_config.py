@@ -646,12 +646,15 @@ def loaded_renderer(config: Config, folder: Path) -> Renderer:
 
 
 def sampler_tolerance(config: Config) -> Tolerance:
-    """How far log probabilities of sampler and trainer may be apart. In float32 they are 1e-5 apart, vLLM's up to 1e-4;
-    with bfloat16 on either side single tokens differ by much more, so the mean is judged."""
+    """How far log probabilities of sampler and trainer may be apart. In float32 they are 1e-5 apart, vLLM's up to 1e-4,
+    and a temperature below 1 makes as many times more of what logits differ by; with bfloat16 on either side single
+    tokens differ by much more, so the mean is judged."""
     formats, given = config.actor_rollout_ref.actor.fsdp_config, config.trainer.sampler_tolerance
+    sharper = 1 / min(max(config.actor_rollout_ref.rollout.temperature, 0.01), 1.0)
     if {"bf16", "bfloat16"} & {formats.model_dtype, formats.dtype, config.actor_rollout_ref.rollout.dtype}:
         return Tolerance(mean=given or 0.1)
-    return Tolerance(largest=given or (1e-4 if config.actor_rollout_ref.rollout.name == "embedded" else 1e-3))
+    exact = 1e-4 if config.actor_rollout_ref.rollout.name == "embedded" else 1e-3
+    return Tolerance(largest=given or exact * sharper)
 
 
 def vllm_options(config: Config, placed: Placement | None = None, names: Sequence[str] = ()) -> Options:

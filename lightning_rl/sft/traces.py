@@ -66,15 +66,17 @@ def read(sources: Sequence[str | Path]) -> tuple[list[CallTrace], Counter[str]]:
     """
     traces: list[CallTrace] = []
     excluded: Counter[str] = Counter()
-    seen: dict[str, str] = {}
-    for source in sources:
+    seen: dict[str, int] = {}
+    for number, source in enumerate(sources):
         of_source = list(_by_rollout(_calls(Path(source).expanduser())))
         if not of_source:
             raise ConfigError(f"sft.traces: {source} holds no calls; name a run whose agent asked a model")
         for calls in of_source:
             first = calls[0]
-            if (other := seen.setdefault(first.rollout_id, str(source))) != str(source):
-                raise ConfigError(f"sft.traces: rollout {first.rollout_id} is in {other} and in {source}: name one")
+            if (other := seen.setdefault(first.rollout_id, number)) != number:
+                raise ConfigError(
+                    f"sft.traces: rollout {first.rollout_id} is in {sources[other]} and in {source}: name one, once"
+                )
         found, superseded = of_calls(itertools.chain.from_iterable(of_source))
         traces += found
         excluded += superseded

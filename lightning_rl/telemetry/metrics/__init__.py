@@ -33,6 +33,12 @@ def check_names(names: Sequence[str]) -> None:
             raise ConfigError(f"trainer.logger {name!r} needs a library: pip install 'lightning-rl[tracking]'")
 
 
+def of_run(logger: Sequence[str], *, console: bool) -> list[str]:
+    """The trackers of a run: `trainer.logger`, on a console only where that is to be shown, and always the file that
+    `report`, `doctor` and `dashboard` read."""
+    return [*(name for name in logger if name not in ("console", "jsonl") or (name == "console" and console)), "jsonl"]
+
+
 def open_trackers(
     names: Sequence[str], run_dir: Path, total_steps: int, began_at: int = 0, about: About | None = None
 ) -> list[Tracker]:

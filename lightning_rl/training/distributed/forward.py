@@ -103,5 +103,9 @@ class ShardedForward(Forward):
 
 
 def on_cpu(value: T) -> T:
-    """A tensor on the CPU; anything else as it is."""
-    return value.cpu() if isinstance(value, Tensor) else value  # type: ignore[return-value]
+    """A tensor on the CPU, with memory of its own: one that is sent takes all that it is a part of along. Anything else
+    as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    own: Any = value.cpu()
+    return own.clone() if own.untyped_storage().nbytes() > own.nbytes else own  # type: ignore[no-any-return]

@@ -35,6 +35,14 @@ def test_rollouts_of_one_task_are_no_independent_evidence() -> None:
     assert not once.accuracy
 
 
+def test_tasks_that_all_went_alike_are_no_certainty() -> None:
+    for reward in (0.0, 1.0):
+        found = evaluate("val", {str(task): [reward] * 4 for task in range(8)})
+        assert (found.low, found.high) == wilson(8 * reward, 8)
+    halves = evaluate("val", {str(task): [0.0, 1.0] for task in range(4)})
+    assert halves.low < 0.2 < 0.8 < halves.high
+
+
 def test_an_accuracy_never_leaves_0_to_1() -> None:
     few = evaluate("val", {str(task): [0.0, 0.0] for task in range(9)} | {"x": [0.0, 1.0]})
     assert (few.low, few.accuracy) == (0.0, True)

@@ -183,12 +183,13 @@ WELL: list[tuple[dict[str, Any], str]] = [
     ({"rollouts": several(3, seen="gen_ai")}, "calls_beside_the_gateway_gen_ai"),  # they called the gateway, too
     ({"metrics": trend("response_length__mean", [8.0, 80.0])}, "exploding_lengths"),
     ({"metrics": trend("actor__ppo_k3_kl", [1e-3] * 8)}, "policy_stands_still"),
+    ({"metrics": trend("actor__ppo_k3_kl", [0.0] * 8)}, "policy_stands_still"),  # steps of one update
     (
-        {"metrics": [metrics_of(n, actor__ppo_k3_kl=0.0, critic__score__mean=n / 9) for n in range(1, 9)]},
+        {"metrics": [metrics_of(n, actor__ppo_k3_kl=1e-6, critic__score__mean=n / 9) for n in range(1, 9)]},
         "policy_stands_still",
     ),
     (
-        {"metrics": [metrics_of(n, actor__ppo_k3_kl=0.0, critic__score__mean=0.97) for n in range(1, 9)]},
+        {"metrics": [metrics_of(n, actor__ppo_k3_kl=1e-6, critic__score__mean=0.97) for n in range(1, 9)]},
         "policy_stands_still",
     ),
     ({"metrics": trend("actor__entropy", [1.0] * 6 + [0.2] * 2)}, "entropy_collapse"),

@@ -255,6 +255,8 @@ def test_number_formats_are_what_the_keys_say() -> None:
         resolved_config.sampler_tolerance(each.config) for each in (made, models(rollout={"dtype": "bfloat16"}))
     ]
     assert tolerances == [Tolerance(largest=1e-4), Tolerance(mean=0.1)]
+    cold = resolved_config.sampler_tolerance(models(rollout={"temperature": 0.1}).config)
+    assert cold.largest == pytest.approx(1e-3)  # logits that differ by rounding are divided by it
     for each in (made, models(actor={"fsdp_config": {"dtype": "bfloat16"}})):
         step(each)
         assert all(np.isfinite(values).all() for values in each.actor.log_probs(sequences()))

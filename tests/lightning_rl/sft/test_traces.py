@@ -109,5 +109,6 @@ def test_what_cannot_be_learned_from_is_an_error_that_says_why(tmp_path: Path) -
     with pytest.raises(ConfigError, match="no file of `lightning-rl export --what calls`"):
         examples.load(compose({}), [write(tmp_path / "rows.jsonl", [{"row": 1}])], RENDERER)
     twice = [write(tmp_path / name, RECORDS) for name in ("one.jsonl", "two.jsonl")]
-    with pytest.raises(ConfigError, match="name one"):
-        examples.load(compose({}), twice, RENDERER)
+    for named in (twice, twice[:1] * 2):
+        with pytest.raises(ConfigError, match="name one, once"):
+            examples.load(compose({}), named, RENDERER)
