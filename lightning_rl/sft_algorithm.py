@@ -199,7 +199,7 @@ class SFT(ConfiguredAlgorithm):
             self._train(models, total)
         finally:
             models.close()
-        return checkpoint.final_model(self.run_dir, checkpoints / f"step-{total}")
+        return checkpoint.final_model(self.run_dir, checkpoints / f"step-{max(total, self.step)}")
 
     def steps(self) -> int:
         """How many steps the config makes of the traces that are trained."""

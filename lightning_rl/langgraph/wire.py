@@ -11,6 +11,8 @@ from typing import Any
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.messages.utils import convert_to_openai_messages
 
+from lightning_rl.agents.values import encodable
+
 REASONING = "reasoning_content"
 _NOT_TEXT = frozenset({"reasoning", "thinking", "redacted_thinking", "tool_call", "tool_use", "function_call"})
 
@@ -50,4 +52,6 @@ def _text(message: AIMessage) -> str | list[Any]:
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = call["args"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    if encodable(text) != text:  # half a surrogate pair, as models write some, can be sent as an escape alone
+        text = json.dumps(arguments)
     return {"id": call["id"], "type": "function", "function": {"name": call["name"] or "", "arguments": text}}

@@ -4,7 +4,6 @@ Invariant: the model is asked by its own name through the rollout's URL, so its 
 policy's.
 """
 
-import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from lightning_rl.agents.resources import LLM
 from lightning_rl.config.schema import UserTurns
 from lightning_rl.errors import Explained
 from lightning_rl.loading import load
+from lightning_rl.tools.threads import in_thread
 from lightning_rl.trajectories.conversation import text_of
 
 TAG = "user"
@@ -44,7 +44,9 @@ class FunctionUser:
         if inspect.iscoroutinefunction(self._function):
             said = await self._function(task, messages)
         else:
-            said = await asyncio.to_thread(self._function, task, messages)
+            said = await in_thread(self._function, task, messages)  # of its own: each rollout's user may take its time
+            if inspect.isawaitable(said):  # of an object whose call is async
+                said = await said
         if said is not None and not isinstance(said, str):
             raise UserError(f"{self._name} returned {said!r:.80}; return a text, or None when the user is done")
         return said

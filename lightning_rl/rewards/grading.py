@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Judge, RewardSection
@@ -33,6 +34,11 @@ def grade(reward: GroupReward, groups: Sequence[Sequence[FinishedRollout]], *, c
     Raises:
         RewardError: naming the group or the rollout, for a result of another length or what is no reward.
     """
+    with reward.placed() if isinstance(reward, RewardModel) else nullcontext():
+        return _of_all(reward, groups, concurrency)
+
+
+def _of_all(reward: GroupReward, groups: Sequence[Sequence[FinishedRollout]], concurrency: int) -> list[Graded]:
     if concurrency == 1:
         return [_graded(reward, group) for group in groups]
     threads = ThreadPoolExecutor(concurrency, thread_name_prefix="rewards")

@@ -7,7 +7,8 @@ last token, as `transformers` computes it.
 import functools
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class RewardModel:
     def __init__(self, path: str, *, dtype: str = "bfloat16", device: str = "auto") -> None:
         self.path, self._dtype, self._device_name = path, dtype, device
         self._lock = threading.Lock()
+        self._placing, self._blocks = threading.Lock(), 0
         check(path)
 
     def __call__(self, rollouts: Sequence[FinishedRollout]) -> list[float]:
@@ -43,12 +45,23 @@ class RewardModel:
         """
         import torch
 
-        with self._lock, torch.inference_mode():
-            model = self._model.to(self._device)
-            try:
-                return [self._score(model, rollout) if rollout.messages else 0.0 for rollout in rollouts]
-            finally:
-                model.to("cpu")
+        with self.placed(), self._lock, torch.inference_mode():
+            return [self._score(self._model, rollout) if rollout.messages else 0.0 for rollout in rollouts]
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """The model is on its device within the block, and within others that go on: a step is scored in one."""
+        with self._placing:
+            self._blocks += 1
+            if self._blocks == 1:
+                self._model.to(self._device)
+        try:
+            yield
+        finally:
+            with self._placing:
+                self._blocks -= 1
+                if not self._blocks:
+                    self._model.to("cpu")
 
     def _score(self, model: Any, rollout: FinishedRollout) -> float:
         import torch

@@ -8,6 +8,7 @@ import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from lightning_rl.sandboxes import Output, SandboxError, SandboxUnusable
 from lightning_rl.sandboxes.child_program import Done, run
@@ -18,7 +19,8 @@ _HOLD = f'echo "{_READY}"; while read _; do :; done'  # what the container does:
 _NO_FILE = 44
 _READ = f'if [ -f "$0" ]; then cat "$0"; else exit {_NO_FILE}; fi'
 _WRITE = 'mkdir -p "$(dirname "$0")" && cat > "$0"'
-_building: dict[str, "asyncio.Task[str]"] = {}
+# Tasks belong to the event loop that they were made on.
+_building: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Task[str]]]" = WeakKeyDictionary()
 
 
 class DockerSandbox:
@@ -137,15 +139,12 @@ def _check(done: Done, what: str, printed: str, expected: Sequence[int] = (0,)) 
 
 
 async def _built(folder: str) -> str:
-    """The image that a folder makes, built once in this process; later builds come from Docker's own cache."""
-    path = str(Path(folder).resolve())
-    if path not in _building:
-        _building[path] = asyncio.create_task(_build(path))
-    try:
-        return await asyncio.shield(_building[path])
-    except SandboxError:
-        _building.pop(path, None)
-        raise
+    """The image that a folder makes, built once on this event loop; later builds come from Docker's own cache."""
+    path, building = str(Path(folder).resolve()), _building.setdefault(asyncio.get_running_loop(), {})
+    known = building.get(path)
+    if known is None or (known.done() and (known.cancelled() or known.exception() is not None)):
+        building[path] = asyncio.create_task(_build(path))
+    return await asyncio.shield(building[path])
 
 
 async def _build(folder: str) -> str:

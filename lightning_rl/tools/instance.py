@@ -49,7 +49,9 @@ class Instance:
         try:
             async with asyncio.timeout(CLOSING_SECONDS):
                 await self.tool.release(created)
-        except (Exception, SystemExit, asyncio.CancelledError):  # noqa: BLE001 - whatever a tool raises is data
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # noqa: BLE001 - whatever a tool raises is data
             _log.exception(
                 "tool %r: release of instance %s failed; what it held may still be open", self.tool.name, created
             )

@@ -7,6 +7,7 @@ That is why these are neither asyncio's pool, which all share, nor one of `concu
 import asyncio
 import contextvars
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -39,6 +40,7 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def _told(error: BaseException) -> RuntimeError:
-    told = RuntimeError(f"the tool raised {type(error).__name__}: {error}")
+    shown = "".join(traceback.format_exception_only(error)).strip()  # also where the error cannot be shown
+    told = RuntimeError(f"the tool raised {shown}")
     told.__cause__ = error
     return told

@@ -156,12 +156,14 @@ class TrajectoryTools:
                 call, "wrong arguments", f"{error}. It takes {takes}; correct them and call it again."
             ) from error
         except ToolFailed as error:
-            raise _refused(call, "tool error", str(error)) from error
+            raise _refused(call, "tool error", str(traceback.TracebackException.from_exception(error))) from error
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             raise _refused(call, "cancelled", "it was cancelled.") from error
-        except (Exception, SystemExit) as error:
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # sys.exit() in a tool, or what a library in Rust raises where it panics
             if clock.expired():
                 told = f"it took longer than {tool.timeout_seconds:g} seconds and was given up."
                 raise _refused(call, "timeout", told) from error

@@ -37,7 +37,7 @@ class Control:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._pool = urllib3.PoolManager(retries=False, timeout=urllib3.Timeout(connect=10, read=_SECONDS))
+        self._pool = urllib3.PoolManager(maxsize=16, retries=False, timeout=urllib3.Timeout(connect=10, read=_SECONDS))
 
     def initialise(self, info: Any) -> None:
         """Make weights receivable; `info` is as the server's backend wants it.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_rl.inference.adapters import linear_names, shareable
 from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.vllm.command import Options
-from lightning_rl.inference.vllm.control import Unreached
+from lightning_rl.inference.vllm.control import Control, Unreached
 from lightning_rl.inference.vllm.replicas import WATCH_SECONDS, Member, OwnServer, Replicas
 from lightning_rl.inference.vllm.server import VllmServer
 from lightning_rl.inference.vllm.transfer import AdapterTransfer, Transfer, transfer_of
@@ -169,8 +169,12 @@ class VllmPolicy:
         """
         if self._options.sleeps and not self._asleep:
             self._asleep = True
-            for member in self._members:
-                member.control.sleep(keep_weights=self.takes_adapter)
+            with self.replicas.lock:
+                for member in self._members:
+                    self._order(member, self._put_to_sleep)
+
+    def _put_to_sleep(self, control: Control) -> None:
+        control.sleep(keep_weights=self.takes_adapter)
 
     def wake(self) -> None:
         """See `sleep`: the servers have the present weights again, and room for what they compute."""
@@ -184,14 +188,14 @@ class VllmPolicy:
         if self._asleep:
             self.make_room("weights")
             for member in self._members:
-                member.control.wake("weights")
+                self._order(member, lambda control: control.wake("weights"))
         well = [member for member in self._members if not member.away]
         with ThreadPoolExecutor(max(len(well), 1)) as pool:
             list(pool.map(self._give, well))
         if self._asleep:
             self.make_room("kv_cache")
             for member in self._members:
-                member.control.wake("kv_cache")
+                self._order(member, lambda control: control.wake("kv_cache"))
             self._asleep = False
 
     def check(self) -> None:
@@ -206,7 +210,9 @@ class VllmPolicy:
     def renew(self, member: Member) -> None:
         """See `SampledPolicy`."""
         self._transfer.forget(member.control)
-        if not member.away:
+        if self._asleep:  # its GPU is the trainer's now
+            self._order(member, self._put_to_sleep)
+        elif not member.away:
             self._give(member)
 
     def tell_outage(self, away: bool) -> None:
@@ -218,11 +224,16 @@ class VllmPolicy:
         return self.replicas.members
 
     def _give(self, member: Member) -> None:
-        """One server the present weights, if there are any yet. One of ours that does not answer is the watcher's."""
-        if self._version is None:
+        """One server the present weights, if there are any yet."""
+        if self._version is not None:
+            self._order(member, self._transfer.give)
+
+    def _order(self, member: Member, order: Callable[[Control], None]) -> None:
+        """Have one server do something, unless it is away. One of ours that does not answer is the watcher's."""
+        if member.away:
             return
         try:
-            self._transfer.give(member.control)
+            order(member.control)
         except Unreached:
             if member.server is None:
                 raise

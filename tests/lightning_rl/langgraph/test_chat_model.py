@@ -1,6 +1,7 @@
 """`ChatModel` as LangChain's users use it, against the real gateway: tools, streams, sampling, usage, errors."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -216,3 +217,10 @@ def test_headers_of_the_model_are_sent(served: Served, llm: LLM, recorded: Recor
     model = ChatModel.of(llm, default_headers={"baggage": "lightning_rl.agent=planner"})
     model.invoke("hi")
     assert recorded()[0][0].agent == "planner"
+
+
+def test_arguments_with_half_a_surrogate_pair_can_be_sent() -> None:
+    call = {"name": "look_up", "args": {"é": "smile \ud83d"}, "id": "c1", "type": "tool_call"}
+    [message] = to_wire([AIMessage("", tool_calls=[call])])
+    sent = message["tool_calls"][0]["function"]["arguments"].encode()
+    assert json.loads(sent) == call["args"]

@@ -1,6 +1,7 @@
 """A model beside the policy as the user: asked by its own name, from the other side of the conversation."""
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -42,3 +43,22 @@ def test_a_user_says_a_text_or_nothing() -> None:
     llm = LLM("policy", "http://127.0.0.1:9/v1", "key")
     with pytest.raises(UserError, match=r"simulator returned 3; return a text, or None"):
         asyncio.run(FunctionUser(lambda task, messages: 3)("task", [], llm))
+
+
+def test_users_that_take_their_time_do_not_wait_for_one_another() -> None:
+    """As many as there are rollouts: asyncio's pool has a few threads for each core."""
+    llm, all_there = LLM("policy", "http://127.0.0.1:9/v1", "key"), threading.Barrier(64, timeout=30)
+
+    def user(task: Any, messages: Any) -> str:
+        all_there.wait()
+        return "yes"
+
+    class Async:
+        async def __call__(self, task: Any, messages: Any) -> str:
+            return "no"
+
+    async def ask() -> list[str | None]:
+        return list(await asyncio.gather(*(FunctionUser(user)("task", [], llm) for _ in range(64))))
+
+    assert asyncio.run(ask()) == ["yes"] * 64
+    assert asyncio.run(FunctionUser(Async())("task", [], llm)) == "no"

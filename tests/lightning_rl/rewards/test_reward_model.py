@@ -76,6 +76,14 @@ def test_the_keys_say_how_it_is_computed(folder: Path) -> None:
     assert RewardModel(str(folder), device="cuda")._device.type == "cuda"
 
 
+def test_the_model_is_placed_once_for_all_groups_of_a_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reward, moved = RewardModel(str(folder), device="cpu"), list[str]()
+    to = reward._model.to
+    monkeypatch.setattr(reward._model, "to", lambda device: moved.append(str(device)) or to(device))
+    grade(reward, [[finished("4")], [finished("5")], [finished("6")]], concurrency=2)
+    assert moved == ["cpu", "cpu"]
+
+
 def test_a_rollout_without_a_call_has_nothing_to_score(folder: Path) -> None:
     silent = msgspec.structs.replace(finished(""), messages=[])
     assert RewardModel(str(folder))([silent]) == [0.0]

@@ -1,6 +1,7 @@
 """A run of SFT: the loss falls, a resumed run is the run that was not stopped, PPO begins with its model."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,16 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(whole: lrl.SFT, traces: P
     resumed = run(traces, tmp_path, resume_mode="auto")
     assert resumed.history[-1]["sft/loss"] == whole.history[-1]["sft/loss"]
     ours, theirs = (load_file(one.run_dir / "model" / "model.safetensors") for one in (resumed, whole))
+    assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
+
+
+def test_a_run_that_has_more_steps_than_it_is_asked_for_keeps_its_model(
+    whole: lrl.SFT, traces: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(whole.run_dir, tmp_path / "run")
+    again = run(traces, tmp_path / "run", resume_mode="auto", total_epochs=1)
+    assert again.step == 4
+    ours, theirs = (load_file(one.run_dir / "model" / "model.safetensors") for one in (again, whole))
     assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
 
 

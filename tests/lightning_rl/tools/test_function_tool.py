@@ -411,6 +411,15 @@ def test_a_call_that_takes_too_long_is_given_up(is_async: bool) -> None:
     assert first.content == "Error: wait: it took longer than 0.01 seconds and was given up."
 
 
+class Panic(BaseException):
+    """As a library in Rust raises where it panics."""
+
+
+class Unshowable(BaseException):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
 @pytest.mark.parametrize(
     ("raised", "is_async"),
     [
@@ -418,6 +427,10 @@ def test_a_call_that_takes_too_long_is_given_up(is_async: bool) -> None:
         (ValueError("bad"), False),
         (SystemExit(3), True),
         (SystemExit(3), False),
+        (Panic("in Rust"), True),
+        (Panic("in Rust"), False),
+        (Unshowable(), True),
+        (Unshowable(), False),
         (StopIteration(), True),
         (StopIteration(), False),
         (asyncio.CancelledError(), True),

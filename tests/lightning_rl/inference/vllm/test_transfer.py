@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -160,3 +160,48 @@ def test_a_policy_sleeps_once_and_has_its_weights_before_its_cache(tmp_path: Pat
     policy.sleep()
     policy.wake()  # nothing was trained: a server that slept has no weights of its own any more
     assert asked == [f"sleep {adapter}", *woken]
+
+
+class Ended:
+    """A server of ours that has just died."""
+
+    url, runs = "http://127.0.0.1:1", False
+
+    def __init__(self) -> None:
+        self.stopped = 0
+
+    def start(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def why(self) -> str:
+        return "it was killed"
+
+    def ask_to_stop(self) -> None: ...
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+def test_a_server_that_has_died_while_it_sleeps_or_is_to_sleep_is_the_watchers(tmp_path: Path) -> None:
+    options = Options(python="", dtype="float32", device="cuda", processed_logprobs=False, sleeps=True)
+    server = Ended()
+    policy = VllmPolicy(ModelSource(CHECKPOINT, device="cpu"), options, tmp_path, make=lambda *_: server)
+    [member] = policy._members
+    policy._version = 3
+    transfer: Any = policy._transfer
+    transfer.give = lambda control: control.begin()
+    policy.sleep()
+    assert (member.away, server.stopped) == (True, 1)
+    asked: list[str] = []
+    member.away, control = False, cast(Any, member.control)
+    control.sleep = lambda *, keep_weights: asked.append("sleep")
+    policy.renew(member)  # it was started again, while the trainer has the GPU
+    assert asked == ["sleep"]
+    member.away = True
+    policy.wake()
+    member.away = False
+    policy._asleep = True
+    policy.wake()
+    assert (member.away, server.stopped) == (True, 2)
+    assert not policy._asleep
