@@ -148,7 +148,8 @@ class SFT(ConfiguredAlgorithm):
         trackers.check_names(self.config.trainer.logger)
         teacher.run_id, teacher.shares_server, teacher.resume = self.run_id, self.shares_server, self.resume
         endpoint = teacher.open(run_dir)
-        write_whole(run_dir / _CONFIG, to_yaml(self.config).encode())
+        if not self.resume:  # of a run that goes on, what it goes on with stays until all of the new is checked
+            write_whole(run_dir / _CONFIG, to_yaml(self.config).encode())
         return endpoint
 
     def watch(self) -> None:
@@ -190,11 +191,11 @@ class SFT(ConfiguredAlgorithm):
         models = Models(as_trained(self.config), self.run_dir, with_critic=False, resumed=resumed, sampled=False)
         rate = models.config.actor_rollout_ref.actor.optim.lr
         kept = replace(self.config, sft=replace(self.config.sft, lr=rate))
-        write_whole(self.run_dir / _CONFIG, to_yaml(kept).encode())
         total = self.steps()
         try:
             models.train(total)
             self._restore(models, resumed)
+            write_whole(self.run_dir / _CONFIG, to_yaml(kept).encode())
             self.history = jsonl.keep_until(self.run_dir / "metrics.jsonl", self.step if resumed else None)
             self._train(models, total)
         finally:

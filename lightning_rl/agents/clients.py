@@ -36,7 +36,7 @@ def http_client() -> Any:
 
 
 def async_http_client() -> Any:
-    """The `httpx.AsyncClient` of the running event loop. Raises RuntimeError outside of one."""
+    """The `httpx.AsyncClient` of the running event loop; outside of one, a new one."""
     return _in_loop("http", lambda: _kept(openai.DefaultAsyncHttpxClient))
 
 
@@ -47,7 +47,7 @@ def openai_client() -> openai.OpenAI:
 
 
 def async_openai_client() -> openai.AsyncOpenAI:
-    """The same, of the running event loop. Raises RuntimeError outside of one."""
+    """The same, of the running event loop; outside of one, a new one."""
     found: openai.AsyncOpenAI = _in_loop(
         "openai", lambda: openai.AsyncOpenAI(**_UNUSED, http_client=async_http_client())
     )
@@ -169,9 +169,13 @@ if hasattr(os, "register_at_fork"):  # nobody forks on Windows
 
 
 def _in_loop(name: str, make: Callable[[], Any]) -> Any:
-    """Connections belong to the event loop that opened them, so each has its own client."""
+    """Connections belong to the event loop that opened them, so each has its own client. Outside of any, as in a sync
+    agent whose framework runs a loop for each call, it is one for the caller alone."""
     global _of_next_loop
-    loop = asyncio.get_running_loop()
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return make()
     with _making:
         if (own := _of_loops.get(loop)) is None:
             own = _of_loops[loop] = _of_next_loop

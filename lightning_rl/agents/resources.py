@@ -79,7 +79,8 @@ class LLM:
         return openai_client().with_options(base_url=self.base_url, api_key=self.api_key, **options)
 
     def async_openai(self, **options: Any) -> "AsyncOpenAI":
-        """As `openai`, a client for the running event loop. Raises RuntimeError outside of one."""
+        """As `openai`, a client for the running event loop; outside of one, as in a sync agent whose framework runs a
+        loop for each call, a new one for the caller alone."""
         from lightning_rl.agents.clients import async_openai_client
 
         return async_openai_client().with_options(base_url=self.base_url, api_key=self.api_key, **options)
@@ -105,7 +106,7 @@ class LLM:
 
     @property
     def async_http_client(self) -> Any:
-        """The `httpx.AsyncClient` of the running event loop. Raises RuntimeError outside of one."""
+        """The `httpx.AsyncClient` of the running event loop; outside of one, a new one."""
         from lightning_rl.agents.clients import async_http_client
 
         return async_http_client()

@@ -56,8 +56,13 @@ def test_event_loops_have_clients_of_their_own() -> None:
 
     one, other = asyncio.run(of_this_loop()), asyncio.run(of_this_loop())
     assert all(a is not b for a, b in zip(one, other, strict=True))
-    with pytest.raises(RuntimeError, match="no running event loop"):
-        FIRST.async_openai()
+
+
+def test_outside_of_an_event_loop_each_caller_has_a_client_of_its_own() -> None:
+    """As of a sync agent whose framework runs a loop for each call (`run_sync`)."""
+    one, other = FIRST.async_openai(), FIRST.async_openai()
+    assert one._client is not other._client
+    assert endpoint(one) == (FIRST.base_url, "key-1")
 
 
 def test_rollouts_that_begin_together_make_one(monkeypatch: pytest.MonkeyPatch) -> None:

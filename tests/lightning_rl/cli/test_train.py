@@ -126,7 +126,10 @@ def test_a_finished_run_goes_on_when_it_is_given_more_steps(place: Path) -> None
     words = ["agent=my_agent.py:solve", "data.train_files=tasks.jsonl", *SMALL, "--run-dir", "run", "--json"]
     first = json.loads(lightning_rl(place, "train", *words).stdout)
     assert (first["steps"], first["run_dir"]) == (2, str(place / "run"))
-    more = json.loads(lightning_rl(place, "train", "--resume", "run", "trainer.total_epochs=2", "--json").stdout)
+    longer = ["train", "--resume", "run", "trainer.total_epochs=2", "--json"]
+    refused = lightning_rl(place, *longer, "algorithm.adv_estimator=gae", fails=True)
+    assert "resume with the config.yaml of the run's folder" in refused.stderr  # which is as it was
+    more = json.loads(lightning_rl(place, *longer).stdout)
     assert more["steps"] == 4
     assert more["metrics"]["tokens/received"] > first["metrics"]["tokens/received"]
     assert more["metrics"]["tokens/received"] == more["metrics"]["tokens/trained"]
