@@ -243,8 +243,6 @@ class PPO(Hooks, ConfiguredAlgorithm):
         first, *others = self.learners
         if not self.config.policies:
             self.config = first.config
-            if not self.resume:
-                self._write_config(run_dir)
         served = [learner.models.policy for learner in self.learners]
         engines = [each for policy in served for each in policy.registrations()]
         endpoint = resolved_config.endpoint(
