@@ -232,7 +232,7 @@ class PPO(Hooks, ConfiguredAlgorithm):
         trackers.check_names(self.config.trainer.logger)
         traces.check(self.config.actor_rollout_ref.rollout.trace)
         if not self.resume:  # of a run that goes on, what it goes on with stays until all of the new is checked
-            self._write_config(run_dir)
+            write_whole(run_dir / "config.yaml", to_yaml(self.config).encode())
         resumed = checkpoint.latest(run_dir / "checkpoints") if self.resume else self._begin_from(run_dir)
         self.state = RunState(self.config, run_dir, resumed)
         self.state.check_policies([learner.name for learner in self.learners])
@@ -243,6 +243,8 @@ class PPO(Hooks, ConfiguredAlgorithm):
         first, *others = self.learners
         if not self.config.policies:
             self.config = first.config
+        if not self.resume:
+            write_whole(run_dir / "config.yaml", to_yaml(self.config).encode())
         served = [learner.models.policy for learner in self.learners]
         engines = [each for policy in served for each in policy.registrations()]
         endpoint = resolved_config.endpoint(
@@ -251,9 +253,6 @@ class PPO(Hooks, ConfiguredAlgorithm):
         return msgspec.structs.replace(
             endpoint, served_as=served[0].name, more_models=[other.models.policy.name for other in others]
         )
-
-    def _write_config(self, run_dir: Path) -> None:
-        write_whole(run_dir / "config.yaml", to_yaml(self.config).encode())
 
     def _learners(self) -> Learners:
         policies = policies_of(self.config)
@@ -281,7 +280,8 @@ class PPO(Hooks, ConfiguredAlgorithm):
         weights = self.learners.prepare(self.store, total)
         load = {one.name: partial(one.load_state_dict, weights=weights[one.name]) for one in self.learners}
         state.restore(load, synchronous=self.rules.schedule is None)
-        self._write_config(self.run_dir)
+        if self.resume:
+            write_whole(self.run_dir / "config.yaml", to_yaml(self.config).encode())
         written, kept = self.run_dir / "metrics.jsonl", state.step if state.resumed else None
         self.history = jsonl.keep_until(written, kept) if self.resume else []
         state.begin_session(self.run_id, self.began_ns)

@@ -4,17 +4,22 @@ Invariant: a run that resumes from a checkpoint continues as if it had never sto
 session's id, its first version) is read anew when a run is opened.
 """
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config
 from lightning_rl.rl.kl import AdaptiveKL, FixedKL
 from lightning_rl.training import checkpoint
 from lightning_rl.trajectories.token_account import TokenAccount
+
+_log = logging.getLogger(__name__)
 
 
 class TuningRecord:
@@ -76,6 +81,20 @@ class TuningRecord:
         self.best_step, self.best_reward = state["best_step"], state["best_reward"]
         self._reference, self._without_rise = state["reference"], state["without_rise"]
         self._last = state["last"]
+
+
+def another_model(config: Config, run_dir: Path) -> str | None:
+    """What is said where a run goes on with another `model.path` than it had: its weights are its checkpoint's."""
+    model, file = config.actor_rollout_ref.model, run_dir / "config.yaml"
+    if model.lora_rank or not file.is_file():  # the weights below an adapter are in no checkpoint
+        return None
+    had = yaml.safe_load(file.read_text())["actor_rollout_ref"]["model"]["path"]
+    if had == model.path:
+        return None
+    return (
+        f"actor_rollout_ref.model.path={model.path} changes no weights of a run that goes on, which has those of its "
+        f"checkpoint (it began with {had}): to train another model begin a new run"
+    )
 
 
 def begin_from(given: Path, run_dir: Path) -> Path:
@@ -158,6 +177,8 @@ class RunState:
         self.resumed = resumed_from is not None
         self._keep = config.trainer.max_actor_ckpt_to_keep
         self._saved = None if resumed_from is None else checkpoint.open_state(resumed_from)
+        if resumed_from is not None and (said := another_model(config, run_dir)):
+            _log.warning("%s", said)
 
     def saved_version(self, policy: str) -> int:
         """The policy version of the checkpoint that the run continues from; 0 for a fresh run."""

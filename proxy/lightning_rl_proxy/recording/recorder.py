@@ -77,7 +77,7 @@ class Recorder:
         max_waiting_bytes: int = _MAX_WAITING_BYTES,
         counters: Counter[str] | None = None,
     ) -> None:
-        self._path = journal
+        self._path, self._new = journal, journal.with_name(f"{journal.name}.new")
         self._ledger = ledger
         self._max_batch = max_batch
         self._max_waiting = max_waiting
@@ -119,6 +119,7 @@ class Recorder:
                 kept,
             )
         self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._new.unlink(missing_ok=True)  # of a gateway that was killed as it wrote it
         self._task = asyncio.create_task(self._move())
 
     async def stop(self) -> None:
@@ -289,17 +290,16 @@ class Recorder:
         """Put a journal with what waits in the place of the one that is full of what the ledger has: where records
         never stop coming, there is no moment in which it could be emptied."""
         waiting = b"".join(_journalled(one.span.record) for one in self._pending)
-        new = self._path.with_name(f"{self._path.name}.new")
         fd = -1
         try:
-            fd = os.open(new, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o600)
+            fd = os.open(self._new, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o600)
             _write_all(fd, waiting)
-            os.replace(new, self._path)
+            os.replace(self._new, self._path)
         except OSError as error:  # the one that is there is whole; it is tried again with the next batch
             self._growth.begin(f"it cannot be written anew without what the store has, and grows: {error}")
             if fd >= 0:
                 os.close(fd)
-                new.unlink(missing_ok=True)
+                self._new.unlink(missing_ok=True)
             return
         self._growth.end()
         os.close(self._fd)

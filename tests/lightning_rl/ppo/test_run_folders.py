@@ -10,8 +10,9 @@ import pytest
 
 import lightning_rl as lrl
 from lightning_rl.cli.train import _plan
-from lightning_rl.config import ConfigError, compose
+from lightning_rl.config import ConfigError, compose, to_yaml
 from lightning_rl.config.schema import TrainConfig
+from lightning_rl.ppo.run_state import another_model
 from lightning_rl.telemetry.generations import Generations
 from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl.trainer import RunFolderUsed
@@ -115,3 +116,14 @@ def test_a_path_that_is_not_read_is_reported(tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING):
         lrl.PPO(config(tmp_path, 1, resume_mode="auto", resume_from_path="checkpoints/"))
     assert "trainer.resume_from_path=checkpoints/ is not read: trainer.resume_mode is auto" in caplog.text
+
+
+def test_a_run_that_goes_on_with_another_model_is_told_whose_weights_it_has(tmp_path: Path) -> None:
+    def told(**model: Any) -> str | None:
+        return another_model(compose({"actor_rollout_ref": {"model": model}}), tmp_path)
+
+    assert told(path="new") is None
+    (tmp_path / "config.yaml").write_text(to_yaml(compose({"actor_rollout_ref": {"model": {"path": "old"}}})))
+    assert told(path="old") is None
+    assert told(path="new", lora_rank=4) is None
+    assert "model.path=new changes no weights of a run that goes on" in (told(path="new") or "")
