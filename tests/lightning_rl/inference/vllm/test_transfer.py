@@ -183,6 +183,7 @@ class Ended:
         self.stopped += 1
 
 
+@pytest.mark.long
 def test_a_server_that_has_died_while_it_sleeps_or_is_to_sleep_is_the_watchers(tmp_path: Path) -> None:
     options = Options(python="", dtype="float32", device="cuda", processed_logprobs=False, sleeps=True)
     server = Ended()
