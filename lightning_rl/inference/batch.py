@@ -91,7 +91,7 @@ class Sequence:
         self.stop_ids = stop_ids
         self.row = -1
         self.long_prompt = (self.adapter, self.content.tobytes()) if len(prompt) >= LONG_PROMPT else None
-        self.kept = NOTHING  # what `Prefixes` has of the prompt
+        self.kept = NOTHING  # what `Prefixes` has of the prompt; once it was read, of all that was kept of it
         self.pure = True  # no weights but the ones in force wrote its keys and values
         self.starts: list[tuple[int, int]] = []  # (policy version, its first token's index)
 

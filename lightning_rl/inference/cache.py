@@ -20,6 +20,22 @@ Ints = NDArray[np.int64]
 SHORTEST_PREFIX = 8  # fewer tokens are sooner read again than copied
 
 
+def at_first(max_rows: int, max_length: int) -> tuple[int, int]:
+    """Rows and columns that a cache takes memory for at first."""
+    return min(max_rows, 32), min(max_length, 128) + 1
+
+
+def grown(
+    rows: int, columns: int, needed_rows: int, needed_columns: int, max_rows: int, max_length: int
+) -> tuple[int, int]:
+    """Rows and columns of a cache of `rows` and `columns` once it has room for others: they double."""
+    while rows < needed_rows:
+        rows = min(2 * rows, max_rows)
+    while columns <= needed_columns:
+        columns = min(2 * columns, max_length + 1)
+    return rows, columns
+
+
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer's part: hands the new keys and values to the cache that owns the memory."""
 
@@ -67,8 +83,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.window = 0
         self._first = 0
         self._end = 0
-        self._rows = min(max_rows, 32)
-        self._columns = min(max_length, 128) + 1
+        self._rows, self._columns = at_first(max_rows, max_length)
         # [layers, 2 (k, v), rows, heads, columns, head_dim]: what a head reads lies together, also for the next head.
         self._memory: Tensor | None = None
         self._layers: list[Tensor] = []  # the same, by layer, and as
@@ -136,10 +151,7 @@ class SlotCache(Cache):  # type: ignore[misc]
             raise IndexError(
                 f"slot {rows - 1}, column {columns - 1} is outside of the cache of {self.max_rows} x {self.max_length}"
             )
-        while self._rows < rows:
-            self._rows = min(2 * self._rows, self.max_rows)
-        while self._columns <= columns:
-            self._columns = min(2 * self._columns, self.max_length + 1)
+        self._rows, self._columns = grown(self._rows, self._columns, rows, columns, self.max_rows, self.max_length)
         if (old := self._memory) is not None:
             # Zeros, not empty: a masked NaN still poisons attention, since 0 * NaN is NaN.
             layers, two, old_rows, heads, old_columns, head_dim = old.shape
@@ -165,10 +177,11 @@ NOTHING = Found(0, 0, -1)
 
 
 class Prefixes:
-    """A ring of `size` kept sequences; the oldest goes first. Its memory is a cache of its own.
+    """At most `size` kept sequences; what was kept longest ago goes first. Its memory is a cache of its own.
 
-    What is kept was computed wholly by the weights in force: `clear` comes with every update. Several threads may use
-    it, each within `lock`, from what it finds to where that is copied.
+    A sequence that goes on from a whole kept one takes its row: nothing is lost, and the turns of a conversation take
+    the room of the last one. What is kept was computed wholly by the weights in force: `clear` comes with every update.
+    Several threads may use it, each within `lock`, from what it finds to where that is copied.
     """
 
     def __init__(self, size: int, n_layers: int, max_length: int) -> None:
@@ -177,10 +190,11 @@ class Prefixes:
         self._cache = SlotCache(n_layers, max(size, 1), max_length)
         self._tokens = np.full((size, min(max_length, 128)), -1, np.int64)  # padded with -1
         self._adapters = np.zeros(size, np.int64)  # by which each was read
+        self._lengths = np.zeros(size, np.int64)
         self._used = 0
-        self._next = 0
         self._times = 0  # that something was kept or forgotten
         self._kept_at = np.zeros(max(size, 1), np.int64)  # each row, by that count
+        self._begun_at = np.zeros(max(size, 1), np.int64)  # and since when it was only gone on from
         self._cleared = 0
 
     def find(self, prompt: Ints, adapter: int, known: Found = NOTHING) -> Found:
@@ -190,7 +204,7 @@ class Prefixes:
         the same prompt before: then only what was kept since is looked at, unless its own row is another's now.
         """
         width = min(len(prompt) - 1, self._tokens.shape[1])
-        if known.at < self._cleared or self._kept_at[known.row] > known.at:
+        if known.at < self._cleared or self._begun_at[known.row] > known.at:
             known = NOTHING
         rows = np.flatnonzero(self._kept_at[: self._used] > known.at)
         if width < SHORTEST_PREFIX or not rows.size:
@@ -203,24 +217,35 @@ class Prefixes:
             return known._replace(at=self._times)
         return Found(int(rows[best]), int(shared[best]), self._times)
 
-    def keep(self, cache: SlotCache, rows: list[int], contents: list[Ints], adapters: Ints) -> None:
-        """Keep the first len(contents[i]) columns of row rows[i], which those tokens wrote by adapter adapters[i]."""
-        every = zip(rows, contents, adapters.tolist(), strict=True)
-        pairs = [each for each in every if len(each[1]) >= SHORTEST_PREFIX][-self.size :]
-        if not pairs or not self.size:
-            return
-        longest = max(len(tokens) for _, tokens, _ in pairs)
+    def keep(
+        self, cache: SlotCache, rows: list[int], contents: list[Ints], adapters: Ints, found: list[Found]
+    ) -> list[Found]:
+        """Keep the first len(contents[i]) columns of row rows[i], which those tokens wrote by adapter adapters[i].
+
+        `found[i]` is what was found of contents[i], or kept; what comes back is where each is now.
+        """
+        now = list(found)
+        order = [each for each, tokens in enumerate(contents) if len(tokens) >= SHORTEST_PREFIX]
+        order = order[-self.size :] if self.size else []
+        if not order:
+            return now
+        longest = max(len(contents[each]) for each in order)
         self._widen(longest)
-        targets = (self._next + np.arange(len(pairs))) % self.size
-        for target, (_, tokens, adapter) in zip(targets, pairs, strict=True):
+        self._times += 1
+        for each in order:
+            tokens, adapter = contents[each], int(adapters[each])
+            target = self._target(found[each])
             self._tokens[target] = -1
             self._tokens[target, : len(tokens)] = tokens
             self._adapters[target] = adapter
-        self._times += 1
-        self._kept_at[targets] = self._times
-        self._next = int(targets[-1] + 1) % self.size
-        self._used = max(self._used, int(targets.max()) + 1)
-        cache.copy_to(self._cache, np.array([row for row, *_ in pairs]), targets, longest)
+            self._lengths[target] = len(tokens)
+            self._kept_at[target] = self._times
+            now[each] = Found(target, len(tokens), self._times)
+        sources, targets = (
+            np.array(which) for which in ([rows[each] for each in order], [now[each].row for each in order])
+        )
+        cache.copy_to(self._cache, sources, targets, longest)
+        return now
 
     def restore(self, cache: SlotCache, kept: list[int], rows: list[int], length: int) -> None:
         """Copy the first `length` columns of the kept rows to rows of `cache`."""
@@ -231,9 +256,24 @@ class Prefixes:
         self._times += 1
         self._cleared = self._times
         if adapter:
-            self._tokens[self._adapters == adapter] = -1
+            gone = self._adapters == adapter
+            self._tokens[gone] = -1
+            self._kept_at[: self.size][gone] = 0  # these rows are taken first
         else:
-            self._used = self._next = 0
+            self._used = 0
+
+    def _target(self, found: Found) -> int:
+        """The row for a sequence that begins with what was found: that row, where it is gone on from as a whole."""
+        alone = self._kept_at[found.row] <= found.at and self._cleared <= found.at
+        if found.shared and alone and self._lengths[found.row] == found.shared:
+            return found.row
+        if self._used < self.size:
+            target = self._used
+            self._used += 1
+        else:
+            target = int(self._kept_at[: self.size].argmin())
+        self._begun_at[target] = self._times
+        return target
 
     def _widen(self, columns: int) -> None:
         width = self._tokens.shape[1]

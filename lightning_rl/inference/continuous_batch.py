@@ -138,6 +138,8 @@ class ContinuousBatch:
         fresh = [sequence for sequence in readers if sequence.unread > SHORTEST_PREFIX]
         self._keep([one.row for one in fresh], [one.content for one in fresh])
         if copied_from:
+            for copy, source in zip(self._batch.sequences[end:], copied_from, strict=True):
+                copy.kept = self._batch.sequences[source].kept
             sources, targets = np.array(copied_from), np.arange(end, self._batch.n)
             longest = max(len(one.prompt) for one in self._batch.sequences[end:])
             self._cache.copy_to(self._cache, sources, targets, longest)
@@ -162,8 +164,12 @@ class ContinuousBatch:
         return Step(sequences, sampled, self.end(ended) if ended else [])
 
     def _keep(self, rows: list[int], contents: list[Ints]) -> None:
+        sequences = [self._batch.sequences[row] for row in rows]
         with self._prefixes.lock:
-            self._prefixes.keep(self._cache, rows, contents, self._batch.adapter[rows])
+            found = [one.kept for one in sequences]
+            kept = self._prefixes.keep(self._cache, rows, contents, self._batch.adapter[rows], found)
+        for sequence, one in zip(sequences, kept, strict=True):
+            sequence.kept = one
 
 
 def _left_padded(sequences: list[Sequence]) -> tuple[Ints, Ints]:

@@ -386,8 +386,8 @@ class EmbeddedEngine:
         expected_len: tokens that the longest sequences are expected to have.
         seed: of the seeds that requests without one get.
         eos_token_ids: end tokens; by default those of the model's generation config.
-        prefix_rows: how many prompts and answers are kept for prompts that begin like them; by
-            default `max_num_seqs`, 0 keeps none.
+        prefix_rows: how many conversations are kept for prompts that begin like them; by default `max_num_seqs`, 0
+            keeps none.
         version: the policy version of the weights that `model` has.
         name: by which the server lists the model.
         vision: how `model` sees images; None for one that reads text alone.

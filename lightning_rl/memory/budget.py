@@ -4,6 +4,7 @@ A run's models take turns, and so do trainer and engine (`WeightSync`). What a p
 between its uses, what its own model holds while it computes, and the engine, awake or asleep.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from lightning_rl.config import ConfigError
 from lightning_rl.config.policies import base_of_adapter, engine_of_adapters, samples_adapter
 from lightning_rl.config.schema import Config, Fsdp
+from lightning_rl.inference.cache import at_first, grown
+from lightning_rl.inference.engine import DEFAULT_MAX_MODEL_LEN
 from lightning_rl.inference.weights.stream import BUCKET_BYTES
 from lightning_rl.memory.engine import VllmMemory, cache_bytes, sampled_dtype, vllm_engine
 from lightning_rl.memory.gpus import CONTEXT, FRAGMENTATION, Hardware
@@ -221,8 +224,15 @@ class _Count:
         if ours.rollout.name == "embedded":
             rows = min(ours.rollout.max_num_seqs, self._config.data.train_batch_size * ours.rollout.n)
             parts["engine"] += traced.parameters * sampled_dtype(self._config).itemsize
-            parts["kv cache"] += rows * self._config.data.max_tokens * cache_bytes(self._config, self._model)
+            parts["kv cache"] += 2 * self._cells(rows) * cache_bytes(self._config, self._model)
         return parts
+
+    def _cells(self, rows: int) -> int:
+        """Tokens that the embedded engine has memory for where it writes so many rows, and again where it keeps them
+        for the next turn."""
+        length, rollout = self._config.data.max_tokens, self._config.actor_rollout_ref.rollout
+        limits = rollout.max_num_seqs, rollout.max_model_len or max(length, DEFAULT_MAX_MODEL_LEN)
+        return math.prod(grown(*at_first(*limits), rows, min(length, limits[1]), *limits))
 
     def shared_between(self) -> dict[tuple[Any, ...], int]:
         """Of `between`, what is under an adapter."""

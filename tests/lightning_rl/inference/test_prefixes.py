@@ -1,4 +1,5 @@
-"""What is found of a prompt among the kept rows is the longest, also where only what was kept since is looked at."""
+"""What is found of a prompt among the kept rows is the longest, also where only what was kept since is looked at, and
+where a sequence took the row of the one that it goes on from."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -27,7 +28,8 @@ def test_what_was_found_before_leads_to_what_is_found_anew(prompts: list, done: 
         known = {}
         for what, given_, adapter in done:
             if what == "keep":
-                prefixes.keep(cache, list(range(len(given_))), given_, np.full(len(given_), adapter))
+                found = [prefixes.find(np.append(text, 0), adapter) for text in given_]
+                prefixes.keep(cache, list(range(len(given_))), given_, np.full(len(given_), adapter), found)
             elif what == "clear":
                 prefixes.clear(given_)
             else:
@@ -41,3 +43,41 @@ def test_what_was_found_before_leads_to_what_is_found_anew(prompts: list, done: 
                     assert prefixes._adapters[found.row] == adapter
     finally:
         cache_module.SHORTEST_PREFIX = before
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(st.lists(TEXTS, min_size=4, max_size=4), st.lists(DONE, max_size=12))
+def test_nothing_is_lost_that_there_is_room_for(prompts: list, done: list) -> None:
+    before, cache_module.SHORTEST_PREFIX = cache_module.SHORTEST_PREFIX, 1
+    try:
+        prefixes, cache = Prefixes(30, 0, 8), SlotCache(0, 30, 8)
+        kept: list[tuple[int, np.ndarray]] = []
+        for what, given_, adapter in done:
+            if what == "keep":
+                found = [prefixes.find(np.append(text, 0), adapter) for text in given_]
+                prefixes.keep(cache, list(range(len(given_))), given_, np.full(len(given_), adapter), found)
+                kept += [(adapter, text) for text in given_]
+            elif what == "clear":
+                prefixes.clear(given_)
+                kept = [each for each in kept if given_ and each[0] != given_]
+            else:
+                prompt = prompts[given_]
+                longest = max((_shared(text, prompt) for by, text in kept if by == adapter), default=0)
+                assert prefixes.find(prompt, adapter).shared == longest
+    finally:
+        cache_module.SHORTEST_PREFIX = before
+
+
+def test_the_turns_of_a_conversation_take_one_row() -> None:
+    prefixes, cache = Prefixes(30, 0, 2000), SlotCache(0, 30, 2000)
+    for turn in range(1, 9):
+        talks = [np.arange(100 * turn) % 7 + 10 * talk for talk in range(3)]
+        found = [prefixes.find(talk, 0) for talk in talks]
+        assert [each.shared for each in found] == [100 * (turn - 1)] * 3
+        prefixes.keep(cache, [0, 1, 2], talks, np.zeros(3), found)
+    assert prefixes._used == 3
+
+
+def _shared(text: np.ndarray, prompt: np.ndarray) -> int:
+    most = min(len(text), len(prompt) - 1)
+    return next((n for n in range(most) if text[n] != prompt[n]), most)
