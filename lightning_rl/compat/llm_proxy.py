@@ -8,10 +8,12 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from lightning_rl.agents.resources import ProxyLLM
 from lightning_rl.compat.lightning_store import LightningStore
+from lightning_rl.store.errors import NotFound, StoreError
 
 _TOKENS = "hosted_vllm/"  # litellm's prefix of a vLLM server, which the gateway asks for token ids
 _ENVIRONMENT = "os.environ/"  # litellm's way to name a variable that holds a key
@@ -77,26 +79,37 @@ class LLMProxy:
         return self._engines is not None
 
     async def start(self) -> None:
-        """Tell the gateway of the models. Raises a StoreError for one that it refuses, RuntimeError without a store."""
+        """Tell the gateway of the models: of all, or of none where it refuses one.
+
+        Raises a StoreError for one that it refuses, RuntimeError without a store.
+        """
         if self.is_running():
             return
-        self._engines = []
-        for each in self._models:
-            told = await asyncio.to_thread(
-                self._server().store.register_engine,
-                each.model,
-                each.kind,
-                each.url,
-                api_key=each.api_key,
-                remote_model=each.remote_model,
-            )
-            self._engines.append(str(told["engine_id"]))
+        store, told = self._server().store, list[str]()
+        try:
+            for each in self._models:
+                engine = await asyncio.to_thread(
+                    store.register_engine,
+                    each.model,
+                    each.kind,
+                    each.url,
+                    api_key=each.api_key,
+                    remote_model=each.remote_model,
+                )
+                told.append(str(engine["engine_id"]))
+        except StoreError:
+            await self._remove(told)
+            raise
+        self._engines = told
 
     async def stop(self) -> None:
-        """Take the models out of the gateway: they get no new calls, and those in flight end."""
-        engines, self._engines = self._engines or [], None
-        for engine_id in engines:
-            await asyncio.to_thread(self._server().store.remove_engine, engine_id)
+        """Take the models out of the gateway: they get no new calls, and those in flight end.
+
+        Raises a StoreError where the server does not answer; the proxy then still runs, and can be stopped again.
+        """
+        if self._engines is not None:
+            await self._remove(self._engines)
+        self._engines = None
 
     async def restart(self) -> None:
         """Stop and start."""
@@ -132,6 +145,13 @@ class LLMProxy:
             raise ValueError(f"which of the models {names}? Name it: as_resource(model=...)")
         sampling = dict(sampling_parameters or {})
         return ProxyLLM(model or names[0], sampling, sampling)
+
+    async def _remove(self, engines: list[str]) -> None:
+        """Empties the list as the gateway forgets them; one that it does not know is gone already."""
+        while engines:
+            with suppress(NotFound):
+                await asyncio.to_thread(self._server().store.remove_engine, engines[-1])
+            engines.pop()
 
     def _server(self) -> LightningStore:
         if self._store is None:

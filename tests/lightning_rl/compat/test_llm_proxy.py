@@ -2,7 +2,7 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -10,6 +10,7 @@ import pytest
 import lightning_rl as agl
 from lightning_rl.control_plane.launch import launch
 from lightning_rl.store.contract import Finish, RolloutRequest
+from lightning_rl.store.errors import Conflict, NotFound, StoreError, Unreachable
 from tests.lightning_rl.runner.conftest import policy_of
 from tests.proxy.engines.service import running
 
@@ -72,6 +73,44 @@ def test_what_a_proxy_cannot_be_told_is_an_error_that_says_what_does_its_work() 
         two.as_resource("r", "a", model="b")
     with pytest.raises(RuntimeError, match="the proxy has no store"):
         asyncio.run(two.start())
+
+
+def test_models_are_there_together_and_leave_together() -> None:
+    there: list[str] = []
+    down: dict[str, StoreError] = {"register b": Conflict("b is not up yet")}
+
+    class Store:
+        def register_engine(self, model: str, *_: Any, **__: Any) -> dict[str, str]:
+            if f"register {model}" in down:
+                raise down[f"register {model}"]
+            there.append(model)
+            return {"engine_id": model}
+
+        def remove_engine(self, engine_id: str) -> None:
+            if f"remove {engine_id}" in down:
+                raise down[f"remove {engine_id}"]
+            if engine_id not in there:
+                raise NotFound(engine_id)
+            there.remove(engine_id)
+
+    class Server:
+        store = Store()
+
+    proxy = agl.LLMProxy(model_list=[listed(name, f"openai/{name}") for name in "abc"], store=cast(Any, Server()))
+    with pytest.raises(Conflict):
+        asyncio.run(proxy.start())
+    assert (there, proxy.is_running()) == ([], False)
+    del down["register b"]
+    asyncio.run(proxy.start())
+    assert there == ["a", "b", "c"]
+    down["remove a"] = Unreachable("gone")
+    there.remove("b")  # by somebody else
+    with pytest.raises(Unreachable):
+        asyncio.run(proxy.stop())
+    assert (there, proxy.is_running()) == (["a"], True)
+    del down["remove a"]
+    asyncio.run(proxy.stop())
+    assert (there, proxy.is_running()) == ([], False)
 
 
 def test_a_vllm_server_is_an_engine_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
