@@ -6,7 +6,6 @@ session meets costs no other anything.
 
 import asyncio
 import contextlib
-import contextvars
 import inspect
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from lightning_rl.runner.outcome import Outcome
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Claim, Finish, Mode, RolloutConfig, RolloutRequest
 from lightning_rl.store.errors import Conflict, Invalid, NotFound, StoreError
+from lightning_rl.tools.threads import in_thread
 from lightning_rl.trajectories.trajectory import Trajectory, trajectory_of
 from lightning_rl_adapters.ids import new_id
 
@@ -38,7 +38,7 @@ __all__ = ["AgentFramework", "Session", "SessionBatch", "SessionStats"]
 T = TypeVar("T")
 _LEASE_SECONDS = 30.0
 _REQUESTS = 16  # to the control plane at once
-_SYNC_RUNNERS = 64  # at once; async ones as many as there are sessions
+_SYNC_RUNNERS = 64  # at once; async ones as many as there are sessions. A session is created when one is free.
 _DEADLINE_GRACE_SECONDS = 30.0  # beyond a session's own time, until the server ends it
 _ALONE = "runner"  # the name of the one that has none
 
@@ -78,7 +78,8 @@ class AgentFramework:
             resources of the server. None: what the server has.
         model: the policy's name, where the server has several.
         min_successful_sessions: a group with fewer is left out of training (its rows are excluded as `few_successes`).
-        timeout_seconds: what a session may take; None: no limit.
+        timeout_seconds: what a session may take; None: no limit. A runner that blocks runs on in its thread, and its
+            session has ended.
         agent_failure: the reward of a session that failed or was given none; None: it has none.
     """
 
@@ -121,20 +122,26 @@ class AgentFramework:
         self._store = HttpStore(self._url, self._key)
         self._deliver = SpanDelivery(self._url, self._key, connections=_REQUESTS)
         self._requests = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="sessions")
-        self._sync_runners = ThreadPoolExecutor(_SYNC_RUNNERS, thread_name_prefix="session runners")
+        self._threads = asyncio.Semaphore(_SYNC_RUNNERS)
         self._leases = Leases(self._store, _LEASE_SECONDS)
         self._slots = asyncio.Semaphore(self._most) if self._most else contextlib.nullcontext()
         self._resources: str | None = None
-        if self._sampling is not None:
-            self._resources = await self._asked(published, self._store, self._sampling, self._model)
+        try:
+            if self._sampling is not None:
+                self._resources = await self._asked(published, self._store, self._sampling, self._model)
+        except BaseException:
+            self._close()
+            raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._close()
+
+    def _close(self) -> None:
         self._leases.close()
         self._requests.shutdown()
-        self._sync_runners.shutdown(wait=False)
         self._store.close()
 
     async def generate_sequences(self, tasks: Sequence[Any], n: int = 1, *, mode: Mode = "train") -> SessionBatch:
@@ -189,13 +196,14 @@ class AgentFramework:
     async def _session(self, request: RolloutRequest, runner: str) -> EndedSession:
         """Create, run, finalize: one session's whole life."""
         ended = partial(EndedSession, str(request.rollout_id), str(request.group_id), request.task, runner)
-        async with self._slots:
+        async with self._slots, contextlib.AsyncExitStack() as thread:
+            await thread.enter_async_context(self._threads)
             try:
                 session = await self._create(request, runner)
             except StoreError as error:
                 return ended(short_reason(type(error).__name__, str(error)), None)
             try:
-                made = await self._run(session)
+                made = await self._run(session, thread)
                 await self._finalize(session, made)
                 trajectory = await self._trajectory(session.claim)
             except asyncio.CancelledError:
@@ -216,11 +224,11 @@ class AgentFramework:
         self._leases.hold(claim, lambda: None)
         return Session(claim, runner)
 
-    async def _run(self, session: Session) -> Outcome:
-        """What the runner comes to; whatever it raises is data."""
+    async def _run(self, session: Session, thread: contextlib.AsyncExitStack) -> Outcome:
+        """What the runner comes to; whatever it raises is data. `thread`: another session's, once it has returned."""
         claim = session.claim
         emitted = Emitted(claim.rollout.rollout_id, claim.attempt.attempt_id)
-        loop, running = asyncio.get_running_loop(), asyncio.create_task(self._returned(session, emitted))
+        loop, running = asyncio.get_running_loop(), asyncio.create_task(self._returned(session, emitted, thread))
         self._leases.hold(claim, lambda: loop.call_soon_threadsafe(running.cancel))
         try:
             await asyncio.wait({running}, timeout=self._timeout)
@@ -238,11 +246,10 @@ class AgentFramework:
             return outcome.of_error(claim, emitted, error)
         return outcome.of_return(claim, emitted, running.result())
 
-    async def _returned(self, session: Session, emitted: Emitted) -> Any:
+    async def _returned(self, session: Session, emitted: Emitted, thread: contextlib.AsyncExitStack) -> Any:
         with emitted.collecting():
-            agent, context = self._makers[session.runner](), contextvars.copy_context()
-            work = partial(context.run, call_agent, agent, session.claim)
-            returned = await asyncio.get_running_loop().run_in_executor(self._sync_runners, work)
+            async with thread:
+                returned = await in_thread(call_agent, self._makers[session.runner](), session.claim)
             return await returned if inspect.isawaitable(returned) else returned
 
     async def _finalize(self, session: Session, made: Outcome) -> None:

@@ -292,23 +292,36 @@ def _parsed(overrides: Sequence[str], schema: type[Config]) -> list[Override]:
 def _parsed_one(text: str, schema: type[Config]) -> Override:
     """An override as Hydra reads it; where a text is asked for and Hydra sees none, the text as it stands.
 
-    So a command with braces, brackets, quotes or commas needs no quoting for Hydra beside the shell's.
+    So a command with braces, brackets, quotes or commas needs no quoting for Hydra beside the shell's, nor does a
+    file's name with a letter that Hydra's grammar has not. Raises ConfigError for a list or dict that is none of its.
     """
     parser = OverridesParser.create()
     name, _, value = text.partition("=")
     bare = name.lstrip("+")
     if bare in SHORT:
         text, name = f"{SHORT[bare]}={value}", SHORT[bare]
-    if name.lstrip("+") not in _texts(schema):
-        return parser.parse_override(text)
+    is_text = name.lstrip("+") in _texts(schema)
+    why: HydraException | None = None
     try:
         parsed = parser.parse_override(text)
-    except HydraException:
-        parsed = None
-    if parsed is not None and not parsed.is_sweep_override() and isinstance(parsed.value(), str | None):
-        return parsed
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    return parser.parse_override(f"{name}='{escaped}'")
+        if not is_text or (not parsed.is_sweep_override() and isinstance(parsed.value(), str | None)):
+            return parsed
+    except HydraException as error:
+        why = error
+    if is_text or not value.lstrip().startswith(("[", "{", "'", '"')):
+        try:
+            return parser.parse_override(f"{name}={_quoted(value)}")
+        except HydraException as error:
+            raise ConfigError(f"{text!r}: the key cannot be read: {error}") from error
+    raise ConfigError(
+        f"{text!r} cannot be read: {why}. In a list or dict, a text with a letter beyond ASCII or with one of "
+        '#()[]{}\'&!=,~ stands between quotes: data.train_files=["a (1).jsonl"]'
+    ) from why
+
+
+def _quoted(text: str) -> str:
+    """A text as Hydra's grammar quotes it: a backslash is one, but before a quote and at the end."""
+    return "'" + re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text) + "'"
 
 
 @functools.cache

@@ -30,17 +30,17 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
             job.set_exception(_told(error))
         except Exception as error:  # noqa: BLE001 - it is raised where the result is awaited
             job.set_exception(error)
-        except BaseException as error:  # noqa: BLE001 - sys.exit() in a tool must not end the event loop
+        except BaseException as error:  # noqa: BLE001 - sys.exit() in it must not end the event loop
             job.set_exception(_told(error))
         else:
             job.set_result(result)
 
-    threading.Thread(target=work, name=f"tool {getattr(function, '__name__', '')}", daemon=True).start()
+    threading.Thread(target=work, name=getattr(function, "__name__", None), daemon=True).start()
     return await asyncio.wrap_future(job)
 
 
 def _told(error: BaseException) -> RuntimeError:
     shown = "".join(traceback.format_exception_only(error)).strip()  # also where the error cannot be shown
-    told = RuntimeError(f"the tool raised {shown}")
+    told = RuntimeError(f"the function raised {shown}")
     told.__cause__ = error
     return told

@@ -1,7 +1,9 @@
 """Sessions against a real server whose engine says the same three tokens: isolated, finalized once, counted."""
 
 import asyncio
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from typing import Any, NamedTuple
@@ -11,6 +13,7 @@ import pytest
 
 import lightning_rl as lrl
 from lightning_rl.agents.task_fields import LoopTaskError
+from lightning_rl.compat import sessions
 from lightning_rl.compat.session_sampling import SessionSamplingError
 from lightning_rl.control_plane.launch import launch
 from lightning_rl.loops import AgentFramework, SingleTurnAgent
@@ -180,6 +183,44 @@ def test_a_session_that_takes_too_long_or_is_cancelled_from_outside_fails_alone(
         "RuntimeError: the session was cancelled from outside": 1,
     }
     assert stats.succeeded == 1
+
+
+def test_the_time_of_a_session_begins_when_there_is_a_thread_for_its_runner(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "_SYNC_RUNNERS", 2)
+    forever = threading.Event()
+
+    def sync(task: Any, llm: lrl.LLM) -> float:
+        if task == "hangs":
+            forever.wait()
+        if task == "exits":
+            sys.exit(3)
+        time.sleep(0.3)
+        return 1.0
+
+    async def run() -> Any:
+        async with server.framework(sync, timeout_seconds=1) as framework:
+            return await framework.generate_sequences(["hangs", "hangs", "exits", *range(8)])
+
+    stats = asyncio.run(run()).stats
+    assert (stats.succeeded, stats.failed) == (8, 3)
+    assert stats.reasons == {
+        "TimeoutError: the session took longer than 1 s": 2,
+        "RuntimeError: the function raised SystemExit: 3": 1,
+    }
+
+
+def test_a_framework_that_cannot_be_opened_leaves_no_thread(server: Server) -> None:
+    async def run() -> None:
+        async with server.framework(SingleTurnAgent, sampling_defaults={"warmth": 1.0}):
+            pass
+
+    before = threading.active_count()
+    for _ in range(3):
+        with pytest.raises(SessionSamplingError):
+            asyncio.run(run())
+    assert threading.active_count() <= before
 
 
 def test_a_task_names_its_runner(server: Server) -> None:

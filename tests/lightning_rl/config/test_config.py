@@ -98,6 +98,9 @@ def test_an_unknown_key_on_the_command_line_is_named(override: str) -> None:
         ("algorithm.credit.wieghts={a: 1}", r"'algorithm.credit.wieghts' is unknown; .*'algorithm.credit.weights'"),
         ("data.seed=1,2", "gives data.seed several values"),
         ("data.seed", "is no key=value"),
+        ("data.seed=3#", "config key data.seed is '3#': expected `int`"),
+        ("data.train_files=[ä.jsonl]", "'data.train_files=.ä.jsonl.' cannot be read: .*'ä'.* stands between quotes"),
+        ("dätä.x=1", "'dätä.x=1': the key cannot be read"),
         ("foo=1", "'foo' is unknown; docs/config.md has all"),
         ("agent=a:b", "'agent' is unknown"),  # only `lightning-rl train` reads it
     ],
@@ -105,6 +108,13 @@ def test_an_unknown_key_on_the_command_line_is_named(override: str) -> None:
 def test_a_value_that_does_not_fit_is_named(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         compose(command_line=[override])
+
+
+@pytest.mark.parametrize(
+    "name", ["täsks x.jsonl", "a (1).jsonl", "t=a.jsonl", "t#1.jsonl", "it's.jsonl", "~/x.jsonl", "a\\b'c&!.jsonl"]
+)
+def test_a_file_may_have_any_name(name: str) -> None:
+    assert compose(command_line=[f"data.train_files={name}"]).data.train_files == name
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -374,7 +374,7 @@ def test_async_partials_and_callables_run_on_the_loop_and_sync_ones_in_threads_o
         """Say where."""
         return f"{threading.current_thread().name} {threading.current_thread().daemon}"
 
-    assert run(where).content == "tool where True"
+    assert run(where).content == "where True"
     assert run(functools.wraps(search)(lambda *a, **k: search(*a, **k)), query="q", limit=1).content.startswith("q 1")
 
 
