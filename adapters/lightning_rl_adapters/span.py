@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lightning_rl_adapters import semconv
+from lightning_rl_adapters.text import encodable
 
 _PACKED_AS = {
     semconv.PROMPT_IDS: "i",
@@ -105,7 +106,8 @@ _SPAN = msgspec.msgpack.Decoder(Span)
 
 
 def pack(span: Span) -> Packed:
-    """A span as a store keeps it. Raises OverflowError for a whole number of more than 64 bits in it."""
+    """A span as a store keeps it. Raises OverflowError for a whole number of more than 64 bits in it, and
+    UnicodeEncodeError for half a surrogate pair; `storable` attributes have neither."""
     attributes: dict[int | str, Any] = {_NUMBERS.get(name, name): value for name, value in span.attributes.items()}
     if _TOOLS in attributes:
         tools = attributes.pop(_TOOLS)
@@ -192,9 +194,12 @@ def unpacked(record: bytes) -> bytes:
 
 
 def storable(value: Any) -> Any:
-    """A value with its whole numbers of more than 64 bits as text: no record can hold them otherwise."""
+    """A value with its whole numbers of more than 64 bits as text, and half surrogates as escapes: no record can hold
+    them otherwise."""
+    if isinstance(value, str):
+        return encodable(value)
     if isinstance(value, dict):
-        return {name: storable(inner) for name, inner in value.items()}
+        return {storable(name): storable(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [storable(inner) for inner in value]
     return str(value) if isinstance(value, int) and not -(2**63) <= value < 2**64 else value

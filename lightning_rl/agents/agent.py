@@ -11,9 +11,10 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from lightning_rl.agents.resources import LLM, PromptTemplate, ProxyLLM
-from lightning_rl.agents.values import encodable, finite
+from lightning_rl.agents.values import finite
 from lightning_rl.errors import Explained
 from lightning_rl.loading import NotLoadable, load
+from lightning_rl_adapters.text import encodable
 
 if TYPE_CHECKING:
     from lightning_rl.agents.emitted import Emitted

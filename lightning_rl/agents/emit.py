@@ -14,7 +14,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
 
-from lightning_rl.agents.values import encodable, finite
+from lightning_rl.agents.values import finite
+from lightning_rl_adapters.text import encodable
 
 if TYPE_CHECKING:
     from lightning_rl.agents.emitted import Emitted

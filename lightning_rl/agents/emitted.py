@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry import context, trace
 from opentelemetry.util.types import AttributeValue
 
-from lightning_rl.agents.values import encodable
 from lightning_rl.store.contract import Reward
 from lightning_rl_adapters import semconv
+from lightning_rl_adapters.text import encodable
 
 if TYPE_CHECKING:  # nothing of the SDK is loaded before a rollout emits something
     from opentelemetry.sdk.trace import ReadableSpan

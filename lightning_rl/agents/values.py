@@ -20,8 +20,3 @@ def finite(value: object, where: str) -> float:
     if found is None or not math.isfinite(found):
         raise ValueError(f"{where}: a reward must be a finite number, got {value!r:.200}")
     return found
-
-
-def encodable(text: str) -> str:
-    """The text with half surrogates, which no encoding holds and models' JSON may have, written as escapes."""
-    return text.encode(errors="backslashreplace").decode()

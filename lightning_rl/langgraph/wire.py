@@ -11,7 +11,7 @@ from typing import Any
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.messages.utils import convert_to_openai_messages
 
-from lightning_rl.agents.values import encodable
+from lightning_rl_adapters.text import encodable
 
 REASONING = "reasoning_content"
 _NOT_TEXT = frozenset({"reasoning", "thinking", "redacted_thinking", "tool_call", "tool_use", "function_call"})

@@ -7,10 +7,10 @@ counts as infrastructure, so an agent whose own tools cannot connect has failed 
 import traceback
 from collections.abc import Iterator
 
-from lightning_rl.agents.values import encodable
 from lightning_rl.errors import InfrastructureError
 from lightning_rl.store.contract import Claim, ErrorInfo
 from lightning_rl.store.errors import Unreachable
+from lightning_rl_adapters.text import encodable
 
 _ENDS = 16 * 1024  # characters that are kept of the beginning, and of the end
 

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from lightning_rl.agents.values import encodable, number
+from lightning_rl.agents.values import number
 from lightning_rl.tools.errors import ToolError
+from lightning_rl_adapters.text import encodable
 
 
 class _Whole(BaseModel):

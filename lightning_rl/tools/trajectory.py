@@ -23,6 +23,7 @@ from lightning_rl.tools.limits import ResultLimits
 from lightning_rl.tools.media import Content, content_of
 from lightning_rl.tools.schemas import Returned, ToolResponse, returned
 from lightning_rl.tools.threads import in_thread
+from lightning_rl_adapters.text import encodable
 
 _log = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class TrajectoryTools:
                 content, cut = await self._content(call, response)
             except _CallRefused as refused:
                 error = refused.reason
-                content, cut = self._limits.cut(_sendable(f"Error: {refused}"))
+                content, cut = self._limits.cut(encodable(f"Error: {refused}"))
         if cut:
             _log.info("tool %r: %d of its answer were cut", call.name, cut)
             metrics = metrics | {"truncated": cut}
@@ -180,7 +181,7 @@ class TrajectoryTools:
         raise _refused(call, "unknown tool", f"there is no such tool.{hint} The tools are: {there_are}.")
 
     async def _content(self, call: ToolCall, response: ToolResponse) -> tuple[Content, int]:
-        text, cut = self._limits.cut(_sendable(response.text or ""))
+        text, cut = self._limits.cut(encodable(response.text or ""))
         if not response.image and not response.video:
             return text, cut
         try:
@@ -215,18 +216,13 @@ _JSON_NAMES = {list: "array", str: "string", int: "number", float: "number", boo
 
 
 def _refused(call: ToolCall, reason: str, told: str) -> _CallRefused:
-    _log.info("call of tool %r failed (%s): %s", call.name, reason, _sendable(told))
+    _log.info("call of tool %r failed (%s): %s", call.name, reason, encodable(told))
     return _CallRefused(reason, f"{call.name}: {told}")
 
 
 def _said(error: BaseException) -> str:
     """An error's type and message, also of one that cannot be printed."""
     return "".join(traceback.format_exception_only(error)).strip()
-
-
-def _sendable(text: str) -> str:
-    """The text with lone surrogates, which JSON may hold and UTF-8 (requests, logs) may not, as their escapes."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _joined(said: ToolResponse | None, value: Returned) -> Returned:

@@ -256,7 +256,7 @@ def _logprobs(value: Any, n: int) -> list[float] | None:
 def _decoded(raw: bytes) -> Any:
     try:
         return msgspec.json.decode(raw)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return raw.decode(errors="replace")
 
 

@@ -5,24 +5,27 @@ Services speak Chat Completions: a request of that dialect goes on as it came an
 others are translated.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call
+from lightning_rl_adapters.ids import new_id
 from lightning_rl_proxy.address import Address
 from lightning_rl_proxy.dialects.base import NamedTool, Request
 from lightning_rl_proxy.engines.chat_backend import BackendAnswer
 from lightning_rl_proxy.forest.nodes import Place
-from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer
+from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, tool_call
 from lightning_rl_proxy.sampling import REPLACED
 
 _SAMPLING = (
     "temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "seed", "stop", "presence_penalty",
     "frequency_penalty",
 )  # fmt: skip
+_REASONING = ("thinking", "reasoning", "reasoning_text")  # types of a content's parts
+_TEXTS = ("text", "thinking", "reasoning", "summary")  # what parts have their texts in
 
 
 def fields_of(request: Request) -> dict[str, Any]:
@@ -70,28 +73,65 @@ def body_of(fields: Mapping[str, Any], algorithm: Mapping[str, float | int], ind
 
 
 def answer_of(answer: BackendAnswer) -> ParsedAnswer:
-    """A service's answer in internal form."""
+    """A service's answer in internal form.
+
+    Services differ in it: content may be a list of parts, some of them reasoning; a tool call may have no id, and its
+    arguments may be an object. What is no call of a function is left out.
+    """
     choice = answer.body["choices"][0]
     message = choice["message"]
-    usage = answer.body.get("usage")
-    counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
     finish_reason = str(choice.get("finish_reason") or "stop")
+    content = message.get("content")
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    if thought is None and isinstance(content, list):
+        thought = [part for part in content if isinstance(part, dict) and part.get("type") in _REASONING]
+    calls = message.get("tool_calls")
+    told = [_tool_call(call, new_id("call_")) for call in (calls if isinstance(calls, list) else [])]
     return ParsedAnswer(
-        content=message.get("content") or "",
-        reasoning=message.get("reasoning_content") or message.get("reasoning") or None,
-        tool_calls=message.get("tool_calls") or [],
+        content=_text(content, left_out=_REASONING),
+        reasoning=_text(thought) or None,
+        tool_calls=[call for call in told if call is not None],
         finish_reason="stop" if finish_reason in ("tool_calls", "function_call") else finish_reason,
         token_ids=answer.response_ids or [],
         logprobs=None,
         decode=lambda _: "",
-        output_tokens=counted or len(answer.response_ids or ()),
+        output_tokens=_counts(answer).get("completion_tokens") or len(answer.response_ids or ()),
     )
+
+
+def _text(content: Any, *, left_out: Collection[str] = ()) -> str:
+    """The text of a content, without its parts of these types; of what is neither text nor parts its JSON."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    if isinstance(content, list):
+        return "".join(_text(part, left_out=left_out) for part in content)
+    if not isinstance(content, dict) or "type" not in content:
+        return msgspec.json.encode(content).decode()
+    texts = () if content["type"] in left_out else (content[name] for name in _TEXTS if name in content)
+    return "".join(map(_text, texts))
+
+
+def _tool_call(call: Any, its_id: str) -> dict[str, Any] | None:
+    """A call of a function in OpenAI's form; `its_id` is for one that has none. None for what is no such call."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return None
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = msgspec.json.encode({} if arguments is None else arguments).decode()
+    return tool_call(str(call.get("id") or its_id), function["name"], arguments)
+
+
+def _counts(answer: BackendAnswer) -> dict[str, int]:
+    """The counts of tokens that the service tells."""
+    usage = answer.body.get("usage")
+    given = usage.items() if isinstance(usage, dict) else ()
+    return {name: count for name, count in given if isinstance(count, int)}
 
 
 def prompt_tokens(answer: BackendAnswer) -> int:
     """How long the prompt was, as far as the service tells."""
-    usage = answer.body.get("usage")
-    return (usage.get("prompt_tokens") or 0) if isinstance(usage, dict) else len(answer.prompt_ids or ())
+    return _counts(answer).get("prompt_tokens") or len(answer.prompt_ids or ())
 
 
 def deltas(answer: ParsedAnswer, *, tokens: bool = False) -> Iterator[Delta]:
@@ -174,8 +214,7 @@ def attributes(
     answer: BackendAnswer, place: Place, request: Request, dialect: str, sent: dict[str, Any]
 ) -> dict[str, Any]:
     """What the span says beside the call."""
-    usage = answer.body.get("usage")
-    counts = usage if isinstance(usage, dict) else {}
+    counts = _counts(answer)
     more: dict[str, Any] = {
         semconv.REQUEST_MODEL: request.model,
         semconv.DIALECT: dialect,
@@ -185,7 +224,7 @@ def attributes(
         semconv.SAMPLING_EFFECTIVE: _sampling(sent) | {"temperature": _temperature(sent)},
     }
     for name, count in ((semconv.INPUT_TOKENS, "prompt_tokens"), (semconv.OUTPUT_TOKENS, "completion_tokens")):
-        if counts.get(count) is not None:
+        if count in counts:
             more[name] = counts[count]
     if ignored := [*request.ignored_fields, *answer.ignored_fields]:
         more[semconv.IGNORED_FIELDS] = ignored

@@ -283,14 +283,14 @@ class CallHandler:
         context.inflight.asks_engine()
         try:
             await self._router.generate(context.model, asked, generation, home=choice.home, take=take)
+            # From here to the end nothing waits, so what an engine handed over is never lost to a cancellation.
+            answer, deltas = choice.finish()
+            answered = choice.end(stream, answer, deltas)
             ended = True
         finally:
             if not ended and generation.token_ids:
                 self._record(choice.lost())
                 self._counters["undelivered"] += 1
-        # From here to the end nothing waits, so what an engine handed over is never lost to a cancellation.
-        answer, deltas = choice.finish()
-        answered = choice.end(stream, answer, deltas)
         self._count_ignored(context.request.ignored_fields)
         call = choice.call()
         context.inflight.calls.append((call, choice.attributes() | {semconv.OUTPUT_MESSAGES: [answer.message()]}))

@@ -144,7 +144,7 @@ class Recorder:
             return
         try:
             kept = pack(span)
-        except OverflowError:  # a client's message may hold any number
+        except (OverflowError, UnicodeEncodeError):  # a message may hold any number, and half a surrogate pair
             span.attributes = storable(span.attributes)
             kept = pack(span)
         record = kept.record

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
+from lightning_rl_adapters.text import encodable, encodable_values
 from lightning_rl_proxy.rendering.images import Vision
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 
@@ -232,9 +233,9 @@ def tool_call_id(call_id: str, index: int) -> str:
 
 
 def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A call in OpenAI's form."""
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
+    """A call in OpenAI's form; half a surrogate pair, which a model's JSON may have, is an escape again."""
+    text = encodable(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+    return {"id": call_id, "type": "function", "function": {"name": encodable(name), "arguments": text}}
 
 
 def arguments_parsed(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -245,6 +246,9 @@ def arguments_parsed(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 def _parsed(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function", {})
     try:
-        return call | {"function": function | {"arguments": json.loads(function["arguments"])}}
-    except (KeyError, TypeError, json.JSONDecodeError):
+        arguments = json.loads(function["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):  # no JSON that Python reads: the text itself
         return call
+    # No tokenizer reads half a surrogate pair, which an escape may be.
+    known = encodable_values(arguments) if "\\u" in function["arguments"] else arguments
+    return call | {"function": function | {"arguments": known}}

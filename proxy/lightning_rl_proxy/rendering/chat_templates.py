@@ -503,13 +503,13 @@ def _split_tool_calls(call_id: str, text: str) -> tuple[str, list[dict[str, Any]
     def take(match: re.Match[str]) -> str:
         try:
             said = json.loads(match[1])
-        except json.JSONDecodeError:
+            if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+                return match[0]
+            if not isinstance(arguments := said.get("arguments"), dict):
+                return match[0]
+            calls.append(tool_call(tool_call_id(call_id, len(calls)), said["name"], arguments))
+        except (ValueError, RecursionError):  # no JSON, nested too deep, or with a number of too many digits
             return match[0]
-        if not isinstance(said, dict) or not isinstance(said.get("name"), str):
-            return match[0]
-        if not isinstance(arguments := said.get("arguments"), dict):
-            return match[0]
-        calls.append(tool_call(tool_call_id(call_id, len(calls)), said["name"], arguments))
         return ""
 
     rest = _TOOL_CALL.sub(take, text)

@@ -116,6 +116,21 @@ class LibraryRenderer:
 
         Of formats that are followed token by token, text and reasoning are stripped whatever comes behind them.
         """
+        try:
+            return self._parsed(call_id, prompt_ids, response_ids, logprobs, finish_reason, tools)
+        except (ValueError, RecursionError):  # JSON that is nested too deep for Python, or a number of too many digits
+            text = self.tokenizer.decode(self._said(response_ids)).strip()
+            return self._answer(text, None, [], finish_reason, response_ids, logprobs)
+
+    def _parsed(
+        self,
+        call_id: str,
+        prompt_ids: list[int],
+        response_ids: list[int],
+        logprobs: list[float] | None,
+        finish_reason: str,
+        tools: Sequence[dict[str, Any]] | None,
+    ) -> ParsedAnswer:
         if (text := self._plain_text(prompt_ids, response_ids)) is not None:
             return self._answer(text, None, [], finish_reason, response_ids, logprobs)
         if not tools and (said := self._uncalled(prompt_ids, response_ids)) is not None:
@@ -155,8 +170,7 @@ class LibraryRenderer:
 
     def _uncalled(self, prompt_ids: list[int], response_ids: list[int]) -> tuple[str | None, str] | None:
         """Reasoning and content of an answer that can call nothing, but holds the markup of a call; None for others."""
-        ends = (at for at, token in enumerate(response_ids) if token in self.stop_token_ids)
-        ids = response_ids[: next(ends, len(response_ids))]
+        ids = self._said(response_ids)
         if self.markup is None:
             return self._uncalled_of_library(prompt_ids, ids)
         text = self.tokenizer.decode(ids)
@@ -167,6 +181,11 @@ class LibraryRenderer:
             return None, text.strip()
         reasoning, _, content = text.partition(closes)
         return reasoning.strip().removeprefix(opens).strip() or None, content.strip()
+
+    def _said(self, response_ids: list[int]) -> list[int]:
+        """The answer without its end."""
+        ends = (at for at, token in enumerate(response_ids) if token in self.stop_token_ids)
+        return response_ids[: next(ends, len(response_ids))]
 
     def _uncalled_of_library(self, prompt_ids: list[int], ids: list[int]) -> tuple[str | None, str] | None:
         """The same of a format that only the library knows."""

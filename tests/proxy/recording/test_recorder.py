@@ -386,18 +386,22 @@ def no_space(*_: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_numbers_that_no_record_can_hold_are_kept_as_text(tmp_path: Path) -> None:
+def test_numbers_and_texts_that_no_record_can_hold_are_kept_as_text(tmp_path: Path) -> None:
     async def work(ledger: MemoryLedger) -> None:
         recorder = Recorder(tmp_path / "journal", ledger)
         await recorder.start()
         huge = span(1)
         huge.attributes["message"] = [{"n": 10**30, "small": 5, "deep": [{"m": -(10**30)}]}]
         recorder.record(huge)
+        half = span(2)
+        half.attributes["message"] = [{"half \ud83d": ["\ud83d"]}]
+        recorder.record(half)
         await recorder.stop()
 
     ledger = MemoryLedger()
     asyncio.run(work(ledger))
-    [kept] = ledger.spans
+    [kept, half] = ledger.spans
+    assert half.attributes["message"] == [{"half \\ud83d": ["\\ud83d"]}]
     assert kept.attributes["message"] == [{"n": str(10**30), "small": 5, "deep": [{"m": str(-(10**30))}]}]
 
 

@@ -538,7 +538,10 @@ def test_white_space_before_the_text_stays_whether_or_not_calls_follow(load: Loa
         '<tool_call>["count"]</tool_call>',
         '<tool_call>{"name": "count", "arguments": 3}</tool_call>',
         '<tool_call>{"name": "count"',
+        f'<tool_call>{{"name": "count", "arguments": {{"x": {"[" * 3000 + "]" * 3000}}}}}</tool_call>',
+        f'<tool_call>{{"name": "count", "arguments": {{"x": {"9" * 5000}}}}}</tool_call>',
     ],
+    ids=lambda text: text[:40],
 )
 def test_a_malformed_call_stays_visible(malformed: str, load: Load) -> None:
     renderer = load(HERMES)
