@@ -225,7 +225,7 @@ class Trainer:
     ) -> None:
         """Open the parts, let the algorithm work, and close them."""
         with ExitStack() as parts:
-            algorithm.run_id = _run_id(run_dir, resume=algorithm.resume)
+            algorithm.run_id = _run_id(run_dir, resume=algorithm.resume, attaches=self._attaches)
             if algorithm.resume and algorithm.is_done(run_dir):
                 return
             algorithm.shares_server = self._attaches
@@ -440,13 +440,20 @@ def _check_elsewhere(urls: Sequence[str], store: LightningStore | None, *, alone
         raise ValueError(f"{', '.join(given)}: the server is elsewhere, and has its own; leave them out")
 
 
-def _run_id(run_dir: Path, *, resume: bool) -> str:
-    """The id of the run in the folder, or a new one. Raises RunFolderUsed for one that is not to be gone on with."""
+def _run_id(run_dir: Path, *, resume: bool, attaches: bool) -> str:
+    """The id of the run in the folder, or a new one. Raises RunFolderUsed for one that is not to be gone on with, or
+    not without the server that has its rollouts."""
     file = run_dir / _RUN_ID
     if not file.exists() and not (run_dir / "store.db").exists():
         return secrets.token_hex(3)
     if not resume:
         raise RunFolderUsed(f"{run_dir} holds a run already: resume it ({_TO_RESUME}), or choose another run_dir")
+    if not attaches and (run_dir / "server.url").exists() and not (run_dir / "store.db").exists():
+        urls = (run_dir / "server.url").read_text().split()
+        raise RunFolderUsed(
+            f"{run_dir} is of a run that attached to {' and '.join(urls)}, where its rollouts are: go on with it with "
+            f"server={urls if len(urls) > 1 else urls[0]!r} (`--server` on the command line)"
+        )
     return file.read_text() if file.exists() else secrets.token_hex(3)
 
 

@@ -7,6 +7,7 @@ import asyncio
 import functools
 import importlib
 import inspect
+import reprlib
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
@@ -137,7 +138,7 @@ def as_agent(candidate: Any) -> Agent:
         return candidate()
     if callable(candidate):
         return FunctionAgent(candidate)
-    raise TypeError(f"an agent is a function, an Agent or an Agent class, got {candidate!r}")
+    raise TypeError(f"an agent is a function, an Agent or an Agent class, got {reprlib.repr(candidate)}")
 
 
 class ConfiguredAgent(NamedTuple):
@@ -169,9 +170,13 @@ def load_agent(spec: str) -> Agent:
     """The agent at `module:name` or `path/to/file.py:name`; modules are looked for in the current folder too.
 
     Raises AgentNotFound saying what is wrong with `spec`: its form, the file, the module, what the module raises when
-    it is imported, or the name.
+    it is imported, the name, or what it names.
     """
-    return as_agent(load(spec, "agent", error=AgentNotFound))
+    named = load(spec, "agent", error=AgentNotFound)
+    try:
+        return as_agent(named)
+    except TypeError as error:
+        raise AgentNotFound(f"agent {spec!r}: {error}") from error
 
 
 def run_agent(

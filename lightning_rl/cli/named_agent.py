@@ -24,6 +24,8 @@ def agent_of(settings: "TrainConfig", server: Sequence[str] | None) -> Any:
     if server is None:
         agent_of_run(agent, configured_agents(settings))  # raises before anything is begun
         return agent
+    if wrong := [url for url in server if not url.startswith(("http://", "https://"))]:
+        raise ConfigError(f"--server {wrong[0]} is no URL; give http://... or https://...")
     at = ", ".join(server)
     if agent is not None:
         raise ConfigError(f"the runners of {at} have the agent: leave agent={settings.agent} out")

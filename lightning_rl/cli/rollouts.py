@@ -6,6 +6,7 @@ never around it.
 
 import contextlib
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -296,11 +297,12 @@ def _shown(trace: RolloutTrace, views: "list[AttemptView]", *, folder: Path | No
         yield from _attempt(each, view, counts=each.attempt.attempt_id == rollout.counting_attempt_id)
     if at_server:
         return
-    where = "" if folder is None else f" --run-dir {folder}"
+    quoted = "RUN_DIR" if folder is None else shlex.quote(str(folder))
+    where = "" if folder is None else f" --run-dir {quoted}"
     yield ""
     yield f"Next: lightning-rl explain {rollout.rollout_id}{where}"
     if rollout.counting_attempt_id is not None:
-        yield f"      lightning-rl replay {folder or 'RUN_DIR'} {rollout.rollout_id}"
+        yield f"      lightning-rl replay {quoted} {rollout.rollout_id}"
 
 
 def _attempt(each: AttemptTrace, view: "AttemptView", *, counts: bool) -> Iterator[str]:

@@ -110,6 +110,7 @@ def run(
         if not config.is_file():
             raise ConfigError(f"{resume.resolve()} holds no run of `lightning-rl train`: there is no {CONFIG} in it")
         given.append("trainer.resume_mode=auto")
+        _check_server(resume, server)
     if from_verl is not None and config is not None:
         raise ConfigError("--from-verl names the configuration: leave --config and --resume out")
     if gpus is not None and not dry_run:
@@ -126,6 +127,19 @@ def run(
         _show({"begins_with": _sft_of(settings)} | plan if sft else plan, settings, notes, as_json=as_json)
         return
     _train(agent, settings, run_dir, server, sft=sft, as_json=as_json)
+
+
+def _check_server(run_dir: Path, server: list[str] | None) -> None:
+    """Raises ConfigError for a run that attached to a server, and now to none."""
+    from lightning_rl.config import ConfigError
+    from lightning_rl.inspect import recorded
+
+    if not server and recorded.is_attached(run_dir):
+        urls = recorded.server_urls(run_dir)
+        told = "".join(f" --server {url}" for url in urls)
+        raise ConfigError(
+            f"{run_dir.resolve()} is of a run that attached to {' and '.join(urls)}, where its rollouts are: add{told}"
+        )
 
 
 def _settings(

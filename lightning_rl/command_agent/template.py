@@ -11,7 +11,7 @@ from lightning_rl.agents.resources import LLM
 from lightning_rl.agents.task_fields import LoopTaskError, messages_of
 from lightning_rl.errors import Explained
 
-_PLACE = re.compile(r"\{\{|\}\}|\$\{[^}]*\}|\{([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*)\}")
+_PLACE = re.compile(r"\{\{|\}\}|\$\{[^}]*\}|\{([A-Za-z_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_-]+)*)\}")
 _OF_AN_LLM = ("model", "base_url", "anthropic_base_url", "endpoint", "api_key")
 _PROMPT = "prompt"
 _FILES = "files"

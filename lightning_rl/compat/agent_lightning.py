@@ -243,8 +243,8 @@ class HookedAgent(Agent):
 
     async def _start(self, rollout: Any) -> None:
         for hook in self._hooks:
-            await _logged(hook.on_rollout_start(agent=self._agent, runner=None, rollout=rollout))
-            await _logged(hook.on_trace_start(agent=self._agent, runner=None, tracer=NoTracer(), rollout=rollout))
+            await _logged(hook.on_rollout_start, agent=self._agent, runner=None, rollout=rollout)
+            await _logged(hook.on_trace_start, agent=self._agent, runner=None, tracer=NoTracer(), rollout=rollout)
 
     async def _end(self, rollout: Any) -> None:
         from lightning_rl.agents.emitted import running
@@ -252,13 +252,15 @@ class HookedAgent(Agent):
         emitted = running()
         spans = [] if emitted is None else list(emitted.spans)
         for hook in self._hooks:
-            await _logged(hook.on_trace_end(agent=self._agent, runner=None, tracer=NoTracer(), rollout=rollout))
-            await _logged(hook.on_rollout_end(agent=self._agent, runner=None, rollout=rollout, spans=spans))
+            await _logged(hook.on_trace_end, agent=self._agent, runner=None, tracer=NoTracer(), rollout=rollout)
+            await _logged(hook.on_rollout_end, agent=self._agent, runner=None, rollout=rollout, spans=spans)
 
 
-async def _logged(hook: Awaitable[None]) -> None:
+async def _logged(hook: Callable[..., Any], **given: Any) -> None:
     try:
-        await hook
+        returned = hook(**given)
+        if inspect.isawaitable(returned):
+            await returned
     except Exception:  # noqa: BLE001  # of a hook, which the rollout does not depend on
         _log.exception("a hook failed; the rollout goes on")
 

@@ -30,7 +30,7 @@ _OWN_NAME = re.compile(r"\$\{?BASH_SOURCE(\[0\])?\}?")
 _PREAMBLE = r"""
 command_not_found_handle() {
   case " $*" in
-    *" -m verl."*) printf '%s\0' "$@" >&"$NOTED"; printf '\0' >&"$NOTED"; return 0;;
+    *" -m verl."*) printf '%s\0' "$@" $'\1' >&"$NOTED"; return 0;;
     *" -c "*) return 1;;
   esac
   return 0
@@ -44,7 +44,11 @@ cd() { case "$1" in /*) WHERE=$1;; *) WHERE=$WHERE/$1;; esac; }
 pwd() { echo "$WHERE"; }
 dirname() { case "$1" in */*) echo "${1%/*}";; *) echo .;; esac; }
 basename() { set -- "${1%/}" "$2"; set -- "${1##*/}" "$2"; echo "${1%"$2"}"; }
-date() { case "$1" in +*) printf "%(${1#+})T\n" -1;; *) printf "%(%c)T\n" -1;; esac; }
+date() {
+  local word
+  for word; do case "$word" in +*) printf "%(${word#+})T\n" -1; return;; esac; done
+  printf "%(%c)T\n" -1
+}
 PATH=/nonexistent
 """
 
@@ -109,7 +113,7 @@ def _commands(script: Path, environment: Mapping[str, str]) -> list[list[str]]:
             raise ScriptError(f"{script} does not come to an end within {_SECONDS} s when bash reads it") from error
         noted.seek(0)
         found = noted.read().decode()
-    return [command.split("\0") for command in found.split("\0\0") if command]
+    return [command.split("\0") for command in found.split("\0\1\0") if command]
 
 
 def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:

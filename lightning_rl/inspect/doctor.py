@@ -310,6 +310,8 @@ def _infrastructure(evidence: Evidence) -> Finding | None:
 
 
 def _no_reward(evidence: Evidence) -> Finding | None:
+    if not evidence.settings.rewards_count:
+        return None
     return _of_rollouts(
         evidence,
         evidence.without_reward,
@@ -365,7 +367,7 @@ def _as_they_say(beside: UnroutedRollouts) -> str:
 def _dead_reward(evidence: Evidence) -> Finding | None:
     rows = evidence.metrics
     values = {row[f"critic/score/{of}"] for row in rows for of in ("min", "max") if f"critic/score/{of}" in row}
-    if len(rows) < DEAD_STEPS or len(values) != 1:
+    if len(rows) < DEAD_STEPS or len(values) != 1 or not evidence.settings.rewards_count:
         return None
     [value] = values
     return Finding(

@@ -79,8 +79,8 @@ class Collector:
         reporter: warns of what went wrong in rollouts, and writes their traces.
         dataset: the tasks of training.
 
-    Publishes the policies' resources, and requests again what a resumed run had in flight. `greedy` has the rewards of
-    the step's greedy rollouts, by the group that they are compared with.
+    Publishes the policies' resources, and requests again what a resumed run had in flight. `greedy` has the step's
+    greedy rollouts, by the group that they are compared with.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Collector:
         self._watchdog = Watchdog(algorithm.store, algorithm.watchdog_seconds)
         self._read_one = _reader(config, rules, learners)
         self._resources, self._greedy_resources = publish_resources(algorithm.store, config, learners)
-        self.greedy: dict[str, float] = {}
+        self.greedy: dict[str, Trajectory] = {}
         batches = shuffled_batches(config, dataset)
         self._supply = islice(batches, state.batches_taken if rules.schedule is None else 0, None)
         self.in_flight = None if rules.schedule is None else self._first_in_flight(rules.schedule, batches)
@@ -318,11 +318,10 @@ class Collector:
         return [trajectory for trajectory in group if not _is_greedy(trajectory)]
 
     def _note_greedy(self, trajectories: Sequence[Trajectory]) -> None:
-        """Keep the rewards of greedy rollouts for those that are compared with them."""
+        """Keep greedy rollouts for those that are compared with them."""
         for trajectory in trajectories:
             self.ledger.exclude(trajectory, "greedy_logprobs")
-            if trajectory.reward is not None:
-                self.greedy[trajectory.group_id.removeprefix(_GREEDY)] = trajectory.reward
+            self.greedy[trajectory.group_id.removeprefix(_GREEDY)] = trajectory
 
 
 def requests(config: Config, purpose: Purpose, tasks: Tasks, n: int) -> list[RolloutRequest]:

@@ -151,11 +151,11 @@ class PolicyLearner:
     # A step.
 
     def learn(
-        self, trajectories: list[Trajectory], greedy: Mapping[str, float]
+        self, trajectories: list[Trajectory], greedy: Mapping[str, Trajectory]
     ) -> tuple[dict[str, float], dict[str, float]]:
         """One step on its trajectories; metrics, and how many seconds each part took.
 
-        `greedy` are the rewards of greedy rollouts, by the group that they are compared with.
+        `greedy` are greedy rollouts, by the group that they are compared with.
         """
         before = self.state.policy_version
         self.updated = False
@@ -191,7 +191,9 @@ class PolicyLearner:
             with timed(timing, "values"):
                 batch.put(values=models.values(batch.sequences))
         with timed(timing, "adv"):
-            step_batch.estimate(batch, replace(self.rules.batch, kl_coef=self.state.kl_coef), greedy)
+            compared = {group: one.of(self.name).reward for group, one in greedy.items()}
+            baselines = {group: reward for group, reward in compared.items() if reward is not None}
+            step_batch.estimate(batch, replace(self.rules.batch, kl_coef=self.state.kl_coef), baselines)
             if not in_update and not self.config.algorithm.rollout_correction.bypass_mode:
                 metrics |= rollout_correction.correct(batch, self.rules.correction)
         metrics |= batch.metrics()

@@ -140,14 +140,15 @@ class PolicyState:
         return {
             "policy_version": self.policy_version,
             "account": self.account.state_dict(),
-            "kl_coef": self.kl_coef,
+            "kl_coef": self.kl_coef if isinstance(self.kl_controller, AdaptiveKL) else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
         self.policy_version = state["policy_version"]
         self.account.load_state_dict(state["account"])
-        if self.kl_controller is not None:
+        # What is adapted goes on; what is fixed is the configuration's. Earlier releases wrote 0 for no controller.
+        if isinstance(self.kl_controller, AdaptiveKL) and state["kl_coef"]:
             self.kl_controller.value = state["kl_coef"]
 
 

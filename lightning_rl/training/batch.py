@@ -107,8 +107,8 @@ class TrainingSequence:
         starts = np.asarray(sorted(self.calls.values()), dtype=np.int64)
         names = sorted(self.calls, key=lambda call_id: self.calls[call_id])
         call = np.searchsorted(starts, self.trained, side="right") - 1
-        for i in np.unique(call):
-            where = np.flatnonzero(call == i)
+        found, firsts = np.unique(call, return_index=True)  # the trained tokens stand in the order of the row
+        for i, where in zip(found, np.split(np.arange(len(call)), firsts[1:]), strict=True):
             yield names[i], where, self.trained[where] - starts[i]
 
     def spread(self, of_calls: OfCalls) -> NDArray[np.float32]:
@@ -129,13 +129,14 @@ def canonical_order(sequences: Sequence[TrainingSequence]) -> NDArray[np.int64]:
     calls: list[tuple[int, int, bytes, str, NDArray[np.int64]]] = []
     before = 0
     for sequence in sequences:
-        trained = sequence.trained
+        trained, path, read = sequence.trained, blake2b(digest_size=16), 0
         of_calls = ((name, where) for name, where, _ in sequence.trained_by_call())
         for name, where in of_calls if sequence.calls else [("", np.arange(len(trained)))]:
             if len(where):
                 first, last = trained[where[0]], trained[where[-1]]
-                path = blake2b(sequence.token_ids[: last + 1].tobytes(), digest_size=16).digest()
-                calls.append((sequence.rollout, int(first), path, name, before + where))
+                path.update(sequence.token_ids[read : last + 1].tobytes())
+                read = last + 1
+                calls.append((sequence.rollout, int(first), path.copy().digest(), name, before + where))
         before += len(trained)
     calls.sort(key=lambda call: call[:4])
     return np.concatenate([np.empty(0, np.int64), *(where for *_, where in calls)])

@@ -68,6 +68,7 @@ class Optimizer:
             raise ValueError("no parameter requires a gradient: there is nothing to train")
         lr_factor(0, config)
         self._optimizer = _built(self._parameters, config)
+        self._configured = ("initial_lr", *_arguments(type(self._optimizer), config))  # of each group
         self._training_steps = config.training_steps
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: lr_factor(step, config))
 
@@ -130,15 +131,20 @@ class Optimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; the weights must be those of the same moment."""
+        """Go on from a saved state; the weights must be those of the same moment. Learning rate, betas and whatever
+        else the configuration gives are those of now."""
         saved, here = state["optimizer"], self._optimizer.param_groups
         groups = [
-            group | {name: own[name] for name in _HOW if name in own}
+            group | {name: own[name] for name in (*_HOW, *self._configured) if name in own}
             for group, own in zip(states.whole(saved["param_groups"]), here, strict=True)
         ]
         kept = _each(saved["state"], lambda value, number: _cut(value, self._parameters[number]))
         self._optimizer.load_state_dict({"state": kept, "param_groups": groups})
-        self._schedule.load_state_dict(states.whole(state["schedule"]))
+        schedule, base = states.whole(state["schedule"]), self._schedule.base_lrs
+        lrs = [lr * lr_factor(schedule["last_epoch"], self._config) for lr in base]
+        self._schedule.load_state_dict(schedule | {"base_lrs": base, "_last_lr": lrs})
+        for group, lr in zip(self._optimizer.param_groups, lrs, strict=True):
+            group["lr"] = lr
         self.steps = state["optimizer_steps"]
 
 

@@ -5,6 +5,7 @@ parameter of the statement or one of the names below.
 """
 
 import json
+import math
 import re
 import sqlite3
 import unicodedata
@@ -40,6 +41,8 @@ def page(index: Index, query: Mapping[str, str]) -> dict[str, Any]:
     `reward_max`, `excluded`, `text`. Raises WrongQuery.
     """
     limit = min(int(_number(query, "limit") or 100), _LARGEST_PAGE)
+    if limit < 1:
+        raise WrongQuery(f"limit={query['limit']!r} is below 1")
     column, down = _sort(query.get("sort") or "-position")
     key, key_values = _behind(column, down, query.get("after"))
     order = f"{column} IS NULL, {column} {'DESC' if down else 'ASC'}, position {'DESC' if down else 'ASC'}"
@@ -125,11 +128,16 @@ def tasks(index: Index, query: Mapping[str, str]) -> dict[str, Any]:
 
 
 def task(index: Index, task_key: str, query: Mapping[str, str]) -> dict[str, Any]:
-    """The rollouts of one task, by step."""
+    """The rollouts of one task, by step: of more than fit those of its first step and the newest."""
+    given = (task_key, query.get("mode") or "val")
+    where = "FROM rollouts WHERE task_key = ? AND mode = ?"
     with index.reading() as connection:
-        statement = f"SELECT {_SHOWN} FROM rollouts WHERE task_key = ? AND mode = ? ORDER BY step, position LIMIT 500"
-        rows = connection.execute(statement, (task_key, query.get("mode") or "val")).fetchall()
-    return {"rollouts": [row_of(row) for row in rows]}
+        # Of steps alone: a rollout that was not for a step stands in front of all.
+        first = connection.execute(f"SELECT min(step) {where}", given).fetchone()[0]
+        statement = f"SELECT {_SHOWN} {where} ORDER BY step IS NOT ?, step DESC, position DESC LIMIT {_LARGEST_PAGE}"
+        rows = connection.execute(statement, (*given, first)).fetchall()
+    found = [row_of(row) for row in rows]
+    return {"rollouts": sorted(found, key=lambda row: (-1 if row["step"] is None else row["step"], row["position"]))}
 
 
 def _where(conditions: list[str]) -> str:
@@ -150,6 +158,8 @@ def _behind(column: str, down: bool, after: str | None) -> tuple[list[str], list
     try:
         value, position = json.loads(after)
         position = int(position)
+        if not isinstance(value, str | int | float | None):
+            raise ValueError(value)
     except (ValueError, TypeError) as error:
         raise WrongQuery(f"after={after!r} is no key of a page: send the `next` of the page before") from error
     beyond = "<" if down else ">"
@@ -188,15 +198,19 @@ def _number(query: Mapping[str, str], name: str) -> float | None:
     if given is None or given == "":
         return None
     try:
-        return float(given)
+        number = float(given)
     except ValueError as error:
         raise WrongQuery(f"{name}={given!r} is no number") from error
+    if not math.isfinite(number):
+        raise WrongQuery(f"{name}={given!r} is no number")
+    return number
 
 
 def _terms(words: str) -> list[str]:
     """What is looked for, one term at a time: `*part` is anywhere in a word, the others are as FTS5 is asked. The last
     word may go on; what stands in quotation marks is one."""
     asked = []
+    words = words.replace("\0", " ")  # which ends a text of SQLite's
     for phrase, word in _TERM.findall(words.strip()):
         term = phrase or word.replace('"', "")
         if term.strip("*"):

@@ -79,7 +79,7 @@ def test_what_an_agent_or_a_script_names_loads_nothing_heavy(names: str) -> None
 
 def test_an_agents_names_load_no_third_party_code() -> None:
     modules = loaded("from lightning_rl import LLM, ProxyLLM, rollout, Agent, emit_reward, emit_message, operation")
-    assert {name.partition(".")[0] for name in modules} == {"lightning_rl"}
+    assert {name.partition(".")[0] for name in modules} == {"lightning_rl", "lightning_rl_adapters"}
 
 
 def test_type_checkers_know_every_name_that_is_there_at_run_time() -> None:

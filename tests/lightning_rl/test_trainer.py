@@ -9,6 +9,7 @@ import pytest
 import lightning_rl as lrl
 from lightning_rl.processes.service_keys import RUNNER_KEY
 from lightning_rl.runner.agent_pickle import AgentNotPicklable
+from lightning_rl.trainer import RunFolderUsed
 
 ONE, TWO = "http://127.0.0.1:1", "http://127.0.0.1:2"
 
@@ -31,6 +32,20 @@ def test_what_does_not_go_with_servers_elsewhere_is_said(
     monkeypatch.setenv(RUNNER_KEY, "a-runner-key-of-the-tests")
     with pytest.raises(ValueError, match=message):
         lrl.Trainer(**given)
+
+
+def test_a_run_at_a_server_is_not_gone_on_with_without_it(tmp_path: Path) -> None:
+    (tmp_path / "server.url").write_text(ONE)
+    (tmp_path / "run.id").write_text("abc")
+    algorithm = lrl.Baseline()
+    algorithm.resume = True
+    with pytest.raises(RunFolderUsed, match=f"attached to {ONE}, where its rollouts are: .* server='{ONE}'"):
+        lrl.Trainer(_one, run_dir=tmp_path).fit(algorithm, [1])
+    assert (tmp_path / "server.url").read_text() == ONE
+
+
+def _one(task: int) -> float:
+    return 1.0
 
 
 def test_an_algorithm_that_is_a_function_works_at_one_server() -> None:

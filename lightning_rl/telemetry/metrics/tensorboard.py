@@ -10,7 +10,7 @@ class TensorBoardTracker:
     def __init__(self, run_dir: Path, began_at: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=began_at + 1 if began_at else None)
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=began_at + 1 if began_at else 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One scalar a metric."""

@@ -142,6 +142,7 @@ def test_it_waits_for_a_server_that_is_away(tmp_path: Path) -> None:
         (["--agent", "my_agent:solve"], None, "set LIGHTNING_RL_RUNNER_KEY"),
         (["--agent", "my_agent:solv"], KEY, "did you mean 'solve'?"),
         (["--agent", "nowhere:solve"], KEY, "there is no module 'nowhere'"),
+        (["--agent", "json:__all__"], KEY, "agent 'json:__all__': an agent is a function"),
         (["--agent", "my_agent:solve", "--store", "trainer:80"], KEY, "is no URL"),
         (["--agent", "my_agent:solve", "--store", "http://a", "--n", "1"], KEY, "--n 1 is shared by 2 servers"),
         (

@@ -230,6 +230,7 @@ def test_tasks_may_be_in_any_of_the_known_files(place: Path) -> None:
             ["agent=my_agent:solve", "data.train_files=tasks.jsonl", "--server", "http://127.0.0.1:9"],
             "the runners of http://127.0.0.1:9 have the agent: leave agent=my_agent:solve out",
         ),
+        (["data.train_files=tasks.jsonl", "--server", "127.0.0.1:9"], "--server 127.0.0.1:9 is no URL; give http"),
         (["--resume", "nowhere"], "holds no run of `lightning-rl train`"),
         (["--config", "nowhere.yaml"], "there is no configuration file"),
     ],
@@ -239,6 +240,15 @@ def test_what_is_wrong_is_one_line(words: list[str], message: str, place: Path) 
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
     assert "broken.py" in message or "notthere" in message or len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_run_at_a_server_is_gone_on_with_there(place: Path) -> None:
+    run_dir = place / "attached"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text("agent: my_agent:solve\n")
+    (run_dir / "server.url").write_text("http://127.0.0.1:9")
+    done = lightning_rl(place, "train", "--resume", "attached", fails=True)
+    assert "attached to http://127.0.0.1:9, where its rollouts are: add --server http://127.0.0.1:9" in done.stderr
 
 
 @pytest.mark.e2e

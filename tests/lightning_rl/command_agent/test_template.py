@@ -23,6 +23,7 @@ LLM_OF_TEST = LLM("m", "http://h/rollout/r/attempt/a/v1", "key", "http://h/rollo
         ("{llm.endpoint}", {}, "http://h/key/key/v1"),
         ('{{print}} ${x} $x {"a": 1} {} { }', {}, '{print} ${x} $x {"a": 1} {} { }'),
         ("{a}", {"a": "{b}", "b": "no"}, "{b}"),
+        ("{user-id} {a.x-1}", {"user-id": "u", "a": {"x-1": 2}}, "u 2"),
     ],
 )
 def test_places_are_filled(text: str, task: object, expected: str) -> None:

@@ -98,6 +98,13 @@ class Notes(agl.Hook):
         self.seen.append(f"end {[span.name for span in spans]}")
 
 
+class OfAnotherRelease(agl.Hook):
+    async def on_rollout_end(self, *, agent: Any, runner: Any, rollout: Any) -> None: ...  # type: ignore[override]
+
+    def on_trace_start(self, **_: Any) -> None:  # type: ignore[override]
+        raise LookupError("not async")
+
+
 def plain(task: Any, llm: agl.LLM) -> float:
     agl.emit_message("hi")
     return 1.0
@@ -118,7 +125,7 @@ def test_hooks_run_around_an_attempt_and_what_they_raise_is_logged(
     function: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     notes = Notes()
-    agent = hooked(as_agent(function), notes)
+    agent = hooked(as_agent(function), [OfAnotherRelease(), notes])
     assert cloudpickle.loads(cloudpickle.dumps(agent)) is not None
     if function is broken:
         with pytest.raises(ValueError, match="of the agent"):

@@ -1,5 +1,6 @@
 """The command of a script that starts verl's trainer: bash fills it in, and nothing is carried out."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,8 @@ def test_a_configuration_beside_the_script_is_found(tmp_path: Path) -> None:
 def test_verls_own_configuration_is_no_file_and_a_blank_word_no_override(tmp_path: Path) -> None:
     text = "python -m verl.trainer.main_ppo --config-path=config --config-name='ppo_trainer.yaml' data.seed=1 ' '\n"
     assert command(tmp_path, text) == VerlCommand(["data.seed=1"], None)
+    empty = 'python -m verl.trainer.main_ppo data.seed=1 "" name=$(date -u +%Y)\n'
+    assert command(tmp_path, empty).overrides == ["data.seed=1", f"name={datetime.now(UTC):%Y}"]
 
 
 @pytest.mark.parametrize(

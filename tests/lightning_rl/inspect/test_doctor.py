@@ -180,6 +180,14 @@ WELL: list[tuple[dict[str, Any], str]] = [
     ({"rollouts": several(4, reward=None, call_rewards=[Reward(value=1.0, call_id="any")])}, "no_reward"),
     ({"rollouts": several(4, reward={"reward": 1.0, "tone": 0.0}), "config": WEIGHTS}, "reward_never_given_tone"),
     ({"metrics": [metrics_of(n, critic__score__max=0.0, critic__score__min=0.0) for n in (1, 2)]}, "dead_reward"),
+    (
+        {
+            "metrics": [metrics_of(n, critic__score__max=0.0, critic__score__min=0.0) for n in range(1, 9)],
+            "config": {"distillation": TEACHER_ALONE},
+        },
+        "dead_reward",
+    ),
+    ({"rollouts": several(4, reward=None), "config": {"distillation": TEACHER_ALONE}}, "no_reward"),
     ({"rollouts": several(3, seen="gen_ai")}, "calls_beside_the_gateway_gen_ai"),  # they called the gateway, too
     ({"metrics": trend("response_length__mean", [8.0, 80.0])}, "exploding_lengths"),
     ({"metrics": trend("actor__ppo_k3_kl", [1e-3] * 8)}, "policy_stands_still"),

@@ -98,7 +98,7 @@ def test_greedy_rollouts_are_compared_with_and_not_trained(tmp_path: Path) -> No
     for rollout in record.rollouts:
         assert rollout.reward is not None
         for call in rollout.calls.values():
-            assert call.baseline == made.parts.rollouts.greedy[rollout.group_id]
+            assert call.baseline == made.parts.rollouts.greedy[rollout.group_id].reward
             assert call.advantage == pytest.approx(rollout.reward - call.baseline)
     assert rows[1]["tokens/excluded/greedy_logprobs"] > 0
     store = SqlStore(f"sqlite:///{tmp_path / 'store.db'}")

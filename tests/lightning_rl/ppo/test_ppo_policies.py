@@ -205,6 +205,20 @@ def test_adapters_over_one_base_are_each_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_each_policy_is_compared_with_its_own_reward_of_the_greedy_rollout(tmp_path: Path) -> None:
+    keys = given(total_training_steps=1, val_before_train=False) | {"algorithm": {"adv_estimator": "remax"}}
+    algorithm = lrl.PPO(keys, policies={"planner": {}, "executor": {}})
+    lrl.Trainer(plan_and_execute, n_runners=2, run_dir=tmp_path).fit(algorithm, [0, 1, 2, 3])
+    store = SqlStore(f"sqlite:///{tmp_path / 'store.db'}")
+    found = [rollout for rollout in store.page(limit=1000)[0] if str(rollout.group_id).startswith("greedy-")]
+    own = {str(rollout.group_id).removeprefix("greedy-"): (rollout.rewards or {})["executor"] for rollout in found}
+    [record] = step_record.read_all(tmp_path, policy="executor")
+    compared = {rollout.group_id: call.baseline for rollout in record.rollouts for call in rollout.calls.values()}
+    assert len(compared) == 4
+    assert compared == {group: own[group] for group in compared}
+
+
+@pytest.mark.long
 def test_the_order_of_policies_changes_nothing(tmp_path: Path) -> None:
     for names in (["planner", "executor"], ["executor", "planner"]):
         algorithm = lrl.PPO(given(total_training_steps=2), policies={name: {} for name in names})

@@ -169,6 +169,21 @@ def test_a_resumed_optimizer_goes_on_as_if_nothing_had_been() -> None:
     assert second.steps == first.steps == 5
 
 
+def test_a_resumed_optimizer_has_the_settings_of_now() -> None:
+    first = Optimizer(weights(), config(lr=1e-3, lr_warmup_steps=2))
+    first.schedule_step()
+    parameters = weights()
+    second = Optimizer(parameters, config(lr=1e-5, lr_warmup_steps=2, weight_decay=0.5, betas=(0.5, 0.9)))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    give_gradients(parameters, 0)
+    assert second.step()["lr"] == pytest.approx(1e-5 * 2 / 3)
+    second.schedule_step()
+    give_gradients(parameters, 1)
+    assert second.step()["lr"] == pytest.approx(1e-5)
+    [group] = second._optimizer.param_groups
+    assert (group["weight_decay"], group["betas"], group["lr"]) == (0.5, (0.5, 0.9), 1e-5)
+
+
 def test_on_a_cpu_offloading_copies_nothing() -> None:
     parameters = weights()
     optimizer = Optimizer(parameters, config())

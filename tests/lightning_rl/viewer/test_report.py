@@ -14,7 +14,7 @@ import pytest
 import lightning_rl as lrl
 from lightning_rl.inspect.recorded import NotRecorded
 from lightning_rl.telemetry.metrics.notebook import curve
-from lightning_rl.viewer import bundle, report
+from lightning_rl.viewer import bundle, report, search
 from tests.lightning_rl.inspect.runs import open_store, write_run
 from tests.lightning_rl.viewer.viewed import PNG, add_rollout, small_run, turn, with_image
 
@@ -76,6 +76,22 @@ def test_no_top_level_name_stands_in_two_modules() -> None:
     ]
     assert len(names) > 50
     assert sorted(names) == sorted(set(names))
+
+
+def test_a_task_of_more_rollouts_than_a_page_holds_has_its_first_and_its_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "_LARGEST_PAGE", 6)
+    with open_store(tmp_path) as store:
+        for step in range(1, 6):
+            for k in range(2):
+                add_rollout(
+                    store, f"s{step}-{k}", [turn("q", "a")], task="one", step=step, group=f"g{step}", reward=step / 5
+                )
+    report.write(tmp_path, tmp_path / "report.html")
+    answers = answers_of((tmp_path / "report.html").read_text())
+    [pair] = answers["report"]["pairs"]
+    assert [row["rollout_id"][:2] for row in pair["rows"]] == ["s1", "s5"]
 
 
 def test_text_of_agents_is_never_markup(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ def log(name: str, run_dir: Path, steps: dict[int, dict[str, float]], began_at: 
 def test_tensorboard_shows_what_was_logged_and_not_what_a_resumed_run_takes_back(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    log("tensorboard", tmp_path, {1: {"critic/rewards/mean": 9.0}, 2: {"critic/rewards/mean": 9.0}})
     log("tensorboard", tmp_path, {1: {"critic/rewards/mean": 0.5}, 2: {"critic/rewards/mean": 0.75}})
     log("tensorboard", tmp_path, {2: {"critic/rewards/mean": 1.0}}, began_at=1)
     found: Any = EventAccumulator(str(tmp_path / "tensorboard"))  # type: ignore[no-untyped-call]
