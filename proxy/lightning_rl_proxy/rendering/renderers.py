@@ -117,24 +117,28 @@ class LibraryRenderer:
         Of formats that are followed token by token, text and reasoning are stripped whatever comes behind them.
         """
         try:
-            return self._parsed(call_id, prompt_ids, response_ids, logprobs, finish_reason, tools)
+            content, reasoning, tool_calls = self._parsed(call_id, prompt_ids, response_ids, tools)
         except (ValueError, RecursionError):  # JSON that is nested too deep for Python, or a number of too many digits
-            text = self.tokenizer.decode(self._said(response_ids)).strip()
-            return self._answer(text, None, [], finish_reason, response_ids, logprobs)
+            content, reasoning, tool_calls = self.tokenizer.decode(self._said(response_ids)).strip(), None, []
+        return ParsedAnswer(
+            content=content,
+            reasoning=reasoning,
+            tool_calls=tool_calls,
+            finish_reason=finish_reason,
+            token_ids=response_ids,
+            logprobs=logprobs,
+            decode=self.tokenizer.decode,
+            output_tokens=len(response_ids),
+        )
 
     def _parsed(
-        self,
-        call_id: str,
-        prompt_ids: list[int],
-        response_ids: list[int],
-        logprobs: list[float] | None,
-        finish_reason: str,
-        tools: Sequence[dict[str, Any]] | None,
-    ) -> ParsedAnswer:
+        self, call_id: str, prompt_ids: list[int], response_ids: list[int], tools: Sequence[dict[str, Any]] | None
+    ) -> tuple[str, str | None, list[dict[str, Any]]]:
+        """Content, reasoning and tool calls of an answer."""
         if (text := self._plain_text(prompt_ids, response_ids)) is not None:
-            return self._answer(text, None, [], finish_reason, response_ids, logprobs)
+            return text, None, []
         if not tools and (said := self._uncalled(prompt_ids, response_ids)) is not None:
-            return self._answer(said[1], said[0], [], finish_reason, response_ids, logprobs)
+            return said[1], said[0], []
         parsed = self._renderer.parse_response(response_ids, tools=tools, prompt_ids=prompt_ids)
         reasoning, content = parsed.reasoning_content, parsed.content
         if self.markup is not None:
@@ -146,27 +150,7 @@ class LibraryRenderer:
                 calls.append(tool_call(tool_call_id(call_id, len(calls)), call.name, call.arguments))
             else:
                 content += f"<tool_call>{call.raw}</tool_call>"
-        return self._answer(content, reasoning, calls, finish_reason, response_ids, logprobs)
-
-    def _answer(
-        self,
-        content: str,
-        reasoning: str | None,
-        tool_calls: list[dict[str, Any]],
-        finish_reason: str,
-        response_ids: list[int],
-        logprobs: list[float] | None,
-    ) -> ParsedAnswer:
-        return ParsedAnswer(
-            content=content,
-            reasoning=reasoning,
-            tool_calls=tool_calls,
-            finish_reason=finish_reason,
-            token_ids=response_ids,
-            logprobs=logprobs,
-            decode=self.tokenizer.decode,
-            output_tokens=len(response_ids),
-        )
+        return content, reasoning, calls
 
     def _uncalled(self, prompt_ids: list[int], response_ids: list[int]) -> tuple[str | None, str] | None:
         """Reasoning and content of an answer that can call nothing, but holds the markup of a call; None for others."""
