@@ -3,6 +3,7 @@
 import asyncio
 import codecs
 import contextlib
+import errno
 import os
 import signal
 import tempfile
@@ -85,6 +86,15 @@ async def _run(
             if output is not None:
                 output(f"{command[0]}: {error.strerror}\n")
             return Done(NOT_FOUND[isinstance(error, FileNotFoundError)], b"")
+        except OSError as error:
+            if error.errno != errno.E2BIG:
+                raise
+            longest = max(map(len, command))
+            told = (
+                f"its arguments are longer than the system allows (the longest has {longest:,} characters): let the "
+                "program read a long text from a file, which the task's `files` bring"
+            )
+            raise OSError(errno.E2BIG, told) from error
         finally:
             os.close(writes)
         reading = asyncio.create_task(_passed_on(pipe, kept, output))

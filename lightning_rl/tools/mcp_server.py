@@ -45,6 +45,7 @@ class McpServer:
         self.rate_limit = rate_limit
         self._opening = threading.Lock()
         self._connection: _McpConnection | None = None
+        self._at_exit: weakref.finalize[[], McpServer] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:  # another process opens its own connection
         return McpServer, (self.name, self.spec, self.rate_limit)
@@ -89,7 +90,9 @@ class McpServer:
                 self._connection = None
             if self._connection is None:
                 self._connection = _McpConnection(self.name, self.spec, self.rate_limit)
-                weakref.finalize(self, self._connection.close)  # also at the end of the process
+                if self._at_exit is not None:
+                    self._at_exit.detach()  # of a connection that is closed
+                self._at_exit = weakref.finalize(self, self._connection.close)  # also at the end of the process
             return self._connection
 
 

@@ -135,7 +135,7 @@ class TrajectoryTools:
                 content, cut = await self._content(call, response)
             except _CallRefused as refused:
                 error = refused.reason
-                content, cut = self._limits.cut(encodable(f"Error: {refused}"))
+                content, cut = await self._cut(f"Error: {refused}")
         if cut:
             _log.info("tool %r: %d of its answer were cut", call.name, cut)
             metrics = metrics | {"truncated": cut}
@@ -180,8 +180,15 @@ class TrajectoryTools:
         there_are = ", ".join(self._instances) or "none"
         raise _refused(call, "unknown tool", f"there is no such tool.{hint} The tools are: {there_are}.")
 
+    async def _cut(self, text: str) -> tuple[str, int]:
+        sendable = encodable(text)
+        if len(sendable) < _LONG:
+            return self._limits.cut(sendable)
+        cut: tuple[str, int] = await in_thread(self._limits.cut, sendable)
+        return cut
+
     async def _content(self, call: ToolCall, response: ToolResponse) -> tuple[Content, int]:
-        text, cut = self._limits.cut(encodable(response.text or ""))
+        text, cut = await self._cut(response.text or "")
         if not response.image and not response.video:
             return text, cut
         try:
@@ -212,6 +219,7 @@ def _arguments(call: ToolCall) -> dict[str, Any]:
     return found
 
 
+_LONG = 100_000  # characters: what is counted in tokens for longer than the event loop may wait
 _JSON_NAMES = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 

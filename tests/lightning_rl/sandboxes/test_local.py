@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rl.sandboxes import Sandbox, SandboxUnusable, sandbox_class
+from lightning_rl.sandboxes import Sandbox, SandboxUnusable, child_program, sandbox_class
 from lightning_rl.sandboxes.local import LocalSandbox
 from tests.lightning_rl.sandboxes.contract import SandboxContract, killed_owner, ran, soon
 
@@ -60,6 +60,11 @@ def runs(process: int) -> bool:
 def test_a_program_ends_with_the_process_that_started_it_however_that_ends() -> None:
     _, pid = killed_owner("lightning_rl.sandboxes.local:LocalSandbox")
     assert soon(lambda: not runs(int(pid.removeprefix("pid "))))
+
+
+def test_an_argument_that_is_too_long_is_said() -> None:
+    with pytest.raises(OSError, match=r"the longest has 300,000 characters\): let the program read a long text from a"):
+        asyncio.run(child_program.run(["true", 300_000 * "x"], environment={}, folder=None, timeout_seconds=None))
 
 
 def test_what_cannot_be_is_refused_when_it_is_named() -> None:
