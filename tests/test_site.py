@@ -81,7 +81,7 @@ def test_every_public_name_has_its_entry(module: str) -> None:
 def test_every_module_of_the_adapters_has_its_entry() -> None:
     folder = Path(str(lightning_rl_adapters.__file__)).parent
     modules = {f"lightning_rl_adapters.{file.stem}" for file in folder.glob("*.py")}
-    internal = {"lightning_rl_adapters.__init__", "lightning_rl_adapters.structs"}
+    internal = {f"lightning_rl_adapters.{name}" for name in ("__init__", "structs", "text")}
     assert modules - internal == {name for name in referenced() if name.startswith("lightning_rl_adapters.")}
 
 

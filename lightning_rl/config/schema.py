@@ -1221,7 +1221,7 @@ class TrainerSection(Section, frozen=True):
     max_restarts: Annotated[
         Size, effect("how often a run whose worker died goes on from its last checkpoint by itself")
     ] = 0
-    critic_warmup: Annotated[Size, effect("training steps in which the critic learns and the policy stays")] = 0
+    critic_warmup: Annotated[Size, effect("first steps of a policy in which its critic learns and it stays")] = 0
     max_actor_ckpt_to_keep: Annotated[
         Positive | None, effect("checkpoints that are kept, beside the best one; null: all")
     ] = None

@@ -268,7 +268,7 @@ class PolicyLearner:
         actor, config = self.models.actor.config, self.config
         return (
             rollouts <= actor.mini_batch_rollouts
-            and self.run.step > config.trainer.critic_warmup
+            and not self._critic_warms_up
             and not config.algorithm.rollout_correction.bypass_mode
             and not self.rules.correction.active
             and not self.state.kl_coef
@@ -276,11 +276,15 @@ class PolicyLearner:
             and not has_dropout(self.models.model)
         )
 
+    @property
+    def _critic_warms_up(self) -> bool:
+        """Whether the step is one of the first `critic_warmup` in which this policy learns."""
+        return self.policy.updates(self.run.step) <= self.config.trainer.critic_warmup
+
     def update(self, batch: StepBatch, plan: list[MiniBatch], timing: dict[str, float]) -> dict[str, float]:
         """Update the critic, then the policy, unless the critic warms up; publish the policy's new weights."""
         metrics: dict[str, float] = {}
-        models, step = self.models, self.run.step
-        warming_up = step <= self.config.trainer.critic_warmup
+        models, step, warming_up = self.models, self.run.step, self._critic_warms_up
         if models.critic is not None:
             with timed(timing, "update_critic"), memory_advice(self.config, step, of_critic=True):
                 metrics |= models.critic.update(models.critic.plan(batch.sequences, len(batch.parts)))

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,21 @@ def test_the_update_finds_old_log_probs_where_nothing_needs_them_before(
     assert learner._update_finds_old_log_probs(rollouts) is found
     model.config = GPT2Config()
     assert not learner._update_finds_old_log_probs(rollouts), "it has dropout"
+
+
+@pytest.mark.parametrize(("train_from", "train_every", "step", "warms_up"), [
+    (1, 1, 2, True), (1, 1, 3, False), (10, 1, 11, True), (10, 1, 12, False), (1, 2, 3, True), (1, 2, 5, False),
+])  # fmt: skip
+def test_a_critic_warms_up_in_the_first_steps_in_which_its_policy_learns(
+    train_from: int, train_every: int, step: int, warms_up: bool
+) -> None:
+    config = compose(command_line=["trainer.critic_warmup=2", "algorithm.adv_estimator=gae"])
+    [of_run] = policies_of(config)
+    learner = PolicyLearner(
+        replace(of_run, train_from=train_from, train_every=train_every), resolved_config.step_rules(config)
+    )
+    learner.run = SimpleNamespace(step=step)  # type: ignore[assignment]
+    assert learner._critic_warms_up is warms_up
 
 
 def swap_two_tokens(folder: Path) -> None:
