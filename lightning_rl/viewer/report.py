@@ -112,11 +112,16 @@ def _pairs(run: ViewedRun, mode: str, tasks: Iterable[Mapping[str, Any]]) -> Ite
     """Of each task a rollout of its first step and one of its last: those nearest the means of their steps."""
     for task in tasks:
         rows = run.answer(f"tasks/{task['task_key']}", {"mode": mode})["rollouts"]
-        sides = []
-        for step, mean in ((task["first"], task["before"]), (task["last"], task["after"])):
-            of_step = [row for row in rows if row["step"] == step]
-            sides.append(min(of_step, key=lambda row: abs((row["reward"] or 0.0) - (mean or 0.0))))
-        yield {"task": task["task"], "before": task["before"], "after": task["after"], "rows": sides}
+        sides = [
+            sorted(
+                (row for row in rows if row["step"] == step),
+                key=lambda row: abs((row["reward"] or 0.0) - (mean or 0.0)),
+            )
+            for step, mean in ((task["first"], task["before"]), (task["last"], task["after"]))
+        ]
+        if all(sides):  # else one step alone fills a page of a task's rollouts
+            nearest = [side[0] for side in sides]
+            yield {"task": task["task"], "before": task["before"], "after": task["after"], "rows": nearest}
 
 
 def _of_rollouts(run: ViewedRun, rollout_ids: Iterable[str]) -> dict[str, Any]:

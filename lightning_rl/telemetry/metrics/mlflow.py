@@ -35,7 +35,10 @@ def run_id_of(run_dir: Path) -> str | None:
 
 
 class MlflowTracker:
-    """One MLflow run for a run folder, in the experiment of the project's name; the config is its parameters."""
+    """One MLflow run for a run folder, in the experiment of the project's name; the config is its parameters.
+
+    MLflow takes nothing back: a step that a resumed run does again is there twice.
+    """
 
     def __init__(self, run_dir: Path, about: About) -> None:
         from mlflow.entities import Param
@@ -45,6 +48,7 @@ class MlflowTracker:
         experiment = experiment_of(self._client, about.project)
         made = run_id_of(run_dir) is None
         self._run = kept_id(run_dir / _ID, lambda: self._client.create_run(experiment, run_name=about.name).info.run_id)
+        self._client.update_run(self._run, status="RUNNING")  # a session before has ended it
         if made:
             values = [Param(name, str(value)[:_LONGEST]) for name, value in _leaves(about.config)]
             for start in range(0, len(values), 100):

@@ -37,9 +37,13 @@ def test_mlflow_keeps_one_run_a_folder(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     log("mlflow", tmp_path, {1: {"tokens/excluded/zero_variance": 2.0}})
-    log("mlflow", tmp_path, {2: {"tokens/excluded/zero_variance": 4.0}}, began_at=1)
+    [tracker] = trackers.open_trackers(["mlflow"], tmp_path, 9, 1, ABOUT)
     client: Any = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
-    [run] = client.search_runs([client.get_experiment_by_name("p").experiment_id])
+    experiment = client.get_experiment_by_name("p").experiment_id
+    assert [run.info.status for run in client.search_runs([experiment])] == ["RUNNING"]
+    tracker.close()
+    log("mlflow", tmp_path, {2: {"tokens/excluded/zero_variance": 4.0}}, began_at=1)
+    [run] = client.search_runs([experiment])
     assert (run.info.run_name, run.info.status, run.data.params["data.seed"]) == ("n", "FINISHED", "3")
     history = client.get_metric_history(run.info.run_id, "tokens/excluded/zero_variance")
     assert [(metric.step, metric.value) for metric in history] == [(1, 2.0), (2, 4.0)]
