@@ -73,7 +73,11 @@ class Problems:
                 text = f"failed in the agent and count as algorithm.agent_failure says: {what} ({logs})"
             found.append((re.sub(r"[0-9a-f]{8,}|\d+", "#", what), text))
         elif trajectory.agent_failed:
-            found.append(("no reward", "ended without a reward: return a number, or call emit_reward"))
+            text = (
+                "ended without a reward: return a number, or call emit_reward; where a loop of the library runs, name "
+                "a function that judges it: reward.custom_reward_function.path"
+            )
+            found.append(("no reward", text))
         if trajectory.lost_rewards:
             text = "gave rewards to calls that they did not make, which are lost: pass the id of the answer as call_id"
             found.append(("lost rewards", text))
