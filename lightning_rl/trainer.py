@@ -448,8 +448,10 @@ def _run_id(run_dir: Path, *, resume: bool, attaches: bool) -> str:
         return secrets.token_hex(3)
     if not resume:
         raise RunFolderUsed(f"{run_dir} holds a run already: resume it ({_TO_RESUME}), or choose another run_dir")
-    if not attaches and (run_dir / "server.url").exists() and not (run_dir / "store.db").exists():
-        urls = (run_dir / "server.url").read_text().split()
+    from lightning_rl.inspect import recorded  # brings SQLAlchemy, of no use to a new run
+
+    if not attaches and recorded.is_attached(run_dir):
+        urls = recorded.server_urls(run_dir)
         raise RunFolderUsed(
             f"{run_dir} is of a run that attached to {' and '.join(urls)}, where its rollouts are: go on with it with "
             f"server={urls if len(urls) > 1 else urls[0]!r} (`--server` on the command line)"

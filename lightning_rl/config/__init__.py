@@ -301,22 +301,21 @@ def _parsed_one(text: str, schema: type[Config]) -> Override:
     if bare in SHORT:
         text, name = f"{SHORT[bare]}={value}", SHORT[bare]
     is_text = name.lstrip("+") in _texts(schema)
-    why: HydraException | None = None
     try:
         parsed = parser.parse_override(text)
+    except HydraException as error:
+        if not is_text and value.lstrip().startswith(("[", "{", "'", '"')):
+            raise ConfigError(
+                f"{text!r} cannot be read: {error}. In a list or dict, a text with a letter beyond ASCII or with one "
+                'of #()[]{}\'&!=,~ stands between quotes: data.train_files=["a (1).jsonl"]'
+            ) from error
+    else:
         if not is_text or (not parsed.is_sweep_override() and isinstance(parsed.value(), str | None)):
             return parsed
+    try:
+        return parser.parse_override(f"{name}={_quoted(value)}")
     except HydraException as error:
-        why = error
-    if is_text or not value.lstrip().startswith(("[", "{", "'", '"')):
-        try:
-            return parser.parse_override(f"{name}={_quoted(value)}")
-        except HydraException as error:
-            raise ConfigError(f"{text!r}: the key cannot be read: {error}") from error
-    raise ConfigError(
-        f"{text!r} cannot be read: {why}. In a list or dict, a text with a letter beyond ASCII or with one of "
-        '#()[]{}\'&!=,~ stands between quotes: data.train_files=["a (1).jsonl"]'
-    ) from why
+        raise ConfigError(f"{text!r}: the key cannot be read: {error}") from error
 
 
 def _quoted(text: str) -> str:

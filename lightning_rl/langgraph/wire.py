@@ -51,7 +51,6 @@ def _text(message: AIMessage) -> str | list[Any]:
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = call["args"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-    if encodable(text) != text:  # half a surrogate pair, as models write some, can be sent as an escape alone
-        text = json.dumps(arguments)
+    # Half a surrogate pair, as models write some, can be sent as an escape alone.
+    text = encodable(arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False))
     return {"id": call["id"], "type": "function", "function": {"name": call["name"] or "", "arguments": text}}

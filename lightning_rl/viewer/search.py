@@ -132,7 +132,6 @@ def task(index: Index, task_key: str, query: Mapping[str, str]) -> dict[str, Any
     given = (task_key, query.get("mode") or "val")
     where = "FROM rollouts WHERE task_key = ? AND mode = ?"
     with index.reading() as connection:
-        # Of steps alone: a rollout that was not for a step stands in front of all.
         first = connection.execute(f"SELECT min(step) {where}", given).fetchone()[0]
         statement = f"SELECT {_SHOWN} {where} ORDER BY step IS NOT ?, step DESC, position DESC LIMIT {_LARGEST_PAGE}"
         rows = connection.execute(statement, (*given, first)).fetchall()

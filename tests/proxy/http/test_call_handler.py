@@ -6,8 +6,10 @@ They are thousands of tokens, so a scripted engine alone says them.
 import json
 from typing import Any
 
+import openai
 import pytest
 
+from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from tests.proxy.conftest import Served
 from tests.proxy.test_gateway import client, post, say, user
 
@@ -33,3 +35,18 @@ def test_arguments_that_python_cannot_read_or_write_are_answered_recorded_and_go
     [tokens] = served.gateway.tokens_of(["r1"]).values()
     assert sum(len(call.response_ids) for call in calls) == tokens.received["policy"]
     assert [call.delivered for call in calls] == [True, True]
+
+
+def test_tokens_are_recorded_whatever_a_renderer_raises(
+    served: Served, renderer: LibraryRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise LookupError("of a renderer")
+
+    monkeypatch.setattr(type(renderer), "parse", broken)
+    served.engine.script.append("an answer")
+    with pytest.raises(openai.InternalServerError):
+        say(client(served), [user("go")])
+    served.seal()
+    [tokens] = served.gateway.tokens_of(["r1"]).values()
+    assert sum(len(call.response_ids) for call in served.ledger.calls()) == tokens.received["policy"] > 0
