@@ -13,8 +13,8 @@ from lightning_rl.agents.resources import LLM
 from lightning_rl.command_agent import harbor
 from lightning_rl.command_agent.programs import settings_of
 from lightning_rl.command_agent.reward import REWARD_VARIABLE, judged, reward_of
-from lightning_rl.command_agent.template import CommandError, Values, check, filled
-from lightning_rl.command_agent.workspace import Workspace, prepared, print_as_it_comes
+from lightning_rl.command_agent.template import CommandError, Values, check, filled, is_the_same_for_all
+from lightning_rl.command_agent.workspace import Workspace, existing, prepared, print_as_it_comes
 from lightning_rl.config.schema import SandboxSection
 from lightning_rl.sandboxes import NOT_FOUND, Sandbox, SandboxUnusable, sandbox_class
 
@@ -59,6 +59,9 @@ class CommandAgent(Agent):
         self.model_context_window = model_context_window
         self.__name__ = command
         self._words = check(command, local=self.sandbox.kind == "local")
+        for key, source in (("sandbox.files", self.sandbox.files), ("sandbox.tests", self.sandbox.tests)):
+            if source is not None and is_the_same_for_all(source):
+                existing(source, key)
         if self.sandbox.image is not None or self.sandbox.kind != "docker":  # a Harbor task names an image of its own
             self._box(self.sandbox)
 

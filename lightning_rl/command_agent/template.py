@@ -73,6 +73,11 @@ def filled(text: str, values: Values, *, quote: Callable[[str], str] = str) -> s
     return _PLACE.sub(one, text)
 
 
+def is_the_same_for_all(text: str) -> bool:
+    """Whether no place of the text is filled by a task."""
+    return all(place[1] is None for place in _PLACE.finditer(text))
+
+
 def check(command: str, *, local: bool) -> list[str]:
     """The words of a command. Raises CommandError where it is none, or names a program that is not on this machine
     and is to run here."""

@@ -51,11 +51,17 @@ async def folder_of(box: Sandbox, asked: str | None, *others: str) -> str:
     return "".join(told).strip()
 
 
-async def copy(space: Workspace, source: str, key: str) -> None:
-    """A folder's content, into the program's folder."""
+def existing(source: str, key: str) -> Path:
+    """The folder that a key names. Raises CommandError where there is none."""
     path = Path(source).expanduser()
     if not path.is_dir():
         raise CommandError(f"{key}: there is no folder {path.resolve()}")
+    return path
+
+
+async def copy(space: Workspace, source: str, key: str) -> None:
+    """A folder's content, into the program's folder."""
+    path = existing(source, key)
     archive = f"{space.box.home}/{uuid.uuid4().hex}.tar"
     await space.box.write(archive, await asyncio.to_thread(_packed, path))
     words = ["sh", "-c", 'tar -xf "$0" && rm "$0"', archive]

@@ -1,8 +1,9 @@
 """What `lightning-rl doctor` knows, said while the run happens: each finding once, and again where it has become worse.
 
-Metrics and the records of the newest steps are looked at after every step; the store, which takes longer the longer the
-run is, after the 4th, 8th, 16th, ... of them, so that all looks together cost no more than a few of the last one. The
-store of a server elsewhere, which may be slow or gone, is read behind the training, and told of after a later step.
+Metrics and the records of the newest steps are looked at after every step, in a long run after each 1% more of them.
+The store, which takes longer the longer the run is, is looked at after the 4th, 8th, 16th, ... step, so that all looks
+together cost no more than a few of the last one. The store of a server elsewhere, which may be slow or gone, is read
+behind the training, and told of after a later step.
 """
 
 import logging
@@ -21,6 +22,7 @@ from lightning_rl.inspect.run_stats import RECENT, Evidence, gather, of_run
 from lightning_rl.trajectories.step_record import StepRecord
 
 _FIRST_LOOK = 4  # steps, until the store is looked at
+_EACH = 128  # steps, after each of which metrics are looked at; later after each further 1/128 of them
 _TOLD = SEVERITIES[:-1]  # what may be worth a look is left to who asks
 # Told where they happen, with what the agent said (`problems.Problems`).
 _KNOWN = ("agent_error_", "no_reward", "lost_rewards", "rollouts_without_calls")
@@ -45,9 +47,10 @@ class Findings:
 
     def look(self, history: Sequence[Mapping[str, float]]) -> None:
         """Warn of what is new; `history` are the metrics of the run so far."""
-        rows = [dict(row) for row in history if "critic/score/mean" in row]
-        if len(rows) < DEAD_STEPS:
+        trained = [row for row in history if "critic/score/mean" in row]
+        if len(trained) < DEAD_STEPS or len(trained) % max(len(trained) // _EACH, 1):
             return
+        rows = [dict(row) for row in trained]
         for finding in diagnose(self._evidence(rows)).findings:
             how_bad = SEVERITIES.index(finding.severity)
             key, known = (finding.name, finding.policy), finding.name.startswith(_KNOWN)

@@ -128,8 +128,8 @@ def test_coding_agents_find_what_they_read(run: Run, capsys: pytest.CaptureFixtu
 def test_a_place_that_nothing_fills_is_named(run: Run) -> None:
     with pytest.raises(CommandError, match=r"\{question\} is no field of the task, which has \['expected'"):
         run(lrl.CommandAgent("true {question}"), TASK)
-    with pytest.raises(CommandError, match="folder"):
-        run(lrl.CommandAgent("true", sandbox={"files": "/nowhere"}), TASK)
+    with pytest.raises(CommandError, match="sandbox.files: there is no folder /nowhere/it's"):
+        run(lrl.CommandAgent("true", sandbox={"files": "/nowhere/{expected}"}), TASK)
     with pytest.raises(CommandError, match="setup ended with status 9"):
         run(lrl.CommandAgent("true", sandbox={"setup": "exit 9"}), TASK)
 
@@ -137,6 +137,9 @@ def test_a_place_that_nothing_fills_is_named(run: Run) -> None:
 def test_what_cannot_run_is_refused_when_it_is_made() -> None:
     with pytest.raises(CommandError, match=r"no program 'clade'"):
         lrl.CommandAgent("clade -p {prompt}")
+    for key in ("files", "tests"):
+        with pytest.raises(CommandError, match=rf"sandbox\.{key}: there is no folder /nowhere"):
+            lrl.CommandAgent("true", sandbox={key: "/nowhere"})
     with pytest.raises(CommandError, match="No closing quotation"):
         lrl.CommandAgent("sh -c 'x")
     with pytest.raises(CommandError, match="empty"):

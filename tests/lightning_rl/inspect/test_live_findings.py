@@ -7,6 +7,7 @@ import pytest
 
 from lightning_rl.config import compose
 from lightning_rl.inspect import live_findings
+from lightning_rl.inspect.doctor import Diagnosis
 from lightning_rl.inspect.live_findings import Findings
 from lightning_rl.inspect.run_stats import Evidence, of_run
 from tests.lightning_rl.inspect.runs import metrics_of, open_store, rollout_record, step_of, write_run
@@ -46,6 +47,22 @@ def test_the_store_is_looked_at_now_and_then(tmp_path: Path, caplog: pytest.LogC
     assert not caplog.messages
     findings.look(history)
     assert [text for text in caplog.messages if "every reward of all 8 steps is 0" in text]
+
+
+def test_a_long_run_is_looked_at_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    def diagnose(evidence: Evidence) -> Diagnosis:
+        looked.append(len(evidence.metrics))
+        return Diagnosis(run_dir="", looked_at={}, findings=[])
+
+    monkeypatch.setattr(live_findings, "_EACH", 8)
+    monkeypatch.setattr(live_findings, "diagnose", diagnose)
+    findings, history = Findings(tmp_path, compose({}), {}), []
+    for step in range(1, 65):
+        history.append(metrics_of(step))
+        findings.look(history)
+    assert looked == [*range(3, 17), 18, 20, 22, 24, 27, 30, 32, 36, 40, 45, 48, 54, 56, 63, 64]
 
 
 def test_the_store_of_a_server_elsewhere_is_read_behind_the_training(
