@@ -134,6 +134,7 @@ class Baseline(Algorithm):
 
     def run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
         """Evaluate on each dataset that is given."""
+        self.evaluations = []
         for name, tasks in {"train": train_dataset, "val": val_dataset}.items():
             if tasks:
                 self.evaluations.append(self.evaluate(name, tasks))

@@ -69,7 +69,8 @@ def list_rollouts(
     from lightning_rl.inspect.rollout_source import Which
 
     with _place(run_dir, url) as place:
-        found = place.newest(Which(status=status, mode=mode, group_id=group), limit)
+        found = place.newest(Which(status=status, mode=mode, group_id=group), limit + 1)
+    are_more, found = len(found) > limit, found[-limit:]
     if as_json:
         for rollout in found:
             _tell_json(rollout)
@@ -82,6 +83,8 @@ def list_rollouts(
     console = Console(highlight=False, markup=False)
     console.width = console.width if console.is_terminal else max(console.width, _PIPED_WIDTH)
     console.print(table if found else "no such rollouts")
+    if are_more:
+        typer.echo(f"these are the newest {limit}; more with --limit {10 * limit}", err=True)
 
 
 @app.command()

@@ -110,7 +110,6 @@ def run(
         if not config.is_file():
             raise ConfigError(f"{resume.resolve()} holds no run of `lightning-rl train`: there is no {CONFIG} in it")
         given.append("trainer.resume_mode=auto")
-        _check_server(resume, server)
     if from_verl is not None and config is not None:
         raise ConfigError("--from-verl names the configuration: leave --config and --resume out")
     if gpus is not None and not dry_run:
@@ -119,6 +118,8 @@ def run(
     if notes is not None and not as_json:
         typer.echo(_table(notes))
     server = server or None
+    if resume is not None:
+        _check_resumed(resume, settings, server)
     agent = agent_of(settings, server)
     if settings.data.train_files is None and not settings.trainer.val_only:
         raise ConfigError("name the tasks: data.train_files=tasks.jsonl")
@@ -129,16 +130,25 @@ def run(
     _train(agent, settings, run_dir, server, sft=sft, as_json=as_json)
 
 
-def _check_server(run_dir: Path, server: list[str] | None) -> None:
-    """Raises ConfigError for a run that attached to a server, and now to none."""
+def _check_resumed(run_dir: Path, settings: "TrainConfig", server: list[str] | None) -> None:
+    """Raises ConfigError for a run that attached to a server, and now to none, and for one whose agent only a script
+    knows."""
     from lightning_rl.config import ConfigError
     from lightning_rl.inspect import recorded
+    from lightning_rl.loops.configured import configured_agents
 
-    if not server and recorded.is_attached(run_dir):
+    if server:
+        return
+    if recorded.is_attached(run_dir):
         urls = recorded.server_urls(run_dir)
         told = "".join(f" --server {url}" for url in urls)
         raise ConfigError(
             f"{run_dir.resolve()} is of a run that attached to {' and '.join(urls)}, where its rollouts are: add{told}"
+        )
+    if settings.agent is None and not configured_agents(settings):
+        raise ConfigError(
+            f"{run_dir.resolve()} is of a script or a notebook, and only that names its agent: go on there, by "
+            f"lrl.Trainer(agent, run_dir={str(run_dir)!r}) and trainer.resume_mode=auto, or add agent=module:function"
         )
 
 

@@ -5,13 +5,14 @@ them, publishes resources, and returns when it is done; the Trainer runs server 
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
 from lightning_rl.compat.lightning_store import LightningStore
 from lightning_rl.errors import Explained
+from lightning_rl.processes.event_loop import AsyncAgents
 from lightning_rl.store.client import HttpStore
 
 _FILLED = ("store", "train_dataset", "val_dataset", "llm_proxy", "adapter", "initial_resources")
@@ -37,6 +38,7 @@ class FunctionAlgorithm(Algorithm):
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
         self.function = function
+        name = getattr(function, "__qualname__", repr(function))
         parameters = inspect.signature(function).parameters.values()
         self._open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         self._names = {parameter.name for parameter in parameters}
@@ -44,7 +46,7 @@ class FunctionAlgorithm(Algorithm):
             variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
             if parameter.name not in _FILLED and parameter.default is parameter.empty and not variable:
                 raise AlgorithmSignature(
-                    f"{function.__qualname__}: nothing fills parameter {parameter.name!r}; an algorithm is given "
+                    f"{name}: nothing fills parameter {parameter.name!r}; an algorithm is given "
                     f"{', '.join(_FILLED)}: take one of them, or give it a default"
                 )
 
@@ -56,10 +58,7 @@ class FunctionAlgorithm(Algorithm):
         return Endpoint(model="main_llm", tokenizer=None, renderer="auto", engines=[], unknown_model="refuse")
 
     def run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
-        """Publish the initial resources, and call the function."""
-        asyncio.run(self._run(train_dataset, val_dataset))
-
-    async def _run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
+        """Publish the initial resources, and call the function: in this thread, so that Ctrl-C ends it."""
         assert isinstance(self.store, HttpStore)
         store = LightningStore(self.store, check=self.check)
         given: Mapping[str, Any] = {
@@ -71,12 +70,30 @@ class FunctionAlgorithm(Algorithm):
             "initial_resources": self.initial_resources,
         }
         if self.initial_resources:
-            await store.add_resources(self.initial_resources)
+            _finish(store.add_resources(self.initial_resources))
         taken = {name: value for name, value in given.items() if self._open or name in self._names}
-        if inspect.iscoroutinefunction(self.function):
-            await self.function(**taken)
-        else:
-            await asyncio.to_thread(self.function, **taken)
+        returned = self.function(**taken)
+        if inspect.isawaitable(returned):
+            _finish(returned)
+
+
+def _finish(returned: Awaitable[Any]) -> None:
+    """Wait for what an async function does; Ctrl-C ends it."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(_awaited(returned))
+        return
+    future = AsyncAgents().submit(returned)  # a notebook's cell runs within a loop
+    try:
+        future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+async def _awaited(returned: Awaitable[Any]) -> None:
+    await returned
 
 
 def algo(function: Callable[..., Any]) -> FunctionAlgorithm:

@@ -5,6 +5,7 @@ Invariant: nothing is kept here; each method is one or several requests of `Http
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from lightning_rl.agents.resources import LLM, PromptTemplate, ProxyLLM
+from lightning_rl.data.dataset import check_task
 from lightning_rl.errors import Explained
 from lightning_rl.processes.service_keys import ADMIN_KEY
 from lightning_rl.store.client import HttpStore
@@ -66,6 +68,7 @@ class LightningStore:
     def __init__(self, store: HttpStore, *, check: Callable[[], None] = lambda: None) -> None:
         self.store = store
         self._check = check
+        self._registering = threading.Lock()
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raises AttributeError, which for a method of theirs says what does its work."""
@@ -82,7 +85,8 @@ class LightningStore:
         config: RolloutConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """Ask for a rollout of the task `input`, with the latest resources where none are named."""
+        """Ask for a rollout of the task `input`, with the latest resources where none are named. Raises TaskError for a
+        task that is no JSON value."""
         request = _request(input, mode, resources_id, config, metadata)
         [rollout] = await asyncio.to_thread(self.store.enqueue, [request])
         return rollout
@@ -95,7 +99,7 @@ class LightningStore:
         config: RolloutConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> AttemptedRollout:
-        """Ask for a rollout that the caller runs: it is claimed at once."""
+        """Ask for a rollout that the caller runs: it is claimed at once. Raises as `enqueue_rollout`."""
         request = _request(input, mode, resources_id, config, metadata)
         claim = await asyncio.to_thread(self.store.start, request)
         return claim.attempted()
@@ -170,7 +174,10 @@ class LightningStore:
 
     async def add_resources(self, resources: Mapping[str, Any]) -> ResourcesUpdate:
         """Publish resources: `PromptTemplate`, `ProxyLLM`, or `LLM`, whose service the gateway then asks in the agents'
-        place. They are the latest from now on."""
+        place. They are the latest from now on.
+
+        Each `LLM` is answered by its own service alone: of two that have one model's name at different URLs, the second
+        is `name@URL` for agents. A key given later holds for all calls from then on."""
         return await self._publish(None, resources)
 
     async def update_resources(self, resources_id: str, resources: Mapping[str, Any]) -> ResourcesUpdate:
@@ -196,16 +203,22 @@ class LightningStore:
         if isinstance(value, PromptTemplate):
             return value.published()
         if isinstance(value, LLM):
-            key = value.api_key or None
-            await asyncio.to_thread(
-                lambda: self.store.register_engine(value.model, "openai", value.base_url, api_key=key)
-            )
-            return _proxy(value.model, value.sampling_parameters, value.sampling_parameters)
+            name = await asyncio.to_thread(self._register, value)
+            return _proxy(name, value.sampling_parameters, value.sampling_parameters)
         if isinstance(value, ProxyLLM):
             return _proxy(value.model, value.sampling_parameters, value.val_sampling_parameters)
         if isinstance(value, Mapping):
             return dict(value)
         raise TypeError(f"resource {name!r} is {value!r:.80}; give a PromptTemplate, an LLM, a ProxyLLM or a dict")
+
+    def _register(self, llm: LLM) -> str:
+        """The name by which the gateway asks this service, and no other one."""
+        with self._registering:
+            named_so = [engine["url"] for engine in self.store.engines() if engine["model"] == llm.model]
+            alone = all(url == llm.base_url for url in named_so)
+            name, there = (llm.model, None) if alone else (f"{llm.model}@{llm.base_url}", llm.model)
+            self.store.register_engine(name, "openai", llm.base_url, api_key=llm.api_key or None, remote_model=there)
+            return name
 
 
 class LightningStoreClient(LightningStore):
@@ -232,7 +245,8 @@ def _request(
     config: RolloutConfig | None,
     metadata: Mapping[str, Any] | None,
 ) -> RolloutRequest:
-    """Raises msgspec.ValidationError for what is no request."""
+    """Raises TaskError for a task that is no JSON value, and msgspec.ValidationError for what is no request."""
+    check_task(task, "the task")
     given = {
         "task": task,
         "mode": mode or "train",

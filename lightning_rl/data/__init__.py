@@ -7,6 +7,7 @@ asked is an error that names the file and the place in it.
 import csv
 import difflib
 import importlib
+import json
 import math
 import re
 import sys
@@ -109,8 +110,7 @@ def _explained(text: str, reason: str) -> tuple[int, str]:
     """How many lines into `text` it ends to be JSON, and why. msgspec counts bytes; people count lines."""
     found = re.search(r" \(byte (\d+)\)$", reason)
     if found is None:
-        cut_off = "it is cut off: a value, a string or a bracket is not complete"
-        return text.rstrip().count("\n"), cut_off if "truncated" in reason else reason
+        return text.rstrip().count("\n"), _why_truncated(text) if "truncated" in reason else reason
     raw, place = text.encode(), int(found[1])
     line, rest = raw[:place].count(b"\n"), raw[place:].decode(errors="replace").strip()
     if no_number := re.match(r"NaN|Infinity", rest):
@@ -118,6 +118,15 @@ def _explained(text: str, reason: str) -> tuple[int, str]:
     if "trailing" in reason:
         return line, "it is more than one value (in .jsonl each has a line of its own)"
     return line, f"{reason[: found.start()]}, at {rest[:_EXCERPT]!r}"
+
+
+def _why_truncated(text: str) -> str:
+    """msgspec says the same of what is not whole and of half a surrogate pair before the end of a string."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return "it is cut off: a value, a string or a bracket is not complete"
+    return "it has half of a surrogate pair, \\ud800 to \\udbff without the other half, which is no character"
 
 
 def _csv(path: Path) -> Iterator[Any]:
@@ -177,7 +186,7 @@ def _column(texts: list[str]) -> list[Any]:
 
 def _value_type(texts: list[str]) -> Callable[[str], Any]:
     if all(_INTEGER.fullmatch(text) for text in texts):
-        return int
+        return int if all(int(text).bit_length() < 64 for text in texts) else str  # an id that JSON would not keep
     if all(_DECIMAL.fullmatch(text) and math.isfinite(float(text)) for text in texts):
         return float
     return str

@@ -49,11 +49,24 @@ def check_task(task: Any, what: str) -> None:
     try:
         json.dumps(task, allow_nan=False)
         body_of(task)
+        _check_keys(task)
     except (TypeError, ValueError, RecursionError, Invalid) as error:
         raise TaskError(
             f"{what} is no JSON value ({error}): {str(task)[:80]!r}; make it of dicts, lists, text, numbers, true, "
             "false and null"
         ) from error
+
+
+def _check_keys(value: Any) -> None:
+    """Raises TypeError for a key that JSON would make text of."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"key {key!r} is no text")
+            _check_keys(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_keys(inner)
 
 
 def _rows(given: Any) -> Any:

@@ -5,14 +5,17 @@ an error that names the group.
 """
 
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import nullcontext
+from urllib.parse import urlsplit
 
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Judge, RewardSection
+from lightning_rl.processes.service_keys import is_loopback
 from lightning_rl.rewards import FinishedRollout, GroupReward
 from lightning_rl.rewards.checked import RewardError, named_rewards
 from lightning_rl.rewards.functions import RewardFunction
@@ -24,6 +27,7 @@ Graded = list[dict[str, float]]  # the rewards of a group's rollouts, by name
 
 _GRADED = "graded-"  # begins the ids of the rewards that are given here
 _NO_KEY = "none"  # for services that ask for no key
+_log = logging.getLogger(__name__)
 
 
 def grade(reward: GroupReward, groups: Sequence[Sequence[FinishedRollout]], *, concurrency: int) -> list[Graded]:
@@ -106,6 +110,12 @@ def _judge(model: str, section: Judge) -> RankingJudge:
             f"reward.judge: the environment variable {section.api_key_env} is not set, and it is to hold the key of "
             f"the judge {model}: set it, name another by reward.judge.api_key_env, or a service without keys by "
             "reward.judge.base_url"
+        )
+    if not key and not is_loopback(urlsplit(section.base_url or "").hostname or ""):
+        _log.warning(
+            "reward.judge: the environment variable %s is not set, so %s is asked without a key",
+            section.api_key_env,
+            section.base_url,
         )
     return RankingJudge(
         model,

@@ -2,7 +2,7 @@
 
 Invariants: an engine (model, kind, URL) is registered once, until it is taken out; again with the same body it is the
 same engine, and again with the model's present policy version somebody says that it has those weights. A key is handed
-on and forgotten: nothing here keeps, shows or compares it.
+on and forgotten: nothing here keeps, shows or compares it. A chat backend's newest key holds.
 """
 
 import asyncio
@@ -125,6 +125,10 @@ class Engines:
             )
         elif not request.is_backend:
             await self._confirm_weights(request, known)
+        elif request.api_key is not None:
+            former = self._names[engine_id]
+            self._names[engine_id] = await self._attach(request)
+            await self._door.detach(former)  # its calls in flight end
         return info
 
     async def _confirm_weights(self, request: EngineRequest, known: EngineInfo) -> None:

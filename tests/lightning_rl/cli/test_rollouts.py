@@ -74,6 +74,8 @@ def test_the_newest_are_listed_last_and_filters_narrow_them(run_dir: Path) -> No
     assert head.split() == ["rollout", "status", "mode", "group", "tries", "reward", "seconds", "task", "or", "error"]
     assert first.split()[:6] == ["train-1-0", "succeeded", "train", "-", "1", "0.5"]
     assert "KeyError: 'gold'" in second
+    for limit, told in (("3", "these are the newest 3; more with --limit 30\n"), ("4", "")):
+        assert CliRunner().invoke(app, ["rollouts", "list", *where, "--limit", limit]).stderr == told
     assert run("list", *where, "--status", "running") == "no such rollouts\n"
     assert CliRunner().invoke(app, ["rollouts", "list", *where, "--status", "fail"]).exit_code == 2
 

@@ -242,13 +242,17 @@ def test_what_is_wrong_is_one_line(words: list[str], message: str, place: Path) 
     assert "broken.py" in message or "notthere" in message or len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_run_at_a_server_is_gone_on_with_there(place: Path) -> None:
+def test_a_run_of_a_server_or_a_script_is_gone_on_with_there(place: Path) -> None:
     run_dir = place / "attached"
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text("agent: my_agent:solve\n")
     (run_dir / "server.url").write_text("http://127.0.0.1:9")
     done = lightning_rl(place, "train", "--resume", "attached", fails=True)
     assert "attached to http://127.0.0.1:9, where its rollouts are: add --server http://127.0.0.1:9" in done.stderr
+    (run_dir / "config.yaml").write_text("trainer: {total_epochs: 2}\n")
+    (run_dir / "server.url").unlink()
+    done = lightning_rl(place, "train", "--resume", "attached", fails=True)
+    assert "is of a script or a notebook, and only that names its agent: go on there, by lrl.Trainer" in done.stderr
 
 
 @pytest.mark.e2e

@@ -128,7 +128,7 @@ def test_coding_agents_find_what_they_read(run: Run, capsys: pytest.CaptureFixtu
 def test_a_place_that_nothing_fills_is_named(run: Run) -> None:
     with pytest.raises(CommandError, match=r"\{question\} is no field of the task, which has \['expected'"):
         run(lrl.CommandAgent("true {question}"), TASK)
-    with pytest.raises(CommandError, match="sandbox.files: there is no folder /nowhere/it's"):
+    with pytest.raises(CommandError, match=r"sandbox\.files: there is no folder /nowhere/it's"):
         run(lrl.CommandAgent("true", sandbox={"files": "/nowhere/{expected}"}), TASK)
     with pytest.raises(CommandError, match="setup ended with status 9"):
         run(lrl.CommandAgent("true", sandbox={"setup": "exit 9"}), TASK)

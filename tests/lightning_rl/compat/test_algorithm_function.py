@@ -1,9 +1,12 @@
 """Agent-lightning's algorithms by hand: a function, the store under its names, prompts as resources, conversations."""
 
 import asyncio
+import functools
+import threading
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 import lightning_rl as agl
@@ -11,14 +14,18 @@ from lightning_rl.agents.agent import AgentSignature
 from lightning_rl.compat.algorithm_function import AlgorithmSignature
 from lightning_rl.compat.lightning_store import StoreKeyMissing
 from lightning_rl.control_plane.launch import launch
+from lightning_rl.data.dataset import TaskError
 from lightning_rl.inspect.dev import Dev
-from lightning_rl.store.contract import Finish
+from lightning_rl.store.client import HttpStore
+from lightning_rl.store.contract import Finish, RolloutRequest
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import to_span
 from tests.adapters.test_conventions import recorded
 from tests.adapters.words import say
 from tests.lightning_rl.runner.conftest import policy_of
+from tests.proxy.engines.service import Service, running
 
+KEYS = {"admin_key": "admin", "runner_key": "runner"}
 PROMPTS = ["Answer {question}.", "Please, {question}!", "{question}?"]
 
 
@@ -74,13 +81,72 @@ def test_a_parameter_that_nothing_fills_is_named() -> None:
     with pytest.raises(AlgorithmSignature, match="nothing fills parameter 'beam'; an algorithm is given store, train_"):
         agl.algo(lambda store, beam: None)
     assert agl.algo(lambda store, beam=3: beam)(None) == 3
+    with pytest.raises(AlgorithmSignature, match="'beam'"):
+        agl.algo(functools.partial(lambda store, beam: None))
+
+
+def _run(function: Any) -> None:
+    algorithm = agl.algo(function)
+    algorithm.store, algorithm.check = HttpStore("http://127.0.0.1:9", "admin"), lambda: None
+    algorithm.run([], [])
+
+
+def test_what_a_function_returns_is_awaited_in_a_notebook_too() -> None:
+    ended: list[str] = []
+
+    class Async:
+        async def __call__(self, store: agl.LightningStore) -> None:
+            await asyncio.sleep(0)
+            ended.append(type(store).__name__)
+
+    async def cell() -> None:
+        _run(Async())
+
+    _run(Async())
+    asyncio.run(cell())
+    assert ended == ["LightningStore"] * 2
+
+
+def test_a_function_runs_in_the_thread_that_ctrl_c_is_told_of() -> None:
+    def interrupted() -> None:
+        assert threading.current_thread() is threading.main_thread()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _run(interrupted)
+
+
+def test_each_llm_is_answered_by_its_own_service(tmp_path: Path) -> None:
+    with running() as first, running() as second, launch(tmp_path, policy_of(), **KEYS) as serving:
+        store = agl.LightningStoreClient(serving.url, "admin")
+
+        def model_asked(service: Service, key: str) -> str:
+            llm = agl.LLM(endpoint=service.url, model="gpt", api_key=key)
+            published = asyncio.run(store.add_resources({"main_llm": llm}))
+            claim = store.store.start(RolloutRequest(task="t", resources_id=published.resources_id))
+            given = claim.resources["main_llm"]
+            with openai.OpenAI(base_url=given["base_url"], api_key=given["api_key"]) as client:
+                client.chat.completions.create(model=given["model"], messages=[{"role": "user", "content": "hi"}])
+            return str(given["model"])
+
+        asked = [model_asked(*one) for one in [(first, "a"), (second, "b"), (first, "c"), (second, "b")]]
+        assert asked == ["gpt", f"gpt@{second.url}"] * 2
+        assert (first.keys, second.keys) == (["Bearer a", "Bearer c"], ["Bearer b"] * 2)
+        assert {request["model"] for request in [*first.requests, *second.requests]} == {"gpt"}
+        asyncio.run(store.close())
+
+
+def test_a_task_that_is_no_json_value_is_refused() -> None:
+    store = agl.LightningStore(HttpStore("http://127.0.0.1:9", "admin"))
+    with pytest.raises(TaskError, match="the task is no JSON value"):
+        asyncio.run(store.enqueue_rollout({"x": float("nan")}))
 
 
 def test_a_store_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LIGHTNING_RL_ADMIN_KEY", raising=False)
     with pytest.raises(StoreKeyMissing, match="set LIGHTNING_RL_ADMIN_KEY"):
         agl.LightningStoreClient("http://127.0.0.1:9")
-    with launch(tmp_path, policy_of(), admin_key="admin", runner_key="runner") as serving:
+    with launch(tmp_path, policy_of(), **KEYS) as serving:
         asyncio.run(_use(agl.LightningStoreClient(serving.url, "admin")))
 
 

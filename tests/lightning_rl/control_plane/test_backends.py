@@ -33,8 +33,15 @@ def test_a_key_is_handed_on_and_never_shown(served) -> None:
     assert listed == (200, {"engines": [one]})
     expected = {"model": "helper", "kind": "openai", "url": "https://example.com/v1", "policy_version": 0}
     assert one == expected | {"engine_id": one["engine_id"], "away": None, "in_flight": 0, "adapter": False}
-    assert len(served.attached) == 1
     assert KEY not in repr(served.attached[0])
+
+
+def test_the_newest_key_of_a_service_holds(served) -> None:
+    for key in (KEY, "another", None):
+        served.call("POST", "/api/v1/engines", OPENAI | {"api_key": key})
+    assert [request.api_key for request in served.attached] == [KEY, "another"]
+    assert served.gateway.asked[-1] == ("detach", "helper 0")
+    assert len(served.call("GET", "/api/v1/engines")[1]["engines"]) == 1
 
 
 def test_another_remote_model_under_the_same_name_is_a_conflict(served) -> None:

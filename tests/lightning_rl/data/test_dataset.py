@@ -63,6 +63,7 @@ def test_a_list_is_itself_and_what_is_lazy_stays_so() -> None:
         ([datetime.date(2026, 1, 1)], r"task 0 of val_dataset is no JSON value \(Object of type date"),
         ([1, 2**64], r"task 1 of val_dataset is no JSON value \(int holds a whole number of more than 64 bits"),
         (["half an emoji: \ud83d"], r"task 0 of val_dataset is no JSON value .*surrogates not allowed"),
+        ([{"a": [{1: "x"}]}], r"task 0 of val_dataset is no JSON value \(key 1 is no text"),
         ([object()], r"task 0 of val_dataset is no JSON value"),
     ],
 )

@@ -154,6 +154,16 @@ def test_a_judge_without_its_key_names_the_variable(monkeypatch: pytest.MonkeyPa
         from_config(section(judge={"model": "j", "api_key_env": "JUDGE_KEY"}))
 
 
+def test_a_service_elsewhere_that_is_asked_without_a_key_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    for host in ("127.0.0.1:9", "localhost:9", "judges.example.com"):
+        from_config(section(judge={"model": "j", "base_url": f"http://{host}/v1", "api_key_env": "JUDGE_KEY"}))
+    [told] = caplog.messages
+    assert "JUDGE_KEY is not set, so http://judges.example.com/v1 is asked without a key" in told
+
+
 def test_another_services_key_is_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", "of-another-service")
