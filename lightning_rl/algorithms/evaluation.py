@@ -41,10 +41,15 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
             if count
         ]
         what = "accuracy" if self.accuracy else "mean reward"
-        return (
-            f"{self.dataset}: {what} {self.mean:.3f}, 95 % confidence {self.low:.3f} to {self.high:.3f} "
-            f"({', '.join([f'{self.tasks} tasks', f'{self.rollouts} rollouts', *counts])})"
+        interval = (
+            f"{self.low:.3f} to {self.high:.3f}" if math.isfinite(self.low) else "unknown of fewer than two tasks"
         )
+        of = [_counted(self.tasks, "task"), _counted(self.rollouts, "rollout"), *counts]
+        return f"{self.dataset}: {what} {self.mean:.3f}, 95 % confidence {interval} ({', '.join(of)})"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def evaluate(dataset: str, rewards: Mapping[str, Sequence[float]], **counts: int) -> Evaluation:

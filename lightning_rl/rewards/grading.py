@@ -21,7 +21,8 @@ from lightning_rl.rewards.checked import RewardError, named_rewards
 from lightning_rl.rewards.functions import RewardFunction
 from lightning_rl.rewards.judge import RankingJudge
 from lightning_rl.rewards.reward_model import RewardModel
-from lightning_rl.store.contract import Reward
+from lightning_rl.store.contract import AttemptTrace, Reward
+from lightning_rl.store.rewards import rewards_by_name
 
 Graded = list[dict[str, float]]  # the rewards of a group's rollouts, by name
 
@@ -137,6 +138,14 @@ def late_rewards(named: Mapping[str, float]) -> list[Reward]:
 def graded_before(rewards: Iterable[Reward]) -> dict[str, float]:
     """Those of an attempt's rewards that `late_rewards` made, by name; {} where it was not graded yet."""
     return {reward.name: reward.value for reward in rewards if (reward.reward_id or "").startswith(_GRADED)}
+
+
+def before_grading(trace: AttemptTrace) -> dict[str, float]:
+    """The rewards of an attempt by name as they were before `late_rewards` were added, where that is known."""
+    if trace.returned is None or not graded_before(trace.rewards):
+        return trace.attempt.rewards
+    own = (reward for reward in trace.rewards if not (reward.reward_id or "").startswith(_GRADED))
+    return rewards_by_name(own, trace.returned)
 
 
 def _reward_id(name: str) -> str:

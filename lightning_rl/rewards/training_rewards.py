@@ -6,10 +6,12 @@ They are late rewards of their attempts, under ids of their own: a run that goes
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
+from msgspec.structs import replace
+
 from lightning_rl.config.schema import RewardSection
 from lightning_rl.rewards import FinishedRollout, GroupReward
 from lightning_rl.rewards.finished import finished_rollout
-from lightning_rl.rewards.grading import from_config, grade, graded_before, late_rewards
+from lightning_rl.rewards.grading import before_grading, from_config, grade, graded_before, late_rewards
 from lightning_rl.store.contract import RolloutTrace
 from lightning_rl.store.rewards import given_late
 from lightning_rl.store.run_store import RunStore
@@ -39,14 +41,15 @@ class Grader:
         """The traces, with the rewards that their groups were given. `model` is the policy's name, or those of several.
 
         A group that was graded in part, before a run was cut off, is graded again as a whole, since its rollouts may be
-        ranked against each other. Those that have rewards keep them.
+        ranked against each other, by what their agents gave them. Those that have rewards keep them.
         """
         groups: defaultdict[str, list[FinishedRollout]] = defaultdict(list)
         attempts: dict[str, str] = {}
         for trace in traces:
             counting = trace.counting
             if trace.rollout.status == "succeeded" and counting is not None:
-                finished = finished_rollout(trace.rollout, counting.spans, model)
+                own = replace(trace.rollout, rewards=before_grading(counting))
+                finished = finished_rollout(own, counting.spans, model)
                 groups[finished.group_id].append(finished)
                 if not graded_before(counting.rewards):
                     attempts[finished.rollout_id] = counting.attempt.attempt_id

@@ -206,11 +206,13 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt with all that was recorded in it, spans by arrival number."""
+    """An attempt with all that was recorded in it, spans by arrival number. `returned` are the rewards that the agent
+    of one that succeeded returned, which late ones may have replaced in `attempt`; None where that is not known."""
 
     attempt: Attempt
     spans: list[Span]
     rewards: list[Reward]
+    returned: dict[str, float] | None = None
 
 
 class RolloutTrace(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from lightning_rl.store import contents, schema
 from lightning_rl.store.contract import NOT_COUNTED, ErrorInfo, Reward, Rollout, WorkerAttempt, WorkerInfo
 from lightning_rl.store.errors import Conflict, Invalid, NotFound
 from lightning_rl.store.life_cycle import ENDED, ROLLOUT_TRANSITIONS
-from lightning_rl.store.records import attempt_of, ending_of, rollout_of
+from lightning_rl.store.records import attempt_of, ending_of, returned_of, rollout_of
 from lightning_rl_adapters.span import unpacked
 
 _CHUNK = 500  # ids per IN (...): every statement has one of few lengths, below SQLite's limit
@@ -94,6 +94,7 @@ class PackedAttemptTrace(msgspec.Struct, frozen=True, kw_only=True):
     attempt: Any
     spans: list[msgspec.Raw]
     rewards: list[Reward]
+    returned: dict[str, float] | None
 
 
 class PackedRolloutTrace(msgspec.Struct, frozen=True, kw_only=True):
@@ -326,6 +327,7 @@ def traces(connection: sa.Connection, rollout_ids: Sequence[str]) -> dict[str, P
                     attempt=attempt_of(row),
                     spans=spans_of[row.attempt_id],
                     rewards=rewards_of[row.attempt_id],
+                    returned=returned_of(row),
                 )
             )
     return {

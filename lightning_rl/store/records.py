@@ -14,15 +14,18 @@ from lightning_rl.store.contract import (
     Attempt,
     AttemptDetail,
     ErrorInfo,
+    Finish,
     Reward,
     Rollout,
     RolloutDetail,
     RolloutRequest,
 )
+from lightning_rl.store.rewards import returned_rewards
 
 _REQUEST = msgspec.json.Decoder(RolloutRequest)
 _REWARDS = msgspec.json.Decoder(dict[str, float])
 _ERROR = msgspec.json.Decoder(ErrorInfo)
+_FINISH = msgspec.json.Decoder(Finish)
 
 
 def rollout_of(row: sa.Row[Any]) -> Rollout:
@@ -79,6 +82,13 @@ def attempt_of(row: sa.Row[Any]) -> Attempt:
         rewards=_rewards_of(row),
         error=_error_of(row),
     )
+
+
+def returned_of(row: sa.Row[Any]) -> dict[str, float] | None:
+    """The rewards that the agent of an attempt returned; None of one that did not succeed, and where it is not kept."""
+    if row.status != "succeeded" or row.finish_body is None:
+        return None
+    return returned_rewards(row.rollout_id, _FINISH.decode(row.finish_body))
 
 
 def ending_of(attempt: Attempt) -> str:

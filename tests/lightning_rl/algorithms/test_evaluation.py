@@ -56,6 +56,10 @@ def test_what_infrastructure_lost_is_counted_apart() -> None:
 
 def test_nothing_is_nothing() -> None:
     assert math.isnan(evaluate("val", {}, left_out=2).mean)
+    alone = evaluate("val", {"a": [0.5, 2.0]})
+    assert str(alone).startswith(
+        "val: mean reward 1.250, 95 % confidence unknown of fewer than two tasks (1 task, 2 rollouts)"
+    )
 
 
 def test_the_interval_holds_the_truth_about_95_times_in_100() -> None:

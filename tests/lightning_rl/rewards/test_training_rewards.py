@@ -1,0 +1,50 @@
+"""A run that was cut off while it graded goes on as if it had not been."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from lightning_rl.rewards import FinishedRollout
+from lightning_rl.rewards.training_rewards import Grader
+from lightning_rl.store.contract import Finish, Reward, RolloutRequest
+
+
+class CutOff(Exception):
+    """The process was killed."""
+
+
+class Cut:
+    """The store of a process that is killed when it has added the rewards of one rollout."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def add_late_rewards(self, given: Mapping[tuple[str, str], Sequence[Reward]]) -> None:
+        place, rewards = next(iter(given.items()))
+        self.store.add_late_rewards({place: rewards})
+        raise CutOff
+
+
+def above_the_mean(rollouts: Sequence[FinishedRollout]) -> list[Any]:
+    own = [rollout.rewards["reward"] + rollout.rewards["polite"] for rollout in rollouts]
+    return [{"reward": each - sum(own) / len(own), "polite": 0.0} for each in own]
+
+
+def test_a_group_that_was_graded_in_part_is_graded_by_what_its_agents_gave(served: Any) -> None:
+    store = served.client()
+    ids = ["r1", "r2", "r3"]
+    store.enqueue([RolloutRequest(task=None, rollout_id=rollout_id, group_id="g") for rollout_id in ids])
+    for number, claim in enumerate(store.claim("w", limit=3)):
+        place = claim.rollout.rollout_id, claim.attempt.attempt_id
+        store.add_rewards(*place, [Reward(value=1.0, name="polite")])
+        store.finish(*place, Finish(status="succeeded", reward=float(number)))
+    grader = Grader(above_the_mean, concurrency=1)
+
+    def graded(at: Any) -> list[float | None]:
+        return [trace.rollout.reward for trace in grader.graded([*store.traces(ids).values()], at, "policy")]
+
+    with pytest.raises(CutOff):
+        graded(Cut(store))
+    assert graded(store) == graded(store) == [-1.0, 0.0, 1.0]
+    assert [store.rollout(rollout_id).reward for rollout_id in ids] == [-1.0, 0.0, 1.0]
