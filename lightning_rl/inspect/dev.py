@@ -87,8 +87,11 @@ def _calls(tree: Forest, attributes: dict[str, dict[str, Any]]) -> Iterator[Text
         after = f", continues call {numbers[call.parent_id]}" if call.parent_id else ""
         by = f", agent {call.agent}" if call.agent else ""
         yield Text(f"    call {numbers[call_id]}{after}{by}: finish reason {call.finish_reason}")
-        for message in [*found[semconv.INPUT_MESSAGES], *found[semconv.OUTPUT_MESSAGES]]:
+        answered = found.get(semconv.OUTPUT_MESSAGES) or ()
+        for message in [*found[semconv.INPUT_MESSAGES], *answered]:
             yield Text(f"      {message.get('role', '?'):>9}  {_short(words_of(message))}")
+        if not answered:
+            yield Text("      no whole answer: the agent left before its end")
 
 
 def _triplets(tree: Forest, reward: float) -> Iterator[Text]:

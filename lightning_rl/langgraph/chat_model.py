@@ -15,6 +15,7 @@ from langchain_core.language_models import LanguageModelInput
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
+from langchain_core.runnables.config import ensure_config
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_openai.chat_models.base import BaseChatOpenAI
@@ -159,8 +160,10 @@ class ChatModel(BaseChatOpenAI):
         """The model that is asked for, and the options of a client."""
         key = None if self.openai_api_key is None else self.openai_api_key.get_secret_value()
         where = endpoint_of(self.model_name, self.openai_api_base, key)
+        # `stream` and `astream` of the base class give no run manager; what runs around the call has the same metadata.
+        metadata = ensure_config().get("metadata") if run_manager is None else run_manager.metadata
         options = {
-            "base_url": tagged(where.base_url, node_of({} if run_manager is None else run_manager.metadata)),
+            "base_url": tagged(where.base_url, node_of(metadata or {})),
             "api_key": where.api_key,
             "max_retries": self.max_retries,
             "timeout": self.request_timeout,

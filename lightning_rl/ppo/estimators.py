@@ -3,8 +3,10 @@
 An estimator of tokens sees a rollout as a tree of sampled tokens with its rewards on them: `tree_of` makes it.
 """
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +32,24 @@ def strategy_of(algorithm: AlgorithmSection) -> Strategy:
     spec = algorithm.credit.function
     if spec is None:
         return by_name(algorithm.credit.strategy, gamma=algorithm.gamma, step_weight=algorithm.credit.step_weight)
-    function = load(spec, "algorithm.credit.function")
-    if not callable(function):
-        raise ConfigError(f"algorithm.credit.function {spec!r} is {function!r}; it must be a function")
-    strategy: Strategy = function
+    strategy: Strategy = load(spec, "algorithm.credit.function")
+    check_function(strategy, f"algorithm.credit.function {spec!r}", "forest", "rewards")
     return strategy
+
+
+def check_function(function: Any, what: str, *parameters: str) -> None:
+    """Raises ConfigError for what cannot be called with so many arguments; `what` it was given as."""
+    wanted = f"it must be a function of ({', '.join(parameters)})"
+    if not callable(function):
+        raise ConfigError(f"{what} is {function!r}; {wanted}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of what is written in C
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        raise ConfigError(f"{what} takes {signature}; {wanted}") from error
 
 
 def estimator_of(
@@ -46,6 +61,8 @@ def estimator_of(
     """
     algorithm, name = config.algorithm, config.algorithm.adv_estimator
     estimator = ESTIMATORS[name] if own is None else own
+    if not isinstance(estimator, OfOutcomes | OfTokens):
+        check_function(estimator, "PPO(estimator=...)", "outcomes", "settings")
     plain = strategy is None and algorithm.credit.function is None and algorithm.credit.strategy == "final"
     if not plain and (isinstance(estimator, OfTokens) or estimator is ESTIMATORS["gdpo"]):
         what = "rewards over tokens" if isinstance(estimator, OfTokens) else "named rewards over rollouts"

@@ -26,6 +26,7 @@ from lightning_rl.loading import NotLoadable, load
 from lightning_rl.ppo import rollout_correction
 from lightning_rl.ppo.batch import BatchRules
 from lightning_rl.ppo.estimators import (
+    check_function,
     estimator_of,
     gdpo_weights,
     needs_critic,
@@ -101,6 +102,10 @@ def step_rules(
     algorithm = config.algorithm
     for idle in idle_keys(config):
         _log.warning("%s", idle)
+    functions = {"select": (select, "call"), "credit": (credit, "forest", "rewards"), "reward": (reward, "rollouts")}
+    for argument, (function, *parameters) in functions.items():
+        if function is not None:
+            check_function(function, f"PPO({argument}=...)", *parameters)
     chosen = selection(algorithm.train_agents, select)
     of_batch, correction = rules(config, credit, estimator), ratio_rules(config)
     check(config, of_batch.estimator)

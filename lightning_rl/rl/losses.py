@@ -302,10 +302,28 @@ LOSSES: dict[str, Loss] = {
 
 
 def loss_named(name: str) -> Loss:
-    """The loss of a `loss_mode`. Raises ValueError naming those there are."""
+    """The loss of a `loss_mode`. Raises ValueError naming those there are, and for what is in `LOSSES` and is none."""
     if name not in LOSSES:
         raise ValueError(f"loss_mode {name!r} is unknown; there are {', '.join(LOSSES)}")
+    if not isinstance(LOSSES[name], Loss):
+        raise ValueError(f"LOSSES[{name!r}] is {LOSSES[name]!r}; give Loss(function)")
     return LOSSES[name]
+
+
+def token_loss_of(name: str, loss: Loss, tokens: LossInputs, options: LossOptions) -> PolicyLoss:
+    """The loss of each token. Raises TypeError where a loss of the user's gives anything else."""
+    found = loss.token_loss(tokens, options)
+    if not isinstance(found, PolicyLoss):
+        raise TypeError(
+            f"loss_mode {name!r} gave a {type(found).__name__}; it must give PolicyLoss(loss, clipped, ...)"
+        )
+    for field, value in zip(PolicyLoss._fields, found, strict=True):
+        if value.shape != tokens.log_probs.shape:
+            raise TypeError(
+                f"loss_mode {name!r} gave a {field} of {list(value.shape)}; it must be {list(tokens.log_probs.shape)}, "
+                "one of each token: loss_agg_mode weights and adds them up"
+            )
+    return found
 
 
 def check_options(name: str, options: LossOptions) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_rl.rl.distillation import DistillationOptions, Taught, distillation_loss, policy_gradient
 from lightning_rl.rl.kl import kl_penalty
-from lightning_rl.rl.losses import LossInputs, LossOptions, loss_named
+from lightning_rl.rl.losses import LossInputs, LossOptions, loss_named, token_loss_of
 from lightning_rl.training.batch import MiniBatch, TrainingSequence, by_sequence, canonical_order, sequences_of
 from lightning_rl.training.critic import values_of, weighted_value_loss
 from lightning_rl.training.forward import Forward, Outputs, Sizes
@@ -179,7 +179,7 @@ class Actor(Learner):
                 old_of |= _by_id(micro, log_probs.detach())
             tokens = self._tokens(micro, log_probs, constants, log_probs.detach() if finds_old else None)
             weights = self._gather(np.full(len(s.trained), mini.weights[s.rollout]) for s in micro)
-            policy = self._loss.token_loss(tokens, self.config)
+            policy = token_loss_of(self.config.loss_mode, self._loss, tokens, self.config)
             pg_loss = (weights * self._importance(micro) * policy.loss).sum()
             loss = pg_loss
             if self.config.entropy_coeff:

@@ -6,6 +6,7 @@ from typing import Any
 from lightning_rl.inspect.dev import describe
 from lightning_rl.store.contract import AttemptTrace
 from lightning_rl.trajectories.trajectory import trajectory_of
+from lightning_rl_adapters import semconv
 from tests.adapters.words import attempt_of, rollout_of, say, words
 from tests.lightning_rl.inspect.pictures import BEST_OF_N
 
@@ -35,3 +36,10 @@ def test_a_conversation_of_one_line_prints_no_list_of_calls() -> None:
     lines = printed(attempt_of([say(1, "a", "b"), say(2, "c", "d", after=1)]))
     assert [line for line in lines if "calls" in line] == ["  calls   2"]
     assert lines[-1] == "      a[b]c[d]"
+
+
+def test_a_call_that_the_agent_left_before_its_end_is_drawn() -> None:
+    attempt = attempt_of([say(1, "a", "b", delivered=False)])
+    del attempt.spans[0].attributes[semconv.OUTPUT_MESSAGES]
+    lines = printed(attempt)
+    assert lines[lines.index("           user  a") + 1] == "      no whole answer: the agent left before its end"

@@ -4,7 +4,7 @@ import operator
 from typing import Annotated, Any, TypedDict
 
 from langchain_core.language_models.chat_models import BaseChatModel
-from langchain_core.messages import AnyMessage, HumanMessage
+from langchain_core.messages import AnyMessage, HumanMessage, message_chunk_to_message
 from langchain_core.runnables import RunnableConfig
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.graph.state import CompiledStateGraph
@@ -72,6 +72,22 @@ def best_of_3(model: BaseChatModel) -> Any:
         graph.add_edge(START, name)
     graph.add_edge(names, "revise")
     return graph
+
+
+def streams(model: BaseChatModel) -> Any:
+    """Two nodes that read their answers piece by piece."""
+
+    def plan(state: MessagesState) -> dict[str, Any]:
+        return {"messages": [add(*model.stream(state["messages"]))]}
+
+    async def write(state: MessagesState) -> dict[str, Any]:
+        return {"messages": [add(*[chunk async for chunk in model.astream(state["messages"])])]}
+
+    def add(first: Any, *others: Any) -> Any:
+        return message_chunk_to_message(sum(others, first))
+
+    graph = StateGraph(MessagesState).add_node("plan", plan).add_node("write", write)
+    return graph.add_edge(START, "plan").add_edge("plan", "write")
 
 
 def backtracks(model: BaseChatModel) -> Any:

@@ -93,6 +93,13 @@ def test_best_of_three_and_going_on_with_the_first_are_three_trajectories(
     assert long.token_ids[: -len(calls[3].response_ids)] == served.engine.prompts[3]
 
 
+def test_a_streamed_call_has_the_name_of_its_node(served: Served, run: Run, recorded: Recorded) -> None:
+    served.engine.script.extend(["a plan", "a text"])
+    run(agent_of(graphs.streams), "write")
+    calls, _ = recorded()
+    assert [call.agent for call in calls] == ["plan", "write"]
+
+
 def test_going_back_makes_a_row_for_each_way(
     served: Served, run: Run, recorded: Recorded, tokenizer: FastTokenizer
 ) -> None:

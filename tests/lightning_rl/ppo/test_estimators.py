@@ -13,6 +13,7 @@ from lightning_rl.ppo.estimators import (
     needs_critic,
     needs_reference,
 )
+from lightning_rl.ppo_algorithm import PPO
 from lightning_rl.rl.advantages import ESTIMATORS, OfTokens
 from lightning_rl.rl.kl import AdaptiveKL, FixedKL
 
@@ -75,3 +76,25 @@ def test_named_rewards_are_compared_with_the_distance_by_its_name() -> None:
     with pytest.raises(ConfigError, match="put kl_penalty into algorithm"):
         gdpo_weights(config(**gdpo, gdpo_reward_keys=["a"]))
     assert gdpo_weights(config(**gdpo, gdpo_reward_keys=["a", "kl_penalty"])) == {"a": 1.0, "kl_penalty": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"estimator": lambda outcomes: None},
+            r"PPO\(estimator=...\) takes \(outcomes\); it must be a function of \(ou",
+        ),
+        ({"estimator": "grpo"}, r"PPO\(estimator=...\) is 'grpo'; it must be a function of \(outcomes, settings\)"),
+        ({"select": lambda: True}, r"PPO\(select=...\) takes \(\); it must be a function of \(call\)"),
+        ({"credit": 3}, r"PPO\(credit=...\) is 3; it must be a function of \(forest, rewards\)"),
+        ({"reward": lambda task, answer: 1.0}, r"PPO\(reward=...\) takes \(task, answer\); it must be .* \(rollouts\)"),
+    ],
+)
+def test_a_function_that_cannot_be_called_so_is_named_before_the_run(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PPO({}, **given)
+
+
+def test_functions_of_any_make_are_taken() -> None:
+    PPO({}, estimator=ESTIMATORS["rloo"], reward=lambda *rollouts: [1.0], select=bool)

@@ -216,6 +216,16 @@ def test_a_loss_of_your_own_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LOSSES, "mine", Loss(half))
     mine, whole = (learned(answered([1.0, -1.0]), loss_mode=name) for name in ("mine", "gpg"))
     torch.testing.assert_close(2 * mine[1], whole[1])
+    for wrong, told in (
+        (lambda tokens, options: half(tokens, options).loss, r"a Tensor; it must give PolicyLoss"),
+        (lambda tokens, options: PolicyLoss(*[part.sum() for part in half(tokens, options)]), r"a loss of \[\]; it mu"),
+    ):
+        monkeypatch.setitem(LOSSES, "mine", Loss(wrong))
+        with pytest.raises(TypeError, match=rf"loss_mode 'mine' gave {told}"):
+            learned(answered([1.0, -1.0]), loss_mode="mine")
+    monkeypatch.setitem(LOSSES, "mine", half)
+    with pytest.raises(ValueError, match=r"LOSSES\['mine'\] is .*; give Loss\(function\)"):
+        Actor(tiny_model(), config(loss_mode="mine"), pad_id=0)
     with pytest.raises(ValueError, match="'yours' is unknown; there are vanilla"):
         Actor(tiny_model(), config(loss_mode="yours"), pad_id=0)
 
