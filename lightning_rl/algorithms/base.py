@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from lightning_rl.algorithms.asked_before import as_asked_before
 from lightning_rl.algorithms.watchdog import Watchdog
 from lightning_rl.data.dataset import check_task
 from lightning_rl.store.contract import Rollout, RolloutRequest, RolloutTrace
+from lightning_rl.store.errors import Conflict
 from lightning_rl.store.run_store import TRACES_AT_ONCE, RunStore
 
 if TYPE_CHECKING:
@@ -146,10 +148,14 @@ class Algorithm:
         return [ended[str(request.rollout_id)] for request in requests]
 
     def ask(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Ask for rollouts. Raises TaskError for a task that is no JSON value."""
+        """Ask for rollouts; those that were asked for before are as they were then. Raises TaskError for a task that is
+        no JSON value, and OtherTask."""
         for request in {id(request.task): request for request in requests}.values():  # a group has one task
             check_task(request.task, f"the task of rollout {request.rollout_id}")
-        return self.store.enqueue(requests)
+        try:
+            return self.store.enqueue(requests)
+        except Conflict:  # of a run that was cut off, and is resumed with other keys
+            return self.store.enqueue(as_asked_before(requests, self.store))
 
     def ended(
         self,

@@ -102,8 +102,8 @@ def step_rules(
     algorithm = config.algorithm
     for idle in idle_keys(config):
         _log.warning("%s", idle)
-    functions = {"select": (select, "call"), "credit": (credit, "forest", "rewards"), "reward": (reward, "rollouts")}
-    for argument, (function, *parameters) in functions.items():
+    takes = {"select": ("call",), "credit": ("forest", "rewards"), "reward": ("rollouts",)}
+    for (argument, parameters), function in zip(takes.items(), (select, credit, reward), strict=True):
         if function is not None:
             check_function(function, f"PPO({argument}=...)", *parameters)
     chosen = selection(algorithm.train_agents, select)

@@ -103,6 +103,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     rewards: dict[str, float] = {}
     error: ErrorInfo | None = None
 
+    def asked_for(self) -> RolloutRequest:
+        """What it was asked for with."""
+        return RolloutRequest(**{name: getattr(self, name) for name in RolloutRequest.__struct_fields__})
+
 
 class AttemptedRollout(Rollout, frozen=True, kw_only=True):
     """A rollout as an agent is given it, with the attempt that runs."""

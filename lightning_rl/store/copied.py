@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from lightning_rl.store import contents, schema
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.contract import Attempt, AttemptTrace, Resources, Rollout, RolloutRequest, RolloutTrace, body_of
+from lightning_rl.store.contract import Attempt, AttemptTrace, Resources, Rollout, RolloutTrace, body_of
 from lightning_rl.store.databases import Database
 from lightning_rl.store.run_store import rank_of
 from lightning_rl.store.upgrades import open_database
@@ -89,8 +89,7 @@ def _resources_row(resources: Resources) -> dict[str, Any]:
 
 
 def _rollout_row(rollout: Rollout) -> dict[str, Any]:
-    request = RolloutRequest(**{name: getattr(rollout, name) for name in RolloutRequest.__struct_fields__})
-    return _columns(schema.rollouts, rollout) | {"request": body_of(request)}
+    return _columns(schema.rollouts, rollout) | {"request": body_of(rollout.asked_for())}
 
 
 def _attempt_row(attempt: Attempt) -> dict[str, Any]:

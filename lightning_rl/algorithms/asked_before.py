@@ -1,0 +1,62 @@
+"""Rollouts that a run asked for before it was cut off, and asks for again when it is resumed with other keys.
+
+Invariant: what the store holds is kept. A rollout runs, and is trained on, as it was asked for first; one of another
+task is an error.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from lightning_rl.errors import Explained
+from lightning_rl.store.contract import RolloutRequest, body_of, same_body
+from lightning_rl.store.errors import NotFound
+from lightning_rl.store.run_store import RunStore
+
+_log = logging.getLogger(__name__)
+
+
+class OtherTask(Explained, ValueError):
+    """A run that goes on asks for a rollout of another task than before."""
+
+    comes_again = True
+
+
+def as_asked_before(requests: Sequence[RolloutRequest], store: RunStore) -> list[RolloutRequest]:
+    """The requests, those that the store holds as it holds them. Raises OtherTask."""
+    found = [_asked_before(request, store) for request in requests]
+    changed = [(now, before) for now, before in zip(requests, found, strict=True) if before is not now]
+    if changed:
+        now, before = changed[0]
+        _log.warning(
+            "%d rollouts (the first is %s) were asked for before the run was cut off, with other keys (%s): they run, "
+            "and are trained on, as they were asked for; the keys of now hold for all later ones",
+            len(changed),
+            before.rollout_id,
+            ", ".join(_differences(now, before)),
+        )
+    return found
+
+
+def _asked_before(request: RolloutRequest, store: RunStore) -> RolloutRequest:
+    try:
+        there = store.rollout(str(request.rollout_id))
+    except NotFound:
+        return request
+    before = there.asked_for()
+    if not same_body(body_of(request.task), body_of(before.task)):
+        raise OtherTask(
+            f"rollout {there.rollout_id} was asked for before with another task: {str(before.task)[:80]!r}, and now "
+            f"{str(request.task)[:80]!r}; go on with the tasks of then, or begin a new run"
+        )
+    return request if same_body(body_of(request), body_of(before)) else before
+
+
+def _differences(now: RolloutRequest, before: RolloutRequest) -> list[str]:
+    """What differs, told as people know it."""
+    then, there = msgspec.structs.asdict(before.config), msgspec.structs.asdict(now.config)
+    told = [f"{name} {then[name]} -> {value}" for name, value in there.items() if then[name] != value]
+    if now.resources_id != before.resources_id:
+        told.append("the model's sampling parameters, or prompts")
+    return told or ["metadata"]
