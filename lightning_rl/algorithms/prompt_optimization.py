@@ -14,7 +14,8 @@ import math
 import re
 import string
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -257,6 +258,8 @@ class _Reflections:
         if earlier := self._earlier[prompt]:
             return earlier.pop(0)
         answer = self._ask(prompt)
+        if not isinstance(answer, str):
+            raise TypeError(f"the reflection function gave a {type(answer).__name__}; it must give the answer's text")
         self._kept.append(json.dumps({"prompt": prompt, "answer": answer}))
         write_whole(self._file, "\n".join([*self._kept, ""]).encode())
         return answer
@@ -281,11 +284,8 @@ class _Search:
             _log.warning("a new prompt is left out: %s", "; ".join(unfit))
             nothing: list[list[RolloutTrace]] = [[] for _ in batch]
             return EvaluationBatch(outputs=nothing, scores=[-math.inf] * len(batch), trajectories=nothing)
-        try:
+        with self._noted():
             traces = self._optimization.tried(batch, candidate)
-        except Exception as error:
-            self.failure = error
-            raise
         n = self._optimization.n
         groups = [traces[at : at + n] for at in range(0, len(traces), n)]
         return EvaluationBatch(
@@ -298,13 +298,20 @@ class _Search:
         self, candidate: Prompts, eval_batch: Any, components_to_update: list[str]
     ) -> dict[str, list[dict[str, Any]]]:
         """What the reflection model sees of the rollouts."""
-        records = [_told(one) for group in eval_batch.trajectories for one in group]
+        with self._noted():
+            records = [_told(one) for group in eval_batch.trajectories for one in group]
         return dict.fromkeys(components_to_update, records)
 
     def reflect(self, prompt: Any) -> str:
         """A new prompt, of the model."""
-        try:
+        with self._noted():
             return self._reflections(prompt)
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Note what goes wrong: gepa would log it, and go on."""
+        try:
+            yield
         except Exception as error:
             self.failure = error
             raise

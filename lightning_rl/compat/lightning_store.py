@@ -112,7 +112,11 @@ class LightningStore:
         limit: int = -1,
         offset: int = 0,
     ) -> list[Rollout]:
-        """The rollouts of these statuses and ids, oldest first; `limit` -1: all behind the first `offset`."""
+        """The rollouts of these statuses and ids, oldest first; `limit` -1: all behind the first `offset`.
+
+        Raises where a process of the run has died, as `get_rollout_by_id` and `wait_for_rollouts` do.
+        """
+        self._check()
         wanted = None if status_in is None else {_STATUSES.get(status, status) for status in status_in}
         found = [
             rollout
@@ -124,13 +128,17 @@ class LightningStore:
 
     async def get_rollout_by_id(self, rollout_id: str) -> RolloutDetail | None:
         """The rollout with its attempts; None where there is none."""
+        self._check()
         try:
             return await asyncio.to_thread(self.store.rollout, rollout_id)
         except NotFound:
             return None
 
     async def wait_for_rollouts(self, *, rollout_ids: Sequence[str], timeout: float | None = None) -> list[Rollout]:
-        """Those of the rollouts that have ended, when all have, or after `timeout` seconds."""
+        """Those of the rollouts that have ended, when all have, or after `timeout` seconds. Raises NotFound."""
+        there = {rollout.rollout_id for rollout in await asyncio.to_thread(self.store.find, list(rollout_ids))}
+        if unknown := [rollout_id for rollout_id in rollout_ids if rollout_id not in there]:
+            raise NotFound(f"there is no rollout {unknown[0]!r} to wait for")
         end = None if timeout is None else time.monotonic() + timeout
         waiting, ended = list(dict.fromkeys(rollout_ids)), dict[str, Rollout]()
         while waiting:

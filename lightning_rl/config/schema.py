@@ -1214,8 +1214,8 @@ class TrainerSection(Section, frozen=True):
     all_failed: Annotated[
         Literal["stop", "go_on"],
         effect(
-            "when the agent fails in every rollout of a step: stop: the run ends with the first traceback; go_on: they "
-            "count as algorithm.agent_failure says"
+            "when in every rollout of a step the agent fails, gives no reward, or makes no call: stop: the run ends, "
+            "with the first traceback; go_on: failures and lacking rewards count as algorithm.agent_failure says"
         ),
     ] = "stop"
     max_restarts: Annotated[

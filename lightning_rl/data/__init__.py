@@ -197,6 +197,7 @@ def _parquet(path: Path) -> Iterator[Any]:
     parquet = _library("pyarrow.parquet")
     try:
         with parquet.ParquetFile(path) as file:
+            _check_header(file.schema_arrow.names, str(path.resolve()))
             yield from _rows(file.iter_batches(), path)
     except _library("pyarrow").ArrowException as error:
         raise DataError(f"{path.resolve()} is no Parquet file: {error}") from error
@@ -247,11 +248,19 @@ def _no_progress_bars(datasets: Any) -> Iterator[None]:
 
 def _rows(batches: Iterable[Any], path: Path) -> Iterator[Any]:
     """The rows of Arrow tables. Nothing is decoded on the way, so an image is its bytes, and refused as such."""
-    rows = (row for batch in batches for row in batch.to_pylist())
+    rows = (row for batch in batches for row in _listed(batch, path))
     for number, row in enumerate(rows):
         yield {
             column: _plain(value, f"{path.resolve()}, row {number}, column {column!r}") for column, value in row.items()
         }
+
+
+def _listed(batch: Any, path: Path) -> list[dict[str, Any]]:
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist()
+    except (OverflowError, ValueError) as error:  # a date that Python has none for
+        raise DataError(f"{path.resolve()} holds a value that cannot be read: {error}") from error
+    return rows
 
 
 def _plain(value: Any, place: str) -> Any:

@@ -472,6 +472,19 @@ def _entropy(evidence: Evidence) -> Finding | None:
     )
 
 
+def _nothing_selected(evidence: Evidence, share: float) -> Finding:
+    return Finding(
+        name="excluded_not_selected",
+        severity="stops learning",
+        number=share,
+        told=f"no token is trained, and {share:.0%} of those that were sampled are left out as not_selected",
+        advice="algorithm.train_agents, or PPO(select=...), chooses no call: `lightning-rl explain` shows the agent of "
+        "each call, which the regular expression must match as a whole",
+        steps=_span(evidence.metrics[-RECENT:]),
+        rollout=_left_out(evidence, "not_selected"),
+    )
+
+
 def _excluded(evidence: Evidence) -> Iterator[Finding]:
     received = _grown(evidence.metrics, "tokens/received")
     prefix = "tokens/excluded/"
@@ -479,6 +492,8 @@ def _excluded(evidence: Evidence) -> Iterator[Finding]:
     for name in names:
         reason = name.removeprefix(prefix)
         share = _share(_grown(evidence.metrics, name), received) or 0.0
+        if reason == "not_selected" and not _grown(evidence.metrics, "tokens/trained"):
+            yield _nothing_selected(evidence, share)
         if not name.startswith(prefix) or reason in _EXPECTED or share < SOME:
             continue
         yield Finding(

@@ -25,7 +25,7 @@ from lightning_rl.agents.values import finite
 from lightning_rl.errors import Explained
 from lightning_rl.langgraph.chat_model import ChatModel
 from lightning_rl.langgraph.endpoint import answering
-from lightning_rl.loading import load
+from lightning_rl.loading import NotLoadable, load
 
 _CONFIG = frozenset(RunnableConfig.__annotations__)
 _THREADS = 128  # of an event loop, for nodes that are not async: they wait for answers
@@ -158,6 +158,8 @@ def _checked(graph: Any) -> Any:
 
 def _only_graph(file: str) -> str:
     """The name of the graph that a file is for: `graph`, or the only compiled graph or StateGraph in it."""
+    if not (path := Path(file).expanduser()).is_file():
+        raise NotLoadable(f"graph {file!r}: there is no file {path.resolve()}")
     there: dict[str, Any] = load(f"{file}:__dict__", "graph")
     names = [name for name, value in there.items() if isinstance(value, StateGraph | Pregel)]
     if "graph" in there:

@@ -179,12 +179,15 @@ class Collector:
         traces = [found[rollout_id] for rollout_id in rollout_ids]
         groups = [str(trace.rollout.group_id) for trace in traces]
         sampled = [group for group in groups if not group.startswith(_GREEDY)]
-        return self._read(
+        trajectories = self._read(
             lambda read: [read(trace) for trace in traces],
             traced=(f"train {step}", sampled),
             when=f"step {step}",
             trained=True,
         )
+        if (rule := self._config.algorithm.filter_groups).enable:
+            self._reporter.warnings.report_missing_reward(rule.metric, trajectories)
+        return trajectories
 
     def cancel(self, rollout_ids: Sequence[str]) -> None:
         """See `async_rollouts.Rollouts`."""
@@ -245,6 +248,7 @@ class Collector:
             for number in range(rule.max_num_gen_batches)
         )
         rolled_out, trained, reasons = with_variance(batches, self._config.data.train_batch_size, rule.metric)
+        self._reporter.warnings.report_missing_reward(rule.metric, rolled_out)
         for trajectory in rolled_out:
             if trajectory.group_id in reasons:
                 self.ledger.exclude(trajectory, reasons[trajectory.group_id])

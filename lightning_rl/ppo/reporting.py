@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
+from lightning_rl.config.policies import policies_of
 from lightning_rl.config.schema import Config, FilterGroups
 from lightning_rl.files import write_whole
 from lightning_rl.inspect.live_findings import Findings
@@ -61,7 +62,8 @@ class Reporter:
             if state.resumed
         }
         self._findings = Findings(state.run_dir, config, earlier)
-        self.warnings = Problems(state.run_dir, max_tokens=config.data.max_tokens)
+        count = any(not policy.config.distillation.without_rewards for policy in policies_of(config))
+        self.warnings = Problems(state.run_dir, max_tokens=config.data.max_tokens, rewards_count=count)
         if console:
             for line in first_lines(models):
                 print(line)
@@ -145,12 +147,22 @@ def skipped(batch: StepBatch, step: int, rule: FilterGroups, policy: str = "") -
     without_calls = sum(part.trajectory.calls == 0 for part in batch.parts)
     why = [f"{without_calls} of {len(batch.parts)} rollouts made no call"] * bool(without_calls)
     why += [tokens] * bool(tokens)
+    if "not_selected" in reasons:
+        why.append(f"algorithm.train_agents or PPO(select=...) chooses among calls of {_agents(batch)}")
     if not batch.parts:
-        filtered = f"in {rule.max_num_gen_batches} batches no group has rewards that differ (algorithm.filter_groups)"
+        what = "rewards" if rule.metric == "reward" else f"rewards named {rule.metric}"
+        filtered = f"in {rule.max_num_gen_batches} batches no group has {what} that differ (algorithm.filter_groups)"
         why.append(filtered if rule.enable else "there are no rollouts")
     what = f"nothing of policy {policy}" if policy else "nothing"
     _log.warning("step %d updates %s: %s", step, what, "; ".join(why))
     return {"training/skipped": 1.0}
+
+
+def _agents(batch: StepBatch) -> str:
+    """The agents that made the calls of a step, and how many each made."""
+    nodes = (node for part in batch.parts for node in part.trajectory.forest.nodes.values())
+    counts = Counter(node.call.agent for node in nodes)
+    return ", ".join(f"{name or 'agents without a name'} ({count})" for name, count in counts.most_common())
 
 
 @contextmanager

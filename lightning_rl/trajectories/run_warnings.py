@@ -12,24 +12,31 @@ from pathlib import Path
 from lightning_rl.errors import Explained
 from lightning_rl.trajectories.termination import refused_prompt
 from lightning_rl.trajectories.trajectory import Trajectory
+from lightning_rl_adapters.credit import FINAL
 
 
 class AllFailed(Explained, RuntimeError):
-    """The agent failed in every rollout of a step."""
+    """The agent failed in every rollout of a step, or no rollout had a reward, or none a call."""
 
     comes_again = True  # the rollouts are stored
 
 
+_NO_REWARD = (
+    "return a number, or call emit_reward; where a loop of the library runs, name a function that judges it: "
+    "reward.custom_reward_function.path"
+)
 _LONGEST_MESSAGE, _LONGEST_TRACEBACK = 500, 4000  # characters that are shown
 _log = logging.getLogger(__name__)
 
 
 class Problems:
-    """Warns of the rollouts of a run in `run_dir` (where the runners' logs are)."""
+    """Warns of the rollouts of a run in `run_dir`, where the runners' logs are. `rewards_count`: whether it learns from
+    rewards."""
 
-    def __init__(self, run_dir: Path, *, max_tokens: int | None = None) -> None:
+    def __init__(self, run_dir: Path, *, max_tokens: int | None = None, rewards_count: bool = True) -> None:
         self._run_dir = run_dir
         self._max_tokens = max_tokens
+        self._rewards_count = rewards_count
         self._told: set[str] = set()
 
     def report(self, when: str, trajectories: Sequence[Trajectory]) -> None:
@@ -39,8 +46,24 @@ class Problems:
                 self._told.add(kind)
                 _log.warning("%s: %d of %d rollouts %s", when, count, len(trajectories), text)
 
+    def report_missing_reward(self, metric: str, trajectories: Sequence[Trajectory]) -> None:
+        """Warn where groups are filtered by a reward that none of these rollouts has."""
+        there = {name for trajectory in trajectories for name in trajectory.rewards.named}
+        if metric == FINAL or metric in there or metric in self._told:
+            return
+        self._told.add(metric)
+        _log.warning(
+            "algorithm.filter_groups.metric=%s: none of %d rollouts has a reward of that name; there are %s",
+            metric,
+            len(trajectories),
+            ", ".join(sorted(there | {FINAL})),
+        )
+
     def check(self, when: str, trajectories: Sequence[Trajectory]) -> None:
-        """Raises AllFailed, with the first traceback, where the agent failed in every one of these rollouts."""
+        """Raises AllFailed where nothing can be learned from any of these rollouts: the agent failed (with the first
+        traceback), gave no reward, or made no call."""
+        if trajectories and all(trajectory.error is None for trajectory in trajectories):
+            self._check_successes(when, trajectories)
         errors = [trajectory.error for trajectory in trajectories]
         first = errors[0] if errors else None
         if first is None or any(error is None or error.infrastructure for error in errors):
@@ -50,6 +73,24 @@ class Problems:
             f"{when}: the agent failed in all {len(errors)} rollouts, first in {trajectories[0].rollout_id}:\n\n{told}"
             "\n\nMend the agent and begin a new run; to go on with failed rollouts, set trainer.all_failed=go_on. "
             f"All tracebacks are in {self._run_dir / 'runner-*.log'}"
+        )
+
+    def _check_successes(self, when: str, trajectories: Sequence[Trajectory]) -> None:
+        if self._rewards_count and all(trajectory.agent_failed for trajectory in trajectories):
+            what = f"ended without a reward: {_NO_REWARD}"
+        elif not any(trajectory.calls for trajectory in trajectories):
+            what = f"made no call to the model: {self._no_call(trajectories[0])}"
+        else:
+            return
+        raise AllFailed(
+            f"{when}: all {len(trajectories)} rollouts {what}\n\nMend the agent and begin a new run; to go on without "
+            "them, set trainer.all_failed=go_on"
+        )
+
+    def _no_call(self, trajectory: Trajectory) -> str:
+        return refused_prompt(trajectory.ended_by) or (
+            "the agent must use llm.base_url and llm.api_key (calls that were refused, and why, are in "
+            f"{self._run_dir / 'server.log'})"
         )
 
     def _found(self, trajectories: Sequence[Trajectory]) -> dict[str, tuple[int, str]]:
@@ -72,20 +113,13 @@ class Problems:
             else:
                 text = f"failed in the agent and count as algorithm.agent_failure says: {what} ({logs})"
             found.append((re.sub(r"[0-9a-f]{8,}|\d+", "#", what), text))
-        elif trajectory.agent_failed:
-            text = (
-                "ended without a reward: return a number, or call emit_reward; where a loop of the library runs, name "
-                "a function that judges it: reward.custom_reward_function.path"
-            )
-            found.append(("no reward", text))
+        elif trajectory.agent_failed and self._rewards_count:
+            found.append(("no reward", f"ended without a reward: {_NO_REWARD}"))
         if trajectory.lost_rewards:
             text = "gave rewards to calls that they did not make, which are lost: pass the id of the answer as call_id"
             found.append(("lost rewards", text))
         if not trajectory.calls and trajectory.error is None:
-            why = refused_prompt(trajectory.ended_by) or (
-                "the agent must use llm.base_url and llm.api_key (calls that were refused, and why, are in "
-                f"{self._run_dir / 'server.log'})"
-            )
+            why = self._no_call(trajectory)
             found.append((f"no call: {why}", f"made no call to the model: {why}; these train nothing"))
         if any(row.excluded == "overlong" for row in trajectory.rows):
             text = (

@@ -4,13 +4,13 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import lightning_rl as lrl
 from lightning_rl.agents.agent import AgentSignature
-from lightning_rl.algorithms.prompt_optimization import places
+from lightning_rl.algorithms.prompt_optimization import _Reflections, _Search, places
 from lightning_rl.config import ConfigError
 from lightning_rl.store.contract import Rollout
 from lightning_rl.store.sql import SqlStore
@@ -111,6 +111,15 @@ def test_a_search_that_was_stopped_takes_the_same_way_and_asks_nobody_twice(tmp_
     assert resumed.candidates == unbroken.candidates
     assert len(rest.asked) == len(whole.asked) - 1
     assert len(rollouts_of(tmp_path / "stopped")) == len(rollouts_of(tmp_path / "whole"))
+
+
+def test_a_reflection_that_is_no_text_is_an_error(tmp_path: Path) -> None:
+    reflections = _Reflections(cast(Any, lambda prompt: None), tmp_path / "reflections.jsonl")
+    search = _Search(cast(Any, None), reflections)
+    with pytest.raises(TypeError, match="the reflection function gave a NoneType; it must give the answer's text"):
+        search.reflect("better?")
+    assert isinstance(search.failure, TypeError)
+    assert not (tmp_path / "reflections.jsonl").exists()
 
 
 def test_a_budget_for_no_round_and_no_tasks_are_refused() -> None:

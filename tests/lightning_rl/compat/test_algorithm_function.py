@@ -16,8 +16,10 @@ from lightning_rl.compat.lightning_store import StoreKeyMissing
 from lightning_rl.control_plane.launch import launch
 from lightning_rl.data.dataset import TaskError
 from lightning_rl.inspect.dev import Dev
+from lightning_rl.processes.child import ChildDied
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Finish, RolloutRequest
+from lightning_rl.store.errors import NotFound
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import to_span
 from tests.adapters.test_conventions import recorded
@@ -174,7 +176,19 @@ async def _use(store: agl.LightningStoreClient) -> None:
         await store.dequeue_rollout("worker")
     with pytest.raises(TypeError, match="resource 'x' is 3"):
         await store.add_resources({"x": 3})
+    with pytest.raises(NotFound, match="there is no rollout 'nope' to wait for"):
+        await store.wait_for_rollouts(rollout_ids=[waits.rollout_id, "nope"])
     await store.close()
+
+
+def test_an_algorithm_that_polls_hears_that_a_process_has_died() -> None:
+    def check() -> None:
+        raise ChildDied("the runner is gone")
+
+    store = agl.LightningStore(HttpStore("http://127.0.0.1:9", "admin"), check=check)
+    for asked in (store.query_rollouts(), store.get_rollout_by_id("r1")):
+        with pytest.raises(ChildDied):
+            asyncio.run(asked)
 
 
 def test_a_prompt_is_filled_by_either_engine() -> None:

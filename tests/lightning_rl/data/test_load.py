@@ -128,6 +128,17 @@ def test_values_that_json_lacks_are_named(tmp_path: Path) -> None:
             load_tasks(tmp_path / "a.parquet")
 
 
+def test_a_parquet_file_of_two_columns_of_one_name_or_of_dates_beyond_python_is_named(tmp_path: Path) -> None:
+    far = pyarrow.array([2**40]).cast(pyarrow.timestamp("s"))
+    for table, told in (
+        (pyarrow.table([[1], [2]], names=["a", "a"]), "two columns are named 'a'"),
+        (pyarrow.table({"a": far}), "holds a value that cannot be read"),
+    ):
+        parquet.write_table(table, tmp_path / "a.parquet")
+        with pytest.raises(DataError, match=rf"a\.parquet.* {told}"):
+            load_tasks(tmp_path / "a.parquet")
+
+
 def test_a_file_that_is_not_there_is_named_with_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("1\n")
     with pytest.raises(DataError, match=f"there is no file {tmp_path}/task.jsonl; did you mean 'tasks.jsonl'"):

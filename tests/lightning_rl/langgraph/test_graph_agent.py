@@ -300,7 +300,7 @@ def test_a_file_of_no_graph_or_of_several_asks_which(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(GraphError, match=f"has no `graph`, and {told}: name the one that is meant, .*:NAME"):
             agent_of(str(file))
-    with pytest.raises(NotLoadable, match="there is no file"):
+    with pytest.raises(NotLoadable, match=r"missing\.py': there is no file"):
         agent_of(str(tmp_path / "missing.py"))
 
 

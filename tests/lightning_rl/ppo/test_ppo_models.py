@@ -157,7 +157,7 @@ def test_hooks_are_passed_in_order_and_may_add_metrics(tmp_path: Path) -> None:
 def test_a_step_that_trains_nothing_says_why_and_still_validates_and_saves(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = lrl.PPO(config(total_training_steps=2, test_freq=1, save_freq=1))
+    made = lrl.PPO(config(total_training_steps=2, test_freq=1, save_freq=1, all_failed="go_on"))
     lrl.Trainer(some_fail, n_runners=4, run_dir=tmp_path).fit(made, [3, 3, 3, 3], [0])
     assert "step 1 updates nothing: 8 of 8 rollouts made no call" in caplog.text
     rows = read(tmp_path / "metrics.jsonl")

@@ -106,3 +106,38 @@ def test_of_a_long_error_the_ends_are_shown(problems: Problems, caplog: pytest.L
         problems.check("step 1", [failed("y" * 100_000)])
     assert len(str(raised.value)) < 5000
     assert raised.value.comes_again
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ({"agent_failed": True}, "all 2 rollouts ended without a reward: return a number, or call emit_reward"),
+        ({"calls": 0}, "all 2 rollouts made no call to the model: the agent must use llm.base_url and llm.api_key"),
+    ],
+)
+def test_a_step_of_which_nothing_can_be_learned_ends_the_run(
+    what: dict[str, Any], text: str, problems: Problems
+) -> None:
+    with pytest.raises(AllFailed, match=f"step 1: {text}"):
+        problems.check("step 1", [trajectory(**what)] * 2)
+    problems.check("step 1", [trajectory(), trajectory(**what), failed("a")])
+    problems.check("step 1", [failed("gone", infrastructure=True), trajectory(**what)])
+    problems.check("step 1", [])
+
+
+def test_a_reward_that_groups_are_filtered_by_and_nobody_gives_is_told_once(
+    problems: Problems, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = [trajectory(rewards=Rewards(final=1.0, named={"polite": 1.0})), trajectory()]
+    for metric in ("reward", "polite", "acc", "acc"):
+        problems.report_missing_reward(metric, given)
+    assert told(caplog) == [
+        "algorithm.filter_groups.metric=acc: none of 2 rollouts has a reward of that name; there are polite, reward"
+    ]
+
+
+def test_where_rewards_count_nothing_none_is_missed(caplog: pytest.LogCaptureFixture) -> None:
+    problems = Problems(Path("/run"), rewards_count=False)
+    problems.check("step 1", [trajectory(agent_failed=True)])
+    problems.report("step 1", [trajectory(agent_failed=True)])
+    assert told(caplog) == []
