@@ -7,6 +7,7 @@ import asyncio
 import functools
 import importlib
 import inspect
+import re
 import reprlib
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
@@ -296,7 +297,8 @@ def _is_resource(annotation: Any) -> bool:
 
 def _asks_for(annotation: Any, kind: type) -> bool:
     if isinstance(annotation, str):  # `from __future__ import annotations`
-        return annotation.removesuffix("| None").strip().rsplit(".", 1)[-1] == kind.__name__
+        plain = re.sub(r"^(?:\w+\.)*(?:Optional|Annotated|Union)\[(.*)\]$", r"\1", annotation.strip())
+        return any(one.strip().rsplit(".", 1)[-1] == kind.__name__ for one in re.split("[|,]", plain))
     return annotation is kind or kind in get_args(annotation)
 
 

@@ -29,7 +29,7 @@ def pickled(agent: Any) -> bytes:
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump(agent)
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
+    except (TypeError, ValueError, RuntimeError, AttributeError, pickle.PicklingError) as error:
         raise AgentNotPicklable(
             f"the agent cannot be sent to the processes that run it: {error}. It uses something that stays in this "
             "process, such as a connection, a lock or an open file: make it within the agent, or in a function with "

@@ -101,7 +101,7 @@ class _InProcess:
             self._thread = threading.get_ident()
         try:
             returned = self._context.run(call_agent, self._runs.agent, self._claim)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever an agent raises is data
+        except BaseException as error:  # noqa: BLE001 - whatever an agent raises is data: Rust that panics, a cancellation
             self._end(outcome.of_error, error)
             return
         if not inspect.isawaitable(returned):

@@ -333,7 +333,7 @@ def _run(agent: Agent, claim: Claim) -> Outcome:
     emitted = Emitted(claim.rollout.rollout_id, claim.attempt.attempt_id)
     try:
         rewards = run_agent(agent, claim, emitted=emitted)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever an agent raises is data
+    except BaseException as error:  # noqa: BLE001 - as in `executors`
         return outcome.of_error(claim, emitted, error)
     return outcome.of_rewards(claim, emitted, rewards)
 

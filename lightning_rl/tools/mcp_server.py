@@ -54,8 +54,10 @@ class McpServer:
         """The server's tools; waits for its answer.
 
         Raises:
-            ToolError: the server cannot be started or reached, or does not speak MCP.
+            ToolError: the server cannot be started or reached, does not speak MCP, or has no tools.
         """
+        from mcp import MCPError
+
         connection = self._opened()
         try:
             return connection.start(connection.list_tools()).result(CONNECT_SECONDS)
@@ -63,6 +65,8 @@ class McpServer:
             raise ToolError(
                 f"MCP server {self.name!r} does not list its tools in {CONNECT_SECONDS:g} seconds"
             ) from error
+        except MCPError as error:
+            raise ToolError(f"MCP server {self.name!r} lists no tools: {error}; leave it out") from error
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> "CallToolResult":
         """The server's answer; cancelled, the server is told so.

@@ -242,7 +242,7 @@ def _hints(plain: Callable[..., Any], called: str) -> dict[str, Any]:
 def _default(adapter: TypeAdapter[Any], default: Any) -> dict[str, Any]:
     try:
         value = adapter.dump_python(default, mode="json", warnings="none")
-        json.dumps(value)
+        json.dumps(value, allow_nan=False)
     except (PydanticSerializationError, TypeError, ValueError):  # a sentinel: the model cannot write it either
         return {}
     return {"default": value}

@@ -69,7 +69,7 @@ class Indexer:
                 self.index.put(placed)
         self.begun.set()
         self.ready.set()
-        self._enter_steps(records)
+        self.problem = self._enter_steps(records)
         self.stepped.set()
         self._enter_words()
 
@@ -81,7 +81,6 @@ class Indexer:
         while not self._stop.is_set():
             try:
                 self.look()
-                self.problem = None
             except (Explained, StoreError, OSError) as error:
                 self.problem = str(error)
             except _DAMAGED as error:
@@ -98,16 +97,17 @@ class Indexer:
         written = [(file, file.stat().st_mtime_ns) for file in files]
         return [(file, at) for file, at in written if known.get(int(file.stem)) != at]
 
-    def _enter_steps(self, records: list[tuple[Path, int]]) -> None:
+    def _enter_steps(self, records: list[tuple[Path, int]]) -> str | None:
+        """Enter step records; why the last that cannot be read cannot."""
+        problem = None
         for file, written in records:
             if self._stop.is_set():
-                return
+                break
             try:
                 self.index.put_step(_DECODER.decode(file.read_bytes()), written)
             except msgspec.MsgspecError as error:
-                self.problem = (
-                    f"the step record {file} cannot be read ({error}): read it with the version that wrote it"
-                )
+                problem = f"the step record {file} cannot be read ({error}): read it with the version that wrote it"
+        return problem
 
     def _enter_words(self) -> None:
         while not self._stop.is_set():

@@ -24,12 +24,16 @@ _OPEN = 50  # rollouts that are listed
 _REST = 20  # looks of the doctor take at most a share of 1 / _REST of the time
 
 
-def server_of(run_dir: Path) -> PagedStore | None:
-    """The server of a run that is alive, by the key in its folder; None where there is no such key."""
-    url, key = run_dir / URL_FILE, run_dir / KEY_FILE
-    if not (url.is_file() and key.is_file()):
-        return None
-    return PagedStore(url.read_text().strip(), key.read_text().strip())
+def server_of(run_dir: Path, former: PagedStore | None) -> PagedStore | None:
+    """The server of a run that is alive, by the key in its folder; None where there is no such key. `former` is closed
+    where it is another one: a run that goes on has another server."""
+    file, key = run_dir / URL_FILE, run_dir / KEY_FILE
+    url = file.read_text().strip().rstrip("/") if file.is_file() and key.is_file() else None
+    if former is not None and former.url == url:
+        return former
+    if former is not None:
+        former.close()
+    return None if url is None else PagedStore(url, key.read_text().strip())
 
 
 def at_servers(stores: Sequence[PagedStore]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Invariant: page, report and notebook's cell ask the same paths, so what one show
 
 import functools
 import platform
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -54,7 +55,8 @@ class ViewedRun:
         self._indexer: Indexer | None = None
         self._doctor = live.Doctor(self._evidence, self._how_far)
         self._trace = functools.lru_cache(_TRACES)(lambda rollout_id, version: self._read_trace(rollout_id))
-        self._server: PagedStore | None = None
+        self._server: PagedStore | None = None  # of a run that is alive
+        self._starting = threading.Lock()
         self._paths: dict[str, Callable[[Query], Any]] = {
             "summary": lambda _: self.summary(),
             "metrics": self.metrics,
@@ -84,14 +86,15 @@ class ViewedRun:
     def start(self, *, behind: bool = True, searched: bool = True) -> None:
         """Begin to read the run: in a thread, or (`behind` false) at once and once. Without `searched` no search finds
         its words, which take most of the time to enter."""
-        if self._index is not None:
-            return
-        self._index = Index(searched=searched)
-        self._indexer = Indexer(self._index, self._source(), self.run_dir)
-        if behind:
-            self._indexer.start()
-        else:
-            self._indexer.look()
+        with self._starting:
+            if self._indexer is not None:
+                return
+            self._index = Index(searched=searched)
+            self._indexer = Indexer(self._index, self._source(), self.run_dir)
+            if behind:
+                self._indexer.start()
+            else:
+                self._indexer.look()
 
     def close(self) -> None:
         """Read no more, and remove the index."""
@@ -173,7 +176,7 @@ class ViewedRun:
         if self._stores:
             server = live.at_servers(self._stores)
         elif state == "running" and self.run_dir is not None:
-            self._server = self._server or live.server_of(self.run_dir)
+            self._server = live.server_of(self.run_dir, self._server)
             server = None if self._server is None else live.at_servers([self._server])
         rollouts = live.open_rollouts(self.index)
         last = rows[-1] if rows else None

@@ -1,7 +1,7 @@
 """What lies in a run's folder beside its store, as lists and curves show it: state, metrics, config.
 
-Invariant: nothing secret leaves here. A key's value is replaced by what it is, wherever it stands in a config, and a
-URL loses its password.
+Invariant: nothing secret leaves here. A key's value is replaced by what it is, wherever it stands in a config, a URL
+loses its password, and of environment variables only names are shown.
 """
 
 import math
@@ -20,7 +20,11 @@ from lightning_rl.telemetry.metrics import jsonl
 
 METRICS, CONFIG, FINISHED = "metrics.jsonl", "config.yaml", "finished.json"
 URL_FILE, KEY_FILE = "server.url", "admin.key"
-_SECRET = re.compile(r"(^|[._-])(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(^|[._-])(api_?key|key|token|secret|pwd|pat|credentials?)$|(password|passwd|secret_?key)$", re.IGNORECASE
+)
+_ASSIGNED = re.compile(r"(\w*(?:key|token|secret|passw(?:or)?d|pwd|_pat|credentials?))=[^\s,]+", re.IGNORECASE)
+_ENVIRONMENT = re.compile(r"(^|\.)(environment|env_vars)\.")
 _PASSWORD = re.compile(r"(?<=://)([^/@\s:]*):[^/@\s]+@")
 _BEST = (("tune/reward", "tuning reward"), ("val/reward", "held-out reward"), ("critic/score/mean", "reward"))
 _FILES = 64  # that are kept read
@@ -163,10 +167,12 @@ def flat(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]
 
 def without_secret(key: str, value: Any) -> Any:
     """The value of a key as it may be shown."""
-    if value is not None and isinstance(value, str) and value and _SECRET.search(key):
+    if isinstance(value, str) and value and _SECRET.search(key):
         return "(a key, not shown)"
+    if isinstance(value, str) and _ENVIRONMENT.search(key):
+        return "(set, not shown)"
     if isinstance(value, str):
-        return _PASSWORD.sub(r"\1:***@", value)
+        return _ASSIGNED.sub(r"\1=***", _PASSWORD.sub(r"\1:***@", value))
     if isinstance(value, list):
         return [without_secret(key, each) for each in value]
     return dict(flat(value)) if isinstance(value, Mapping) else value

@@ -270,6 +270,17 @@ def test_every_public_name_is_there_and_unknown_ones_are_named() -> None:
         _ = lrl.nonsense
 
 
+@pytest.mark.parametrize(
+    "annotation", ["Optional[lrl.LLM]", "Annotated[LLM, 'a judge']", "None | LLM", "typing.Optional[LLM]"]
+)
+def test_annotations_that_are_text_are_read(annotation: str) -> None:
+    def agent(task: Any, judge: Any = None, others: Any = None) -> float:
+        return 1.0
+
+    agent.__annotations__ |= {"judge": annotation, "others": "dict[str, LLM] | None"}
+    assert lrl.rollout(agent)._injected == {"judge": "judge"}
+
+
 def test_a_parameter_takes_the_model_of_its_name_or_its_default_or_is_an_error_before_the_run() -> None:
     seen: list[Any] = []
 

@@ -1,6 +1,8 @@
 """An agent of a script reaches its processes with the clients and caches that it uses."""
 
+import ctypes
 import functools
+import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -64,6 +66,8 @@ def test_a_cached_function_begins_with_an_empty_cache() -> None:
     ("held", "why"),
     [
         (threading.Lock(), "cannot pickle '_thread.lock' object"),
+        (multiprocessing.Lock(), "Lock objects should only be shared between processes through inheritance"),
+        (ctypes.pointer(ctypes.c_int(1)), "ctypes objects containing pointers cannot be pickled"),
         (openai.OpenAI(api_key="k", http_client=httpx2.Client()), "an http_client of its own"),
     ],
 )

@@ -20,6 +20,8 @@ def test_rewards_spans_results_and_tracebacks_come_back_whole(server, tmp_path) 
         emit_reward(0.5, name="tool", call_id="resp_c")
         if task == "raise":
             raise LookupError("no such table")
+        if task == "panic":
+            raise type("PanicException", (BaseException,), {})("as a library in Rust")
         return {"reward": 1.0, "style": 2.0, "pid": float(__import__("os").getpid())}
 
     async def awaited(task, llm):
@@ -29,9 +31,10 @@ def test_rewards_spans_results_and_tracebacks_come_back_whole(server, tmp_path) 
         return agent(task, llm)
 
     for each in (agent, awaited):
-        with asked(server, tmp_path, each, ["a", "raise", "b"], isolation="process") as rollouts:
-            one, failed, two = rollouts.ended()
+        with asked(server, tmp_path, each, ["a", "raise", "panic", "b"], isolation="process") as rollouts:
+            one, failed, panicked, two = rollouts.ended()
             workers = rollouts.working.pids
+        assert (panicked.status, panicked.error.type, panicked.attempt_count) == ("failed", "PanicException", 1)
         assert (one.reward, one.rewards["style"]) == (1.0, 2.0)
         assert len({one.rewards["pid"], two.rewards["pid"], *workers}) == 2 + len(workers)
         assert (failed.status, failed.error.type, failed.attempt_count) == ("failed", "LookupError", 1)

@@ -133,10 +133,12 @@ def test_a_lost_claim_is_told_of_once_and_not_when_its_agent_was_done() -> None:
 # Agents that take their process along
 
 
-def test_an_agent_without_memory_has_failed_by_itself(server, tmp_path) -> None:
+def test_an_agent_without_memory_or_whose_library_panics_has_failed_by_itself(server, tmp_path) -> None:
     def agent(task, llm):
         import resource
 
+        if task == "panics":
+            raise type("PanicException", (BaseException,), {})("as a library in Rust")
         with open("/proc/self/statm") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
         before = resource.getrlimit(resource.RLIMIT_AS)
@@ -146,9 +148,11 @@ def test_an_agent_without_memory_has_failed_by_itself(server, tmp_path) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_AS, before)
 
-    (rollout,) = run(server, tmp_path, agent, [0])
-    assert (rollout.status, rollout.error.type, rollout.attempt_count) == ("failed", "MemoryError", 1)
-    assert not rollout.error.infrastructure
+    for rollout, why in zip(
+        run(server, tmp_path, agent, [0, "panics"]), ("MemoryError", "PanicException"), strict=True
+    ):
+        assert (rollout.status, rollout.error.type, rollout.attempt_count) == ("failed", why, 1)
+        assert not rollout.error.infrastructure
 
 
 def test_a_killed_process_is_started_anew_and_its_rollout_retried_at_once(server, tmp_path, caplog) -> None:

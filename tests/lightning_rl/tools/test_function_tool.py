@@ -150,6 +150,14 @@ def test_the_schema_says_everything_that_the_types_say() -> None:
     jsonschema.Draft202012Validator.check_schema(parameters)
 
 
+def test_a_default_that_json_lacks_is_not_shown() -> None:
+    def find(below: float = float("inf"), above: float = 0.5) -> str:
+        return ""
+
+    properties = function_of(BaseTool.from_callable(find))["parameters"]["properties"]
+    assert properties == {"below": {"type": "number"}, "above": {"type": "number", "default": 0.5}}
+
+
 def test_arguments_arrive_as_what_the_types_say() -> None:
     given = {
         "query": "q",

@@ -104,6 +104,18 @@ def test_a_tool_that_goes_to_another_process_connects_there(tools: list[BaseTool
     assert (gone.spec, gone.rate_limit, gone._connection) == (STDIO, 5000, None)
 
 
+WITHOUT_TOOLS = """
+import anyio
+from mcp.server.lowlevel import Server
+from mcp.server.stdio import stdio_server
+
+async def serve():
+    server = Server("prompts alone")
+    async with stdio_server() as (read, write):
+        await server.run(read, write, server.create_initialization_options())
+
+anyio.run(serve)
+"""
 FORKS = """
 import asyncio, os, sys
 from lightning_rl.tools import ResultLimits, ToolCall, TrajectoryTools
@@ -186,6 +198,10 @@ def test_so_many_calls_a_second_and_no_more(tools: list[BaseTool], monkeypatch: 
         (
             {"s": {"command": sys.executable, "args": ["-c", "pass"]}},
             "MCP server 's' .* cannot be used: MCPError: Conn",
+        ),
+        (
+            {"s": {"command": sys.executable, "args": ["-c", WITHOUT_TOOLS]}},
+            "MCP server 's' lists no tools: Method not found; leave it out",
         ),
         ({"s": {"url": "http://127.0.0.1:9/mcp"}}, r"MCP server 's' \(http://127.0.0.1:9/mcp\) cannot be used: "),
         ({"s": {"url": "http://x", "command": "y"}}, "mcpServers.s has either `command` or `url`"),

@@ -3,7 +3,9 @@
 import base64
 import json
 import sqlite3
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 from lightning_rl.cli import dashboard
 from lightning_rl.files import owned
 from lightning_rl.inspect.recorded import NotRecorded
+from lightning_rl.inspect.rollout_source import PagedStore
 from lightning_rl.processes.service_keys import ADMIN_KEY
 from lightning_rl.store.contract import Rollout, RolloutConfig
-from lightning_rl.viewer import run_folder, tokens
+from lightning_rl.viewer import live, run_folder, tokens
+from lightning_rl.viewer.index import Index
 from lightning_rl.viewer.indexer import Indexer
 from lightning_rl.viewer.live import waiting
 from lightning_rl.viewer.run import ViewedRun, encoded
@@ -168,12 +172,15 @@ def test_no_key_is_told(tmp_path: Path) -> None:
     (run_dir / "admin.key").write_text("the-admin-key-of-this-run")
     (run_dir / "config.yaml").write_text(
         "gateway:\n  api_key: sk-hidden\n  store: postgresql://me:hunter2@host/db\n  max_tokens: 7\ntrainer: {}\n"
+        "sandbox:\n  environment: {PGPASSWORD: hunter3, GH: ghp-4}\n  options: [API_TOKEN=tok-5, max_tokens=7]\n"
     )
     run = read(run_dir)
     said = b"".join(encoded(run.answer(path, {})) for path in ("summary", "config", "now", "doctor", "choices"))
-    for secret in (b"the-admin-key-of-this-run", b"sk-hidden", b"hunter2"):
+    for secret in (b"the-admin-key-of-this-run", b"sk-hidden", b"hunter", b"ghp-4", b"tok-5"):
         assert secret not in said
     assert run.settings()["gateway.max_tokens"] == 7
+    assert run.settings()["sandbox.environment.GH"] == "(set, not shown)"
+    assert run.settings()["sandbox.options"] == ["API_TOKEN=***", "max_tokens=7"]
     run.close()
 
 
@@ -223,7 +230,38 @@ def test_a_damaged_step_record_is_told_and_the_rest_is_shown(tmp_path: Path) -> 
     problem = run.answer("summary", {})["problem"]
     assert "000001.msgpack cannot be read" in problem
     assert run.index.found("train-2-1") is not None
+    run.indexer.look()
+    assert run.answer("summary", {})["problem"] == problem, "as long as it is so"
     run.close()
+
+
+def test_a_run_is_read_once_however_many_ask_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Indexer] = []
+
+    def slow(**how: Any) -> Index:
+        time.sleep(0.05)
+        return Index(**how)
+
+    monkeypatch.setattr(Indexer, "start", lambda indexer: begun.append(indexer))
+    monkeypatch.setattr("lightning_rl.viewer.run.Index", slow)
+    run = ViewedRun(small_run(tmp_path / "run"))
+    with ThreadPoolExecutor(4) as threads:
+        found = [*threads.map(lambda _: run.index, range(4))]
+    assert len(begun) == 1
+    assert {id(each) for each in found} == {id(run.index)}
+
+
+def test_a_run_that_goes_on_has_another_server(tmp_path: Path) -> None:
+    (tmp_path / "admin.key").write_text("k")
+    found: list[PagedStore | None] = [None]
+    for url in ("http://127.0.0.1:9/", "http://127.0.0.1:9", "http://127.0.0.1:10"):
+        (tmp_path / "server.url").write_text(url)
+        found.append(live.server_of(tmp_path, found[-1]))
+    _, first, same, other = found
+    assert first is same is not None is not other
+    assert other is not None
+    assert (first.url, other.url) == ("http://127.0.0.1:9", "http://127.0.0.1:10")
+    other.close()
 
 
 def test_runs_are_found_below_a_folder_and_a_folder_without_any_is_named(tmp_path: Path) -> None:
