@@ -109,7 +109,7 @@ def read_all(
     folder = run_dir / FOLDER / (policy or "")
     paths = sorted(path for path in folder.glob("*.msgpack") if until is None or int(path.stem) <= until)
     for path in paths[-newest:]:
-        yield _whole(path) if policy is None else _DECODER.decode(path.read_bytes())
+        yield whole(path) if policy is None else _DECODER.decode(path.read_bytes())
 
 
 def find(run_dir: Path, rollout_id: str, step: int, *, ahead: bool = False) -> tuple[StepRecord, RolloutRecord] | None:
@@ -122,22 +122,34 @@ def find(run_dir: Path, rollout_id: str, step: int, *, ahead: bool = False) -> t
         paths = sorted((run_dir / FOLDER).glob("*.msgpack"), key=lambda path: abs(int(path.stem) - step))
     for path in paths:
         if path.is_file():
-            record = _whole(path)
+            record = whole(path)
             for rollout in record.rollouts:
                 if rollout.rollout_id == rollout_id:
                     return record, rollout
     return None
 
 
-def _whole(path: Path) -> StepRecord:
-    """A record with the calls of all policies of its run; of the rest the run's first has the word."""
+def files(run_dir: Path) -> list[tuple[Path, int]]:
+    """The files of a run's records, in order of their steps, each with when a policy's record of that step was written
+    last (ns)."""
+    written: dict[str, int] = {}
+    for file in (run_dir / FOLDER).glob("**/*.msgpack"):
+        written[file.name] = max(written.get(file.name, 0), file.stat().st_mtime_ns)
+    paths = sorted((run_dir / FOLDER).glob("*.msgpack"))
+    return [(path, written[path.name]) for path in paths if path.name in written]
+
+
+def whole(path: Path) -> StepRecord:
+    """The record in one of `files`, with the calls of all policies of its run; of the rest the run's first has the
+    word."""
     record = _DECODER.decode(path.read_bytes())
     others = [_DECODER.decode(file.read_bytes()) for file in sorted(path.parent.glob(f"*/{path.name}"))]
     if not others:
         return record
     calls = {rollout.rollout_id: dict(rollout.calls) for rollout in record.rollouts}
     for rollout in (each for other in others for each in other.rollouts):
-        calls[rollout.rollout_id] |= rollout.calls
+        if rollout.rollout_id in calls:  # a step that is made again is written policy by policy
+            calls[rollout.rollout_id] |= rollout.calls
     rollouts = [msgspec.structs.replace(each, calls=calls[each.rollout_id]) for each in record.rollouts]
     return msgspec.structs.replace(record, rollouts=rollouts)
 

@@ -16,14 +16,12 @@ from lightning_rl.errors import Explained
 from lightning_rl.store.contract import RolloutTrace
 from lightning_rl.store.errors import StoreError
 from lightning_rl.trajectories import step_record
-from lightning_rl.trajectories.step_record import StepRecord
 from lightning_rl.viewer.index import Index
 from lightning_rl.viewer.source import Source
 
 _PAUSE_SECONDS = 1.0  # between two looks at a run
 _CALLS_AT_ONCE = 500
 _TASKS_AT_ONCE = 2000
-_DECODER = msgspec.msgpack.Decoder(StepRecord)
 _DAMAGED = (sqlite3.Error, sa.exc.SQLAlchemyError, msgspec.MsgspecError, ValueError, KeyError, TypeError)
 _log = logging.getLogger(__name__)
 
@@ -93,9 +91,7 @@ class Indexer:
         if self._run_dir is None:
             return []
         known = self.index.steps()
-        files = sorted((self._run_dir / step_record.FOLDER).glob("*.msgpack"))
-        written = [(file, file.stat().st_mtime_ns) for file in files]
-        return [(file, at) for file, at in written if known.get(int(file.stem)) != at]
+        return [(file, at) for file, at in step_record.files(self._run_dir) if known.get(int(file.stem)) != at]
 
     def _enter_steps(self, records: list[tuple[Path, int]]) -> str | None:
         """Enter step records; why the last that cannot be read cannot."""
@@ -104,7 +100,7 @@ class Indexer:
             if self._stop.is_set():
                 break
             try:
-                self.index.put_step(_DECODER.decode(file.read_bytes()), written)
+                self.index.put_step(step_record.whole(file), written)
             except msgspec.MsgspecError as error:
                 problem = f"the step record {file} cannot be read ({error}): read it with the version that wrote it"
         return problem

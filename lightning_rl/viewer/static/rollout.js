@@ -51,11 +51,17 @@ function headOf(run, rollout) {
     rollout.agent ? chip(rollout.agent) : null,
     h("span", { class: "big" }, "reward ", h("b", {}, number(rollout.reward))),
     Object.entries(rollout.rewards ?? {}).filter(([name]) => name !== "reward").map(([name, value]) => chip(`${plainText(name)} ${number(value)}`)),
-    rollout.training ? chip(`trained in step ${rollout.training.step}`, "trained") : null,
+    rollout.training ? stepChip(rollout) : null,
     rollout.training?.left_out ? chip(`left out: ${rollout.training.left_out}`, "warn") : why ? chip(`not trained: ${why}`, "warn") : null,
     h("span", { class: "spacer" }),
     isReport() ? null : copyButton("copy link", () => location.href),
     copyButton("copy JSON", () => JSON.stringify(rollout, null, 1)));
+}
+
+// Of a rollout without calls, or whose calls are all left out, nothing was trained: its reward counted in its group.
+function stepChip(rollout) {
+  const trained = rollout.attempts.some((attempt) => attempt.calls.some((call) => call.training?.trained_tokens));
+  return trained ? chip(`trained in step ${rollout.training.step}`, "trained") : chip(`counted in step ${rollout.training.step}`);
 }
 
 function siblings(run, rollout) {

@@ -152,10 +152,17 @@ def test_the_schema_says_everything_that_the_types_say() -> None:
 
 def test_a_default_that_json_lacks_is_not_shown() -> None:
     def find(below: float = float("inf"), above: float = 0.5) -> str:
+        """Find it.
+
+        Args:
+            below: at most.
+            above: at least.
+        """
         return ""
 
     properties = function_of(BaseTool.from_callable(find))["parameters"]["properties"]
-    assert properties == {"below": {"type": "number"}, "above": {"type": "number", "default": 0.5}}
+    assert properties["below"] == {"type": "number", "description": "at most."}
+    assert properties["above"] == {"type": "number", "default": 0.5, "description": "at least."}
 
 
 def test_arguments_arrive_as_what_the_types_say() -> None:

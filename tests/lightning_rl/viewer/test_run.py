@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lightning_rl.cli import dashboard
@@ -17,6 +18,8 @@ from lightning_rl.inspect.recorded import NotRecorded
 from lightning_rl.inspect.rollout_source import PagedStore
 from lightning_rl.processes.service_keys import ADMIN_KEY
 from lightning_rl.store.contract import Rollout, RolloutConfig
+from lightning_rl.trajectories import step_record
+from lightning_rl.trajectories.step_record import CallRecord, RolloutRecord
 from lightning_rl.viewer import live, run_folder, tokens
 from lightning_rl.viewer.index import Index
 from lightning_rl.viewer.indexer import Indexer
@@ -25,7 +28,7 @@ from lightning_rl.viewer.run import ViewedRun, encoded
 from lightning_rl.viewer.source import ServerSource
 from lightning_rl_adapters import semconv
 from tests.lightning_rl.inspect.runs import open_store
-from tests.lightning_rl.viewer.viewed import PIXEL, PNG, SVG, add_rollout, read, small_run, turn, with_image
+from tests.lightning_rl.viewer.viewed import PIXEL, PNG, SVG, add_rollout, read, record_of, small_run, turn, with_image
 
 
 @pytest.fixture
@@ -232,6 +235,23 @@ def test_a_damaged_step_record_is_told_and_the_rest_is_shown(tmp_path: Path) -> 
     assert run.index.found("train-2-1") is not None
     run.indexer.look()
     assert run.answer("summary", {})["problem"] == problem, "as long as it is so"
+    run.close()
+
+
+def test_of_several_policies_each_calls_record_is_shown(tmp_path: Path) -> None:
+    """The run's first policy made the first call, a frozen one the second."""
+    run_dir = small_run(tmp_path / "run")
+    step_record.write(run_dir, record_of(2, {"train-2-1": (1.0, 1.0, 1)}))
+    run = read(run_dir)
+    frozen = CallRecord(weight=0.0, mini_batch=None, trained_tokens=0, left_out="frozen")
+    others = RolloutRecord(rollout_id="train-2-1", group_id="g", reward=1.0, calls={"train-2-1-c2": frozen})
+    record = msgspec.structs.replace(record_of(2, {}), rollouts=[others])
+    step_record.write(run_dir, record, "executor")  # later, as a run does
+    run.indexer.look()
+    [attempt] = run.answer("rollouts/train-2-1", {})["attempts"]
+    first, second = (call["training"] for call in attempt["calls"])
+    assert (first["advantage"], first["left_out"]) == (1.0, None)
+    assert second["left_out"] == "frozen"
     run.close()
 
 
