@@ -355,7 +355,7 @@ class PPO(Hooks, ConfiguredAlgorithm):
         name, version = learner.name, learner.state.policy_version
         rolled_out = [trajectory.of(name) for trajectory in collected.rolled_out]
         trained = [trajectory.of(name) for trajectory in collected.trained]
-        metrics, timing = learner.learn(trained, self.parts.rollouts.greedy)
+        metrics, timing = learner.learn(trained, self.parts.rollouts.greedy, collected.not_trained(name))
         metrics |= {f"timing_s/{part}": seconds for part, seconds in timing.items()}
         metrics |= reporting.staleness(rolled_out, version)
         return named(name, metrics | (reporting.policy_metrics(rolled_out) if name else {}))

@@ -60,11 +60,18 @@ class Purpose:
 
 @dataclass(frozen=True)
 class Collected:
-    """The rollouts of a step: all of them, those to be trained, and the metrics of an off-policy schedule."""
+    """The rollouts of a step: all of them, those to be trained, why others are not (by rollout), and the metrics of an
+    off-policy schedule."""
 
     rolled_out: list[Trajectory]
     trained: list[Trajectory]
+    left_out: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def not_trained(self, policy: str) -> list[tuple[Trajectory, str]]:
+        """A policy's part of the rollouts that are left out, with the reasons."""
+        others = (one for one in self.rolled_out if one.rollout_id in self.left_out)
+        return [(one.of(policy), self.left_out[one.rollout_id]) for one in others]
 
 
 class Collector:
@@ -249,10 +256,11 @@ class Collector:
         )
         rolled_out, trained, reasons = with_variance(batches, self._config.data.train_batch_size, rule.metric)
         self._reporter.warnings.report_missing_reward(rule.metric, rolled_out)
+        left_out = {t.rollout_id: reasons[t.group_id] for t in rolled_out if t.group_id in reasons}
         for trajectory in rolled_out:
-            if trajectory.group_id in reasons:
-                self.ledger.exclude(trajectory, reasons[trajectory.group_id])
-        return Collected(rolled_out, trained)
+            if trajectory.rollout_id in left_out:
+                self.ledger.exclude(trajectory, left_out[trajectory.rollout_id])
+        return Collected(rolled_out, trained, left_out)
 
     def _of_those_in_flight(self, in_flight: InFlight, steps_left: int) -> Collected:
         """Off-policy: the groups whose turn it is."""
@@ -265,11 +273,12 @@ class Collector:
         if groups_left <= batch_size:
             found.left_out += [(group, "surplus") for group in in_flight.cancel(_WAIT_SECONDS)]
         trained = [trajectory for group in found.taken for trajectory in self._without_greedy(group)]
-        rolled_out = list(trained)
+        rolled_out, left_out = list(trained), dict[str, str]()
         for group, reason in found.left_out:
             for trajectory in self._without_greedy(group):
                 self.ledger.exclude(trajectory, reason)
                 rolled_out.append(trajectory)
+                left_out[trajectory.rollout_id] = reason
         self._state.batches_taken = -(-in_flight.asked // batch_size)
         ahead = {
             "schedule/groups_in_flight": float(len(in_flight)),
@@ -277,7 +286,7 @@ class Collector:
             "schedule/groups_stale": float(stale),
             "timing_s/sampling_idle": in_flight.idle_seconds,
         }
-        return Collected(rolled_out, trained, ahead)
+        return Collected(rolled_out, trained, left_out, ahead)
 
     def _first_in_flight(self, schedule: Schedule, batches: Iterable[Tasks]) -> InFlight:
         """The groups in flight as training begins: none, or those that a resumed run left there."""

@@ -151,19 +151,24 @@ class PolicyLearner:
     # A step.
 
     def learn(
-        self, trajectories: list[Trajectory], greedy: Mapping[str, Trajectory]
+        self,
+        trajectories: list[Trajectory],
+        greedy: Mapping[str, Trajectory],
+        left_out: Sequence[tuple[Trajectory, str]] = (),
     ) -> tuple[dict[str, float], dict[str, float]]:
         """One step on its trajectories; metrics, and how many seconds each part took.
 
-        `greedy` are greedy rollouts, by the group that they are compared with.
+        `greedy` are greedy rollouts, by the group that they are compared with. `left_out` are those that were rolled
+        out beside the trajectories, each with why it is not trained.
         """
         before = self.state.policy_version
+        others = [_not_trained(trajectory, reason, left_out=reason) for trajectory, reason in left_out]
         self.updated = False
         learns = self.policy.learns_in(self.run.step)
         if not learns or self.policy.checkpoints_of is not None:
             for trajectory in trajectories:
                 self.parts.ledger.exclude(trajectory, "frozen")
-            self.write_record([_frozen(trajectory) for trajectory in trajectories], before)
+            self.write_record([*(_not_trained(each, "frozen") for each in trajectories), *others], before)
             if learns and self.policy.checkpoints_of is not None:
                 self._take_checkpoint(self.policy.checkpoints_of)
             self.updated = self.state.policy_version > before
@@ -209,7 +214,7 @@ class PolicyLearner:
             if plan and in_update:
                 metrics |= rollout_correction.found_in_update(batch, self.rules.correction)
         finally:  # an update that fails is looked into, too
-            self.write_record(step_batch.records(batch, plan), before)
+            self.write_record([*step_batch.records(batch, plan), *others], before)
         models.actor.offload()
         parts.weights.wake()
         self.updated = self.state.policy_version > before
@@ -335,15 +340,16 @@ class PolicyLearner:
         weights.restore(self.state.policy_version)
 
 
-def _frozen(trajectory: Trajectory) -> RolloutRecord:
-    """The record of a rollout from which the policy does not learn."""
+def _not_trained(trajectory: Trajectory, reason: str, *, left_out: str | None = None) -> RolloutRecord:
+    """The record of a rollout from which the policy does not learn; `left_out` where no policy does."""
     return RolloutRecord(
         rollout_id=trajectory.rollout_id,
         group_id=trajectory.group_id,
         reward=trajectory.reward,
         rewards=trajectory.rewards.named,
         agent_failed=trajectory.agent_failed,
-        calls={call_id: CallRecord(left_out="frozen") for call_id in trajectory.forest.nodes},
+        left_out=left_out,
+        calls={call_id: CallRecord(left_out=reason) for call_id in trajectory.forest.nodes},
     )
 
 

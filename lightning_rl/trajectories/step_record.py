@@ -53,7 +53,8 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout of the step. `reward` is the one it counted with, None where it took no part (`left_out` says why);
+    """One rollout of the step. `reward` is the one it counted with, None where it had none. `left_out` is why the whole
+    rollout took no part: those that were rolled out and not trained are recorded, too.
     `overlong_penalty` and `kl_penalty`, for the distance from the reference, are in it. `rewards` are those it was
     given, by name; `calls` are in order of arrival."""
 

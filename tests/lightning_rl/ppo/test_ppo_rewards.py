@@ -154,7 +154,11 @@ def test_dynamic_sampling_rolls_out_until_enough_groups_say_something(tmp_path: 
     given["data"] = {"train_batch_size": 4, "max_response_length": 8, "shuffle": False}
     algorithm = lrl.PPO(given, reward=judge)
     record = trained(tmp_path, says_something, algorithm, tasks)
-    assert [int(rollout.group_id.split("-")[-1]) for rollout in record.rollouts] == [1, 1, 2, 2, 3, 3, 5, 5]
+    groups = [(int(rollout.group_id.split("-")[-1]), rollout.left_out) for rollout in record.rollouts]
+    assert groups[:8] == [(n, None) for n in (1, 1, 2, 2, 3, 3, 5, 5)]
+    others = ((0, "zero_variance"), (4, "zero_variance"), (6, "surplus"), (7, "surplus"))
+    assert sorted(groups[8:]) == sorted([one for one in others for _ in range(2)])
+    assert all(call.left_out == one.left_out for one in record.rollouts[8:] for call in one.calls.values())
     assert algorithm.state.batches_taken == 2
     [row] = read(tmp_path / "metrics.jsonl")
     assert row["rollouts/groups_without_variance"] == 0.0
@@ -165,7 +169,8 @@ def test_dynamic_sampling_rolls_out_until_enough_groups_say_something(tmp_path: 
         given | {"trainer": given["trainer"] | {"total_training_steps": 2, "resume_mode": "auto"}}, reward=judge
     )
     lrl.Trainer(says_something, n_runners=4, run_dir=tmp_path).fit(again, tasks)
-    tasks_of_step_2 = {int(r.group_id.split("-")[-1]) for r in list(step_record.read_all(tmp_path))[1].rollouts}
+    of_step_2 = [one for one in list(step_record.read_all(tmp_path))[1].rollouts if one.left_out is None]
+    tasks_of_step_2 = {int(one.group_id.split("-")[-1]) for one in of_step_2}
     assert tasks_of_step_2 == {9, 10, 11, 1}  # the third batch, then the first again
 
 
@@ -173,7 +178,7 @@ def test_dynamic_sampling_rolls_out_until_enough_groups_say_something(tmp_path: 
 def test_dynamic_sampling_ends_where_nothing_can_be_learned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given = config() | {"algorithm": {"filter_groups": {"enable": True, "max_num_gen_batches": 2}}}
     record = trained(tmp_path, says_something, lrl.PPO(given, reward=lambda group: [1.0] * len(group)), TASKS)
-    assert record.rollouts == []
+    assert {rollout.left_out for rollout in record.rollouts} == {"zero_variance"}
     assert "step 1 updates nothing: in 2 batches no group has rewards that differ" in caplog.text
     [row] = read(tmp_path / "metrics.jsonl")
     assert row["tokens/received"] == row["tokens/excluded/zero_variance"] > 0
