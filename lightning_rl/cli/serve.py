@@ -49,6 +49,15 @@ EngineWords = Annotated[
         "(ANTHROPIC_API_KEY, ...).",
     ),
 ]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        metavar="TOKENS",
+        help="Of --engine embedded: tokens of prompt and answer together; by default 2048, or what the model allows "
+        "where that is less.",
+    ),
+]
 TokenizerPath = Annotated[
     str | None, typer.Option(help="A folder with tokenizer.json, or an id of the hub; token engines need it.")
 ]
@@ -126,6 +135,7 @@ LimitWords = Annotated[
 def run(
     model: Model,
     engine: EngineWords = None,
+    max_model_len: MaxModelLen = None,
     tokenizer: TokenizerPath = None,
     renderer: RendererName = "auto",
     chat_template_kwargs: TemplateKwargs = "{}",
@@ -165,6 +175,8 @@ def run(
     if path is not None:
         words.remove(_EMBEDDED)
         model, tokenizer = _name_of(path), tokenizer or path
+    elif max_model_len is not None:
+        raise ServeRefused(f"--max-model-len {max_model_len} is of --engine embedded: other engines have their own")
     settings = ServerSettings(
         store=store,
         run_dir=str(folder),
@@ -191,7 +203,7 @@ def run(
         _log_to(folder / LOG)
         with contextlib.ExitStack() as started:
             if path is not None:
-                settings = _with_embedded(settings, started, path, folder)
+                settings = _with_embedded(settings, started, path, folder, max_model_len)
             listen_and_serve(settings, lambda at: _tell(settings, at, made_key=not admin_key), foreground=True)
     typer.echo("Stopped.")
 
@@ -202,7 +214,7 @@ def _name_of(path: str) -> str:
 
 
 def _with_embedded(
-    settings: "ServerSettings", started: contextlib.ExitStack, path: str, folder: Path
+    settings: "ServerSettings", started: contextlib.ExitStack, path: str, folder: Path, max_model_len: int | None
 ) -> "ServerSettings":
     """The settings with the engine that is started here."""
     import msgspec
@@ -210,7 +222,7 @@ def _with_embedded(
     from lightning_rl.inference.process import launch
 
     typer.echo(f"Loading {path} ...")
-    url = started.enter_context(launch(path, folder / ENGINE_LOG))
+    url = started.enter_context(launch(path, folder / ENGINE_LOG, max_model_len))
     request = engine_request(f"{_EMBEDDED}={url}", settings.model)
     return msgspec.structs.replace(settings, engines=(request, *settings.engines))
 

@@ -592,7 +592,8 @@ class EmbeddedEngine:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens does not fit: max_model_len is {self.max_model_len}, so a prompt "
                 f"has 1 to {self.max_model_len - 1} tokens; shorten the conversation, or "
-                "raise actor_rollout_ref.rollout.max_model_len where the model allows it"
+                "raise actor_rollout_ref.rollout.max_model_len, or --max-model-len of `lightning-rl serve`, where the "
+                "model allows it"
             )
         if prompt.min() < 0 or prompt.max() >= self._policy.vocab_size:
             raise ValueError(

@@ -134,7 +134,8 @@ def test_an_agent_joins_is_recorded_and_all_of_it_is_there_after_a_restart(tmp_p
 
 
 def test_a_model_on_disk_is_served_by_one_command(tmp_path: Path) -> None:
-    with serving(tmp_path, "--model", TOKENIZER, "--engine", "embedded", **{ADMIN_KEY: "mine"}) as server:
+    words = ("--model", TOKENIZER, "--engine", "embedded", "--max-model-len", "100")
+    with serving(tmp_path, *words, **{ADMIN_KEY: "mine"}) as server:
         llm = server.post("/api/v1/rollouts/start", {"task": 1}, "mine").json()["resources"]["main_llm"]
         assert llm["model"] == "checkpoint"
         with openai.OpenAI(base_url=llm["base_url"], api_key=llm["api_key"], max_retries=0) as sdk:
@@ -142,8 +143,9 @@ def test_a_model_on_disk_is_served_by_one_command(tmp_path: Path) -> None:
             answer = sdk.chat.completions.create(model=llm["model"], messages=said, temperature=0)  # type: ignore
             assert "SELECT" in str(answer.choices[0].message.content)
             with pytest.raises(openai.APIStatusError) as refused:  # the server knows the engine's context
-                sdk.chat.completions.create(model="x", messages=[{"role": "user", "content": "é" * 9000}])
+                sdk.chat.completions.create(model="x", messages=[{"role": "user", "content": "é" * 100}])
             assert (refused.value.status_code, refused.value.code) == (400, "context_length_exceeded")
+            assert "maximum context length is 100 tokens" in str(refused.value)
         assert server.stop(signal.SIGTERM)[0] == 0
 
 
@@ -279,6 +281,7 @@ def test_keys_that_are_not_safe_there_are_refused(
         ),
         (["--store", "sqlite:///none/run.db"], "there is no folder"),
         (["--limit", "body_bytes"], "--limit body_bytes: "),
+        (["--max-model-len", "512"], "--max-model-len 512 is of --engine embedded: other engines have their own"),
         (["--limit", "bodies=3"], "unknown field `bodies`; give NAME=NUMBER, of body_bytes"),
         (["--limit", "messages=0"], "Expected `int` >= 1"),
         (["--url", "example.org"], "--url example.org is no URL"),
