@@ -301,7 +301,7 @@ class PPO(Hooks, ConfiguredAlgorithm):
             self._train(total, val_dataset)
             if total:
                 state.export_final_model()
-                reporting.note_end(self.run_dir, reporting.Finished(asked=total, made=self.step))
+            reporting.note_end(self.run_dir, reporting.Finished(asked=total, made=self.step))
         finally:
             reporter.close()
         if self.shows:

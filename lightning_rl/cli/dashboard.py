@@ -1,5 +1,6 @@
 """`lightning-rl dashboard`: a page of runs and their rollouts, down to each token."""
 
+import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -48,7 +49,8 @@ def run(
     key = None if is_loopback(host) else _key(folder or [])
     if key is not None and len(key) < SHORTEST:
         raise NoKey(f"on {host}, which others can reach, set {ADMIN_KEY} to at least {SHORTEST} characters")
-    app = create_app(runs, Access(host, key))
+    since = functools.partial(_begun_since, folder or [], {run.run_dir for run in runs}) if url is None else tuple
+    app = create_app(runs, Access(host, key), since)
     asked = "" if key is None else "  (it asks for the admin key)"
     names = ", ".join(one.name for one in runs[:3]) + ", ..." * (len(runs) > 3)
     serve(app, host, port, lambda place: typer.echo(f"{names} at {place}{asked}   Ctrl-C ends it"))
@@ -64,6 +66,20 @@ def _runs(folders: list[Path], url: str | None) -> "list[ViewedRun]":
             raise typer.BadParameter("--url goes with one folder at most: that of the run whose rollouts are there")
         return [ViewedRun(folders[0] if folders else None, [PagedStore(url, _key(folders))], None if folders else url)]
     return [ViewedRun(run_dir, _attached(run_dir)) for run_dir in runs_below(folders or [Path("runs")])]
+
+
+def _begun_since(folders: list[Path], known: "set[Path | None]") -> "list[ViewedRun]":
+    """The runs in the folders that are not among the `known`, which they are then."""
+    from lightning_rl.inspect.recorded import NotRecorded
+    from lightning_rl.viewer.run import ViewedRun
+    from lightning_rl.viewer.run_folder import runs_below
+
+    try:
+        fresh = [run_dir for run_dir in runs_below(folders or [Path("runs")]) if run_dir not in known]
+    except NotRecorded:  # the folder is gone, and what was read of its runs is still there
+        return []
+    known.update(fresh)
+    return [ViewedRun(run_dir, _attached(run_dir)) for run_dir in fresh]
 
 
 def _attached(run_dir: Path) -> "list[PagedStore]":

@@ -7,7 +7,8 @@ import contextlib
 import logging
 import re
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,12 @@ class _Login(msgspec.Struct):
     key: str
 
 
-def create_app(runs: Sequence[ViewedRun], access: Access) -> FastAPI:
-    """The application for these runs, which it closes at its end."""
-    by_key = keyed(runs)
+def create_app(
+    runs: Sequence[ViewedRun], access: Access, begun_since: Callable[[], Iterable[ViewedRun]] = tuple
+) -> FastAPI:
+    """The application for these runs, which it closes at its end; `begun_since` gives those that are there since it was
+    called last."""
+    by_key, listing = keyed(runs), threading.Lock()
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -45,7 +49,7 @@ def create_app(runs: Sequence[ViewedRun], access: Access) -> FastAPI:
         try:
             yield
         finally:
-            for run in runs:
+            for run in by_key.values():
                 run.close()
 
     app = FastAPI(
@@ -60,7 +64,10 @@ def create_app(runs: Sequence[ViewedRun], access: Access) -> FastAPI:
 
     @app.get("/api/runs")
     def list_runs() -> Response:
-        return _answer(lambda: {"runs": [run.summary() | {"key": key} for key, run in by_key.items()]})
+        with listing:
+            for run in begun_since():
+                by_key[_key_of(run, by_key)] = run
+        return _answer(lambda: {"runs": [run.summary() | {"key": key} for key, run in [*by_key.items()]]})
 
     @app.get("/api/runs/{key}/{path:path}")
     def look(key: str, path: str, request: Request) -> Response:
@@ -108,12 +115,16 @@ def keyed(runs: Sequence[ViewedRun]) -> dict[str, ViewedRun]:
     """The runs by what stands for them in URLs: their names, told apart where two are the same."""
     found: dict[str, ViewedRun] = {}
     for run in runs:
-        name = re.sub(r"[^A-Za-z0-9._~-]+", "-", run.name) or "run"
-        key, number = name, 2
-        while key in found:
-            key, number = f"{name}~{number}", number + 1
-        found[key] = run
+        found[_key_of(run, found)] = run
     return found
+
+
+def _key_of(run: ViewedRun, taken: Collection[str]) -> str:
+    name = re.sub(r"[^A-Za-z0-9._~-]+", "-", run.name) or "run"
+    key, number = name, 2
+    while key in taken:
+        key, number = f"{name}~{number}", number + 1
+    return key
 
 
 def _answer(ask: Callable[[], Any]) -> Response:

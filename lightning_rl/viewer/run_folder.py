@@ -18,7 +18,7 @@ from lightning_rl.files import LOCK, is_held
 from lightning_rl.inspect.recorded import STORE, NotRecorded
 from lightning_rl.telemetry.metrics import jsonl
 
-METRICS, CONFIG, FINISHED = "metrics.jsonl", "config.yaml", "finished.json"
+METRICS, CONFIG, FINISHED = "metrics.jsonl", "config.yaml", ("finished.json", "evaluations.json")
 URL_FILE, KEY_FILE = "server.url", "admin.key"
 _SECRET = re.compile(
     r"(^|[._-])(api_?key|key|token|secret|pwd|pat|credentials?)$|(password|passwd|secret_?key)$", re.IGNORECASE
@@ -136,7 +136,7 @@ def state(run_dir: Path) -> str:
     """`running`, `finished`, or `stopped` (it ended before its last step, or crashed)."""
     if is_held(run_dir / LOCK):
         return "running"
-    return "finished" if (run_dir / FINISHED).is_file() else "stopped"
+    return "finished" if any((run_dir / name).is_file() for name in FINISHED) else "stopped"
 
 
 def config(run_dir: Path) -> dict[str, Any]:

@@ -49,8 +49,8 @@ class PromptTooLong(GatewayError):
             400,
             f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
             f"{prompt_tokens} tokens. Please reduce the length of the messages, or raise "
-            "actor_rollout_ref.rollout.max_model_len, or --max-model-len of `lightning-rl serve`, where the model allows "
-            "it. (context_length_exceeded)",
+            "actor_rollout_ref.rollout.max_model_len, or --max-model-len of `lightning-rl serve`, where the model "
+            "allows it. (context_length_exceeded)",
             param="messages",
             code="context_length_exceeded",
         )

@@ -1,6 +1,7 @@
 """Who may look at the page, and that nothing an agent wrote, and no other site, gets a say in it."""
 
 import asyncio
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from lightning_rl.processes.service_keys import ADMIN_KEY
 from lightning_rl.viewer.access import COOKIE, HEADERS, Access
 from lightning_rl.viewer.app import STATIC, create_app, keyed
 from lightning_rl.viewer.run import ViewedRun
+from lightning_rl.viewer.run_folder import runs_below
 from tests.lightning_rl.viewer.viewed import small_run
 
 KEY = "an-admin-key-of-32-characters-xx"
@@ -157,6 +159,19 @@ def test_the_command_asks_for_a_key_beyond_the_loopback(run_dir: Path, monkeypat
     monkeypatch.setenv(ADMIN_KEY, "short")
     with pytest.raises(dashboard.NoKey, match="at least 16 characters"):
         dashboard.run([run_dir], host="0.0.0.0", port=0)
+
+
+def test_a_run_that_begins_later_is_listed(tmp_path: Path) -> None:
+    small_run(tmp_path / "a" / "one")
+    [first] = runs_below([tmp_path])
+    known: set[Path | None] = {first}
+    since = functools.partial(dashboard._begun_since, [tmp_path], known)
+    with TestClient(create_app([ViewedRun(first)], Access("127.0.0.1", None), since), "http://127.0.0.1:8199") as page:
+        assert [run["key"] for run in page.get("/api/runs").json()["runs"]] == ["one"]
+        small_run(tmp_path / "b" / "one")
+        for _ in range(2):
+            assert [run["key"] for run in page.get("/api/runs").json()["runs"]] == ["one", "one~2"]
+        assert page.get("/api/runs/one~2/rollouts?mode=val").json()["total"] == 2
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:

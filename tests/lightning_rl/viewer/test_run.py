@@ -158,6 +158,8 @@ def test_a_run_that_is_held_is_running_and_looking_never_takes_its_lock(run: Vie
     with owned(run.run_dir):
         assert run_folder.state(run.run_dir) == "running"
     assert run_folder.state(run.run_dir) == "stopped"
+    (run.run_dir / "evaluations.json").write_text("[]")
+    assert run_folder.state(run.run_dir) == "finished", "as a baseline ends"
 
 
 def test_curves_go_by_step_and_by_time(tmp_path: Path) -> None:
