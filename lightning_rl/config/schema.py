@@ -1346,7 +1346,10 @@ class SftSection(Section, frozen=True):
 
     traces: Annotated[
         Files,
-        effect("what SFT learns from, where it is given no traces: folders of runs, files of `export --what calls`"),
+        effect(
+            "what SFT learns from, where it is given no traces: folders of runs, files of `export --what calls`, or of "
+            "chats, a record with `messages` each"
+        ),
     ] = None
     mode: Annotated[
         Literal["train", "val", "test"] | None,

@@ -211,7 +211,7 @@ RULES: list[Rule] = [
     _off("data.custom_cls.path data.sampler.class_path data.datagen.path", "give `fit` any sequence of tasks"),
     _same("data.custom_cls.* data.sampler.* data.datagen.*", "belongs to a class that is not named"),
     _same("data.trust_remote_code", "a tokenizer is read from tokenizer.json: none of its code is run"),
-    _off("reward*.trust_remote_code", "no reward model is loaded: score by a function"),
+    _off("reward*.trust_remote_code", "none of a reward model's code is run: score by a function"),
     # Models.
     _to("actor_rollout_ref.model.override_config.attn_implementation", "actor_rollout_ref.model.attn_implementation"),
     _off(

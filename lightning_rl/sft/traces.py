@@ -1,7 +1,7 @@
-"""Recorded calls as traces: one rollout's conversation with its reward, from a run's folder or an exported file.
+"""Recorded calls as traces: one rollout's conversation with its reward, from a run's folder or a file.
 
-Both are read as the records of `lightning-rl export --what calls`, so a file and the run that it came from are the
-same traces.
+All are read as the records of `lightning-rl export --what calls`, so a file and the run that it came from are the
+same traces. A file may have chats of the user's own, too (`chats.py`).
 """
 
 import itertools
@@ -18,6 +18,7 @@ from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import SftSection
 from lightning_rl.inspect import export, recorded
 from lightning_rl.inspect.rollout_source import Which
+from lightning_rl.sft import chats
 
 _JSON = tuple(name for name, kind in export.COLUMNS["calls"].items() if kind == "json")
 
@@ -170,11 +171,14 @@ def _calls(source: Path) -> Iterator[TracedCall]:
     if not source.is_file():
         raise ConfigError(f"sft.traces: there is no run folder and no file {source.resolve()}")
     try:
-        yield from (msgspec.convert(record, TracedCall) for record in _records(source))
+        for number, record in enumerate(_records(source), start=1):
+            rollout_id, place = f"{source.stem}-{number}", f"sft.traces: {source}, record {number}"
+            for call in chats.calls_of(record, rollout_id, place) if chats.is_chat(record) else (record,):
+                yield msgspec.convert(call, TracedCall)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"sft.traces: {source} is no file of `lightning-rl export --what calls` ({error}); "
-            "export the run again, or name its folder"
+            f"sft.traces: {source} is no file of `lightning-rl export --what calls`, nor of chats ({error}); export "
+            "the run again, or name its folder; a chat is a record with `messages`"
         ) from error
 
 
@@ -189,5 +193,5 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"sft.traces: {file} needs pyarrow: pip install 'lightning-rl[data]'") from error
     for group in pq.ParquetFile(file).iter_batches():
         for record in group.to_pylist():
-            texts = {name: json.loads(record[name]) for name in _JSON if record.get(name) is not None}
+            texts = {name: json.loads(record[name]) for name in _JSON if isinstance(record.get(name), str)}
             yield record | texts

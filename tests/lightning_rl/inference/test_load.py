@@ -40,6 +40,10 @@ def test_weights_begin_in_memory_where_torch_would_put_them(tmp_path: Path) -> N
 
 def test_what_is_neither_a_folder_nor_an_id_is_named(tmp_path: Path) -> None:
     assert model_folder(str(tmp_path)) == tmp_path
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "config.json").touch()
+    with pytest.raises(FileNotFoundError, match=r"is the folder of a run: its model is in .*run/model'"):
+        model_folder(str(tmp_path / "run"))
     with pytest.raises(FileNotFoundError, match="'/nope/model' is neither a folder nor a model id"):
         model_folder("/nope/model")
 

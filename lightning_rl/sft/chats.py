@@ -1,0 +1,71 @@
+"""Chats of the user's own as calls: records with `messages`, as services for fine-tuning take them.
+
+Invariant: each message of the assistant is the answer of one call, which goes on with what was said before it.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightning_rl.config import ConfigError
+
+MODEL = "chats"  # by which `sft.models` chooses them
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def is_chat(record: Any) -> bool:
+    """Whether a record is a chat, and no call of `lightning-rl export`."""
+    return isinstance(record, Mapping) and "messages" in record and "rollout_id" not in record
+
+
+def calls_of(record: Mapping[str, Any], rollout_id: str, place: str) -> Iterator[dict[str, Any]]:
+    """The calls of a chat, as records of `export --what calls`.
+
+    `tools` are those that it offers, `reward` is its rollout's; an answer with `weight` 0 is context.
+
+    Raises ConfigError naming its `place` for messages that are none, or that have no answer.
+    """
+    asked: list[dict[str, Any]] = []
+    number = 0
+    for message in _messages(record["messages"], place):
+        weight = message.pop("weight", 1)
+        if message["role"] != "assistant" or weight == 0:
+            asked.append(message)
+            continue
+        yield {
+            "rollout_id": rollout_id,
+            "call_id": f"{rollout_id}-{number}",
+            "parent_call_id": f"{rollout_id}-{number - 1}" if number else None,
+            "number": number,
+            "mode": "train",
+            "counts": True,
+            "model": MODEL,
+            "prompt_token_ids": [],
+            "response_token_ids": [],
+            "messages": asked,
+            "answer": [message],
+            "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
+            "reward": record.get("reward"),
+            "exact": False,
+            "media": [one for one in asked if _shows_images(one)] or None,
+            "tools": record.get("tools"),
+        }
+        asked, number = [], number + 1
+    if not number:
+        raise ConfigError(f"{place} has no message of the assistant: there is nothing to learn from")
+
+
+def _messages(given: Any, place: str) -> list[dict[str, Any]]:
+    if not isinstance(given, list):
+        raise ConfigError(f"{place}: messages is {given!r:.80}; it must be a list")
+    messages = []
+    for number, one in enumerate(given, start=1):
+        if not isinstance(one, Mapping) or one.get("role") not in _ROLES:
+            raise ConfigError(f"{place}: message {number} is {one!r:.80}; its role must be one of {', '.join(_ROLES)}")
+        messages.append({name: value for name, value in one.items() if value is not None})  # as Parquet fills them
+        messages[-1].setdefault("content", None if one.get("tool_calls") else "")
+    return messages
+
+
+def _shows_images(message: Mapping[str, Any]) -> bool:
+    parts = message.get("content")
+    return isinstance(parts, list) and any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)

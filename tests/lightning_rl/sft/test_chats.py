@@ -1,0 +1,86 @@
+"""Chats of one's own are learned from as recorded calls are."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from lightning_rl.config import ConfigError, compose
+from lightning_rl.sft import examples, traces
+from lightning_rl.sft.examples import Examples
+from lightning_rl_proxy.rendering.load import load_renderer
+from tests.pages import ROOT
+
+from .records import CHECKPOINT, write
+
+RENDERER = load_renderer(CHECKPOINT, "template", "student")
+
+
+def said(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+TALK = [
+    said("system", "be brief"), said("user", "how many?"), said("assistant", "select 1"),
+    said("user", "sure?"), said("assistant", "no idea", weight=0), said("user", "and now?"), said("assistant", "yes"),
+]  # fmt: skip
+
+
+def load(file: Path, **sft: Any) -> Examples:
+    return examples.load(compose({"sft": {"held_out": 0.0} | sft}), [file], RENDERER)
+
+
+def trained(found: Examples) -> list[str]:
+    return [
+        RENDERER.tokenizer.decode([int(id) for id in sequence.token_ids[sequence.trained]])
+        for one in found.trained
+        for sequence in one.sequences
+    ]
+
+
+def test_every_answer_is_learned_and_one_of_weight_0_is_context(tmp_path: Path) -> None:
+    found = load(write(tmp_path / "chats.jsonl", [{"messages": TALK}]))
+    assert [text.replace("<|im_end|>", "|") for text in trained(found)] == ["select 1|yes|"]
+    found.metrics(0)  # the account balances
+
+
+def test_rewards_choose_and_parquet_holds_the_same(tmp_path: Path) -> None:
+    chats = [{"messages": TALK[:3], "reward": 1.0}, {"messages": [*TALK[:2], said("assistant", "no")], "reward": 0.0}]
+    file = write(tmp_path / "chats.jsonl", chats)
+    assert [one.rollout_id for one in load(file, min_reward=0.5).trained] == ["chats-1"]
+    parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "chats.parquet")
+    assert traces.read([tmp_path / "chats.parquet"]) == traces.read([file])
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": "hi"}, "record 1: messages is 'hi'; it must be a list"),
+        (
+            {"messages": [{"role": "bot", "content": "x"}]},
+            "record 1: message 1 is .*; its role must be one of system, ",
+        ),
+        ({"messages": TALK[:2]}, "record 1 has no message of the assistant"),
+        ({"text": "hi"}, "nor of chats"),
+    ],
+)
+def test_what_is_no_chat_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(write(tmp_path / "chats.jsonl", [record]))
+
+
+def test_images_are_left_out(tmp_path: Path) -> None:
+    seen = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,xx"}}]}
+    chats = [{"messages": TALK[:3]}, {"messages": [seen, TALK[2]]}]
+    found = load(write(tmp_path / "chats.jsonl", chats))
+    assert (len(found.trained), found.calls["images"]) == (1, 1)
+
+
+def test_the_page_shows_a_chat(tmp_path: Path) -> None:
+    [line] = re.findall(r"^```json\n(.*?)^```", (ROOT / "docs" / "sft.md").read_text(), re.MULTILINE | re.DOTALL)
+    found = load(write(tmp_path / "chats.jsonl", [json.loads(line)]))
+    assert [text.replace("<|im_end|>", "|") for text in trained(found)] == ["SELECT count(*) FROM cats|"]
