@@ -112,7 +112,7 @@ def _transcript(when: str, trace: Any) -> str:
 
     lines = [f"{when}: reward {trace.rollout.reward:g}"]
     for span in (span for span in trace.attempts[-1].spans if span.name == semconv.CALL_SPAN):
-        for message in span.attributes[semconv.INPUT_MESSAGES] + span.attributes[semconv.OUTPUT_MESSAGES]:
+        for message in span.attributes[semconv.INPUT_MESSAGES] + (span.attributes.get(semconv.OUTPUT_MESSAGES) or []):
             text = message["content"].replace("\n", "\n              ")
             lines.append(f"  {message['role']:>10}  {text}")
     return "\n".join(lines)
