@@ -172,8 +172,8 @@ def _calls(source: Path) -> Iterator[TracedCall]:
         raise ConfigError(f"sft.traces: there is no run folder and no file {source.resolve()}")
     try:
         for number, record in enumerate(_records(source), start=1):
-            rollout_id, place = f"{source.stem}-{number}", f"sft.traces: {source}, record {number}"
-            for call in chats.calls_of(record, rollout_id, place) if chats.is_chat(record) else (record,):
+            place = f"sft.traces: {source}, record {number}"
+            for call in chats.calls_of(record, f"{source}:{number}", place) if chats.is_chat(record) else (record,):
                 yield msgspec.convert(call, TracedCall)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(

@@ -47,15 +47,16 @@ class Problems:
                 _log.warning("%s: %d of %d rollouts %s", when, count, len(trajectories), text)
 
     def report_missing_reward(self, metric: str, trajectories: Sequence[Trajectory]) -> None:
-        """Warn where groups are filtered by a reward that none of these rollouts has."""
-        there = {name for trajectory in trajectories for name in trajectory.rewards.named}
-        if metric == FINAL or metric in there or metric in self._told:
+        """Warn where groups are filtered by a reward that none of the rollouts has whose agents did not fail."""
+        given = [trajectory for trajectory in trajectories if not trajectory.agent_failed]
+        there = {name for trajectory in given for name in trajectory.rewards.named}
+        if metric == FINAL or metric in there or metric in self._told or not given:
             return
         self._told.add(metric)
         _log.warning(
             "algorithm.filter_groups.metric=%s: none of %d rollouts has a reward of that name; there are %s",
             metric,
-            len(trajectories),
+            len(given),
             ", ".join(sorted(there | {FINAL})),
         )
 

@@ -178,6 +178,7 @@ async def _use(store: agl.LightningStoreClient) -> None:
         await store.add_resources({"x": 3})
     with pytest.raises(NotFound, match="there is no rollout 'nope' to wait for"):
         await store.wait_for_rollouts(rollout_ids=[waits.rollout_id, "nope"])
+    assert await store.wait_for_rollouts(rollout_ids=[]) == []
     await store.close()
 
 

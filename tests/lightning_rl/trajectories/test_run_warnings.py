@@ -129,6 +129,7 @@ def test_a_reward_that_groups_are_filtered_by_and_nobody_gives_is_told_once(
     problems: Problems, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = [trajectory(rewards=Rewards(final=1.0, named={"polite": 1.0})), trajectory()]
+    problems.report_missing_reward("acc", [failed("a")])
     for metric in ("reward", "polite", "acc", "acc"):
         problems.report_missing_reward(metric, given)
     assert told(caplog) == [
