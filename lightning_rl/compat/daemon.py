@@ -42,6 +42,11 @@ _TENSORS = (
     "prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "rollout_log_probs",
     "token_level_scores", "is_drop_mask",
 )  # fmt: skip
+_ADVICE = {
+    "no_logprob": "take an engine that tells the log probabilities that it sampled with, or train at temperature 1",
+    "overlong_prompt": "raise max_prompt_length",
+    "truncated": "raise max_response_length",
+}
 _log = logging.getLogger(__name__)
 
 
@@ -170,6 +175,10 @@ class AgentModeDaemon:
             if ended and verbose:
                 failed = sum(_failed(trajectory) for trajectory in data.ended.values())
                 print(f"{len(data.ended)} of {len(data.sample_of)} rollouts have ended ({failed} failed)")
+        errors = Counter(f"{one.error.type}: {one.error.message}" for one in data.ended.values() if one.error)
+        for error, count in errors.most_common(1):
+            total = errors.total()
+            _log.warning("%d of %d rollouts failed, most often (%d) by %.500s", total, len(data.ended), count, error)
 
     def get_train_data_batch(
         self, max_prompt_length: int, max_response_length: int, device: torch.device | str
@@ -415,10 +424,10 @@ def _train_metrics(
 def _tell_of_nothing(metrics: Mapping[str, float], excluded: Counter[str]) -> None:
     if metrics["training/tokens/sampled"] and not metrics["training/tokens/trained"]:
         _log.warning(
-            "none of %d sampled tokens can be trained (%s); for `no_logprob` take an engine that tells the log "
-            "probabilities that it sampled with, or train at temperature 1",
+            "none of %d sampled tokens can be trained (%s)%s",
             metrics["training/tokens/sampled"],
             ", ".join(f"{reason} {tokens}" for reason, tokens in sorted(excluded.items()) if tokens),
+            "".join(f"; for `{reason}` {advice}" for reason, advice in _ADVICE.items() if excluded[reason]),
         )
 
 
@@ -448,6 +457,8 @@ def _tasks(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The samples of a batch of columns, as JSON values."""
     if taken := [name for name in data if name in _OWN_COLUMNS or name in _TENSORS]:
         raise ValueError(f"the batch has columns of its own named {', '.join(taken)}: rename those of the data")
+    if not data:
+        raise ValueError("the data have no column, so no sample: give lists or arrays by name")
     columns = {name: _native(column) for name, column in data.items()}
     for name, column in columns.items():
         if not isinstance(column, list):

@@ -65,7 +65,7 @@ def card(gib: float) -> Gpu:
 
 def stated(text: str) -> Hardware:
     """`24` (a card of 24 GiB), `8x80`, `2x8x80` (machines x cards x GiB). Raises ConfigError for anything else."""
-    if not re.fullmatch(r"(\d+x){0,2}\d+(\.\d+)?", text) or "0" in text.split("x"):
+    if not re.fullmatch(r"(\d+x){0,2}\d+(\.\d+)?", text) or not all(map(float, text.split("x"))):
         raise ConfigError(f"--gpus {text}: write GiB of a card, 24; cards x GiB, 8x80; machines x cards x GiB, 2x8x80")
     *counts, gib = text.split("x")
     nodes, per_node = ([1, 1] + [int(count) for count in counts])[-2:]

@@ -22,7 +22,7 @@ import lightning_rl as lrl
 from lightning_rl.algorithms.base import Endpoint
 from lightning_rl.compat.daemon import AgentModeDaemon, DaemonOrder
 from lightning_rl.data.dataset import TaskError
-from lightning_rl.store.contract import Attempt, AttemptTrace, Finish, Rollout, RolloutRequest, RolloutTrace
+from lightning_rl.store.contract import Attempt, AttemptTrace, ErrorInfo, Finish, Rollout, RolloutRequest, RolloutTrace
 from lightning_rl.store.errors import NotAllowed
 from lightning_rl_adapters import forest, rows
 from lightning_rl_adapters.call import Call, calls_of, to_span
@@ -82,6 +82,7 @@ class EndedStore:
             group_id=request.group_id, attempt_id="a", agent=None, resources_id=None, config=request.config,
             metadata={}, attempt_count=1, created_at=0.0, reward=reward,
             counting_attempt_id=None if outcome == "lost" else "a",
+            error=ErrorInfo(type="ValueError", message="no model 'm'") if failed else None,
         )  # fmt: skip
         spans = [to_span(call) for call in calls]
         return RolloutTrace(rollout=rollout, attempts=[AttemptTrace(attempt=attempt, spans=spans, rewards=[])])
@@ -226,6 +227,12 @@ def test_the_infrastructures_failures_are_left_out_and_the_agents_get_the_fill_v
     assert (metrics["training/n_rollouts_wo_rows"], metrics["training/tokens/excluded/infrastructure"]) == (1, 2)
 
 
+def test_why_rollouts_failed_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    rolled_out(lambda task, k: ([], "failed" if task["i"] else 1.0), 3, train_rollout_n=1)
+    [text] = caplog.messages
+    assert text.startswith("2 of 3 rollouts failed, most often (2) by ValueError: no model 'm'")
+
+
 def test_validation_metrics_are_shares_of_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     chain = [make_call(0, None, 2, 3), make_call(1, 0, 2, 1)]
     played: list[Played] = [(chain, 1.0), ([make_call(0, None, 2, 2)], "failed"), ([], 1.0), ([], "lost")]
@@ -317,7 +324,7 @@ def test_a_batch_of_which_nothing_can_be_trained_says_why(caplog: pytest.LogCapt
     batch, metrics = batch_of([msgspec.structs.replace(make_call(0, None), logprob_kind="raw")])
     assert (len(batch["uid"]), metrics["training/tokens/excluded/no_logprob"]) == (0, 2)
     [record] = caplog.records
-    assert "none of 2 sampled tokens can be trained (no_logprob 2)" in record.getMessage()
+    assert "none of 2 sampled tokens can be trained (no_logprob 2); for `no_logprob` take an" in record.getMessage()
 
 
 def test_interleaved_agents_are_merged_each_with_its_own() -> None:
@@ -396,6 +403,7 @@ def test_methods_out_of_their_order_are_named() -> None:
     [
         ({"a": [1, 2], "b": [1]}, ValueError, "differ in length .*'a': 2, 'b': 1"),
         ({"a": "text"}, ValueError, "column 'a' is a str"),
+        ({}, ValueError, "the data have no column"),
         ({"uid": [1]}, ValueError, "columns of its own named uid"),
         ({"responses": [1]}, ValueError, "columns of its own named responses"),
         ({"a": [float("nan")]}, TaskError, "column 'a' of sample 0 is no JSON value"),

@@ -221,7 +221,7 @@ def test_gpus_as_they_are_written(text: str, nodes: int, per_node: int, gib: flo
     assert found.count == nodes * per_node
 
 
-@pytest.mark.parametrize("text", ["", "A100", "8x", "x80", "1x2x3x4", "0x80", "-24"])
+@pytest.mark.parametrize("text", ["", "A100", "8x", "x80", "1x2x3x4", "0x80", "0.0", "-24"])
 def test_gpus_that_nobody_understands(text: str) -> None:
     with pytest.raises(ConfigError, match="cards x GiB, 8x80"):
         stated(text)
