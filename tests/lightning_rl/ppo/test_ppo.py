@@ -23,6 +23,7 @@ from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl.trainer import RunFolderUsed
 from lightning_rl.training.actor import Actor
 from lightning_rl.trajectories import step_record
+from lightning_rl.trajectories.run_warnings import AllFailed
 from lightning_rl_adapters.call import calls_of
 from lightning_rl_adapters.span import unpack_logprobs
 from tests.lightning_rl.ppo.agents import some_fail, two_calls
@@ -57,7 +58,9 @@ def test_agents_that_fail_are_data(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_rollouts_without_calls_train_nothing(tmp_path: Path) -> None:
-    algorithm = lrl.PPO(config())
+    with pytest.raises(AllFailed, match="step 1: all 8 rollouts made no call to the model"):
+        lrl.Trainer(some_fail, n_runners=4, run_dir=tmp_path / "stops").fit(lrl.PPO(config()), [3, 3, 3, 3])
+    algorithm = lrl.PPO(config(all_failed="go_on"))
     lrl.Trainer(some_fail, n_runners=4, run_dir=tmp_path).fit(algorithm, [3, 3, 3, 3])
     [row] = read(tmp_path / "metrics.jsonl")
     assert (row["rollouts/rows"], row["tokens/received"], row["critic/rewards/mean"]) == (0, 0, 1)

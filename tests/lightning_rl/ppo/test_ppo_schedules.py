@@ -73,7 +73,8 @@ def assert_conserved(rows: list[dict[str, float]]) -> None:
 
 
 def assert_trained_once(run_dir: Path) -> None:
-    times = Counter(rollout.rollout_id for record in step_record.read_all(run_dir) for rollout in record.rollouts)
+    rollouts = [rollout for record in step_record.read_all(run_dir) for rollout in record.rollouts]
+    times = Counter(rollout.rollout_id for rollout in rollouts if rollout.left_out is None)
     assert set(times.values()) == {1}
     assert len(times) == STEPS * N * BATCH
 
@@ -174,8 +175,10 @@ def test_groups_that_say_nothing_are_replaced_and_greedy_ones_compared_with(
     assert max(row["training/staleness/max"] for row in rows) <= 1
     assert_trained_once(tmp_path)
     for record in step_record.read_all(tmp_path):
-        groups = {rollout.rollout_id.rpartition("-")[0] for rollout in record.rollouts}
+        groups = {one.rollout_id.rpartition("-")[0] for one in record.rollouts if one.left_out is None}
         assert len(groups) == BATCH
+    left_out = {one.left_out for record in step_record.read_all(tmp_path) for one in record.rollouts}
+    assert {None, "zero_variance"} <= left_out
     told = [text for text in caplog.messages if text.startswith("no rollout has ended for")]
     assert any(" is open since " in text and ", claimed by worker " in text for text in told)
 
