@@ -117,7 +117,7 @@ def test_one_command_imitates_and_then_goes_on_with_rewards(service: Service, tm
     assert (first["step"], first["actor/lr"]) == (1, 1e-4), "the rate of supervised training is its own"
 
     # Stopped between the two: what is there is taken, and PPO begins.
-    for left in (*run.glob("*.yaml"), *run.glob("run.id"), *run.glob("store.db*")):
+    for left in (*run.glob("*.yaml"), *run.glob("run.id"), *run.glob("server.url"), *run.glob("store.db*")):
         left.unlink()
     asked = len(service.requests)
     more = CliRunner().invoke(app, ["train", "--resume", str(run), "--json"])
