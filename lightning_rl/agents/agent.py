@@ -94,7 +94,7 @@ class FunctionAgent(Agent):
         for name, resource in self._injected.items():
             if name not in ("resources", "rollout", *self._optional) and resource not in available:
                 raise AgentSignature(
-                    f"{_named(self.function)}: nothing fills parameter {name!r}; this run has the models "
+                    f"{called(self.function)}: nothing fills parameter {name!r}; this run has the models "
                     f"{sorted(available)}: name one in gateway.backends.{name} (frozen) or policies.{name} (trained), "
                     "or give the parameter a default (prompts are published by lrl.PromptOptimization, "
                     "or an algorithm of your own: lrl.algo)"
@@ -268,7 +268,7 @@ def _injected_parameters(function: Callable[..., Any]) -> dict[str, str]:
     """Parameter name -> resource name, for every parameter after the task."""
     parameters = list(inspect.signature(function).parameters.values())
     if not parameters:
-        raise AgentSignature(f"{_named(function)} takes no task: its first parameter is the task")
+        raise AgentSignature(f"{called(function)} takes no task: its first parameter is the task")
     injected: dict[str, str] = {}
     for parameter in parameters[1:]:
         if parameter.name == "llm":
@@ -280,13 +280,13 @@ def _injected_parameters(function: Callable[..., Any]) -> dict[str, str]:
             parameter.KEYWORD_ONLY,
         ):
             raise AgentSignature(
-                f"{_named(function)}: nothing fills parameter {parameter.name!r}; name it 'llm', 'resources', "
+                f"{called(function)}: nothing fills parameter {parameter.name!r}; name it 'llm', 'resources', "
                 f"'rollout' or '{_PROMPT}', annotate it LLM or PromptTemplate, or give it a default"
             )
     return injected
 
 
-def _named(function: Callable[..., Any]) -> str:
+def called(function: Callable[..., Any]) -> str:
     """As an error names it; a `functools.partial` and an object that is called have no name of their own."""
     return getattr(function, "__qualname__", None) or f"{function!r:.80}"
 

@@ -289,7 +289,8 @@ def prompt_rollout(function: Callable[..., Any]) -> Any:
     agent = agents.rollout(function)
     if not agent.takes_prompt:
         raise AgentSignature(
-            f"{function.__qualname__} takes no prompt: name a parameter prompt_template, or annotate one PromptTemplate"
+            f"{agents.called(function)} takes no prompt: name a parameter prompt_template, or annotate one "
+            "PromptTemplate"
         )
     return agent
 

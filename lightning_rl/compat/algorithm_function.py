@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_rl.agents.agent import called
 from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
 from lightning_rl.compat.lightning_store import LightningStore
 from lightning_rl.errors import Explained
@@ -38,7 +39,6 @@ class FunctionAlgorithm(Algorithm):
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
         self.function = function
-        name = getattr(function, "__qualname__", repr(function))
         parameters = inspect.signature(function).parameters.values()
         self._open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         self._names = {parameter.name for parameter in parameters}
@@ -46,7 +46,7 @@ class FunctionAlgorithm(Algorithm):
             variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
             if parameter.name not in _FILLED and parameter.default is parameter.empty and not variable:
                 raise AlgorithmSignature(
-                    f"{name}: nothing fills parameter {parameter.name!r}; an algorithm is given "
+                    f"{called(function)}: nothing fills parameter {parameter.name!r}; an algorithm is given "
                     f"{', '.join(_FILLED)}: take one of them, or give it a default"
                 )
 

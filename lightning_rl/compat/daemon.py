@@ -6,7 +6,6 @@ does not get there is counted by reason. Reading the batch changes nothing, so i
 """
 
 import contextlib
-import json
 import logging
 import math
 import secrets
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_rl.algorithms.base import NEUTRAL
-from lightning_rl.data.dataset import TaskError
+from lightning_rl.data.dataset import check_task
 from lightning_rl.errors import Explained
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutConfig, RolloutRequest
@@ -468,16 +467,9 @@ def _tasks(data: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise ValueError(f"the columns of the data differ in length ({lengths}); they must hold one value per sample")
     tasks = [{name: column[i] for name, column in columns.items()} for i in range(max(lengths.values(), default=0))]
     for i, task in enumerate(tasks):
-        _check_json(i, task)
+        for name, value in task.items():
+            check_task(value, f"column {name!r} of sample {i}")
     return tasks
-
-
-def _check_json(sample: int, task: Mapping[str, Any]) -> None:
-    for name, value in task.items():
-        try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise TaskError(f"column {name!r} of sample {sample} is no JSON value ({error}): {value!r:.80}") from error
 
 
 def _native(value: Any) -> Any:

@@ -133,11 +133,11 @@ def find(run_dir: Path, rollout_id: str, step: int, *, ahead: bool = False) -> t
 def files(run_dir: Path) -> list[tuple[Path, int]]:
     """The files of a run's records, in order of their steps, each with when a policy's record of that step was written
     last (ns)."""
-    written: dict[str, int] = {}
-    for file in (run_dir / FOLDER).glob("**/*.msgpack"):
-        written[file.name] = max(written.get(file.name, 0), file.stat().st_mtime_ns)
-    paths = sorted((run_dir / FOLDER).glob("*.msgpack"))
-    return [(path, written[path.name]) for path in paths if path.name in written]
+    folder, newest = run_dir / FOLDER, dict[str, int]()
+    found = [(file, file.stat().st_mtime_ns) for file in folder.glob("**/*.msgpack")]
+    for file, written in found:
+        newest[file.name] = max(written, newest.get(file.name, 0))
+    return sorted((file, newest[file.name]) for file, _ in found if file.parent == folder)
 
 
 def whole(path: Path) -> StepRecord:

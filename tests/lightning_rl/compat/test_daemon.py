@@ -408,6 +408,7 @@ def test_methods_out_of_their_order_are_named() -> None:
         ({"responses": [1]}, ValueError, "columns of its own named responses"),
         ({"a": [float("nan")]}, TaskError, "column 'a' of sample 0 is no JSON value"),
         ({"a": [1, object()]}, TaskError, "column 'a' of sample 1 is no JSON value"),
+        ({"a": [{1: "x"}]}, TaskError, r"column 'a' of sample 0 is no JSON value \(key 1 is no text"),
     ],
 )
 def test_data_that_make_no_tasks_are_refused_and_nothing_is_asked_for(data: Any, error: Any, text: str) -> None:
