@@ -28,7 +28,8 @@ class RewardModel:
         device: `cpu`, `cuda`, or `auto`: a GPU where there is one. It is there while it scores, and waits in main
             memory.
 
-    It is loaded when it is first asked. Raises ConfigError for a folder that holds no such model.
+    It is loaded when it is first asked; `fetch` takes it from the hub before. Raises ConfigError for a folder that
+    holds no such model.
     """
 
     def __init__(self, path: str, *, dtype: str = "bfloat16", device: str = "auto") -> None:
@@ -36,6 +37,19 @@ class RewardModel:
         self._lock = threading.Lock()
         self._placing, self._blocks = threading.Lock(), 0
         check(path)
+
+    def fetch(self) -> None:
+        """Take it from the hub, if need be, and read its tokenizer: what is wrong with it is told before any rollout.
+
+        Raises ConfigError for a model that is no classifier with one output, or whose tokenizer has no chat template,
+        and what the hub raises.
+        """
+        _check(self.path, json.loads((self._folder / "config.json").read_bytes()))
+        if not self._tokenizer.chat_template:
+            raise ConfigError(
+                f"{_KEY}={self.path!r}: its tokenizer has no chat template, which writes the conversations that it "
+                "scores: put the one it was trained with into its folder, as chat_template.jinja"
+            )
 
     def __call__(self, rollouts: Sequence[FinishedRollout]) -> list[float]:
         """The scores of the rollouts, in their order; 0.0 for one that made no call.
@@ -91,18 +105,25 @@ class RewardModel:
         return ids
 
     @functools.cached_property
+    def _folder(self) -> Path:
+        from lightning_rl.inference.load import model_folder
+
+        return model_folder(self.path)
+
+    @functools.cached_property
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.path)
+        return AutoTokenizer.from_pretrained(self._folder)
 
     @functools.cached_property
     def _model(self) -> Any:
         import torch
-        from transformers import AutoConfig, AutoModelForSequenceClassification
+        from transformers import AutoModelForSequenceClassification
 
-        _check(self.path, AutoConfig.from_pretrained(self.path).to_dict())  # of the hub's, known only now
-        return AutoModelForSequenceClassification.from_pretrained(self.path, dtype=getattr(torch, self._dtype)).eval()
+        self.fetch()
+        dtype = getattr(torch, self._dtype)
+        return AutoModelForSequenceClassification.from_pretrained(self._folder, dtype=dtype).eval()
 
     @functools.cached_property
     def _device(self) -> Any:

@@ -12,6 +12,7 @@ from lightning_rl.config.schema import RewardSection
 from lightning_rl.rewards import FinishedRollout, GroupReward
 from lightning_rl.rewards.finished import finished_rollout
 from lightning_rl.rewards.grading import before_grading, from_config, grade, graded_before, late_rewards
+from lightning_rl.rewards.reward_model import RewardModel
 from lightning_rl.store.contract import RolloutTrace
 from lightning_rl.store.rewards import given_late
 from lightning_rl.store.run_store import RunStore
@@ -34,6 +35,11 @@ class Grader:
         # Functions of verl's make may use signals, which only the main thread can.
         own_thread = reward is None and config.judge.model is None
         return None if chosen is None else cls(chosen, concurrency=1 if own_thread else config.judge.concurrency)
+
+    def fetch(self) -> None:
+        """What can be wrong with a reward model is told before any rollout runs. Raises as `RewardModel.fetch`."""
+        if isinstance(self._reward, RewardModel):
+            self._reward.fetch()
 
     def graded(
         self, traces: Sequence[RolloutTrace], store: RunStore, model: str | Collection[str]

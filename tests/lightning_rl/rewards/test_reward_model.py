@@ -11,9 +11,11 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
 from lightning_rl.config import ConfigError, compose
+from lightning_rl.ppo.tasks import grader_of
 from lightning_rl.rewards.checked import RewardError
 from lightning_rl.rewards.grading import from_config, grade
 from lightning_rl.rewards.reward_model import RewardModel
+from lightning_rl.rewards.training_rewards import Grader
 from lightning_rl.tutorial import checkpoint
 from tests.lightning_rl.rewards.rollouts import finished, group
 
@@ -113,6 +115,30 @@ def test_what_is_no_reward_model_is_refused_before_anything_is_loaded(tmp_path: 
             from_config(settings(model_path=str(path)))
     with pytest.raises(ConfigError, match=r"name the model, reward\.reward_model\.model_path"):
         from_config(settings())
+
+
+def test_what_is_wrong_with_a_reward_model_is_told_before_any_rollout(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(path: str) -> BaseException:
+        config = compose({"reward": {"reward_model": {"enable": True, "model_path": path}}})
+        with pytest.raises((OSError, ConfigError)) as raised:
+            grader_of(config, Grader.of(config.reward, None), ([], [], []))
+        return raised.value
+
+    silent = Path(shutil.copytree(folder, tmp_path / "silent"))
+    (silent / "chat_template.jinja").unlink()
+    (silent / "tokenizer_config.json").write_text("{}")
+    assert "its tokenizer has no chat template" in str(told(str(silent)))
+
+    def at_the_hub(path: str) -> str:
+        if path == "Owner/judge":
+            return str(checkpoint())
+        raise OSError("not found")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", at_the_hub)
+    assert told("Owner/typo").__notes__ == ["model 'Owner/typo' is no folder here, and could not be taken from the hub"]
+    assert "reward.reward_model.model_path='Owner/judge' is no reward model" in str(told("Owner/judge"))
 
 
 def test_a_config_that_says_nothing_of_labels_has_two(tmp_path: Path) -> None:
